@@ -1,0 +1,49 @@
+"""Every exception that fpipe raises on purpose.
+
+Each one is also the built-in exception that fits (`ValueError`, `TypeError`, `RuntimeError`), so
+callers may catch either. A message names the argument, its value, the rule and the fix.
+"""
+
+from __future__ import annotations
+
+
+class FpipeError(Exception):
+    """Base of all fpipe exceptions."""
+
+
+class ScheduleError(FpipeError, ValueError):
+    """A schedule, or a request for one, breaks a rule of pipeline schedules."""
+
+
+class StageError(FpipeError, ValueError):
+    """A stage function cannot be traced, split or compiled, or does not fit its neighbours."""
+
+
+class BatchError(FpipeError, ValueError):
+    """A batch or a parameter pytree does not have the structure or the shapes that it must have."""
+
+
+class PipelineError(FpipeError, RuntimeError):
+    """An action failed while a step was running.
+
+    Attributes:
+        rank: the rank that ran the action, or None where no rank is to blame.
+        stage: the stage of the action, or None.
+        microbatch: the microbatch of the action, or None.
+        action: the action in its text form, such as ``"2F0"``, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        stage: int | None = None,
+        microbatch: int | None = None,
+        action: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.stage = stage
+        self.microbatch = microbatch
+        self.action = action

@@ -1,0 +1,85 @@
+"""One action of a schedule: `2F0` is the forward (F) of stage 2 on microbatch 0."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from fpipe.errors import ScheduleError
+
+
+class Op(StrEnum):
+    """What an action does. An `Op` equals its own text: ``Op.F == "F"``.
+
+    The names are those of torch.distributed.pipelining, so that files can be exchanged.
+    """
+
+    F = "F"  # forward
+    B = "B"  # full backward: I and W in one
+    I = "I"  # input gradient  # noqa: E741
+    W = "W"  # weight gradient
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    UNSHARD = "UNSHARD"  # whole-stage: gather the parameters
+    RESHARD = "RESHARD"  # whole-stage: let the gathered parameters go
+    REDUCE_GRAD = "REDUCE_GRAD"  # whole-stage: reduce the gradients over data-parallel ranks
+
+
+COMPUTE_OPS: Final = frozenset({Op.F, Op.B, Op.I, Op.W})
+WHOLE_STAGE_OPS: Final = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
+
+_TEXT = re.compile(r"(\d+)([A-Z]+(?:_[A-Z]+)?)(\d*)", re.ASCII)
+
+
+class Action(NamedTuple):
+    """One entry of a rank's list: do `op` of `stage` on `microbatch`.
+
+    Attributes:
+        stage: number of the stage, from 0.
+        op: an `Op`, or its text (``"F"``, ``"B"``, ``"I"``, ``"W"``, …), which compares equal.
+        microbatch: number of the microbatch, from 0; None for whole-stage actions
+            (UNSHARD, RESHARD, REDUCE_GRAD).
+
+    Example:
+        >>> str(Action(2, Op.F, 0))
+        '2F0'
+        >>> Action.parse("2F0") == Action(2, Op.F, 0)
+        True
+    """
+
+    stage: int
+    op: Op
+    microbatch: int | None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{'' if self.microbatch is None else self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read an action from its text form, the inverse of ``str(action)``.
+
+        Args:
+            text: such as ``"2F0"`` or ``"1UNSHARD"``. Spaces around it are ignored, nothing else is.
+
+        Raises:
+            ScheduleError: the text is not an action, whole and exactly.
+
+        Example:
+            >>> Action.parse("13W7")
+            Action(stage=13, op=<Op.W: 'W'>, microbatch=7)
+        """
+        rule = (
+            "must be a stage, an op and a microbatch, such as '2F0' "
+            f"(ops: {', '.join(op.value for op in Op)}; whole-stage ops take no microbatch)"
+        )
+        match = _TEXT.fullmatch(text.strip())
+        if match is None or match[2] not in Op.__members__:
+            raise ScheduleError(f"text={text!r} is not an action: it {rule}")
+        op = Op[match[2]]
+        if (op in WHOLE_STAGE_OPS) != (match[3] == ""):
+            fault = "a microbatch" if match[3] else "no microbatch"
+            raise ScheduleError(f"text={text!r} is not an action: {op} with {fault}; it {rule}")
+        return cls(int(match[1]), op, int(match[3]) if match[3] else None)
