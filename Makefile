@@ -1,0 +1,47 @@
+# Every target works from a bare checkout: it first makes .venv, then runs.
+#
+#   make test       lint, types and tests; the last line is pytest's summary
+#   make demo       train a small GPT on real text through a zero-bubble pipeline
+#   make examples   run every file of examples/ whole
+#   make lint       ruff and mypy alone
+#   make format     let ruff rewrite the files
+#   make clean      remove .venv, the caches and build outputs
+#
+# PYTHON chooses the interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Lies inside the environment, so that whoever deletes one deletes the other.
+STAMP := $(VENV)/.installed
+
+.PHONY: test demo examples lint format clean
+.DEFAULT_GOAL := test
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("fpipe needs Python 3.11 or newer; choose one with: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint]'
+	@touch $@
+
+test: lint
+	$(BIN)/python -m pytest
+
+demo: $(STAMP)
+	$(BIN)/python examples/gpt.py
+
+examples: $(STAMP)
+	@set -e; for file in examples/*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+format: $(STAMP)
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

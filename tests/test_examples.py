@@ -1,0 +1,32 @@
+"""Every file of examples/ runs, as a user would run it. A new example joins by existing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).parents[1]
+EXAMPLES: Final = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.examples
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(path: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(path), "--smoke"]
+    # Elsewhere than in the checkout: an example needs the installed package and nothing beside it.
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout, "an example shows something"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_tells_its_command(path: Path) -> None:
+    assert f"python examples/{path.name}" in path.read_text("utf-8").split('"""')[1]
+
+
+def test_there_are_examples() -> None:
+    assert EXAMPLES

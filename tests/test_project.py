@@ -1,0 +1,252 @@
+"""The project's own rules: layers, public names, documentation that runs."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from graphlib import CycleError, TopologicalSorter
+from itertools import chain
+from pathlib import Path
+from textwrap import dedent
+from typing import Final
+
+import pytest
+
+import fpipe
+
+ROOT: Final = Path(__file__).parents[1]
+
+# What `import fpipe` promises. A name is added here in the commit that makes it public.
+PUBLIC_MODULES: Final[frozenset[str]] = frozenset()
+PUBLIC_ON_TORCH: Final[frozenset[str]] = frozenset()
+PUBLIC_PURE: Final = frozenset(
+    {
+        "Action",
+        "BatchError",
+        "FpipeError",
+        "Op",
+        "PipelineError",
+        "Schedule",
+        "ScheduleError",
+        "StageError",
+    }
+)
+
+# The rooms of docs/architecture.md: a module imports from its own layer or from those above it.
+LAYERS: Final = (
+    ("fpipe.errors", "fpipe.tree"),
+    ("fpipe.schedule",),
+    ("fpipe.schedules",),
+    ("fpipe.microbatch",),
+    ("fpipe.stage",),
+    ("fpipe.runtime",),
+    ("fpipe.engine",),
+    ("fpipe",),
+)
+NEVER_TORCH: Final = ("fpipe.errors", "fpipe.schedule", "fpipe.schedules")
+
+
+def module_files() -> dict[str, Path]:
+    """Every module of the package, by its dotted name."""
+    names = {}
+    for path in sorted((ROOT / "fpipe").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+MODULES: Final = module_files()
+
+
+def imports_of(name: str) -> frozenset[str]:
+    """The dotted names that a module's text imports, those within functions included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{name} line {node.lineno}: a relative import; write it whole"
+            for alias in node.names:
+                # `from fpipe.schedule import action` imports a module, `import Action` a name.
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in MODULES else str(node.module))
+    return frozenset(found)
+
+
+GRAPH: Final = {name: imports_of(name) for name in MODULES}
+
+
+def within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def layer_of(name: str) -> int:
+    if name in ("fpipe", "fpipe.__main__"):
+        return len(LAYERS) - 1
+    for number, packages in enumerate(LAYERS[:-1]):
+        if within(name, packages):
+            return number
+    raise AssertionError(f"{name} stands in no layer: give it one in LAYERS and architecture.md")
+
+
+def run_python(code: str) -> None:
+    """Run code in a fresh interpreter; fail with what it printed."""
+    command = [sys.executable, "-W", "error", "-c", dedent(code)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ── layers ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_import_graph_has_no_cycle() -> None:
+    inside = {name: imported & MODULES.keys() for name, imported in GRAPH.items()}
+    try:
+        TopologicalSorter(inside).prepare()
+    except CycleError as error:
+        pytest.fail("import cycle: " + " <- ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_module_imports_only_from_layers_above_it(name: str) -> None:
+    for imported in GRAPH[name] & MODULES.keys():
+        assert layer_of(imported) <= layer_of(name), f"{name} must not import {imported}"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if within(name, NEVER_TORCH)])
+def test_schedule_side_never_names_torch(name: str) -> None:
+    assert not [imported for imported in GRAPH[name] if within(imported, ("torch",))]
+
+
+def test_schedule_side_loads_without_torch() -> None:
+    names = [name for name in MODULES if within(name, NEVER_TORCH)]
+    run_python(f"""
+        import importlib, sys
+        for name in {names!r}:
+            importlib.import_module(name)
+            assert "torch" not in sys.modules, name
+    """)
+
+
+# ── public names ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_public_names_are_pinned() -> None:
+    assert set(fpipe.__all__) == PUBLIC_PURE | PUBLIC_ON_TORCH | PUBLIC_MODULES
+    assert len(fpipe.__all__) == len(set(fpipe.__all__))
+
+
+def test_public_names_exist_and_are_listed() -> None:
+    for name in fpipe.__all__:
+        assert hasattr(fpipe, name), name
+        assert name in dir(fpipe), name
+
+
+def test_module_never_bears_the_name_of_another_public_thing() -> None:
+    # Importing fpipe.step would set the attribute `step` of fpipe to that module.
+    for name in PUBLIC_PURE | PUBLIC_ON_TORCH:
+        assert f"fpipe.{name}" not in MODULES
+    assert {f"fpipe.{name}" for name in PUBLIC_MODULES} <= MODULES.keys()
+
+
+def test_import_loads_torch_only_when_a_name_needs_it() -> None:
+    pure, on_torch = sorted(PUBLIC_PURE | PUBLIC_MODULES), sorted(PUBLIC_ON_TORCH)
+    run_python(f"""
+        import sys
+        import fpipe
+        for name in {pure!r}:
+            getattr(fpipe, name)
+            assert "torch" not in sys.modules, name
+        for name in {on_torch!r}:
+            getattr(fpipe, name)
+            assert "torch" in sys.modules, name
+    """)
+
+
+def test_unknown_attribute_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        getattr(fpipe, "no_such_name")  # noqa: B009 (a type checker refuses the plain form)
+
+
+# ── text ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def project_texts() -> list[Path]:
+    folders = ("fpipe", "tests", "examples", "benchmarks", "docs", ".ci")
+    inside = chain.from_iterable((ROOT / folder).rglob("*") for folder in folders)
+    kinds = {".py", ".md", ".toml", ".txt", ".cff", ""}
+    return sorted(
+        path
+        for path in chain(ROOT.iterdir(), inside)
+        if path.is_file() and path.suffix in kinds and "__pycache__" not in path.parts
+    )
+
+
+def test_no_work_is_left_as_a_note_in_the_code() -> None:
+    # Spelled apart, so that this file passes its own test.
+    marks = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in project_texts()
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if marks.search(line)
+    ]
+    assert not found
+
+
+def test_citation_names_the_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"version: {project['version']}\n" in citation
+    assert f"license: {project['license']}\n" in citation
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
+def test_doctests(name: str) -> None:
+    failed, _ = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert failed == 0  # doctest's own report is in the captured output
+
+
+# A block that is not to be run is no ```python block: ```text and ```pycon say so to the reader.
+FENCE: Final = re.compile(r"^ *```(\S[^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+
+
+def python_blocks(text: str) -> list[tuple[int, str]]:
+    """Each ```python block of a Markdown text: the number of its first line, and its code."""
+    blocks = []
+    for match in FENCE.finditer(text):
+        language = match[1].strip()
+        first = text.count("\n", 0, match.start(2)) + 1
+        if language.lower().startswith("py") and language != "pycon":
+            assert language == "python", f"line {first - 1}: write ```python, not ```{language}"
+            blocks.append((first, dedent(match[2])))
+    return blocks
+
+
+DOCUMENTS: Final = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_documentation_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of one file run in order in one namespace, as its reader would type them."""
+    monkeypatch.chdir(tmp_path)  # an example may write files
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for first, code in python_blocks(path.read_text("utf-8")):
+        # Blank lines ahead make a traceback name the line of the document.
+        exec(compile("\n" * (first - 1) + code, str(path), "exec"), namespace)
+
+
+def test_python_blocks_finds_every_block() -> None:
+    text = "# t\n\n```python\na = 1\n```\n\n```text\nno\n```\n\n  ```python\n  b = a\n  ```\n"
+    assert python_blocks(text) == [(4, "a = 1\n"), (12, "b = a\n")]
+
+
+def test_python_blocks_refuses_a_block_that_would_be_skipped() -> None:
+    with pytest.raises(AssertionError, match="line 1: write ```python, not ```py"):
+        python_blocks("```py\na = 1\n```\n")
