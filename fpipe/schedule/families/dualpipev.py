@@ -1,0 +1,69 @@
+"""DualPipeV: on the V, a forward and a full backward side by side through the steady state."""
+
+from __future__ import annotations
+
+from fpipe.schedule.action import Op
+from fpipe.schedule.families.arguments import check_counts
+from fpipe.schedule.families.row import Word, numbered
+from fpipe.schedule.placements import vee
+from fpipe.schedule.schedule import Schedule
+
+
+def dualpipev(*, ranks: int, microbatches: int) -> Schedule:
+    """DualPipeV (DeepSeek-AI, https://github.com/deepseek-ai/DualPipe; the V form of DualPipe,
+    https://arxiv.org/abs/2412.19437).
+
+    In the steady state a rank runs the forward of one of its stages together with the full backward
+    of the other, so that the communication inside the one (experts, tensor parallelism) hides
+    behind the compute of the other. Here such a pair is two actions, F then B. Backwards are split
+    into I and W only where a rank would wait. A rank holds at most p + ½ microbatches, and at most
+    m, counting a stage's as one half, where p ≥ 2 (one rank holds 1½). The bubble has no closed
+    form that we know.
+
+    Args:
+        ranks: p, 1 or more; two stages per rank, s and 2p−1−s.
+        microbatches: m, 1 or more. Built for 2p or more; fewer run in the order of 2p with the
+            rest left out.
+
+    Returns:
+        A schedule of F, B, I and W actions.
+
+    Raises:
+        ScheduleError: an argument is no integer or is less than 1.
+
+    Example:
+        >>> for row in dualpipev(ranks=2, microbatches=4).actions:
+        ...     print(*row)
+        0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3
+        1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
+    """
+    check_counts(ranks=ranks, microbatches=microbatches)
+    enough = max(microbatches, 2 * ranks)
+    rows = (numbered(_row(rank, ranks, enough), microbatches) for rank in range(ranks))
+    return Schedule(vee(ranks), rows, name="dualpipev")
+
+
+def _row(rank: int, ranks: int, microbatches: int) -> list[Word]:
+    down, up = rank, 2 * ranks - 1 - rank
+    f_down, b_down, i_down = (down, Op.F), (down, Op.B), (down, Op.I)
+    f_up, b_up, i_up, w_up = (up, Op.F), (up, Op.B), (up, Op.I), (up, Op.W)
+    below = ranks - 1 - rank  # ranks further down the V
+    # The last backwards alternate. The second half of them is split, and its W's come at the end,
+    # oldest first, together with those of the input gradients that are still to come up.
+    last = [b_up, b_down] * (rank + 1)
+    late = [(stage, Op.I) for stage, _ in last[rank + 1 :]]
+    owed = [(stage, Op.W) for stage, _ in [*late, *[i_down] * below]]
+    return [
+        # Fill.
+        *[f_down] * (2 * below),
+        *[f_down, f_up] * (rank + 1),
+        *[i_up, w_up, f_up] * below,
+        # Steady: a forward on one stage beside a backward on the other.
+        *[f_down, b_up, f_up, b_down] * (microbatches - 2 * ranks + rank + 1),
+        *[b_up, f_up, b_down] * below,
+        # Drain.
+        *last[: rank + 1],
+        *late,
+        *(word for weight in owed[:below] for word in (weight, i_down)),
+        *owed[below:],
+    ]

@@ -1,0 +1,119 @@
+"""The schedules that fpipe can make: one pure function per family, and `get` by name.
+
+Every family takes keyword arguments, ``ranks`` and ``microbatches`` (and ``stages_per_rank``, 2
+unless given, where a rank may hold any number of stages), and returns a `fpipe.Schedule`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from fpipe.errors import ScheduleError
+from fpipe.schedule.families.dualpipev import dualpipev
+from fpipe.schedule.families.eager_1f1b import eager_1f1b
+from fpipe.schedule.families.gpipe import gpipe
+from fpipe.schedule.families.interleaved_1f1b import interleaved_1f1b
+from fpipe.schedule.families.interleaved_zero_bubble import interleaved_zero_bubble
+from fpipe.schedule.families.looped_bfs import looped_bfs
+from fpipe.schedule.families.one_f_one_b import one_f_one_b
+from fpipe.schedule.families.zb_h1 import zb_h1
+from fpipe.schedule.families.zb_h2 import zb_h2
+from fpipe.schedule.families.zbv import zbv
+from fpipe.schedule.schedule import Schedule
+
+__all__ = [
+    "FAMILIES",
+    "dualpipev",
+    "eager_1f1b",
+    "get",
+    "gpipe",
+    "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "looped_bfs",
+    "one_f_one_b",
+    "zb_h1",
+    "zb_h2",
+    "zbv",
+]
+
+FAMILIES: Final[Mapping[str, Callable[..., Schedule]]] = MappingProxyType(
+    {
+        family.__name__: family
+        for family in (
+            gpipe,
+            one_f_one_b,
+            eager_1f1b,
+            interleaved_1f1b,
+            looped_bfs,
+            zb_h1,
+            zb_h2,
+            interleaved_zero_bubble,
+            zbv,
+            dualpipev,
+        )
+    }
+)
+"""Every family by its name, from the oldest to the newest idea. A new family joins here."""
+
+# The names of torch.distributed.pipelining that differ from ours by more than case and "_".
+_TORCH_NAMES: Final = MappingProxyType({"1F1B": "one_f_one_b", "ZBVZeroBubble": "zbv"})
+
+
+def get(
+    name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None
+) -> Schedule:
+    """Make a schedule by the name of its family, such as one that a configuration file gives.
+
+    Args:
+        name: a name of `FAMILIES`, or torch's name for it (GPipe, 1F1B, Interleaved1F1B, LoopedBFS,
+            InterleavedZeroBubble, ZBVZeroBubble, DualPipeV). Case, ``_`` and ``-`` do not matter.
+        ranks: number of ranks, 1 or more.
+        microbatches: number of microbatches, 1 or more.
+        stages_per_rank: stages on each rank; None for what the family takes unless told. A family
+            whose number is fixed accepts that number only.
+
+    Returns:
+        What the family returns.
+
+    Raises:
+        ScheduleError: there is no such family, or the family refuses an argument.
+
+    Example:
+        >>> get("ZBVZeroBubble", ranks=2, microbatches=4)
+        <Schedule zbv: 2 ranks, 4 stages, 4 microbatches>
+    """
+    family = _find(name)
+    if stages_per_rank is None:
+        return family(ranks=ranks, microbatches=microbatches)
+    if "stages_per_rank" in inspect.signature(family).parameters:
+        return family(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    schedule = family(ranks=ranks, microbatches=microbatches)
+    fixed = schedule.num_stages // schedule.num_ranks
+    if stages_per_rank != fixed:
+        raise ScheduleError(
+            f"stages_per_rank={stages_per_rank!r} does not fit name={name!r}: {schedule.name} has "
+            f"{fixed} per rank; leave it out, or take interleaved_1f1b, looped_bfs or "
+            "interleaved_zero_bubble, which take any number"
+        )
+    return schedule
+
+
+def _find(name: str) -> Callable[..., Schedule]:
+    known = {_plain(own): own for own in FAMILIES}
+    known |= {_plain(torch): own for torch, own in _TORCH_NAMES.items()}
+    if (plain := _plain(name)) in known:
+        return FAMILIES[known[plain]]
+    close = difflib.get_close_matches(plain, known, n=1)
+    hint = f" Did you mean {known[close[0]]!r}?" if close else ""
+    raise ScheduleError(
+        f"name={name!r} is not a schedule family.{hint} The families are {', '.join(FAMILIES)}; "
+        f"of torch's names {', '.join(_TORCH_NAMES)} and those that differ in case and '_' only."
+    )
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
