@@ -3,8 +3,10 @@
 ``loss, grads = fpipe.step(params, batch)``
 """
 
+from fpipe import schedules
 from fpipe.errors import BatchError, FpipeError, PipelineError, ScheduleError, StageError
 from fpipe.schedule import Action, Op, Schedule
+from fpipe.schedule.verifier import verify
 
 __all__ = [
     "Action",
@@ -15,4 +17,6 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "StageError",
+    "schedules",
+    "verify",
 ]

@@ -23,7 +23,7 @@ import fpipe
 ROOT: Final = Path(__file__).parents[1]
 
 # What `import fpipe` promises. A name is added here in the commit that makes it public.
-PUBLIC_MODULES: Final[frozenset[str]] = frozenset()
+PUBLIC_MODULES: Final[frozenset[str]] = frozenset({"schedules"})
 PUBLIC_ON_TORCH: Final[frozenset[str]] = frozenset()
 PUBLIC_PURE: Final = frozenset(
     {
@@ -35,6 +35,7 @@ PUBLIC_PURE: Final = frozenset(
         "Schedule",
         "ScheduleError",
         "StageError",
+        "verify",
     }
 )
 

@@ -62,7 +62,7 @@ class Action(NamedTuple):
         """Read an action from its text form, the inverse of ``str(action)``.
 
         Args:
-            text: such as ``"2F0"`` or ``"1UNSHARD"``. Spaces around it are ignored, nothing else is.
+            text: such as ``"2F0"`` or ``"1UNSHARD"``. Spaces around it are ignored, no others.
 
         Raises:
             ScheduleError: the text is not an action, whole and exactly.

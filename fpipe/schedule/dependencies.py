@@ -1,0 +1,121 @@
+"""What waits for what: the graph under a schedule, and an order in which it can run.
+
+The verifier asks whether all of it can run; the text grid asks when each action could start.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from fpipe.schedule.action import Action, Op
+
+Reads = tuple[tuple[int, ...], ...]  # per stage, the stages whose output it reads
+
+
+def chain(num_stages: int) -> Reads:
+    """Each stage reads the one before it; stage 0 reads the microbatch alone.
+
+    Example:
+        >>> chain(3)
+        ((), (0,), (1,))
+    """
+    return tuple((stage - 1,) if stage else () for stage in range(num_stages))
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """The actions of all ranks in one list, rank after rank, and what each needs to have run.
+
+    Attributes:
+        actions: all actions; the position in this list is the number that `needs` speaks of.
+        starts: per rank, the number of its first action; one more entry closes the last rank.
+        needs: per action, the numbers of the actions whose results it reads. Inputs that no action
+            of the schedule makes are left out: whether one is missing is another question.
+    """
+
+    actions: tuple[Action, ...]
+    starts: tuple[int, ...]
+    needs: tuple[tuple[int, ...], ...]
+
+    def run_order(self) -> Iterator[int]:
+        """Number the actions in an order in which they can run; it ends early where all are stuck.
+
+        Each rank runs its own actions in order, and a result is there for every reader once it is
+        made: sends do not block, and a message that comes early is kept. Each rank is run until it
+        is blocked and taken up again by the action that it waits for, so the whole takes time
+        linear in actions and needs.
+        """
+        done = bytearray(len(self.actions))
+        at = list(self.starts[:-1])
+        waiting: dict[int, list[int]] = {}  # action -> ranks that wait for it
+        free = list(reversed(range(len(at))))
+        while free:
+            rank = free.pop()
+            end = self.starts[rank + 1]
+            for number in range(at[rank], end):
+                missing = [need for need in self.needs[number] if not done[need]]
+                if missing:
+                    at[rank] = number
+                    waiting.setdefault(missing[0], []).append(rank)
+                    break
+                done[number] = 1
+                yield number
+                free += waiting.pop(number, ())
+            else:
+                at[rank] = end
+
+    def place(self, number: int) -> tuple[int, int]:
+        """The rank that runs this action, and the position in its row."""
+        rank = bisect_right(self.starts, number) - 1
+        return rank, number - self.starts[rank]
+
+
+def dependencies(rows: Sequence[Sequence[Action]], reads: Reads) -> Dependencies:
+    """Draw the graph of a schedule's rows.
+
+    A forward needs the forwards that its stage reads. A backward needs the forward of its stage and
+    the backwards of all stages that read it, whose sum is its cotangent. W needs I, which hands it
+    over; where a stage has W and no I, W is itself the backward. Whole-stage actions need nothing
+    but their turn.
+
+    Args:
+        rows: the actions of each rank.
+        reads: per stage, the stages whose output it reads, such as `chain` makes.
+
+    Example:
+        >>> graph = dependencies([[Action(0, Op.F, 0)], [Action(1, Op.F, 0)]], chain(2))
+        >>> graph.needs
+        ((), (0,))
+        >>> list(graph.run_order())
+        [0, 1]
+    """
+    actions = tuple(action for row in rows for action in row)
+    starts = (0, *accumulate(len(row) for row in rows))
+    readers: list[list[int]] = [[] for _ in reads]
+    for reader, read in enumerate(reads):
+        for stage in read:
+            readers[stage].append(reader)
+
+    forwards: dict[tuple[int, int | None], int] = {}
+    cotangents: dict[tuple[int, int | None], int] = {}  # made by B or I
+    for number, (stage, op, microbatch) in enumerate(actions):
+        if op == Op.F:
+            forwards[stage, microbatch] = number
+        elif op in (Op.B, Op.I):
+            cotangents[stage, microbatch] = number
+
+    needs: list[tuple[int, ...]] = []
+    for stage, op, microbatch in actions:
+        inputs: list[int | None] = []
+        if op == Op.F:
+            inputs = [forwards.get((source, microbatch)) for source in reads[stage]]
+        elif op == Op.W and (stage, microbatch) in cotangents:
+            inputs = [cotangents[stage, microbatch]]
+        elif op in (Op.B, Op.I, Op.W):
+            inputs = [cotangents.get((reader, microbatch)) for reader in readers[stage]]
+            inputs.append(forwards.get((stage, microbatch)))
+        needs.append(tuple(number for number in inputs if number is not None))
+    return Dependencies(actions, starts, tuple(needs))

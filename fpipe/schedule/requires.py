@@ -1,0 +1,68 @@
+"""Which of F, I and W a schedule owes to each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+
+from fpipe.errors import ScheduleError
+from fpipe.schedule.action import Op
+from fpipe.schedule.dependencies import Reads
+
+Owed = tuple[frozenset[Op], ...]
+Requires = str | Sequence[str | Collection[str]]
+
+LEGAL: Final[Mapping[frozenset[str], tuple[frozenset[str], ...]]] = MappingProxyType(
+    {
+        frozenset("F"): (frozenset("F"),),
+        frozenset("FI"): (frozenset("FB"), frozenset("FI")),
+        frozenset("FW"): (frozenset("FB"), frozenset("FW"), frozenset("FIW")),
+        frozenset("FIW"): (frozenset("FB"), frozenset("FIW")),
+    }
+)
+"""What a stage owes, and the ops on one microbatch that pay it. `fpipe.verify` says why."""
+
+
+def owed_by_stage(requires: Requires | None, reads: Reads) -> Owed:
+    """Read `requires` into one set of ops per stage.
+
+    Args:
+        requires: as `fpipe.verify` takes it.
+        reads: per stage, the stages whose output it reads.
+
+    Raises:
+        ScheduleError: `requires` has another length than there are stages, an entry is not F with
+            or without I and W, or a stage owes a gradient that no stage after it passes back.
+
+    Example:
+        >>> [" ".join(sorted(owed)) for owed in owed_by_stage(["F", "FW"], ((), (0,)))]
+        ['F', 'F W']
+    """
+    if requires is None or isinstance(requires, str):
+        requires = [requires or "FIW"] * len(reads)
+    if len(requires) != len(reads):
+        raise ScheduleError(
+            f"requires has {len(requires)} entries and the schedule {len(reads)} stages: give one "
+            "entry per stage, or one string for them all"
+        )
+    owed = tuple(_entry(stage, entry) for stage, entry in enumerate(requires))
+    for reader, sources in enumerate(reads):
+        for stage in sources:
+            if len(owed[stage]) > 1 and Op.I not in owed[reader]:
+                raise ScheduleError(
+                    f"requires[{stage}]={requires[stage]!r} owes a gradient, which comes from the "
+                    f"input gradient of stage {reader}, and requires[{reader}]="
+                    f"{requires[reader]!r} has no I: add it there, or owe F alone at stage {stage}"
+                )
+    return owed
+
+
+def _entry(stage: int, entry: str | Collection[str]) -> frozenset[Op]:
+    ops = frozenset(entry)
+    if Op.F not in ops or not ops <= {Op.F, Op.I, Op.W}:
+        raise ScheduleError(
+            f"requires[{stage}]={entry!r} must be one of 'F', 'FI', 'FW' and 'FIW': forward, input "
+            "gradient, weight gradient (B is I and W in one, so it is not owed as such)"
+        )
+    return frozenset(Op(op) for op in ops)
