@@ -29,12 +29,16 @@ PUBLIC_PURE: Final = frozenset(
     {
         "Action",
         "BatchError",
+        "Cost",
         "FpipeError",
         "Op",
         "PipelineError",
         "Schedule",
         "ScheduleError",
         "StageError",
+        "Timeline",
+        "lower_bound",
+        "simulate",
         "verify",
     }
 )

@@ -1,0 +1,117 @@
+"""A time that no schedule beats, for a placement, a cost and a memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias
+
+from fpipe.errors import ScheduleError
+from fpipe.schedule.bound_area import area_bound
+from fpipe.schedule.bound_rank import RankProblem, rank_problem
+from fpipe.schedule.cost import Cost, StageCosts
+
+Objective: TypeAlias = Literal["makespan", "span"]
+Memory: TypeAlias = float | Iterable[float] | None
+
+
+def lower_bound(
+    placement: Sequence[int],
+    microbatches: int,
+    cost: Cost,
+    memory: Memory = None,
+    *,
+    objective: Objective = "makespan",
+) -> float:
+    """A time below which no schedule of this placement can finish, split backward or not.
+
+    The greatest of three bounds of each rank, each with every other rank taken as unlimited:
+
+    - *start*: before the first gradient comes back to a rank, the rank can run only as many
+      forwards as its memory holds;
+    - *end*: after its last input gradient the rank can run only the weight gradients whose
+      activations it still holds, while the gradient travels on to stage 0; and after its last
+      forward, only the backwards of what it holds, while that forward makes its round trip. Start
+      and end, plus all work in between, add up;
+    - *area*: each microbatch holds its activation for at least one round trip, and memory times
+      time must have room for all of them (see `bound_area`).
+
+    Valid for every cost; tight where one rank limits the pipeline (ZB-H1 and unsplit schedules
+    without latency meet it), loose by some percent where several take turns.
+
+    Args:
+        placement: the rank of each stage.
+        microbatches: their number, at least 1.
+        cost: times, latencies and activations.
+        memory: the most activations a rank may hold, in the unit of ``cost.activation``: a number,
+            one per rank, or None for no limit.
+        objective: "makespan", or "span" for the longest rank's own time.
+
+    Returns:
+        The bound, in the cost's unit of time.
+
+    Raises:
+        ScheduleError: an argument is out of range, or `memory` admits no schedule.
+
+    Example:
+        >>> from fpipe import Cost, lower_bound
+        >>> lower_bound([0, 1, 2, 3], 8, Cost(f=1, i=1, w=1))  # ZB-H1 takes 27, ZB-H2 24 + 3
+        27.0
+        >>> lower_bound([0, 1, 2, 3], 8, Cost(f=1, i=1, w=1), memory=2)
+        37.0
+    """
+    if objective not in ("makespan", "span"):
+        raise ScheduleError(f"objective={objective!r} must be 'makespan' or 'span'")
+    if microbatches < 1:
+        raise ScheduleError(f"microbatches={microbatches!r} must be at least 1")
+    costs = cost.on(placement)
+    limits = memory_limits(memory, placement, costs)
+    span = objective == "span"
+    best = 0.0
+    for rank, limit in enumerate(limits):
+        stages = [stage for stage, owner in enumerate(placement) if owner == rank]
+        if stages:
+            problem = rank_problem(costs, stages, microbatches, limit)
+            best = max(best, _idle_bound(problem, span), area_bound(problem, span))
+    return best
+
+
+def memory_limits(memory: Memory, placement: Sequence[int], costs: StageCosts) -> tuple[float, ...]:
+    """`memory` as one limit per rank, checked to admit a schedule.
+
+    Raises:
+        ScheduleError: a limit is no number, their count is wrong, or a rank cannot hold one
+            microbatch of all its stages, which is the least that any schedule needs.
+    """
+    ranks = max(placement) + 1
+    if memory is None:
+        return (float("inf"),) * ranks
+    limits = tuple(memory) if isinstance(memory, Iterable) else (memory,) * ranks
+    if len(limits) != ranks:
+        raise ScheduleError(
+            f"memory has {len(limits)} values for {ranks} ranks: give one per rank, or one number"
+        )
+    for rank, limit in enumerate(limits):
+        if not isinstance(limit, int | float) or not limit > 0:
+            raise ScheduleError(f"memory={limit!r} of rank {rank} must be a number above 0")
+        stages = [stage for stage, owner in enumerate(placement) if owner == rank]
+        least = sum(costs.activation[stage] for stage in stages)
+        if limit < least * (1 - 1e-9):
+            raise ScheduleError(
+                f"memory={limit:g} of rank {rank} admits no schedule: the first backward needs one "
+                f"microbatch of all its stages {stages}, which is {least:g}; give at least that, "
+                "or place fewer stages on the rank"
+            )
+    return limits
+
+
+def _idle_bound(problem: RankProblem, span: bool) -> float:
+    head = max(0.0, problem.first_return - problem.forward_fill)
+    after_gradient = 0.0 if span else max(0.0, problem.tail - problem.deferred_fill)
+    last_trip = problem.own_last_trip if span else problem.last_trip
+    after_forward = max(0.0, last_trip - problem.backward_fill)
+    if problem.all_fit:
+        # Every forward may run before the first gradient: the two windows may be one and the same.
+        idle = max(head + after_gradient, after_forward)
+    else:
+        idle = head + max(after_gradient, after_forward)
+    return float((0.0 if span else problem.release) + problem.work + idle)

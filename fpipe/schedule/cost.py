@@ -1,0 +1,183 @@
+"""What actions cost: times, latencies and activations, per stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fpipe.errors import ScheduleError
+
+PerStage: TypeAlias = float | tuple[float, ...]
+Latency: TypeAlias = float | tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What each action of a schedule costs. Units are yours; times share one, activations another.
+
+    A plain number is per rank and microbatch, that is for 1/p of the model: a stage takes 1/v of
+    it (v stages per rank), so that schedules with different v compare fairly. A sequence gives each
+    stage its own value, which is taken as it is.
+
+    Attributes:
+        f: time of a forward.
+        i: time of an input gradient.
+        w: time of a weight gradient.
+        comm: latency of a hop between two stages on different ranks; a number, or a square table
+            with ``comm[a][b]`` the latency from rank a to rank b. Between stages of one rank it is
+            0. A hop delays its reader and occupies no rank.
+        b: time of a full backward; None means i + w.
+        activation: what F keeps until B or W ends (bytes, or units of your own).
+        freed_by_i: the part of `activation` that I already frees, 0 by default. Negative where I
+            hands more to W than it frees.
+
+    Raises:
+        ScheduleError: a value is not finite, is negative (other than `freed_by_i`), `freed_by_i`
+            is greater than `activation`, or `comm` is not square.
+
+    Example:
+        >>> from fpipe import Cost
+        >>> cost = Cost(f=10, i=12, w=8, comm=1)
+        >>> cost.on([0, 1, 1, 0]).f  # two stages per rank: half of it each
+        (5.0, 5.0, 5.0, 5.0)
+        >>> Cost(f=[1, 2, 1, 3], i=1, w=1).on([0, 1, 1, 0]).f
+        (1, 2, 1, 3)
+    """
+
+    f: PerStage
+    i: PerStage
+    w: PerStage
+    comm: Latency
+    b: PerStage | None
+    activation: PerStage
+    freed_by_i: PerStage
+
+    def __init__(
+        self,
+        f: float | Iterable[float],
+        i: float | Iterable[float],
+        w: float | Iterable[float],
+        comm: float | Iterable[Iterable[float]] = 0,
+        b: float | Iterable[float] | None = None,
+        activation: float | Iterable[float] = 1,
+        freed_by_i: float | Iterable[float] = 0,
+    ) -> None:
+        values: dict[str, object] = {
+            "f": _per_stage("f", f),
+            "i": _per_stage("i", i),
+            "w": _per_stage("w", w),
+            "comm": _latency(comm),
+            "b": None if b is None else _per_stage("b", b),
+            "activation": _per_stage("activation", activation),
+            "freed_by_i": _per_stage("freed_by_i", freed_by_i, signed=True),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def on(self, placement: Sequence[int]) -> StageCosts:
+        """The cost of each stage under a placement (stage → rank).
+
+        Raises:
+            ScheduleError: a sequence does not have one value per stage, `comm` has no row for a
+                rank, or I would free more than F keeps.
+        """
+        stages, ranks = len(placement), max(placement) + 1
+
+        def each(name: str, value: PerStage) -> tuple[float, ...]:
+            if not isinstance(value, tuple):
+                return (value if stages == ranks else value * ranks / stages,) * stages
+            if len(value) != stages:
+                raise ScheduleError(
+                    f"cost.{name} has {len(value)} values for a placement of {stages} stages: "
+                    "give one value per stage, or one number for all"
+                )
+            return value
+
+        f, i, w = each("f", self.f), each("i", self.i), each("w", self.w)
+        kept, freed = each("activation", self.activation), each("freed_by_i", self.freed_by_i)
+        for stage, (has, frees) in enumerate(zip(kept, freed, strict=True)):
+            if frees > has:
+                raise ScheduleError(
+                    f"cost.freed_by_i is {frees:g} for stage {stage} and cost.activation is "
+                    f"{has:g}: I cannot free more than F keeps"
+                )
+        return StageCosts(
+            f=f,
+            i=i,
+            w=w,
+            b=tuple(map(sum, zip(i, w, strict=True))) if self.b is None else each("b", self.b),
+            down=tuple(map(self.hop, placement, placement[1:])),
+            up=tuple(map(self.hop, placement[1:], placement)),
+            activation=kept,
+            freed_by_i=freed,
+        )
+
+    def hop(self, source: int, target: int) -> float:
+        """Latency from one rank to another; 0 from a rank to itself.
+
+        Raises:
+            ScheduleError: `comm` is a table without these ranks.
+        """
+        if source == target:
+            return 0.0
+        if not isinstance(self.comm, tuple):
+            return self.comm
+        if max(source, target) >= len(self.comm):
+            raise ScheduleError(
+                f"cost.comm is a table of {len(self.comm)} ranks and the schedule uses rank "
+                f"{max(source, target)}: give a row and a column for each rank"
+            )
+        return self.comm[source][target]
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """A `Cost` on one placement: a value per stage, and one per boundary between stages.
+
+    Attributes:
+        f, i, w, b: times of each stage's actions.
+        down: latency from stage s to stage s + 1, at index s.
+        up: latency from stage s + 1 to stage s, at index s.
+        activation: what F keeps.
+        freed_by_i: what of it I frees; the rest goes with B or W.
+    """
+
+    f: tuple[float, ...]
+    i: tuple[float, ...]
+    w: tuple[float, ...]
+    b: tuple[float, ...]
+    down: tuple[float, ...]
+    up: tuple[float, ...]
+    activation: tuple[float, ...]
+    freed_by_i: tuple[float, ...]
+
+
+def _per_stage(name: str, value: float | Iterable[float], *, signed: bool = False) -> PerStage:
+    if isinstance(value, Iterable):
+        return tuple(_number(f"{name}[{k}]", entry, signed) for k, entry in enumerate(value))
+    return _number(name, value, signed)
+
+
+def _latency(comm: float | Iterable[Iterable[float]]) -> Latency:
+    if not isinstance(comm, Iterable):
+        return _number("comm", comm)
+    rows = [tuple(row) if isinstance(row, Iterable) else () for row in comm]
+    if not rows or any(len(row) != len(rows) for row in rows):
+        raise ScheduleError(
+            f"comm={comm!r} must be a number, or a square table with comm[a][b] the latency from "
+            "rank a to rank b"
+        )
+    return tuple(
+        tuple(_number(f"comm[{a}][{b}]", entry) for b, entry in enumerate(row))
+        for a, row in enumerate(rows)
+    )
+
+
+def _number(name: str, value: float, signed: bool = False) -> float:
+    number = isinstance(value, int | float) and math.isfinite(value)
+    if not number or (value < 0 and not signed):
+        rule = "a finite number" if signed else "a finite number, at least 0"
+        raise ScheduleError(f"cost {name}={value!r} must be {rule}")
+    return value

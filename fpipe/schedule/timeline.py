@@ -1,0 +1,173 @@
+"""When each action ran: the one value that simulations and recorded runs share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from fpipe.errors import ScheduleError
+from fpipe.schedule.action import Action, Op
+from fpipe.schedule.bound import lower_bound
+from fpipe.schedule.cost import Cost
+from fpipe.schedule.critical import Transfer, critical_path, transfers
+from fpipe.schedule.schedule import Schedule
+
+
+class Event(NamedTuple):
+    """One action with the time it took: from `start` to `end` on `rank`."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Start and end of every action of a step, simulated (`fpipe.simulate`) or recorded.
+
+    Times are in the unit of the cost, or in seconds where they were recorded. Everything but the
+    fields is computed on first use.
+
+    Attributes:
+        schedule: the schedule that ran.
+        events: one tuple per rank, in the order in which the rank ran them.
+        cost: what the times were simulated with; None for a recorded run whose costs are unknown.
+
+    Example:
+        >>> import fpipe
+        >>> gpipe = fpipe.schedules.gpipe(ranks=2, microbatches=4)
+        >>> timeline = fpipe.simulate(gpipe, fpipe.Cost(f=1, i=1, w=1))
+        >>> timeline.makespan, timeline.bubble, timeline.peak
+        (15.0, (3.0, 3.0), (4, 4))
+        >>> print(*(event.action for event in timeline.critical_path))
+        0F0 1F0 1F1 1F2 1F3 1B0 0B0 0B1 0B2 0B3
+    """
+
+    schedule: Schedule
+    events: tuple[tuple[Event, ...], ...]
+    cost: Cost | None = None
+
+    @cached_property
+    def start(self) -> float:
+        """When the first action of any rank starts."""
+        return min((row[0].start for row in self.events if row), default=0.0)
+
+    @cached_property
+    def makespan(self) -> float:
+        """Time from the first start to the last end over all ranks."""
+        return float(max((row[-1].end for row in self.events if row), default=0.0) - self.start)
+
+    @cached_property
+    def spans(self) -> tuple[float, ...]:
+        """Each rank's own time: from its first start to its last end."""
+        return tuple(float(row[-1].end - row[0].start) if row else 0.0 for row in self.events)
+
+    @property
+    def span(self) -> float:
+        """The longest rank's own time, which the zero-bubble papers report."""
+        return max(self.spans)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Time that each rank spends in actions."""
+        return tuple(float(sum(event.end - event.start for event in row)) for row in self.events)
+
+    @cached_property
+    def bubble(self) -> tuple[float, ...]:
+        """Time of the makespan that each rank spends idle."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @cached_property
+    def peak(self) -> tuple[float, ...]:
+        """The most activations that each rank holds at one time.
+
+        In the unit of ``cost.activation``; without a cost, 1 is what F keeps of one microbatch on
+        1/p of the model.
+        """
+        return tuple(
+            max((amount for _, amount in self.memory(rank)), default=0)
+            for rank in range(len(self.events))
+        )
+
+    def memory(self, rank: int) -> tuple[tuple[float, float], ...]:
+        """The activations on `rank` over time: pairs of a time and the amount held from then on.
+
+        F takes its activation when it starts; I frees its part, and B or W the rest, when it ends.
+        Where a stage has no I or no W, the other frees all.
+        """
+        costs = (self.cost or Cost(1, 1, 1)).on(self.schedule.placement)
+        has = {(stage, op) for _, (stage, op, _), _, _ in self.events[rank]}
+        times: list[float] = []
+        changes: list[float] = []
+        for _, (stage, op, microbatch), start, end in self.events[rank]:
+            kept, freed = costs.activation[stage], costs.freed_by_i[stage]
+            if microbatch is None:
+                continue
+            if op == Op.F:
+                change = kept
+            elif op == Op.I and (stage, Op.W) in has:
+                change = -freed
+            elif op == Op.W and (stage, Op.I) in has:
+                change = freed - kept
+            else:
+                change = -kept
+            times.append(start if op == Op.F else end)
+            changes.append(change)
+        # Sums of thirds and the like drift; a peak of 2.9999999999999996 reads as a defect.
+        amounts = (round(amount, 12) for amount in accumulate(changes))
+        return tuple(zip(times, amounts, strict=True))
+
+    @cached_property
+    def critical_path(self) -> tuple[Event, ...]:
+        """The chain of actions, in order of time, that the makespan waits for.
+
+        Each starts when the one before it ends, on the same rank, or when the output of the one
+        before it arrives. In a recorded run each is what its successor waited for last.
+        """
+        return tuple(
+            self.events[rank][at]
+            for rank, at in critical_path(self.schedule, self.events, self.cost)
+        )
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Every value that crosses from rank to rank: what made it, what reads it, its arrival."""
+        return tuple(transfers(self.schedule, self.events, self.cost))
+
+    @cached_property
+    def bound(self) -> float:
+        """A time that no schedule of this placement beats, holding no more than `peak` per rank.
+
+        Raises:
+            ScheduleError: the timeline has no cost, or its schedule has no backward.
+        """
+        if self.cost is None:
+            raise ScheduleError(
+                "timeline.cost=None has no lower bound: give the recorded timeline a cost, as in "
+                "dataclasses.replace(timeline, cost=fpipe.Cost(...))"
+            )
+        if not any(op in (Op.B, Op.I) for row in self.schedule.actions for _, op, _ in row):
+            raise ScheduleError(
+                f"{self.schedule!r} has no backward, and the lower bound is one of training steps"
+            )
+        return lower_bound(
+            self.schedule.placement, self.schedule.num_microbatches, self.cost, self.peak
+        )
+
+    @property
+    def gap(self) -> float:
+        """How far the makespan is above `bound`, as a part of it: 0.02 is two percent.
+
+        A gap of 0 is a certificate: no schedule of this placement and memory is faster.
+
+        Raises:
+            ScheduleError: as for `bound`.
+        """
+        gap = self.makespan / self.bound - 1 if self.bound else 0.0
+        return gap if gap > 1e-12 else 0.0
+
+    def __repr__(self) -> str:
+        return f"<Timeline of {self.schedule.name}: makespan {self.makespan:g}, span {self.span:g}>"

@@ -1,0 +1,62 @@
+"""Costs: what a number and what a sequence mean, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from fpipe import Cost, ScheduleError
+
+
+def test_a_number_is_for_a_rank_and_a_stage_takes_its_part() -> None:
+    costs = Cost(f=6, i=3, w=9, activation=12, freed_by_i=3).on([0, 1, 0, 1, 0, 1])
+    assert costs.f == (2,) * 6
+    assert costs.b == (4,) * 6
+    assert costs.activation == (4,) * 6
+    assert costs.freed_by_i == (1,) * 6
+
+
+def test_a_sequence_is_taken_as_it_is() -> None:
+    costs = Cost(f=[1, 2, 3, 4], i=2, w=2, b=[3, 3, 3, 5]).on([0, 1, 1, 0])
+    assert costs.f == (1, 2, 3, 4)
+    assert costs.i == (1,) * 4
+    assert costs.b == (3, 3, 3, 5)
+
+
+def test_latency_of_each_boundary() -> None:
+    costs = Cost(1, 1, 1, comm=[[0, 1], [2, 0]]).on([0, 1, 1, 0])
+    assert costs.down == (1, 0, 2)
+    assert costs.up == (2, 0, 1)
+
+
+def test_a_cost_is_a_value() -> None:
+    assert Cost([1, 2], 1, 1) == Cost((1, 2), 1, 1)
+    assert len({Cost(1, 1, 1, comm=[[0]]), Cost(1, 1, 1, comm=((0,),))}) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"f": -1}, r"cost f=-1 must be a finite number, at least 0"),
+        ({"i": [1, math.inf]}, r"cost i\[1\]=inf must be a finite number"),
+        ({"w": "1"}, r"cost w\[0\]='1' must be"),
+        ({"freed_by_i": math.nan}, r"cost freed_by_i=nan must be a finite number"),
+        ({"comm": [[0, 1]]}, r"comm=\[\[0, 1\]\] must be a number, or a square table"),
+        ({"comm": [0, 1]}, r"comm=\[0, 1\] must be a number, or a square table"),
+        ({"comm": [[0, 1], [-1, 0]]}, r"cost comm\[1\]\[0\]=-1 must be"),
+    ],
+)
+def test_a_bad_number_is_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Cost(**{"f": 1, "i": 1, "w": 1, **arguments})
+
+
+def test_a_cost_that_does_not_fit_the_placement_is_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"cost.f has 2 values for a placement of 3 stages"):
+        Cost([1, 1], 1, 1).on([0, 1, 2])
+    with pytest.raises(ScheduleError, match=r"cost.comm is a table of 1 ranks .* uses rank 1"):
+        Cost(1, 1, 1, comm=[[0]]).on([0, 1])
+    with pytest.raises(ScheduleError, match=r"freed_by_i is 2 for stage 0 .* cannot free more"):
+        Cost(1, 1, 1, freed_by_i=2).on([0, 1])

@@ -1,0 +1,117 @@
+"""What a timeline knows: makespan, span, bubbles, memory, what waited for what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fpipe
+from fpipe import Action, Cost, Schedule, ScheduleError, Timeline, simulate
+from tests.laboratory.random_schedules import costs, schedules
+
+UNIT = Cost(f=1, i=1, w=1)
+
+
+def row(text: str) -> list[Action]:
+    return [Action.parse(word) for word in text.split()]
+
+
+def test_span_is_a_ranks_own_time_and_bubble_what_it_idles() -> None:
+    timeline = simulate(fpipe.schedules.zb_h2(ranks=4, microbatches=7), UNIT)
+    assert timeline.makespan == 24
+    assert timeline.spans == (21, 21, 21, 21)
+    assert timeline.span == 21
+    assert timeline.busy == (21, 21, 21, 21)
+    assert timeline.bubble == (3, 3, 3, 3)
+
+
+def test_memory_rises_with_f_and_falls_with_b() -> None:
+    timeline = simulate(Schedule([0], [row("0F0 0F1 0B0 0I1 0W1")]), Cost(1, 1, 1, activation=10))
+    assert timeline.memory(0) == ((0, 10), (1, 20), (4, 10), (5, 10), (6, 0))
+    assert timeline.peak == (20,)
+
+
+def test_i_frees_its_part_or_holds_more() -> None:
+    schedule = Schedule([0], [row("0F0 0I0 0W0")])
+    frees = simulate(schedule, Cost(1, 1, 1, activation=10, freed_by_i=4))
+    assert frees.memory(0) == ((0, 10), (2, 6), (3, 0))
+    holds = simulate(schedule, Cost(1, 1, 1, activation=10, freed_by_i=-2))
+    assert holds.peak == (12,)
+
+
+def test_thirds_add_up() -> None:
+    schedule = fpipe.schedules.interleaved_zero_bubble(ranks=4, microbatches=8, stages_per_rank=3)
+    assert simulate(schedule, UNIT).peak == (4, 4, 4, 4)
+
+
+def test_critical_path_of_gpipe_goes_down_and_up() -> None:
+    timeline = simulate(fpipe.schedules.gpipe(ranks=2, microbatches=2), Cost(1, 1, 1, comm=1))
+    path = [str(event.action) for event in timeline.critical_path]
+    assert path == ["0F0", "1F0", "1F1", "1B0", "0B0", "0B1"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_critical_path_accounts_for_the_whole_makespan(data: st.DataObject) -> None:
+    schedule = data.draw(schedules())
+    cost = data.draw(costs(schedule.num_stages, schedule.num_ranks))
+    timeline = simulate(schedule, cost)
+    path = timeline.critical_path
+    assert path[0].start == 0
+    assert path[-1].end == timeline.makespan
+    for before, after in pairwise(path):
+        assert after.start == before.end + cost.hop(before.rank, after.rank)
+
+
+def test_transfers_cross_ranks_and_take_the_latency() -> None:
+    timeline = simulate(fpipe.schedules.gpipe(ranks=2, microbatches=1), Cost(1, 1, 1, comm=4))
+    there, back = sorted(timeline.transfers, key=lambda transfer: transfer.sent)
+    assert (str(there.source), str(there.target), there.sent, there.arrives) == ("0F0", "1F0", 1, 5)
+    assert (back.source_rank, back.target_rank, back.sent, back.arrives) == (1, 0, 8, 12)
+
+
+def test_stages_of_one_rank_transfer_nothing() -> None:
+    assert simulate(Schedule([0, 0], [row("0F0 1F0 1B0 0B0")]), UNIT).transfers == ()
+
+
+def test_a_recorded_run_is_a_timeline_without_a_cost() -> None:
+    simulated = simulate(fpipe.schedules.one_f_one_b(ranks=2, microbatches=3), UNIT)
+    later = tuple(
+        tuple(event._replace(start=event.start + 100, end=event.end + 100) for event in row)
+        for row in simulated.events
+    )
+    recorded = Timeline(simulated.schedule, later)
+    assert recorded.start == 100
+    assert recorded.makespan == simulated.makespan
+    assert recorded.peak == simulated.peak
+    assert [event.action for event in recorded.critical_path] == [
+        event.action for event in simulated.critical_path
+    ]
+    assert all(transfer.arrives >= transfer.sent for transfer in recorded.transfers)
+    with pytest.raises(ScheduleError, match=r"timeline.cost=None has no lower bound"):
+        _ = recorded.gap
+    assert replace(recorded, cost=UNIT).gap == simulated.gap
+
+
+def test_gap_is_zero_where_a_schedule_cannot_be_beaten() -> None:
+    assert simulate(fpipe.schedules.zb_h1(ranks=4, microbatches=8), UNIT).gap == 0
+    timeline = simulate(fpipe.schedules.gpipe(ranks=4, microbatches=8), UNIT)
+    assert (timeline.makespan, timeline.bound) == (33, 27)
+    assert timeline.gap == pytest.approx(6 / 27)
+
+
+def test_evaluation_has_no_training_bound() -> None:
+    timeline = simulate(Schedule([0], [row("0F0")]), UNIT)
+    with pytest.raises(ScheduleError, match="no backward"):
+        _ = timeline.bound
+
+
+def test_an_empty_timeline_took_no_time() -> None:
+    timeline = simulate(Schedule([0], [[]]), UNIT)
+    assert (timeline.makespan, timeline.span, timeline.peak) == (0, 0, (0,))
+    assert timeline.critical_path == ()
+    assert repr(timeline) == "<Timeline of custom: makespan 0, span 0>"
