@@ -115,7 +115,8 @@ def dependencies(rows: Sequence[Sequence[Action]], reads: Reads) -> Dependencies
         elif op == Op.W and (stage, microbatch) in cotangents:
             inputs = [cotangents[stage, microbatch]]
         elif op in (Op.B, Op.I, Op.W):
-            inputs = [cotangents.get((reader, microbatch)) for reader in readers[stage]]
-            inputs.append(forwards.get((stage, microbatch)))
+            # The input of the own rank first: an error then names the nearest fault.
+            inputs = [forwards.get((stage, microbatch))]
+            inputs += [cotangents.get((reader, microbatch)) for reader in readers[stage]]
         needs.append(tuple(number for number in inputs if number is not None))
     return Dependencies(actions, starts, tuple(needs))

@@ -16,8 +16,8 @@ Requires = str | Sequence[str | Collection[str]]
 LEGAL: Final[Mapping[frozenset[str], tuple[frozenset[str], ...]]] = MappingProxyType(
     {
         frozenset("F"): (frozenset("F"),),
-        frozenset("FI"): (frozenset("FB"), frozenset("FI")),
-        frozenset("FW"): (frozenset("FB"), frozenset("FW"), frozenset("FIW")),
+        frozenset("FI"): (frozenset("FI"), frozenset("FB")),
+        frozenset("FW"): (frozenset("FW"), frozenset("FB"), frozenset("FIW")),
         frozenset("FIW"): (frozenset("FB"), frozenset("FIW")),
     }
 )
@@ -39,8 +39,10 @@ def owed_by_stage(requires: Requires | None, reads: Reads) -> Owed:
         >>> [" ".join(sorted(owed)) for owed in owed_by_stage(["F", "FW"], ((), (0,)))]
         ['F', 'F W']
     """
-    if requires is None or isinstance(requires, str):
-        requires = [requires or "FIW"] * len(reads)
+    if requires is None:
+        requires = "FIW"
+    if isinstance(requires, str):
+        requires = [requires] * len(reads)
     if len(requires) != len(reads):
         raise ScheduleError(
             f"requires has {len(requires)} entries and the schedule {len(reads)} stages: give one "

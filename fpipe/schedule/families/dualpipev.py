@@ -16,9 +16,8 @@ def dualpipev(*, ranks: int, microbatches: int) -> Schedule:
     In the steady state a rank runs the forward of one of its stages together with the full backward
     of the other, so that the communication inside the one (experts, tensor parallelism) hides
     behind the compute of the other. Here such a pair is two actions, F then B. Backwards are split
-    into I and W only where a rank would wait. A rank holds at most p + ½ microbatches, and at most
-    m, counting a stage's as one half, where p ≥ 2 (one rank holds 1½). The bubble has no closed
-    form that we know.
+    into I and W only where a rank would wait. The fullest rank holds min(p + ½, m) microbatches at
+    its peak, counting a stage's as one half. The bubble has no closed form that we know.
 
     Args:
         ranks: p, 1 or more; two stages per rank, s and 2p−1−s.

@@ -13,8 +13,9 @@ def interleaved_zero_bubble(*, ranks: int, microbatches: int, stages_per_rank: i
 
     The stages of a rank take turns as in `interleaved_1f1b`, with p−1−r forwards ahead (and a
     round for each further stage); rank r holds back r weight gradients. With f, i, w the times of a
-    rank's whole F, I and W of one microbatch, the bubble is (p−1)(f+i−w)/v and the peak p
-    microbatches, counting a stage's as 1/v, where p divides m and w is no longer than f or i.
+    rank's whole F, I and W of one microbatch, the bubble is (p−1)(f+i−w)/v, where m ≥ p and w is no
+    longer than f or i. With rounds of g = m / max(1, m // p), a rank holds min(m, ((v−1)g + p)/v)
+    microbatches at its peak, counting a stage's as 1/v: p where p divides m.
 
     Args:
         ranks: p, 1 or more.

@@ -13,9 +13,10 @@ def looped_bfs(*, ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sc
 
     A rank runs all microbatches through a stage before it turns to its next: what a rank gathers
     or reduces per stage (sharded parameters, gradients) is done once. With f, b the time of a
-    rank's whole forward and backward of one microbatch, the bubble is (p−1)(f+b)/v where m ≥ p;
-    a rank holds all m microbatches at its peak. The backward takes the microbatches last first,
-    so the activation that was made last is the first to be freed.
+    rank's whole forward and backward of one microbatch, the bubble is (p−1)(f+b)/v where m ≥ p,
+    and (v−1)(p−m)(f+b)/v more where m < p; a rank holds all m microbatches at its peak. The
+    backward takes the microbatches last first, so the activation that was made last is the first
+    to be freed.
 
     Args:
         ranks: p, 1 or more.
