@@ -3,6 +3,8 @@
 ``loss, grads = fpipe.step(params, batch)``
 """
 
+from typing import TYPE_CHECKING, Any
+
 from fpipe import schedules
 from fpipe.errors import BatchError, FpipeError, PipelineError, ScheduleError, StageError
 from fpipe.schedule import Action, Op, Schedule
@@ -12,19 +14,53 @@ from fpipe.schedule.simulator import simulate
 from fpipe.schedule.timeline import Timeline
 from fpipe.schedule.verifier import verify
 
+if TYPE_CHECKING:
+    from fpipe.engine import Pipeline, Step, pipeline, step, use
+    from fpipe.stage.stage import Stage
+
 __all__ = [
     "Action",
     "BatchError",
     "Cost",
     "FpipeError",
     "Op",
+    "Pipeline",
     "PipelineError",
     "Schedule",
     "ScheduleError",
+    "Stage",
     "StageError",
+    "Step",
     "Timeline",
     "lower_bound",
+    "pipeline",
     "schedules",
     "simulate",
+    "step",
+    "use",
     "verify",
 ]
+
+# Schedules need no torch: what does is imported when it is first asked for.
+_LAZY = {
+    "Pipeline": "fpipe.engine",
+    "Stage": "fpipe.stage.stage",
+    "Step": "fpipe.engine",
+    "pipeline": "fpipe.engine",
+    "step": "fpipe.engine",
+    "use": "fpipe.engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fpipe' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

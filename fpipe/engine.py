@@ -1,0 +1,341 @@
+"""The pipeline: what a user builds once and calls every step.
+
+    params, batch ── flatten, split ──► plan (cached per shapes) ──► slots ── programs ──► results
+                                          │
+                                          └ trace ─ partition ─ lower ─ compile, at the first call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fpipe import microbatch, tree
+from fpipe.errors import FpipeError, StageError
+from fpipe.plan import Parameters, Plan, Planner
+from fpipe.runtime.interpreter import Run
+from fpipe.runtime.local import LocalTransport, run_together
+from fpipe.runtime.program import Program
+from fpipe.schedule import Schedule
+from fpipe.schedule.verifier import verify
+from fpipe.stage.chain import ChainTracer, Goal
+from fpipe.stage.compiler import Compile, Compiler
+from fpipe.stage.remat import Remat, policies
+from fpipe.stage.stage import Stage
+
+REDUCTIONS = ("mean", "sum")
+
+
+class Step(NamedTuple):
+    """What a training step returns.
+
+    Attributes:
+        loss: scalar tensor, without autograd history.
+        grads: the structure of the parameters, with a gradient for each floating-point leaf (zeros
+            where the loss does not depend on it) and None for each leaf that cannot have one.
+    """
+
+    loss: Tensor
+    grads: Any
+
+
+class Pipeline:
+    """A pipeline-parallel step as a pure function; `fpipe.pipeline` makes one."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        loss: Callable[[Any, Any], Any],
+        schedule: Schedule,
+        *,
+        in_dims: Any,
+        reduction: str,
+        remat: Remat,
+        compile: Compile,
+        accum_dtype: torch.dtype | None,
+        devices: Sequence[torch.device] | None,
+    ) -> None:
+        self.schedule = schedule
+        self._in_dims = in_dims
+        self._devices = devices
+        self._planner = Planner(
+            tracer=ChainTracer(
+                stages,
+                loss,
+                accum_dtype,
+                None if devices is None else [devices[rank] for rank in schedule.placement],
+            ),
+            compiler=Compiler(compile),
+            schedule=schedule,
+            policies=policies(remat),
+            mean=reduction == "mean",
+        )
+        self._transport = LocalTransport(devices)
+
+    def __repr__(self) -> str:
+        return f"<Pipeline of {self.schedule!r}>"
+
+    def step(self, params: Any, batch: Any) -> Step:
+        """Loss and gradients of one batch.
+
+        The first call for each set of shapes traces and compiles, and says so to the logger
+        ``fpipe`` at level INFO. Nothing that is passed in is changed.
+
+        Args:
+            params: sequence with one pytree of tensors per stage.
+            batch: pytree of tensors, split into microbatches by the pipeline's ``in_dims``. When
+                its rows do not divide evenly, microbatches differ by one row, and the loss is
+                still the mean over the batch.
+
+        Returns:
+            ``(loss, grads)``: the scalar loss in the dtype that the loss function returns, and the
+            gradients in the structure, shapes and dtypes of `params`, detached and the caller's.
+
+        Raises:
+            BatchError: `params` or `batch` has a wrong structure, or too few rows.
+            StageError: a stage cannot be traced on these shapes.
+            PipelineError: an action failed; the pipeline can be used again.
+        """
+        leaves, plan, runs = self._run(params, batch, "step")
+        loss = plan.total_loss(runs)
+        return Step(loss, tree.unflatten(leaves.spec, plan.gradients(runs, leaves)))
+
+    def value(self, params: Any, batch: Any) -> Tensor:
+        """The loss of one batch alone: runs forward only and keeps nothing for a backward.
+
+        Arguments, result and errors are those of `step`.
+        """
+        _, plan, runs = self._run(params, batch, "value")
+        return plan.total_loss(runs)
+
+    def forward(self, params: Any, batch: Any, *, out_dims: Any = 0) -> Any:
+        """The last stage's output for the whole batch; the loss is not computed.
+
+        Args:
+            params: as in `step`.
+            batch: as in `step`; leaves that only the loss reads may be missing.
+            out_dims: pytree prefix of the output: the dimension along which the outputs of the
+                microbatches are concatenated, or None to keep the last microbatch's leaf.
+
+        Returns:
+            The output pytree, in the order of the rows of the batch.
+
+        Raises:
+            BatchError: as in `step`, or an output leaf cannot be concatenated.
+        """
+        _, plan, runs = self._run(params, batch, "forward")
+        return microbatch.merge(plan.outputs(runs), out_dims)
+
+    def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
+        """The program of each rank for a step on arguments of these shapes: to be printed and read.
+
+        ``program.peak_bytes`` is what the rank will hold at most, beside parameters and batch.
+        """
+        _, _, plan = self._plan(params, batch, "step")
+        return plan.programs
+
+    def _run(self, params: Any, batch: Any, goal: Goal) -> tuple[Parameters, Plan, list[Run]]:
+        leaves, parts, plan = self._plan(params, batch, goal)
+        with torch.no_grad(), _without_autocast():
+            runs = [self._load(program, plan, leaves, parts) for program in plan.programs]
+            run_together(runs, self._transport)
+        return leaves, plan, runs
+
+    def _plan(
+        self, params: Any, batch: Any, goal: Goal
+    ) -> tuple[Parameters, microbatch.Microbatches, Plan]:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise FpipeError(
+                "a pipeline cannot run inside torch.func.vmap, grad, vjp or jvp: call it outside, "
+                "or put the transform inside the stages"
+            )
+        leaves = Parameters.read(params, self.schedule.num_stages)
+        parts = microbatch.split(batch, self._in_dims, self.schedule.num_microbatches)
+        return leaves, parts, self._planner(leaves, parts, goal)
+
+    def _load(
+        self, program: Program, plan: Plan, leaves: Parameters, parts: microbatch.Microbatches
+    ) -> Run:
+        """A run with everything in its slots that is there from the start."""
+        run = Run(program)
+        slots = run.slots
+        bindings = program.bindings
+        for stage, leaf, slot in bindings.params:
+            slots[slot] = leaves.stages[stage][leaf]
+        for index, leaf, slot in bindings.batch:
+            value = parts.leaves[index][leaf]
+            if self._devices is not None:
+                value = value.to(self._devices[program.rank], non_blocking=True)
+            slots[slot] = value
+        for constant, slot in bindings.constants:
+            slots[slot] = constant
+        for index, slot in bindings.seeds:
+            slots[slot] = plan.seeds[index]
+        return run
+
+
+def _without_autocast() -> Any:
+    """Casts were recorded when the stages were traced: running them must not cast again."""
+    active = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return torch.autocast(active[0], enabled=False) if active else nullcontext()
+
+
+def pipeline(
+    stages: Sequence[Callable[..., Any] | Stage],
+    loss: Callable[[Any, Any], Any],
+    schedule: Schedule,
+    *,
+    in_dims: Any = 0,
+    reduction: str = "mean",
+    remat: Remat = "none",
+    compile: Compile = True,
+    accum_dtype: torch.dtype | None = None,
+    devices: Sequence[torch.device | str | int] | None = None,
+) -> Pipeline:
+    """Make a pipeline of stage functions that runs in this process.
+
+    Args:
+        stages: one function ``(params, x) -> y`` per stage of `schedule`, or `fpipe.Stage`. Pytrees
+            of tensors in and out; stage 0 gets the microbatch as ``x``.
+        loss: ``(y, microbatch) -> scalar``, of the last stage's output. With ``reduction="mean"``
+            it must be the mean over the rows of the microbatch.
+        schedule: who does what in which order; its number of microbatches is how many parts each
+            batch is split into.
+        in_dims: pytree prefix of the batch: the dimension that is split, or None for a leaf that
+            every microbatch gets whole, as in `torch.func.vmap`.
+        reduction: ``"mean"`` or ``"sum"``: how the losses of microbatches make the batch's.
+        remat: ``"none"`` keeps what the backward reads; ``"full"`` keeps each stage's inputs and
+            computes the rest again; ``"except_last"`` is full but for the last microbatch of each
+            stage; a callable decides for each traced forward node whether its value may be kept.
+            The result never depends on it.
+        compile: True for Inductor; False to run the traced graphs uncompiled; a mapping with
+            ``backend``, ``mode`` and ``options`` as for `torch.compile`; or a callable from a
+            graph module and example inputs to a boxed callable.
+        accum_dtype: dtype in which gradients are summed over microbatches, None for that of each
+            parameter. Gradients are returned in the parameters' dtypes.
+        devices: the device of each rank, on which the parameters of its stages must lie. None
+            leaves everything on the device that it is on.
+
+    Returns:
+        A `Pipeline`, with ``step``, ``value`` and ``forward``.
+
+    Raises:
+        ScheduleError: the schedule cannot run.
+        StageError: an argument is wrong, or there is not one stage for each of the schedule's.
+
+    Example:
+        >>> import torch, fpipe
+        >>> stage = lambda w, x: torch.tanh(x["x"] @ w) if isinstance(x, dict) else x @ w
+        >>> loss = lambda y, microbatch: (y - microbatch["y"]).square().mean()
+        >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=4)
+        >>> pipe = fpipe.pipeline([stage, stage], loss, schedule, compile=False)
+        >>> params = [torch.eye(3), torch.ones(3, 1)]
+        >>> value, grads = pipe.step(params, {"x": torch.zeros(8, 3), "y": torch.ones(8, 1)})
+        >>> value.item(), [tuple(g.shape) for g in grads]
+        (1.0, [(3, 3), (3, 1)])
+    """
+    if not isinstance(schedule, Schedule):
+        raise StageError(
+            f"schedule={schedule!r:.60} is a {type(schedule).__name__}: make one with "
+            "fpipe.schedules, such as fpipe.schedules.one_f_one_b(ranks=2, microbatches=4)"
+        )
+    verify(schedule)
+    stages = [stage if isinstance(stage, Stage) else Stage(stage) for stage in stages]
+    if len(stages) != schedule.num_stages:
+        raise StageError(
+            f"stages has {len(stages)} functions, but the schedule {schedule.name} has "
+            f"{schedule.num_stages} stages on {schedule.num_ranks} ranks: pass one function per "
+            "stage, or make the schedule for this number of stages"
+        )
+    if not callable(loss):
+        raise StageError(
+            f"loss={loss!r:.60} is not callable: it is a function (y, microbatch) -> scalar"
+        )
+    if reduction not in REDUCTIONS:
+        raise StageError(f"reduction={reduction!r} must be one of {', '.join(map(repr, REDUCTIONS))}")
+    if accum_dtype is not None and not (
+        isinstance(accum_dtype, torch.dtype)
+        and (accum_dtype.is_floating_point or accum_dtype.is_complex)
+    ):
+        raise StageError(
+            f"accum_dtype={accum_dtype!r} must be a floating-point dtype such as torch.float32, or "
+            "None"
+        )
+    if devices is not None and len(devices) != schedule.num_ranks:
+        raise StageError(
+            f"devices has {len(devices)} entries, but the schedule has {schedule.num_ranks} ranks: "
+            "give one device per rank, or None"
+        )
+    return Pipeline(
+        stages,
+        loss,
+        schedule,
+        in_dims=in_dims,
+        reduction=reduction,
+        remat=remat,
+        compile=compile,
+        accum_dtype=accum_dtype,
+        devices=None if devices is None else [_indexed(device) for device in devices],
+    )
+
+
+def _indexed(device: torch.device | str | int) -> torch.device:
+    """The device with its index, as tensors on it report it."""
+    return torch.empty(0, device=device).device
+
+
+_CURRENT: ContextVar[Pipeline | None] = ContextVar("fpipe.current", default=None)
+
+
+class use:  # noqa: N801 (reads as a verb, like torch.no_grad)
+    """Make a pipeline the one that `fpipe.step` runs: ``with fpipe.use(pipe): …``.
+
+    It holds for the current thread or task and may be nested.
+    """
+
+    def __init__(self, pipe: Pipeline) -> None:
+        if not isinstance(pipe, Pipeline):
+            raise FpipeError(
+                f"pipe={pipe!r:.60} is a {type(pipe).__name__}: fpipe.pipeline(...) makes what "
+                "fpipe.use takes"
+            )
+        self._pipe = pipe
+        self._tokens: list[Any] = []
+
+    def __enter__(self) -> Pipeline:
+        self._tokens.append(_CURRENT.set(self._pipe))
+        return self._pipe
+
+    def __exit__(self, *exception: object) -> None:
+        _CURRENT.reset(self._tokens.pop())
+
+
+def step(params: Any, batch: Any, *, pipeline: Pipeline | None = None) -> Step:
+    """Loss and gradients of one batch, by `pipeline` or the one that `fpipe.use` names.
+
+    Arguments, result and errors are those of `Pipeline.step`.
+
+    Raises:
+        FpipeError: no pipeline is given or in use.
+
+    Example:
+        >>> import torch, fpipe
+        >>> schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
+        >>> stage, loss = (lambda w, x: x * w), (lambda y, _: y.mean())
+        >>> with fpipe.use(fpipe.pipeline([stage], loss, schedule, compile=False)):
+        ...     value, grads = fpipe.step([torch.tensor(2.0)], torch.ones(4))
+        >>> value.item(), grads[0].item()
+        (2.0, 1.0)
+    """
+    chosen = pipeline if pipeline is not None else _CURRENT.get()
+    if chosen is None:
+        raise FpipeError(
+            "fpipe.step needs a pipeline: call it within `with fpipe.use(pipe):`, or pass "
+            "pipeline=pipe"
+        )
+    return chosen.step(params, batch)

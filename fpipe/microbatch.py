@@ -1,0 +1,144 @@
+"""Split a batch pytree into microbatches, and merge the outputs of microbatches again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.errors import BatchError
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """A batch, split.
+
+    Attributes:
+        leaves: for each microbatch, its leaves in flat order. A leaf that is not split is the
+            same tensor in all of them.
+        spec: the structure of the batch, and so of each microbatch.
+        rows: rows of each microbatch; they differ by one at most.
+    """
+
+    leaves: tuple[tuple[Tensor, ...], ...]
+    spec: optree.PyTreeSpec
+    rows: tuple[int, ...]
+
+
+def split(batch: Any, in_dims: Any, microbatches: int) -> Microbatches:
+    """Split `batch` into `microbatches` parts of equal size, or sizes that differ by one row.
+
+    Args:
+        batch: pytree of tensors.
+        in_dims: pytree prefix of `batch` with an int (the dimension to split) or None (every
+            microbatch gets the whole leaf), as in `torch.func.vmap`.
+        microbatches: how many.
+
+    Returns:
+        The microbatches. Their leaves are contiguous, and share storage with the batch's where
+        they can. The first ``rows % microbatches`` microbatches have one row more.
+
+    Raises:
+        BatchError: `in_dims` is no prefix of `batch` or names a dimension that a leaf lacks;
+            a leaf is no tensor; leaves differ in size; nothing is split; or there are fewer rows
+            than microbatches.
+
+    Example:
+        >>> parts = split({"x": torch.arange(5.0)}, 0, 2)
+        >>> parts.rows, [leaf.tolist() for (leaf,) in parts.leaves]
+        ((3, 2), [[0.0, 1.0, 2.0], [3.0, 4.0]])
+    """
+    leaves, spec = tree.flatten(batch)
+    dims = tree.broadcast_prefix("in_dims", in_dims, batch, "batch")
+    rows = _count_rows(leaves, dims, spec, microbatches)
+    whole, extra = divmod(rows, microbatches)
+    sizes = tuple(whole + (index < extra) for index in range(microbatches))
+    columns: list[Sequence[Tensor]] = []
+    for leaf, dim in zip(leaves, dims, strict=True):
+        leaf = leaf.detach() if leaf.requires_grad else leaf
+        if dim is None:
+            columns.append([leaf.contiguous()] * microbatches)
+        else:
+            columns.append([part.contiguous() for part in leaf.split(sizes, dim)])
+    parts = tuple(zip(*columns, strict=True)) if columns else ((),) * microbatches
+    return Microbatches(parts, spec, sizes)
+
+
+def _count_rows(
+    leaves: Sequence[Any], dims: Sequence[Any], spec: optree.PyTreeSpec, microbatches: int
+) -> int:
+    """The one size that all split leaves have along their dimension."""
+    paths = tree.paths(spec)
+    first: int | None = None
+    rows = 0
+    for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if not isinstance(leaf, Tensor):
+            raise BatchError(
+                f"batch{paths[index]}={leaf!r:.60} is a {type(leaf).__name__}: every leaf of a "
+                "batch must be a tensor (torch.as_tensor makes one; None in in_dims means that "
+                "it is not split)"
+            )
+        if dim is None:
+            continue
+        if not isinstance(dim, int) or not -leaf.dim() <= dim < leaf.dim():
+            raise BatchError(
+                f"in_dims is {dim!r} for batch{paths[index]} of shape {tuple(leaf.shape)}: it must "
+                f"be one of its dimensions, {-leaf.dim()} to {leaf.dim() - 1}, or None for a leaf "
+                "that is not split"
+            )
+        if first is None:
+            first, rows = index, leaf.shape[dim]
+        elif leaf.shape[dim] != rows:
+            raise BatchError(
+                f"batch{paths[index]} has {leaf.shape[dim]} rows along dimension {dim}, but "
+                f"batch{paths[first]} has {rows}: split leaves must have the same number of rows; "
+                "in_dims says which dimension holds them (None: not split)"
+            )
+    if first is None and microbatches == 1:
+        return 1
+    if first is None:
+        raise BatchError(
+            f"in_dims={dims} splits no leaf of the batch, but the schedule has {microbatches} "
+            "microbatches: give at least one leaf a dimension to split"
+        )
+    if rows < microbatches:
+        raise BatchError(
+            f"batch{paths[first]} has {rows} rows, fewer than the {microbatches} microbatches of "
+            "the schedule: pass a bigger batch or a schedule with fewer microbatches"
+        )
+    return rows
+
+
+def merge(outputs: Sequence[Any], out_dims: Any = 0) -> Any:
+    """Concatenate the outputs of microbatches, the inverse of `split` for a stage's output.
+
+    Args:
+        outputs: one pytree of tensors per microbatch, all of one structure.
+        out_dims: pytree prefix of an output: the dimension to concatenate along, or None to keep
+            the last microbatch's leaf.
+
+    Raises:
+        BatchError: `out_dims` is no prefix, or a leaf lacks the dimension (a leaf without
+            dimensions cannot be concatenated).
+    """
+    spec = tree.structure(outputs[0])
+    dims = tree.broadcast_prefix("out_dims", out_dims, outputs[0], "the output")
+    columns = zip(*(tree.flatten(output)[0] for output in outputs), strict=True)
+    merged = []
+    for index, (parts, dim) in enumerate(zip(columns, dims, strict=True)):
+        if dim is None:
+            merged.append(parts[-1])
+            continue
+        if not isinstance(dim, int) or not -parts[0].dim() <= dim < parts[0].dim():
+            raise BatchError(
+                f"out_dims is {dim!r} for output{tree.paths(spec)[index]} of shape "
+                f"{tuple(parts[0].shape)} per microbatch: it must be one of its dimensions, or "
+                "None to keep the last microbatch's"
+            )
+        merged.append(torch.cat(parts, dim))
+    return tree.unflatten(spec, merged)

@@ -1,0 +1,83 @@
+"""The interpreter: one short loop over a Program."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fpipe.errors import PipelineError
+from fpipe.runtime.program import Compute, Free, Program, Recv, Send, WaitRecv
+from fpipe.runtime.transport import Transport
+
+
+class Run:
+    """One rank on its way through its program.
+
+    Attributes:
+        slots: the registers; filled by the caller according to the program's bindings, and read
+            afterwards according to its results.
+        next: index of the next instruction.
+    """
+
+    __slots__ = ("next", "program", "slots")
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.slots: list[Tensor | None] = [None] * program.num_slots
+        self.next = 0
+
+    def advance(self, transport: Transport) -> bool:
+        """Run instructions until the program ends (True) or a message is missing (False).
+
+        Raises:
+            PipelineError: a kernel raised; names rank, stage, microbatch and action, and carries
+                the original error as its cause.
+        """
+        instructions = self.program.instructions
+        slots = self.slots
+        index = self.next
+        try:
+            for index in range(index, len(instructions)):  # noqa: B020
+                instruction = instructions[index]
+                kind = type(instruction)
+                if kind is Compute:
+                    call, inputs, last_use, outputs, _ = instruction
+                    arguments = [slots[i] for i in inputs]
+                    for i in last_use:
+                        slots[i] = None
+                    for i, value in zip(outputs, call(arguments), strict=True):
+                        if i >= 0:
+                            slots[i] = value
+                elif kind is WaitRecv:
+                    received = transport.receive(instruction.message)
+                    if received is None:
+                        self.next = index
+                        return False
+                    for i, value in zip(instruction.slots, received, strict=True):
+                        slots[i] = value
+                elif kind is Send:
+                    transport.send(instruction.message, [slots[i] for i in instruction.slots])
+                elif kind is Recv:
+                    transport.post(instruction.message)
+                elif kind is Free:
+                    for i in instruction.slots:
+                        slots[i] = None
+                else:
+                    transport.wait_sent(instruction.message)
+        except Exception as error:
+            raise _blame(self.program, index, error) from error
+        self.next = len(instructions)
+        return True
+
+
+def _blame(program: Program, index: int, error: Exception) -> PipelineError:
+    """Say which action of which rank failed, whatever raised."""
+    instruction = program.instructions[index]
+    action = instruction.action if isinstance(instruction, Compute) else instruction.message.action
+    return PipelineError(
+        f"{action} failed on rank {program.rank} (stage {action.stage}, microbatch "
+        f"{action.microbatch}): {type(error).__name__}: {error}",
+        rank=program.rank,
+        stage=action.stage,
+        microbatch=action.microbatch,
+        action=str(action),
+    )

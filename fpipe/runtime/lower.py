@@ -1,0 +1,229 @@
+"""Lowering: from a schedule and the code of its stages to one Program per rank.
+
+    actions ── tasks ──► who reads what ── mail ──► order of instructions ── slots ──► Program
+
+Posts of receive buffers, sends and waits are woven between the tasks; then each value gets a slot
+from where it is made to where it is last read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fpipe.runtime.messages import Mail, plan_mail
+from fpipe.runtime.program import (
+    Bindings,
+    Compute,
+    Free,
+    Instruction,
+    Message,
+    Program,
+    Recv,
+    Results,
+    Send,
+    WaitRecv,
+    WaitSend,
+)
+from fpipe.runtime.slots import Slots
+from fpipe.runtime.tasks import Task, tasks_of
+from fpipe.runtime.values import (
+    BatchValue,
+    Codes,
+    Computed,
+    ConstantValue,
+    ParamValue,
+    Resolver,
+    SeedValue,
+    Value,
+)
+from fpipe.schedule import Schedule
+
+
+class Windows(NamedTuple):
+    """How far communication may run ahead of computation.
+
+    Attributes:
+        send: messages per channel that may be on their way while their values stay alive.
+        receive: tasks between posting a receive buffer and needing its values.
+    """
+
+    send: int
+    receive: int
+
+
+DIRECT = Windows(send=0, receive=0)
+"""For a transport that hands values over at once."""
+
+
+def lower(
+    schedule: Schedule, codes: Codes, windows: Windows = DIRECT
+) -> tuple[Program, ...]:
+    """Lower `schedule` to one program per rank.
+
+    Args:
+        schedule: a schedule that `fpipe.verify` accepts.
+        codes: the code of each stage and microbatch.
+        windows: how far communication may run ahead.
+    """
+    resolve = Resolver(codes)
+    tasks = tasks_of(schedule, codes, resolve)
+    last = schedule.num_stages - 1
+    results: list[dict[Value, None]] = [{} for _ in schedule.actions]
+    grads: list[list[tuple[int, int, Value]]] = [[] for _ in schedule.actions]
+    outputs: list[list[tuple[int, int, Value]]] = [[] for _ in schedule.actions]
+    for total, value in tasks.sums.items():
+        rank = schedule.placement[total.stage]
+        grads[rank].append((total.stage, total.leaf, value))
+        results[rank][value] = None
+    for microbatch in range(schedule.num_microbatches):
+        for leaf, name in enumerate(codes(last, microbatch).outputs):
+            value = resolve(last, microbatch, name)
+            # An output that stages only passed on is read where it was made.
+            rank = schedule.placement[value.stage if isinstance(value, Computed) else last]
+            outputs[rank].append((microbatch, leaf, value))
+            results[rank][value] = None
+    mail = plan_mail(tasks.rows, schedule.placement)
+    return tuple(
+        _assemble(rank, _weave(rank, row, mail, windows), results[rank], grads[rank], outputs[rank])
+        for rank, row in enumerate(tasks.rows)
+    )
+
+
+class _Step(NamedTuple):
+    """An instruction before its values have slots: what it is, what it reads, what it makes."""
+
+    kind: type[Instruction]
+    subject: Task | Message
+    reads: tuple[Value, ...]
+    makes: tuple[Value, ...]
+
+
+def _weave(rank: int, row: Sequence[Task], mail: Mail, windows: Windows) -> list[_Step]:
+    """Put posts, waits and sends between the tasks of one rank."""
+    posts = _post_times(rank, row, mail, windows.receive)
+    arrived: set[Message] = set()
+    under_way: dict[int, list[Message]] = defaultdict(list)
+    steps: list[_Step] = []
+    for index, task in enumerate(row):
+        steps += [_Step(Recv, message, (), ()) for message in posts.get(index, ())]
+        for value in task.inputs:
+            message = mail.carrier.get((rank, value)) if isinstance(value, Computed) else None
+            if message is not None and message not in arrived:
+                arrived.add(message)
+                steps.append(_Step(WaitRecv, message, (), mail.contents[message]))
+        steps.append(_Step(Compute, task, task.inputs, task.outputs))
+        for message in mail.sent.get((rank, index), ()):
+            steps.append(_Step(Send, message, mail.contents[message], ()))
+            channel = under_way[message.target]
+            channel.append(message)
+            if len(channel) > windows.send:
+                done = channel.pop(0)
+                steps.append(_Step(WaitSend, done, mail.contents[done], ()))
+    for channel in under_way.values():
+        steps += [_Step(WaitSend, message, mail.contents[message], ()) for message in channel]
+    return steps
+
+
+def _post_times(
+    rank: int, row: Sequence[Task], mail: Mail, ahead: int
+) -> dict[int, list[Message]]:
+    """Before which task to post each message: `ahead` of its first reader, in channel order."""
+    first_read: dict[Message, int] = {}
+    for index, task in enumerate(row):
+        for value in task.inputs:
+            message = mail.carrier.get((rank, value)) if isinstance(value, Computed) else None
+            if message is not None:
+                first_read.setdefault(message, index)
+    posts: dict[int, list[Message]] = defaultdict(list)
+    for channel in mail.received[rank].values():
+        times = [max(0, first_read[message] - ahead) for message in channel]
+        for number in reversed(range(len(times) - 1)):
+            times[number] = min(times[number], times[number + 1])
+        for message, time in zip(channel, times, strict=True):
+            posts[time].append(message)
+    return posts
+
+
+def _assemble(
+    rank: int,
+    steps: Sequence[_Step],
+    results: dict[Value, None],
+    grads: Sequence[tuple[int, int, Value]],
+    outputs: Sequence[tuple[int, int, Value]],
+) -> Program:
+    """Give every value of one rank a slot, and write the instructions down."""
+    last_use: dict[Value, int] = {}
+    for number, step in enumerate(steps):
+        last_use.update(dict.fromkeys(step.reads, number))
+    bound = {v: None for v in (*last_use, *results) if not isinstance(v, Computed)}
+    never = len(steps)
+    last_use.update(dict.fromkeys((*results, *bound), never))
+    slots = Slots(last_use)
+    bindings = _bind(bound, steps, slots)
+    instructions: list[Instruction] = []
+    sizes: dict[tuple[int, int], int] = {}
+    for number, step in enumerate(steps):
+        ending = [v for v in dict.fromkeys(step.reads) if slots.ends(v, number)]
+        reads = tuple(slots[v] for v in step.reads)
+        made = tuple(slots.make(v) for v in step.makes)
+        place = len(instructions)
+        if isinstance(step.subject, Task):
+            task = step.subject
+            call = task.code.call(task.op)
+            last = tuple(slots.release(v) for v in ending)
+            instructions.append(Compute(call, reads, last, made, task.action))
+            weights = [task.code.sizes[v.name] for v in task.outputs]
+        else:
+            message = step.subject
+            weights = list(message.sizes)
+            if step.kind is Send:
+                instructions.append(Send(message, reads))
+            elif step.kind is WaitRecv:
+                instructions.append(WaitRecv(message, made))
+            elif step.kind is Recv:
+                instructions.append(Recv(message))
+            else:
+                instructions.append(WaitSend(message))
+                if ending:
+                    instructions.append(Free(tuple(slots.release(v) for v in ending)))
+        sizes.update(
+            {(place, slot): size for slot, size in zip(made, weights, strict=False) if slot >= 0}
+        )
+    return Program(
+        rank=rank,
+        instructions=tuple(instructions),
+        bindings=bindings,
+        results=Results(
+            grads=tuple((stage, leaf, slots[value]) for stage, leaf, value in grads),
+            outputs=tuple((microbatch, leaf, slots[value]) for microbatch, leaf, value in outputs),
+        ),
+        num_slots=slots.count,
+        sizes=sizes,
+    )
+
+
+def _bind(bound: dict[Value, None], steps: Sequence[_Step], slots: Slots) -> Bindings:
+    """Slots for what is there before the program starts."""
+    tensors: dict[int, Tensor] = {
+        id(constant): constant
+        for step in steps
+        if isinstance(step.subject, Task)
+        for constant in step.subject.code.constants
+    }
+    params, batch, constants, seeds = [], [], [], []
+    for value in bound:
+        slot = slots.make(value)
+        match value:
+            case ParamValue(stage, leaf):
+                params.append((stage, leaf, slot))
+            case BatchValue(microbatch, leaf):
+                batch.append((microbatch, leaf, slot))
+            case ConstantValue(address):
+                constants.append((tensors[address], slot))
+            case SeedValue(microbatch):
+                seeds.append((microbatch, slot))
+    return Bindings(tuple(params), tuple(batch), tuple(constants), tuple(seeds))

@@ -1,0 +1,238 @@
+"""A Program: what one rank runs, as a flat tuple of instructions over numbered slots.
+
+Everything is decided before anything runs: which slot holds which value, when it is let go, when
+a message is sent and when its buffer is posted. So a program can be read, and its peak is a sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fpipe.schedule import Action
+from fpipe.stage.compiler import Call
+
+
+class Message(NamedTuple):
+    """Values that travel together from one rank to another.
+
+    Attributes:
+        number: place in the channel from `source` to `target`, from 0: messages of a channel are
+            sent in this order and received in this order.
+        source: the sending rank.
+        target: the receiving rank.
+        action: the action whose outputs these are; its op is SEND_F or SEND_B.
+        sizes: bytes of each value.
+    """
+
+    number: int
+    source: int
+    target: int
+    action: Action
+    sizes: tuple[int, ...]
+
+
+class Compute(NamedTuple):
+    """Run a compiled piece of a stage.
+
+    Attributes:
+        call: boxed callable.
+        inputs: slots of its arguments, in order.
+        last_use: those of `inputs` that nothing reads afterwards; the callee may free them.
+        outputs: slots for its results; -1 for one that nothing reads.
+        action: what is computed.
+    """
+
+    call: Call
+    inputs: tuple[int, ...]
+    last_use: tuple[int, ...]
+    outputs: tuple[int, ...]
+    action: Action
+
+
+class Send(NamedTuple):
+    """Hand the values in `slots` to the transport; the slots must live until `WaitSend`."""
+
+    message: Message
+    slots: tuple[int, ...]
+
+
+class WaitSend(NamedTuple):
+    """Wait until the values of an earlier `Send` may be freed."""
+
+    message: Message
+
+
+class Recv(NamedTuple):
+    """Post the buffers of a message."""
+
+    message: Message
+
+
+class WaitRecv(NamedTuple):
+    """Wait for a message and put its values into `slots`."""
+
+    message: Message
+    slots: tuple[int, ...]
+
+
+class Free(NamedTuple):
+    """Let the values in `slots` go."""
+
+    slots: tuple[int, ...]
+
+
+Instruction = Compute | Send | WaitSend | Recv | WaitRecv | Free
+
+
+class Bindings(NamedTuple):
+    """Slots that are filled before a program starts. Each entry ends with the slot.
+
+    Attributes:
+        params: ``(stage, leaf, slot)``.
+        batch: ``(microbatch, leaf, slot)``.
+        constants: ``(tensor, slot)``.
+        seeds: ``(microbatch, slot)``: the weight of a microbatch's loss.
+    """
+
+    params: tuple[tuple[int, int, int], ...]
+    batch: tuple[tuple[int, int, int], ...]
+    constants: tuple[tuple[Tensor, int], ...]
+    seeds: tuple[tuple[int, int], ...]
+
+
+class Results(NamedTuple):
+    """Slots that are read when a program has ended.
+
+    Attributes:
+        grads: ``(stage, leaf, slot)``.
+        outputs: ``(microbatch, leaf, slot)``: the last stage's outputs, which are the loss alone
+            when there is one.
+    """
+
+    grads: tuple[tuple[int, int, int], ...]
+    outputs: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """What one rank runs.
+
+    Attributes:
+        rank: the rank.
+        instructions: in order.
+        bindings: what is put into slots before.
+        results: what is read from slots afterwards.
+        num_slots: how many slots there are.
+        sizes: bytes of the value that each instruction puts into each slot, in the order of the
+            instructions: ``{(instruction index, slot): bytes}``.
+    """
+
+    rank: int
+    instructions: tuple[Instruction, ...]
+    bindings: Bindings
+    results: Results
+    num_slots: int
+    sizes: dict[tuple[int, int], int] = field(repr=False)
+
+    def __str__(self) -> str:
+        return describe(self)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes that slots, receive buffers and gradient sums hold at one time.
+
+        The caller's parameters and batch, and tensors that stages close over, are not counted,
+        nor is what a kernel uses while it runs.
+        """
+        return max(memory_curve(self), default=0)
+
+
+def memory_curve(program: Program) -> list[int]:
+    """Bytes held during each instruction of `program`, as `Program.peak_bytes` counts them."""
+    curve = []
+    held: dict[int, int] = {}
+    posted: dict[Message, int] = {}
+    total = 0
+    for index, instruction in enumerate(program.instructions):
+        gone: tuple[int, ...] = ()
+        if isinstance(instruction, Recv):
+            posted[instruction.message] = sum(instruction.message.sizes)
+            total += posted[instruction.message]
+        elif isinstance(instruction, WaitRecv):
+            total -= posted.pop(instruction.message)
+        elif isinstance(instruction, Compute):
+            gone = instruction.last_use
+        elif isinstance(instruction, Free):
+            gone = instruction.slots
+        for slot in _written(instruction):
+            held[slot] = program.sizes[index, slot]
+            total += held[slot]
+        # A kernel's outputs exist before its last inputs are gone: both are counted.
+        curve.append(total)
+        total -= sum(held.pop(slot, 0) for slot in gone)
+    return curve
+
+
+def _written(instruction: Instruction) -> tuple[int, ...]:
+    match instruction:
+        case Compute(outputs=outputs):
+            return tuple(slot for slot in outputs if slot >= 0)
+        case WaitRecv(slots=slots):
+            return slots
+        case _:
+            return ()
+
+
+def describe(program: Program) -> str:
+    """The program as text, one instruction a line; ``!`` marks the last use of a slot."""
+    lines = [
+        f"program of rank {program.rank}: {len(program.instructions)} instructions, "
+        f"{program.num_slots} slots, peak {program.peak_bytes:,} bytes"
+    ]
+    bound: dict[str, list[str]] = {}
+    for stage, leaf, slot in program.bindings.params:
+        bound.setdefault(f"params of stage {stage}", []).append(f"%{slot}={leaf}")
+    for microbatch, leaf, slot in program.bindings.batch:
+        bound.setdefault(f"microbatch {microbatch}", []).append(f"%{slot}={leaf}")
+    for constant, slot in program.bindings.constants:
+        bound.setdefault("constants", []).append(f"%{slot}={list(constant.shape)}")
+    for microbatch, slot in program.bindings.seeds:
+        bound.setdefault("loss weights", []).append(f"%{slot}={microbatch}")
+    lines += [f"  {what}: {' '.join(slots)}" for what, slots in bound.items()]
+    width = len(str(len(program.instructions)))
+    for index, instruction in enumerate(program.instructions):
+        lines.append(f"  {index:>{width}}  {_describe(instruction)}")
+    for stage, leaf, slot in program.results.grads:
+        lines.append(f"  gradient of params[{stage}] leaf {leaf}: %{slot}")
+    for microbatch, leaf, slot in program.results.outputs:
+        lines.append(f"  output leaf {leaf} of microbatch {microbatch}: %{slot}")
+    return "\n".join(lines)
+
+
+def _describe(instruction: Instruction) -> str:
+    match instruction:
+        case Compute(_, inputs, last_use, outputs, action):
+            read = " ".join(f"%{i}{'!' if i in last_use else ''}" for i in inputs)
+            written = " ".join(f"%{o}" if o >= 0 else "_" for o in outputs)
+            return f"{action!s:8} {written} <- {read}"
+        case Send(message, slots):
+            return f"send     {_route(message)} {_slots(slots)}"
+        case WaitSend(message):
+            return f"sent     {_route(message)}"
+        case Recv(message):
+            return f"post     {_route(message)} ({sum(message.sizes):,} bytes)"
+        case WaitRecv(message, slots):
+            return f"receive  {_route(message)} -> {_slots(slots)}"
+        case Free(slots):
+            return f"free     {_slots(slots)}"
+
+
+def _route(message: Message) -> str:
+    return f"{message.action} {message.source}->{message.target} #{message.number}"
+
+
+def _slots(slots: tuple[int, ...]) -> str:
+    return " ".join(f"%{slot}" for slot in slots)

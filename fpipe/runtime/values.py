@@ -1,0 +1,109 @@
+"""Values of a step: what a name in a stage's code stands for, wherever it was made.
+
+A name is local to one stage and one microbatch. Following it through the placeholders of stages
+leads to its origin: a leaf of the parameters or of the batch, a constant, or a kernel's output.
+A value that stages only pass on is thus sent straight from where it was made to where it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from fpipe.stage.code import StageCode
+from fpipe.stage.joint import BatchLeaf, Constant, Param, Seed, SumSoFar, Upstream
+
+Codes = Callable[[int, int], StageCode]
+"""From stage and microbatch to the code that runs it."""
+
+
+class ParamValue(NamedTuple):
+    """A leaf of a stage's parameters."""
+
+    stage: int
+    leaf: int
+
+
+class BatchValue(NamedTuple):
+    """A leaf of a microbatch."""
+
+    microbatch: int
+    leaf: int
+    # Named apart from ParamValue, with which it would otherwise compare equal as a tuple.
+    kind: str = "batch"
+
+
+class ConstantValue(NamedTuple):
+    """The address of a tensor that a stage function closes over."""
+
+    address: int
+
+
+class SeedValue(NamedTuple):
+    """The weight of a microbatch's loss."""
+
+    microbatch: int
+    kind: str = "seed"
+
+
+class SumValue(NamedTuple):
+    """The running sum of a parameter gradient."""
+
+    stage: int
+    leaf: int
+    kind: str = "sum"
+
+
+class Computed(NamedTuple):
+    """An output of one of a stage's kernels."""
+
+    stage: int
+    microbatch: int
+    name: str
+
+
+Value = ParamValue | BatchValue | ConstantValue | SeedValue | SumValue | Computed
+
+
+class Resolver:
+    """Follows names to values.
+
+    Args:
+        codes: the code of each stage and microbatch.
+    """
+
+    def __init__(self, codes: Codes) -> None:
+        self._codes = codes
+        self._known: dict[tuple[int, int, str], Value] = {}
+
+    def __call__(self, stage: int, microbatch: int, name: str) -> Value:
+        """The value that `name` stands for in a stage's code for a microbatch."""
+        key = (stage, microbatch, name)
+        if key not in self._known:
+            self._known[key] = self._resolve(stage, microbatch, name)
+        return self._known[key]
+
+    def _resolve(self, stage: int, microbatch: int, name: str) -> Value:
+        code = self._codes(stage, microbatch)
+        match code.sources.get(name):
+            case Param(leaf):
+                return ParamValue(stage, leaf)
+            case BatchLeaf(leaf):
+                return BatchValue(microbatch, leaf)
+            case Constant(index):
+                return ConstantValue(id(code.constants[index]))
+            case Seed():
+                return SeedValue(microbatch)
+            case SumSoFar(leaf):
+                return SumValue(stage, leaf)
+            case Upstream(producer, leaf):
+                return self(producer, microbatch, self._codes(producer, microbatch).outputs[leaf])
+        if name in code.cotangents:
+            return self._cotangent(stage, microbatch, code.cotangents.index(name))
+        return Computed(stage, microbatch, name)
+
+    def _cotangent(self, stage: int, microbatch: int, leaf: int) -> Value:
+        """The gradient that the one reader of an output hands back."""
+        reader = stage + 1
+        code = self._codes(reader, microbatch)
+        return self(reader, microbatch, code.input_grads[Upstream(stage, leaf)])

@@ -1,0 +1,1 @@
+"""Stages: from pure functions to compiled forward, input-gradient and weight-gradient pieces."""

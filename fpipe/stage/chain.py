@@ -1,0 +1,299 @@
+"""A chain of stage functions, traced on abstract inputs and cut into pieces.
+
+    microbatch ─► stage 0 ─► stage 1 ─► … ─► last stage, fused with the loss
+
+Demand travels once along the chain: a stage computes the gradient of an input only if an earlier
+stage needs it, so the gradient of a batch leaf or of an integer is never computed or sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import optree
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fpipe import tree
+from fpipe.errors import StageError
+from fpipe.stage.code import StageCode
+from fpipe.stage.compiler import Compiler
+from fpipe.stage.joint import (
+    BatchLeaf,
+    Joint,
+    Param,
+    Seed,
+    Source,
+    Upstream,
+    is_differentiable,
+    nbytes,
+)
+from fpipe.stage.partition import (
+    Policy,
+    forward_piece,
+    live_cotangents,
+    live_gradients,
+    partition,
+)
+from fpipe.stage.stage import Stage
+from fpipe.stage.tracer import Leaves, Traced, trace
+
+Goal = Literal["step", "value", "forward"]
+
+
+@dataclass(frozen=True)
+class Abstract:
+    """A pytree of fake tensors, flat."""
+
+    values: tuple[Tensor, ...]
+    spec: optree.PyTreeSpec
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for trees that a stage cannot tell apart when it is traced."""
+        leaves = tuple((v.shape, v.stride(), v.dtype, v.device) for v in self.values)
+        return (self.spec, leaves)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Traced stages.
+
+    Attributes:
+        stages: one per stage, in order.
+        labels: each stage in messages.
+        goal: ``"step"`` for loss and gradients, ``"value"`` for the loss alone, ``"forward"`` for
+            the last stage's output.
+    """
+
+    stages: tuple[Traced, ...]
+    labels: tuple[str, ...]
+    goal: Goal
+
+
+class ChainTracer:
+    """Traces chains; stages with one function and one kind of inputs are traced once.
+
+    Args:
+        stages: the stage functions.
+        loss: ``(y, microbatch) -> scalar``.
+        accum_dtype: dtype to sum parameter gradients in, None for their own.
+        devices: the device of each stage, None to leave all values where they are.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        loss: Callable[[Any, Any], Any],
+        accum_dtype: torch.dtype | None,
+        devices: Sequence[torch.device] | None = None,
+    ) -> None:
+        self._stages = tuple(stages)
+        self._loss = loss
+        self._accum_dtype = accum_dtype
+        self._devices = devices
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._traces: dict[Any, Traced] = {}
+
+    def abstract(self, leaves: Iterable[Tensor], spec: optree.PyTreeSpec) -> Abstract:
+        """Stand-ins for real leaves, with their shapes, strides, dtypes and devices."""
+        with self._mode:
+            values = tuple(
+                torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+                for v in leaves
+            )
+        return Abstract(values, spec)
+
+    def __call__(self, params: Sequence[Abstract], batch: Abstract, goal: Goal) -> Chain:
+        """Trace all stages for one shape of microbatch.
+
+        Raises:
+            StageError: a stage or the loss cannot be traced; names the stage.
+        """
+        traced: list[Traced] = []
+        labels = []
+        x = batch
+        x_sources: list[Source] = [BatchLeaf(i) for i in range(len(batch.values))]
+        carries = [False] * len(batch.values)
+        last = len(self._stages) - 1
+        for index, stage in enumerate(self._stages):
+            labels.append(f"stage {index} ({stage.label})")
+            with_loss = index == last and goal != "forward"
+            x, here = self._placed(x, index), self._placed(batch, index)
+            self._check_device(labels[-1], params[index], index)
+            key = (id(stage.fn), stage.reads_batch, with_loss, goal == "step", index == 0)
+            key += (params[index].key, x.key, tuple(carries), here.key, ambient())
+            if key not in self._traces:
+                self._traces[key] = self._trace(
+                    labels[-1], stage, params[index], x, x_sources, carries, here,
+                    with_loss=with_loss, differentiate=goal == "step",
+                )  # fmt: skip
+            result = self._traces[key]
+            result = replace(result, joint=_seen_from(result.joint, index))
+            traced.append(result)
+            x = Abstract(result.values, result.spec)
+            x_sources = [Upstream(index, leaf) for leaf in range(len(x.values))]
+            carries = list(result.carries_gradient)
+        return Chain(tuple(traced), tuple(labels), goal)
+
+    def _placed(self, values: Abstract, index: int) -> Abstract:
+        """The same leaves on the device of a stage."""
+        if self._devices is None:
+            return values
+        with self._mode:
+            return Abstract(tuple(v.to(self._devices[index]) for v in values.values), values.spec)
+
+    def _check_device(self, label: str, params: Abstract, index: int) -> None:
+        if self._devices is None:
+            return
+        for path, value in zip(tree.paths(params.spec), params.values, strict=True):
+            if value.device != self._devices[index]:
+                raise StageError(
+                    f"params{path} of {label} lies on {value.device}, but its rank has the device "
+                    f"{self._devices[index]}: move it there first"
+                )
+
+    def _trace(
+        self,
+        label: str,
+        stage: Stage,
+        params: Abstract,
+        x: Abstract,
+        x_sources: Sequence[Source],
+        carries: Sequence[bool],
+        batch: Abstract,
+        *,
+        with_loss: bool,
+        differentiate: bool,
+    ) -> Traced:
+        n_params, n_x = len(params.values), len(x.values)
+
+        def function(leaves: Sequence[Any]) -> Any:
+            p = tree.unflatten(params.spec, leaves[:n_params])
+            value = tree.unflatten(x.spec, leaves[n_params : n_params + n_x])
+            microbatch = tree.unflatten(batch.spec, leaves[n_params + n_x :])
+            y = stage.fn(p, value, microbatch) if stage.reads_batch else stage.fn(p, value)
+            return _check_loss(label, self._loss(y, microbatch)) if with_loss else y
+
+        return trace(
+            label,
+            function,
+            Leaves(
+                values=(*params.values, *x.values, *batch.values),
+                sources=(
+                    *(Param(i) for i in range(n_params)),
+                    *x_sources,
+                    *(BatchLeaf(i) for i in range(len(batch.values))),
+                ),
+                paths=(
+                    *("params" + path for path in tree.paths(params.spec)),
+                    *("x" + path for path in tree.paths(x.spec)),
+                    *("microbatch" + path for path in tree.paths(batch.spec)),
+                ),
+                differentiable=(
+                    *(is_differentiable(v) for v in params.values),
+                    *carries,
+                    *(False for _ in batch.values),
+                ),
+            ),
+            self._mode,
+            differentiate=differentiate,
+            accum_dtype=self._accum_dtype,
+            origin=stage.fn,
+        )
+
+
+def ambient() -> tuple[Any, ...]:
+    """What else a trace depends on: autocast and the default dtype."""
+    casts = tuple(
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    )
+    return (casts, torch.get_default_dtype())
+
+
+def _check_loss(label: str, loss: Any) -> Any:
+    if not isinstance(loss, Tensor) or loss.dim() != 0 or not is_differentiable(loss):
+        found = (
+            f"a {loss.dtype} tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else f"a {type(loss).__name__}"
+        )
+        raise StageError(
+            f"loss after {label} returns {found}: loss(y, microbatch) must return one "
+            "floating-point scalar (take .mean() or .sum() of it)"
+        )
+    return loss
+
+
+def _seen_from(joint: Joint, index: int) -> Joint:
+    """A trace shared between stages, with its upstream sources named for stage `index`."""
+
+    def rename(source: Source) -> Source:
+        return Upstream(index - 1, source.leaf) if isinstance(source, Upstream) else source
+
+    return replace(
+        joint,
+        sources={name: rename(source) for name, source in joint.sources.items()},
+        gradients={rename(source): name for source, name in joint.gradients.items()},
+    )
+
+
+def assemble(chain: Chain, policy: Policy, compiler: Compiler) -> tuple[StageCode, ...]:
+    """Cut every stage of `chain` under `policy` and name what connects them.
+
+    Args:
+        chain: the traced stages.
+        policy: the remat policy.
+        compiler: makes pieces callable.
+    """
+    codes: list[StageCode] = []
+    for index, (traced, label) in enumerate(zip(chain.stages, chain.labels, strict=True)):
+        joint = traced.joint
+        last = index == len(chain.stages) - 1
+        inputs: list[Upstream] = []
+        params: list[Param] = []
+        if chain.goal == "step":
+            alive = live_gradients(joint)
+            params = [s for s in joint.gradients if isinstance(s, Param) and s in alive]
+            inputs = [
+                s
+                for s in joint.gradients
+                if isinstance(s, Upstream) and codes[s.stage].cotangents[s.leaf] is not None
+            ]
+            pieces = partition(
+                joint,
+                outputs=joint.outputs,
+                inputs=inputs,
+                params=params,
+                policy=policy,
+            )
+        else:
+            pieces = forward_piece(joint, joint.outputs)
+        cotangents = live_cotangents(joint, [*params, *inputs])
+        sources = dict(joint.sources)
+        if last and chain.goal == "step":
+            sources |= {name: Seed() for name in cotangents if name is not None}
+        codes.append(
+            StageCode(
+                label=label,
+                pieces=pieces,
+                sources=sources,
+                constants=joint.constants,
+                outputs=joint.outputs,
+                cotangents=cotangents,
+                input_grads={s: joint.gradients[s] for s in inputs},
+                sums={s.leaf: joint.sums[s.leaf] for s in params},
+                sizes={
+                    node.name: nbytes(node.meta["val"])
+                    for node in joint.graph.nodes
+                    if isinstance(node.meta.get("val"), Tensor)
+                },
+                compiler=compiler,
+            )
+        )
+    return tuple(codes)

@@ -1,0 +1,49 @@
+"""A stage ready to be scheduled: its pieces, and the names that connect them.
+
+This is all that lowering knows of a stage. Names are local to one stage and one microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from fpipe.stage.compiler import Call, Compiler
+from fpipe.stage.joint import Source, Sum, Upstream
+from fpipe.stage.partition import Piece
+
+
+@dataclass(frozen=True, eq=False)
+class StageCode:
+    """One stage for microbatches of one shape under one remat policy.
+
+    Attributes:
+        label: the stage in messages, such as ``"stage 2 (block)"``.
+        pieces: by op ``F``, ``B``, ``I``, ``W``; those that continue a sum are ``B+`` and ``W+``.
+            An op that has nothing to compute has no entry.
+        sources: where the value of each name that no piece returns comes from.
+        constants: what `Constant` sources index.
+        outputs: name of each output leaf.
+        cotangents: name of each output leaf's cotangent; None where nobody needs it.
+        input_grads: name of the gradient of each upstream value that needs one.
+        sums: for each parameter leaf with a gradient, the names of its sum.
+        sizes: bytes of each named value.
+        compiler: makes a piece callable, when lowering first asks for it.
+    """
+
+    label: str
+    pieces: Mapping[str, Piece]
+    sources: Mapping[str, Source]
+    constants: tuple[Tensor, ...]
+    outputs: tuple[str, ...]
+    cotangents: tuple[str | None, ...]
+    input_grads: Mapping[Upstream, str]
+    sums: Mapping[int, Sum]
+    sizes: Mapping[str, int] = field(repr=False)
+    compiler: Compiler = field(repr=False)
+
+    def call(self, op: str) -> Call:
+        """The compiled piece of `op`."""
+        return self.compiler(self.pieces[op].graph, f"{op} of {self.label}")

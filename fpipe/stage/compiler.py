@@ -1,0 +1,177 @@
+"""Make graphs callable: boxed, cheap to call, and shared between stages that have the same graph.
+
+A boxed callable takes its inputs in a list that it empties, so that an input can be freed before
+the call ends; it returns a sequence. Inductor makes such a callable inside, and `compile_fx` with a
+captured inner compile hands it over without the wrappers that cost 10 to 30 microseconds a call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.graph import _BoxedCodeGen
+
+from fpipe.errors import StageError
+from fpipe.stage.joint import value_of
+
+log = logging.getLogger("fpipe")
+
+Call = Callable[[list[Tensor]], Sequence[Tensor]]
+Compile = bool | str | Mapping[str, Any] | Callable[[fx.GraphModule, Sequence[Tensor]], Call]
+
+# Checks of sizes cost a microsecond an input; strides are settled at each stage boundary instead.
+# They stay on in debug runs: TORCH_LOGS=output_code or compile={"options": {"size_asserts": True}}.
+_FAST = {"size_asserts": False, "nan_asserts": False, "scalar_asserts": False}
+
+
+class Compiler:
+    """Compiles graphs by one set of options, each distinct graph once.
+
+    Args:
+        compile: True for Inductor; False to run the graphs uncompiled; a mapping with what
+            `torch.compile` accepts (``backend``, ``mode``, ``options``); the name of a backend;
+            or a callable from a `GraphModule` and its example inputs (fake tensors) to a boxed
+            callable: one that takes a list, which it may empty, and returns a sequence.
+
+    Raises:
+        StageError: `compile` is none of these.
+    """
+
+    def __init__(self, compile: Compile) -> None:
+        self._make = _maker(compile)
+        self._artefacts: dict[str, Call] = {}
+
+    def __call__(self, graph: fx.Graph, label: str) -> Call:
+        """The boxed callable of `graph`; `label` names it in the log."""
+        key = fingerprint(graph)
+        if key not in self._artefacts:
+            examples = [value_of(n) for n in graph.nodes if n.op == "placeholder"]
+            log.info("compiling %s", label)
+            self._artefacts[key] = self._make(fx.GraphModule(torch.nn.Module(), graph), examples)
+        return self._artefacts[key]
+
+    @property
+    def num_artefacts(self) -> int:
+        """How many distinct graphs have been compiled."""
+        return len(self._artefacts)
+
+
+def fingerprint(graph: fx.Graph) -> str:
+    """A key that two graphs share exactly when they compute the same on the same kind of inputs.
+
+    Node names do not count; ops, their arguments and the placeholders' shapes, strides, dtypes and
+    devices do, and so does the number of threads, which Inductor writes into its loops.
+    """
+    number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
+    lines = [f"threads {torch.get_num_threads()}"]
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            v = value_of(node)
+            lines.append(f"{v.dtype} {tuple(v.shape)} {v.stride()} {v.device}")
+        else:
+            arguments = fx.map_arg((node.args, node.kwargs), lambda n: _Numbered(number[n]))
+            lines.append(f"{node.op} {node.target} {arguments!r}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+class _Numbered(str):
+    """A node in a fingerprint: unlike a string argument, it is printed bare."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _maker(compile: Compile) -> Callable[[fx.GraphModule, list[Tensor]], Call]:
+    if compile is True:
+        return lambda module, examples: _inductor(module, examples, {})
+    if compile is False:
+        return lambda module, examples: _uncompiled(module)
+    if isinstance(compile, str):
+        return _maker({"backend": compile})
+    if isinstance(compile, Mapping):
+        return _maker_from_options(dict(compile))
+    if callable(compile):
+        return compile
+    raise StageError(
+        f"compile={compile!r} must be True (Inductor), False, a mapping of torch.compile's options "
+        "(backend, mode, options), a backend's name, or a callable from graph and example inputs "
+        "to a boxed callable"
+    )
+
+
+def _maker_from_options(options: dict[str, Any]) -> Callable[[fx.GraphModule, list[Tensor]], Call]:
+    unknown = set(options) - {"backend", "mode", "options"}
+    if unknown:
+        raise StageError(
+            f"compile={options!r} has {sorted(unknown)}: it takes what torch.compile takes for a "
+            "static graph, that is backend, mode and options"
+        )
+    if options.get("backend", "inductor") != "inductor":
+        return lambda module, examples: _by_torch_compile(module, options)
+    patches: dict[str, Any] = {}
+    if options.get("mode") is not None:
+        patches |= torch._inductor.list_mode_options(options["mode"])
+    patches |= {k.replace("-", "_"): v for k, v in (options.get("options") or {}).items()}
+    if patches.get("triton.cudagraphs"):
+        raise StageError(
+            f"compile={options!r} asks for CUDA graphs, whose outputs are overwritten by the next "
+            "call, while a pipeline holds the outputs of many calls: choose another mode, such as "
+            "'max-autotune-no-cudagraphs'"
+        )
+    return lambda module, examples: _inductor(module, examples, patches)
+
+
+def _uncompiled(module: fx.GraphModule) -> Call:
+    """The graph as Python, taking its inputs from a list and dropping each after its last use."""
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    call: Call = module.forward
+    return call
+
+
+def _by_torch_compile(module: fx.GraphModule, options: dict[str, Any]) -> Call:
+    compiled = torch.compile(module, fullgraph=True, dynamic=False, **options)
+
+    def call(inputs: list[Tensor]) -> Sequence[Tensor]:
+        taken = tuple(inputs)
+        inputs.clear()
+        outputs: Sequence[Tensor] = compiled(*taken)
+        return outputs
+
+    return call
+
+
+def _inductor(module: fx.GraphModule, examples: list[Tensor], patches: dict[str, Any]) -> Call:
+    """Inductor's own boxed callable, without the wrappers around it where they do nothing."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    captured: list[Any] = []
+
+    def capture(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        artefact = compile_fx_inner(graph, inputs, **options)
+        inner = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        captured.append((artefact, len(inner), len(graph.graph.output_node().args[0])))
+        return artefact
+
+    outputs = len(module.graph.output_node().args[0])
+    with torch.no_grad():
+        wrapped = compile_fx(
+            module, examples, inner_compile=capture, config_patches=_FAST | patches
+        )
+    if len(captured) == 1 and captured[0][1:] == (len(examples), outputs):
+        call: Call = captured[0][0].current_callable
+        return call
+
+    def call_wrapped(inputs: list[Tensor]) -> Sequence[Tensor]:
+        taken = list(inputs)
+        inputs.clear()
+        if getattr(wrapped, "_boxed_call", False):
+            return wrapped(taken)  # type: ignore[no-any-return]
+        return wrapped(*taken)  # type: ignore[no-any-return]
+
+    return call_wrapped

@@ -1,0 +1,148 @@
+"""The joint graph: one stage's forward and backward in one fx graph, with every value named.
+
+    parameters ─┐                ┌─ outputs
+    inputs      ├─►  one graph ──┤
+    constants   │                ├─ gradient of each input
+    cotangents ─┘                └─ gradient of each parameter
+
+A value is named by its node. An input names its source, so that a chain of stages is one case of a
+wider wiring: a value that passes through a stage unchanged keeps the name of the placeholder that
+it came in by, and the runtime follows it to where it was made.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+
+class Param(NamedTuple):
+    """Source: a leaf of the stage's own parameters."""
+
+    leaf: int
+
+
+class Upstream(NamedTuple):
+    """Source: an output leaf of another stage."""
+
+    stage: int
+    leaf: int
+
+
+class BatchLeaf(NamedTuple):
+    """Source: a leaf of the microbatch."""
+
+    leaf: int
+
+
+class Constant(NamedTuple):
+    """Source: a tensor that the stage function closes over."""
+
+    index: int
+
+
+class Seed(NamedTuple):
+    """Source: the cotangent of the loss, the weight of the microbatch in the mean."""
+
+
+class SumSoFar(NamedTuple):
+    """Source: the sum over earlier microbatches of the gradient of a parameter leaf."""
+
+    leaf: int
+
+
+Source = Param | Upstream | BatchLeaf | Constant | Seed | SumSoFar
+
+
+class Sum(NamedTuple):
+    """How one parameter gradient is summed over microbatches, by names of values.
+
+    Attributes:
+        start: the gradient of the first microbatch, in the dtype of the sum.
+        so_far: placeholder for the sum of earlier microbatches.
+        total: `so_far` plus the gradient of this one.
+    """
+
+    start: str
+    so_far: str
+    total: str
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """A traced stage.
+
+    Attributes:
+        graph: placeholders first; every node has its fake value in ``meta["val"]``.
+        sources: where the value of each placeholder that is not a cotangent comes from.
+        constants: the tensors that `Constant` sources index.
+        outputs: node name of each output leaf. On the last stage of a training step these are
+            the loss alone.
+        cotangents: placeholder name of each output's cotangent, None where the output carries
+            no gradient.
+        gradients: node name of the gradient of each differentiable source.
+        sums: the sum over microbatches of the gradient of each parameter leaf that has one.
+    """
+
+    graph: fx.Graph
+    sources: dict[str, Source]
+    constants: tuple[Tensor, ...]
+    outputs: tuple[str, ...]
+    cotangents: tuple[str | None, ...]
+    gradients: dict[Source, str]
+    sums: dict[int, Sum]
+
+    @cached_property
+    def nodes(self) -> dict[str, fx.Node]:
+        """Nodes by name."""
+        return {node.name: node for node in self.graph.nodes}
+
+
+def value_of(node: fx.Node) -> Tensor:
+    """The fake tensor that stands for what `node` computes."""
+    value = node.meta["val"]
+    assert isinstance(value, Tensor), f"{node.name} is no tensor"
+    return value
+
+
+def is_differentiable(value: Tensor) -> bool:
+    """Whether a value of this dtype can have a gradient."""
+    return value.dtype.is_floating_point or value.dtype.is_complex
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether running `node` twice would draw two different values."""
+    target = _producer(node).target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in target.tags
+    )
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether `node` only looks at the storage of its first argument."""
+    target = _producer(node).target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target is torch.ops.aten._unsafe_view.default:
+        return True  # a view in fact; its schema keeps silent about it
+    first = target._schema.arguments[0].alias_info if target._schema.arguments else None
+    return first is not None and not first.is_write
+
+
+def _producer(node: fx.Node) -> fx.Node:
+    """The op itself, for one element of an op that returns several."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        assert isinstance(node.args[0], fx.Node)
+        return node.args[0]
+    return node
+
+
+def nbytes(value: Tensor) -> int:
+    """Bytes of a dense tensor of this shape and dtype."""
+    return value.numel() * value.element_size()

@@ -1,0 +1,232 @@
+"""Cut a joint graph into the pieces that a schedule runs: F, B, I and W.
+
+    F   inputs                     -> outputs, residuals
+    B   residuals, cotangents      -> input gradients, sums of parameter gradients
+    I   residuals, cotangents      -> input gradients, handover
+    W   residuals, handover        -> sums of parameter gradients
+
+Every piece is a backward slice: walk from what it must return towards the placeholders, and stop
+at values that some earlier piece has made available. Which forward values are available to the
+backward is the remat policy's choice, and the only thing it chooses.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from fpipe.stage.joint import Joint, Param, Source, Upstream, is_random, is_view
+
+Policy = Callable[[fx.Node], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of a joint graph that runs at once.
+
+    Attributes:
+        inputs: names of the values it reads.
+        outputs: names of the values it returns.
+        graph: placeholders for `inputs`, in order, and one tuple of `outputs`.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    graph: fx.Graph
+
+
+def live_gradients(joint: Joint) -> frozenset[Source]:
+    """Sources whose gradient depends on a cotangent; that of any other is zero."""
+    backward = _backward_nodes(joint)
+    nodes = joint.nodes
+    return frozenset(s for s, name in joint.gradients.items() if nodes[name] in backward)
+
+
+def live_cotangents(joint: Joint, wanted: Iterable[Source]) -> tuple[str | None, ...]:
+    """The cotangents that the gradients of the `wanted` sources depend on, None for the others."""
+    nodes = joint.nodes
+    reached = _ancestors(nodes[joint.gradients[source]] for source in wanted)
+    return tuple(c if c is not None and nodes[c] in reached else None for c in joint.cotangents)
+
+
+def partition(
+    joint: Joint,
+    *,
+    outputs: Iterable[str],
+    inputs: Iterable[Upstream],
+    params: Iterable[Param],
+    policy: Policy,
+) -> dict[str, Piece]:
+    """Cut `joint` into its pieces.
+
+    Args:
+        joint: the traced stage.
+        outputs: names of the outputs that anyone reads.
+        inputs: the upstream values whose gradient anyone reads.
+        params: the parameter leaves whose gradient is not zero.
+        policy: whether the backward may read a forward value (True), or computes it again from
+            the stage's inputs (False). Random values are always kept.
+
+    Returns:
+        Pieces by op: ``F``, ``B``, ``I``, ``W``, and ``B+``, ``W+``, which take and return sums
+        over microbatches. An op that has nothing to compute has no entry.
+    """
+    nodes = joint.nodes
+    placeholders = {n for n in nodes.values() if n.op == "placeholder"}
+    backward = _backward_nodes(joint)
+    results = [nodes[name] for name in outputs]
+    kept = placeholders | {
+        n for n in _forward_nodes(results) - backward if _can_hold(n) and (is_random(n) or policy(n))
+    }
+    input_grads = [nodes[joint.gradients[source]] for source in inputs]
+    sums = [joint.sums[source.leaf] for source in params]
+    starts = [nodes[entry.start] for entry in sums]
+    totals = [nodes[entry.total] for entry in sums]
+
+    whole = _slice([*input_grads, *starts], kept)
+    early = _choose_input_grad(whole, input_grads, starts, backward)
+    available = kept | {n for n in early if _can_hold(n)}
+    weight = _slice(starts, available)
+    handover = [n for n in (*_reads(weight), *starts) if n in available - kept]
+    first = [*input_grads, *handover]
+    residuals = [
+        n for part in (whole, _slice(first, kept), weight) for n in _reads(part) if n in kept
+    ]
+    pieces = {
+        "F": _build([*results, *residuals], placeholders),
+        "B": _build([*input_grads, *starts], kept),
+        "B+": _build([*input_grads, *totals], kept),
+        "I": _build(first, kept),
+        "W": _build(starts, available),
+        "W+": _build(totals, available),
+    }
+    return {op: piece for op, piece in pieces.items() if piece is not None}
+
+
+def forward_piece(joint: Joint, outputs: Iterable[str]) -> dict[str, Piece]:
+    """The one piece of a stage that runs forward only: it keeps nothing for a backward."""
+    nodes = joint.nodes
+    placeholders = {n for n in nodes.values() if n.op == "placeholder"}
+    piece = _build([nodes[name] for name in outputs], placeholders)
+    return {} if piece is None else {"F": piece}
+
+
+def _choose_input_grad(
+    whole: Collection[fx.Node],
+    input_grads: Collection[fx.Node],
+    param_grads: Collection[fx.Node],
+    backward: Collection[fx.Node],
+) -> set[fx.Node]:
+    """The nodes of a backward that belong to I; the others belong to W.
+
+    I is what the input gradients need. A stage without input gradients (the first) still has a
+    chain of cotangents from which several parameters take their gradients: that chain is its I, so
+    that its W, as everywhere, is the work that serves one parameter alone and may wait.
+    """
+    inside = set(whole)
+    if input_grads:
+        chosen = _ancestors(input_grads) & inside
+    else:
+        served: dict[fx.Node, set[fx.Node]] = {n: {n} for n in param_grads}
+        for node in reversed(list(whole)):
+            for user in node.users:
+                served.setdefault(node, set()).update(served.get(user, ()))
+        chosen = {n for n in whole if n in backward and len(served.get(n, ())) > 1}
+        chosen |= _ancestors(chosen) & inside
+    # JaxPP's rule: what is no matrix product, waits for nothing deferred and returns no more than
+    # it reads costs less memory when it is done at once than when its inputs are kept.
+    for node in whole:
+        if node in chosen or node not in backward or _is_product(node) or is_view(node):
+            continue
+        waits = any(n in inside and n not in chosen for n in node.all_input_nodes)
+        if not waits and _size(node) <= sum(_size(n) for n in node.all_input_nodes):
+            chosen.add(node)
+    return chosen
+
+
+def _backward_nodes(joint: Joint) -> set[fx.Node]:
+    """Nodes that depend on a cotangent."""
+    found = {node for node in joint.graph.nodes if node.name in joint.cotangents}
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _forward_nodes(results: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes that the forward runs, with every element of an op that returns several."""
+    found = _ancestors(results)
+    elements = {u for n in found for u in n.users if u.target is operator.getitem}
+    return found | elements
+
+
+def _ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """`roots` and all that they depend on."""
+    found: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def _slice(roots: Collection[fx.Node], available: Collection[fx.Node]) -> list[fx.Node]:
+    """The nodes that must run to compute `roots` when `available` need not, in graph order."""
+    found: set[fx.Node] = set()
+    stack = [node for node in roots if node not in available]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(n for n in node.all_input_nodes if n not in available)
+    if not found:
+        return []
+    graph = next(iter(found)).graph
+    return [node for node in graph.nodes if node in found]
+
+
+def _reads(nodes: Collection[fx.Node]) -> list[fx.Node]:
+    """The values that `nodes` read and do not compute."""
+    inside = set(nodes)
+    read = (n for node in nodes for n in node.all_input_nodes if n not in inside)
+    return list(dict.fromkeys(read))
+
+
+def _can_hold(node: fx.Node) -> bool:
+    """Whether a value is worth a slot: a tensor, and no view (its base is held instead)."""
+    return isinstance(node.meta.get("val"), Tensor) and not is_view(node)
+
+
+def _is_product(node: fx.Node) -> bool:
+    return getattr(node.target, "overloadpacket", None) in flop_registry
+
+
+def _size(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else (value,)
+    return sum(v.numel() for v in values if isinstance(v, Tensor))
+
+
+def _build(roots: Iterable[fx.Node], available: Collection[fx.Node]) -> Piece | None:
+    """A graph of its own that computes those of `roots` that are not available."""
+    returned = [n for n in dict.fromkeys(roots) if n not in available]
+    if not returned:
+        return None
+    nodes = _slice(returned, available)
+    inputs = _reads(nodes)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = {"val": node.meta["val"]}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+        copies[node].meta = {"val": node.meta["val"]}
+    graph.output(tuple(copies[node] for node in returned))
+    return Piece(tuple(n.name for n in inputs), tuple(n.name for n in returned), graph)

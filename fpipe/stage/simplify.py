@@ -1,0 +1,107 @@
+"""Small rewrites of a freshly traced joint graph.
+
+Three aims: no op that computes nothing (uncompiled runs pay for each); no op that computes input and
+weight gradient at once, because such an op could not be split between I and W; and no parameter
+gradient that shares memory with anything else, because gradients become the caller's.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+
+from fpipe.stage.joint import is_view, value_of
+
+aten = torch.ops.aten
+
+# Identity ops that tracing leaves behind: the value is the argument.
+_IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default})
+
+
+def simplify(
+    graph: fx.Graph, owned: Sequence[bool]
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Rewrite `graph` in place; returns its output nodes and its gradient nodes.
+
+    Args:
+        graph: returns ``(outputs, gradients)``, two lists of nodes.
+        owned: for each gradient, whether it is a parameter's and so becomes the caller's.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in _IDENTITIES:
+            _replace(node, node.args[0])
+        elif node.target is aten.t.default and _is_transpose(node.args[0]):
+            _replace(node, node.args[0].args[0])
+        elif node.target is aten.convolution_backward.default:
+            _split_convolution_backward(graph, node)
+    graph.eliminate_dead_code()
+    _own_gradients(graph, owned)
+    outputs, gradients = graph.output_node().args[0]
+    return list(outputs), list(gradients)
+
+
+def _own_gradients(graph: fx.Graph, owned: Sequence[bool]) -> None:
+    """Copy each parameter gradient that is a placeholder, a second look at another, or not dense."""
+    end = graph.output_node()
+    outputs, gradients = end.args[0]
+    gradients = list(gradients)
+    claimed: set[fx.Node] = set()
+    for index, own in enumerate(owned[: len(gradients)]):
+        node = gradients[index]
+        base = node
+        while is_view(base):
+            base = base.all_input_nodes[0]
+        dense = _is_dense(value_of(node))
+        if own and (base.op == "placeholder" or base in claimed or not dense):
+            with graph.inserting_before(end):
+                copy = graph.call_function(
+                    aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+                )
+            value = value_of(node)
+            copy.meta["val"] = value.new_empty(value.shape)
+            gradients[index] = copy
+        claimed.add(base)
+    end.args = ((outputs, gradients),)
+
+
+def _is_dense(value: Tensor) -> bool:
+    """Whether the elements fill their memory once each, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _is_transpose(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is aten.t.default
+
+
+def _replace(node: fx.Node, by: fx.Node) -> None:
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
+def _split_convolution_backward(graph: fx.Graph, node: fx.Node) -> None:
+    """One op for the input gradient and one for weight and bias gradients."""
+    mask = list(node.args[-1])
+    if not (mask[0] and any(mask[1:])):
+        return
+    values = node.meta["val"]
+    halves = {}
+    with graph.inserting_after(node):
+        for own in ([False, *mask[1:]], [True, False, False]):
+            half = graph.call_function(node.target, (*node.args[:-1], own))
+            half.meta["val"] = tuple(v if keep else None for v, keep in zip(values, own, strict=True))
+            halves[own[0]] = half
+    for user in list(node.users):
+        assert user.target is operator.getitem
+        user.replace_input_with(node, halves[user.args[1] == 0])
+    graph.erase_node(node)

@@ -1,0 +1,48 @@
+"""What a user writes: a stage is a pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fpipe.errors import StageError
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage function with what fpipe needs to know about it.
+
+    A plain function ``(params, x) -> y`` is already a stage; this class is for those that also
+    read the microbatch.
+
+    Attributes:
+        fn: ``(params, x) -> y``, or ``(params, x, microbatch) -> y`` where `reads_batch`. Params,
+            x, y and microbatch are pytrees of tensors of any shape and dtype; floating-point and
+            complex leaves carry gradients, others pass without. It must be pure: no input is
+            written to, and the result depends on nothing else (random numbers are allowed).
+        reads_batch: pass the microbatch as third argument. Its leaves are read where they are
+            needed and never sent between ranks.
+
+    Raises:
+        StageError: `fn` is not callable.
+
+    Example:
+        >>> masked = Stage(lambda params, x, batch: x * batch["mask"], reads_batch=True)
+        >>> masked.reads_batch
+        True
+    """
+
+    fn: Callable[..., Any]
+    reads_batch: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise StageError(
+                f"fn={self.fn!r:.60} is not callable: a stage is a function (params, x) -> y"
+            )
+
+    @property
+    def label(self) -> str:
+        """The function's name, for messages."""
+        return getattr(self.fn, "__qualname__", type(self.fn).__name__)

@@ -1,0 +1,43 @@
+"""Sum parameter gradients over microbatches inside the graph.
+
+Each parameter gradient gets two more nodes: itself in the dtype of the sum, which starts the sum
+without a zero-fill, and the sum so far plus itself, which continues it without a separate pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from fpipe.stage.joint import Sum, value_of
+
+aten = torch.ops.aten
+
+
+def add_sums(
+    graph: fx.Graph, gradients: Mapping[int, fx.Node], dtype: torch.dtype | None
+) -> dict[int, Sum]:
+    """Add the nodes of a `Sum` to `graph` for each parameter leaf in `gradients`.
+
+    Args:
+        graph: extended in place; the new nodes have fake values.
+        gradients: the gradient of each parameter leaf that has one.
+        dtype: the dtype to sum in, or None for the gradient's own.
+    """
+    end = graph.output_node()
+    sums = {}
+    for leaf, gradient in gradients.items():
+        value = value_of(gradient)
+        with graph.inserting_before(end):
+            start = gradient
+            if dtype is not None and dtype != value.dtype:
+                start = graph.call_function(aten._to_copy.default, (gradient,), {"dtype": dtype})
+                start.meta["val"] = value.to(dtype)
+            so_far = graph.placeholder(f"sum_so_far_{leaf}")
+            so_far.meta["val"] = value_of(start)
+            total = graph.call_function(aten.add.Tensor, (so_far, start))
+            total.meta["val"] = value_of(start)
+        sums[leaf] = Sum(start.name, so_far.name, total.name)
+    return sums

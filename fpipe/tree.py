@@ -1,0 +1,68 @@
+"""The only module that knows how pytrees are flattened: optree, in one namespace.
+
+torch's own `_pytree` keeps dict order and makes None a leaf, optree sorts keys and makes None a
+node; a library that mixed the two would permute leaves silently. Custom nodes are registered with
+optree, globally or in the namespace ``"fpipe"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+
+from fpipe.errors import BatchError
+
+NAMESPACE = "fpipe"
+
+
+def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+    """The leaves of `tree` and its structure. None is a node without leaves."""
+    leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
+    return leaves, spec
+
+
+def unflatten(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:
+    """The inverse of `flatten`."""
+    return optree.tree_unflatten(spec, leaves)
+
+
+def structure(tree: Any) -> optree.PyTreeSpec:
+    """The structure of `tree` without its leaves."""
+    return optree.tree_structure(tree, namespace=NAMESPACE)
+
+
+def tree_map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Apply `function` to corresponding leaves of trees of one structure."""
+    return optree.tree_map(function, tree, *rest, namespace=NAMESPACE)
+
+
+def paths(spec: optree.PyTreeSpec) -> list[str]:
+    """The key path of each leaf as it would be written in Python, such as ``"['a'][0]"``."""
+    return [accessor.codify("") for accessor in spec.accessors()]
+
+
+def broadcast_prefix(name: str, prefix: Any, tree: Any, tree_name: str) -> list[Any]:
+    """One value of `prefix` for each leaf of `tree`, as `torch.func.vmap` reads ``in_dims``.
+
+    None in `prefix` is a value ("not split") and not an empty node; None in `tree` has no leaf and
+    takes none.
+
+    Raises:
+        BatchError: `prefix` is no prefix of `tree`; the message has the key path.
+
+    Example:
+        >>> broadcast_prefix("in_dims", {"x": 0, "mask": None}, {"x": [1, 2], "mask": 3}, "batch")
+        [None, 0, 0]
+    """
+    try:
+        values = optree.broadcast_prefix(prefix, tree, none_is_leaf=True, namespace=NAMESPACE)
+    except ValueError as error:
+        reasons = optree.prefix_errors(prefix, tree, none_is_leaf=True, namespace=NAMESPACE)
+        detail = str(reasons[0](name)) if reasons else str(error)
+        raise BatchError(
+            f"{name} must be a pytree prefix of {tree_name}, as in torch.func.vmap: {detail}"
+        ) from error
+    leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+    return [value for value, leaf in zip(values, leaves, strict=True) if leaf is not None]
