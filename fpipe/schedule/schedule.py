@@ -8,6 +8,7 @@ from functools import cached_property
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
+from fpipe.schedule.grid import text_grid
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,17 @@ class Schedule:
         return self._hash
 
     def __repr__(self) -> str:
+        return f"<Schedule {self._summary}>"
+
+    def __str__(self) -> str:
+        """The schedule as a text grid (`fpipe.schedule.grid.text_grid` has choices)."""
+        return f"{self._summary}\n{text_grid(self)}"
+
+    @property
+    def _summary(self) -> str:
         return (
-            f"<Schedule {self.name}: {self.num_ranks} ranks, {self.num_stages} stages, "
-            f"{self.num_microbatches} microbatches>"
+            f"{self.name}: {self.num_ranks} ranks, {self.num_stages} stages, "
+            f"{self.num_microbatches} microbatches"
         )
 
 

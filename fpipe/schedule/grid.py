@@ -1,0 +1,134 @@
+"""A schedule as text: one line per rank, one column per unit of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, Protocol
+
+from fpipe.errors import ScheduleError
+from fpipe.schedule.action import Action
+from fpipe.schedule.dependencies import chain, dependencies
+
+WIDTH: Final = 80  # what every terminal has
+BANDS: Final = 6
+FIVE: Final = 5  # every fifth column is numbered, and a band ends before a number
+
+Slots = list[Action | None]  # what a rank does in each unit of time
+
+
+class Rows(Protocol):
+    """As much of a `Schedule` as a grid reads."""
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+
+    @property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """The actions of each rank."""
+
+
+def text_grid(schedule: Rows, *, width: int | None = WIDTH, bands: int | None = BANDS) -> str:
+    """Draw a schedule: a line for each rank, a column for each unit of time, blank where it waits.
+
+    Every action takes one unit and starts as soon as its rank is free and its inputs are there. So
+    B is drawn as short as F, and sending takes no time: the grid shows the order and who waits for
+    whom, not seconds. A cell is ``F0`` (op, microbatch) where every rank has the stage of its own
+    number alone, else ``2F0`` (stage, op, microbatch). Every fifth column is numbered.
+
+    A schedule that cannot run (`fpipe.verify` says why) is drawn as its plain rows, without time.
+
+    Args:
+        schedule: any schedule, or what has its `placement` and `actions`.
+        width: characters in a line. A longer grid is wrapped into bands, one below the other, of as
+            many times five columns as fit, and five at least. None for no limit.
+        bands: how many bands at most, 2 or more. Of a longer grid the first and the last are drawn,
+            and a line between them says what is left out. None for no limit.
+
+    Returns:
+        The lines, joined by newlines, none of which ends in a space.
+
+    Raises:
+        ScheduleError: `bands` is less than 2.
+
+    Example:
+        >>> from fpipe.schedule.families.one_f_one_b import one_f_one_b
+        >>> print(text_grid(one_f_one_b(ranks=3, microbatches=4)))
+        time    0              5              10
+        rank 0  F0 F1 F2       B0 F3 B1    B2    B3
+        rank 1     F0 F1    B0 F2 B1 F3 B2    B3
+        rank 2        F0 B0 F1 B1 F2 B2 F3 B3
+    """
+    if bands is not None and bands < 2:
+        raise ScheduleError(f"bands={bands!r} must be 2 or more, or None for the whole grid")
+    slots = _timed(schedule)
+    lines = []
+    if slots is None:
+        lines.append("(cannot run as it stands, so there is no time in it; fpipe.verify says why)")
+        slots = [list(row) for row in schedule.actions]
+    labels = ["place" if lines else "time", *(f"rank {rank}" for rank in range(len(slots)))]
+    margin = max(map(len, labels))
+    columns = list(_columns(slots, _is_plain(schedule)))
+    cuts = list(_cuts(columns, None if width is None else width - margin))
+    for number, (start, end) in enumerate(cuts):
+        if bands is not None and bands // 2 <= number < len(cuts) - (bands - bands // 2):
+            if number == bands // 2:
+                after = cuts[-(bands - bands // 2)][0]
+                lines += ["", f"... {start} to {after - 1} left out, which bands=None draws ..."]
+            continue
+        if number:
+            lines.append("")
+        for row, label in enumerate(labels):
+            cells = (column[row] for column in columns[start:end])
+            lines.append("  ".join([label.ljust(margin), " ".join(cells)]).rstrip())
+    return "\n".join(lines)
+
+
+def _timed(schedule: Rows) -> list[Slots] | None:
+    """What each rank does in each unit of time; None where some of it can never start."""
+    stages = range(len(schedule.placement))
+    if any(action.stage not in stages for row in schedule.actions for action in row):
+        return None
+    graph = dependencies(schedule.actions, chain(len(stages)))
+    slots: list[Slots] = [[] for _ in schedule.actions]
+    ends = [0] * len(graph.actions)
+    ran = 0
+    for number in graph.run_order():
+        row = slots[graph.place(number)[0]]
+        start = max([len(row), *(ends[need] for need in graph.needs[number])])
+        row += [None] * (start - len(row))
+        row.append(graph.actions[number])
+        ends[number] = start + 1
+        ran += 1
+    return slots if ran == len(graph.actions) else None
+
+
+def _is_plain(schedule: Rows) -> bool:
+    """Whether each rank runs the stage of its own number and no other."""
+    return schedule.placement == tuple(range(len(schedule.actions))) and all(
+        action.stage == rank for rank, row in enumerate(schedule.actions) for action in row
+    )
+
+
+def _columns(slots: Sequence[Slots], plain: bool) -> Iterator[list[str]]:
+    """The columns from left to right: number, then a cell for each rank, all of one width."""
+    for time in range(max(map(len, slots))):
+        cells = [str(time) if time % FIVE == 0 else ""]
+        for row in slots:
+            action = row[time] if time < len(row) else None
+            text = "" if action is None else str(action)
+            cells.append(text.removeprefix(str(action.stage)) if action and plain else text)
+        width = max(map(len, cells))
+        yield [cell.ljust(width) for cell in cells]
+
+
+def _cuts(columns: Sequence[Sequence[str]], width: int | None) -> Iterator[tuple[int, int]]:
+    """Cut the columns into bands of at most `width`, each from a first column up to an end."""
+    start = used = 0
+    for five in range(0, len(columns), FIVE):
+        needed = sum(len(column[0]) + 1 for column in columns[five : five + FIVE])
+        if width is not None and five > start and used + needed + 1 > width:
+            yield start, five
+            start, used = five, 0
+        used += needed
+    yield start, len(columns)

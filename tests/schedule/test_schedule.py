@@ -1,0 +1,53 @@
+"""The schedule as a value."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+
+from fpipe import Action, Op, Schedule, ScheduleError
+
+ROW = (Action(0, Op.F, 0), Action(0, Op.B, 0))
+
+
+def test_it_is_a_value() -> None:
+    schedule = Schedule([0], [list(ROW)], name="mine")
+    assert schedule == Schedule((0,), (ROW,), name="another")  # the name is for people
+    assert hash(schedule) == hash(Schedule((0,), (ROW,)))
+    assert schedule != Schedule([0], [ROW[:1]])
+    assert replace(schedule, name="edited").actions == schedule.actions
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
+    with pytest.raises(FrozenInstanceError):
+        schedule.name = "changed"  # type: ignore[misc]
+
+
+def test_what_it_tells() -> None:
+    schedule = Schedule([0, 1, 0], [ROW, [Action(1, Op.I, 4)]], name="mine")
+    assert (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches) == (2, 3, 5)
+    assert schedule.stages_of(0) == (0, 2)
+    assert schedule.stages_of(1) == (1,)
+    assert schedule.splits_backward
+    assert not Schedule([0], [ROW]).splits_backward
+    assert repr(schedule) == "<Schedule mine: 2 ranks, 3 stages, 5 microbatches>"
+    assert str(schedule).startswith("mine: 2 ranks, 3 stages, 5 microbatches\n")
+    assert Schedule([0], [[Action(0, Op.UNSHARD, None)]]).num_microbatches == 0
+
+
+@pytest.mark.parametrize(
+    ("placement", "actions", "text"),
+    [
+        ([], [ROW], r"placement=\(\) with 1 ranks: a schedule needs at least one stage"),
+        ([0], [], r"placement=\(0,\) with 0 ranks"),
+        ([0, 2], [ROW, []], r"placement\[1\]=2 must be a rank from 0 to 1"),
+        ([-1], [ROW], r"placement\[0\]=-1 must be a rank"),
+        (["0"], [ROW], r"placement\[0\]='0' must be a rank"),
+        ([0], [["0F0"]], r"actions\[0\]\[0\]='0F0' must be a fpipe.Action; .*parse\('2F0'\)"),
+        ([0], [[ROW[0], (0, "B", 0)]], r"actions\[0\]\[1\]=\(0, 'B', 0\) must be"),
+    ],
+)
+def test_its_form_is_checked(placement: Any, actions: Any, text: str) -> None:
+    with pytest.raises(ScheduleError, match=text):
+        Schedule(placement, actions)
