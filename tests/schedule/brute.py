@@ -59,6 +59,7 @@ def run(schedule: fpipe.Schedule, f: int = 1, i: int = 1, w: int = 1, hop: int =
     share = Time(schedule.num_ranks, schedule.num_stages)
     cost = {"F": f * share, "I": i * share, "W": w * share, "B": (i + w) * share}
     last = schedule.num_stages - 1
+    every = {action for row in schedule.actions for action in row}
     ended: dict[tuple[int, str, int | None], Time] = {}
     times: list[list[tuple[Time, Time]]] = [[] for _ in schedule.actions]
 
@@ -76,12 +77,12 @@ def run(schedule: fpipe.Schedule, f: int = 1, i: int = 1, w: int = 1, hop: int =
                 inputs: list[Time | None] = []
                 if op == "F" and stage > 0:
                     inputs = [arrival(stage - 1, "forward", microbatch, rank)]
-                if op in ("B", "I"):
+                if op == "W" and (stage, "I", microbatch) in every:
+                    inputs = [arrival(stage, "input gradient", microbatch, rank)]
+                elif op in ("B", "I", "W"):  # a W without an I is all the backward there is
                     inputs = [arrival(stage, "forward", microbatch, rank)]
                     if stage < last:
                         inputs.append(arrival(stage + 1, "input gradient", microbatch, rank))
-                if op == "W":
-                    inputs = [arrival(stage, "input gradient", microbatch, rank)]
                 known = [time for time in inputs if time is not None]
                 if len(known) < len(inputs):
                     break
