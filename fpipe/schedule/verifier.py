@@ -22,9 +22,9 @@ def verify(schedule: Schedule, requires: Requires | None = None) -> None:
     them it owes a forward and, as `requires` says, its gradients, all on the rank that the
     placement names. The order must let every rank run its row from left to right, where F of a
     stage reads F of the stage before, B and I read F of their stage and B or I of the stage after,
-    and W reads I.
-    Sends never block and a message that comes early is kept, so a schedule can run if and only if
-    no ranks wait for each other in a circle.
+    and W reads I (or, where a stage has none, what I would read). Sends never block and a message
+    that comes early is kept, so a schedule can run if and only if no ranks wait for each other in
+    a circle.
 
     UNSHARD and RESHARD of a stage must alternate, UNSHARD first; a stage that has any computes only
     while it is unsharded. REDUCE_GRAD of a stage comes at most once, after its last W or B.
