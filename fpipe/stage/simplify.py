@@ -1,8 +1,9 @@
 """Small rewrites of a freshly traced joint graph.
 
 Three aims: no op that computes nothing (uncompiled runs pay for each); no op that computes input and
-weight gradient at once, because such an op could not be split between I and W; and no parameter
-gradient that shares memory with anything else, because gradients become the caller's.
+weight gradient at once, because such an op could not be split between I and W; and gradients that
+are fit to leave: a parameter's shares memory with nothing, because it becomes the caller's, and an
+input's is contiguous, as every value at a stage boundary is.
 """
 
 from __future__ import annotations
@@ -40,30 +41,35 @@ def simplify(
         elif node.target is aten.convolution_backward.default:
             _split_convolution_backward(graph, node)
     graph.eliminate_dead_code()
-    _own_gradients(graph, owned)
+    _settle_gradients(graph, owned)
     outputs, gradients = graph.output_node().args[0]
     return list(outputs), list(gradients)
 
 
-def _own_gradients(graph: fx.Graph, owned: Sequence[bool]) -> None:
-    """Copy each parameter gradient that is a placeholder, a second look at another, or not dense."""
+def _settle_gradients(graph: fx.Graph, owned: Sequence[bool]) -> None:
+    """Copy the gradients that may not leave as they are.
+
+    A parameter's may be no placeholder, no second look at another gradient, and must be dense; an
+    input's must be contiguous.
+    """
     end = graph.output_node()
     outputs, gradients = end.args[0]
     gradients = list(gradients)
     claimed: set[fx.Node] = set()
-    for index, own in enumerate(owned[: len(gradients)]):
-        node = gradients[index]
+    for index, node in enumerate(gradients):
         base = node
         while is_view(base):
             base = base.all_input_nodes[0]
-        dense = _is_dense(value_of(node))
-        if own and (base.op == "placeholder" or base in claimed or not dense):
+        if owned[index]:
+            fit = base.op != "placeholder" and base not in claimed and _is_dense(value_of(node))
+        else:
+            fit = value_of(node).is_contiguous()
+        if not fit:
             with graph.inserting_before(end):
                 copy = graph.call_function(
                     aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
                 )
-            value = value_of(node)
-            copy.meta["val"] = value.new_empty(value.shape)
+            copy.meta["val"] = value_of(node).new_empty(value_of(node).shape)
             gradients[index] = copy
         claimed.add(base)
     end.args = ((outputs, gradients),)
