@@ -113,7 +113,12 @@ def trace(
 
         carried, pullback, plain = vjp(split, *(arguments[i] for i in wanted), has_aux=True)
         sides = {True: iter(carried), False: iter(plain)}
-        return [next(sides[flag]) for flag in carries], list(pullback(list(seeds)))
+        # What goes upstream is a stage boundary too.
+        gradients = [
+            gradient if isinstance(leaves.sources[index], Param) else gradient.contiguous()
+            for index, gradient in zip(wanted, pullback(list(seeds)), strict=True)
+        ]
+        return [next(sides[flag]) for flag in carries], gradients
 
     graph = _record(name, joint, leaves, cotangents, mode)
     _refuse_writes(name, graph, leaves)
