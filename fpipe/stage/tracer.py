@@ -92,7 +92,9 @@ def trace(
         differentiate and any(leaves.differentiable) and is_differentiable(v) for v in values
     )
     wanted = [i for i, flag in enumerate(leaves.differentiable) if flag and differentiate]
-    cotangents = [_contiguous_like(v, mode) for v, flag in zip(values, carries, strict=True) if flag]
+    cotangents = [
+        _contiguous_like(v, mode) for v, flag in zip(values, carries, strict=True) if flag
+    ]
 
     def forward(*arguments: Tensor) -> list[Tensor]:
         outputs, _ = tree.flatten(function(arguments))
