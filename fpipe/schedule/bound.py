@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 from fpipe.errors import ScheduleError
 from fpipe.schedule.bound_area import area_bound
 from fpipe.schedule.bound_rank import RankProblem, rank_problem
+from fpipe.schedule.bound_turns import turns_bound
 from fpipe.schedule.cost import Cost, StageCosts
 
 Objective: TypeAlias = Literal["makespan", "span"]
@@ -24,7 +25,7 @@ def lower_bound(
 ) -> float:
     """A time below which no schedule of this placement can finish, split backward or not.
 
-    The greatest of three bounds of each rank, each with every other rank taken as unlimited:
+    The greatest of four bounds of each rank, each with every other rank taken as unlimited:
 
     - *start*: before the first gradient comes back to a rank, the rank can run only as many
       forwards as its memory holds;
@@ -33,7 +34,9 @@ def lower_bound(
       forward, only the backwards of what it holds, while that forward makes its round trip. Start
       and end, plus all work in between, add up;
     - *area*: each microbatch holds its activation for at least one round trip, and memory times
-      time must have room for all of them (see `bound_area`).
+      time must have room for all of them (see `bound_area`);
+    - *turns*: where memory holds K microbatches, number K waits for a whole round trip of number 0,
+      and so on to the last (see `bound_turns`).
 
     Valid for every cost; tight where one rank limits the pipeline (ZB-H1 and unsplit schedules
     without latency meet it), loose by some percent where several take turns.
@@ -57,7 +60,7 @@ def lower_bound(
         >>> lower_bound([0, 1, 2, 3], 8, Cost(f=1, i=1, w=1))  # ZB-H1 takes 27, ZB-H2 24 + 3
         27.0
         >>> lower_bound([0, 1, 2, 3], 8, Cost(f=1, i=1, w=1), memory=2)
-        37.0
+        39.0
     """
     if objective not in ("makespan", "span"):
         raise ScheduleError(f"objective={objective!r} must be 'makespan' or 'span'")
@@ -71,7 +74,8 @@ def lower_bound(
         stages = [stage for stage, owner in enumerate(placement) if owner == rank]
         if stages:
             problem = rank_problem(costs, stages, microbatches, limit)
-            best = max(best, _idle_bound(problem, span), area_bound(problem, span))
+            bounds = (rule(problem, span) for rule in (_idle_bound, area_bound, turns_bound))
+            best = max(best, *bounds)
     return best
 
 

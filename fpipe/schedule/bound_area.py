@@ -28,7 +28,7 @@ def area_bound(problem: RankProblem, span: bool) -> float:
     jobs = problem.microbatches * len(stages)
     size = sizes.pop()
     room = jobs if size == 0 else math.floor(min(jobs, problem.memory / size + 1e-9))
-    total = problem.microbatches * sum(_lives(problem))
+    total = problem.microbatches * sum(lives(problem))
     forward = min(costs.f[stage] for stage in stages)
     deferred = max(full[stage] - hand[stage] for stage in stages)
     gradient = min(hand[stage] for stage in stages)
@@ -56,7 +56,7 @@ def _plain(problem: RankProblem, span: bool) -> float:
     costs = problem.costs
     full, hand, later = backward_work(costs), handover(costs), deferred_activation(costs)
     area = 0.0
-    for stage, life in zip(problem.stages, _lives(problem), strict=True):
+    for stage, life in zip(problem.stages, lives(problem), strict=True):
         # Between I and W it may hold less; a full B holds all of it, and takes `full` at least.
         tail = full[stage] - hand[stage]
         saved = max(0.0, costs.activation[stage] - later[stage]) * tail
@@ -64,7 +64,7 @@ def _plain(problem: RankProblem, span: bool) -> float:
     return (0.0 if span else problem.release) + area / problem.memory
 
 
-def _lives(problem: RankProblem) -> list[float]:
+def lives(problem: RankProblem) -> list[float]:
     """The least life of one activation of each stage of the rank, from F's start to W's end."""
     costs, full, hand = problem.costs, backward_work(problem.costs), handover(problem.costs)
     behind = 0.0
