@@ -1,14 +1,13 @@
 """The pipeline: what a user builds once and calls every step.
 
-    params, batch ── flatten, split ──► plan (cached per shapes) ──► slots ── programs ──► results
-                                          │
-                                          └ trace ─ partition ─ lower ─ compile, at the first call
+params, batch ── flatten, split ──► plan (cached per shapes) ──► slots ── programs ──► results
+                                      │
+                                      └ trace ─ partition ─ lower ─ compile, at the first call
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -16,14 +15,16 @@ import torch
 from torch import Tensor
 
 from fpipe import microbatch, tree
+from fpipe.controller.controller import Controller, Finished
+from fpipe.controller.single import SingleController
 from fpipe.errors import FpipeError, StageError
-from fpipe.plan import Parameters, Plan, Planner
-from fpipe.runtime.interpreter import Run
-from fpipe.runtime.local import LocalTransport, run_together
+from fpipe.plan import Planner, gradients
+from fpipe.runtime.lower import lower
 from fpipe.runtime.program import Program
 from fpipe.schedule import Schedule
 from fpipe.schedule.verifier import verify
-from fpipe.stage.chain import ChainTracer, Goal
+from fpipe.shapes import Goal
+from fpipe.stage.chain import ChainTracer
 from fpipe.stage.compiler import Compile, Compiler
 from fpipe.stage.remat import Remat, policies
 from fpipe.stage.stage import Stage
@@ -47,35 +48,9 @@ class Step(NamedTuple):
 class Pipeline:
     """A pipeline-parallel step as a pure function; `fpipe.pipeline` makes one."""
 
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        loss: Callable[[Any, Any], Any],
-        schedule: Schedule,
-        *,
-        in_dims: Any,
-        reduction: str,
-        remat: Remat,
-        compile: Compile,
-        accum_dtype: torch.dtype | None,
-        devices: Sequence[torch.device] | None,
-    ) -> None:
+    def __init__(self, schedule: Schedule, controller: Controller) -> None:
         self.schedule = schedule
-        self._in_dims = in_dims
-        self._devices = devices
-        self._planner = Planner(
-            tracer=ChainTracer(
-                stages,
-                loss,
-                accum_dtype,
-                None if devices is None else [devices[rank] for rank in schedule.placement],
-            ),
-            compiler=Compiler(compile),
-            schedule=schedule,
-            policies=policies(remat),
-            mean=reduction == "mean",
-        )
-        self._transport = LocalTransport(devices)
+        self._controller = controller
 
     def __repr__(self) -> str:
         return f"<Pipeline of {self.schedule!r}>"
@@ -101,17 +76,18 @@ class Pipeline:
             StageError: a stage cannot be traced on these shapes.
             PipelineError: an action failed; the pipeline can be used again.
         """
-        leaves, plan, runs = self._run(params, batch, "step")
-        loss = plan.total_loss(runs)
-        return Step(loss, tree.unflatten(leaves.spec, plan.gradients(runs, leaves)))
+        done = self._run(params, batch, "step")
+        assert done.loss is not None
+        return Step(done.loss, tree.unflatten(done.params.spec, gradients(done.runs, done.params)))
 
     def value(self, params: Any, batch: Any) -> Tensor:
         """The loss of one batch alone: runs forward only and keeps nothing for a backward.
 
         Arguments, result and errors are those of `step`.
         """
-        _, plan, runs = self._run(params, batch, "value")
-        return plan.total_loss(runs)
+        loss = self._run(params, batch, "value").loss
+        assert loss is not None
+        return loss
 
     def forward(self, params: Any, batch: Any, *, out_dims: Any = 0) -> Any:
         """The last stage's output for the whole batch; the loss is not computed.
@@ -128,61 +104,23 @@ class Pipeline:
         Raises:
             BatchError: as in `step`, or an output leaf cannot be concatenated.
         """
-        _, plan, runs = self._run(params, batch, "forward")
-        return microbatch.merge(plan.outputs(runs), out_dims)
+        done = self._run(params, batch, "forward")
+        return microbatch.merge(done.plan.outputs(done.runs), out_dims)
 
     def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
         """The program of each rank for a step on arguments of these shapes: to be printed and read.
 
         ``program.peak_bytes`` is what the rank will hold at most, beside parameters and batch.
         """
-        _, _, plan = self._plan(params, batch, "step")
-        return plan.programs
+        return self._controller.programs(params, batch)
 
-    def _run(self, params: Any, batch: Any, goal: Goal) -> tuple[Parameters, Plan, list[Run]]:
-        leaves, parts, plan = self._plan(params, batch, goal)
-        with torch.no_grad(), _without_autocast():
-            runs = [self._load(program, plan, leaves, parts) for program in plan.programs]
-            run_together(runs, self._transport)
-        return leaves, plan, runs
-
-    def _plan(
-        self, params: Any, batch: Any, goal: Goal
-    ) -> tuple[Parameters, microbatch.Microbatches, Plan]:
+    def _run(self, params: Any, batch: Any, goal: Goal) -> Finished:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise FpipeError(
                 "a pipeline cannot run inside torch.func.vmap, grad, vjp or jvp: call it outside, "
                 "or put the transform inside the stages"
             )
-        leaves = Parameters.read(params, self.schedule.num_stages)
-        parts = microbatch.split(batch, self._in_dims, self.schedule.num_microbatches)
-        return leaves, parts, self._planner(leaves, parts, goal)
-
-    def _load(
-        self, program: Program, plan: Plan, leaves: Parameters, parts: microbatch.Microbatches
-    ) -> Run:
-        """A run with everything in its slots that is there from the start."""
-        run = Run(program)
-        slots = run.slots
-        bindings = program.bindings
-        for stage, leaf, slot in bindings.params:
-            slots[slot] = leaves.stages[stage][leaf]
-        for index, leaf, slot in bindings.batch:
-            value = parts.leaves[index][leaf]
-            if self._devices is not None:
-                value = value.to(self._devices[program.rank], non_blocking=True)
-            slots[slot] = value
-        for constant, slot in bindings.constants:
-            slots[slot] = constant
-        for index, slot in bindings.seeds:
-            slots[slot] = plan.seeds[index]
-        return run
-
-
-def _without_autocast() -> Any:
-    """Casts were recorded when the stages were traced: running them must not cast again."""
-    active = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return torch.autocast(active[0], enabled=False) if active else nullcontext()
+        return self._controller.run(params, batch, goal)
 
 
 def pipeline(
@@ -245,10 +183,10 @@ def pipeline(
             "fpipe.schedules, such as fpipe.schedules.one_f_one_b(ranks=2, microbatches=4)"
         )
     verify(schedule)
-    stages = [stage if isinstance(stage, Stage) else Stage(stage) for stage in stages]
-    if len(stages) != schedule.num_stages:
+    chain = [stage if isinstance(stage, Stage) else Stage(stage) for stage in stages]
+    if len(chain) != schedule.num_stages:
         raise StageError(
-            f"stages has {len(stages)} functions, but the schedule {schedule.name} has "
+            f"stages has {len(chain)} functions, but the schedule {schedule.name} has "
             f"{schedule.num_stages} stages on {schedule.num_ranks} ranks: pass one function per "
             "stage, or make the schedule for this number of stages"
         )
@@ -257,7 +195,9 @@ def pipeline(
             f"loss={loss!r:.60} is not callable: it is a function (y, microbatch) -> scalar"
         )
     if reduction not in REDUCTIONS:
-        raise StageError(f"reduction={reduction!r} must be one of {', '.join(map(repr, REDUCTIONS))}")
+        raise StageError(
+            f"reduction={reduction!r} must be one of {', '.join(map(repr, REDUCTIONS))}"
+        )
     if accum_dtype is not None and not (
         isinstance(accum_dtype, torch.dtype)
         and (accum_dtype.is_floating_point or accum_dtype.is_complex)
@@ -271,17 +211,24 @@ def pipeline(
             f"devices has {len(devices)} entries, but the schedule has {schedule.num_ranks} ranks: "
             "give one device per rank, or None"
         )
-    return Pipeline(
-        stages,
-        loss,
-        schedule,
-        in_dims=in_dims,
-        reduction=reduction,
-        remat=remat,
-        compile=compile,
-        accum_dtype=accum_dtype,
-        devices=None if devices is None else [_indexed(device) for device in devices],
+    placed = None if devices is None else [_indexed(device) for device in devices]
+    planner = Planner(
+        tracer=ChainTracer(
+            chain,
+            loss,
+            accum_dtype,
+            None if placed is None else [placed[rank] for rank in schedule.placement],
+        ),
+        compiler=Compiler(compile),
+        schedule=schedule,
+        policies=policies(remat),
+        mean=reduction == "mean",
+        lower=lower,
     )
+    controller = SingleController(
+        planner, schedule.num_stages, in_dims, schedule.num_microbatches, placed
+    )
+    return Pipeline(schedule, controller)
 
 
 def _indexed(device: torch.device | str | int) -> torch.device:
@@ -292,7 +239,7 @@ def _indexed(device: torch.device | str | int) -> torch.device:
 _CURRENT: ContextVar[Pipeline | None] = ContextVar("fpipe.current", default=None)
 
 
-class use:  # noqa: N801 (reads as a verb, like torch.no_grad)
+class use:
     """Make a pipeline the one that `fpipe.step` runs: ``with fpipe.use(pipe): …``.
 
     It holds for the current thread or task and may be nested.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,62 +13,20 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.errors import BatchError
-from fpipe.microbatch import Microbatches
+from fpipe.parameters import Parameters
 from fpipe.runtime.interpreter import Run
-from fpipe.runtime.lower import lower
 from fpipe.runtime.program import Program
+from fpipe.runtime.values import Codes
 from fpipe.schedule import Op, Schedule
-from fpipe.stage.chain import Abstract, ChainTracer, Goal, ambient, assemble
+from fpipe.shapes import Signature, distinct
+from fpipe.stage.chain import ChainTracer, assemble
 from fpipe.stage.code import StageCode
 from fpipe.stage.compiler import Compiler
+from fpipe.stage.joint import is_differentiable
 from fpipe.stage.partition import Policy
+from fpipe.stage.tracer import Traced
 
 log = logging.getLogger("fpipe")
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """The caller's parameters, flat and free of autograd history.
-
-    Attributes:
-        spec: structure of the whole.
-        specs: structure of each stage's part.
-        stages: leaves of each stage.
-    """
-
-    spec: optree.PyTreeSpec
-    specs: tuple[optree.PyTreeSpec, ...]
-    stages: tuple[tuple[Tensor, ...], ...]
-
-    @classmethod
-    def read(cls, params: Any, num_stages: int) -> Parameters:
-        """Flatten `params`, a sequence with one pytree per stage.
-
-        Raises:
-            BatchError: `params` is no such sequence, or a leaf is no tensor.
-        """
-        leaves, spec = tree.flatten(params)
-        if not isinstance(params, list | tuple) or spec.num_children != num_stages:
-            raise BatchError(
-                f"params is a {type(params).__name__} with {spec.num_children} entries: it must be "
-                f"a list or tuple of {num_stages} pytrees, one per stage (None for a stage without "
-                "parameters)"
-            )
-        for index, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor):
-                raise BatchError(
-                    f"params{tree.paths(spec)[index]}={leaf!r:.60} is a {type(leaf).__name__}: "
-                    "every leaf of the parameters must be a tensor (bind other values to the stage "
-                    "with functools.partial)"
-                )
-        flat = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
-        specs = tuple(spec.children())
-        stages, start = [], 0
-        for part in specs:
-            stages.append(tuple(flat[start : start + part.num_leaves]))
-            start += part.num_leaves
-        return cls(spec, specs, tuple(stages))
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,32 +56,28 @@ class Plan:
 
     def _output_leaves(self, runs: Sequence[Run]) -> list[list[Tensor]]:
         count = len(self.seeds)
-        found: list[list[Tensor]] = [[None] * self.spec.num_leaves for _ in range(count)]  # type: ignore[list-item]
-        for program, run in zip(self.programs, runs, strict=True):
-            for microbatch, leaf, slot in program.results.outputs:
-                value = run.slots[slot]
-                assert value is not None
-                found[microbatch][leaf] = value
+        found: list[list[Any]] = [[None] * self.spec.num_leaves for _ in range(count)]
+        for run in runs:
+            for microbatch, leaf, slot in run.program.results.outputs:
+                found[microbatch][leaf] = run.slots[slot]
         return found
 
-    def gradients(self, runs: Sequence[Run], params: Parameters) -> list[Tensor | None]:
-        """The gradient of each parameter leaf, flat."""
-        found: dict[tuple[int, int], Tensor] = {}
-        for program, run in zip(self.programs, runs, strict=True):
-            for stage, leaf, slot in program.results.grads:
-                value = run.slots[slot]
-                assert value is not None
-                found[stage, leaf] = value
-        grads: list[Tensor | None] = []
-        for stage, leaves in enumerate(params.stages):
-            for index, leaf in enumerate(leaves):
-                if (stage, index) in found:
-                    grads.append(found[stage, index].to(leaf.dtype))
-                elif leaf.is_floating_point() or leaf.is_complex():
-                    grads.append(torch.zeros_like(leaf))
-                else:
-                    grads.append(None)
-        return grads
+
+def gradients(runs: Sequence[Run], params: Parameters) -> list[Tensor | None]:
+    """The gradient of each leaf of `params`, flat: zeros where the loss does not depend on it."""
+    found: dict[tuple[int, int], Any] = {
+        (stage, leaf): run.slots[slot]
+        for run in runs
+        for stage, leaf, slot in run.program.results.grads
+    }
+    grads: list[Tensor | None] = []
+    for stage, leaves in enumerate(params.stages):
+        for index, leaf in enumerate(leaves):
+            if (stage, index) in found:
+                grads.append(found[stage, index].to(leaf.dtype))
+            else:
+                grads.append(torch.zeros_like(leaf) if is_differentiable(leaf) else None)
+    return grads
 
 
 class Planner:
@@ -135,6 +89,7 @@ class Planner:
         schedule: the training schedule; its forwards alone serve evaluation.
         policies: remat policy of every microbatch, and of each stage's last.
         mean: the loss is the mean over rows, so a microbatch counts by its rows.
+        lower: makes the programs; it knows the transport.
     """
 
     def __init__(
@@ -145,6 +100,7 @@ class Planner:
         schedule: Schedule,
         policies: tuple[Policy, Policy],
         mean: bool,
+        lower: Callable[[Schedule, Codes], tuple[Program, ...]],
     ) -> None:
         self._tracer = tracer
         self._compiler = compiler
@@ -152,39 +108,31 @@ class Planner:
         self._forwards = forwards_of(schedule)
         self._policies = policies
         self._mean = mean
-        self._plans: dict[Any, Plan] = {}
+        self._lower = lower
+        self._plans: dict[Signature, Plan] = {}
 
-    def __call__(self, params: Parameters, parts: Microbatches, goal: Goal) -> Plan:
-        """The plan for arguments of these shapes, strides, dtypes and devices."""
-        key = (
-            goal,
-            params.specs,
-            tuple(tuple(map(_shape, leaves)) for leaves in params.stages),
-            parts.spec,
-            tuple(map(_shape, parts.leaves[0])),
-            parts.rows,
-            ambient(),
-            torch.get_num_threads(),
-        )
-        if key not in self._plans:
-            self._plans[key] = self._make(params, parts, goal)
-        return self._plans[key]
+    def __call__(self, signature: Signature) -> Plan:
+        """The plan for arguments of these shapes."""
+        if signature not in self._plans:
+            self._plans[signature] = self._make(signature)
+        return self._plans[signature]
 
-    def _make(self, params: Parameters, parts: Microbatches, goal: Goal) -> Plan:
+    def __contains__(self, signature: Signature) -> bool:
+        return signature in self._plans
+
+    def _make(self, signature: Signature) -> Plan:
         start = time.perf_counter()
-        rows = sorted(set(parts.rows))
-        log.info("tracing %s for microbatches of %s rows", goal, " and ".join(map(str, rows)))
-        abstract = [
-            self._tracer.abstract(leaves, spec)
-            for leaves, spec in zip(params.stages, params.specs, strict=True)
-        ]
+        goal, params, rows, batch, _ = signature
+        sizes = distinct(rows)
+        log.info("tracing %s for microbatches of %s rows", goal, " and ".join(map(str, sizes)))
         chains = {
-            rows: self._tracer(abstract, self._batch(parts, rows), goal) for rows in set(parts.rows)
+            size: self._tracer(params, shape, goal)
+            for size, shape in zip(sizes, batch, strict=True)
         }
         usual, last = self._policies
         codes = {
-            (rows, policy): assemble(chain, policy, self._compiler)
-            for rows, chain in chains.items()
+            (size, policy): assemble(chain, policy, self._compiler)
+            for size, chain in chains.items()
             for policy in {usual, last}
         }
         schedule = self._schedule if goal == "step" else self._forwards
@@ -192,21 +140,19 @@ class Planner:
 
         def code_of(stage: int, microbatch: int) -> StageCode:
             policy = last if finals[stage] == microbatch else usual
-            return codes[parts.rows[microbatch], policy][stage]
+            return codes[rows[microbatch], policy][stage]
 
-        programs = lower(schedule, code_of)
-        plan = self._read(programs, chains[parts.rows[0]].stages[-1], parts)
+        programs = self._lower(schedule, code_of)
+        plan = self._with_weights(programs, chains[rows[0]].stages[-1], rows)
         log.info("ready for %s after %.1f s", goal, time.perf_counter() - start)
         return plan
 
-    def _batch(self, parts: Microbatches, rows: int) -> Abstract:
-        return self._tracer.abstract(parts.leaves[parts.rows.index(rows)], parts.spec)
-
-    def _read(self, programs: tuple[Program, ...], final: Any, parts: Microbatches) -> Plan:
-        total = sum(parts.rows) if self._mean else 1
-        shares = [rows / total if self._mean else 1.0 for rows in parts.rows]
+    def _with_weights(
+        self, programs: tuple[Program, ...], final: Traced, rows: Sequence[int]
+    ) -> Plan:
+        shares = [size / sum(rows) if self._mean else 1.0 for size in rows]
         value = final.values[0] if final.values else torch.empty(())
-        dtype = value.dtype if value.is_floating_point() or value.is_complex() else None
+        dtype = value.dtype if is_differentiable(value) else None
         weights = torch.tensor(shares, dtype=dtype, device=value.device)
         return Plan(programs, tuple(weights.unbind()), weights, final.spec)
 
@@ -220,7 +166,3 @@ def forwards_of(schedule: Schedule) -> Schedule:
 def _last_forwards(schedule: Schedule) -> dict[int, int | None]:
     """The microbatch that each stage runs forward last."""
     return {a.stage: a.microbatch for row in schedule.actions for a in row if a.op == Op.F}
-
-
-def _shape(leaf: Tensor) -> tuple[Any, ...]:
-    return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)

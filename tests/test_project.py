@@ -23,8 +23,8 @@ import fpipe
 ROOT: Final = Path(__file__).parents[1]
 
 # What `import fpipe` promises. A name is added here in the commit that makes it public.
-PUBLIC_MODULES: Final[frozenset[str]] = frozenset({"schedules"})
-PUBLIC_ON_TORCH: Final[frozenset[str]] = frozenset()
+PUBLIC_MODULES: Final = frozenset({"schedules"})
+PUBLIC_ON_TORCH: Final = frozenset({"Pipeline", "Stage", "Step", "pipeline", "step", "use"})
 PUBLIC_PURE: Final = frozenset(
     {
         "Action",
@@ -48,9 +48,12 @@ LAYERS: Final = (
     ("fpipe.errors", "fpipe.tree"),
     ("fpipe.schedule",),
     ("fpipe.schedules",),
-    ("fpipe.microbatch",),
+    ("fpipe.microbatch", "fpipe.parameters"),
+    ("fpipe.shapes",),
     ("fpipe.stage",),
     ("fpipe.runtime",),
+    ("fpipe.plan",),
+    ("fpipe.controller",),
     ("fpipe.engine",),
     ("fpipe",),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
 
 from fpipe.errors import PipelineError
 from fpipe.runtime.program import Compute, Free, Program, Recv, Send, WaitRecv
@@ -22,7 +22,7 @@ class Run:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.slots: list[Tensor | None] = [None] * program.num_slots
+        self.slots: list[Any] = [None] * program.num_slots
         self.next = 0
 
     def advance(self, transport: Transport) -> bool:
@@ -36,10 +36,9 @@ class Run:
         slots = self.slots
         index = self.next
         try:
-            for index in range(index, len(instructions)):  # noqa: B020
+            for index in range(self.next, len(instructions)):
                 instruction = instructions[index]
-                kind = type(instruction)
-                if kind is Compute:
+                if isinstance(instruction, Compute):
                     call, inputs, last_use, outputs, _ = instruction
                     arguments = [slots[i] for i in inputs]
                     for i in last_use:
@@ -47,18 +46,18 @@ class Run:
                     for i, value in zip(outputs, call(arguments), strict=True):
                         if i >= 0:
                             slots[i] = value
-                elif kind is WaitRecv:
+                elif isinstance(instruction, WaitRecv):
                     received = transport.receive(instruction.message)
                     if received is None:
                         self.next = index
                         return False
                     for i, value in zip(instruction.slots, received, strict=True):
                         slots[i] = value
-                elif kind is Send:
+                elif isinstance(instruction, Send):
                     transport.send(instruction.message, [slots[i] for i in instruction.slots])
-                elif kind is Recv:
+                elif isinstance(instruction, Recv):
                     transport.post(instruction.message)
-                elif kind is Free:
+                elif isinstance(instruction, Free):
                     for i in instruction.slots:
                         slots[i] = None
                 else:
@@ -72,6 +71,7 @@ class Run:
 def _blame(program: Program, index: int, error: Exception) -> PipelineError:
     """Say which action of which rank failed, whatever raised."""
     instruction = program.instructions[index]
+    assert not isinstance(instruction, Free)
     action = instruction.action if isinstance(instruction, Compute) else instruction.message.action
     return PipelineError(
         f"{action} failed on rank {program.rank} (stage {action.stage}, microbatch "

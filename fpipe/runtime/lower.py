@@ -9,7 +9,7 @@ from where it is made to where it is last read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -60,7 +60,10 @@ DIRECT = Windows(send=0, receive=0)
 
 
 def lower(
-    schedule: Schedule, codes: Codes, windows: Windows = DIRECT
+    schedule: Schedule,
+    codes: Codes,
+    windows: Windows = DIRECT,
+    runs_here: Callable[[int], bool] = lambda rank: True,
 ) -> tuple[Program, ...]:
     """Lower `schedule` to one program per rank.
 
@@ -68,6 +71,8 @@ def lower(
         schedule: a schedule that `fpipe.verify` accepts.
         codes: the code of each stage and microbatch.
         windows: how far communication may run ahead.
+        runs_here: which ranks run in this process; the kernels of the others are not compiled, and
+            their programs are there to be read.
     """
     resolve = Resolver(codes)
     tasks = tasks_of(schedule, codes, resolve)
@@ -88,7 +93,14 @@ def lower(
             results[rank][value] = None
     mail = plan_mail(tasks.rows, schedule.placement)
     return tuple(
-        _assemble(rank, _weave(rank, row, mail, windows), results[rank], grads[rank], outputs[rank])
+        _assemble(
+            rank,
+            _weave(rank, row, mail, windows),
+            results[rank],
+            grads[rank],
+            outputs[rank],
+            compiled=runs_here(rank),
+        )
         for rank, row in enumerate(tasks.rows)
     )
 
@@ -128,9 +140,7 @@ def _weave(rank: int, row: Sequence[Task], mail: Mail, windows: Windows) -> list
     return steps
 
 
-def _post_times(
-    rank: int, row: Sequence[Task], mail: Mail, ahead: int
-) -> dict[int, list[Message]]:
+def _post_times(rank: int, row: Sequence[Task], mail: Mail, ahead: int) -> dict[int, list[Message]]:
     """Before which task to post each message: `ahead` of its first reader, in channel order."""
     first_read: dict[Message, int] = {}
     for index, task in enumerate(row):
@@ -154,12 +164,16 @@ def _assemble(
     results: dict[Value, None],
     grads: Sequence[tuple[int, int, Value]],
     outputs: Sequence[tuple[int, int, Value]],
+    *,
+    compiled: bool,
 ) -> Program:
     """Give every value of one rank a slot, and write the instructions down."""
     last_use: dict[Value, int] = {}
     for number, step in enumerate(steps):
         last_use.update(dict.fromkeys(step.reads, number))
-    bound = {v: None for v in (*last_use, *results) if not isinstance(v, Computed)}
+    bound: dict[Value, None] = {
+        v: None for v in (*last_use, *results) if not isinstance(v, Computed)
+    }
     never = len(steps)
     last_use.update(dict.fromkeys((*results, *bound), never))
     slots = Slots(last_use)
@@ -173,13 +187,13 @@ def _assemble(
         place = len(instructions)
         if isinstance(step.subject, Task):
             task = step.subject
-            call = task.code.call(task.op)
+            call = task.code.call(task.op) if compiled else _elsewhere
             last = tuple(slots.release(v) for v in ending)
             instructions.append(Compute(call, reads, last, made, task.action))
-            weights = [task.code.sizes[v.name] for v in task.outputs]
+            weights = [task.code.specs[v.name].nbytes for v in task.outputs]
         else:
             message = step.subject
-            weights = list(message.sizes)
+            weights = [spec.nbytes for spec in message.specs]
             if step.kind is Send:
                 instructions.append(Send(message, reads))
             elif step.kind is WaitRecv:
@@ -204,6 +218,11 @@ def _assemble(
         num_slots=slots.count,
         sizes=sizes,
     )
+
+
+def _elsewhere(inputs: list[Tensor]) -> Sequence[Tensor]:
+    """Stands for a kernel that only another process runs."""
+    raise AssertionError("this kernel belongs to a rank of another process")
 
 
 def _bind(bound: dict[Value, None], steps: Sequence[_Step], slots: Slots) -> Bindings:

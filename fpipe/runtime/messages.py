@@ -67,7 +67,7 @@ def _post(
         source=rank,
         target=target,
         action=Action(stage, kind, microbatch),
-        sizes=tuple(task.code.sizes[value.name] for value in values),
+        specs=tuple(task.code.specs[value.name] for value in values),
     )
     channel.append(message)
     mail.sent.setdefault((rank, index), []).append(message)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fpipe.schedule import Action
+from fpipe.shapes import Spec
 from fpipe.stage.compiler import Call
 
 
@@ -24,14 +25,19 @@ class Message(NamedTuple):
         source: the sending rank.
         target: the receiving rank.
         action: the action whose outputs these are; its op is SEND_F or SEND_B.
-        sizes: bytes of each value.
+        specs: shape and dtype of each value.
     """
 
     number: int
     source: int
     target: int
     action: Action
-    sizes: tuple[int, ...]
+    specs: tuple[Spec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return sum(spec.nbytes for spec in self.specs)
 
 
 class Compute(NamedTuple):
@@ -159,7 +165,7 @@ def memory_curve(program: Program) -> list[int]:
     for index, instruction in enumerate(program.instructions):
         gone: tuple[int, ...] = ()
         if isinstance(instruction, Recv):
-            posted[instruction.message] = sum(instruction.message.sizes)
+            posted[instruction.message] = instruction.message.nbytes
             total += posted[instruction.message]
         elif isinstance(instruction, WaitRecv):
             total -= posted.pop(instruction.message)
@@ -223,7 +229,7 @@ def _describe(instruction: Instruction) -> str:
         case WaitSend(message):
             return f"sent     {_route(message)}"
         case Recv(message):
-            return f"post     {_route(message)} ({sum(message.sizes):,} bytes)"
+            return f"post     {_route(message)} ({message.nbytes:,} bytes)"
         case WaitRecv(message, slots):
             return f"receive  {_route(message)} -> {_slots(slots)}"
         case Free(slots):

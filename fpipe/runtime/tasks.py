@@ -48,9 +48,7 @@ def tasks_of(schedule: Schedule, codes: Codes, resolve: Resolver) -> Tasks:
     sums: dict[SumValue, Value] = {}
     rows = tuple(
         tuple(
-            task
-            for action in row
-            if (task := _task_of(action, codes, resolve, sums)) is not None
+            task for action in row if (task := _task_of(action, codes, resolve, sums)) is not None
         )
         for row in schedule.actions
     )

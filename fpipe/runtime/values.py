@@ -90,8 +90,8 @@ class Resolver:
                 return ParamValue(stage, leaf)
             case BatchLeaf(leaf):
                 return BatchValue(microbatch, leaf)
-            case Constant(index):
-                return ConstantValue(id(code.constants[index]))
+            case Constant(number):
+                return ConstantValue(id(code.constants[number]))
             case Seed():
                 return SeedValue(microbatch)
             case SumSoFar(leaf):

@@ -8,9 +8,9 @@ stage needs it, so the gradient of a batch leaf or of an integer is never comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import optree
 import torch
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe import tree
 from fpipe.errors import StageError
+from fpipe.shapes import Goal, Spec, TreeShape, ambient
 from fpipe.stage.code import StageCode
 from fpipe.stage.compiler import Compiler
 from fpipe.stage.joint import (
@@ -29,7 +30,6 @@ from fpipe.stage.joint import (
     Source,
     Upstream,
     is_differentiable,
-    nbytes,
 )
 from fpipe.stage.partition import (
     Policy,
@@ -41,8 +41,6 @@ from fpipe.stage.partition import (
 from fpipe.stage.stage import Stage
 from fpipe.stage.tracer import Leaves, Traced, trace
 
-Goal = Literal["step", "value", "forward"]
-
 
 @dataclass(frozen=True)
 class Abstract:
@@ -52,10 +50,9 @@ class Abstract:
     spec: optree.PyTreeSpec
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> TreeShape:
         """Equal for trees that a stage cannot tell apart when it is traced."""
-        leaves = tuple((v.shape, v.stride(), v.dtype, v.device) for v in self.values)
-        return (self.spec, leaves)
+        return TreeShape.of(self.spec, self.values)
 
 
 @dataclass(frozen=True)
@@ -98,21 +95,28 @@ class ChainTracer:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._traces: dict[Any, Traced] = {}
 
-    def abstract(self, leaves: Iterable[Tensor], spec: optree.PyTreeSpec) -> Abstract:
-        """Stand-ins for real leaves, with their shapes, strides, dtypes and devices."""
+    def _abstract(self, shape: TreeShape) -> Abstract:
+        """Fake tensors of these shapes."""
         with self._mode:
             values = tuple(
-                torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
-                for v in leaves
+                torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
+                for leaf in shape.leaves
             )
-        return Abstract(values, spec)
+        return Abstract(values, shape.spec)
 
-    def __call__(self, params: Sequence[Abstract], batch: Abstract, goal: Goal) -> Chain:
+    def __call__(self, shapes: Sequence[TreeShape], microbatch: TreeShape, goal: Goal) -> Chain:
         """Trace all stages for one shape of microbatch.
+
+        Args:
+            shapes: the parameters of each stage.
+            microbatch: one microbatch.
+            goal: what the chain is for.
 
         Raises:
             StageError: a stage or the loss cannot be traced; names the stage.
         """
+        params = [self._abstract(shape) for shape in shapes]
+        batch = self._abstract(microbatch)
         traced: list[Traced] = []
         labels = []
         x = batch
@@ -124,8 +128,10 @@ class ChainTracer:
             with_loss = index == last and goal != "forward"
             x, here = self._placed(x, index), self._placed(batch, index)
             self._check_device(labels[-1], params[index], index)
-            key = (id(stage.fn), stage.reads_batch, with_loss, goal == "step", index == 0)
-            key += (params[index].key, x.key, tuple(carries), here.key, ambient())
+            key = (
+                *(id(stage.fn), stage.reads_batch, with_loss, goal == "step", index == 0),
+                *(params[index].key, x.key, tuple(carries), here.key, ambient()),
+            )
             if key not in self._traces:
                 self._traces[key] = self._trace(
                     labels[-1], stage, params[index], x, x_sources, carries, here,
@@ -206,16 +212,6 @@ class ChainTracer:
         )
 
 
-def ambient() -> tuple[Any, ...]:
-    """What else a trace depends on: autocast and the default dtype."""
-    casts = tuple(
-        (kind, torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
-    )
-    return (casts, torch.get_default_dtype())
-
-
 def _check_loss(label: str, loss: Any) -> Any:
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not is_differentiable(loss):
         found = (
@@ -288,8 +284,8 @@ def assemble(chain: Chain, policy: Policy, compiler: Compiler) -> tuple[StageCod
                 cotangents=cotangents,
                 input_grads={s: joint.gradients[s] for s in inputs},
                 sums={s.leaf: joint.sums[s.leaf] for s in params},
-                sizes={
-                    node.name: nbytes(node.meta["val"])
+                specs={
+                    node.name: Spec(tuple(node.meta["val"].shape), node.meta["val"].dtype)
                     for node in joint.graph.nodes
                     if isinstance(node.meta.get("val"), Tensor)
                 },

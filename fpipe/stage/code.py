@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from fpipe.shapes import Spec
 from fpipe.stage.compiler import Call, Compiler
 from fpipe.stage.joint import Source, Sum, Upstream
 from fpipe.stage.partition import Piece
@@ -29,7 +30,7 @@ class StageCode:
         cotangents: name of each output leaf's cotangent; None where nobody needs it.
         input_grads: name of the gradient of each upstream value that needs one.
         sums: for each parameter leaf with a gradient, the names of its sum.
-        sizes: bytes of each named value.
+        specs: shape and dtype of each named value.
         compiler: makes a piece callable, when lowering first asks for it.
     """
 
@@ -41,7 +42,7 @@ class StageCode:
     cotangents: tuple[str | None, ...]
     input_grads: Mapping[Upstream, str]
     sums: Mapping[int, Sum]
-    sizes: Mapping[str, int] = field(repr=False)
+    specs: Mapping[str, Spec] = field(repr=False)
     compiler: Compiler = field(repr=False)
 
     def call(self, op: str) -> Call:

@@ -155,23 +155,28 @@ def _inductor(module: fx.GraphModule, examples: list[Tensor], patches: dict[str,
     def capture(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         artefact = compile_fx_inner(graph, inputs, **options)
         inner = [n for n in graph.graph.nodes if n.op == "placeholder"]
-        captured.append((artefact, len(inner), len(graph.graph.output_node().args[0])))
+        captured.append((artefact, len(inner), _num_outputs(graph.graph)))
         return artefact
 
-    outputs = len(module.graph.output_node().args[0])
     with torch.no_grad():
-        wrapped = compile_fx(
+        wrapped: Any = compile_fx(
             module, examples, inner_compile=capture, config_patches=_FAST | patches
         )
-    if len(captured) == 1 and captured[0][1:] == (len(examples), outputs):
+    if len(captured) == 1 and captured[0][1:] == (len(examples), _num_outputs(module.graph)):
         call: Call = captured[0][0].current_callable
         return call
 
     def call_wrapped(inputs: list[Tensor]) -> Sequence[Tensor]:
         taken = list(inputs)
         inputs.clear()
-        if getattr(wrapped, "_boxed_call", False):
-            return wrapped(taken)  # type: ignore[no-any-return]
-        return wrapped(*taken)  # type: ignore[no-any-return]
+        outputs: Sequence[Tensor] = (
+            wrapped(taken) if getattr(wrapped, "_boxed_call", False) else wrapped(*taken)
+        )
+        return outputs
 
     return call_wrapped
+
+
+def _num_outputs(graph: fx.Graph) -> int:
+    returned: Any = graph.output_node().args[0]
+    return len(returned)

@@ -43,7 +43,7 @@ class BatchLeaf(NamedTuple):
 class Constant(NamedTuple):
     """Source: a tensor that the stage function closes over."""
 
-    index: int
+    number: int
 
 
 class Seed(NamedTuple):
@@ -80,7 +80,7 @@ class Joint:
     Attributes:
         graph: placeholders first; every node has its fake value in ``meta["val"]``.
         sources: where the value of each placeholder that is not a cotangent comes from.
-        constants: the tensors that `Constant` sources index.
+        constants: the tensors that `Constant` sources number.
         outputs: node name of each output leaf. On the last stage of a training step these are
             the loss alone.
         cotangents: placeholder name of each output's cotangent, None where the output carries
@@ -141,8 +141,3 @@ def _producer(node: fx.Node) -> fx.Node:
         assert isinstance(node.args[0], fx.Node)
         return node.args[0]
     return node
-
-
-def nbytes(value: Tensor) -> int:
-    """Bytes of a dense tensor of this shape and dtype."""
-    return value.numel() * value.element_size()

@@ -80,7 +80,9 @@ def partition(
     backward = _backward_nodes(joint)
     results = [nodes[name] for name in outputs]
     kept = placeholders | {
-        n for n in _forward_nodes(results) - backward if _can_hold(n) and (is_random(n) or policy(n))
+        n
+        for n in _forward_nodes(results) - backward
+        if _can_hold(n) and (is_random(n) or policy(n))
     }
     input_grads = [nodes[joint.gradients[source]] for source in inputs]
     sums = [joint.sums[source.leaf] for source in params]

@@ -1,15 +1,16 @@
 """Small rewrites of a freshly traced joint graph.
 
-Three aims: no op that computes nothing (uncompiled runs pay for each); no op that computes input and
-weight gradient at once, because such an op could not be split between I and W; and gradients that
-are fit to leave: a parameter's shares memory with nothing, because it becomes the caller's, and an
-input's is contiguous, as every value at a stage boundary is.
+Three aims: no op that computes nothing (uncompiled runs pay for each); no op that computes input
+and weight gradient at once, because such an op could not be split between I and W; and gradients
+that are fit to leave: a parameter's shares memory with nothing, because it becomes the caller's,
+and an input's is contiguous, as every value at a stage boundary is.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -22,9 +23,7 @@ aten = torch.ops.aten
 _IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default})
 
 
-def simplify(
-    graph: fx.Graph, owned: Sequence[bool]
-) -> tuple[list[fx.Node], list[fx.Node]]:
+def simplify(graph: fx.Graph, owned: Sequence[bool]) -> tuple[list[fx.Node], list[fx.Node]]:
     """Rewrite `graph` in place; returns its output nodes and its gradient nodes.
 
     Args:
@@ -42,7 +41,13 @@ def simplify(
             _split_convolution_backward(graph, node)
     graph.eliminate_dead_code()
     _settle_gradients(graph, owned)
-    outputs, gradients = graph.output_node().args[0]
+    return _results(graph)
+
+
+def _results(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The nodes that the graph returns: outputs, gradients."""
+    returned: Any = graph.output_node().args[0]
+    outputs, gradients = returned
     return list(outputs), list(gradients)
 
 
@@ -53,8 +58,7 @@ def _settle_gradients(graph: fx.Graph, owned: Sequence[bool]) -> None:
     input's must be contiguous.
     """
     end = graph.output_node()
-    outputs, gradients = end.args[0]
-    gradients = list(gradients)
+    outputs, gradients = _results(graph)
     claimed: set[fx.Node] = set()
     for index, node in enumerate(gradients):
         base = node
@@ -97,15 +101,18 @@ def _replace(node: fx.Node, by: fx.Node) -> None:
 
 def _split_convolution_backward(graph: fx.Graph, node: fx.Node) -> None:
     """One op for the input gradient and one for weight and bias gradients."""
-    mask = list(node.args[-1])
+    arguments: tuple[Any, ...] = node.args
+    mask = list(arguments[-1])
     if not (mask[0] and any(mask[1:])):
         return
     values = node.meta["val"]
     halves = {}
     with graph.inserting_after(node):
         for own in ([False, *mask[1:]], [True, False, False]):
-            half = graph.call_function(node.target, (*node.args[:-1], own))
-            half.meta["val"] = tuple(v if keep else None for v, keep in zip(values, own, strict=True))
+            half = graph.call_function(aten.convolution_backward.default, (*arguments[:-1], own))
+            half.meta["val"] = tuple(
+                v if keep else None for v, keep in zip(values, own, strict=True)
+            )
             halves[own[0]] = half
     for user in list(node.users):
         assert user.target is operator.getitem

@@ -113,7 +113,8 @@ def trace(
             carried = [o for o, flag in zip(outputs, carries, strict=True) if flag]
             return carried, [o for o, flag in zip(outputs, carries, strict=True) if not flag]
 
-        carried, pullback, plain = vjp(split, *(arguments[i] for i in wanted), has_aux=True)
+        result: Any = vjp(split, *(arguments[i] for i in wanted), has_aux=True)
+        carried, pullback, plain = result
         sides = {True: iter(carried), False: iter(plain)}
         # What goes upstream is a stage boundary too.
         gradients = [

@@ -1,0 +1,74 @@
+"""What a pipeline asks of whoever drives its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fpipe.microbatch import Microbatches
+from fpipe.parameters import Parameters
+from fpipe.plan import Plan
+from fpipe.runtime.interpreter import Run
+from fpipe.runtime.program import Program
+from fpipe.shapes import Goal
+
+
+class Finished(NamedTuple):
+    """A step that ran.
+
+    Attributes:
+        params: the parameters that it ran on.
+        plan: what it ran by.
+        runs: the runs of this process's ranks, with their results in their slots.
+        loss: the loss of the batch, where the goal has one.
+    """
+
+    params: Parameters
+    plan: Plan
+    runs: Sequence[Run]
+    loss: Tensor | None
+
+
+class Controller(Protocol):
+    """Drives the ranks that belong to this process."""
+
+    def run(self, params: Any, batch: Any, goal: Goal) -> Finished:
+        """Plan, if the shapes are new, and run all programs to their end."""
+
+    def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
+        """The programs of a training step on arguments of these shapes."""
+
+
+def load(
+    program: Program,
+    plan: Plan,
+    params: Parameters,
+    parts: Microbatches | None,
+    device: torch.device | None,
+) -> Run:
+    """A run with everything in its slots that is there from the start.
+
+    Args:
+        program: of one rank.
+        plan: that the program belongs to.
+        params: with the leaves of the rank's stages.
+        parts: the batch; may be None if the program reads nothing of it.
+        device: where batch leaves are copied to, None to leave them.
+    """
+    run = Run(program)
+    slots = run.slots
+    bindings = program.bindings
+    for stage, leaf, slot in bindings.params:
+        slots[slot] = params.stages[stage][leaf]
+    for microbatch, leaf, slot in bindings.batch:
+        assert parts is not None
+        value = parts.leaves[microbatch][leaf]
+        slots[slot] = value if device is None else value.to(device, non_blocking=True)
+    for constant, slot in bindings.constants:
+        slots[slot] = constant
+    for microbatch, slot in bindings.seeds:
+        slots[slot] = plan.seeds[microbatch]
+    return run

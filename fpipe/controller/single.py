@@ -1,0 +1,80 @@
+"""One process drives all ranks, on one device or on a device each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from fpipe.controller.controller import Finished, load
+from fpipe.microbatch import Microbatches, split
+from fpipe.parameters import Parameters
+from fpipe.plan import Plan, Planner
+from fpipe.runtime.local import LocalTransport, run_together
+from fpipe.runtime.program import Program
+from fpipe.shapes import Goal, Signature, TreeShape, ambient, batch_shapes
+
+
+class SingleController:
+    """Drives all ranks of a pipeline in one thread.
+
+    Args:
+        planner: makes plans.
+        num_stages: of the schedule.
+        in_dims: how batches are split.
+        microbatches: into how many parts.
+        devices: the device of each rank, or None.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        num_stages: int,
+        in_dims: Any,
+        microbatches: int,
+        devices: Sequence[torch.device] | None,
+    ) -> None:
+        self._planner = planner
+        self._num_stages = num_stages
+        self._split: Callable[[Any], Microbatches] = lambda b: split(b, in_dims, microbatches)
+        self._devices = devices
+        self._transport = LocalTransport(devices)
+
+    def run(self, params: Any, batch: Any, goal: Goal) -> Finished:
+        """Run every rank's program to its end."""
+        leaves, parts, plan = self._plan(params, batch, goal)
+        with torch.no_grad(), without_autocast():
+            runs = [
+                load(program, plan, leaves, parts, self._device(program.rank))
+                for program in plan.programs
+            ]
+            run_together(runs, self._transport)
+            loss = None if goal == "forward" else plan.total_loss(runs)
+        return Finished(leaves, plan, runs, loss)
+
+    def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
+        """The programs of a training step on arguments of these shapes."""
+        return self._plan(params, batch, "step")[2].programs
+
+    def _device(self, rank: int) -> torch.device | None:
+        return None if self._devices is None else self._devices[rank]
+
+    def _plan(self, params: Any, batch: Any, goal: Goal) -> tuple[Parameters, Microbatches, Plan]:
+        leaves = Parameters.read(params, self._num_stages)
+        parts = self._split(batch)
+        signature = Signature(
+            goal,
+            tuple(map(TreeShape.of, leaves.specs, leaves.stages)),
+            parts.rows,
+            batch_shapes(parts),
+            ambient(),
+        )
+        return leaves, parts, self._planner(signature)
+
+
+def without_autocast() -> Any:
+    """Casts were recorded when the stages were traced: running them must not cast again."""
+    active = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return torch.autocast(active[0], enabled=False) if active else nullcontext()

@@ -1,0 +1,63 @@
+"""The caller's parameters, flat."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.errors import BatchError
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters by stage, free of autograd history.
+
+    Attributes:
+        spec: structure of the whole.
+        specs: structure of each stage's part.
+        stages: leaves of each stage.
+    """
+
+    spec: optree.PyTreeSpec
+    specs: tuple[optree.PyTreeSpec, ...]
+    stages: tuple[tuple[Tensor, ...], ...]
+
+    @classmethod
+    def read(cls, params: Any, num_stages: int) -> Parameters:
+        """Flatten `params`, a sequence with one pytree per stage.
+
+        Raises:
+            BatchError: `params` is no such sequence, or a leaf is no tensor.
+        """
+        leaves, spec = tree.flatten(params)
+        if not isinstance(params, list | tuple) or spec.num_children != num_stages:
+            raise BatchError(
+                f"params is a {type(params).__name__} with {spec.num_children} entries: it must be "
+                f"a list or tuple of {num_stages} pytrees, one per stage (None for a stage without "
+                "parameters)"
+            )
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                raise BatchError(
+                    f"params{tree.paths(spec)[index]}={leaf!r:.60} is a {type(leaf).__name__}: "
+                    "every leaf of the parameters must be a tensor (bind other values to the stage "
+                    "with functools.partial)"
+                )
+        flat = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+        specs = tuple(spec.children())
+        stages, start = [], 0
+        for part in specs:
+            stages.append(tuple(flat[start : start + part.num_leaves]))
+            start += part.num_leaves
+        return cls(spec, specs, tuple(stages))
+
+
+def keep(params: Any, stages: Collection[int]) -> Any:
+    """`params` with None in place of every stage's part but those of `stages`."""
+    kept = [part if index in stages else None for index, part in enumerate(params)]
+    return kept if isinstance(params, list) else tuple(kept)

@@ -1,0 +1,100 @@
+"""Shapes without data: what a step depends on apart from the numbers, as comparable values.
+
+They are hashable, so that plans can be kept by them, and picklable, so that ranks can tell each
+other what they were given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fpipe.microbatch import Microbatches
+
+Goal = Literal["step", "value", "forward"]
+"""What is asked for: loss and gradients, the loss alone, or the last stage's output."""
+
+
+class Spec(NamedTuple):
+    """Shape and dtype of a dense tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class LeafShape(NamedTuple):
+    """All that tracing can see of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> LeafShape:
+        """The shape of a real or a fake tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+class TreeShape(NamedTuple):
+    """A pytree of tensors without their data."""
+
+    spec: optree.PyTreeSpec
+    leaves: tuple[LeafShape, ...]
+
+    @classmethod
+    def of(cls, spec: optree.PyTreeSpec, leaves: Sequence[Tensor]) -> TreeShape:
+        """The shape of a flat pytree."""
+        return cls(spec, tuple(map(LeafShape.of, leaves)))
+
+
+class Signature(NamedTuple):
+    """What a plan is made for.
+
+    Attributes:
+        goal: what is asked for.
+        params: the parameters of each stage.
+        rows: rows of each microbatch.
+        batch: the microbatches of each different number of rows, in the order in which those
+            numbers first come in `rows`.
+        ambient: what else a trace depends on.
+    """
+
+    goal: Goal
+    params: tuple[TreeShape, ...]
+    rows: tuple[int, ...]
+    batch: tuple[TreeShape, ...]
+    ambient: tuple[Any, ...]
+
+
+def batch_shapes(parts: Microbatches) -> tuple[TreeShape, ...]:
+    """One shape for each different number of rows, in the order of `distinct`."""
+    return tuple(
+        TreeShape.of(parts.spec, parts.leaves[parts.rows.index(rows)])
+        for rows in distinct(parts.rows)
+    )
+
+
+def distinct(rows: Sequence[int]) -> list[int]:
+    """The different numbers of rows, in the order in which they first come."""
+    return list(dict.fromkeys(rows))
+
+
+def ambient() -> tuple[Any, ...]:
+    """What a trace depends on beside its arguments: autocast, default dtype, number of threads."""
+    casts = tuple(
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    )
+    return (casts, torch.get_default_dtype(), torch.get_num_threads())
