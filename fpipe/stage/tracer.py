@@ -116,12 +116,7 @@ def trace(
         result: Any = vjp(split, *(arguments[i] for i in wanted), has_aux=True)
         carried, pullback, plain = result
         sides = {True: iter(carried), False: iter(plain)}
-        # What goes upstream is a stage boundary too.
-        gradients = [
-            gradient if isinstance(leaves.sources[index], Param) else gradient.contiguous()
-            for index, gradient in zip(wanted, pullback(list(seeds)), strict=True)
-        ]
-        return [next(sides[flag]) for flag in carries], gradients
+        return [next(sides[flag]) for flag in carries], list(pullback(list(seeds)))
 
     graph = _record(name, joint, leaves, cotangents, mode)
     _refuse_writes(name, graph, leaves)
