@@ -1,0 +1,162 @@
+"""What every benchmark shares: interleaved timing, the machine, a table and a results file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import torch
+
+WARMUP: Final = 3
+
+Cell = str | float | None
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of each case in each round."""
+
+    seconds: Mapping[str, Sequence[float]]
+
+    def median(self, case: str) -> float:
+        """The middle time of a case, in seconds."""
+        return median(self.seconds[case])
+
+    def ratio(self, case: str, base: str) -> float:
+        """How much longer `case` takes than `base`: the median of the ratios within each round.
+
+        What slows the whole machine down for a while slows both of a round, so it cancels here,
+        which it does not in a ratio of medians.
+        """
+        pairs = zip(self.seconds[case], self.seconds[base], strict=True)
+        return median(mine / theirs for mine, theirs in pairs)
+
+
+def interleave(
+    cases: Mapping[str, Callable[[], object]],
+    rounds: int,
+    synchronize: Callable[[], object] = lambda: None,
+) -> Timings:
+    """Run every case once in each round, and time it.
+
+    Args:
+        cases: what to run, by name.
+        rounds: how many times to time each. The first `WARMUP` runs of a case are not timed.
+        synchronize: waits for the device. It is called before the clock is read.
+    """
+    for run in cases.values():
+        for _ in range(WARMUP):
+            run()
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    order = list(cases)
+    for _ in range(rounds):
+        for name in order:
+            synchronize()
+            start = time.perf_counter()
+            cases[name]()
+            synchronize()
+            seconds[name].append(time.perf_counter() - start)
+        order.reverse()  # no case always runs in the cache that the same other one left
+    return Timings(seconds)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of a benchmark: a table, and all one needs to make it again."""
+
+    title: str
+    command: str
+    machine: Mapping[str, str]
+    settings: Mapping[str, Cell]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+    def markdown(self) -> str:
+        """The report as a page."""
+        facts = [f"- {name}: {value}" for name, value in {**self.machine, **self.settings}.items()]
+        return "\n".join(
+            [f"# {self.title}", "", f"    {self.command}", "", *facts, "", *self.table(), ""]
+        )
+
+    def table(self) -> list[str]:
+        """The lines of the table, in Markdown, aligned to be read as text as well."""
+        lines = [list(self.columns), *([_show(cell) for cell in row] for row in self.rows)]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
+        rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+        lines.insert(1, rule)
+        return [
+            "| "
+            + " | ".join(
+                cell.rjust(width) if i else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+            + " |"
+            for line in lines
+        ]
+
+    def json(self) -> str:
+        """The report as JSON."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def _show(cell: Cell) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.3f}" if cell < 10 else f"{cell:.1f}"
+    return "–" if cell is None else str(cell)
+
+
+def add_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """The options that every benchmark has."""
+    parser.add_argument("--rounds", type=int, default=rounds, help="timed runs of each case")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write it as Markdown")
+
+
+def publish(report: Report, arguments: argparse.Namespace) -> None:
+    """Print the report, and write the files that were asked for."""
+    print(report.markdown())
+    if arguments.json:
+        arguments.json.write_text(report.json(), encoding="utf-8")
+    if arguments.markdown:
+        arguments.markdown.write_text(report.markdown(), encoding="utf-8")
+
+
+def command(module: str) -> str:
+    """The command line that was typed, for a benchmark that runs as ``python -m module``."""
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What a reader must know to compare the figures with their own."""
+    facts = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "processor": f"{_processor()}, {os.cpu_count()} cores",
+        "threads": str(torch.get_num_threads()),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    if device.type == "cuda":
+        facts["device"] = torch.cuda.get_device_name(device)
+        facts["cuda"] = str(torch.version.cuda)
+    return facts
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
