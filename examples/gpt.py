@@ -205,7 +205,8 @@ def train(
     rate = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=4e-3, total_steps=size.steps, pct_start=0.1, cycle_momentum=False
     )
-    start, shown = time.perf_counter(), max(1, size.steps // 10)
+    every = max(1, size.steps // 10)
+    since = time.perf_counter()
     for step in range(1, size.steps + 1):
         starts = torch.randint(len(text) - size.length, (size.rows,), generator=generator)
         loss, grads = pipe.step(params, windows(text, starts, size.length))
@@ -213,9 +214,11 @@ def train(
             leaf.grad = grad
         optimizer.step()
         rate.step()
-        if step % shown == 0:
-            speed = step * size.rows * size.length / (time.perf_counter() - start)
+        if step % every == 0:
+            now = time.perf_counter()
+            speed = every * size.rows * size.length / (now - since)
             print(f"step {step:4}/{size.steps}   loss {loss.item():.3f}   {speed:,.0f} tokens/s")
+            since = now
 
 
 def held_out_loss(pipe: fpipe.Pipeline, params: list[Params], text: Tensor, size: Size) -> float:
@@ -265,7 +268,7 @@ def main() -> None:
 
     print(f"\nheld-out loss     {held_out_loss(pipe, params, held_out, size):.3f} nats a character")
     print(f"unigram entropy   {unigram_entropy(text):.3f} nats a character\n")
-    print(write(params, 'The "for" statement', size, generator))
+    print(write(params, "When a class", size, generator))
 
 
 if __name__ == "__main__":
