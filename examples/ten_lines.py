@@ -2,6 +2,8 @@
 
     python examples/ten_lines.py             # compiles first, then a second
     python examples/ten_lines.py --smoke     # the same, uncompiled
+
+The optimizer is one line: the step is a pure function, so new parameters are a new list.
 """
 
 import sys
