@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
+from fpipe.schedule.exchange.csv_file import format_csv, parse_csv
+from fpipe.schedule.exchange.json_file import format_json, parse_json
+from fpipe.schedule.exchange.plain import PathLike, load, save
+from fpipe.schedule.exchange.text_form import format_text, parse_text
 from fpipe.schedule.grid import text_grid
 
 
@@ -75,6 +80,86 @@ class Schedule:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that the placement puts on `rank`, in order."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+
+    def to_csv(self, path: PathLike | None = None) -> str:
+        """Write the actions as torch.distributed.pipelining does, a row per rank.
+
+        Args:
+            path: the file to write; None to write none.
+
+        Returns:
+            What the file holds. `fpipe.schedule.exchange.csv_file` tells of the form.
+
+        Raises:
+            ScheduleError: the placement does not follow from the rows, which is all that CSV has.
+        """
+        return save(path, format_csv(self.placement, self.actions))
+
+    @classmethod
+    def from_csv(cls, path: PathLike, *, name: str | None = None) -> Schedule:
+        """Read a file of `to_csv`, or of torch's ``_dump_csv`` in either of its two formats.
+
+        Args:
+            path: the file.
+            name: the schedule's name; None for that of the file, without its suffix.
+
+        Raises:
+            ScheduleError: the file is malformed; the text names row, column and reason.
+            OSError: it cannot be opened.
+
+        Example:
+            >>> import tempfile, fpipe
+            >>> zbv = fpipe.schedules.zbv(ranks=2, microbatches=4)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     _ = zbv.to_csv(f"{folder}/zbv.csv")
+            ...     fpipe.Schedule.from_csv(f"{folder}/zbv.csv") == zbv
+            True
+        """
+        name = Path(path).stem if name is None else name
+        return cls(*parse_csv(load(path), name=name, source=str(path)))
+
+    def to_json(self, path: PathLike | None = None) -> str:
+        """Write placement, actions and name as JSON, nothing lost; None for `path` writes no file.
+
+        Returns:
+            What the file holds. `fpipe.schedule.exchange.json_file` tells of the form.
+        """
+        return save(path, format_json(self.placement, self.actions, self.name))
+
+    @classmethod
+    def from_json(cls, path: PathLike) -> Schedule:
+        """Read a file of `to_json`.
+
+        Raises:
+            ScheduleError: the file is malformed; the text names the place and the reason.
+            OSError: it cannot be opened.
+        """
+        return cls(*parse_json(load(path), source=str(path)))
+
+    def to_text(self, path: PathLike | None = None) -> str:
+        """Write the schedule as lines that people read; None for `path` writes no file.
+
+        Returns:
+            What the file holds. `fpipe.schedule.exchange.text_form` tells of the form.
+        """
+        return save(path, format_text(self.placement, self.actions, self.name))
+
+    @classmethod
+    def from_text(cls, text: str) -> Schedule:
+        r"""Read lines as `to_text` writes them, or as one types them: a line per rank.
+
+        Raises:
+            ScheduleError: the text is malformed; the error names line, column and reason.
+
+        Example:
+            >>> import fpipe
+            >>> print(fpipe.Schedule.from_text("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1"))
+            custom: 2 ranks, 2 stages, 2 microbatches
+            time    0              5
+            rank 0  F0 F1    B0    B1
+            rank 1     F0 B0 F1 B1
+        """
+        return cls(*parse_text(text))
 
     @cached_property
     def _hash(self) -> int:

@@ -1,0 +1,101 @@
+"""JSON of our own: placement, actions and name, nothing lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+
+from fpipe.errors import ScheduleError
+from fpipe.schedule.action import Action
+from fpipe.schedule.exchange.plain import Plain
+
+FORMAT: Final = "fpipe.schedule"
+VERSION: Final = 1
+_KEYS: Final = ("format", "version", "name", "placement", "actions")
+
+
+def format_json(placement: Sequence[int], actions: Sequence[Sequence[Action]], name: str) -> str:
+    """Write a schedule as a JSON object, one line per rank.
+
+    Its keys are ``format`` ("fpipe.schedule"), ``version`` (1), ``name``, ``placement`` (the rank
+    of each stage) and ``actions`` (per rank a string, its actions with a space between).
+
+    Example:
+        >>> print(format_json([0], [[Action.parse("0F0"), Action.parse("0B0")]], "tiny"), end="")
+        {
+          "format": "fpipe.schedule",
+          "version": 1,
+          "name": "tiny",
+          "placement": [0],
+          "actions": [
+            "0F0 0B0"
+          ]
+        }
+    """
+    rows = ",\n".join(f'    "{" ".join(map(str, row))}"' for row in actions)
+    return (
+        f'{{\n  "format": "{FORMAT}",\n  "version": {VERSION},\n  "name": {json.dumps(name)},\n'
+        f'  "placement": {json.dumps(list(placement))},\n  "actions": [\n{rows}\n  ]\n}}\n'
+    )
+
+
+def parse_json(text: str, *, source: str = "json") -> Plain:
+    """Read what `format_json` writes.
+
+    Args:
+        text: the text of the file.
+        source: what the text is called in errors, such as its path.
+
+    Raises:
+        ScheduleError: the text is not JSON (with line and column), is of another format or version,
+            lacks a key or has one too many, or an entry is no action (with its row and position).
+
+    Example:
+        >>> parse_json(format_json([0], [[Action.parse("0F0")]], "tiny")).name
+        'tiny'
+    """
+    try:
+        found = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = str(error) if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+        raise ScheduleError(f"{source}: not JSON: {reason}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ScheduleError(
+            f'{source}: not a schedule: it must be an object with "format": "{FORMAT}", as '
+            "schedule.to_json writes it"
+        )
+    if found.get("version") != VERSION:
+        raise ScheduleError(
+            f"{source}: version={found.get('version')!r} is not {VERSION}, which is all that this "
+            "fpipe reads: take the fpipe that wrote the file, or a newer one"
+        )
+    for key in (*_KEYS, *found):
+        if key not in found or key not in _KEYS:
+            fault = "lacks the key" if key not in found else "has an unknown key"
+            raise ScheduleError(f"{source}: {fault} {key!r}: the keys are {', '.join(_KEYS)}")
+    name, placement, actions = found["name"], found["placement"], found["actions"]
+    _check("name", name, str, "a string", source)
+    _check("placement", placement, list, "a list of ranks", source)
+    _check("actions", actions, list, "a list of strings, one per rank", source)
+    for stage, rank in enumerate(placement):
+        _check(f"placement[{stage}]", rank, int, "a rank", source)
+    for rank, row in enumerate(actions):
+        _check(f"actions[{rank}]", row, str, "a string", source)
+    rows = tuple(
+        tuple(_action(word, rank, at, source) for at, word in enumerate(row.split()))
+        for rank, row in enumerate(actions)
+    )
+    return Plain(tuple(placement), rows, name)
+
+
+def _check(key: str, value: Any, kind: type, rule: str, source: str) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ScheduleError(f"{source}: {key}={value!r} must be {rule}")
+
+
+def _action(word: str, rank: int, at: int, source: str) -> Action:
+    try:
+        return Action.parse(word)
+    except ScheduleError as error:
+        raise ScheduleError(f"{source}: actions[{rank}], word {at + 1}: {error}") from error

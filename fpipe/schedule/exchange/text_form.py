@@ -1,0 +1,101 @@
+"""A schedule as text that people write and read: a line per rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+from fpipe.errors import ScheduleError
+from fpipe.schedule.action import Action
+from fpipe.schedule.exchange.placing import implied_placement
+from fpipe.schedule.exchange.plain import Cell, Plain
+
+_RANK: Final = re.compile(r"\s*rank\s+(\d+)\s*:", re.ASCII)
+_WORD: Final = re.compile(r"\S+")
+
+
+def format_text(placement: Sequence[int], actions: Sequence[Sequence[Action]], name: str) -> str:
+    """Write a schedule as lines: its name, its placement, then the actions of each rank.
+
+    Example:
+        >>> print(format_text([0], [[Action.parse("0F0"), Action.parse("0B0")]], "tiny"), end="")
+        schedule tiny
+        placement 0
+        rank 0: 0F0 0B0
+    """
+    lines = [f"schedule {' '.join(name.split())}", f"placement {' '.join(map(str, placement))}"]
+    lines += [
+        " ".join([f"rank {rank}:", *map(str, row)]).rstrip() for rank, row in enumerate(actions)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def parse_text(text: str, *, source: str = "text") -> Plain:
+    """Read what `format_text` writes, or what a person types.
+
+    The lines ``schedule NAME`` and ``placement R R R`` (the rank of each stage) may be left out:
+    the placement is then what the rows imply. So may ``rank N:``, where the rows stand in order.
+    Blank lines are skipped, and so is what follows a ``#``.
+
+    Args:
+        text: the lines.
+        source: what the text is called in errors, such as its path.
+
+    Raises:
+        ScheduleError: a word is no action, a line is out of order, or there is no row. The text
+            names line and column, counted from 1, and the reason.
+
+    Example:
+        >>> plain = parse_text("0F0 0B0  # first rank\\n1F0 1B0")
+        >>> plain.placement, *map(str, plain.actions[1])
+        ((0, 1), '1F0', '1B0')
+    """
+    name, placement = "custom", None
+    rows: list[list[Cell]] = []
+    numbers: list[int] = []  # the line of each row
+    for number, whole in enumerate(text.splitlines(), 1):
+        line = whole.partition("#")[0]
+        head, _, rest = line.strip().partition(" ")
+        if not head:
+            continue
+        if head == "schedule":
+            name = rest.strip() or name
+        elif head == "placement":
+            placement = _placement(rest.split(), f"{source}: line {number}")
+        else:
+            numbers.append(number)
+            rows.append(_row(line, len(rows), f"{source}: line {number}"))
+    if not rows:
+        raise ScheduleError(f"{source}: no line has actions: write a line for each rank")
+    if placement is None:
+        placement = implied_placement(rows, partial(_where, source, numbers))
+    return Plain(placement, tuple(tuple(cell.action for cell in row) for row in rows), name)
+
+
+def _row(line: str, rank: int, place: str) -> list[Cell]:
+    label = _RANK.match(line)
+    if label is not None and int(label[1]) != rank:
+        raise ScheduleError(
+            f"{place}, column 1: 'rank {label[1]}' stands where rank {rank} belongs: there is a "
+            "line for each rank, in order"
+        )
+    cells = []
+    for word in _WORD.finditer(line, label.end() if label is not None else 0):
+        try:
+            cells.append(Cell(Action.parse(word[0]), word.start() + 1))
+        except ScheduleError as error:
+            raise ScheduleError(f"{place}, column {word.start() + 1}: {error}") from error
+    return cells
+
+
+def _placement(words: Sequence[str], place: str) -> tuple[int, ...]:
+    for word in words:
+        if not (word.isascii() and word.isdigit()):
+            raise ScheduleError(f"{place}: placement has {word!r}, which is no rank: 0, 1, 2, …")
+    return tuple(map(int, words))
+
+
+def _where(source: str, numbers: Sequence[int], rank: int, column: int) -> str:
+    return f"{source}: line {numbers[rank]} (rank {rank}), column {column}"

@@ -1,0 +1,148 @@
+"""Files of schedules: nothing is lost on the way, and what is malformed is refused by its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+
+from fpipe import Schedule, ScheduleError, schedules
+from fpipe.schedule.exchange.csv_file import format_csv, parse_csv
+from fpipe.schedule.exchange.json_file import format_json, parse_json
+from fpipe.schedule.exchange.text_form import format_text, parse_text
+from tests.laboratory.random_schedules import schedules as random_schedules
+
+ZBV = schedules.zbv(ranks=2, microbatches=2)
+
+
+@pytest.mark.parametrize("name", schedules.FAMILIES)
+def test_every_form_brings_a_family_back(name: str, tmp_path: Path) -> None:
+    schedule = schedules.get(name, ranks=4, microbatches=8)
+    schedule.to_csv(tmp_path / "a.csv")
+    schedule.to_json(tmp_path / "a.json")
+    schedule.to_text(tmp_path / "a.txt")
+    assert Schedule.from_csv(tmp_path / "a.csv") == schedule
+    assert Schedule.from_json(tmp_path / "a.json") == schedule
+    assert Schedule.from_text((tmp_path / "a.txt").read_text("utf-8")) == schedule
+    assert Schedule.from_csv(tmp_path / "a.csv", name="b").name == "b"
+
+
+@given(random_schedules())
+def test_every_form_brings_any_schedule_back(schedule: Schedule) -> None:
+    placement, actions, name = schedule.placement, schedule.actions, "näme \"with' quotes"
+    assert parse_csv(format_csv(placement, actions), name=name) == (placement, actions, name)
+    assert parse_json(format_json(placement, actions, name)) == (placement, actions, name)
+    assert parse_text(format_text(placement, actions, name)) == (placement, actions, name)
+
+
+def test_the_three_forms() -> None:
+    assert ZBV.to_csv().splitlines() == [
+        "0F0,0F1,3F0,3I0,3W0,3F1,3I1,3W1,0I0,0W0,0I1,0W1",
+        "1F0,2F0,1F1,2F1,2I0,2W0,1I0,1W0,2I1,2W1,1I1,1W1",
+    ]
+    assert json.loads(ZBV.to_json()) == {
+        "format": "fpipe.schedule",
+        "version": 1,
+        "name": "zbv",
+        "placement": [0, 1, 1, 0],
+        "actions": [row.replace(",", " ") for row in ZBV.to_csv().splitlines()],
+    }
+    assert ZBV.to_text().splitlines()[:2] == ["schedule zbv", "placement 0 1 1 0"]
+
+
+def test_json_and_text_keep_what_csv_cannot() -> None:
+    idle = Schedule([0, 0, 1], [Schedule.from_text("0F0 0B0").actions[0], ()], name="idle")
+    assert Schedule(*parse_json(idle.to_json())) == idle
+    assert Schedule.from_text(idle.to_text()) == idle
+    with pytest.raises(ScheduleError, match=r"actions\[1\] is empty, and CSV would lose it"):
+        idle.to_csv()
+    row = Schedule.from_text("0F0 0B0").actions
+    with pytest.raises(ScheduleError, match=r"placement=\(0, 0\) cannot be told .* imply \(0,\)"):
+        Schedule([0, 0], row).to_csv()
+
+
+def test_text_may_be_typed_by_hand() -> None:
+    assert Schedule.from_text("# tiny\n\n 0F0 0B0 # first\nrank 1 : 1F0 1B0").placement == (0, 1)
+    assert Schedule.from_text("schedule\n0F0 0B0").name == "custom"
+
+
+def test_csv_with_a_byte_order_mark_and_spaces(tmp_path: Path) -> None:
+    path = tmp_path / "from_a_spreadsheet.csv"
+    path.write_bytes("\ufeff0F0, ,0B0 ,\r\n,1F0,1B0,\r\n".encode())
+    assert Schedule.from_csv(path) == Schedule.from_text("0F0 0B0\n1F0 1B0")
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("", "f.csv: the file is empty"),
+        ("0F0,0B0\n\n1F0,1B0\n", r"row 2 \(rank 1\) has no action"),
+        ("0F0,0B0\n1F0,1X0\n", r"row 2 \(rank 1\), column 2: text='1X0' is not an action"),
+        ("0F0;0B0\n", r"row 1 \(rank 0\), column 1: text='0F0;0B0' is not an action"),
+        ("0F0,0B0\n1F0,0B1\n", r"row 2 \(rank 1\), column 2: 0B1 is on rank 1, and stage 0 is on"),
+        ("0F0\n3F0\n", r"row 2 \(rank 1\), column 1: stage 3 is named here, and stage 1 nowhere"),
+        ('0F0\n"1F0\n', "row 2 is not CSV"),
+        ("(0F1;0B0)OVERLAP\n", "column 1: .* what is in brackets must be actions"),
+        ("0F0,(0F1;0B)OVERLAP_F_B\n", "column 2: text='0B' is not an action"),
+        ("(0F1;0SEND_F0)OVERLAP_F_B\n", "overlaps 0SEND_F0, which does not compute"),
+    ],
+)
+def test_malformed_csv_is_refused_by_row_and_column(text: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "f.csv"
+    path.write_text(text, "utf-8")
+    with pytest.raises(ScheduleError, match=reason):
+        Schedule.from_csv(path)
+
+
+def test_binary_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "f.csv"
+    path.write_bytes(b"0F0\xff")
+    with pytest.raises(ScheduleError, match=r"f\.csv: byte 3 is not UTF-8 text"):
+        Schedule.from_csv(path)
+
+
+@pytest.mark.parametrize(
+    "edit, reason",
+    [
+        ({"format": "other"}, 'must be an object with "format": "fpipe.schedule"'),
+        ({"version": 2}, "version=2 is not 1"),
+        ({"extra": 0}, "has an unknown key 'extra'"),
+        ({"name": None}, "name=None must be a string"),
+        ({"placement": 3}, "placement=3 must be a list of ranks"),
+        ({"placement": [0, True]}, r"placement\[1\]=True must be a rank"),
+        ({"placement": [0, 7]}, r"placement\[1\]=7 must be a rank from 0 to 1"),
+        ({"actions": ["0F0", 4]}, r"actions\[1\]=4 must be a string"),
+        ({"actions": ["0F0", "1F0 oops"]}, r"actions\[1\], word 2: text='oops' is not an action"),
+    ],
+)
+def test_malformed_json_is_refused(edit: dict[str, object], reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "f.json"
+    path.write_text(json.dumps(json.loads(ZBV.to_json()) | edit), "utf-8")
+    with pytest.raises(ScheduleError, match=reason):
+        Schedule.from_json(path)
+
+
+def test_json_that_is_none_is_refused_by_line_and_column() -> None:
+    with pytest.raises(ScheduleError, match=r"json: not JSON: .* line 2 column 1"):
+        parse_json("{\n,}")
+    with pytest.raises(ScheduleError, match="not JSON: nested too deeply"):
+        parse_json("[" * 100_000)
+    with pytest.raises(ScheduleError, match="lacks the key 'actions'"):
+        parse_json('{"format": "fpipe.schedule", "version": 1, "name": "", "placement": []}')
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("placement 0 1\n", "text: no line has actions"),
+        ("0F0 0B0\n  1F0 1G0", "line 2, column 7: text='1G0' is not an action"),
+        ("rank 0: 0F0\nrank 2: 1F0", "line 2, column 1: 'rank 2' stands where rank 1 belongs"),
+        ("placement 0 x\n0F0", "line 1: placement has 'x', which is no rank"),
+        ("# two\n0F0\n0B0", r"line 3 \(rank 1\), column 1: 0B0 is on rank 1, and stage 0"),
+    ],
+)
+def test_malformed_text_is_refused_by_line_and_column(text: str, reason: str) -> None:
+    with pytest.raises(ScheduleError, match=reason):
+        Schedule.from_text(text)
