@@ -15,11 +15,15 @@ from typing import Final
 from fpipe.errors import ScheduleError
 from fpipe.schedule.families.dualpipev import dualpipev
 from fpipe.schedule.families.eager_1f1b import eager_1f1b
+from fpipe.schedule.families.forward_only import forward_only
 from fpipe.schedule.families.gpipe import gpipe
+from fpipe.schedule.families.group_1f1b import group_1f1b
 from fpipe.schedule.families.interleaved_1f1b import interleaved_1f1b
 from fpipe.schedule.families.interleaved_zero_bubble import interleaved_zero_bubble
 from fpipe.schedule.families.looped_bfs import looped_bfs
 from fpipe.schedule.families.one_f_one_b import one_f_one_b
+from fpipe.schedule.families.v_half import v_half
+from fpipe.schedule.families.v_min import v_min
 from fpipe.schedule.families.zb_h1 import zb_h1
 from fpipe.schedule.families.zb_h2 import zb_h2
 from fpipe.schedule.families.zbv import zbv
@@ -29,12 +33,16 @@ __all__ = [
     "FAMILIES",
     "dualpipev",
     "eager_1f1b",
+    "forward_only",
     "get",
     "gpipe",
+    "group_1f1b",
     "interleaved_1f1b",
     "interleaved_zero_bubble",
     "looped_bfs",
     "one_f_one_b",
+    "v_half",
+    "v_min",
     "zb_h1",
     "zb_h2",
     "zbv",
@@ -53,11 +61,15 @@ FAMILIES: Final[Mapping[str, Callable[..., Schedule]]] = MappingProxyType(
             zb_h2,
             interleaved_zero_bubble,
             zbv,
+            v_half,
+            v_min,
             dualpipev,
+            group_1f1b,
         )
     }
 )
-"""Every family by its name, from the oldest to the newest idea. A new family joins here."""
+"""Every family of training schedules by its name, from the oldest to the newest idea. A new family
+joins here. `forward_only`, for evaluation, is apart: it owes no gradients."""
 
 # The names of torch.distributed.pipelining that differ from ours by more than case and "_".
 _TORCH_NAMES: Final = MappingProxyType({"1F1B": "one_f_one_b", "ZBVZeroBubble": "zbv"})
@@ -96,8 +108,8 @@ def get(
     if stages_per_rank != fixed:
         raise ScheduleError(
             f"stages_per_rank={stages_per_rank!r} does not fit name={name!r}: {schedule.name} has "
-            f"{fixed} per rank; leave it out, or take interleaved_1f1b, looped_bfs or "
-            "interleaved_zero_bubble, which take any number"
+            f"{fixed} per rank; leave it out, or take interleaved_1f1b, looped_bfs, "
+            "interleaved_zero_bubble or group_1f1b, which take any number"
         )
     return schedule
 

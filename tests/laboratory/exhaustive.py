@@ -10,7 +10,7 @@ from fpipe.schedule.cost import StageCosts
 
 
 class State(NamedTuple):
-    """A schedule half made. Work: per stage and microbatch, 0 to 3 as F, I and W (or B) are done."""
+    """A schedule half made. Work: per stage and microbatch, 0 to 3 as F, I, W (or B) are done."""
 
     work: tuple[tuple[int, ...], ...]
     arrivals: tuple[tuple[float, ...], ...]  # of what each stage and microbatch waits for
