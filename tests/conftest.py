@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# Before anything imports torch. The tests' tensors are too small to share between threads, and on a
+# busy machine threads that wait for one another make a test ten times slower. Examples and
+# benchmarks that a test starts inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
