@@ -54,6 +54,7 @@ LAYERS: Final = (
     ("fpipe.runtime",),
     ("fpipe.plan",),
     ("fpipe.controller",),
+    ("fpipe.controller",),
     ("fpipe.engine",),
     ("fpipe",),
 )
