@@ -1,0 +1,151 @@
+"""Every schedule, under every remat policy, gives what `torch.func.grad_and_value` gives.
+
+A family joins by existing: the tests run over `fpipe.schedules.FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import fpipe
+from fpipe import Action, Op, Schedule, schedules
+from tests.models import (
+    MODELS,
+    Model,
+    apply,
+    assert_identical,
+    assert_same,
+    conv,
+    mlp,
+    unpipelined,
+)
+
+FAMILIES = list(schedules.FAMILIES)
+
+
+def keep_products(node: fx.Node) -> bool:
+    """A remat policy of a user's own: keep what is dear to compute."""
+    return any(word in str(node.target) for word in ("mm", "convolution", "attention"))
+
+
+REMAT: dict[str, Any] = {
+    "none": "none",
+    "full": "full",
+    "except_last": "except_last",
+    "callable": keep_products,
+}
+
+
+def run(model: Model, schedule: Schedule, **options: Any) -> fpipe.Step:
+    options = {"compile": False} | options
+    pipe = fpipe.pipeline(model.stages, model.loss, schedule, **options)
+    return pipe.step(model.params, model.batch)
+
+
+@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "rows"), [("gpt", 2, 4, 8), ("conv", 2, 3, 7)]
+)
+def test_step_equals_the_unpipelined_function(
+    name: str, ranks: int, microbatches: int, rows: int, family: str, remat: str
+) -> None:
+    schedule = schedules.get(family, ranks=ranks, microbatches=microbatches)
+    model = MODELS[name](schedule.num_stages, rows)
+    assert_same(run(model, schedule, remat=REMAT[remat]), unpipelined(*model))
+
+
+@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "rows"), [(1, 1, 2), (1, 3, 5), (3, 5, 11), (4, 2, 4)]
+)
+def test_step_at_other_sizes(
+    ranks: int, microbatches: int, rows: int, family: str, remat: str
+) -> None:
+    """One rank, one microbatch, fewer microbatches than ranks, microbatches of two sizes."""
+    schedule = schedules.get(family, ranks=ranks, microbatches=microbatches)
+    model = mlp(schedule.num_stages, rows)
+    assert_same(run(model, schedule, remat=REMAT[remat]), unpipelined(*model))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_evaluation_equals_the_unpipelined_function(family: str) -> None:
+    """`value` and `forward`, for every placement: V-shaped ones and several stages a rank too."""
+    schedule = schedules.get(family, ranks=2, microbatches=2)
+    model = conv(schedule.num_stages, 5)
+    pipe = fpipe.pipeline(model.stages, model.loss, schedule, compile=False)
+    expected = apply(model.stages, model.params, model.batch)
+    assert_same(pipe.forward(model.params, model.batch), expected)
+    assert_same(pipe.value(model.params, model.batch), model.loss(expected, model.batch))
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    ("name", "family", "remat"),
+    [("gpt", "zbv", "none"), ("conv", "one_f_one_b", "full")],
+)
+def test_compiled_step_in_float32(name: str, family: str, remat: str) -> None:
+    schedule = schedules.get(family, ranks=2, microbatches=3)
+    model = MODELS[name](schedule.num_stages, 6, torch.float32)
+    step = run(model, schedule, remat=remat, compile=True)
+    assert_same(step, unpipelined(*model), tolerance=2e-5)
+
+
+def split(schedule: Schedule) -> Schedule:
+    """The same schedule with each B as an I and the W right behind it."""
+    rows = [
+        [
+            part
+            for action in row
+            for part in (
+                [action._replace(op=Op.I), action._replace(op=Op.W)]
+                if action.op == Op.B
+                else [action]
+            )
+        ]
+        for row in schedule.actions
+    ]
+    return Schedule(schedule.placement, rows)
+
+
+def late_weights(schedule: Schedule) -> Schedule:
+    """The same schedule with I for B, and every W at the end, in the order of the B."""
+    rows = []
+    for row in schedule.actions:
+        early = [action._replace(op=Op.I) if action.op == Op.B else action for action in row]
+        rows.append([*early, *(a._replace(op=Op.W) for a in row if a.op == Op.B)])
+    return Schedule(schedule.placement, rows)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("edit", [split, late_weights])
+def test_split_backward_is_bitwise_the_whole_backward(name: str, edit: Any) -> None:
+    schedule = schedules.one_f_one_b(ranks=3, microbatches=4)
+    model = MODELS[name](3, 9)
+    assert_identical(run(model, edit(schedule)), run(model, schedule))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_remat_is_bitwise_without_effect(name: str) -> None:
+    schedule = schedules.zbv(ranks=2, microbatches=3)
+    model = MODELS[name](4, 7)
+    kept = run(model, schedule, remat="none")
+    for remat in ("full", "except_last", keep_products):
+        assert_identical(run(model, schedule, remat=remat), kept)
+
+
+def test_a_schedule_by_hand() -> None:
+    def row(text: str) -> list[Action]:
+        return [Action.parse(word) for word in text.split()]
+
+    schedule = Schedule(
+        [1, 0, 1],
+        [row("1F1 1F0 1I0 1B1 1W0"), row("0F1 0F0 2F1 2F0 2I0 2B1 0B0 0I1 2W0 0W1")],
+    )
+    model = MODELS["gpt"](3, 5)
+    assert_same(run(model, schedule), unpipelined(*model))
