@@ -54,7 +54,6 @@ LAYERS: Final = (
     ("fpipe.runtime",),
     ("fpipe.plan",),
     ("fpipe.controller",),
-    ("fpipe.controller",),
     ("fpipe.engine",),
     ("fpipe",),
 )
