@@ -9,17 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import microbatch, tree
 from fpipe.controller.controller import Controller, Finished
+from fpipe.controller.multi import MultiController
 from fpipe.controller.single import SingleController
 from fpipe.errors import FpipeError, StageError
+from fpipe.parameters import keep
 from fpipe.plan import Planner, gradients
 from fpipe.runtime.lower import lower
+from fpipe.runtime.order import lower_for_group
 from fpipe.runtime.program import Program
 from fpipe.schedule import Schedule
 from fpipe.schedule.verifier import verify
@@ -46,10 +52,16 @@ class Step(NamedTuple):
 
 
 class Pipeline:
-    """A pipeline-parallel step as a pure function; `fpipe.pipeline` makes one."""
+    """A pipeline-parallel step as a pure function; `fpipe.pipeline` makes one.
 
-    def __init__(self, schedule: Schedule, controller: Controller) -> None:
+    Attributes:
+        schedule: what it runs.
+        rank: the rank that this process drives; None if it drives all of them.
+    """
+
+    def __init__(self, schedule: Schedule, controller: Controller, rank: int | None = None) -> None:
         self.schedule = schedule
+        self.rank = rank
         self._controller = controller
 
     def __repr__(self) -> str:
@@ -62,10 +74,12 @@ class Pipeline:
         ``fpipe`` at level INFO. Nothing that is passed in is changed.
 
         Args:
-            params: sequence with one pytree of tensors per stage.
+            params: sequence with one pytree of tensors per stage; over a process group only those
+                of the own stages are read.
             batch: pytree of tensors, split into microbatches by the pipeline's ``in_dims``. When
                 its rows do not divide evenly, microbatches differ by one row, and the loss is
-                still the mean over the batch.
+                still the mean over the batch. Over a process group every rank passes the batch; one
+                whose stages do not read it may pass None.
 
         Returns:
             ``(loss, grads)``: the scalar loss in the dtype that the loss function returns, and the
@@ -99,13 +113,27 @@ class Pipeline:
                 microbatches are concatenated, or None to keep the last microbatch's leaf.
 
         Returns:
-            The output pytree, in the order of the rows of the batch.
+            The output pytree, in the order of the rows of the batch. Over a process group it is
+            returned on the rank of the last stage, and None on the others.
 
         Raises:
             BatchError: as in `step`, or an output leaf cannot be concatenated.
         """
         done = self._run(params, batch, "forward")
+        last = self.schedule.placement[-1]
+        if self.rank is not None and self.rank != last:
+            return None
         return microbatch.merge(done.plan.outputs(done.runs), out_dims)
+
+    def local(self, params: Any) -> Any:
+        """`params` with None in place of the parts that belong to other processes.
+
+        Args:
+            params: sequence with one entry per stage, of any kind: parameters, optimizers, names.
+        """
+        if self.rank is None:
+            return params
+        return keep(params, self.schedule.stages_of(self.rank))
 
     def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
         """The program of each rank for a step on arguments of these shapes: to be printed and read.
@@ -134,8 +162,15 @@ def pipeline(
     compile: Compile = True,
     accum_dtype: torch.dtype | None = None,
     devices: Sequence[torch.device | str | int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    timeout: float = 60.0,
 ) -> Pipeline:
-    """Make a pipeline of stage functions that runs in this process.
+    """Make a pipeline of stage functions, in this process or over a process group.
+
+    Without `group` and `mesh` this process drives all ranks. With one of them every process of the
+    group makes the same pipeline and drives its own rank: it passes the parameters of its own
+    stages (`Pipeline.local` keeps those) and gets their gradients; the loss comes back everywhere.
 
     Args:
         stages: one function ``(params, x) -> y`` per stage of `schedule`, or `fpipe.Stage`. Pytrees
@@ -157,7 +192,12 @@ def pipeline(
         accum_dtype: dtype in which gradients are summed over microbatches, None for that of each
             parameter. Gradients are returned in the parameters' dtypes.
         devices: the device of each rank, on which the parameters of its stages must lie. None
-            leaves everything on the device that it is on.
+            leaves everything on the device that it is on. Not with `group` or `mesh`.
+        group: a process group with one process per rank of the schedule (gloo or NCCL), such as
+            ``torch.distributed.group.WORLD``.
+        mesh: instead of `group`, a `DeviceMesh` whose dimension ``"pp"`` is the pipeline.
+        timeout: with a group, seconds after which a rank that does not respond is given up. A rank
+            that computes or compiles responds.
 
     Returns:
         A `Pipeline`, with ``step``, ``value`` and ``forward``.
@@ -211,6 +251,7 @@ def pipeline(
             f"devices has {len(devices)} entries, but the schedule has {schedule.num_ranks} ranks: "
             "give one device per rank, or None"
         )
+    chosen = _choose_group(schedule, group, mesh, devices, timeout)
     placed = None if devices is None else [_indexed(device) for device in devices]
     planner = Planner(
         tracer=ChainTracer(
@@ -223,12 +264,69 @@ def pipeline(
         schedule=schedule,
         policies=policies(remat),
         mean=reduction == "mean",
-        lower=lower,
+        lower=lower if chosen is None else partial(lower_for_group, rank=chosen.rank()),
     )
+    if chosen is not None:
+        setup = {
+            "schedule": repr((schedule.placement, schedule.actions)),
+            "loss reduction": reduction,
+            "remat policy": remat if isinstance(remat, str) else Stage(remat).label,
+            "accum_dtype": str(accum_dtype),
+            "in_dims": repr(in_dims),
+        }
+        here = _device_of(chosen)
+        return Pipeline(
+            schedule,
+            MultiController(planner, schedule, in_dims, chosen, here, timeout, setup),
+            rank=chosen.rank(),
+        )
     controller = SingleController(
         planner, schedule.num_stages, in_dims, schedule.num_microbatches, placed
     )
     return Pipeline(schedule, controller)
+
+
+def _choose_group(
+    schedule: Schedule,
+    group: dist.ProcessGroup | None,
+    mesh: DeviceMesh | None,
+    devices: Sequence[Any] | None,
+    timeout: float,
+) -> dist.ProcessGroup | None:
+    """The process group to run over, None to run in this process."""
+    if group is None and mesh is None:
+        return None
+    if group is not None and mesh is not None:
+        raise StageError("group and mesh are both given: give one of them")
+    if devices is not None:
+        raise StageError(
+            "devices is for a pipeline in one process; with group or mesh each process computes on "
+            "its own device (torch.cuda.set_device chooses it)"
+        )
+    if not timeout > 0:
+        raise StageError(f"timeout={timeout!r} must be a positive number of seconds")
+    if mesh is not None:
+        if "pp" not in (mesh.mesh_dim_names or ()):
+            raise StageError(
+                f"mesh has the dimensions {mesh.mesh_dim_names}, none of which is named 'pp': "
+                "init_device_mesh(..., mesh_dim_names=('dp', 'pp')) names them"
+            )
+        group = mesh.get_group("pp")
+    assert group is not None
+    if group.size() != schedule.num_ranks:
+        raise StageError(
+            f"the process group has {group.size()} processes, but the schedule {schedule.name} has "
+            f"{schedule.num_ranks} ranks: start one process per rank, or make the schedule for "
+            "this number of ranks"
+        )
+    return group
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where the values of a group lie: NCCL moves CUDA tensors, gloo those of the CPU."""
+    if "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _indexed(device: torch.device | str | int) -> torch.device:

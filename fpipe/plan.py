@@ -21,7 +21,7 @@ from fpipe.schedule import Op, Schedule
 from fpipe.shapes import Signature, distinct
 from fpipe.stage.chain import ChainTracer, assemble
 from fpipe.stage.code import StageCode
-from fpipe.stage.compiler import Compiler
+from fpipe.stage.compiler import Compiler, fingerprint
 from fpipe.stage.joint import is_differentiable
 from fpipe.stage.partition import Policy
 from fpipe.stage.tracer import Traced
@@ -38,12 +38,14 @@ class Plan:
         seeds: the weight of each microbatch's loss, a scalar in its dtype.
         weights: all of `seeds` in one tensor.
         spec: structure of the last stage's output, or of the loss.
+        fingerprint: equal for plans that compute the same.
     """
 
     programs: tuple[Program, ...]
     seeds: tuple[Tensor, ...]
     weights: Tensor
     spec: optree.PyTreeSpec
+    fingerprint: str
 
     def total_loss(self, runs: Sequence[Run]) -> Tensor:
         """The weighted sum of the losses of the microbatches."""
@@ -143,18 +145,26 @@ class Planner:
             return codes[rows[microbatch], policy][stage]
 
         programs = self._lower(schedule, code_of)
-        plan = self._with_weights(programs, chains[rows[0]].stages[-1], rows)
+        graphs = (
+            fingerprint(piece.graph)
+            for stages in codes.values()
+            for code in stages
+            for piece in code.pieces.values()
+        )
+        plan = self._with_weights(
+            programs, chains[rows[0]].stages[-1], rows, "\n".join(sorted(graphs))
+        )
         log.info("ready for %s after %.1f s", goal, time.perf_counter() - start)
         return plan
 
     def _with_weights(
-        self, programs: tuple[Program, ...], final: Traced, rows: Sequence[int]
+        self, programs: tuple[Program, ...], final: Traced, rows: Sequence[int], graphs: str
     ) -> Plan:
         shares = [size / sum(rows) if self._mean else 1.0 for size in rows]
         value = final.values[0] if final.values else torch.empty(())
         dtype = value.dtype if is_differentiable(value) else None
         weights = torch.tensor(shares, dtype=dtype, device=value.device)
-        return Plan(programs, tuple(weights.unbind()), weights, final.spec)
+        return Plan(programs, tuple(weights.unbind()), weights, final.spec, graphs)
 
 
 def forwards_of(schedule: Schedule) -> Schedule:

@@ -6,16 +6,17 @@ from typing import Any
 
 from fpipe.errors import PipelineError
 from fpipe.runtime.program import Compute, Free, Program, Recv, Send, WaitRecv
-from fpipe.runtime.transport import Transport
+from fpipe.runtime.transport import ConnectionLost, Interrupted, Transport
 
 
 class Run:
     """One rank on its way through its program.
 
     Attributes:
+        program: what it runs.
         slots: the registers; filled by the caller according to the program's bindings, and read
             afterwards according to its results.
-        next: index of the next instruction.
+        next: index of the next instruction, or of the one that failed.
     """
 
     __slots__ = ("next", "program", "slots")
@@ -62,7 +63,11 @@ class Run:
                         slots[i] = None
                 else:
                     transport.wait_sent(instruction.message)
+        except (ConnectionLost, Interrupted):
+            self.next = index
+            raise
         except Exception as error:
+            self.next = index
             raise _blame(self.program, index, error) from error
         self.next = len(instructions)
         return True

@@ -24,13 +24,13 @@ class LocalTransport:
 
     def __init__(self, devices: Sequence[torch.device] | None = None) -> None:
         self._devices = devices
-        self._mail: dict[Message, list[Tensor]] = {}
+        self._mail: dict[Message, Sequence[Tensor]] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def post(self, message: Message) -> None:
         """Nothing: the values come with their own memory."""
 
-    def send(self, message: Message, values: list[Tensor]) -> None:
+    def send(self, message: Message, values: Sequence[Tensor]) -> None:
         """Put the values where the other rank finds them."""
         if self._devices is not None:
             values = [self._move(value, self._devices[message.target]) for value in values]
@@ -39,7 +39,7 @@ class LocalTransport:
     def wait_sent(self, message: Message) -> None:
         """Nothing: the receiver holds references or copies of its own."""
 
-    def receive(self, message: Message) -> list[Tensor] | None:
+    def receive(self, message: Message) -> Sequence[Tensor] | None:
         """The values, once they have been sent."""
         values = self._mail.pop(message, None)
         if values is not None and self._devices is not None:

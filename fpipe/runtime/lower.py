@@ -87,15 +87,13 @@ def lower(
     for microbatch in range(schedule.num_microbatches):
         for leaf, name in enumerate(codes(last, microbatch).outputs):
             value = resolve(last, microbatch, name)
-            # An output that stages only passed on is read where it was made.
-            rank = schedule.placement[value.stage if isinstance(value, Computed) else last]
-            outputs[rank].append((microbatch, leaf, value))
-            results[rank][value] = None
-    mail = plan_mail(tasks.rows, schedule.placement)
+            outputs[schedule.placement[last]].append((microbatch, leaf, value))
+            results[schedule.placement[last]][value] = None
+    mail = plan_mail(tasks.rows, schedule.placement, results)
     return tuple(
         _assemble(
             rank,
-            _weave(rank, row, mail, windows),
+            _weave(rank, row, list(results[rank]), mail, windows),
             results[rank],
             grads[rank],
             outputs[rank],
@@ -114,20 +112,24 @@ class _Step(NamedTuple):
     makes: tuple[Value, ...]
 
 
-def _weave(rank: int, row: Sequence[Task], mail: Mail, windows: Windows) -> list[_Step]:
+def _weave(
+    rank: int, row: Sequence[Task], results: Sequence[Value], mail: Mail, windows: Windows
+) -> list[_Step]:
     """Put posts, waits and sends between the tasks of one rank."""
-    posts = _post_times(rank, row, mail, windows.receive)
+    reads = [*(task.inputs for task in row), results]
+    posts = _post_times(rank, reads, mail, windows.receive)
     arrived: set[Message] = set()
     under_way: dict[int, list[Message]] = defaultdict(list)
     steps: list[_Step] = []
-    for index, task in enumerate(row):
+    for index, values in enumerate(reads):
         steps += [_Step(Recv, message, (), ()) for message in posts.get(index, ())]
-        for value in task.inputs:
-            message = mail.carrier.get((rank, value)) if isinstance(value, Computed) else None
-            if message is not None and message not in arrived:
+        for message in _carriers(rank, values, mail):
+            if message not in arrived:
                 arrived.add(message)
                 steps.append(_Step(WaitRecv, message, (), mail.contents[message]))
-        steps.append(_Step(Compute, task, task.inputs, task.outputs))
+        if index == len(row):
+            break
+        steps.append(_Step(Compute, row[index], row[index].inputs, row[index].outputs))
         for message in mail.sent.get((rank, index), ()):
             steps.append(_Step(Send, message, mail.contents[message], ()))
             channel = under_way[message.target]
@@ -140,14 +142,20 @@ def _weave(rank: int, row: Sequence[Task], mail: Mail, windows: Windows) -> list
     return steps
 
 
-def _post_times(rank: int, row: Sequence[Task], mail: Mail, ahead: int) -> dict[int, list[Message]]:
+def _carriers(rank: int, values: Sequence[Value], mail: Mail) -> list[Message]:
+    """The messages that bring `values` to a rank."""
+    carriers = [mail.carrier.get((rank, v)) for v in values if isinstance(v, Computed)]
+    return [message for message in carriers if message is not None]
+
+
+def _post_times(
+    rank: int, reads: Sequence[Sequence[Value]], mail: Mail, ahead: int
+) -> dict[int, list[Message]]:
     """Before which task to post each message: `ahead` of its first reader, in channel order."""
     first_read: dict[Message, int] = {}
-    for index, task in enumerate(row):
-        for value in task.inputs:
-            message = mail.carrier.get((rank, value)) if isinstance(value, Computed) else None
-            if message is not None:
-                first_read.setdefault(message, index)
+    for index, values in enumerate(reads):
+        for message in _carriers(rank, values, mail):
+            first_read.setdefault(message, index)
     posts: dict[int, list[Message]] = defaultdict(list)
     for channel in mail.received[rank].values():
         times = [max(0, first_read[message] - ahead) for message in channel]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fpipe.runtime.program import Message
 from fpipe.runtime.tasks import Task
-from fpipe.runtime.values import Computed
+from fpipe.runtime.values import Computed, Value
 from fpipe.schedule import Action, Op
 
 
@@ -31,12 +31,14 @@ class Mail(NamedTuple):
 def plan_mail(
     tasks: Sequence[Sequence[Task]],
     placement: Sequence[int],
+    results: Sequence[Iterable[Value]],
 ) -> Mail:
     """Find what must travel: every value that a rank reads and another rank computes.
 
     Args:
         tasks: the tasks of each rank.
         placement: the rank of each stage.
+        results: the values that each rank holds at the end.
     """
     readers: dict[Computed, set[int]] = defaultdict(set)
     for rank, row in enumerate(tasks):
@@ -44,6 +46,10 @@ def plan_mail(
             for value in task.inputs:
                 if isinstance(value, Computed) and placement[value.stage] != rank:
                     readers[value].add(rank)
+    for rank, values in enumerate(results):
+        for value in values:
+            if isinstance(value, Computed) and placement[value.stage] != rank:
+                readers[value].add(rank)
     mail = Mail({}, defaultdict(lambda: defaultdict(list)), {}, {})
     for rank, row in enumerate(tasks):
         for index, task in enumerate(row):

@@ -21,7 +21,7 @@ class Transport(Protocol):
     def post(self, message: Message) -> None:
         """Make room for a message that is going to be received."""
 
-    def send(self, message: Message, values: list[Tensor]) -> None:
+    def send(self, message: Message, values: Sequence[Tensor]) -> None:
         """Start to send; `values` stay as they are until `wait_sent`."""
 
     def wait_sent(self, message: Message) -> None:
@@ -29,3 +29,19 @@ class Transport(Protocol):
 
     def receive(self, message: Message) -> Sequence[Tensor] | None:
         """The values of a posted message, or None if they have not arrived."""
+
+
+class ConnectionLost(Exception):
+    """A message could not be moved: the connection to a rank broke, wherever the cause is.
+
+    Attributes:
+        peer: the rank at the other end, None for an operation of all ranks.
+    """
+
+    def __init__(self, peer: int | None, text: str) -> None:
+        super().__init__(text)
+        self.peer = peer
+
+
+class Interrupted(Exception):
+    """Another rank failed, so there is no use in computing the rest of the step."""

@@ -44,11 +44,12 @@ class Compiler:
 
     def __init__(self, compile: Compile) -> None:
         self._make = _maker(compile)
-        self._artefacts: dict[str, Call] = {}
+        self._artefacts: dict[tuple[str, int], Call] = {}
 
     def __call__(self, graph: fx.Graph, label: str) -> Call:
         """The boxed callable of `graph`; `label` names it in the log."""
-        key = fingerprint(graph)
+        # Inductor writes the number of threads into its loops.
+        key = (fingerprint(graph), torch.get_num_threads())
         if key not in self._artefacts:
             examples = [value_of(n) for n in graph.nodes if n.op == "placeholder"]
             log.info("compiling %s", label)
@@ -65,10 +66,10 @@ def fingerprint(graph: fx.Graph) -> str:
     """A key that two graphs share exactly when they compute the same on the same kind of inputs.
 
     Node names do not count; ops, their arguments and the placeholders' shapes, strides, dtypes and
-    devices do, and so does the number of threads, which Inductor writes into its loops.
+    devices do.
     """
     number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
-    lines = [f"threads {torch.get_num_threads()}"]
+    lines = []
     for node in graph.nodes:
         if node.op == "placeholder":
             v = value_of(node)

@@ -1,0 +1,174 @@
+"""Agreement: what ranks tell each other so that they run the same step.
+
+Every step starts with a header of four integers from each rank. When the header shows something
+new, or something wrong, the ranks exchange offers: what each was given, or why it could not use it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fpipe.errors import PipelineError
+from fpipe.shapes import Goal, TreeShape
+
+GOALS: tuple[Goal, ...] = ("step", "value", "forward")
+
+
+class Header(NamedTuple):
+    """The first word of a rank in a step.
+
+    Attributes:
+        failed: 1 if the rank cannot use what it was given.
+        goal: index in `GOALS`.
+        batch: identity of the batch's shapes, 0 for a rank that was given no batch.
+        params: identity of its parameters' shapes.
+    """
+
+    failed: int
+    goal: int
+    batch: int
+    params: int
+
+
+class Offer(NamedTuple):
+    """What a rank brings to a new plan.
+
+    Attributes:
+        setup: digest of everything that must be the same on all ranks, by name.
+        params: the parameters of its own stages.
+        rows: rows of each microbatch, None without a batch.
+        batch: shapes of its batch, None without a batch.
+        ambient: what else its traces depend on.
+        problem: why it cannot take part, or None.
+    """
+
+    setup: Mapping[str, str]
+    params: Mapping[int, TreeShape]
+    rows: tuple[int, ...] | None
+    batch: tuple[TreeShape, ...] | None
+    ambient: tuple[Any, ...]
+    problem: str | None
+
+
+def gather_headers(header: Header, group: dist.ProcessGroup) -> list[Header]:
+    """The headers of all ranks."""
+    own = torch.tensor(list(header))
+    everyone = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(everyone, own, group=group)
+    return [Header(*row.tolist()) for row in everyone]
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """One picklable value of each rank."""
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def identity(value: Hashable) -> int:
+    """A positive integer that stands for a value that prints, the same in every process."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big") + 1
+
+
+def digest(text: str) -> str:
+    """A short stand-in for a long text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def odd_one_out(values: Sequence[Hashable]) -> int | None:
+    """The first rank that differs from most others, None if all are equal."""
+    common = Counter(values).most_common(1)[0][0]
+    return next((rank for rank, value in enumerate(values) if value != common), None)
+
+
+def check_goals(headers: Sequence[Header]) -> None:
+    """Refuse ranks that were called for different things.
+
+    Raises:
+        PipelineError: names the rank.
+    """
+    goals = [header.goal for header in headers]
+    rank = odd_one_out(goals)
+    if rank is not None:
+        other = next(goal for goal in goals if goal != goals[rank])
+        raise PipelineError(
+            f"rank {rank} called pipe.{GOALS[goals[rank]]}, but others called "
+            f"pipe.{GOALS[other]}: all ranks must call the same method. The pipeline can be used "
+            "again",
+            rank=rank,
+        )
+
+
+def check_offers(offers: Sequence[Offer]) -> None:
+    """Refuse offers that do not fit together.
+
+    Raises:
+        PipelineError: names the rank and what it brought.
+    """
+    for rank, offer in enumerate(offers):
+        if offer.problem is not None:
+            raise _refusal(rank, f"rank {rank} cannot run this step: {offer.problem}")
+    for name in offers[0].setup:
+        rank_or_none = odd_one_out([offer.setup.get(name, "") for offer in offers])
+        if rank_or_none is not None:
+            raise _refusal(
+                rank_or_none,
+                f"rank {rank_or_none} has another {name} than the other ranks: "
+                "fpipe.pipeline must get the same on every rank",
+            )
+    batches = {rank: (o.rows, o.batch) for rank, o in enumerate(offers) if o.batch is not None}
+    if not batches:
+        raise _refusal(None, "no rank was given a batch: at least that of stage 0 needs it")
+    ranks = list(batches)
+    odd = odd_one_out([batches[rank] for rank in ranks])
+    if odd is not None:
+        rank = ranks[odd]
+        other = next(r for r in ranks if batches[r] != batches[rank])
+        raise _refusal(
+            rank,
+            f"rank {rank} got a batch of another shape, {_rows(offers[rank])}, than rank {other}, "
+            f"{_rows(offers[other])}",
+        )
+    rank_or_none = odd_one_out([offer.ambient for offer in offers])
+    if rank_or_none is not None:
+        raise _refusal(
+            rank_or_none,
+            f"rank {rank_or_none} runs under another autocast or default dtype than other ranks",
+        )
+
+
+def check_verdicts(verdicts: Sequence[tuple[bool, str]]) -> None:
+    """Refuse plans that differ between ranks, or that a rank could not make.
+
+    Raises:
+        PipelineError: names the rank.
+    """
+    for rank, (made, text) in enumerate(verdicts):
+        if not made:
+            raise _refusal(rank, f"rank {rank} cannot make its programs: {text}")
+    rank_or_none = odd_one_out(verdicts)
+    if rank_or_none is not None:
+        raise _refusal(
+            rank_or_none,
+            f"rank {rank_or_none} has other stages or another loss than the other ranks: "
+            "fpipe.pipeline must get the same functions on every rank",
+        )
+
+
+def _rows(offer: Offer) -> str:
+    assert offer.rows is not None and offer.batch is not None
+    leaves = ", ".join(
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        for leaf in offer.batch[0].leaves
+    )
+    return f"{sum(offer.rows)} rows in microbatches of [{leaves}]"
+
+
+def _refusal(rank: int | None, text: str) -> PipelineError:
+    return PipelineError(f"{text}. The pipeline can be used again", rank=rank)

@@ -1,0 +1,58 @@
+"""What ranks tell each other when one of them fails."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from fpipe.errors import PipelineError
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a step failed.
+
+    Attributes:
+        rank: the rank at fault, None if it cannot be said.
+        text: what happened, with the original error's text.
+        breaks: whether the connections of the group are lost with it.
+        stage: the stage of the action that failed, if an action did.
+        microbatch: its microbatch.
+        action: the action as text.
+    """
+
+    rank: int | None
+    text: str
+    breaks: bool
+    stage: int | None = None
+    microbatch: int | None = None
+    action: str | None = None
+
+    @classmethod
+    def of(cls, error: PipelineError) -> Fault:
+        """The fault of an action that raised."""
+        return cls(error.rank, str(error), False, error.stage, error.microbatch, error.action)
+
+    def dump(self) -> str:
+        """As text for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def load(cls, text: str | bytes) -> Fault:
+        """The inverse of `dump`."""
+        return cls(**json.loads(text))
+
+    def error(self) -> PipelineError:
+        """The error that every rank raises."""
+        after = (
+            "The connections of the group are lost: make a new process group and a new pipeline"
+            if self.breaks
+            else "The pipeline can be used again"
+        )
+        return PipelineError(
+            f"{self.text}. {after}",
+            rank=self.rank,
+            stage=self.stage,
+            microbatch=self.microbatch,
+            action=self.action,
+        )

@@ -1,0 +1,327 @@
+"""Each process drives its own rank, over a process group.
+
+    header ── all known ──────────────────────────► run ── loss and status ──► result, or the fault
+       └── new shapes ── offers ── plan ── verdicts ─┘
+
+A rank that fails goes through the rest of its program without computing, so that nobody is left
+waiting and the channels stay usable; only when a rank is gone are the connections given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fpipe.controller.agreement import (
+    GOALS,
+    Header,
+    Offer,
+    check_goals,
+    check_offers,
+    check_verdicts,
+    digest,
+    gather_headers,
+    gather_objects,
+    identity,
+)
+from fpipe.controller.controller import Finished, load
+from fpipe.controller.fault import Fault
+from fpipe.controller.single import without_autocast
+from fpipe.controller.watch import Watch
+from fpipe.errors import PipelineError
+from fpipe.microbatch import Microbatches, split
+from fpipe.parameters import Parameters, keep
+from fpipe.plan import Plan, Planner
+from fpipe.runtime.drain import drain
+from fpipe.runtime.group import GroupTransport, ring
+from fpipe.runtime.interpreter import Run
+from fpipe.runtime.program import Program
+from fpipe.runtime.transport import ConnectionLost, Interrupted
+from fpipe.schedule import Schedule
+from fpipe.shapes import Goal, Signature, TreeShape, ambient, batch_shapes
+
+T = TypeVar("T")
+
+NOWHERE = torch.device("meta")
+"""Stands for every rank's own device in what ranks compare."""
+
+
+class Given(NamedTuple):
+    """What this rank was called with, read and checked.
+
+    Attributes:
+        params: with the parts of this rank's stages.
+        parts: the batch, None where the rank was given none.
+        shapes: the parameters of each of its stages.
+        batch: the batch's shapes.
+    """
+
+    params: Parameters
+    parts: Microbatches | None
+    shapes: Mapping[int, TreeShape]
+    batch: tuple[TreeShape, ...] | None
+
+
+class MultiController:
+    """Drives one rank of a pipeline in this process.
+
+    Args:
+        planner: makes plans for the programs of this rank.
+        schedule: of all ranks.
+        in_dims: how batches are split.
+        group: the ranks of the pipeline.
+        device: where this rank computes.
+        timeout: seconds of silence after which a rank is faulty.
+        setup: what must be the same on all ranks, as texts by name.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        schedule: Schedule,
+        in_dims: Any,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: float,
+        setup: Mapping[str, str],
+    ) -> None:
+        self._planner = planner
+        self._schedule = schedule
+        self._in_dims = in_dims
+        self._group = group
+        self._rank = group.rank()
+        self._stages = schedule.stages_of(self._rank)
+        self._device = device
+        self._setup = {name: digest(text) for name, text in setup.items()}
+        self._agreed: dict[tuple[int, ...], Signature] = {}
+        self._steps = 0
+        self._draining = False
+        self._broken: Fault | None = None
+        self._transport = GroupTransport(group, device, self._interrupted)
+        # Headers, losses and objects are small and live on the CPU, whatever carries the values.
+        self._control = group
+        if "gloo" not in dist.get_backend(group):
+            ranks = dist.get_process_group_ranks(group)
+            self._control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        members = [str(rank) for rank in dist.get_process_group_ranks(group)]
+        store = dist.PrefixStore("fpipe", dist.distributed_c10d._get_default_store())
+        # Every rank makes its pipelines in the same order, so counting them names this one.
+        number = store.add(f"pipelines/{'-'.join(members)}/{self._rank}", 1)
+        self._topic = f"fault/{'-'.join(members)}/{number}"
+        self._watch = Watch(store, members, self._rank, timeout, self._ring)
+
+    def run(self, params: Any, batch: Any, goal: Goal) -> Finished:
+        """Run this rank's program to its end, in step with the other ranks.
+
+        Raises:
+            PipelineError: on every rank, when any rank fails.
+        """
+        return self._together(lambda: self._execute(*self._agree(params, batch, goal), goal))
+
+    def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
+        """The programs of all ranks for a training step; every rank must ask for them."""
+        return self._together(lambda: self._agree(params, batch, "step")[1].programs)
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """Do what all ranks do at once, under the watch."""
+        if self._broken is not None:
+            raise self._broken.error()
+        self._steps += 1
+        self._watch.begin(f"{self._topic}/{self._steps}")
+        try:
+            return work()
+        except ConnectionLost as lost:
+            raise self._give_up(self._watch.culprit(lost.peer, str(lost))) from lost
+        except (KeyboardInterrupt, SystemExit):
+            # Messages are left half-way: what comes next could not be told from what came before.
+            self._give_up(Fault(self._rank, f"rank {self._rank} was interrupted", breaks=True))
+            raise
+        finally:
+            self._watch.end()
+
+    # ── agreement ──────────────────────────────────────────────────────────────────────────────
+
+    def _agree(self, params: Any, batch: Any, goal: Goal) -> tuple[Given, Plan]:
+        """Find the plan that all ranks run, or make it if anything is new."""
+        given: Given | None = None
+        problem: Exception | None = None
+        try:
+            given = self._read(params, batch)
+        except Exception as error:
+            problem = error
+        headers = _connected(lambda: gather_headers(_header(given, goal), self._control))
+        check_goals(headers)
+        key = (headers[0].goal, *(word for h in headers for word in (h.batch, h.params)))
+        if given is None or key not in self._agreed or any(h.failed for h in headers):
+            self._agreed[key] = self._make_signature(given, problem, goal)
+            assert given is not None
+            return given, self._make_plan(self._agreed[key])
+        return given, self._planner(self._agreed[key])
+
+    def _read(self, params: Any, batch: Any) -> Given:
+        if isinstance(params, list | tuple):
+            # Parts of other ranks' stages are neither looked at nor kept.
+            params = keep(params, self._stages)
+        own = Parameters.read(params, self._schedule.num_stages)
+        parts, shapes = None, None
+        if batch is not None:
+            parts = split(batch, self._in_dims, self._schedule.num_microbatches)
+            shapes = tuple(_on(NOWHERE, shape) for shape in batch_shapes(parts))
+        params_shapes = {
+            stage: _on(NOWHERE, TreeShape.of(own.specs[stage], own.stages[stage]))
+            for stage in self._stages
+        }
+        return Given(own, parts, params_shapes, shapes)
+
+    def _make_signature(
+        self, given: Given | None, problem: Exception | None, goal: Goal
+    ) -> Signature:
+        """Exchange offers, and put together what all ranks were given."""
+        offer = Offer(
+            setup=self._setup,
+            params={} if given is None else given.shapes,
+            rows=None if given is None or given.parts is None else given.parts.rows,
+            batch=None if given is None else given.batch,
+            ambient=ambient()[:-1],
+            problem=None if problem is None else f"{type(problem).__name__}: {problem}",
+        )
+        offers: list[Offer] = _connected(lambda: gather_objects(offer, self._control))
+        try:
+            check_offers(offers)
+        except PipelineError:
+            if problem is not None:
+                raise problem from None
+            raise
+        reader = next(o for o in offers if o.batch is not None)
+        assert reader.rows is not None and reader.batch is not None
+        return Signature(
+            goal,
+            tuple(
+                _on(self._device, offers[rank].params[stage])
+                for stage, rank in enumerate(self._schedule.placement)
+            ),
+            reader.rows,
+            tuple(_on(self._device, shape) for shape in reader.batch),
+            ambient(),
+        )
+
+    def _make_plan(self, signature: Signature) -> Plan:
+        """Make the plan, and see that all ranks made the same."""
+        problem: Exception | None = None
+        text = ""
+        try:
+            plan = self._planner(signature)
+            text = digest("\n".join((*map(str, plan.programs), plan.fingerprint)))
+        except Exception as error:
+            problem = error
+            text = f"{type(error).__name__}: {error}"
+        verdicts = _connected(lambda: gather_objects((problem is None, text), self._control))
+        if problem is not None:
+            raise problem
+        check_verdicts(verdicts)
+        self._transport.open(plan.programs)
+        return plan
+
+    # ── execution ──────────────────────────────────────────────────────────────────────────────
+
+    def _execute(self, given: Given, plan: Plan, goal: Goal) -> Finished:
+        run = Run(plan.programs[self._rank])
+        failure: PipelineError | None = None
+        loss: Tensor | None = None
+        with torch.no_grad(), without_autocast():
+            try:
+                run = self._load(run.program, plan, given)
+                run.advance(self._transport)
+                if goal != "forward" and run.program.results.outputs:
+                    loss = plan.total_loss([run])
+            except ConnectionLost:
+                raise
+            except Interrupted:
+                self._drain(run)
+            except Exception as error:
+                failure = self._blame(error)
+                self._watch.report(Fault.of(failure))
+                self._drain(run)
+            total = self._finish(plan, loss, failed=failure is not None)
+        if failure is not None:
+            raise failure
+        return Finished(given.params, plan, [run], total)
+
+    def _load(self, program: Program, plan: Plan, given: Given) -> Run:
+        if program.bindings.batch and given.parts is None:
+            raise PipelineError(
+                f"rank {self._rank} was given batch=None, but its stages {list(self._stages)} read "
+                "the batch: pass it on this rank too",
+                rank=self._rank,
+            )
+        return load(program, plan, given.params, given.parts, self._device)
+
+    def _blame(self, error: Exception) -> PipelineError:
+        if isinstance(error, PipelineError):
+            return error
+        failure = PipelineError(
+            f"rank {self._rank} failed: {type(error).__name__}: {error}", rank=self._rank
+        )
+        failure.__cause__ = error
+        return failure
+
+    def _drain(self, run: Run) -> None:
+        self._draining = True
+        try:
+            drain(run, self._transport)
+        finally:
+            self._draining = False
+
+    def _finish(self, plan: Plan, loss: Tensor | None, *, failed: bool) -> Tensor:
+        """Give every rank the loss, and know whether all ranks came to their end."""
+        word = torch.tensor([float(failed), 0.0], dtype=torch.float64)
+        if loss is not None:
+            word[1] = loss
+        _connected(lambda: dist.all_reduce(word, group=self._control))
+        if word[0] > 0 and not failed:
+            fault = self._watch.first_fault()
+            assert fault is not None, "a rank failed without a report"
+            raise fault.error()
+        return word[1].to(self._device, plan.weights.dtype)
+
+    def _interrupted(self) -> bool:
+        return self._watch.fault is not None and not self._draining
+
+    def _give_up(self, fault: Fault) -> PipelineError:
+        """The connections are lost: wake everyone, and be usable no more."""
+        self._broken = replace(fault, breaks=True)
+        self._ring()
+        self._transport.forget()
+        self._watch.close()
+        return self._broken.error()
+
+    def _ring(self) -> None:
+        for group in dict.fromkeys((self._group, self._control)):
+            ring(group)
+
+
+def _connected(operation: Callable[[], T]) -> T:
+    """Run an operation of all ranks; its failure is a lost connection."""
+    try:
+        return operation()
+    except RuntimeError as error:
+        raise ConnectionLost(None, str(error)) from error
+
+
+def _header(given: Given | None, goal: Goal) -> Header:
+    if given is None:
+        return Header(1, GOALS.index(goal), 0, 0)
+    batch = 0
+    if given.parts is not None:
+        batch = identity((given.parts.rows, given.batch))
+    return Header(0, GOALS.index(goal), batch, identity((given.shapes, ambient())))
+
+
+def _on(device: torch.device, shape: TreeShape) -> TreeShape:
+    """The same shapes on another device."""
+    return TreeShape(shape.spec, tuple(leaf._replace(device=device) for leaf in shape.leaves))

@@ -1,0 +1,202 @@
+"""The watch: notices that a rank has failed, ended or fallen silent, and wakes those who wait.
+
+Every rank beats: a thread writes a counter to the group's store twice a second and looks at the
+counter of the next rank. A rank whose counter stands still for the timeout is silent. Faults are
+written to the store, the first one counts, and a fault that breaks connections rings the bell,
+which ends every wait. A rank that compiles, or whose program does something else, still beats.
+
+A second thread does nothing but see that the first gets on, because a store whose host has stopped
+answers nobody.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from fpipe.controller.fault import Fault
+
+BEAT = 0.5
+"""Seconds between two beats."""
+
+DEAD = 3.0
+"""Seconds without a beat that make a rank dead once a connection has broken."""
+
+
+class Store(Protocol):
+    """What the watch uses of `torch.distributed.Store`."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+
+class Watch:
+    """Watches the ranks of a group while a pipeline lives.
+
+    Args:
+        store: where ranks leave notes for each other.
+        members: a name for each rank of the group.
+        rank: this rank.
+        timeout: seconds of silence that make a rank faulty.
+        ring: breaks the group, so that every operation that waits ends.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        members: Sequence[str],
+        rank: int,
+        timeout: float,
+        ring: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._keys = [f"beat/{member}" for member in members]
+        self._timeout = timeout
+        self._ring = ring
+        self._beats = 0
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._last_round = time.monotonic()
+        self._topic: str | None = None
+        self._stop = threading.Event()
+        self.fault: Fault | None = None
+        for target in (_beat_for_ever, _guard_for_ever):
+            # A weak reference, so that a forgotten pipeline ends its threads.
+            arguments = (weakref.ref(self), self._stop)
+            threading.Thread(target=target, args=arguments, name="fpipe", daemon=True).start()
+
+    def begin(self, topic: str) -> None:
+        """A step begins, whose faults are written under `topic`."""
+        if self.fault is None or not self.fault.breaks:
+            self.fault = None
+        self._topic = topic
+
+    def end(self) -> None:
+        """The step has ended; until the next one nothing rings."""
+        self._topic = None
+
+    def report(self, fault: Fault) -> Fault:
+        """Tell all ranks of a fault; returns the one that was reported first."""
+        assert self._topic is not None
+        try:
+            first = self._store.compare_set(self._topic, "", fault.dump())
+            self.fault = Fault.load(first)
+        except RuntimeError:
+            self.fault = fault
+        return self.fault
+
+    def first_fault(self) -> Fault | None:
+        """The fault of this step that was reported first, if there is any."""
+        if self._topic is not None and self.fault is None and self._store.check([self._topic]):
+            self.fault = Fault.load(self._store.get(self._topic))
+        return self.fault
+
+    def culprit(self, peer: int | None, text: str) -> Fault:
+        """Find who is to blame for a lost connection to `peer`; takes some seconds at most.
+
+        The peer may only have closed its connections because of a third rank, which then has
+        reported a fault or has stopped beating.
+        """
+        deadline = time.monotonic() + 2 * DEAD
+        while time.monotonic() < deadline:
+            try:
+                fault = self.first_fault()
+                if fault is not None:
+                    return fault
+                for rank in range(len(self._keys)):
+                    if rank != self._rank and self._silence(rank) > DEAD:
+                        return self.report(_ended(rank, text))
+            except RuntimeError as error:
+                return _store_lost(error)
+            time.sleep(BEAT / 5)
+        where = "between ranks" if peer is None else f"to rank {peer}"
+        return self.report(Fault(peer, f"the connection {where} broke: {text}", breaks=True))
+
+    def close(self) -> None:
+        """End the threads."""
+        self._stop.set()
+
+    def beat(self) -> None:
+        """One round: beat, look at the next rank, look for a fault."""
+        try:
+            self._beats += 1
+            self._store.set(self._keys[self._rank], str(self._beats))
+            following = (self._rank + 1) % len(self._keys)
+            silence = self._silence(following) if following != self._rank else 0.0
+            topic = self._topic
+            if topic is None:
+                self._last_round = time.monotonic()
+                return
+            fault = self.first_fault()
+            if fault is None and silence > self._timeout:
+                fault = self.report(_silent(following, silence))
+        except RuntimeError as error:
+            fault = self.fault = _store_lost(error)
+        self._last_round = time.monotonic()
+        if fault is not None and fault.breaks and self._topic is not None:
+            self._ring()
+
+    def guard(self) -> None:
+        """See that the beating thread gets on."""
+        age = time.monotonic() - self._last_round
+        if age > self._timeout and self._topic is not None and self.fault is None:
+            self.fault = Fault(
+                self._rank,
+                f"the store of the process group has not answered rank {self._rank} for {age:.1f} "
+                "s: the process that hosts it (the launcher, or rank 0) has stopped",
+                breaks=True,
+            )
+            self._ring()
+
+    def _silence(self, rank: int) -> float:
+        """Seconds since the counter of `rank` was last seen to change."""
+        now = time.monotonic()
+        key = self._keys[rank]
+        value = self._store.get(key) if self._store.check([key]) else b""
+        if self._seen.get(rank, (None, now))[0] != value:
+            self._seen[rank] = (value, now)
+        return now - self._seen[rank][1]
+
+
+def _silent(rank: int, seconds: float) -> Fault:
+    return Fault(
+        rank, f"rank {rank} has not responded for {seconds:.1f} s: it has stopped", breaks=True
+    )
+
+
+def _ended(rank: int, text: str) -> Fault:
+    return Fault(
+        rank, f"rank {rank} has ended or cannot be reached (connection error: {text})", breaks=True
+    )
+
+
+def _store_lost(error: Exception) -> Fault:
+    return Fault(
+        0,
+        f"the store of the process group is lost, so the process that hosts it (the launcher, or "
+        f"rank 0) has ended: {error}",
+        breaks=True,
+    )
+
+
+def _beat_for_ever(watch: weakref.ref[Watch], stop: threading.Event) -> None:
+    while not stop.wait(BEAT):
+        alive = watch()
+        if alive is None:
+            return
+        alive.beat()
+        del alive
+
+
+def _guard_for_ever(watch: weakref.ref[Watch], stop: threading.Event) -> None:
+    while not stop.wait(BEAT):
+        alive = watch()
+        if alive is None:
+            return
+        alive.guard()
+        del alive
