@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -123,14 +124,13 @@ class GroupTransport:
 def ring(group: dist.ProcessGroup) -> None:
     """Wake every operation of `group` that waits, here and on its peers, by breaking the group.
 
-    gloo closes the connections of a context when one of its waits runs out of time, so a receive
-    that nobody answers is the bell; NCCL has an abort.
+    gloo closes a connection when a wait on it runs out of time, so on each connection a receive that
+    nobody answers is the bell; NCCL has an abort.
     """
     if "nccl" in dist.get_backend(group):
         group.abort()
         return
-    peer = 1 if group.rank() == 0 else 0
-    try:
-        group.recv([torch.empty(1)], peer, _BELL).wait(timedelta(milliseconds=1))
-    except RuntimeError:
-        return
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, _BELL).wait(timedelta(milliseconds=1))
