@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from fpipe import schedules
 from fpipe.errors import BatchError, FpipeError, PipelineError, ScheduleError, StageError
+from fpipe.recording import record
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.bound import lower_bound
 from fpipe.schedule.cost import Cost
+from fpipe.schedule.searching.finder import search
+from fpipe.schedule.searching.result import SearchResult
 from fpipe.schedule.simulator import simulate
 from fpipe.schedule.timeline import Timeline
 from fpipe.schedule.verifier import verify
 
 if TYPE_CHECKING:
     from fpipe.engine import Pipeline, Step, pipeline, step, use
+    from fpipe.profiling import profile
     from fpipe.stage.stage import Stage
 
 __all__ = [
@@ -28,13 +32,17 @@ __all__ = [
     "PipelineError",
     "Schedule",
     "ScheduleError",
+    "SearchResult",
     "Stage",
     "StageError",
     "Step",
     "Timeline",
     "lower_bound",
     "pipeline",
+    "profile",
+    "record",
     "schedules",
+    "search",
     "simulate",
     "step",
     "use",
@@ -47,6 +55,7 @@ _LAZY = {
     "Stage": "fpipe.stage.stage",
     "Step": "fpipe.engine",
     "pipeline": "fpipe.engine",
+    "profile": "fpipe.profiling",
     "step": "fpipe.engine",
     "use": "fpipe.engine",
 }

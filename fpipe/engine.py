@@ -59,10 +59,17 @@ class Pipeline:
         rank: the rank that this process drives; None if it drives all of them.
     """
 
-    def __init__(self, schedule: Schedule, controller: Controller, rank: int | None = None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        controller: Controller,
+        rank: int | None,
+        again: Callable[[Schedule], Pipeline],
+    ) -> None:
         self.schedule = schedule
         self.rank = rank
         self._controller = controller
+        self._again = again
 
     def __repr__(self) -> str:
         return f"<Pipeline of {self.schedule!r}>"
@@ -124,6 +131,18 @@ class Pipeline:
         if self.rank is not None and self.rank != last:
             return None
         return microbatch.merge(done.plan.outputs(done.runs), out_dims)
+
+    def with_schedule(self, schedule: Schedule) -> Pipeline:
+        """The same stages, loss and options under another schedule.
+
+        Args:
+            schedule: with as many stages.
+
+        Raises:
+            ScheduleError: the schedule cannot run.
+            StageError: it has another number of stages, or of ranks than the process group.
+        """
+        return self._again(schedule)
 
     def local(self, params: Any) -> Any:
         """`params` with None in place of the parts that belong to other processes.
@@ -251,6 +270,20 @@ def pipeline(
             f"devices has {len(devices)} entries, but the schedule has {schedule.num_ranks} ranks: "
             "give one device per rank, or None"
         )
+    again = partial(
+        pipeline,
+        chain,
+        loss,
+        in_dims=in_dims,
+        reduction=reduction,
+        remat=remat,
+        compile=compile,
+        accum_dtype=accum_dtype,
+        devices=devices,
+        group=group,
+        mesh=mesh,
+        timeout=timeout,
+    )
     chosen = _choose_group(schedule, group, mesh, devices, timeout)
     placed = None if devices is None else [_indexed(device) for device in devices]
     planner = Planner(
@@ -278,12 +311,13 @@ def pipeline(
         return Pipeline(
             schedule,
             MultiController(planner, schedule, in_dims, chosen, here, timeout, setup),
-            rank=chosen.rank(),
+            chosen.rank(),
+            again,
         )
     controller = SingleController(
         planner, schedule.num_stages, in_dims, schedule.num_microbatches, placed
     )
-    return Pipeline(schedule, controller)
+    return Pipeline(schedule, controller, None, again)
 
 
 def _choose_group(

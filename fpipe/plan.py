@@ -34,6 +34,7 @@ class Plan:
     """Programs for one set of shapes, and how to read their results.
 
     Attributes:
+        schedule: what they run.
         programs: one per rank.
         seeds: the weight of each microbatch's loss, a scalar in its dtype.
         weights: all of `seeds` in one tensor.
@@ -41,6 +42,7 @@ class Plan:
         fingerprint: equal for plans that compute the same.
     """
 
+    schedule: Schedule
     programs: tuple[Program, ...]
     seeds: tuple[Tensor, ...]
     weights: Tensor
@@ -152,19 +154,28 @@ class Planner:
             for piece in code.pieces.values()
         )
         plan = self._with_weights(
-            programs, chains[rows[0]].stages[-1], rows, "\n".join(sorted(graphs))
+            schedule,
+            programs,
+            chains[rows[0]].stages[-1],
+            rows,
+            "\n".join(sorted(graphs)),
         )
         log.info("ready for %s after %.1f s", goal, time.perf_counter() - start)
         return plan
 
     def _with_weights(
-        self, programs: tuple[Program, ...], final: Traced, rows: Sequence[int], graphs: str
+        self,
+        schedule: Schedule,
+        programs: tuple[Program, ...],
+        final: Traced,
+        rows: Sequence[int],
+        graphs: str,
     ) -> Plan:
         shares = [size / sum(rows) if self._mean else 1.0 for size in rows]
         value = final.values[0] if final.values else torch.empty(())
         dtype = value.dtype if is_differentiable(value) else None
         weights = torch.tensor(shares, dtype=dtype, device=value.device)
-        return Plan(programs, tuple(weights.unbind()), weights, final.spec, graphs)
+        return Plan(schedule, programs, tuple(weights.unbind()), weights, final.spec, graphs)
 
 
 def forwards_of(schedule: Schedule) -> Schedule:

@@ -24,7 +24,9 @@ ROOT: Final = Path(__file__).parents[1]
 
 # What `import fpipe` promises. A name is added here in the commit that makes it public.
 PUBLIC_MODULES: Final = frozenset({"schedules"})
-PUBLIC_ON_TORCH: Final = frozenset({"Pipeline", "Stage", "Step", "pipeline", "step", "use"})
+PUBLIC_ON_TORCH: Final = frozenset(
+    {"Pipeline", "Stage", "Step", "pipeline", "profile", "step", "use"}
+)
 PUBLIC_PURE: Final = frozenset(
     {
         "Action",
@@ -35,9 +37,12 @@ PUBLIC_PURE: Final = frozenset(
         "PipelineError",
         "Schedule",
         "ScheduleError",
+        "SearchResult",
         "StageError",
         "Timeline",
         "lower_bound",
+        "record",
+        "search",
         "simulate",
         "verify",
     }
@@ -52,9 +57,10 @@ LAYERS: Final = (
     ("fpipe.shapes",),
     ("fpipe.stage",),
     ("fpipe.runtime",),
-    ("fpipe.plan",),
+    ("fpipe.plan", "fpipe.recording"),
     ("fpipe.controller",),
     ("fpipe.engine",),
+    ("fpipe.profiling",),
     ("fpipe",),
 )
 NEVER_TORCH: Final = ("fpipe.errors", "fpipe.schedule", "fpipe.schedules")

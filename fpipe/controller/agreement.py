@@ -1,6 +1,6 @@
 """Agreement: what ranks tell each other so that they run the same step.
 
-Every step starts with a header of four integers from each rank. When the header shows something
+Every step starts with a header of five integers from each rank. When the header shows something
 new, or something wrong, the ranks exchange offers: what each was given, or why it could not use it.
 """
 
@@ -28,12 +28,14 @@ class Header(NamedTuple):
         goal: index in `GOALS`.
         batch: identity of the batch's shapes, 0 for a rank that was given no batch.
         params: identity of its parameters' shapes.
+        records: 1 if it records the step.
     """
 
     failed: int
     goal: int
     batch: int
     params: int
+    records: int
 
 
 class Offer(NamedTuple):

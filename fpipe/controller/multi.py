@@ -37,8 +37,10 @@ from fpipe.errors import PipelineError
 from fpipe.microbatch import Microbatches, split
 from fpipe.parameters import Parameters, keep
 from fpipe.plan import Plan, Planner
+from fpipe.recording import Marks, active, timeline_of
 from fpipe.runtime.drain import drain
 from fpipe.runtime.group import GroupTransport, ring
+from fpipe.runtime.instrument import observed
 from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Program
 from fpipe.runtime.transport import ConnectionLost, Interrupted
@@ -65,6 +67,20 @@ class Given(NamedTuple):
     parts: Microbatches | None
     shapes: Mapping[int, TreeShape]
     batch: tuple[TreeShape, ...] | None
+
+
+class Agreed(NamedTuple):
+    """What all ranks are about to run.
+
+    Attributes:
+        given: what this rank was called with.
+        plan: the same on all ranks.
+        records: whether any rank records the step.
+    """
+
+    given: Given
+    plan: Plan
+    records: bool
 
 
 class MultiController:
@@ -121,11 +137,11 @@ class MultiController:
         Raises:
             PipelineError: on every rank, when any rank fails.
         """
-        return self._together(lambda: self._execute(*self._agree(params, batch, goal), goal))
+        return self._together(lambda: self._execute(self._agree(params, batch, goal), goal))
 
     def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
         """The programs of all ranks for a training step; every rank must ask for them."""
-        return self._together(lambda: self._agree(params, batch, "step")[1].programs)
+        return self._together(lambda: self._agree(params, batch, "step").plan.programs)
 
     def _together(self, work: Callable[[], T]) -> T:
         """Do what all ranks do at once, under the watch."""
@@ -146,7 +162,7 @@ class MultiController:
 
     # ── agreement ──────────────────────────────────────────────────────────────────────────────
 
-    def _agree(self, params: Any, batch: Any, goal: Goal) -> tuple[Given, Plan]:
+    def _agree(self, params: Any, batch: Any, goal: Goal) -> Agreed:
         """Find the plan that all ranks run, or make it if anything is new."""
         given: Given | None = None
         problem: Exception | None = None
@@ -160,8 +176,10 @@ class MultiController:
         if given is None or key not in self._agreed or any(h.failed for h in headers):
             self._agreed[key] = self._make_signature(given, problem, goal)
             assert given is not None
-            return given, self._make_plan(self._agreed[key])
-        return given, self._planner(self._agreed[key])
+            plan = self._make_plan(self._agreed[key])
+        else:
+            plan = self._planner(self._agreed[key])
+        return Agreed(given, plan, any(h.records for h in headers))
 
     def _read(self, params: Any, batch: Any) -> Given:
         if isinstance(params, list | tuple):
@@ -229,8 +247,10 @@ class MultiController:
 
     # ── execution ──────────────────────────────────────────────────────────────────────────────
 
-    def _execute(self, given: Given, plan: Plan, goal: Goal) -> Finished:
-        run = Run(plan.programs[self._rank])
+    def _execute(self, agreed: Agreed, goal: Goal) -> Finished:
+        given, plan, records = agreed
+        marks: Marks | None = {} if records else None
+        run = Run(observed(plan.programs[self._rank], marks))
         failure: PipelineError | None = None
         loss: Tensor | None = None
         with torch.no_grad(), without_autocast():
@@ -250,6 +270,11 @@ class MultiController:
             total = self._finish(plan, loss, failed=failure is not None)
         if failure is not None:
             raise failure
+        if records:
+            everyone = _connected(lambda: gather_objects(marks, self._control))
+            recording = active()
+            if recording is not None:
+                recording.timelines.append(timeline_of(plan.schedule, everyone))
         return Finished(given.params, plan, [run], total)
 
     def _load(self, program: Program, plan: Plan, given: Given) -> Run:
@@ -315,11 +340,12 @@ def _connected(operation: Callable[[], T]) -> T:
 
 def _header(given: Given | None, goal: Goal) -> Header:
     if given is None:
-        return Header(1, GOALS.index(goal), 0, 0)
+        return Header(1, GOALS.index(goal), 0, 0, 0)
     batch = 0
     if given.parts is not None:
         batch = identity((given.parts.rows, given.batch))
-    return Header(0, GOALS.index(goal), batch, identity((given.shapes, ambient())))
+    own = identity((given.shapes, ambient()))
+    return Header(0, GOALS.index(goal), batch, own, int(active() is not None))
 
 
 def _on(device: torch.device, shape: TreeShape) -> TreeShape:

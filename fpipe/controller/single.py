@@ -12,6 +12,8 @@ from fpipe.controller.controller import Finished, load
 from fpipe.microbatch import Microbatches, split
 from fpipe.parameters import Parameters
 from fpipe.plan import Plan, Planner
+from fpipe.recording import Marks, active, timeline_of
+from fpipe.runtime.instrument import observed
 from fpipe.runtime.local import LocalTransport, run_together
 from fpipe.runtime.program import Program
 from fpipe.shapes import Goal, Signature, TreeShape, ambient, batch_shapes
@@ -46,12 +48,16 @@ class SingleController:
         """Run every rank's program to its end."""
         leaves, parts, plan = self._plan(params, batch, goal)
         with torch.no_grad(), without_autocast():
+            recording = active()
+            marks: list[Marks | None] = [None if recording is None else {} for _ in plan.programs]
             runs = [
-                load(program, plan, leaves, parts, self._device(program.rank))
-                for program in plan.programs
+                load(observed(program, own), plan, leaves, parts, self._device(program.rank))
+                for program, own in zip(plan.programs, marks, strict=True)
             ]
             run_together(runs, self._transport)
             loss = None if goal == "forward" else plan.total_loss(runs)
+        if recording is not None:
+            recording.timelines.append(timeline_of(plan.schedule, [own or {} for own in marks]))
         return Finished(leaves, plan, runs, loss)
 
     def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:

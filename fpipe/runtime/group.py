@@ -124,8 +124,8 @@ class GroupTransport:
 def ring(group: dist.ProcessGroup) -> None:
     """Wake every operation of `group` that waits, here and on its peers, by breaking the group.
 
-    gloo closes a connection when a wait on it runs out of time, so on each connection a receive that
-    nobody answers is the bell; NCCL has an abort.
+    gloo closes a connection when a wait on it runs out of time, so on each connection a receive
+    that nobody answers is the bell; NCCL has an abort.
     """
     if "nccl" in dist.get_backend(group):
         group.abort()

@@ -1,0 +1,159 @@
+"""Measure what the stages of a pipeline cost, in the terms of the simulator and the search."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from fpipe.engine import Pipeline
+from fpipe.errors import FpipeError
+from fpipe.recording import record
+from fpipe.runtime.program import Compute, Free, Program, WaitRecv
+from fpipe.schedule import Action, Op, Schedule
+from fpipe.schedule.cost import Cost
+from fpipe.schedule.timeline import Timeline
+
+
+def profile(pipe: Pipeline, params: Any, batch: Any, *, steps: int = 5) -> Cost:
+    """Measure the cost of each stage and of a hop by running real steps.
+
+    Two plain schedules run on the pipeline's own placement and number of microbatches: all forwards
+    and then all backwards, once whole and once split, so that every kind of action is measured
+    whatever the pipeline's own schedule uses. They hold the residuals of all microbatches.
+
+    Args:
+        pipe: a pipeline, in one process or over a process group (then every rank calls this).
+        params: as for `Pipeline.step`.
+        batch: as for `Pipeline.step`.
+        steps: how many steps of each schedule are measured, after one that is not.
+
+    Returns:
+        A `fpipe.Cost` with one value per stage: medians of the times of F, I, W and B in seconds,
+        the bytes that a forward keeps until its backward, and how many of them I frees (negative
+        if it hands more to W). ``comm`` is the median time from the end of an action to the start
+        of one on another rank that waited for it, in seconds; 0 in one process.
+
+    Raises:
+        FpipeError: `steps` is not positive.
+
+    Example:
+        >>> import torch, fpipe
+        >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=4)
+        >>> stage, loss = (lambda w, x: x @ w), (lambda y, _: y.square().mean())
+        >>> pipe = fpipe.pipeline([stage, stage], loss, schedule, compile=False)
+        >>> cost = fpipe.profile(pipe, [torch.eye(8), torch.eye(8)], torch.ones(16, 8))
+        >>> len(cost.f), cost.activation  # stage 0 keeps its batch, which is the caller's
+        (2, (0.0, 256.0))
+    """
+    if steps < 1:
+        raise FpipeError(f"steps={steps!r} must be at least 1")
+    times: dict[tuple[int, Op], list[float]] = defaultdict(list)
+    hops: list[float] = []
+    kept: dict[int, tuple[float, float]] = {}
+    for split in (False, True):
+        probe = pipe.with_schedule(
+            all_forwards_first(pipe.schedule.placement, pipe.schedule.num_microbatches, split)
+        )
+        with record() as recording:
+            for _ in range(steps + 1):
+                probe.step(params, batch)
+        for timeline in recording.timelines[1:]:
+            for row in timeline.events:
+                for event in row:
+                    times[event.action.stage, event.action.op].append(event.end - event.start)
+            hops += _hops(timeline)
+        if split:
+            for program in probe.programs(params, batch):
+                kept |= residual_bytes(program)
+    stages = range(pipe.schedule.num_stages)
+
+    def each(op: Op) -> list[float]:
+        return [median(times[stage, op]) for stage in stages]
+
+    in_process = pipe.rank is None
+    return Cost(
+        f=each(Op.F),
+        i=each(Op.I),
+        w=each(Op.W),
+        b=each(Op.B),
+        comm=0.0 if in_process or not hops else max(0.0, median(hops)),
+        activation=[kept.get(stage, (0.0, 0.0))[0] for stage in stages],
+        freed_by_i=[kept.get(stage, (0.0, 0.0))[1] for stage in stages],
+    )
+
+
+def all_forwards_first(placement: Sequence[int], microbatches: int, split: bool) -> Schedule:
+    """GPipe's order on any placement, with whole or split backwards."""
+    rows = []
+    for rank in range(max(placement) + 1):
+        own = [stage for stage, owner in enumerate(placement) if owner == rank]
+        numbers = range(microbatches)
+        row = [Action(stage, Op.F, m) for stage in own for m in numbers]
+        for stage in reversed(own):
+            for m in numbers:
+                ops = (Op.I, Op.W) if split else (Op.B,)
+                row += [Action(stage, op, m) for op in ops]
+        rows.append(row)
+    return Schedule(placement, rows, name="all forwards first")
+
+
+def _hops(timeline: Timeline) -> list[float]:
+    """How long each value took to a rank that was waiting for it."""
+    delays = []
+    ended = {e.action: e.end for row in timeline.events for e in row}
+    placement = timeline.schedule.placement
+    for row in timeline.events:
+        for before, event in pairwise(row):
+            stage, op, microbatch = event.action
+            source = stage - 1 if op == Op.F else stage + 1
+            if op == Op.W or not 0 <= source < len(placement) or placement[source] == event.rank:
+                continue
+            sent = [
+                ended[action]
+                for kind in ((Op.F,) if op == Op.F else (Op.B, Op.I))
+                if (action := Action(source, kind, microbatch)) in ended
+            ]
+            if sent and sent[0] >= before.end:
+                delays.append(event.start - sent[0])
+    return delays
+
+
+def residual_bytes(program: Program) -> dict[int, tuple[float, float]]:
+    """For each stage, the bytes that F keeps for its backward, and those of them that I frees.
+
+    A value counts for the stage and microbatch whose backward uses it last, wherever it was made:
+    the input of a stage is kept for it too. What I makes for W counts as not freed.
+    """
+    kept: Mapping[tuple[int, int | None], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    born: dict[int, tuple[float, Op | None]] = {}
+    for index, instruction in enumerate(program.instructions):
+        match instruction:
+            case Compute(last_use=ending, outputs=outputs, action=action):
+                for slot in ending:
+                    size, op = born.pop(slot, (0, None))
+                    unit = kept[action.stage, action.microbatch]
+                    if op == Op.F and action.op != Op.F:
+                        unit[0] += size
+                        unit[1] += size if action.op == Op.I else 0
+                    elif op == Op.I and action.op == Op.W:
+                        unit[1] -= size
+                made, by = outputs, action.op
+            case WaitRecv(message, slots):
+                made, by = slots, Op.F if message.action.op == Op.SEND_F else Op.SEND_B
+            case Free(slots):
+                for slot in slots:
+                    born.pop(slot, None)
+                continue
+            case _:
+                continue
+        for slot in made:
+            if slot >= 0:
+                born[slot] = (program.sizes[index, slot], by)
+    result: dict[int, tuple[float, float]] = {}
+    for (stage, _), (size, freed) in kept.items():
+        # Microbatches may differ by a row: the bigger ones decide what memory is needed.
+        result[stage] = max(result.get(stage, (0.0, 0.0)), (size, min(freed, size)))
+    return result

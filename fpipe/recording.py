@@ -1,0 +1,90 @@
+"""Record when each action of a real step ran, as the same `Timeline` that a simulation makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar, Token
+
+from fpipe.errors import FpipeError
+from fpipe.schedule import Action, Schedule
+from fpipe.schedule.timeline import Event, Timeline
+
+Marks = dict[Action, tuple[float, float]]
+"""Start and end of actions, in seconds of the host's monotonic clock."""
+
+_ACTIVE: ContextVar[record | None] = ContextVar("fpipe.recording", default=None)
+
+
+class record:
+    """Record the steps of pipelines: ``with fpipe.record() as recording: pipe.step(…)``.
+
+    Costs nothing when it is not used. Over a process group every rank gets the whole timeline, and
+    all ranks record when one does; clocks are those of the hosts, so ranks on different hosts are
+    only as well aligned as their clocks. On CUDA every action is waited for, which keeps its time
+    its own and lets nothing overlap.
+
+    Attributes:
+        timelines: one per step (or ``value`` or ``forward``), in order; times in seconds from the
+            start of the step's first action.
+
+    Example:
+        >>> import torch, fpipe
+        >>> schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
+        >>> stage, loss = (lambda w, x: x * w), (lambda y, _: y.mean())
+        >>> pipe = fpipe.pipeline([stage], loss, schedule, compile=False)
+        >>> with fpipe.record() as recording:
+        ...     result = pipe.step([torch.tensor(2.0)], torch.ones(4))
+        >>> print(*(event.action for event in recording.timeline.events[0]))
+        0F0 0F1 0B0 0B1
+    """
+
+    def __init__(self) -> None:
+        self.timelines: list[Timeline] = []
+        self._tokens: list[Token[record | None]] = []
+
+    @property
+    def timeline(self) -> Timeline:
+        """The last timeline.
+
+        Raises:
+            FpipeError: nothing has been recorded.
+        """
+        if not self.timelines:
+            raise FpipeError(
+                "nothing has been recorded: run pipe.step within `with fpipe.record() as "
+                "recording:` first"
+            )
+        return self.timelines[-1]
+
+    def __enter__(self) -> record:
+        self._tokens.append(_ACTIVE.set(self))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _ACTIVE.reset(self._tokens.pop())
+
+
+def active() -> record | None:
+    """The recording of the current thread or task, if there is one."""
+    return _ACTIVE.get()
+
+
+def timeline_of(
+    schedule: Schedule, marks: Sequence[Mapping[Action, tuple[float, float]]]
+) -> Timeline:
+    """Put the marks of all ranks together.
+
+    An action that had nothing to compute, such as the input gradient of a stage that has no
+    parameters before it, takes no time, after the action before it.
+    """
+    origin = min((start for row in marks for start, _ in row.values()), default=0.0)
+    rows = []
+    for rank, actions in enumerate(schedule.actions):
+        now = 0.0
+        row = []
+        for action in actions:
+            start, end = marks[rank].get(action, (origin + now, origin + now))
+            now = end - origin
+            row.append(Event(rank, action, start - origin, now))
+        rows.append(tuple(row))
+    return Timeline(schedule, tuple(rows))

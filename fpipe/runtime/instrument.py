@@ -1,0 +1,71 @@
+"""Instrument a program: wrap its kernels, and leave everything else as it is.
+
+The interpreter knows nothing of it, so a program that is not instrumented pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from fpipe.runtime.program import Compute, Program
+from fpipe.schedule import Action
+from fpipe.stage.compiler import Call
+
+Wrap = Callable[[Call, Action], Call]
+
+
+def instrument(program: Program, wrap: Wrap) -> Program:
+    """`program` with every kernel replaced by ``wrap(kernel, action)``."""
+    return replace(
+        program,
+        instructions=tuple(
+            i._replace(call=wrap(i.call, i.action)) if isinstance(i, Compute) else i
+            for i in program.instructions
+        ),
+    )
+
+
+def timed(marks: dict[Action, tuple[float, float]]) -> Wrap:
+    """Write start and end of each action into `marks`, in seconds of the host's monotonic clock.
+
+    On CUDA each action is waited for, so that its time is its own; nothing overlaps then.
+    """
+
+    def wrap(call: Call, action: Action) -> Call:
+        def timed_call(inputs: list[Tensor]) -> Sequence[Tensor]:
+            start = perf_counter()
+            outputs = call(inputs)
+            for output in outputs[:1]:
+                if output.is_cuda:
+                    torch.cuda.synchronize(output.device)
+            marks[action] = (start, perf_counter())
+            return outputs
+
+        return timed_call
+
+    return wrap
+
+
+def labelled(call: Call, action: Action) -> Call:
+    """Show the action as ``PP:2F0`` to a profiler that is running."""
+    label = f"PP:{action}"
+
+    def labelled_call(inputs: list[Tensor]) -> Sequence[Tensor]:
+        with torch.profiler.record_function(label):
+            return call(inputs)
+
+    return labelled_call
+
+
+def observed(program: Program, marks: dict[Action, tuple[float, float]] | None) -> Program:
+    """`program` as whoever is looking needs it: recorded, profiled, both or neither."""
+    if marks is not None:
+        program = instrument(program, timed(marks))
+    if torch.autograd.profiler._is_profiler_enabled:
+        program = instrument(program, labelled)
+    return program
