@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Final
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
@@ -14,6 +15,8 @@ from fpipe.schedule.exchange.json_file import format_json, parse_json
 from fpipe.schedule.exchange.plain import PathLike, load, save
 from fpipe.schedule.exchange.text_form import format_text, parse_text
 from fpipe.schedule.grid import text_grid
+
+LARGEST_SHOWN: Final = 20_000  # actions in a notebook's picture: about two megabytes
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,60 @@ class Schedule:
             rank 1     F0 B0 F1 B1
         """
         return cls(*parse_text(text))
+
+    # Pictures are imported when one is drawn, so that `import fpipe` stays quick.
+
+    def to_svg(self, path: PathLike | None = None, *, width: float | None = None) -> str:
+        """Draw the schedule as SVG, as if F, I and W took one unit of time each, and B two.
+
+        `fpipe.simulate` gives a timeline of other costs, which draws itself the same way. A
+        schedule that cannot run is drawn as its plain rows.
+
+        Args:
+            path: the file to write; None to write none.
+            width: in pixels; None for what makes the numbers of the microbatches fit, within
+                limits.
+
+        Returns:
+            What the file holds.
+
+        Raises:
+            ScheduleError: an action is of a stage that does not exist, or `width` is too small.
+
+        Example:
+            >>> import fpipe
+            >>> fpipe.schedules.zbv(ranks=2, microbatches=4).to_svg().startswith("<svg")
+            True
+        """
+        from fpipe.schedule.picture.clock import unit_chart
+        from fpipe.schedule.picture.svg import svg
+
+        return save(path, svg([unit_chart(self, self.name)], width=width))
+
+    def to_html(self, path: PathLike | None = None) -> str:
+        """Draw the schedule as one HTML file to look around in: hover, zoom, move.
+
+        Times, arguments, result and errors are those of `to_svg`.
+        """
+        from fpipe.schedule.picture.clock import unit_chart
+        from fpipe.schedule.picture.page import page
+
+        return save(path, page([unit_chart(self, self.name)]))
+
+    def to_trace(self, path: PathLike | None = None) -> str:
+        """Write the schedule as a trace for https://ui.perfetto.dev, a unit of time as 1 ms.
+
+        Times, arguments, result and errors are those of `to_svg`.
+        """
+        from fpipe.schedule.picture.clock import unit_chart
+        from fpipe.schedule.picture.trace import trace
+
+        return save(path, trace(unit_chart(self, self.name)))
+
+    def _repr_svg_(self) -> str | None:
+        """What a notebook shows; None, for the text form, where a picture would be too large."""
+        small = sum(map(len, self.actions)) <= LARGEST_SHOWN
+        return self.to_svg() if small else None
 
     @cached_property
     def _hash(self) -> int:

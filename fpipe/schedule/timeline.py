@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.bound import lower_bound
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.critical import Transfer, critical_path, transfers
-from fpipe.schedule.schedule import Schedule
+from fpipe.schedule.exchange.plain import PathLike, save
+from fpipe.schedule.memory import Steps, held
+from fpipe.schedule.schedule import LARGEST_SHOWN, Schedule
+
+if TYPE_CHECKING:
+    from fpipe.schedule.picture.chart import Chart
 
 
 class Event(NamedTuple):
@@ -92,33 +97,14 @@ class Timeline:
             for rank in range(len(self.events))
         )
 
-    def memory(self, rank: int) -> tuple[tuple[float, float], ...]:
+    def memory(self, rank: int) -> Steps:
         """The activations on `rank` over time: pairs of a time and the amount held from then on.
 
         F takes its activation when it starts; I frees its part, and B or W the rest, when it ends.
         Where a stage has no I or no W, the other frees all.
         """
         costs = (self.cost or Cost(1, 1, 1)).on(self.schedule.placement)
-        has = {(stage, op) for _, (stage, op, _), _, _ in self.events[rank]}
-        times: list[float] = []
-        changes: list[float] = []
-        for _, (stage, op, microbatch), start, end in self.events[rank]:
-            kept, freed = costs.activation[stage], costs.freed_by_i[stage]
-            if microbatch is None:
-                continue
-            if op == Op.F:
-                change = kept
-            elif op == Op.I and (stage, Op.W) in has:
-                change = -freed
-            elif op == Op.W and (stage, Op.I) in has:
-                change = freed - kept
-            else:
-                change = -kept
-            times.append(start if op == Op.F else end)
-            changes.append(change)
-        # Sums of thirds and the like drift; a peak of 2.9999999999999996 reads as a defect.
-        amounts = (round(amount, 12) for amount in accumulate(changes))
-        return tuple(zip(times, amounts, strict=True))
+        return held(self.events[rank], costs.activation, costs.freed_by_i)
 
     @cached_property
     def critical_path(self) -> tuple[Event, ...]:
@@ -168,6 +154,102 @@ class Timeline:
         """
         gap = self.makespan / self.bound - 1 if self.bound else 0.0
         return gap if gap > 1e-12 else 0.0
+
+    # Pictures are imported when one is drawn, so that `import fpipe` stays quick.
+
+    def to_text(self, *, width: int = 80) -> str:
+        """Draw the timeline to scale in lines of at most `width` characters.
+
+        `fpipe.schedule.picture.strip` tells what the letters mean. Every other picture shows more.
+
+        Raises:
+            ScheduleError: `width` is less than 50.
+
+        Example:
+            >>> import fpipe
+            >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=3)
+            >>> print(fpipe.simulate(schedule, fpipe.Cost(f=1, i=1, w=1)).to_text(width=66))
+            time    0              5               10
+            rank 0  FFFFFF......BBBBBBFFFFBBBBBB...BBBBBB  idle 25.0 %  peak 2
+            rank 1  ...FFFBBBBBBFFFBBBBBBBFFFBBBBBB......  idle 25.0 %  peak 1
+        """
+        from fpipe.schedule.picture.strip import strip
+
+        return strip(self._chart(None), width=width)
+
+    def to_svg(
+        self,
+        path: PathLike | None = None,
+        *,
+        width: float | None = None,
+        unit: str | None = None,
+        beside: Sequence[Timeline] = (),
+    ) -> str:
+        """Draw the timeline as SVG: lanes of coloured boxes, with what each rank holds beneath.
+
+        Args:
+            path: the file to write; None to write none.
+            width: in pixels; None for what makes the numbers of the microbatches fit, within
+                limits.
+            unit: of time, for the axis, such as "ms"; None for seconds where the timeline was
+                recorded, and none where it was simulated.
+            beside: more timelines, drawn below this one on the same scale of time, such as a
+                recorded one below the simulated. Their times must be in the same unit.
+
+        Returns:
+            What the file holds.
+
+        Raises:
+            ScheduleError: `width` is too small.
+        """
+        from fpipe.schedule.picture.svg import svg
+
+        return save(path, svg(self._charts(unit, beside), width=width))
+
+    def to_html(
+        self,
+        path: PathLike | None = None,
+        *,
+        unit: str | None = None,
+        beside: Sequence[Timeline] = (),
+    ) -> str:
+        """Draw the timeline as one HTML file to look around in: hover, zoom, move.
+
+        Over an action it tells start, end and what the action waited for. Arguments, result and
+        errors are those of `to_svg`.
+        """
+        from fpipe.schedule.picture.page import page
+
+        return save(path, page(self._charts(unit, beside)))
+
+    def to_trace(self, path: PathLike | None = None, *, unit: str | None = None) -> str:
+        """Write the timeline as a trace for https://ui.perfetto.dev or chrome://tracing.
+
+        `fpipe.schedule.picture.trace` tells what is in it. Times are exact where `unit` is "s",
+        "ms" or "us", or where the timeline was recorded; else a unit is shown as 1 ms. Arguments
+        and result are those of `to_svg`.
+        """
+        from fpipe.schedule.picture.trace import trace
+
+        return save(path, trace(self._chart(unit)))
+
+    def _repr_svg_(self) -> str | None:
+        """What a notebook shows; None, for the text form, where a picture would be too large."""
+        return self.to_svg() if sum(map(len, self.events)) <= LARGEST_SHOWN else None
+
+    def _chart(self, unit: str | None) -> Chart:
+        from fpipe.schedule.picture.chart import draw_up
+
+        name, placement = self.schedule.name, self.schedule.placement
+        note = "recorded" if self.cost is None else ""
+        return draw_up(name, placement, self.events, self.cost, unit=unit, note=note)
+
+    def _charts(self, unit: str | None, beside: Sequence[Timeline]) -> list[Chart]:
+        return [timeline._chart(unit) for timeline in (self, *beside)]
+
+    def __str__(self) -> str:
+        """The timeline as text to scale (`to_text` has a choice of width)."""
+        return f"{self!r}\n{self.to_text()}"
 
     def __repr__(self) -> str:
         return f"<Timeline of {self.schedule.name}: makespan {self.makespan:g}, span {self.span:g}>"

@@ -1,0 +1,47 @@
+"""Round numbers for an axis, and numbers as short text."""
+
+from __future__ import annotations
+
+import math
+
+
+def ticks(length: float, about: int) -> list[float]:
+    """Round times from 0 to `length`, some `about` of them, 1, 2 or 5 times a power of ten apart.
+
+    Example:
+        >>> ticks(57, 6)
+        [0.0, 10.0, 20.0, 30.0, 40.0, 50.0]
+    """
+    if length <= 0:
+        return [0.0]
+    rough = length / max(about, 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    return [number * step for number in range(int(length / step * (1 + 1e-9)) + 1)]
+
+
+def short(value: float) -> str:
+    """A number in four digits, with a prefix of the SI where it is large.
+
+    Example:
+        >>> short(4), short(16.5), short(1 / 3), short(2.5e9)
+        ('4', '16.5', '0.3333', '2.5G')
+    """
+    for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (1e3 if prefix == 'k' else limit):.4g}{prefix}"
+    return f"{value:.4g}"
+
+
+def readable_unit(length: float, unit: str) -> tuple[float, str]:
+    """The unit in which times up to `length` read well, and what to multiply them by.
+
+    Seconds become ms or µs where they are short; any other unit stays as it is.
+
+    Example:
+        >>> readable_unit(0.0125, "s"), readable_unit(57, "")
+        ((1000.0, 'ms'), (1.0, ''))
+    """
+    if unit == "s" and length < 1:
+        return (1e3, "ms") if length >= 1e-3 else (1e6, "µs")
+    return 1.0, unit

@@ -1,0 +1,167 @@
+"""What a picture shows, whatever its form: timed boxes, who waited for whom, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from fpipe.errors import ScheduleError
+from fpipe.schedule.action import Action
+from fpipe.schedule.cost import Cost
+from fpipe.schedule.dependencies import Dependencies, chain, dependencies
+from fpipe.schedule.memory import Steps, Timed, held
+
+Position: TypeAlias = tuple[int, int]  # rank, index in the rank's row
+
+
+class Box(NamedTuple):
+    """An action as it is drawn. Times count from the first start.
+
+    Attributes:
+        action: what ran.
+        start: when it started.
+        end: when it ended.
+        turn: place of its stage among the stages of the rank, from 0; it chooses the shade.
+        waited: the action that it waited for last; None where it waited for nothing.
+        ready: when that was there (its end, and the way to this rank).
+    """
+
+    action: Action
+    start: float
+    end: float
+    turn: int
+    waited: Position | None
+    ready: float
+
+
+class Message(NamedTuple):
+    """A value that crosses from one rank to another: the boxes that make and read it."""
+
+    source: Position
+    target: Position
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A timeline with all that its pictures need.
+
+    Attributes:
+        name: the schedule's.
+        placement: the rank of each stage.
+        rows: the boxes of each rank, in the order in which it ran them.
+        memory: per rank, pairs of a time and the activations held from then on.
+        messages: every value that crosses ranks.
+        unit: of time, such as "s"; "" for a unit of one's own.
+        note: what a reader must know about the times; "" for nothing.
+    """
+
+    name: str
+    placement: tuple[int, ...]
+    rows: tuple[tuple[Box, ...], ...]
+    memory: tuple[Steps, ...]
+    messages: tuple[Message, ...]
+    unit: str
+    note: str
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first start to the last end."""
+        return max((box.end for row in self.rows for box in row), default=0.0)
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        """The most that each rank holds."""
+        return tuple(max((amount for _, amount in steps), default=0.0) for steps in self.memory)
+
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches: one more than the greatest that is named."""
+        named = (box.action.microbatch for row in self.rows for box in row)
+        return max((number for number in named if number is not None), default=-1) + 1
+
+    def idle(self, rank: int) -> float:
+        """The part of the makespan, from 0 to 1, in which `rank` runs nothing."""
+        busy = sum(box.end - box.start for box in self.rows[rank])
+        return max(0.0, 1 - busy / self.makespan) if self.makespan else 0.0
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of `rank`, in order."""
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+
+
+def draw_up(
+    name: str,
+    placement: tuple[int, ...],
+    events: Sequence[Sequence[Timed]],
+    cost: Cost | None,
+    *,
+    unit: str | None = None,
+    note: str = "",
+) -> Chart:
+    """The chart of what ran.
+
+    Args:
+        name: the schedule's.
+        placement: the rank of each stage.
+        events: per rank, rank, action, start and end of what it ran, in order.
+        cost: latencies and activations; None where they are unknown: a value then arrives when its
+            maker ends, and F keeps one microbatch's share of 1/p of the model.
+        unit: of time; None for seconds without a cost, and no name with one.
+        note: shown beside the name.
+
+    Raises:
+        ScheduleError: an action is of a stage that the placement does not have.
+    """
+    for rank, row in enumerate(events):
+        for at, (_, action, _, _) in enumerate(row):
+            if not 0 <= action.stage < len(placement):
+                raise ScheduleError(
+                    f"{action} (actions[{rank}][{at}]) is of stage {action.stage}, and the "
+                    f"placement has {len(placement)} stages: fpipe.verify tells all that is amiss"
+                )
+    graph = dependencies([[event[1] for event in row] for row in events], chain(len(placement)))
+    zero = min((row[0][2] for row in events if row), default=0.0)
+    turns = _turns(placement)
+    costs = (cost or Cost(1, 1, 1)).on(placement)
+    rows, messages = [], []
+    for rank, row in enumerate(events):
+        boxes = []
+        for at, (_, action, start, end) in enumerate(row):
+            waited, ready = None, zero
+            for source in _needs(graph, rank, at):
+                arrival = events[source[0]][source[1]][3]
+                if source[0] != rank:
+                    messages.append(Message(source, (rank, at)))
+                    arrival += cost.hop(source[0], rank) if cost is not None else 0.0
+                if waited is None or arrival > ready:
+                    waited, ready = source, arrival
+            turn = turns[action.stage]
+            boxes.append(Box(action, start - zero, end - zero, turn, waited, ready - zero))
+        rows.append(tuple(boxes))
+    memory = (
+        tuple(
+            (time - zero, amount) for time, amount in held(row, costs.activation, costs.freed_by_i)
+        )
+        for row in events
+    )
+    if unit is None:
+        unit = "s" if cost is None else ""
+    return Chart(name, placement, tuple(rows), tuple(memory), tuple(messages), unit, note)
+
+
+def _needs(graph: Dependencies, rank: int, at: int) -> list[Position]:
+    """What an action waits for: first the one before it on its rank, which wins a tie."""
+    before = [(rank, at - 1)] if at else []
+    inputs = map(graph.place, graph.needs[graph.starts[rank] + at])
+    return before + [source for source in inputs if source not in before]
+
+
+def _turns(placement: Sequence[int]) -> list[int]:
+    """The place of each stage among the stages of its rank."""
+    seen: dict[int, int] = {}
+    turns = []
+    for rank in placement:
+        turns.append(seen.get(rank, 0))
+        seen[rank] = turns[-1] + 1
+    return turns

@@ -1,0 +1,65 @@
+"""What the colours mean, as lines of SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from fpipe.schedule.picture.axis import short
+from fpipe.schedule.picture.chart import Chart
+from fpipe.schedule.picture.palette import COLOURS, IDLE, MEANING, MEMORY_FILL, OTHER, shade
+
+FONT: Final = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
+_LETTER: Final = 5.8  # a generous width of a letter in 11 pixels
+_GAP: Final = 16.0
+_MARGIN: Final = 12.0
+_LINE: Final = 20.0
+
+
+class Entry(NamedTuple):
+    """A line of the legend: what is said, and the swatches before it."""
+
+    text: str
+    fills: tuple[str, ...]
+
+    @property
+    def width(self) -> float:
+        return 14.0 * len(self.fills) + 5 + len(self.text) * _LETTER
+
+
+def entries(charts: Sequence[Chart]) -> list[Entry]:
+    """What a reader must know: every op that occurs, with its shades; idle time; memory."""
+    ops = {box.action.op for chart in charts for row in chart.rows for box in row}
+    turns = max(len(chart.stages_of(rank)) for chart in charts for rank in range(len(chart.rows)))
+    found = [
+        Entry(f"{op} {MEANING[op]}", tuple(shade(op, turn, turns) for turn in range(turns)))
+        for op in COLOURS
+        if op in ops
+    ]
+    if turns > 1:
+        found.append(Entry("(lighter: a later stage of the rank)", ()))
+    if others := sorted(op for op in ops if op not in COLOURS):
+        found.append(Entry(", ".join(others), (OTHER,)))
+    tops = sorted({max(chart.peaks, default=0.0) for chart in charts})
+    scale = " or ".join(map(short, tops))
+    return [
+        *found,
+        Entry("idle", (IDLE,)),
+        Entry(f"activations held, 0 to {scale}", (MEMORY_FILL,)),
+    ]
+
+
+def legend(charts: Sequence[Chart], width: float) -> tuple[list[str], float]:
+    """The legend in as many lines as `width` pixels need, and how high it is, in pixels."""
+    parts: list[str] = []
+    x, y = _MARGIN, 10.0
+    for entry in entries(charts):
+        if x > _MARGIN and x + entry.width > width:
+            x, y = _MARGIN, y + _LINE
+        start = x
+        for fill in entry.fills:
+            parts.append(f'<rect x="{x:g}" y="{y:g}" width="13" height="12" fill="{fill}"/>')
+            x += 14
+        parts.append(f'<text x="{x + 4:g}" y="{y + 10:g}">{entry.text}</text>')
+        x = round(start + entry.width + _GAP, 1)
+    return parts, y + _LINE

@@ -1,0 +1,401 @@
+"use strict";
+// Draws the charts of #data on #canvas and lets the reader zoom, move and ask. All times of the
+// data are in its own unit; `factor` makes them readable.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const canvas = document.getElementById("canvas");
+const pen = canvas.getContext("2d");
+const tip = document.getElementById("tip");
+const shown = {
+  messages: document.getElementById("messages"),
+  critical: document.getElementById("critical"),
+};
+
+const LEFT = 92, RIGHT = 124, TOP = 34, FOOT = 34, LANE = 22, MEMORY = 16, GAP = 8;
+const STEP = LANE + MEMORY + GAP;
+const LENGTH = Math.max(...data.charts.map((chart) => chart.makespan)) || 1;
+const [STAGE, OP, MICROBATCH, START, END, STYLE, WAITED_RANK, WAITED_AT, READY] = Array(9).keys();
+
+let view = { from: 0, to: LENGTH };
+let hovered = null; // { chart, rank, at }
+let width = 0;
+
+const longest = (names) => names.reduce((most, name) => Math.max(most, name.length), 1);
+
+// ── where things are ──
+
+let y = 0;
+for (const chart of data.charts) {
+  chart.top = y + TOP;
+  y = chart.top + chart.rows.length * STEP + FOOT;
+  chart.most = Math.max(0, ...chart.peaks);
+  chart.path = criticalPath(chart);
+  // Letters of the longest number and of the longest label, so that all boxes are written alike.
+  const boxes = chart.rows.flat();
+  chart.digits = longest(boxes.map((box) => String(box[MICROBATCH] ?? "")));
+  chart.letters = longest(boxes.map(label));
+  const lengths = boxes.map((box) => box[END] - box[START]).sort((a, b) => a - b);
+  chart.usual = lengths[Math.floor(lengths.length / 10)] ?? 0;
+}
+const HEIGHT = y;
+
+const pixels = () => (width - LEFT - RIGHT) / (view.to - view.from);
+const toX = (time) => LEFT + (time - view.from) * pixels();
+const toTime = (x) => view.from + (x - LEFT) / pixels();
+const laneY = (chart, rank) => chart.top + rank * STEP;
+
+// The first box of a row that ends after `time`: rows are in order of time.
+function firstAfter(row, time) {
+  let low = 0, high = row.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (row[middle][END] > time) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+function boxAt(x, y) {
+  for (const chart of data.charts) {
+    const rank = Math.floor((y - chart.top) / STEP);
+    if (rank < 0 || rank >= chart.rows.length) continue;
+    const time = toTime(x), row = chart.rows[rank], inLane = (y - chart.top) % STEP < LANE;
+    const at = firstAfter(row, time);
+    const hit = inLane && at < row.length && row[at][START] <= time;
+    return { chart, rank, time, at: hit ? at : null };
+  }
+  return null;
+}
+
+// ── what is said ──
+
+const number = (value) => {
+  for (const [limit, scale, prefix] of [[1e12, 1e12, "T"], [1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]])
+    if (Math.abs(value) >= limit) return +(value / scale).toPrecision(4) + prefix;
+  return String(+value.toPrecision(4));
+};
+const timeText = (chart, value) => (number(value * chart.factor) + " " + chart.unit).trim();
+function label(box) {
+  return box[STAGE] + data.ops[box[OP]].name + (box[MICROBATCH] ?? "");
+}
+
+function describe({ chart, rank, time, at }) {
+  const held = amountAt(chart.memory[rank], time);
+  if (at === null) {
+    const state = time < 0 || time > chart.makespan ? "outside the step" : `at ${timeText(chart, time)}`;
+    return `rank ${rank}\n${state}\nholds ${number(held)} of activations`;
+  }
+  const box = chart.rows[rank][at], op = data.ops[box[OP]];
+  const of = box[MICROBATCH] === null ? "" : `, microbatch ${box[MICROBATCH]}`;
+  const before = at ? chart.rows[rank][at - 1][END] : 0;
+  const idle = box[START] - before;
+  const lines = [
+    `${label(box)}: ${op.meaning}, stage ${box[STAGE]}${of}, rank ${rank}`,
+    `start ${timeText(chart, box[START])}, end ${timeText(chart, box[END])}, ` +
+      `takes ${timeText(chart, box[END] - box[START])}`,
+  ];
+  if (box[WAITED_RANK] === null) {
+    lines.push("waited for nothing");
+  } else {
+    const maker = chart.rows[box[WAITED_RANK]][box[WAITED_AT]];
+    lines.push(
+      box[WAITED_RANK] === rank
+        ? `waited for ${label(maker)} on its own rank, which ended at ${timeText(chart, maker[END])}`
+        : `waited for ${label(maker)} from rank ${box[WAITED_RANK]}, which was there at ` +
+            timeText(chart, box[READY]),
+    );
+  }
+  if (idle > 1e-9 * LENGTH) lines.push(`the rank was idle for ${timeText(chart, idle)} before`);
+  lines.push(`rank ${rank} holds ${number(amountAt(chart.memory[rank], box[START]))} of activations`);
+  return lines.join("\n");
+}
+
+function amountAt(steps, time) {
+  let low = 0, high = steps.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (steps[middle][0] <= time) low = middle + 1;
+    else high = middle;
+  }
+  return low ? steps[low - 1][1] : 0;
+}
+
+function criticalPath(chart) {
+  let here = null, end = -1;
+  chart.rows.forEach((row, rank) => {
+    if (row.length && row[row.length - 1][END] > end) {
+      end = row[row.length - 1][END];
+      here = [rank, row.length - 1];
+    }
+  });
+  const path = [];
+  while (here) {
+    path.push(here);
+    const box = chart.rows[here[0]][here[1]];
+    here = box[WAITED_RANK] === null ? null : [box[WAITED_RANK], box[WAITED_AT]];
+  }
+  return path;
+}
+
+// ── drawing ──
+
+const hatch = (() => {
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = 6;
+  const ink = tile.getContext("2d");
+  ink.fillStyle = "#f4f4f4";
+  ink.fillRect(0, 0, 6, 6);
+  ink.strokeStyle = "#d4d4d4";
+  ink.beginPath();
+  for (const shift of [-6, 0, 6]) {
+    ink.moveTo(shift, 6);
+    ink.lineTo(shift + 6, 0);
+  }
+  ink.stroke();
+  return pen.createPattern(tile, "repeat");
+})();
+
+function text(string, x, y, { colour = "#000", align = "left", size = 12, bold = false } = {}) {
+  pen.font = `${bold ? "bold " : ""}${size}px Helvetica, Arial, "DejaVu Sans", sans-serif`;
+  pen.fillStyle = colour;
+  pen.textAlign = align;
+  pen.fillText(string, x, y);
+}
+
+function draw() {
+  const density = window.devicePixelRatio || 1;
+  width = canvas.clientWidth;
+  canvas.style.height = HEIGHT + "px";
+  canvas.width = Math.round(width * density);
+  canvas.height = Math.round(HEIGHT * density);
+  pen.setTransform(density, 0, 0, density, 0, 0);
+  for (const chart of data.charts) drawChart(chart);
+  const [chart] = data.charts;
+  document.getElementById("range").textContent =
+    `time ${timeText(chart, view.from)} to ${timeText(chart, view.to)}`;
+}
+
+function drawChart(chart) {
+  const bottom = chart.top + chart.rows.length * STEP - GAP;
+  text(chart.name, LEFT, chart.top - 12, { size: 14, bold: true });
+  const after = LEFT + pen.measureText(chart.name).width + 12;
+  text(chart.facts, after, chart.top - 12, { colour: "#555" });
+  chart.rows.forEach((row, rank) => {
+    const y = laneY(chart, rank), stages = chart.stages[rank];
+    text(`rank ${rank}`, LEFT - 8, y + LANE / 2 + 4, { align: "right" });
+    text(stages, LEFT - 8, y + LANE + MEMORY - 4, { align: "right", size: 10, colour: "#555" });
+    text(chart.idle[rank], width - RIGHT + 8, y + LANE / 2 + 4);
+    text("peak " + number(chart.peaks[rank]), width - RIGHT + 8, y + LANE + MEMORY - 4,
+      { size: 10, colour: "#555" });
+  });
+  drawAxis(chart, bottom);
+  pen.save();
+  pen.beginPath();
+  pen.rect(LEFT, chart.top - 4, width - LEFT - RIGHT, bottom - chart.top + 8);
+  pen.clip();
+  chart.rows.forEach((row, rank) => drawRank(chart, row, rank));
+  if (shown.messages.checked) drawMessages(chart);
+  if (shown.critical.checked) drawCritical(chart);
+  if (hovered && hovered.chart === chart && hovered.at !== null) drawHovered(chart);
+  pen.restore();
+}
+
+function drawAxis(chart, bottom) {
+  const rough = ((view.to - view.from) * chart.factor) / Math.max(2, (width - LEFT - RIGHT) / 90);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999);
+  for (let mark = Math.ceil((view.from * chart.factor) / step); ; mark++) {
+    const time = (mark * step) / chart.factor;
+    if (time > view.to) break;
+    pen.fillStyle = "#e4e4e4";
+    pen.fillRect(toX(time), chart.top - 4, 1, bottom - chart.top + 8);
+    const name = String(+(mark * step).toPrecision(12));
+    text(name + (chart.unit && " " + chart.unit), toX(time), bottom + 18, { align: "center", colour: "#555" });
+  }
+}
+
+function drawRank(chart, row, rank) {
+  const y = laneY(chart, rank), floor = y + LANE + MEMORY;
+  const left = Math.max(toX(0), LEFT), right = Math.min(toX(chart.makespan), width - RIGHT);
+  pen.fillStyle = hatch;
+  pen.fillRect(left, y, right - left, LANE);
+
+  if (chart.most > 0) {
+    pen.fillStyle = "#c9cdd3";
+    pen.beginPath();
+    const steps = chart.memory[rank];
+    let started = false;
+    steps.forEach(([time, amount], at) => {
+      const until = at + 1 < steps.length ? steps[at + 1][0] : chart.makespan;
+      if (until <= view.from || time >= view.to || until <= time) return;
+      const level = floor - ((MEMORY - 2) * Math.max(amount, 0)) / chart.most;
+      const x = Math.max(toX(time), left);
+      if (!started) pen.moveTo(x, floor);
+      started = true;
+      pen.lineTo(x, level);
+      pen.lineTo(Math.min(toX(until), right), level);
+    });
+    pen.lineTo(right, floor);
+    pen.fill();
+  }
+  pen.fillStyle = "#999";
+  pen.fillRect(left, floor, right - left, 1);
+
+  for (let at = firstAfter(row, view.from); at < row.length && row[at][START] < view.to; at++) {
+    const box = row[at], style = data.styles[box[STYLE]];
+    const x = toX(box[START]), wide = (box[END] - box[START]) * pixels();
+    pen.fillStyle = style.fill;
+    pen.fillRect(x, y, Math.max(wide - Math.min(0.8, 0.12 * wide), 0.5), LANE);
+    const room = wide - 2;
+    const whole = chart.letters * 6.8 <= chart.usual * pixels() - 2;
+    const letters = whole ? chart.letters : chart.digits;
+    const size = [11, 10, 9, 8, 7].find((size) => letters * size * 0.6 <= room);
+    const name = whole ? label(box) : String(box[MICROBATCH] ?? "");
+    if (size) {
+      text(name, x + wide / 2, y + LANE / 2 + 4, { align: "center", colour: style.ink, size });
+    }
+  }
+}
+
+const middle = (chart, rank) => laneY(chart, rank) + LANE / 2;
+
+function arrow(chart, source, target, colour) {
+  const made = chart.rows[source[0]][source[1]], read = chart.rows[target[0]][target[1]];
+  const x0 = toX(made[END]), y0 = middle(chart, source[0]);
+  const x1 = toX(read[START]), y1 = middle(chart, target[0]);
+  if (Math.max(x0, x1) < LEFT || Math.min(x0, x1) > width - RIGHT) return;
+  pen.strokeStyle = pen.fillStyle = colour;
+  pen.beginPath();
+  pen.moveTo(x0, y0);
+  pen.lineTo(x1, y1);
+  pen.stroke();
+  pen.beginPath();
+  pen.arc(x1, y1, 2.2, 0, 7);
+  pen.fill();
+}
+
+function drawMessages(chart) {
+  pen.lineWidth = 0.8;
+  for (const [r0, a0, r1, a1] of chart.messages) arrow(chart, [r0, a0], [r1, a1], "#0009");
+}
+
+function outline(chart, [rank, at], colour, thick) {
+  const box = chart.rows[rank][at];
+  pen.lineWidth = thick;
+  pen.strokeStyle = colour;
+  pen.strokeRect(toX(box[START]) + 1, laneY(chart, rank) + 1,
+    Math.max((box[END] - box[START]) * pixels() - 2, 1), LANE - 2);
+}
+
+function drawCritical(chart) {
+  chart.path.forEach((here, number) => {
+    outline(chart, here, "#000", 2);
+    const next = chart.path[number + 1];
+    pen.lineWidth = 1.5;
+    if (next && next[0] !== here[0]) arrow(chart, next, here, "#000");
+  });
+}
+
+function drawHovered(chart) {
+  const here = [hovered.rank, hovered.at], box = chart.rows[hovered.rank][hovered.at];
+  if (box[WAITED_RANK] !== null) {
+    const source = [box[WAITED_RANK], box[WAITED_AT]];
+    outline(chart, source, "#cc79a7", 3);
+    pen.lineWidth = 2;
+    arrow(chart, source, here, "#cc79a7");
+  }
+  outline(chart, here, "#000", 3);
+}
+
+// ── what the reader does ──
+
+function look(from, to) {
+  const length = Math.min(Math.max(to - from, LENGTH * 1e-5), LENGTH);
+  const start = Math.min(Math.max(from, 0), LENGTH - length);
+  view = { from: start, to: start + length };
+  draw();
+}
+
+const zoom = (time, factor) =>
+  look(time - (time - view.from) * factor, time + (view.to - time) * factor);
+
+function hover(event) {
+  const { left, top } = canvas.getBoundingClientRect();
+  const x = event.clientX - left, y = event.clientY - top;
+  hovered = x < LEFT || x > width - RIGHT ? null : boxAt(x, y);
+  tip.hidden = hovered === null;
+  if (hovered) {
+    tip.textContent = describe(hovered);
+    const { width: wide, height: tall } = tip.getBoundingClientRect();
+    tip.style.left = Math.max(4, Math.min(event.clientX + 14, window.innerWidth - wide - 8)) + "px";
+    const below = event.clientY + 18;
+    tip.style.top = (below + tall > window.innerHeight ? event.clientY - tall - 10 : below) + "px";
+  }
+  draw();
+}
+
+let grip = null;
+canvas.addEventListener("pointerdown", (event) => {
+  grip = { x: event.clientX, y: event.clientY };
+  canvas.classList.add("dragging");
+  if (event.isTrusted) canvas.setPointerCapture(event.pointerId);
+});
+canvas.addEventListener("pointermove", (event) => {
+  if (!grip) return hover(event);
+  const moved = (grip.x - event.clientX) / pixels();
+  window.scrollBy(0, grip.y - event.clientY);
+  grip = { x: event.clientX, y: event.clientY };
+  look(view.from + moved, view.to + moved);
+});
+for (const name of ["pointerup", "pointercancel"])
+  canvas.addEventListener(name, () => {
+    grip = null;
+    canvas.classList.remove("dragging");
+  });
+canvas.addEventListener("pointerleave", () => {
+  hovered = null;
+  tip.hidden = true;
+  draw();
+});
+canvas.addEventListener("wheel", (event) => {
+  event.preventDefault();
+  const { left } = canvas.getBoundingClientRect();
+  const sideways = event.shiftKey ? event.deltaY : event.deltaX;
+  if (Math.abs(sideways) > Math.abs(event.deltaY) || event.shiftKey) {
+    look(view.from + sideways / pixels(), view.to + sideways / pixels());
+  } else {
+    zoom(toTime(event.clientX - left), Math.exp(Math.sign(event.deltaY) * 0.2));
+  }
+}, { passive: false });
+canvas.addEventListener("dblclick", () => look(0, LENGTH));
+document.getElementById("fit").addEventListener("click", () => look(0, LENGTH));
+canvas.addEventListener("keydown", (event) => {
+  const centre = (view.from + view.to) / 2, tenth = (view.to - view.from) / 10;
+  const action = {
+    "+": () => zoom(centre, 0.8), "=": () => zoom(centre, 0.8), "-": () => zoom(centre, 1.25),
+    ArrowLeft: () => look(view.from - tenth, view.to - tenth),
+    ArrowRight: () => look(view.from + tenth, view.to + tenth),
+    0: () => look(0, LENGTH),
+  }[event.key];
+  if (action) {
+    event.preventDefault();
+    action();
+  }
+});
+for (const box of Object.values(shown)) box.addEventListener("change", draw);
+window.addEventListener("resize", draw);
+
+for (const { text: string, fills } of data.legend) {
+  const item = document.createElement("li");
+  for (const fill of fills) {
+    const swatch = document.createElement("i");
+    if (fill.startsWith("url")) swatch.className = "idle";
+    else swatch.style.background = fill;
+    item.append(swatch);
+  }
+  const name = document.createElement("span");
+  name.textContent = string;
+  item.append(name);
+  document.getElementById("legend").append(item);
+}
+draw();

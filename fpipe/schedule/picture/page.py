@@ -1,0 +1,95 @@
+"""A chart as one HTML file that needs nothing else: hover, zoom, move."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from fpipe.schedule.action import Op
+from fpipe.schedule.picture.axis import readable_unit
+from fpipe.schedule.picture.chart import Chart
+from fpipe.schedule.picture.labels import facts, idle, stage_names
+from fpipe.schedule.picture.legend import entries
+from fpipe.schedule.picture.palette import MEANING, ink, shade
+
+
+def page(charts: Sequence[Chart]) -> str:
+    """Write charts as an interactive page, below each other on one scale of time.
+
+    The page draws on a canvas, so that a schedule of many thousand actions stays quick. Over an
+    action it tells start, end and what the action waited for; wheel, mouse and keys zoom and move;
+    messages and the critical path can be switched on.
+
+    Args:
+        charts: what to draw, at least one.
+
+    Returns:
+        The text of an HTML file, with script, style and data within.
+    """
+    content = {
+        "@TITLE@": escape(", ".join(chart.name for chart in charts)),
+        "@STYLE@": _part("page.css"),
+        "@SCRIPT@": _part("page.js"),
+        # No "</script>" of a name can end the element early.
+        "@DATA@": json.dumps(_data(charts), separators=(",", ":")).replace("<", "\\u003c"),
+    }
+    html = _part("page.html")
+    for mark, text in content.items():
+        before, _, after = html.partition(mark)
+        html = before + text + after
+    return html
+
+
+def _part(name: str) -> str:
+    return files("fpipe.schedule.picture").joinpath(name).read_text("utf-8")
+
+
+def _data(charts: Sequence[Chart]) -> dict[str, Any]:
+    """All that the script reads; ops and styles are numbered, for they come many times over."""
+    ops: dict[Op, int] = {}
+    styles: dict[str, int] = {}
+    return {
+        "charts": [_chart(chart, ops, styles) for chart in charts],
+        "ops": [{"name": op, "meaning": MEANING.get(op, op)} for op in ops],
+        "styles": [{"fill": fill, "ink": ink(fill)} for fill in styles],
+        "legend": [{"text": entry.text, "fills": entry.fills} for entry in entries(charts)],
+    }
+
+
+def _chart(chart: Chart, ops: dict[Op, int], styles: dict[str, int]) -> dict[str, Any]:
+    factor, unit = readable_unit(chart.makespan, chart.unit)
+    ranks = range(len(chart.rows))
+    rows = []
+    for rank in ranks:
+        turns = len(chart.stages_of(rank))
+        rows.append(
+            [
+                [
+                    box.action.stage,
+                    ops.setdefault(box.action.op, len(ops)),
+                    box.action.microbatch,
+                    box.start,
+                    box.end,
+                    styles.setdefault(shade(box.action.op, box.turn, turns), len(styles)),
+                    *(box.waited or (None, None)),
+                    box.ready,
+                ]
+                for box in chart.rows[rank]
+            ]
+        )
+    return {
+        "name": chart.name,
+        "facts": facts(chart),
+        "factor": factor,
+        "unit": unit,
+        "makespan": chart.makespan,
+        "rows": rows,
+        "memory": chart.memory,
+        "messages": [[*message.source, *message.target] for message in chart.messages],
+        "peaks": chart.peaks,
+        "idle": [idle(chart, rank) for rank in ranks],
+        "stages": [stage_names(chart, rank) for rank in ranks],
+    }

@@ -1,0 +1,87 @@
+"""A chart as text: a line per rank, time to scale from left to right, a letter for what it does."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from fpipe.errors import ScheduleError
+from fpipe.schedule.action import COMPUTE_OPS
+from fpipe.schedule.picture.axis import readable_unit, short, ticks
+from fpipe.schedule.picture.chart import Box, Chart
+
+NARROWEST: Final = 50
+IDLE: Final = "."
+
+
+def strip(chart: Chart, *, width: int = 80) -> str:
+    """Draw a chart to scale, in lines of at most `width` characters.
+
+    A column is an equal part of the makespan and shows what the rank does for most of it: F, B, I
+    or W, in small letters for the later stages of the rank; "-" for another op, "." for nothing.
+
+    Args:
+        chart: what to draw.
+        width: characters in a line, 50 or more.
+
+    Raises:
+        ScheduleError: `width` is less than 50.
+
+    Example:
+        >>> from fpipe.schedule.families.one_f_one_b import one_f_one_b
+        >>> from fpipe.schedule.picture.clock import unit_chart
+        >>> print(strip(unit_chart(one_f_one_b(ranks=2, microbatches=3), "1f1b"), width=60))
+        time    0            5            10
+        rank 0  FFFFF.....BBBBBBFFBBBBB...BBBBB  idle 25.0 %  peak 2
+        rank 1  ...FFBBBBBFFFBBBBBFFFBBBBB.....  idle 25.0 %  peak 1
+    """
+    if width < NARROWEST:
+        raise ScheduleError(f"width={width!r} must be {NARROWEST} characters or more")
+    factor, unit = readable_unit(chart.makespan, chart.unit)
+    labels = ["time", *(f"rank {rank}" for rank in range(len(chart.rows)))]
+    facts = [f"({unit})" if unit else ""]
+    for rank, peak in enumerate(chart.peaks):
+        facts.append(f"idle {100 * chart.idle(rank):4.1f} %  peak {short(peak)}")
+    margin, right = max(map(len, labels)), max(map(len, facts))
+    columns = width - margin - right - 4
+    lines = [_axis(chart.makespan * factor, columns)]
+    lines += ["".join(_letters(row, chart.makespan / columns, columns)) for row in chart.rows]
+    return "\n".join(
+        f"{label:{margin}}  {line:{columns}}  {fact}".rstrip()
+        for label, line, fact in zip(labels, lines, facts, strict=True)
+    )
+
+
+def _axis(length: float, columns: int) -> str:
+    """Round times, each over the column that begins at it."""
+    line = ""
+    for mark in ticks(length, columns // 8):
+        at = round(mark / length * columns) if length else 0
+        if at + len(short(mark)) <= columns:
+            line = line.ljust(at) + short(mark)
+    return line
+
+
+def _letters(row: Sequence[Box], part: float, columns: int) -> list[str]:
+    """What fills most of each column, which is `part` of time wide."""
+    fills: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(columns)]
+    for box in row:
+        at = min(int(box.start / part), columns - 1) if part else 0
+        while at < columns and at * part < box.end:
+            inside = min(box.end, (at + 1) * part) - max(box.start, at * part)
+            fills[at][_letter(box)] += inside
+            at += 1
+    return [_most(fill, part) for fill in fills]
+
+
+def _letter(box: Box) -> str:
+    if box.action.op not in COMPUTE_OPS:
+        return "-"
+    return box.action.op.lower() if box.turn else str(box.action.op)
+
+
+def _most(fill: Mapping[str, float], part: float) -> str:
+    idle = part - sum(fill.values())
+    letter, most = max(fill.items(), key=lambda item: item[1], default=(IDLE, 0))
+    return letter if most > idle else IDLE

@@ -1,0 +1,208 @@
+"""A chart as SVG: a lane per rank, its memory beneath it, a legend above and the time below."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import pairwise
+from statistics import quantiles
+from typing import Final, NamedTuple
+
+from fpipe.errors import ScheduleError
+from fpipe.schedule.picture.axis import readable_unit, short, ticks
+from fpipe.schedule.picture.chart import Box, Chart
+from fpipe.schedule.picture.labels import facts, idle, stage_names
+from fpipe.schedule.picture.legend import FONT, legend
+from fpipe.schedule.picture.palette import IDLE, MEMORY_FILL, ink, shade
+
+BOX: Final = 14.0  # how wide an ordinary box is where there is room: two digits fit
+NARROWEST, WIDEST = 420.0, 3200.0  # of the lanes
+# These grow with the width, so that the labels of a wide picture can be read when it is fitted in.
+ROOMY, GROWTH = 1400.0, 1.8
+LANE: Final = 20.0
+MEMORY: Final = 14.0
+GAP: Final = 8.0  # between ranks
+LEFT: Final = 84.0
+RIGHT: Final = 116.0
+HEAD: Final = 26.0  # a chart's title
+FOOT: Final = 34.0  # its axis
+
+
+class Scale(NamedTuple):
+    """Where things are in the picture: `pixels` per unit of time, lanes from `top` down.
+
+    All else is in units of `size` pixels.
+    """
+
+    pixels: float
+    width: float
+    top: float
+    size: float
+
+    def x(self, time: float) -> float:
+        return LEFT * self.size + time * self.pixels
+
+    def y(self, rank: int, down: float = 0) -> float:
+        return self.top + (rank * (LANE + MEMORY + GAP) + down) * self.size
+
+
+def svg(charts: Sequence[Chart], *, width: float | None = None) -> str:
+    """Draw charts below each other, on one scale of time.
+
+    Each rank is a lane of boxes, coloured by op and lighter for the later stages of the rank, with
+    the number of the microbatch where it fits. Hatched is where the rank is idle. Beneath a lane
+    is what the rank holds over time, on the same scale for all ranks of a chart.
+
+    Args:
+        charts: what to draw, at least one.
+        width: of the whole picture, in pixels; None for as wide as the boxes need to be numbered,
+            within limits. Viewers scale it down where there is less room.
+
+    Returns:
+        The text of an SVG 1.1 file, the same for the same charts.
+
+    Raises:
+        ScheduleError: `width` leaves no room for the lanes.
+    """
+    length = max(chart.makespan for chart in charts)
+    lanes = _room(charts, length) if width is None else width - LEFT - RIGHT
+    if lanes < 50:
+        raise ScheduleError(
+            f"width={width!r} must be at least {LEFT + RIGHT + 50:g} pixels, {LEFT + RIGHT:g} of "
+            "which are labels"
+        )
+    size = 1.0
+    if width is None:
+        size = min(max(lanes / ROOMY, 1.0), GROWTH)
+    body: list[str] = []
+    key, above = legend(charts, LEFT + lanes / size + RIGHT)
+    y = above * size
+    for chart in charts:
+        scale = Scale(lanes / length if length else 1.0, lanes, y + HEAD * size, size)
+        body += _chart(chart, scale)
+        y = scale.y(len(chart.rows), FOOT)
+    wide, tall = _n((LEFT + RIGHT) * size + lanes), _n(y)
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{tall}" '
+            f'viewBox="0 0 {wide} {tall}" font-family="{FONT}" font-size="{_n(11 * size)}" '
+            'style="max-width:100%;height:auto">',
+            f"<title>{escape(', '.join(chart.name for chart in charts))}</title>",
+            '<defs><pattern id="idle" width="5" height="5" patternUnits="userSpaceOnUse" '
+            'patternTransform="rotate(45)"><rect width="5" height="5" fill="#f4f4f4"/>'
+            '<rect width="1.2" height="5" fill="#d4d4d4"/></pattern></defs>',
+            f'<rect width="{wide}" height="{tall}" fill="#fff"/>',
+            f'<g transform="scale({_n(size)})" font-size="11">',
+            *key,
+            "</g>",
+            *body,
+            "</svg>\n",
+        ]
+    )
+
+
+def _room(charts: Sequence[Chart], length: float) -> float:
+    """As wide as lets an ordinary box (of the shortest tenth) be numbered, within limits."""
+    lengths = [box.end - box.start for chart in charts for row in chart.rows for box in row]
+    lengths = [value for value in lengths if value > 0]
+    if not lengths:
+        return NARROWEST
+    usual = quantiles(lengths, n=10)[0] if len(lengths) > 1 else lengths[0]
+    return round(min(max(length / max(usual, length * 1e-9) * BOX, NARROWEST), WIDEST), 1)
+
+
+def _chart(chart: Chart, scale: Scale) -> Iterator[str]:
+    """A chart's title, its axis and its lanes."""
+    factor, unit = readable_unit(chart.makespan, chart.unit)
+    ranks = len(chart.rows)
+    yield (
+        f'<text x="{_n(scale.x(0))}" y="{_n(scale.y(0, -10))}"><tspan font-weight="bold" '
+        f'font-size="1.2em">{escape(chart.name)}</tspan><tspan dx="10" fill="#555">'
+        f"{escape(facts(chart))}</tspan></text>"
+    )
+    about = int(chart.makespan * scale.pixels / (90 * scale.size))
+    marks = ticks(chart.makespan * factor, max(2, about))
+    xs = [_n(scale.x(mark / factor)) for mark in marks]
+    top, bottom, base = scale.y(0, -3), scale.y(ranks, 4 - GAP), _n(scale.y(ranks, 16 - GAP))
+    lines = "".join(f"M{x} {_n(top)}V{_n(bottom)}" for x in xs)
+    yield f'<path d="{lines}" stroke="#e4e4e4"/>'
+    yield '<g text-anchor="middle" fill="#555">'
+    for x, mark in zip(xs, marks, strict=True):
+        yield f'<text x="{x}" y="{base}">{short(mark)}</text>'
+    yield "</g>"
+    right = _n(scale.x(0) + scale.width + 8 * scale.size)
+    yield f'<text x="{right}" y="{base}" fill="#555">{f"time ({unit})" if unit else "time"}</text>'
+    for rank in range(ranks):
+        yield from _rank(chart, rank, scale)
+    yield from _boxes(chart, scale)
+
+
+def _rank(chart: Chart, rank: int, scale: Scale) -> Iterator[str]:
+    """A rank's labels, its idle background and its memory."""
+    end, zero = chart.makespan, scale.y(rank, LANE + MEMORY)
+    middle, beneath = _n(scale.y(rank, LANE / 2 + 4)), _n(scale.y(rank, LANE + MEMORY - 3))
+    left, right = _n(scale.x(0) - 8 * scale.size), _n(scale.x(end) + 8 * scale.size)
+    yield f'<text x="{left}" y="{middle}" text-anchor="end">rank {rank}</text>'
+    if stages := stage_names(chart, rank):
+        yield (
+            f'<text x="{left}" y="{beneath}" text-anchor="end" font-size=".82em" fill="#555">'
+            f"{stages}</text>"
+        )
+    yield f'<text x="{right}" y="{middle}">{idle(chart, rank)}</text>'
+    yield (
+        f'<text x="{right}" y="{beneath}" font-size=".82em" fill="#555">'
+        f"peak {short(chart.peaks[rank])}</text>"
+    )
+    yield (
+        f'<rect x="{_n(scale.x(0))}" y="{_n(scale.y(rank))}" width="{_n(end * scale.pixels)}" '
+        f'height="{_n(LANE * scale.size)}" fill="{IDLE}"/>'
+    )
+    most = max(chart.peaks, default=0.0)
+    if most > 0:
+        # A step per change; the last amount, usually none, holds to the end.
+        path = [f"M{_n(scale.x(0))} {_n(zero)}"]
+        for (time, amount), (until, _) in pairwise([*chart.memory[rank], (end, 0.0)]):
+            if until > time:
+                level = zero - (MEMORY - 2) * scale.size * max(amount, 0.0) / most
+                path.append(f"H{_n(scale.x(time))}V{_n(level)}H{_n(scale.x(until))}")
+        yield f'<path d="{"".join(path)}V{_n(zero)}z" fill="{MEMORY_FILL}"/>'
+    yield f'<path d="M{_n(scale.x(0))} {_n(zero)}H{_n(scale.x(end))}" stroke="#999"/>'
+
+
+def _boxes(chart: Chart, scale: Scale) -> Iterator[str]:
+    """The boxes, one path for all of a colour, and their numbers, one group for all of a style."""
+    paths: defaultdict[str, list[str]] = defaultdict(list)
+    numbers: defaultdict[tuple[str, float], list[str]] = defaultdict(list)
+    digits, tall = len(str(chart.microbatches - 1)), LANE * scale.size
+    for rank, row in enumerate(chart.rows):
+        turns, y = len(chart.stages_of(rank)), scale.y(rank)
+        for box in row:
+            fill = shade(box.action.op, box.turn, turns)
+            wide = (box.end - box.start) * scale.pixels
+            # A hairline of the background keeps neighbours apart.
+            drawn = max(wide - min(0.8, 0.12 * wide), 0.5)
+            x = scale.x(box.start)
+            paths[fill].append(f"M{_n(x)} {_n(y)}h{_n(drawn)}v{_n(tall)}h-{_n(drawn)}z")
+            if size := _size(box, drawn, digits, scale.size):
+                middle, base = _n(x + drawn / 2), _n(y + tall / 2 + 0.36 * size)
+                numbers[ink(fill), size].append(
+                    f'<text x="{middle}" y="{base}">{box.action.microbatch}</text>'
+                )
+    for fill, path in paths.items():
+        yield f'<path fill="{fill}" d="{"".join(path)}"/>'
+    for (colour, size), texts in numbers.items():
+        yield f'<g fill="{colour}" font-size="{size:g}" text-anchor="middle">{"".join(texts)}</g>'
+
+
+def _size(box: Box, drawn: float, digits: int, scale: float) -> float:
+    """The size of type in which any number of the chart fits into the box; 0 if none does."""
+    if box.action.microbatch is None:
+        return 0
+    sizes = (10 * scale, 10, 9, 8, 7, 6)
+    return next((size for size in sizes if digits * size * 0.6 <= drawn), 0)
+
+
+def _n(value: float) -> str:
+    """A coordinate, to a hundredth of a pixel."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,109 @@
+"""The HTML page holds all it needs, and answers hover, zoom and keys in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fpipe import Cost, Schedule, schedules, simulate
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+
+
+def data(html: str) -> dict[str, Any]:
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html)
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def test_page_needs_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    html = schedules.zbv(ranks=2, microbatches=4).to_html(path)
+    assert path.read_text("utf-8") == html
+    assert not re.findall(r"(?:src|href)=|@import|url\(|https?:", html.replace('"url(#idle)"', ""))
+    assert not re.findall(r"@[A-Z]+@", html)
+
+
+def test_data_of_the_page() -> None:
+    timeline = simulate(schedules.one_f_one_b(ranks=2, microbatches=2), Cost(1, 1, 1, comm=0.5))
+    found = data(timeline.to_html(beside=[timeline]))
+    assert len(found["charts"]) == 2
+    chart = found["charts"][0]
+    assert [op["name"] for op in found["ops"]] == ["F", "B"]
+    # stage, op, microbatch, start, end, style, rank and index of what it waited for, its arrival
+    assert chart["rows"][1][0] == [1, 0, 0, 1.5, 2.5, 0, 0, 0, 1.5]
+    assert chart["memory"][0][0] == [0, 1]
+
+
+def test_a_name_cannot_end_the_script() -> None:
+    name = "</script><b>"
+    html = Schedule([0], Schedule.from_text("0F0 0B0").actions, name=name).to_html()
+    assert data(html)["charts"][0]["name"] == name
+    assert "</script><b>" not in html
+
+
+DRIVE = """
+<script>{
+const said = [];
+const { left, top } = canvas.getBoundingClientRect();
+const range = () => document.getElementById("range").textContent;
+function act(Kind, type, x, y, more = {}) {
+  canvas.dispatchEvent(new Kind(type, { clientX: left + x, clientY: top + y, ...more }));
+}
+const { rows } = data.charts[0];
+const box = rows[1][0];
+act(PointerEvent, "pointermove", toX((box[3] + box[4]) / 2), laneY(data.charts[0], 1) + 5);
+said.push(tip.hidden ? "hidden" : tip.textContent);
+act(PointerEvent, "pointermove", toX(0.1), laneY(data.charts[0], 1) + 5);
+said.push(tip.textContent);
+said.push(range());
+act(WheelEvent, "wheel", toX(0), 50, { deltaY: -100 });
+said.push(range());
+act(PointerEvent, "pointerdown", 300, 50);
+act(PointerEvent, "pointermove", 200, 50);
+act(PointerEvent, "pointerup", 200, 50);
+said.push(view.from > 0 ? "moved" : "stayed");
+canvas.dispatchEvent(new KeyboardEvent("keydown", { key: "0" }));
+said.push(range());
+for (const name of ["messages", "critical"]) document.getElementById(name).click();
+const out = document.createElement("pre");
+out.id = "said";
+out.textContent = JSON.stringify(said);
+document.body.append(out);
+}</script>
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_page_in_a_browser(tmp_path: Path) -> None:
+    timeline = simulate(schedules.one_f_one_b(ranks=2, microbatches=2), Cost(1, 1, 1, comm=0.5))
+    path = tmp_path / "page.html"
+    path.write_text(timeline.to_html() + DRIVE, "utf-8")
+    switches = ["headless", "no-sandbox", "disable-gpu", "no-first-run", "disable-sync"]
+    switches += ["disable-background-networking", "disable-component-update", "disable-quic"]
+    switches += [f"user-data-dir={tmp_path}/profile", "window-size=1200,400", "dump-dom"]
+    done = subprocess.run(
+        [str(BROWSER), *(f"--{switch}" for switch in switches), path.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    (text,) = re.findall(r'<pre id="said">(.*?)</pre>', done.stdout) or [done.stderr]
+    assert json.loads(text) == [
+        "1F0: forward, stage 1, microbatch 0, rank 1\nstart 1.5, end 2.5, takes 1\n"
+        "waited for 0F0 from rank 0, which was there at 1.5\n"
+        "the rank was idle for 1.5 before\nrank 1 holds 1 of activations",
+        "rank 1\nat 0.1\nholds 0 of activations",
+        "time 0 to 10",
+        "time 0 to 8.187",
+        "moved",
+        "time 0 to 10",
+    ]

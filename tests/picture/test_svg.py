@@ -1,0 +1,126 @@
+"""SVG pictures: whole, within their frame, and with a box and a number for every action."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from fpipe import Cost, Schedule, ScheduleError, Timeline, schedules, simulate
+
+SPACE = "{http://www.w3.org/2000/svg}"
+SIZES = [("one_f_one_b", 4, 16), ("zbv", 4, 16), ("one_f_one_b", 16, 64), ("zbv", 16, 64)]
+
+
+def parsed(svg: str) -> ElementTree.Element:
+    return ElementTree.fromstring(svg)
+
+
+def texts(svg: str) -> list[str]:
+    return ["".join(text.itertext()) for text in parsed(svg).iter(f"{SPACE}text")]
+
+
+def boxes(svg: str) -> list[tuple[float, float, float]]:
+    """Left, right and top of every box."""
+    paths = (path.get("d", "") for path in parsed(svg).iter(f"{SPACE}path"))
+    found = [re.findall(r"M([\d.]+) ([\d.]+)h([\d.]+)v[\d.]+h-[\d.]+z", path) for path in paths]
+    return [(float(x), float(x) + float(w), float(y)) for path in found for x, y, w in path]
+
+
+@pytest.mark.parametrize("name, ranks, microbatches", SIZES)
+def test_every_action_is_a_box_with_its_number(name: str, ranks: int, microbatches: int) -> None:
+    schedule = schedules.get(name, ranks=ranks, microbatches=microbatches)
+    svg = schedule.to_svg()
+    actions = [action for row in schedule.actions for action in row]
+    drawn = boxes(svg)
+    assert len(drawn) == len(actions)
+    numbers = sum(text == "7" for text in texts(svg))
+    assert numbers == sum(action.microbatch == 7 for action in actions)
+
+    _, _, width, height = map(float, str(parsed(svg).get("viewBox")).split())
+    assert all(0 < left < right < width and 0 < top < height for left, right, top in drawn)
+    for top in {top for _, _, top in drawn}:
+        lane = sorted(box for box in drawn if box[2] == top)
+        assert all(one[1] <= other[0] for one, other in pairwise(lane))
+
+
+def test_labels_of_a_small_picture() -> None:
+    svg = simulate(schedules.zbv(ranks=2, microbatches=4), Cost(10, 12, 8, comm=1)).to_svg()
+    written = texts(svg)
+    for label in (
+        "F forward",
+        "I input gradient",
+        "W weight gradient",
+        "(lighter: a later stage of the rank)",
+        "idle",
+        "activations held, 0 to 2",
+        "rank 0",
+        "stages 0, 3",
+        "rank 1",
+        "stages 1, 2",
+        "peak 2",
+        "time",
+    ):
+        assert label in written
+    assert any(text.startswith("zbv2 ranks, 4 stages, 4 microbatches") for text in written)
+    assert "B full backward" not in written
+
+
+@pytest.mark.parametrize("ranks, microbatches", [(1, 1), (2, 2), (2, 40)])
+def test_legend_stays_inside(ranks: int, microbatches: int) -> None:
+    svg = parsed(schedules.dualpipev(ranks=ranks, microbatches=microbatches).to_svg())
+    width = float(str(svg.get("width")))
+    legend = svg.find(f"{SPACE}g[@transform]")
+    assert legend is not None
+    scale = float(re.findall(r"scale\((.*)\)", str(legend.get("transform")))[0])
+    for text in legend.iter(f"{SPACE}text"):
+        assert scale * (float(str(text.get("x"))) + 5.5 * len(str(text.text))) <= width
+
+
+def test_width_is_obeyed_down_to_a_limit() -> None:
+    schedule = schedules.gpipe(ranks=2, microbatches=4)
+    assert parsed(schedule.to_svg(width=900)).get("width") == "900"
+    with pytest.raises(ScheduleError, match="width=100 must be at least 250 pixels"):
+        schedule.to_svg(width=100)
+
+
+def test_recorded_timeline_stands_beside_the_simulated_one(tmp_path: Path) -> None:
+    simulated = simulate(schedules.zb_h1(ranks=2, microbatches=4), Cost(0.001, 0.001, 0.001))
+    recorded = Timeline(simulated.schedule, simulated.events)
+    path = tmp_path / "both.svg"
+    svg = recorded.to_svg(path, beside=[simulated])
+    assert path.read_text("utf-8") == svg
+    written = texts(svg)
+    assert sum(text == "rank 0" for text in written) == 2
+    assert any("makespan 13 ms · recorded" in text for text in written)
+    assert "time (ms)" in written
+
+
+def test_stuck_schedule_and_idle_rank_are_drawn() -> None:
+    assert "cannot run as it stands" in Schedule.from_text("0F0 0B0\n1B0 1F0").to_svg()
+    assert len(boxes(Schedule([0], [Schedule.from_text("0F0 0B0").actions[0], ()]).to_svg())) == 2
+    assert boxes(Schedule([0], [()]).to_svg()) == []
+
+
+def test_whole_stage_actions_are_drawn_in_grey() -> None:
+    svg = Schedule.from_text("0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD").to_svg()
+    assert len(boxes(svg)) == 5
+    assert "REDUCE_GRAD, RESHARD, UNSHARD" in texts(svg)
+
+
+def test_notebooks_show_a_picture_unless_it_is_huge() -> None:
+    schedule = schedules.gpipe(ranks=2, microbatches=4)
+    assert schedule._repr_svg_() == schedule.to_svg()
+    timeline = simulate(schedule, Cost(1, 1, 1))
+    assert timeline._repr_svg_() == timeline.to_svg()
+    huge = schedules.gpipe(ranks=2, microbatches=6000)
+    assert huge._repr_svg_() is None
+    assert simulate(huge, Cost(1, 1, 1))._repr_svg_() is None
+
+
+def test_names_are_escaped() -> None:
+    named = Schedule([0], Schedule.from_text("0F0 0B0").actions, name="<a & b>")
+    assert any(text.startswith("<a & b>") for text in texts(named.to_svg()))
