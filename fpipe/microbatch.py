@@ -45,22 +45,23 @@ def split(batch: Any, in_dims: Any, microbatches: int) -> Microbatches:
 
     Raises:
         BatchError: `in_dims` is no prefix of `batch` or names a dimension that a leaf lacks;
-            a leaf is no tensor; leaves differ in size; nothing is split; or there are fewer rows
-            than microbatches.
+            a leaf is no dense tensor; leaves differ in size; nothing is split; or there are fewer
+            rows than microbatches.
 
     Example:
         >>> parts = split({"x": torch.arange(5.0)}, 0, 2)
         >>> parts.rows, [leaf.tolist() for (leaf,) in parts.leaves]
         ((3, 2), [[0.0, 1.0, 2.0], [3.0, 4.0]])
     """
-    leaves, spec = tree.flatten(batch)
+    leaves, spec = tree.tensors(
+        "batch", batch, "torch.as_tensor makes one; None in in_dims means that a leaf is not split"
+    )
     dims = tree.broadcast_prefix("in_dims", in_dims, batch, "batch")
     rows = _count_rows(leaves, dims, spec, microbatches)
     whole, extra = divmod(rows, microbatches)
     sizes = tuple(whole + (index < extra) for index in range(microbatches))
     columns: list[Sequence[Tensor]] = []
     for leaf, dim in zip(leaves, dims, strict=True):
-        leaf = leaf.detach() if leaf.requires_grad else leaf
         if dim is None:
             columns.append([leaf.contiguous()] * microbatches)
         else:
@@ -70,26 +71,19 @@ def split(batch: Any, in_dims: Any, microbatches: int) -> Microbatches:
 
 
 def _count_rows(
-    leaves: Sequence[Any], dims: Sequence[Any], spec: optree.PyTreeSpec, microbatches: int
+    leaves: Sequence[Tensor], dims: Sequence[Any], spec: optree.PyTreeSpec, microbatches: int
 ) -> int:
     """The one size that all split leaves have along their dimension."""
     paths = tree.paths(spec)
     first: int | None = None
     rows = 0
     for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
-        if not isinstance(leaf, Tensor):
-            raise BatchError(
-                f"batch{paths[index]}={leaf!r:.60} is a {type(leaf).__name__}: every leaf of a "
-                "batch must be a tensor (torch.as_tensor makes one; None in in_dims means that "
-                "it is not split)"
-            )
         if dim is None:
             continue
-        if not isinstance(dim, int) or not -leaf.dim() <= dim < leaf.dim():
+        if not _has_dim(leaf, dim):
             raise BatchError(
                 f"in_dims is {dim!r} for batch{paths[index]} of shape {tuple(leaf.shape)}: it must "
-                f"be one of its dimensions, {-leaf.dim()} to {leaf.dim() - 1}, or None for a leaf "
-                "that is not split"
+                "be one of its dimensions, or None for a leaf that is not split"
             )
         if first is None:
             first, rows = index, leaf.shape[dim]
@@ -114,6 +108,10 @@ def _count_rows(
     return rows
 
 
+def _has_dim(leaf: Tensor, dim: Any) -> bool:
+    return type(dim) is int and -leaf.dim() <= dim < leaf.dim()
+
+
 def merge(outputs: Sequence[Any], out_dims: Any = 0) -> Any:
     """Concatenate the outputs of microbatches, the inverse of `split` for a stage's output.
 
@@ -132,9 +130,9 @@ def merge(outputs: Sequence[Any], out_dims: Any = 0) -> Any:
     merged = []
     for index, (parts, dim) in enumerate(zip(columns, dims, strict=True)):
         if dim is None:
-            merged.append(parts[-1])
+            merged.append(parts[-1].clone())  # it may be a leaf of the caller's, passed through
             continue
-        if not isinstance(dim, int) or not -parts[0].dim() <= dim < parts[0].dim():
+        if not _has_dim(parts[0], dim):
             raise BatchError(
                 f"out_dims is {dim!r} for output{tree.paths(spec)[index]} of shape "
                 f"{tuple(parts[0].shape)} per microbatch: it must be one of its dimensions, or "

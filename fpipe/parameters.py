@@ -32,23 +32,17 @@ class Parameters:
         """Flatten `params`, a sequence with one pytree per stage.
 
         Raises:
-            BatchError: `params` is no such sequence, or a leaf is no tensor.
+            BatchError: `params` is no such sequence, or a leaf is no dense tensor.
         """
-        leaves, spec = tree.flatten(params)
-        if not isinstance(params, list | tuple) or spec.num_children != num_stages:
+        if not isinstance(params, list | tuple) or len(params) != num_stages:
+            size = f" of {len(params)}" if isinstance(params, list | tuple | dict) else ""
             raise BatchError(
-                f"params is a {type(params).__name__} with {spec.num_children} entries: it must be "
-                f"a list or tuple of {num_stages} pytrees, one per stage (None for a stage without "
-                "parameters)"
+                f"params is a {type(params).__name__}{size}: it must be a list or tuple of "
+                f"{num_stages} pytrees, one per stage (None for a stage without parameters)"
             )
-        for index, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor):
-                raise BatchError(
-                    f"params{tree.paths(spec)[index]}={leaf!r:.60} is a {type(leaf).__name__}: "
-                    "every leaf of the parameters must be a tensor (bind other values to the stage "
-                    "with functools.partial)"
-                )
-        flat = [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+        flat, spec = tree.tensors(
+            "params", params, "bind other values to the stage with functools.partial"
+        )
         specs = tuple(spec.children())
         stages, start = [], 0
         for part in specs:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
+import torch
+from torch import Tensor
 
 from fpipe.errors import BatchError
 
@@ -20,6 +22,39 @@ NAMESPACE = "fpipe"
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """The leaves of `tree` and its structure. None is a node without leaves."""
     leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
+    return leaves, spec
+
+
+def tensors(name: str, tree: Any, hint: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    """`flatten` for what a caller passed in: every leaf is a tensor that compiled code can read.
+
+    Autograd history and pending conjugations and negations are left behind: compiled code reads
+    memory, where a pending operation has not happened yet.
+
+    Args:
+        name: how the caller knows the tree, for messages.
+        tree: pytree of dense tensors.
+        hint: what to do about a leaf that is no tensor.
+
+    Raises:
+        BatchError: a leaf is no dense tensor; names it by its key path.
+    """
+    leaves, spec = flatten(tree)
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+            found = (
+                f" has layout {leaf.layout}"
+                if isinstance(leaf, Tensor)
+                else f"={leaf!r:.60} is a {type(leaf).__name__}"
+            )
+            raise BatchError(
+                f"{name}{paths(spec)[index]}{found}: every leaf of {name} must be a dense tensor "
+                f"({hint})"
+            )
+        if leaf.requires_grad:
+            leaves[index] = leaf.detach()
+        if leaf.is_conj() or leaf.is_neg():
+            leaves[index] = leaves[index].resolve_conj().resolve_neg()
     return leaves, spec
 
 

@@ -24,7 +24,8 @@ def add_sums(
     Args:
         graph: extended in place; the new nodes have fake values.
         gradients: the gradient of each parameter leaf that has one.
-        dtype: the dtype to sum in, or None for the gradient's own.
+        dtype: the dtype to sum in, or None for the gradient's own; a complex gradient is summed in
+            a complex dtype only, and a real one in a real.
     """
     end = graph.output_node()
     sums = {}
@@ -32,7 +33,11 @@ def add_sums(
         value = value_of(gradient)
         with graph.inserting_before(end):
             start = gradient
-            if dtype is not None and dtype != value.dtype:
+            if (
+                dtype is not None
+                and dtype != value.dtype
+                and dtype.is_complex == value.dtype.is_complex
+            ):
                 start = graph.call_function(aten._to_copy.default, (gradient,), {"dtype": dtype})
                 start.meta["val"] = value.to(dtype)
             so_far = graph.placeholder(f"sum_so_far_{leaf}")
