@@ -41,12 +41,14 @@ class Run:
                 instruction = instructions[index]
                 if isinstance(instruction, Compute):
                     call, inputs, last_use, outputs, _ = instruction
-                    arguments = [slots[i] for i in inputs]
+                    arguments: Any = [slots[i] for i in inputs]
                     for i in last_use:
                         slots[i] = None
-                    for i, value in zip(outputs, call(arguments), strict=True):
+                    made: Any = call(arguments)
+                    for i, value in zip(outputs, made, strict=True):
                         if i >= 0:
                             slots[i] = value
+                    arguments = made = value = None  # a name here would outlive the slot
                 elif isinstance(instruction, WaitRecv):
                     received = transport.receive(instruction.message)
                     if received is None:
@@ -54,6 +56,7 @@ class Run:
                         return False
                     for i, value in zip(instruction.slots, received, strict=True):
                         slots[i] = value
+                    received = value = None
                 elif isinstance(instruction, Send):
                     transport.send(instruction.message, [slots[i] for i in instruction.slots])
                 elif isinstance(instruction, Recv):
