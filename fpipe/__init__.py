@@ -18,7 +18,8 @@ from fpipe.schedule.timeline import Timeline
 from fpipe.schedule.verifier import verify
 
 if TYPE_CHECKING:
-    from fpipe.engine import Pipeline, Step, pipeline, step, use
+    from fpipe.current import step, use
+    from fpipe.engine import Pipeline, Step, pipeline
     from fpipe.profiling import profile
     from fpipe.stage.stage import Stage
 
@@ -56,8 +57,8 @@ _LAZY = {
     "Step": "fpipe.engine",
     "pipeline": "fpipe.engine",
     "profile": "fpipe.profiling",
-    "step": "fpipe.engine",
-    "use": "fpipe.engine",
+    "step": "fpipe.current",
+    "use": "fpipe.current",
 }
 
 

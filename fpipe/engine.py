@@ -8,7 +8,7 @@ params, batch ── flatten, split ──► plan (cached per shapes) ──►
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,21 +21,19 @@ from fpipe import microbatch, tree
 from fpipe.controller.controller import Controller, Finished
 from fpipe.controller.multi import MultiController
 from fpipe.controller.single import SingleController
-from fpipe.errors import FpipeError, StageError
+from fpipe.definition import Definition, group_of, placed
+from fpipe.errors import FpipeError
 from fpipe.parameters import keep
 from fpipe.plan import Planner, gradients
 from fpipe.runtime.lower import lower
 from fpipe.runtime.order import lower_for_group
 from fpipe.runtime.program import Program
 from fpipe.schedule import Schedule
-from fpipe.schedule.verifier import verify
 from fpipe.shapes import Goal
 from fpipe.stage.chain import ChainTracer
 from fpipe.stage.compiler import Compile, Compiler
 from fpipe.stage.remat import Remat, policies
 from fpipe.stage.stage import Stage
-
-REDUCTIONS = ("mean", "sum")
 
 
 class Step(NamedTuple):
@@ -55,21 +53,16 @@ class Pipeline:
     """A pipeline-parallel step as a pure function; `fpipe.pipeline` makes one.
 
     Attributes:
+        definition: all that it was made from.
         schedule: what it runs.
         rank: the rank that this process drives; None if it drives all of them.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        controller: Controller,
-        rank: int | None,
-        again: Callable[[Schedule], Pipeline],
-    ) -> None:
-        self.schedule = schedule
-        self.rank = rank
-        self._controller = controller
-        self._again = again
+    def __init__(self, definition: Definition) -> None:
+        self.definition = definition
+        self.schedule = definition.schedule
+        self.rank = None if definition.group is None else definition.group.rank()
+        self._controller = _controller(definition)
 
     def __repr__(self) -> str:
         return f"<Pipeline of {self.schedule!r}>"
@@ -142,7 +135,7 @@ class Pipeline:
             ScheduleError: the schedule cannot run.
             StageError: it has another number of stages, or of ranks than the process group.
         """
-        return self._again(schedule)
+        return Pipeline(replace(self.definition, schedule=schedule))
 
     def local(self, params: Any) -> Any:
         """`params` with None in place of the parts that belong to other processes.
@@ -168,6 +161,46 @@ class Pipeline:
                 "or put the transform inside the stages"
             )
         return self._controller.run(params, batch, goal)
+
+
+def _controller(definition: Definition) -> Controller:
+    """Who drives the ranks of this process."""
+    schedule, devices, group = definition.schedule, definition.devices, definition.group
+    planner = Planner(
+        tracer=ChainTracer(
+            definition.stages,
+            definition.loss,
+            definition.loss_shape,
+            definition.accum_dtype,
+            None if devices is None else [devices[rank] for rank in schedule.placement],
+        ),
+        compiler=Compiler(definition.compile),
+        schedule=schedule,
+        policies=policies(definition.remat),
+        mean=definition.reduction == "mean",
+        cotangent=definition.loss_cotangent,
+        lower=lower if group is None else partial(lower_for_group, rank=group.rank()),
+    )
+    if group is None:
+        return SingleController(
+            planner, schedule.num_stages, definition.in_dims, schedule.num_microbatches, devices
+        )
+    return MultiController(
+        planner,
+        schedule,
+        definition.in_dims,
+        group,
+        _device_of(group),
+        definition.timeout,
+        definition.setup,
+    )
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where the values of a group lie: NCCL moves CUDA tensors, gloo those of the CPU."""
+    if "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def pipeline(
@@ -236,185 +269,18 @@ def pipeline(
         >>> value.item(), [tuple(g.shape) for g in grads]
         (1.0, [(3, 3), (3, 1)])
     """
-    if not isinstance(schedule, Schedule):
-        raise StageError(
-            f"schedule={schedule!r:.60} is a {type(schedule).__name__}: make one with "
-            "fpipe.schedules, such as fpipe.schedules.one_f_one_b(ranks=2, microbatches=4)"
+    return Pipeline(
+        Definition(
+            stages=tuple(s if isinstance(s, Stage) else Stage(s) for s in stages),
+            loss=loss,
+            schedule=schedule,
+            in_dims=in_dims,
+            reduction=reduction,
+            remat=remat,
+            compile=compile,
+            accum_dtype=accum_dtype,
+            devices=placed(devices),
+            group=group_of(group, mesh),
+            timeout=timeout,
         )
-    verify(schedule)
-    chain = [stage if isinstance(stage, Stage) else Stage(stage) for stage in stages]
-    if len(chain) != schedule.num_stages:
-        raise StageError(
-            f"stages has {len(chain)} functions, but the schedule {schedule.name} has "
-            f"{schedule.num_stages} stages on {schedule.num_ranks} ranks: pass one function per "
-            "stage, or make the schedule for this number of stages"
-        )
-    if not callable(loss):
-        raise StageError(
-            f"loss={loss!r:.60} is not callable: it is a function (y, microbatch) -> scalar"
-        )
-    if reduction not in REDUCTIONS:
-        raise StageError(
-            f"reduction={reduction!r} must be one of {', '.join(map(repr, REDUCTIONS))}"
-        )
-    if accum_dtype is not None and not (
-        isinstance(accum_dtype, torch.dtype)
-        and (accum_dtype.is_floating_point or accum_dtype.is_complex)
-    ):
-        raise StageError(
-            f"accum_dtype={accum_dtype!r} must be a floating-point dtype such as torch.float32, or "
-            "None"
-        )
-    if devices is not None and len(devices) != schedule.num_ranks:
-        raise StageError(
-            f"devices has {len(devices)} entries, but the schedule has {schedule.num_ranks} ranks: "
-            "give one device per rank, or None"
-        )
-    again = partial(
-        pipeline,
-        chain,
-        loss,
-        in_dims=in_dims,
-        reduction=reduction,
-        remat=remat,
-        compile=compile,
-        accum_dtype=accum_dtype,
-        devices=devices,
-        group=group,
-        mesh=mesh,
-        timeout=timeout,
     )
-    chosen = _choose_group(schedule, group, mesh, devices, timeout)
-    placed = None if devices is None else [_indexed(device) for device in devices]
-    planner = Planner(
-        tracer=ChainTracer(
-            chain,
-            loss,
-            accum_dtype,
-            None if placed is None else [placed[rank] for rank in schedule.placement],
-        ),
-        compiler=Compiler(compile),
-        schedule=schedule,
-        policies=policies(remat),
-        mean=reduction == "mean",
-        lower=lower if chosen is None else partial(lower_for_group, rank=chosen.rank()),
-    )
-    if chosen is not None:
-        setup = {
-            "schedule": repr((schedule.placement, schedule.actions)),
-            "loss reduction": reduction,
-            "remat policy": remat if isinstance(remat, str) else Stage(remat).label,
-            "accum_dtype": str(accum_dtype),
-            "in_dims": repr(in_dims),
-        }
-        here = _device_of(chosen)
-        return Pipeline(
-            schedule,
-            MultiController(planner, schedule, in_dims, chosen, here, timeout, setup),
-            chosen.rank(),
-            again,
-        )
-    controller = SingleController(
-        planner, schedule.num_stages, in_dims, schedule.num_microbatches, placed
-    )
-    return Pipeline(schedule, controller, None, again)
-
-
-def _choose_group(
-    schedule: Schedule,
-    group: dist.ProcessGroup | None,
-    mesh: DeviceMesh | None,
-    devices: Sequence[Any] | None,
-    timeout: float,
-) -> dist.ProcessGroup | None:
-    """The process group to run over, None to run in this process."""
-    if group is None and mesh is None:
-        return None
-    if group is not None and mesh is not None:
-        raise StageError("group and mesh are both given: give one of them")
-    if devices is not None:
-        raise StageError(
-            "devices is for a pipeline in one process; with group or mesh each process computes on "
-            "its own device (torch.cuda.set_device chooses it)"
-        )
-    if not timeout > 0:
-        raise StageError(f"timeout={timeout!r} must be a positive number of seconds")
-    if mesh is not None:
-        if "pp" not in (mesh.mesh_dim_names or ()):
-            raise StageError(
-                f"mesh has the dimensions {mesh.mesh_dim_names}, none of which is named 'pp': "
-                "init_device_mesh(..., mesh_dim_names=('dp', 'pp')) names them"
-            )
-        group = mesh.get_group("pp")
-    assert group is not None
-    if group.size() != schedule.num_ranks:
-        raise StageError(
-            f"the process group has {group.size()} processes, but the schedule {schedule.name} has "
-            f"{schedule.num_ranks} ranks: start one process per rank, or make the schedule for "
-            "this number of ranks"
-        )
-    return group
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where the values of a group lie: NCCL moves CUDA tensors, gloo those of the CPU."""
-    if "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _indexed(device: torch.device | str | int) -> torch.device:
-    """The device with its index, as tensors on it report it."""
-    return torch.empty(0, device=device).device
-
-
-_CURRENT: ContextVar[Pipeline | None] = ContextVar("fpipe.current", default=None)
-
-
-class use:
-    """Make a pipeline the one that `fpipe.step` runs: ``with fpipe.use(pipe): …``.
-
-    It holds for the current thread or task and may be nested.
-    """
-
-    def __init__(self, pipe: Pipeline) -> None:
-        if not isinstance(pipe, Pipeline):
-            raise FpipeError(
-                f"pipe={pipe!r:.60} is a {type(pipe).__name__}: fpipe.pipeline(...) makes what "
-                "fpipe.use takes"
-            )
-        self._pipe = pipe
-        self._tokens: list[Any] = []
-
-    def __enter__(self) -> Pipeline:
-        self._tokens.append(_CURRENT.set(self._pipe))
-        return self._pipe
-
-    def __exit__(self, *exception: object) -> None:
-        _CURRENT.reset(self._tokens.pop())
-
-
-def step(params: Any, batch: Any, *, pipeline: Pipeline | None = None) -> Step:
-    """Loss and gradients of one batch, by `pipeline` or the one that `fpipe.use` names.
-
-    Arguments, result and errors are those of `Pipeline.step`.
-
-    Raises:
-        FpipeError: no pipeline is given or in use.
-
-    Example:
-        >>> import torch, fpipe
-        >>> schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
-        >>> stage, loss = (lambda w, x: x * w), (lambda y, _: y.mean())
-        >>> with fpipe.use(fpipe.pipeline([stage], loss, schedule, compile=False)):
-        ...     value, grads = fpipe.step([torch.tensor(2.0)], torch.ones(4))
-        >>> value.item(), grads[0].item()
-        (2.0, 1.0)
-    """
-    chosen = pipeline if pipeline is not None else _CURRENT.get()
-    if chosen is None:
-        raise FpipeError(
-            "fpipe.step needs a pipeline: call it within `with fpipe.use(pipe):`, or pass "
-            "pipeline=pipe"
-        )
-    return chosen.step(params, batch)

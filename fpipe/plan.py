@@ -18,7 +18,7 @@ from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Program
 from fpipe.runtime.values import Codes
 from fpipe.schedule import Op, Schedule
-from fpipe.shapes import Signature, distinct
+from fpipe.shapes import Goal, Signature, distinct
 from fpipe.stage.chain import ChainTracer, assemble
 from fpipe.stage.code import StageCode
 from fpipe.stage.compiler import Compiler, fingerprint
@@ -36,8 +36,8 @@ class Plan:
     Attributes:
         schedule: what they run.
         programs: one per rank.
-        seeds: the weight of each microbatch's loss, a scalar in its dtype.
-        weights: all of `seeds` in one tensor.
+        seeds: the cotangent of each microbatch's loss, in its shape and dtype.
+        weights: the weight of each microbatch's loss.
         spec: structure of the last stage's output, or of the loss.
         fingerprint: equal for plans that compute the same.
     """
@@ -52,7 +52,7 @@ class Plan:
     def total_loss(self, runs: Sequence[Run]) -> Tensor:
         """The weighted sum of the losses of the microbatches."""
         losses = [leaves[0] for leaves in self._output_leaves(runs)]
-        return torch.dot(torch.stack(losses), self.weights)
+        return torch.tensordot(self.weights, torch.stack(losses), 1)
 
     def outputs(self, runs: Sequence[Run]) -> list[Any]:
         """The output of each microbatch, as a pytree."""
@@ -93,6 +93,7 @@ class Planner:
         schedule: the training schedule; its forwards alone serve evaluation.
         policies: remat policy of every microbatch, and of each stage's last.
         mean: the loss is the mean over rows, so a microbatch counts by its rows.
+        cotangent: what of the losses is differentiated, None for all of them.
         lower: makes the programs; it knows the transport.
     """
 
@@ -104,6 +105,7 @@ class Planner:
         schedule: Schedule,
         policies: tuple[Policy, Policy],
         mean: bool,
+        cotangent: tuple[float, ...] | None,
         lower: Callable[[Schedule, Codes], tuple[Program, ...]],
     ) -> None:
         self._tracer = tracer
@@ -112,6 +114,7 @@ class Planner:
         self._forwards = forwards_of(schedule)
         self._policies = policies
         self._mean = mean
+        self._cotangent = cotangent
         self._lower = lower
         self._plans: dict[Signature, Plan] = {}
 
@@ -154,6 +157,7 @@ class Planner:
             for piece in code.pieces.values()
         )
         plan = self._with_weights(
+            goal,
             schedule,
             programs,
             chains[rows[0]].stages[-1],
@@ -165,6 +169,7 @@ class Planner:
 
     def _with_weights(
         self,
+        goal: Goal,
         schedule: Schedule,
         programs: tuple[Program, ...],
         final: Traced,
@@ -175,7 +180,12 @@ class Planner:
         value = final.values[0] if final.values else torch.empty(())
         dtype = value.dtype if is_differentiable(value) else None
         weights = torch.tensor(shares, dtype=dtype, device=value.device)
-        return Plan(schedule, programs, tuple(weights.unbind()), weights, final.spec, graphs)
+        shape = () if goal == "forward" else value.shape
+        chosen = weights.new_ones(shape)
+        if self._cotangent is not None and goal != "forward":
+            chosen = weights.new_tensor(self._cotangent).reshape(shape)
+        seeds = tuple(weight * chosen for weight in weights)
+        return Plan(schedule, programs, seeds, weights, final.spec, graphs)
 
 
 def forwards_of(schedule: Schedule) -> Schedule:

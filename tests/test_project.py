@@ -58,9 +58,9 @@ LAYERS: Final = (
     ("fpipe.stage",),
     ("fpipe.runtime",),
     ("fpipe.plan", "fpipe.recording"),
-    ("fpipe.controller",),
+    ("fpipe.controller", "fpipe.definition"),
     ("fpipe.engine",),
-    ("fpipe.profiling",),
+    ("fpipe.current", "fpipe.profiling"),
     ("fpipe",),
 )
 NEVER_TORCH: Final = ("fpipe.errors", "fpipe.schedule", "fpipe.schedules")

@@ -304,15 +304,17 @@ class MultiController:
 
     def _finish(self, plan: Plan, loss: Tensor | None, *, failed: bool) -> Tensor:
         """Give every rank the loss, and know whether all ranks came to their end."""
-        word = torch.tensor([float(failed), 0.0], dtype=torch.float64)
+        word = torch.zeros(1 + plan.seeds[0].numel(), dtype=torch.float64)
+        word[0] = failed
         if loss is not None:
-            word[1] = loss
+            word[1:] = loss.flatten()
         _connected(lambda: dist.all_reduce(word, group=self._control))
         if word[0] > 0 and not failed:
             fault = self._watch.first_fault()
             assert fault is not None, "a rank failed without a report"
             raise fault.error()
-        return word[1].to(self._device, plan.weights.dtype)
+        total = word[1:].reshape(plan.seeds[0].shape)
+        return total.to(self._device, plan.weights.dtype)
 
     def _interrupted(self) -> bool:
         return self._watch.fault is not None and not self._draining

@@ -76,7 +76,8 @@ class ChainTracer:
 
     Args:
         stages: the stage functions.
-        loss: ``(y, microbatch) -> scalar``.
+        loss: ``(y, microbatch) -> loss``.
+        loss_shape: shape of the loss.
         accum_dtype: dtype to sum parameter gradients in, None for their own.
         devices: the device of each stage, None to leave all values where they are.
     """
@@ -85,11 +86,13 @@ class ChainTracer:
         self,
         stages: Sequence[Stage],
         loss: Callable[[Any, Any], Any],
+        loss_shape: tuple[int, ...],
         accum_dtype: torch.dtype | None,
         devices: Sequence[torch.device] | None = None,
     ) -> None:
         self._stages = tuple(stages)
         self._loss = loss
+        self._loss_shape = loss_shape
         self._accum_dtype = accum_dtype
         self._devices = devices
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -182,7 +185,9 @@ class ChainTracer:
             value = tree.unflatten(x.spec, leaves[n_params : n_params + n_x])
             microbatch = tree.unflatten(batch.spec, leaves[n_params + n_x :])
             y = stage.fn(p, value, microbatch) if stage.reads_batch else stage.fn(p, value)
-            return _check_loss(label, self._loss(y, microbatch)) if with_loss else y
+            if with_loss:
+                return _check_loss(label, self._loss(y, microbatch), self._loss_shape)
+            return y
 
         return trace(
             label,
@@ -212,8 +217,9 @@ class ChainTracer:
         )
 
 
-def _check_loss(label: str, loss: Any) -> Any:
-    if not isinstance(loss, Tensor) or loss.dim() != 0 or not is_differentiable(loss):
+def _check_loss(label: str, loss: Any, shape: tuple[int, ...]) -> Any:
+    fits = isinstance(loss, Tensor) and loss.shape == shape and is_differentiable(loss)
+    if not fits:
         found = (
             f"a {loss.dtype} tensor of shape {tuple(loss.shape)}"
             if isinstance(loss, Tensor)

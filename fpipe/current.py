@@ -1,0 +1,60 @@
+"""The pipeline in use: `fpipe.step` without naming one."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar, Token
+from typing import Any
+
+from fpipe.engine import Pipeline, Step
+from fpipe.errors import FpipeError
+
+_CURRENT: ContextVar[Pipeline | None] = ContextVar("fpipe.current", default=None)
+
+
+class use:
+    """Make a pipeline the one that `fpipe.step` runs: ``with fpipe.use(pipe): …``.
+
+    It holds for the current thread or task and may be nested.
+    """
+
+    def __init__(self, pipe: Pipeline) -> None:
+        if not isinstance(pipe, Pipeline):
+            raise FpipeError(
+                f"pipe={pipe!r:.60} is a {type(pipe).__name__}: fpipe.pipeline(...) makes what "
+                "fpipe.use takes"
+            )
+        self._pipe = pipe
+        self._tokens: list[Token[Pipeline | None]] = []
+
+    def __enter__(self) -> Pipeline:
+        self._tokens.append(_CURRENT.set(self._pipe))
+        return self._pipe
+
+    def __exit__(self, *exception: object) -> None:
+        _CURRENT.reset(self._tokens.pop())
+
+
+def step(params: Any, batch: Any, *, pipeline: Pipeline | None = None) -> Step:
+    """Loss and gradients of one batch, by `pipeline` or the one that `fpipe.use` names.
+
+    Arguments, result and errors are those of `Pipeline.step`.
+
+    Raises:
+        FpipeError: no pipeline is given or in use.
+
+    Example:
+        >>> import torch, fpipe
+        >>> schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
+        >>> stage, loss = (lambda w, x: x * w), (lambda y, _: y.mean())
+        >>> with fpipe.use(fpipe.pipeline([stage], loss, schedule, compile=False)):
+        ...     value, grads = fpipe.step([torch.tensor(2.0)], torch.ones(4))
+        >>> value.item(), grads[0].item()
+        (2.0, 1.0)
+    """
+    chosen = pipeline if pipeline is not None else _CURRENT.get()
+    if chosen is None:
+        raise FpipeError(
+            "fpipe.step needs a pipeline: call it within `with fpipe.use(pipe):`, or pass "
+            "pipeline=pipe"
+        )
+    return chosen.step(params, batch)

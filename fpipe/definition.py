@@ -1,0 +1,159 @@
+"""The definition of a pipeline: everything that a user chose, checked, as one value.
+
+A pipeline is made from its definition alone, so another one like it is made by replacing a field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fpipe.errors import StageError
+from fpipe.schedule import Schedule
+from fpipe.schedule.verifier import verify
+from fpipe.stage.compiler import Compile
+from fpipe.stage.remat import Remat
+from fpipe.stage.stage import Stage
+
+REDUCTIONS = ("mean", "sum")
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What `fpipe.pipeline` was called with.
+
+    Attributes:
+        stages: one per stage of the schedule.
+        loss: ``(y, microbatch) -> loss``.
+        schedule: who does what in which order.
+        in_dims: how the batch is split.
+        reduction: how the losses of microbatches make the batch's.
+        remat: which values the backward may read.
+        compile: how graphs are made callable.
+        accum_dtype: dtype of the sums of gradients.
+        devices: the device of each rank, in one process.
+        group: the ranks' processes, None for one process.
+        timeout: seconds of silence after which a rank is given up.
+        loss_shape: shape of what `loss` returns. It is more than one number when a transform
+            carries several losses at once.
+        loss_cotangent: what of the losses is differentiated: their weights in the sum, flat; None
+            weighs each of them with 1.
+
+    Raises:
+        ScheduleError: the schedule cannot run.
+        StageError: a field is wrong, or does not fit the schedule.
+    """
+
+    stages: tuple[Stage, ...]
+    loss: Callable[[Any, Any], Any]
+    schedule: Schedule
+    in_dims: Any = 0
+    reduction: str = "mean"
+    remat: Remat = "none"
+    compile: Compile = True
+    accum_dtype: torch.dtype | None = None
+    devices: tuple[torch.device, ...] | None = None
+    group: dist.ProcessGroup | None = None
+    timeout: float = 60.0
+    loss_shape: tuple[int, ...] = ()
+    loss_cotangent: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check_schedule(self.schedule, self.stages)
+        if not callable(self.loss):
+            raise StageError(
+                f"loss={self.loss!r:.60} is not callable: it is a function (y, microbatch) -> "
+                "scalar"
+            )
+        if self.reduction not in REDUCTIONS:
+            raise StageError(
+                f"reduction={self.reduction!r} must be one of {', '.join(map(repr, REDUCTIONS))}"
+            )
+        if self.accum_dtype is not None and not (
+            isinstance(self.accum_dtype, torch.dtype)
+            and (self.accum_dtype.is_floating_point or self.accum_dtype.is_complex)
+        ):
+            raise StageError(
+                f"accum_dtype={self.accum_dtype!r} must be a floating-point dtype such as "
+                "torch.float32, or None"
+            )
+        ranks = self.schedule.num_ranks
+        if self.devices is not None and len(self.devices) != ranks:
+            raise StageError(
+                f"devices has {len(self.devices)} entries, but the schedule has {ranks} ranks: "
+                "give one device per rank, or None"
+            )
+        if self.group is not None:
+            self._check_group(self.group)
+
+    def _check_group(self, group: dist.ProcessGroup) -> None:
+        if self.devices is not None:
+            raise StageError(
+                "devices is for a pipeline in one process; with group or mesh each process "
+                "computes on its own device (torch.cuda.set_device chooses it)"
+            )
+        if not self.timeout > 0:
+            raise StageError(f"timeout={self.timeout!r} must be a positive number of seconds")
+        if group.size() != self.schedule.num_ranks:
+            raise StageError(
+                f"the process group has {group.size()} processes, but the schedule "
+                f"{self.schedule.name} has {self.schedule.num_ranks} ranks: start one process per "
+                "rank, or make the schedule for this number of ranks"
+            )
+
+    @property
+    def setup(self) -> dict[str, str]:
+        """What all processes of a group must agree on, as texts by name."""
+        return {
+            "schedule": repr((self.schedule.placement, self.schedule.actions)),
+            "loss reduction": self.reduction,
+            "remat policy": self.remat if isinstance(self.remat, str) else Stage(self.remat).label,
+            "accum_dtype": str(self.accum_dtype),
+            "in_dims": repr(self.in_dims),
+            "transform": repr((self.loss_shape, self.loss_cotangent)),
+        }
+
+
+def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
+    if not isinstance(schedule, Schedule):
+        raise StageError(
+            f"schedule={schedule!r:.60} is a {type(schedule).__name__}: make one with "
+            "fpipe.schedules, such as fpipe.schedules.one_f_one_b(ranks=2, microbatches=4)"
+        )
+    verify(schedule)
+    if len(stages) != schedule.num_stages:
+        raise StageError(
+            f"stages has {len(stages)} functions, but the schedule {schedule.name} has "
+            f"{schedule.num_stages} stages on {schedule.num_ranks} ranks: pass one function per "
+            "stage, or make the schedule for this number of stages"
+        )
+
+
+def placed(devices: Sequence[torch.device | str | int] | None) -> tuple[torch.device, ...] | None:
+    """Devices with their indices, as tensors on them report them."""
+    if devices is None:
+        return None
+    return tuple(torch.empty(0, device=device).device for device in devices)
+
+
+def group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The process group that `group` or `mesh` names, None for neither.
+
+    Raises:
+        StageError: both are given, or the mesh has no dimension ``"pp"``.
+    """
+    if mesh is None:
+        return group
+    if group is not None:
+        raise StageError("group and mesh are both given: give one of them")
+    if "pp" not in (mesh.mesh_dim_names or ()):
+        raise StageError(
+            f"mesh has the dimensions {mesh.mesh_dim_names}, none of which is named 'pp': "
+            "init_device_mesh(..., mesh_dim_names=('dp', 'pp')) names them"
+        )
+    return mesh.get_group("pp")
