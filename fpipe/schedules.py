@@ -24,6 +24,7 @@ from fpipe.schedule.families.looped_bfs import looped_bfs
 from fpipe.schedule.families.one_f_one_b import one_f_one_b
 from fpipe.schedule.families.v_half import v_half
 from fpipe.schedule.families.v_min import v_min
+from fpipe.schedule.families.zb_auto import zb_auto
 from fpipe.schedule.families.zb_h1 import zb_h1
 from fpipe.schedule.families.zb_h2 import zb_h2
 from fpipe.schedule.families.zbv import zbv
@@ -43,6 +44,7 @@ __all__ = [
     "one_f_one_b",
     "v_half",
     "v_min",
+    "zb_auto",
     "zb_h1",
     "zb_h2",
     "zbv",
@@ -59,6 +61,7 @@ FAMILIES: Final[Mapping[str, Callable[..., Schedule]]] = MappingProxyType(
             looped_bfs,
             zb_h1,
             zb_h2,
+            zb_auto,
             interleaved_zero_bubble,
             zbv,
             v_half,

@@ -7,7 +7,7 @@ import pytest
 import fpipe
 from fpipe import Cost, Schedule, ScheduleError, simulate
 from fpipe.schedule.placements import vee
-from fpipe.schedules import forward_only, group_1f1b, v_half, v_min
+from fpipe.schedules import forward_only, group_1f1b, v_half, v_min, zb_auto, zb_h1
 
 RANKS = range(1, 17)
 
@@ -138,3 +138,34 @@ def test_forward_only_has_the_bubble_that_it_states(ranks: int) -> None:
 def test_forward_only_refuses_a_placement_on_ranks_that_are_not_there() -> None:
     with pytest.raises(ScheduleError, match=r"placement\[1\]=1 must be a rank from 0 to 0"):
         forward_only(ranks=1, microbatches=1, placement=[0, 1])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("cost", [Cost(1, 1, 1), Cost(10, 12, 8), Cost(2, 3, 1)])
+def test_zb_auto_is_as_good_as_zb_h1_in_its_memory(ranks: int, cost: Cost) -> None:
+    for count in microbatches(ranks):
+        timeline = simulate(zb_auto(ranks=ranks, microbatches=count, cost=cost), cost)
+        assert timeline.makespan <= simulate(zb_h1(ranks=ranks, microbatches=count), cost).makespan
+        assert max(timeline.peak) <= ranks
+        if count >= ranks:
+            assert timeline.gap == 0
+
+
+def test_zb_auto_uses_the_memory_it_gets() -> None:
+    cost = Cost(f=1, i=1, w=1, comm=1)
+    makespans = []
+    for memory in (1, 2, 4, 8):
+        schedule = zb_auto(ranks=4, microbatches=12, memory=memory, cost=cost)
+        fpipe.verify(schedule)
+        timeline = simulate(schedule, cost)
+        assert max(timeline.peak) <= memory
+        makespans.append(timeline.makespan)
+    assert makespans == sorted(makespans, reverse=True)
+    assert makespans[-1] == 43
+
+
+def test_zb_auto_needs_memory_for_what_i_hands_on() -> None:
+    with pytest.raises(ScheduleError, match=r"memory=1 is too scarce for the heuristic"):
+        zb_auto(ranks=2, microbatches=2, memory=1, cost=Cost(1, 1, 1, freed_by_i=-1))
+    with pytest.raises(ScheduleError, match=r"memory=0.5 of rank 0 admits no schedule"):
+        zb_auto(ranks=2, microbatches=2, memory=0.5)

@@ -1,0 +1,106 @@
+"""How close does the search come to the lower bound, and to the published families?
+
+    python benchmarks/search/run.py [--seconds 5] [--ranks 4 8] [--large]
+
+Every case is a placement, a cost and a memory. Printed: the bound, the best family of that
+placement that fits the memory, what the search found, its gap, and how long it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from random import Random
+from statistics import fmean
+
+from fpipe import Cost, ScheduleError, schedules, search, simulate
+from fpipe.schedule.placements import linear, looped, vee
+
+PLACEMENTS = {"linear": linear, "looped": lambda ranks: looped(ranks, 2), "vee": vee}
+MEMORIES = (0.5, 0.75, 1.0, 2.0)  # of p microbatches
+
+
+def costs(ranks: int, stages: int) -> dict[str, Cost]:
+    """Unit, uneven, and latency-bound costs."""
+    random = Random(ranks)
+
+    def uneven(mean: float) -> list[float]:
+        return [round(mean * random.uniform(0.7, 1.3) * ranks / stages, 1) for _ in range(stages)]
+
+    return {
+        "unit": Cost(f=1, i=1, w=1),
+        "10/12/8, c 1": Cost(f=10, i=12, w=8, comm=1),
+        "unit, c 0.5": Cost(f=1, i=1, w=1, comm=0.5),
+        "uneven stages": Cost(f=uneven(10), i=uneven(12), w=uneven(8), comm=1),
+    }
+
+
+def best_family(
+    ranks: int, count: int, placement: tuple[int, ...], cost: Cost, limit: float
+) -> str:
+    """The best family of the placement whose peak fits, with its makespan."""
+    found: list[tuple[float, str]] = []
+    for name in schedules.FAMILIES:
+        try:
+            schedule = schedules.get(name, ranks=ranks, microbatches=count)
+        except ScheduleError:
+            continue
+        if schedule.placement == placement:
+            timeline = simulate(schedule, cost)
+            if max(timeline.peak) <= limit:
+                found.append((timeline.makespan, name))
+    return "{1} {0:g}".format(*min(found)) if found else "none fits"
+
+
+def cases(ranks: int) -> Iterator[tuple[str, tuple[int, ...], str, Cost, float]]:
+    for name, make in PLACEMENTS.items():
+        placement = make(ranks)
+        for label, cost in costs(ranks, len(placement)).items():
+            for memory in MEMORIES:
+                if memory * ranks >= 1:
+                    yield name, placement, label, cost, memory * ranks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--large", action="store_true", help="p = 64, m = 2048 as well")
+    arguments = parser.parse_args()
+    print("| p | m | placement | cost | memory | bound | best family | searched | gap | seconds |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for ranks in arguments.ranks:
+        gaps: dict[str, list[float]] = {}
+        for name, placement, label, cost, memory in cases(ranks):
+            count = 3 * ranks
+            family = best_family(ranks, count, placement, cost, memory)
+            start = time.perf_counter()
+            found = search(
+                ranks=ranks,
+                microbatches=count,
+                cost=cost,
+                memory=memory,
+                placement=placement,
+                seconds=arguments.seconds,
+            )
+            took = time.perf_counter() - start
+            gaps.setdefault(name, []).append(found.gap)
+            print(
+                f"| {ranks} | {count} | {name} | {label} | {memory:g} | {found.bound:g} | {family} "
+                f"| {found.value:g} | {found.gap:.1%} | {took:.1f} |",
+                flush=True,
+            )
+        parts = ", ".join(f"{name} {fmean(values):.1%}" for name, values in gaps.items())
+        mean = fmean(gap for values in gaps.values() for gap in values)
+        print(f"\nmean gap at p = {ranks}: {mean:.1%} ({parts})\n", flush=True)
+    if arguments.large:
+        start = time.perf_counter()
+        found = search(
+            ranks=64, microbatches=2048, cost=Cost(10, 12, 8, comm=1), memory=64, seconds=20
+        )
+        print(f"p = 64, m = 2048: {found!r} in {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Evaluate an order quickly: its makespan or span, and whether its memory fits."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from fpipe.schedule.searching.problem import FORWARD, GRADIENT, WEIGHT, Order, Problem
+
+_NOT_YET = -1.0
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """A problem's actions as flat tables, by the number of the action (see `problem`).
+
+    Attributes:
+        problem: the problem.
+        duration: time of each action; of I, where it may be fused.
+        source: the action whose output it reads, or -1.
+        delay: the latency from there.
+        change: of the memory held.
+        after: the least time that must follow its end before the step ends.
+    """
+
+    problem: Problem
+    duration: list[float]
+    source: list[int]
+    delay: list[float]
+    change: list[float]
+    after: list[float]
+
+    def times(
+        self, rows: list[list[int]], fused: AbstractSet[int], limit: float = float("inf")
+    ) -> tuple[float, list[float]]:
+        """The value of an order and the end of each action; infinite if it cannot run, or as soon
+        as the makespan is sure to exceed `limit`."""
+        duration, source, delay, after = self._durations(fused), self.source, self.delay, self.after
+        ends = [_NOT_YET] * len(duration)
+        clocks, places = [0.0] * len(rows), [0] * len(rows)
+        firsts = [0.0] * len(rows)
+        waiting: dict[int, int] = {}
+        ready = list(range(len(rows)))
+        while ready:
+            rank = ready.pop()
+            row, now, at = rows[rank], clocks[rank], places[rank]
+            size = len(row)
+            while at < size:
+                action = row[at]
+                if (made := source[action]) >= 0:
+                    arrival = ends[made]
+                    if arrival < 0:
+                        waiting[made] = rank
+                        break
+                    arrival += delay[action]
+                    if arrival > now:
+                        now = arrival
+                        if now + duration[action] + after[action] > limit:
+                            return float("inf"), ends
+                if at == 0:
+                    firsts[rank] = now
+                now += duration[action]
+                ends[action] = now
+                if action in waiting:
+                    ready.append(waiting.pop(action))
+                at += 1
+            clocks[rank], places[rank] = now, at
+        if waiting:
+            return float("inf"), ends
+        if self.problem.objective == "span":
+            return max(end - first for end, first in zip(clocks, firsts, strict=True)), ends
+        return max(clocks), ends
+
+    def _durations(self, fused: AbstractSet[int]) -> list[float]:
+        if not fused:
+            return self.duration
+        durations, count = self.duration.copy(), self.problem.microbatches
+        for action in fused:
+            durations[action] = self.problem.costs.b[action // (3 * count)]
+        return durations
+
+    def fits(self, rank: int, row: list[int], fused: AbstractSet[int]) -> bool:
+        """Whether a row keeps to its rank's memory."""
+        held, memory = 0.0, self.problem.memory[rank] * (1 + 1e-9) + 1e-9
+        change, count = self.change, self.problem.microbatches
+        for action in row:
+            if action in fused:
+                held += change[action] + change[action + count]
+            else:
+                held += change[action]
+            if held > memory:
+                return False
+        return True
+
+    def critical(self, order: Order, ends: list[float]) -> list[int]:
+        """The actions that the value of the order waits for, last to first."""
+        duration = self._durations(order.fused)
+        before = {
+            action: earlier
+            for row in order.rows
+            for earlier, action in zip([-1, *row], row, strict=False)
+        }
+        tails = [row for row in order.rows if row]
+        if self.problem.objective == "span":
+            first = {row[-1]: ends[row[0]] - duration[row[0]] for row in tails}
+            here = max(first, key=lambda action: ends[action] - first[action])
+        else:
+            here = max((row[-1] for row in tails), key=lambda action: ends[action])
+        path = []
+        while here >= 0:
+            path.append(here)
+            start = ends[here] - duration[here]
+            earlier = before[here]
+            if earlier >= 0 and ends[earlier] >= start - 1e-9:
+                here = earlier
+            else:
+                here = self.source[here] if self.source[here] >= 0 else earlier
+        return path
+
+
+def make_evaluator(problem: Problem) -> Evaluator:
+    """Lay out a problem's actions as tables."""
+    count, costs, stages = problem.microbatches, problem.costs, len(problem.placement)
+    duration: list[float] = []
+    source: list[int] = []
+    delay: list[float] = []
+    change: list[float] = []
+    after: list[float] = []
+    behind = 0.0  # the way of a gradient from a stage to the end of stage 0's backward
+    backward_from = []
+    for stage in range(stages):
+        backward_from.append(behind)
+        behind += min(costs.i[stage], costs.b[stage]) + (
+            costs.up[stage] if stage < stages - 1 else 0.0
+        )
+    forward_from = behind  # from the end of the last forward; grows towards stage 0
+    forwards = [0.0] * stages
+    for stage in range(stages - 1, -1, -1):
+        forwards[stage] = forward_from
+        if stage:
+            forward_from += costs.f[stage] + costs.down[stage - 1]
+    for stage in range(stages):
+        first = stage * 3 * count
+        for kind, time, sizes, rest in (
+            (FORWARD, costs.f[stage], costs.activation[stage], forwards[stage]),
+            (GRADIENT, costs.i[stage], -costs.freed_by_i[stage], backward_from[stage]),
+            (WEIGHT, costs.w[stage], costs.freed_by_i[stage] - costs.activation[stage], 0.0),
+        ):
+            duration += [time] * count
+            change += [sizes] * count
+            after += [rest] * count
+            if kind == FORWARD:
+                made, late = first - 3 * count, costs.down[stage - 1] if stage else 0.0
+                has = stage > 0
+            elif kind == WEIGHT:
+                made, late, has = first + GRADIENT * count, 0.0, True
+            elif stage < stages - 1:
+                made, late, has = first + (3 + GRADIENT) * count, costs.up[stage], True
+            else:
+                made, late, has = first, 0.0, True
+            source += [made + microbatch if has else -1 for microbatch in range(count)]
+            delay += [late] * count
+    return Evaluator(problem, duration, source, delay, change, after)

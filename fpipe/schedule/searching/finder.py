@@ -1,0 +1,166 @@
+"""The search itself: seeds, random policies, mutation, annealing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from random import Random
+
+from fpipe.errors import ScheduleError
+from fpipe.schedule.bound import Memory, Objective
+from fpipe.schedule.cost import Cost
+from fpipe.schedule.families.arguments import check_counts
+from fpipe.schedule.placements import linear, looped, vee
+from fpipe.schedule.searching.annealing import anneal
+from fpipe.schedule.searching.budget import Budget
+from fpipe.schedule.searching.evaluator import make_evaluator
+from fpipe.schedule.searching.pool import Breeder, Candidate, played_in_full, reduced
+from fpipe.schedule.searching.problem import Problem, make_problem, to_schedule
+from fpipe.schedule.searching.result import SearchResult
+from fpipe.schedule.searching.seeds import seeds
+from fpipe.schedule.simulator import simulate
+
+_IN_FULL = 4  # policies that are played in full, where they were compared on fewer microbatches
+
+
+def search(
+    *,
+    ranks: int,
+    microbatches: int,
+    cost: Cost,
+    memory: Memory = None,
+    placement: Sequence[int] | None = None,
+    seconds: float = 10.0,
+    objective: Objective = "makespan",
+    seed: int = 0,
+    iterations: int | None = None,
+) -> SearchResult:
+    """The best schedule that can be found for these costs within this memory.
+
+    Starts from every family that fits, so it is never worse than the best of them; then draws and
+    mutates policies of a list scheduler, and anneals the best order. It ends early when it meets
+    the lower bound, which proves that there is nothing better. Large cases (more than some ten
+    thousand actions) are tuned on fewer microbatches, and the best policies are played in full.
+
+    Args:
+        ranks: number of ranks.
+        microbatches: number of microbatches.
+        cost: times, latencies and activations (see `fpipe.Cost`).
+        memory: the most activations that a rank may hold, in the unit of ``cost.activation``: a
+            number, one per rank, or None for no limit.
+        placement: the rank of each stage; None to choose among linear, looped and V with two stages
+            per rank. A cost with a value per stage narrows the choice to placements of as many.
+        seconds: time to search. The families come first, and in large cases the best policies are
+            played in full afterwards: some 20 seconds more for a million actions.
+        objective: "makespan", or "span" for the longest rank's own time.
+        seed: of all random choices.
+        iterations: evaluations to make, in place of `seconds`: then the result depends on the
+            arguments alone, not on the machine.
+
+    Returns:
+        The schedule, its timeline, the lower bound and the gap to it.
+
+    Raises:
+        ScheduleError: an argument is out of range, the cost does not fit a placement, or the memory
+            admits no schedule.
+
+    Example:
+        >>> import fpipe
+        >>> found = fpipe.search(
+        ...     ranks=4, microbatches=12, cost=fpipe.Cost(f=1, i=1, w=1, comm=0.5), memory=4,
+        ...     placement=[0, 1, 2, 3], iterations=200,
+        ... )
+        >>> found.value, found.gap  # no schedule is better
+        (45.0, 0.0)
+    """
+    check_counts(ranks=ranks, microbatches=microbatches)
+    _check_budget(seconds, iterations)
+    problems = _problems(ranks, microbatches, cost, memory, placement, objective)
+    candidates = [Candidate(problem, order) for problem, order in seeds(problems)]
+    best = min(candidates, key=lambda found: found.value)
+    bound = min(problem.bound for problem in problems)
+    random, budget = Random(seed), Budget(seconds, iterations)
+    if best.value > bound * (1 + 1e-9):
+        best = _improved(problems, best, random, budget)
+    schedule = to_schedule(best.problem, best.order, name=f"searched_{objective}")
+    return SearchResult(
+        schedule=schedule,
+        timeline=simulate(schedule, cost),
+        objective=objective,
+        bound=bound,
+        iterations=round(budget.spent),
+    )
+
+
+def _improved(
+    problems: list[Problem], best: Candidate, random: Random, budget: Budget
+) -> Candidate:
+    """Something better than the best family, if the budget suffices to find it."""
+    small = reduced(problems)
+    large = small[0].microbatches < problems[0].microbatches
+    breeder = Breeder(small, random, budget, best=math.inf if large else best.value)
+    budget.share = 0.25
+    bred = breeder.draw()
+    budget.share = 0.6
+    bred = breeder.mutate(bred)
+    found = [best, *played_in_full(bred[:_IN_FULL], problems, best.value)]
+    best = min(found, key=lambda candidate: candidate.value)
+    budget.share = 1.0
+    if large:
+        return best
+    order = anneal(make_evaluator(best.problem), best.order, random, budget)
+    return Candidate(best.problem, order)
+
+
+def _check_budget(seconds: float, iterations: int | None) -> None:
+    if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+        raise ScheduleError(f"seconds={seconds!r} must be a finite number, 0 or more")
+    if iterations is not None and (not isinstance(iterations, int) or iterations < 0):
+        raise ScheduleError(f"iterations={iterations!r} must be an integer, 0 or more, or None")
+
+
+def _problems(
+    ranks: int,
+    microbatches: int,
+    cost: Cost,
+    memory: Memory,
+    placement: Sequence[int] | None,
+    objective: Objective,
+) -> list[Problem]:
+    """One problem per placement that the cost and the memory admit."""
+    if memory is not None and not isinstance(memory, int | float):
+        memory = tuple(memory)  # it is read once per placement
+    if placement is not None:
+        if set(placement) != set(range(ranks)):
+            raise ScheduleError(
+                f"placement={tuple(placement)!r} must put a stage on each of the ranks 0 to "
+                f"{ranks - 1}, and on no other"
+            )
+        return [make_problem(placement, microbatches, cost, memory, objective)]
+    problems, refusals = [], []
+    for choice in _placements(ranks, cost):
+        try:
+            problems.append(make_problem(choice, microbatches, cost, memory, objective))
+        except ScheduleError as refusal:
+            refusals.append(refusal)
+    if not problems:
+        raise refusals[0]
+    return problems
+
+
+def _placements(ranks: int, cost: Cost) -> list[tuple[int, ...]]:
+    """Linear, V and looped; of them, those with as many stages as the cost has values for."""
+    values = (cost.f, cost.i, cost.w, cost.b, cost.activation, cost.freed_by_i)
+    lengths = {len(value) for value in values if isinstance(value, tuple)}
+    if not lengths:
+        choices = [linear(ranks), vee(ranks), looped(ranks, 2)]
+    else:
+        stages = max(lengths)
+        if len(lengths) > 1 or stages % ranks:
+            raise ScheduleError(
+                f"the cost has values for {sorted(lengths)} stages: give each of its sequences one "
+                f"value per stage, as many as ranks={ranks} divides, or say the placement"
+            )
+        choices = [linear(ranks), vee(ranks), looped(ranks, stages // ranks)]
+        choices = [choice for choice in choices if len(choice) == stages]
+    return list(dict.fromkeys(choices))

@@ -1,0 +1,170 @@
+"""A list scheduler: whenever a rank is free, it runs what its policy likes best."""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+from fpipe.schedule.searching.policy import UNLIMITED, Policy
+from fpipe.schedule.searching.problem import FORWARD, GRADIENT, WEIGHT, Order, Problem
+
+_SLACK = 1e-9
+
+
+def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) -> Order | None:
+    """Build an order by playing time forward, one decision at a time.
+
+    Each stage takes its microbatches in order. Memory is never exceeded, and never runs into a dead
+    end: on a rank of several stages, a forward is let in only if the oldest microbatch that lacks
+    one can still take all of them afterwards (the banker's rule), because nothing of it is freed
+    before. About two microseconds per action.
+
+    Args:
+        problem: what to schedule.
+        policy: what to prefer.
+        limit: give up as soon as no rank can end before it (makespan only).
+
+    Returns:
+        The order, or None where it gave up.
+    """
+    placement, count, costs = problem.placement, problem.microbatches, problem.costs
+    stages_of, last = problem.stages, len(placement) - 1
+    f, w, fused = costs.f, costs.w, policy.fused
+    gradient = costs.b if fused else costs.i
+    down, up, kept = costs.down, costs.up, costs.activation
+    # What I frees, and what is left for W.
+    freed = kept if fused else costs.freed_by_i
+    later = [has - frees for has, frees in zip(kept, freed, strict=True)]
+    prefer_f, prefer_i, prefer_w = policy.priorities
+    windows, patience, pace = policy.windows, policy.patience, policy.pace * problem.work
+
+    # Per stage: how many of F, I and W are done; when the inputs of F and I arrive, in order.
+    done_f, done_i, done_w = [0] * len(placement), [0] * len(placement), [0] * len(placement)
+    inputs: list[list[float]] = [[] for _ in placement]
+    gradients: list[list[float]] = [[] for _ in placement]
+    inputs[0] = [pace * microbatch for microbatch in range(count)]
+    # Per rank: memory held, the part of it that waits for W alone, when it is free, when it means
+    # to wake (never while it is busy), work left, and its first start.
+    held, owed = [0.0] * len(stages_of), [0.0] * len(stages_of)
+    free, wake = [0.0] * len(stages_of), [UNLIMITED] * len(stages_of)
+    each = [f[s] + gradient[s] + (0.0 if fused else w[s]) for s in range(last + 1)]
+    left = [count * sum(each[s] for s in own) for own in stages_of]
+    begun: list[float | None] = [None] * len(stages_of)
+    rows: list[list[int]] = [[] for _ in stages_of]
+    sizes = [count * len(own) * (2 if fused else 3) for own in stages_of]
+    heap = [(0.0, rank) for rank in range(len(stages_of))]
+    heapify(heap)
+    while heap:
+        now, rank = heappop(heap)
+        row = rows[rank]
+        if free[rank] > now or len(row) == sizes[rank]:
+            continue
+        if now + left[rank] > limit:
+            return None
+        own, memory = stages_of[rank], problem.memory[rank] + _SLACK
+        best, chosen, kind, duration = -UNLIMITED, -1, FORWARD, 0.0
+        coming: list[tuple[float, float]] = []  # what will arrive, and how much it is wanted
+        crowded = False  # a forward is there, and waits for memory that a W would free
+        for stage in own:
+            took, returned = done_f[stage], done_i[stage]
+            if returned < took and returned < len(gradients[stage]):
+                arrival = gradients[stage][returned]
+                if arrival > now:
+                    coming.append((arrival, prefer_i[stage]))
+                elif prefer_i[stage] > best:
+                    best, chosen, kind = prefer_i[stage], stage, GRADIENT
+                    duration = gradient[stage]
+            if done_w[stage] < returned and prefer_w[stage] > best:
+                best, chosen, kind, duration = prefer_w[stage], stage, WEIGHT, w[stage]
+            if took - returned < windows[stage] and took < len(inputs[stage]):
+                arrival = inputs[stage][took]
+                need = held[rank] + kept[stage]
+                if need - owed[rank] > memory or (
+                    len(own) > 1 and not _safe(own, stage, done_f, kept, memory)
+                ):
+                    continue
+                if need > memory:
+                    crowded = crowded or arrival <= now
+                elif arrival > now:
+                    coming.append((arrival, prefer_f[stage]))
+                elif prefer_f[stage] > best:
+                    best, chosen, kind, duration = prefer_f[stage], stage, FORWARD, f[stage]
+        if crowded and kind != GRADIENT:
+            for stage in own:
+                if done_w[stage] < done_i[stage] and later[stage] > 0:
+                    best, chosen, kind, duration = UNLIMITED, stage, WEIGHT, w[stage]
+                    break
+        if chosen >= 0 and coming:
+            end, patient = now + duration - _SLACK, patience[kind]
+            for arrival, wanted in coming:
+                if arrival < end and wanted > best and arrival - now < patient * (end - arrival):
+                    chosen = -1
+                    break
+        if chosen < 0:
+            wake[rank] = min(coming)[0] if coming else UNLIMITED
+            if coming:
+                heappush(heap, (wake[rank], rank))
+            continue
+
+        end = now + duration
+        if begun[rank] is None:
+            begun[rank] = now
+        free[rank], wake[rank] = end, -1.0
+        left[rank] -= duration
+        heappush(heap, (end, rank))
+        arrival, reader = end, rank
+        if kind == FORWARD:
+            microbatch = done_f[chosen]
+            done_f[chosen] += 1
+            held[rank] += kept[chosen]
+            if chosen < last:
+                arrival, reader = end + down[chosen], placement[chosen + 1]
+                inputs[chosen + 1].append(arrival)
+            else:
+                gradients[chosen].append(end)
+        elif kind == GRADIENT:
+            microbatch = done_i[chosen]
+            done_i[chosen] += 1
+            held[rank] -= freed[chosen]
+            if fused:
+                done_w[chosen] += 1
+            else:
+                owed[rank] += later[chosen]
+            if chosen:
+                arrival, reader = end + up[chosen - 1], placement[chosen - 1]
+                gradients[chosen - 1].append(arrival)
+        else:
+            microbatch = done_w[chosen]
+            done_w[chosen] += 1
+            held[rank] -= later[chosen]
+            owed[rank] -= later[chosen]
+        row.append((chosen * 3 + kind) * count + microbatch)
+        if reader != rank and wake[reader] > arrival:
+            wake[reader] = arrival
+            heappush(heap, (arrival, reader))
+    if any(len(row) < size for row, size in zip(rows, sizes, strict=True)):
+        return None
+    if problem.objective == "span":
+        value = max(end - (first or 0.0) for end, first in zip(free, begun, strict=True))
+    else:
+        value = max(free)
+    everything = range(len(placement) if fused else 0)
+    return Order(
+        value,
+        rows,
+        frozenset(
+            (stage * 3 + GRADIENT) * count + microbatch
+            for stage in everything
+            for microbatch in range(count)
+        ),
+    )
+
+
+def _safe(
+    own: tuple[int, ...], stage: int, done_f: list[int], kept: tuple[float, ...], memory: float
+) -> bool:
+    """Whether the rank could still finish every microbatch if `stage` took a forward."""
+    # Whatever is older than the first that lacks a forward here frees all of its memory in time.
+    # That first one needs all stages; what is younger holds its memory until then.
+    oldest = done_f[own[-1]] + (stage == own[-1])
+    needed = sum(kept[s] * max(1, done_f[s] + (s == stage) - oldest) for s in own)
+    return needed <= memory

@@ -1,0 +1,166 @@
+"""What is searched: a placement, its costs, its limits, and how good an order could be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from fpipe.schedule.action import Action, Op
+from fpipe.schedule.bound import Memory, Objective, lower_bound, memory_limits
+from fpipe.schedule.cost import Cost, StageCosts
+from fpipe.schedule.schedule import Schedule
+
+# Kinds of work in the search's own, quick form of a schedule. An action is the number
+# (stage * 3 + kind) * microbatches + microbatch; GRADIENT is I, or B where it is fused with W.
+FORWARD, GRADIENT, WEIGHT = range(3)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One placement to search.
+
+    Attributes:
+        placement: the rank of each stage.
+        microbatches: their number.
+        cost: as the user gave it.
+        costs: the same per stage.
+        memory: the limit of each rank.
+        objective: what to make small.
+        bound: what no schedule can go below.
+        stages: the stages of each rank.
+        work: the busiest rank's work on one microbatch.
+    """
+
+    placement: tuple[int, ...]
+    microbatches: int
+    cost: Cost
+    costs: StageCosts
+    memory: tuple[float, ...]
+    objective: Objective
+    bound: float
+    stages: tuple[tuple[int, ...], ...]
+    work: float
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.stages)
+
+    @cached_property
+    def fuses(self) -> bool:
+        """Whether a full backward is anything but its two halves, in time or in memory."""
+        costs, freed = self.costs, self.cost.on(self.placement).freed_by_i
+        return min(freed) < 0 or any(
+            abs(b - i - w) > 1e-9 * max(1.0, b)
+            for b, i, w in zip(costs.b, costs.i, costs.w, strict=True)
+        )
+
+    def solved(self, value: float) -> bool:
+        """Whether nothing can be better than `value`."""
+        return value <= self.bound * (1 + 1e-9)
+
+    def resized(self, microbatches: int) -> Problem:
+        """The same with another number of microbatches."""
+        if microbatches == self.microbatches:
+            return self
+        bound = lower_bound(
+            self.placement, microbatches, self.cost, self.memory, objective=self.objective
+        )
+        return replace(self, microbatches=microbatches, bound=bound)
+
+
+@dataclass(frozen=True)
+class Order:
+    """A schedule in the search's own form.
+
+    Attributes:
+        value: its makespan or span.
+        rows: per rank, the numbers of its actions.
+        fused: the gradients that are B, with no W of their own.
+    """
+
+    value: float
+    rows: list[list[int]]
+    fused: frozenset[int] = frozenset()
+
+
+def make_problem(
+    placement: Sequence[int],
+    microbatches: int,
+    cost: Cost,
+    memory: Memory,
+    objective: Objective,
+) -> Problem:
+    """Check the arguments and work out what the search keeps asking for.
+
+    Raises:
+        ScheduleError: the cost does not fit the placement, or the memory admits no schedule.
+    """
+    costs = cost.on(placement)
+    limits = memory_limits(memory, placement, costs)
+    if any(freed < 0 for freed in costs.freed_by_i):
+        # Where I hands on more than it frees, F is charged for it: simple, and safe.
+        pairs = list(zip(costs.activation, costs.freed_by_i, strict=True))
+        costs = replace(
+            costs,
+            activation=tuple(max(kept, kept - freed) for kept, freed in pairs),
+            freed_by_i=tuple(max(0.0, freed) for _, freed in pairs),
+        )
+    stages: list[list[int]] = [[] for _ in limits]
+    for stage, rank in enumerate(placement):
+        stages[rank].append(stage)
+    work = max(
+        sum(costs.f[s] + min(costs.b[s], costs.i[s] + costs.w[s]) for s in own) for own in stages
+    )
+    return Problem(
+        placement=tuple(placement),
+        microbatches=microbatches,
+        cost=cost,
+        costs=costs,
+        memory=limits,
+        objective=objective,
+        bound=lower_bound(placement, microbatches, cost, limits, objective=objective),
+        stages=tuple(map(tuple, stages)),
+        work=work,
+    )
+
+
+def to_schedule(problem: Problem, order: Order, name: str) -> Schedule:
+    """The schedule that an order stands for."""
+    plain, fused = (Op.F, Op.I, Op.W), order.fused
+    rows = []
+    for row in order.rows:
+        actions = []
+        for number in row:
+            kind, microbatch = divmod(number, problem.microbatches)
+            stage, kind = divmod(kind, 3)
+            op = Op.B if number in fused else plain[kind]
+            actions.append(Action(stage, op, microbatch))
+        rows.append(actions)
+    return Schedule(problem.placement, rows, name=name)
+
+
+def to_order(problem: Problem, schedule: Schedule, value: float) -> Order:
+    """A schedule in the search's form. B's become I and W where that costs nothing."""
+    rows: list[list[int]] = []
+    fused = set()
+    for actions in schedule.actions:
+        row: list[int] = []
+        for stage, op, microbatch in actions:
+            if microbatch is None:
+                continue
+            base = stage * 3 * problem.microbatches + microbatch
+            gradient = base + GRADIENT * problem.microbatches
+            if op == Op.F:
+                row.append(base)
+            elif op == Op.W:
+                row.append(base + WEIGHT * problem.microbatches)
+            else:
+                row.append(gradient)
+                if op == Op.B and problem.fuses:
+                    fused.add(gradient)
+                elif op == Op.B:
+                    row.append(base + WEIGHT * problem.microbatches)
+        rows.append(row)
+    return Order(value, rows, frozenset(fused))

@@ -1,0 +1,267 @@
+"""The search: never worse than a family, within memory, repeatable, and honest about its limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fpipe
+from fpipe import Cost, ScheduleError, schedules, search, simulate
+from fpipe.schedule.bound import Objective
+from fpipe.schedule.placements import linear, looped, vee
+from fpipe.schedule.searching.annealing import anneal
+from fpipe.schedule.searching.budget import Budget
+from fpipe.schedule.searching.evaluator import make_evaluator
+from fpipe.schedule.searching.list_scheduler import list_schedule
+from fpipe.schedule.searching.policy import Policy, mutated, plain_policy, random_policy
+from fpipe.schedule.searching.problem import make_problem, to_order, to_schedule
+from tests.laboratory.exhaustive import best
+
+UNIT = Cost(f=1, i=1, w=1)
+UNEVEN = Cost(f=10, i=12, w=8, comm=1)
+
+
+def check(found: fpipe.SearchResult, memory: float) -> None:
+    """What must hold of everything that the search returns."""
+    fpipe.verify(found.schedule)
+    assert max(found.timeline.peak) <= memory * (1 + 1e-9)
+    assert found.bound <= found.value * (1 + 1e-9)
+    assert found.timeline.makespan == simulate(found.schedule, found.timeline.cost).makespan  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", list(schedules.FAMILIES))
+@pytest.mark.parametrize("cost", [UNIT, UNEVEN, Cost(1, 1, 1, comm=1)])
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_it_is_never_worse_than_a_family_in_the_same_memory(
+    name: str, cost: Cost, objective: Any
+) -> None:
+    timeline = simulate(schedules.get(name, ranks=4, microbatches=8), cost)
+    found = search(
+        ranks=4,
+        microbatches=8,
+        cost=cost,
+        memory=timeline.peak,
+        placement=timeline.schedule.placement,
+        objective=objective,
+        iterations=20,
+    )
+    check(found, max(timeline.peak))
+    family = timeline.makespan if objective == "makespan" else timeline.span
+    assert found.value <= family * (1 + 1e-9)
+
+
+def test_it_repeats_itself_for_a_seed_and_a_count() -> None:
+    def one(seed: int) -> fpipe.SearchResult:
+        return search(
+            ranks=4, microbatches=10, cost=UNEVEN, memory=2.5, iterations=300, seed=seed, seconds=0
+        )
+
+    assert one(3).schedule == one(3).schedule
+    assert len({one(seed).schedule for seed in range(4)}) > 1
+
+
+def test_it_stops_when_nothing_can_be_better() -> None:
+    found = search(ranks=8, microbatches=32, cost=UNIT, memory=8, placement=linear(8))
+    assert (found.gap, found.iterations) == (0, 0)
+    assert found.value == 32 * 3 + 7
+    assert repr(found) == "<SearchResult makespan 103, bound 103, gap 0.0%, 0 iterations>"
+
+
+@pytest.mark.parametrize("make", [linear, vee, lambda ranks: looped(ranks, 2)])
+@pytest.mark.parametrize("memory", [2, 3, 4.5, 8])
+def test_it_fits_the_memory_of_every_placement(make: Any, memory: float) -> None:
+    found = search(
+        ranks=4, microbatches=8, cost=UNEVEN, memory=memory, placement=make(4), iterations=60
+    )
+    check(found, memory)
+
+
+def test_ranks_may_have_different_memories() -> None:
+    limits = [4, 1, 3, 2]
+    found = search(
+        ranks=4, microbatches=8, cost=UNIT, memory=limits, placement=linear(4), iterations=60
+    )
+    fpipe.verify(found.schedule)
+    assert all(peak <= limit for peak, limit in zip(found.timeline.peak, limits, strict=True))
+
+
+def test_it_chooses_the_placement() -> None:
+    # With latency and ample memory, two stages per rank beat one.
+    found = search(ranks=4, microbatches=12, cost=UNIT, memory=8, iterations=100)
+    assert found.schedule.num_stages == 8
+    assert found.value == 37.5
+    # A cost per stage says how many stages there are.
+    costs = Cost([1, 1, 1, 5], 1, 1)
+    assert search(ranks=4, microbatches=4, cost=costs, iterations=20).schedule.num_stages == 4
+    costs = Cost([1] * 12, 1, 1)
+    placement = search(ranks=4, microbatches=4, cost=costs, iterations=20).schedule.placement
+    assert placement == looped(4, 3)
+
+
+def test_any_placement_will_do() -> None:
+    found = search(
+        ranks=3, microbatches=6, cost=UNIT, memory=3, placement=[2, 0, 1, 0], iterations=100
+    )
+    check(found, 3)
+    assert found.schedule.placement == (2, 0, 1, 0)
+
+
+def test_a_full_backward_is_used_where_it_is_cheaper() -> None:
+    cost = Cost(f=1, i=1, w=1, b=1.5)
+    found = search(
+        ranks=2, microbatches=6, cost=cost, memory=4, placement=linear(2), iterations=400
+    )
+    check(found, 4)
+    # Every backward in one: 6 * 2.5 of work, and the bubble of 1F1B at most.
+    assert found.value <= 6 * 2.5 + 2.5
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_it_finds_the_best_of_all_schedules_in_tiny_cases(data: st.DataObject) -> None:
+    placement, microbatches = data.draw(st.sampled_from([((0, 1), 2), ((0, 1, 1, 0), 1)]))
+    times = st.lists(st.integers(1, 4), min_size=len(placement), max_size=len(placement))
+    cost = Cost(
+        data.draw(times), data.draw(times), data.draw(times), comm=data.draw(st.integers(0, 2))
+    )
+    memory = data.draw(st.sampled_from([2, 4]))
+    found = search(
+        ranks=2,
+        microbatches=microbatches,
+        cost=replace_activation(cost, len(placement)),
+        memory=memory,
+        placement=placement,
+        iterations=400,
+    )
+    assert found.value == best(
+        placement, microbatches, replace_activation(cost, len(placement)), memory
+    )
+
+
+def replace_activation(cost: Cost, stages: int) -> Cost:
+    """Whole activations, which the exhaustive search counts exactly."""
+    return Cost(cost.f, cost.i, cost.w, comm=cost.comm, activation=[1] * stages)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), ranks=st.integers(1, 5), data=st.data())
+def test_every_policy_makes_a_schedule_that_runs_as_it_says(
+    seed: int, ranks: int, data: st.DataObject
+) -> None:
+    random = Random(seed)
+    placement = data.draw(st.sampled_from([linear(ranks), vee(ranks), looped(ranks, 3)]))
+    cost = Cost(3, 4, 2, comm=1, b=data.draw(st.sampled_from([None, 5])), freed_by_i=0.25)
+    memory = data.draw(st.sampled_from([1, 1.5, 2, 4]))
+    objectives: list[Objective] = ["makespan", "span"]
+    objective = data.draw(st.sampled_from(objectives))
+    problem = make_problem(placement, data.draw(st.integers(1, 7)), cost, memory, objective)
+    policy = random_policy(random, problem)
+    for _ in range(3):
+        policy = mutated(random, policy, problem)
+    order = list_schedule(problem, policy)
+    assert order is not None  # no policy runs into a dead end
+    schedule = to_schedule(problem, order, "policy")
+    fpipe.verify(schedule)
+    timeline = simulate(schedule, cost)
+    value = timeline.span if objective == "span" else timeline.makespan
+    # A policy may wait for something that then comes later; simulated, nothing waits in vain.
+    assert value <= order.value * (1 + 1e-9) or objective == "span"
+    assert max(timeline.peak) <= memory * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+@pytest.mark.parametrize("b", [None, 4, 9])
+def test_annealing_keeps_the_rules_and_never_worsens(objective: Any, b: float | None) -> None:
+    cost = Cost(3, 4, 2, comm=1, b=b)
+    problem = make_problem(vee(3), 6, cost, 2, objective)
+    order = list_schedule(problem, plain_policy(6))
+    assert order is not None
+    annealed = anneal(make_evaluator(problem), order, Random(0), Budget(0, iterations=400))
+    schedule = to_schedule(problem, annealed, "annealed")
+    fpipe.verify(schedule)
+    timeline = simulate(schedule, cost)
+    value = timeline.span if objective == "span" else timeline.makespan
+    assert value == pytest.approx(annealed.value)
+    assert value <= order.value
+    assert max(timeline.peak) <= 2
+    if b is None:
+        assert value < order.value
+
+
+def test_a_schedule_survives_the_way_into_the_search_and_back() -> None:
+    for name in schedules.FAMILIES:
+        schedule = schedules.get(name, ranks=3, microbatches=6)
+        for cost in (UNIT, replace_b(UNIT, 1.5)):
+            problem = make_problem(schedule.placement, 6, cost, None, "makespan")
+            timeline = simulate(schedule, cost)
+            order = to_order(problem, schedule, timeline.makespan)
+            value, _ = make_evaluator(problem).times(order.rows, order.fused)
+            again = simulate(to_schedule(problem, order, name), cost)
+            assert value == pytest.approx(again.makespan)
+            assert again.makespan <= timeline.makespan + 1e-9
+            if cost.b is not None:
+                assert to_schedule(problem, order, name) == schedule
+
+
+def replace_b(cost: Cost, b: float) -> Cost:
+    return Cost(cost.f, cost.i, cost.w, b=b)
+
+
+def test_large_cases_are_tuned_on_fewer_microbatches() -> None:
+    found = search(
+        ranks=8, microbatches=400, cost=UNEVEN, memory=8, placement=vee(8), iterations=20
+    )
+    check(found, 8)
+    assert found.value <= simulate(schedules.zbv(ranks=8, microbatches=400), UNEVEN).makespan
+    assert found.gap < 0.05
+
+
+def test_memory_may_be_in_bytes() -> None:
+    cost = Cost(1, 1, 1, activation=3 * 2**30)
+    found = search(
+        ranks=4, microbatches=8, cost=cost, memory=12 * 2**30, placement=linear(4), iterations=0
+    )
+    assert (found.gap, max(found.timeline.peak)) == (0, 12 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks": 0}, "ranks=0 must be an integer, 1 or more"),
+        ({"microbatches": 1.5}, r"microbatches=1.5 must be an integer, 1 or more"),
+        ({"memory": 0.5}, r"memory=0.5 of rank 0 admits no schedule"),
+        ({"memory": [1, 1]}, "memory has 2 values for 4 ranks"),
+        ({"seconds": -1}, "seconds=-1 must be a finite number, 0 or more"),
+        ({"iterations": -1}, "iterations=-1 must be an integer, 0 or more, or None"),
+        ({"objective": "speed"}, "objective='speed' must be 'makespan' or 'span'"),
+        ({"placement": [0, 1, 2]}, r"placement=\(0, 1, 2\) must put a stage on each of the ranks"),
+        ({"cost": Cost([1] * 6, 1, 1)}, r"the cost has values for \[6\] stages"),
+        ({"cost": Cost([1] * 4, [1] * 8, 1)}, r"the cost has values for \[4, 8\] stages"),
+    ],
+)
+def test_a_bad_argument_is_named(arguments: dict[str, Any], message: str) -> None:
+    good = {"ranks": 4, "microbatches": 8, "cost": UNIT, "memory": 4, "iterations": 5}
+    with pytest.raises(ScheduleError, match=message):
+        search(**{**good, **arguments})
+
+
+@pytest.mark.parametrize("iterations", [0, 60])
+def test_memory_that_only_a_full_backward_fits_is_enough(iterations: int) -> None:
+    # I hands on three times what F keeps, so that rank 1, which holds one, has to use B.
+    cost = Cost(1, 1, 1, freed_by_i=-2)
+    found = search(
+        ranks=2, microbatches=3, cost=cost, memory=1, placement=[1, 0], iterations=iterations
+    )
+    check(found, 1)
+    assert not found.schedule.splits_backward
+    assert found.value == 18
+
+
+def test_a_policy_is_a_value() -> None:
+    assert plain_policy(2) == Policy(((1, 1), (2, 2), (0, 0)), (float("inf"),) * 2, (0, 0, 0))
+    assert replace(plain_policy(2), pace=1.0) != plain_policy(2)
