@@ -19,7 +19,7 @@ from fpipe.runtime.program import Program
 from fpipe.runtime.values import Codes
 from fpipe.schedule import Op, Schedule
 from fpipe.shapes import Goal, Signature, distinct
-from fpipe.stage.chain import ChainTracer, assemble
+from fpipe.stage.chain import ChainTracer, assemble, live_params
 from fpipe.stage.code import StageCode
 from fpipe.stage.compiler import Compiler, fingerprint
 from fpipe.stage.joint import is_differentiable
@@ -137,8 +137,9 @@ class Planner:
             for size, shape in zip(sizes, batch, strict=True)
         }
         usual, last = self._policies
+        trained = live_params(chains.values())
         codes = {
-            (size, policy): assemble(chain, policy, self._compiler)
+            (size, policy): assemble(chain, trained, policy, self._compiler)
             for size, chain in chains.items()
             for policy in {usual, last}
         }

@@ -8,7 +8,7 @@ stage needs it, so the gradient of a batch leaf or of an integer is never comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from fpipe.errors import StageError
 from fpipe.shapes import Goal, Spec, TreeShape, ambient
 from fpipe.stage.code import StageCode
 from fpipe.stage.compiler import Compiler
+from fpipe.stage.explain import describe, explain
 from fpipe.stage.joint import (
     BatchLeaf,
     Joint,
@@ -39,7 +40,7 @@ from fpipe.stage.partition import (
     partition,
 )
 from fpipe.stage.stage import Stage
-from fpipe.stage.tracer import Leaves, Traced, trace
+from fpipe.stage.tracer import Leaves, Traced, check_output, trace
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,8 @@ class ChainTracer:
             )
             if key not in self._traces:
                 self._traces[key] = self._trace(
-                    labels[-1], stage, params[index], x, x_sources, carries, here,
-                    with_loss=with_loss, differentiate=goal == "step",
+                    labels[-1], labels[-2] if index else None, stage, params[index], x, x_sources,
+                    carries, here, with_loss=with_loss, differentiate=goal == "step",
                 )  # fmt: skip
             result = self._traces[key]
             result = replace(result, joint=_seen_from(result.joint, index))
@@ -168,6 +169,7 @@ class ChainTracer:
     def _trace(
         self,
         label: str,
+        before: str | None,
         stage: Stage,
         params: Abstract,
         x: Abstract,
@@ -179,15 +181,15 @@ class ChainTracer:
         differentiate: bool,
     ) -> Traced:
         n_params, n_x = len(params.values), len(x.values)
+        giver = f"what {before} returns" if before else "a microbatch"
+        inputs = describe("x", tree.unflatten(x.spec, x.values))
 
         def function(leaves: Sequence[Any]) -> Any:
             p = tree.unflatten(params.spec, leaves[:n_params])
             value = tree.unflatten(x.spec, leaves[n_params : n_params + n_x])
             microbatch = tree.unflatten(batch.spec, leaves[n_params + n_x :])
             y = stage.fn(p, value, microbatch) if stage.reads_batch else stage.fn(p, value)
-            if with_loss:
-                return _check_loss(label, self._loss(y, microbatch), self._loss_shape)
-            return y
+            return self._loss_of(label, y, microbatch) if with_loss else y
 
         return trace(
             label,
@@ -209,6 +211,7 @@ class ChainTracer:
                     *carries,
                     *(False for _ in batch.values),
                 ),
+                given=f"{giver} ({inputs})",
             ),
             self._mode,
             differentiate=differentiate,
@@ -216,20 +219,23 @@ class ChainTracer:
             origin=stage.fn,
         )
 
-
-def _check_loss(label: str, loss: Any, shape: tuple[int, ...]) -> Any:
-    fits = isinstance(loss, Tensor) and loss.shape == shape and is_differentiable(loss)
-    if not fits:
-        found = (
-            f"a {loss.dtype} tensor of shape {tuple(loss.shape)}"
-            if isinstance(loss, Tensor)
-            else f"a {type(loss).__name__}"
-        )
-        raise StageError(
-            f"loss after {label} returns {found}: loss(y, microbatch) must return one "
-            "floating-point scalar (take .mean() or .sum() of it)"
-        )
-    return loss
+    def _loss_of(self, label: str, y: Any, microbatch: Any) -> Tensor:
+        """The loss of the last stage's output, which must be one scalar."""
+        check_output(label, y)
+        name = f"the loss after {label}"
+        try:
+            loss = self._loss(y, microbatch)
+        except Exception as error:
+            given = f"{describe('y', y)}, {describe('microbatch', microbatch)}"
+            raise explain(name, error, given) from error
+        shape = self._loss_shape
+        if not isinstance(loss, Tensor) or loss.shape != shape or not loss.is_floating_point():
+            found = describe("it", loss) if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise StageError(
+                f"{name} is {found.removeprefix('it: ')}: loss(y, microbatch) must return one "
+                "floating-point scalar (take .mean() or .sum() of it)"
+            )
+        return loss
 
 
 def _seen_from(joint: Joint, index: int) -> Joint:
@@ -245,11 +251,31 @@ def _seen_from(joint: Joint, index: int) -> Joint:
     )
 
 
-def assemble(chain: Chain, policy: Policy, compiler: Compiler) -> tuple[StageCode, ...]:
+def live_params(chains: Collection[Chain]) -> tuple[frozenset[Param], ...]:
+    """For each stage, the parameter leaves whose gradient is not zero in every one of `chains`.
+
+    A stage may read a parameter for some sizes of microbatch only; its gradient is then summed over
+    all of them, zeros included.
+    """
+    return tuple(
+        frozenset(
+            source
+            for traced in stages
+            for source in live_gradients(traced.joint)
+            if isinstance(source, Param)
+        )
+        for stages in zip(*(chain.stages for chain in chains), strict=True)
+    )
+
+
+def assemble(
+    chain: Chain, trained: Sequence[Collection[Param]], policy: Policy, compiler: Compiler
+) -> tuple[StageCode, ...]:
     """Cut every stage of `chain` under `policy` and name what connects them.
 
     Args:
         chain: the traced stages.
+        trained: for each stage, the parameter leaves whose gradients are summed.
         policy: the remat policy.
         compiler: makes pieces callable.
     """
@@ -260,8 +286,7 @@ def assemble(chain: Chain, policy: Policy, compiler: Compiler) -> tuple[StageCod
         inputs: list[Upstream] = []
         params: list[Param] = []
         if chain.goal == "step":
-            alive = live_gradients(joint)
-            params = [s for s in joint.gradients if isinstance(s, Param) and s in alive]
+            params = [s for s in joint.gradients if isinstance(s, Param) and s in trained[index]]
             inputs = [
                 s
                 for s in joint.gradients

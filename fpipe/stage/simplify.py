@@ -9,7 +9,7 @@ and an input's is contiguous, as every value at a stage boundary is.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +23,16 @@ aten = torch.ops.aten
 _IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default})
 
 
-def simplify(graph: fx.Graph, owned: Sequence[bool]) -> tuple[list[fx.Node], list[fx.Node]]:
+def simplify(
+    graph: fx.Graph, owned: Sequence[bool], private: Collection[fx.Node] = ()
+) -> tuple[list[fx.Node], list[fx.Node]]:
     """Rewrite `graph` in place; returns its output nodes and its gradient nodes.
 
     Args:
         graph: returns ``(outputs, gradients)``, two lists of nodes.
         owned: for each gradient, whether it is a parameter's and so becomes the caller's.
+        private: placeholders that other stages cannot read, the parameters. Returned as an output,
+            one of them is copied.
     """
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -41,6 +45,7 @@ def simplify(graph: fx.Graph, owned: Sequence[bool]) -> tuple[list[fx.Node], lis
             _split_convolution_backward(graph, node)
     graph.eliminate_dead_code()
     _settle_gradients(graph, owned)
+    _settle_outputs(graph, private)
     return _results(graph)
 
 
@@ -69,14 +74,26 @@ def _settle_gradients(graph: fx.Graph, owned: Sequence[bool]) -> None:
         else:
             fit = value_of(node).is_contiguous()
         if not fit:
-            with graph.inserting_before(end):
-                copy = graph.call_function(
-                    aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
-                )
-            copy.meta["val"] = value_of(node).new_empty(value_of(node).shape)
-            gradients[index] = copy
+            gradients[index] = _copy(graph, node)
         claimed.add(base)
     end.args = ((outputs, gradients),)
+
+
+def _settle_outputs(graph: fx.Graph, private: Collection[fx.Node]) -> None:
+    """Copy the outputs that other stages could not read where they are."""
+    outputs, gradients = _results(graph)
+    copies = {n: _copy(graph, n) for n in dict.fromkeys(outputs) if n in private}
+    graph.output_node().args = (([copies.get(n, n) for n in outputs], gradients),)
+
+
+def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A contiguous copy of a value, at the end of the graph."""
+    with graph.inserting_before(graph.output_node()):
+        copy = graph.call_function(
+            aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+        )
+    copy.meta["val"] = value_of(node).new_empty(value_of(node).shape)
+    return copy
 
 
 def _is_dense(value: Tensor) -> bool:

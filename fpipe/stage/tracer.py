@@ -7,21 +7,23 @@ into pure ops; what still writes to an input afterwards is refused by name.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize, vjp
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe import tree
 from fpipe.errors import StageError
-from fpipe.stage.joint import Constant, Joint, Param, Source, SumSoFar, is_differentiable
+from fpipe.stage.closure import lift_constants
+from fpipe.stage.explain import explain
+from fpipe.stage.joint import Joint, Param, Source, SumSoFar, is_differentiable
+from fpipe.stage.purity import WriteGuard, refuse_writes
 from fpipe.stage.simplify import simplify
 from fpipe.stage.sums import add_sums
 
@@ -35,12 +37,14 @@ class Leaves:
         sources: where each comes from.
         paths: how a user would write each, for messages.
         differentiable: whether each gets a gradient.
+        given: where the stage's input comes from and what it is, for messages.
     """
 
     values: tuple[Tensor, ...]
     sources: tuple[Source, ...]
     paths: tuple[str, ...]
     differentiable: tuple[bool, ...]
+    given: str
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ def trace(
     Raises:
         StageError: the function cannot be traced or is not pure; says which stage, op or leaf.
     """
-    values, spec = _run_abstractly(name, function, leaves, mode)
+    values, spec = _run_abstractly(name, function, leaves, mode, origin)
     paths = tuple("y" + path for path in tree.paths(spec))
     carries = tuple(
         differentiate and any(leaves.differentiable) and is_differentiable(v) for v in values
@@ -99,7 +103,7 @@ def trace(
     def forward(*arguments: Tensor) -> list[Tensor]:
         outputs, _ = tree.flatten(function(arguments))
         # One layout at every stage boundary, decided here, lets the compiled graphs assume it.
-        return [output.contiguous() for output in outputs]
+        return [o.resolve_conj().resolve_neg().contiguous() for o in outputs]
 
     def joint(arguments: Sequence[Tensor], seeds: Sequence[Tensor]) -> Any:
         if not seeds or not wanted:
@@ -119,8 +123,8 @@ def trace(
         return [next(sides[flag]) for flag in carries], list(pullback(list(seeds)))
 
     graph = _record(name, joint, leaves, cotangents, mode)
-    _refuse_writes(name, graph, leaves)
-    constants, constant_sources = _lift_constants(name, graph, origin)
+    refuse_writes(name, graph.graph)
+    constants, constant_sources = lift_constants(name, graph, origin)
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     argument_nodes = placeholders[: len(leaves.values)]
     cotangent_nodes = placeholders[len(leaves.values) : len(leaves.values) + len(cotangents)]
@@ -129,7 +133,8 @@ def trace(
     }
     sources.update(constant_sources)
     owned = [isinstance(leaves.sources[index], Param) for index in wanted]
-    output_nodes, gradient_nodes = simplify(graph.graph, owned)
+    private = {n for n in argument_nodes if isinstance(sources[n.name], Param)}
+    output_nodes, gradient_nodes = simplify(graph.graph, owned, private)
     gradients = {
         leaves.sources[index]: node for index, node in zip(wanted, gradient_nodes, strict=False)
     }
@@ -154,28 +159,46 @@ def trace(
 
 
 def _run_abstractly(
-    name: str, function: Callable[[Sequence[Any]], Any], leaves: Leaves, mode: FakeTensorMode
+    name: str,
+    function: Callable[[Sequence[Any]], Any],
+    leaves: Leaves,
+    mode: FakeTensorMode,
+    origin: Callable[..., Any],
 ) -> tuple[list[Tensor], optree.PyTreeSpec]:
     """What the function returns on fake tensors, or a clear refusal."""
     try:
         with mode, torch.no_grad():
-            # Clones, so that a function which writes to its input spoils only its own copy.
-            outputs, spec = tree.flatten(function([v.clone() for v in leaves.values]))
+            # Clones, because one leaf may come in by several names.
+            inputs = [value.clone() for value in leaves.values]
+            with WriteGuard(dict(zip(leaves.paths, inputs, strict=True)), origin):
+                output = function(inputs)
+    except StageError:
+        raise
     except Exception as error:
-        raise _explain(name, error, leaves) from error
-    for path, output in zip(tree.paths(spec), outputs, strict=True):
-        if not isinstance(output, Tensor):
+        raise explain(name, error, leaves.given) from error
+    return check_output(name, output)
+
+
+def check_output(name: str, output: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    """Flatten what a stage returned.
+
+    Raises:
+        StageError: a leaf is no dense tensor.
+    """
+    leaves, spec = tree.flatten(output)
+    for path, leaf in zip(tree.paths(spec), leaves, strict=True):
+        if not isinstance(leaf, Tensor):
             raise StageError(
-                f"{name} returns y{path}={output!r:.60}, a {type(output).__name__}: a stage must "
+                f"{name} returns y{path}={leaf!r:.60}, a {type(leaf).__name__}: a stage must "
                 "return a pytree of tensors (torch.as_tensor makes one; register a container of "
                 'your own with optree, namespace="fpipe")'
             )
-        if output.layout != torch.strided:
+        if leaf.layout != torch.strided:
             raise StageError(
-                f"{name} returns y{path} in layout {output.layout}: a stage must return dense "
+                f"{name} returns y{path} in layout {leaf.layout}: a stage must return dense "
                 "tensors (call .to_dense())"
             )
-    return outputs, spec
+    return leaves, spec
 
 
 def _contiguous_like(value: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -199,137 +222,12 @@ def _record(
         with mode, torch.enable_grad():
             try:
                 return make_fx(functionalize(flat), tracing_mode="fake")(*arguments)
-            except RuntimeError as error:
+            except Exception as error:
                 # functionalize does not know a custom autograd.Function; plain vjp does.
                 if "Functionalize rule" not in str(error):
                     raise
                 return make_fx(flat, tracing_mode="fake")(*arguments)
+    except StageError:
+        raise
     except Exception as error:
-        raise _explain(name, error, leaves) from error
-
-
-def _explain(name: str, error: Exception, leaves: Leaves) -> StageError:
-    """A refusal that says what the stage was given, what went wrong and what to do."""
-    text = str(error)
-    if isinstance(error, StageError):
-        return error
-    if isinstance(error, DataDependentOutputException) or "data-dependent" in text:
-        return StageError(
-            f"{name} branches on data or reads a value back into Python ({text}) at "
-            f"{_place(error)}: a stage is traced once with abstract tensors, so use torch.where, "
-            "or pass the choice as a Python value bound with functools.partial"
-        )
-    if "in-place" in text and ("leaf Variable" in text or "captured Tensor" in text):
-        return StageError(
-            f"{name} writes in place to one of its inputs or to a tensor it closes over at "
-            f"{_place(error)}: a stage is a pure function; work on a copy (x = x.clone()) and "
-            "return it"
-        )
-    given = ", ".join(
-        f"{path}: {str(v.dtype).removeprefix('torch.')}{list(v.shape)}"
-        for path, v in zip(leaves.paths, leaves.values, strict=True)
-        if not path.startswith("params")
-    )
-    return StageError(
-        f"{name} cannot be traced on its inputs ({given or 'none'}) at {_place(error)}: "
-        f"{type(error).__name__}: {text}"
-    )
-
-
-def _place(error: BaseException) -> str:
-    """The innermost line of the user's code in the traceback of `error`."""
-    place = "an unknown place"
-    traceback = error.__traceback__
-    while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        if not any(part in file for part in ("/torch/", "/fpipe/stage/", "/fpipe/tree.py", "<")):
-            place = f"{file}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return place
-
-
-def _refuse_writes(name: str, graph: fx.GraphModule, leaves: Leaves) -> None:
-    """Refuse any op that writes to an input, whatever functionalisation left."""
-    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
-    for node in graph.graph.nodes:
-        target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
-            continue
-        written = node.args[0] if node.args else None
-        where = "an intermediate value"
-        if written in placeholders[: len(leaves.paths)]:
-            where = f"its input {leaves.paths[placeholders.index(written)]}"
-        raise StageError(
-            f"{name} writes in place to {where} ({target}): a stage is a pure function; work on a "
-            "copy (x = x.clone()) and return it"
-        )
-
-
-def _lift_constants(
-    name: str, graph: fx.GraphModule, origin: Callable[..., Any]
-) -> tuple[tuple[Tensor, ...], dict[str, Source]]:
-    """Turn tensors that the function closes over into placeholders.
-
-    The graph then depends on their shapes only, so stages that differ in them share an artefact.
-    """
-    found: dict[str, fx.Node] = {}
-    constants: list[Tensor] = []
-    sources: dict[str, Source] = {}
-    for node in list(graph.graph.nodes):
-        if node.op != "get_attr":
-            continue
-        value = getattr(graph, node.target)
-        if not isinstance(value, Tensor):
-            raise StageError(
-                f"{name} closes over a {type(value).__name__} that the tracer keeps as an "
-                "attribute: use plain tensor operations in a stage"
-            )
-        if value.requires_grad:
-            known = _name_in_closure(value, origin)
-            raise StageError(
-                f"{name} closes over a tensor that requires grad ({known}, shape "
-                f"{tuple(value.shape)}): it would get no gradient; pass it as a parameter of the "
-                "stage (torch.func.functional_call does so for a module), or detach it"
-            )
-        if node.target not in found:
-            with graph.graph.inserting_before(_first_computation(graph.graph)):
-                placeholder = graph.graph.placeholder(f"constant_{len(constants)}")
-            placeholder.meta["val"] = node.meta["val"]
-            sources[placeholder.name] = Constant(len(constants))
-            constants.append(value.detach())
-            found[node.target] = placeholder
-        node.replace_all_uses_with(found[node.target])
-        graph.graph.erase_node(node)
-    return tuple(constants), sources
-
-
-def _first_computation(graph: fx.Graph) -> fx.Node:
-    return next(node for node in graph.nodes if node.op != "placeholder")
-
-
-def _name_in_closure(value: Tensor, origin: Callable[..., Any]) -> str:
-    """What the user calls a tensor that a function closes over, as far as can be seen."""
-    function = inspect.unwrap(getattr(origin, "func", origin))
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, torch.nn.Module):
-        function = owner.forward
-    if isinstance(function, torch.nn.Module):
-        owner = function
-    if isinstance(owner, torch.nn.Module):
-        for path, parameter in owner.named_parameters():
-            if parameter is value:
-                return f"{type(owner).__name__}.{path}"
-    try:
-        closure = inspect.getclosurevars(function)
-    except TypeError:
-        return "an unnamed tensor"
-    scopes: list[Mapping[str, Any]] = [closure.nonlocals, closure.globals]
-    for scope in scopes:
-        for key, candidate in scope.items():
-            if candidate is value:
-                return repr(key)
-            if isinstance(candidate, torch.nn.Module):
-                for path, parameter in candidate.named_parameters():
-                    if parameter is value:
-                        return repr(f"{key}.{path}")
-    return "an unnamed tensor"
+        raise explain(name, error, leaves.given) from error

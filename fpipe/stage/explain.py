@@ -1,0 +1,103 @@
+"""Say why a stage was refused: what it was given, what went wrong, where, and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+
+from fpipe import tree
+from fpipe.errors import StageError
+
+# Frames of these are not the user's own.
+_MACHINERY = (
+    *(str(Path(file).parent) for file in (torch.__file__, optree.__file__, tree.__file__)),
+    "<eval_with_key>",
+    "<frozen ",
+)
+
+
+class ImpureError(Exception):
+    """An op that writes to memory which the stage did not make."""
+
+    def __init__(self, where: str, op: str) -> None:
+        super().__init__(f"{op} writes to {where}")
+        self.where = where
+        self.op = op
+
+
+def explain(name: str, error: Exception, given: str) -> StageError:
+    """The refusal of a function that raised `error` while it was traced.
+
+    Args:
+        name: the function in messages, such as ``"stage 2 (block)"``.
+        error: what it raised.
+        given: what it was called with, such as ``"what stage 1 (f) returns (x: float32[3, 4])"``.
+    """
+    text = str(error)
+    at = _place(error)
+    if isinstance(error, ImpureError):
+        return impure(f"{name}{at}", error.where, error.op)
+    if (
+        isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+        or "data-dependent" in text
+        or ".numpy()" in text
+    ):
+        return StageError(
+            f"{name} branches on data or reads a value back into Python ({text}){at}: a stage is "
+            "traced once with abstract tensors, so use torch.where or a mask, or pass the choice "
+            "as a Python value bound with functools.partial"
+        )
+    if _passed_through(error, "torch/utils/checkpoint.py") or "saved tensor hooks" in text:
+        return StageError(
+            f"{name} uses torch.utils.checkpoint or other saved-tensor hooks{at}: call the "
+            "function plainly, and choose what is computed again with remat= of fpipe.pipeline"
+        )
+    return StageError(f"{name} cannot be traced on {given}{at}: {type(error).__name__}: {text}")
+
+
+def impure(name: str, where: str, op: str) -> StageError:
+    """The refusal of a function that writes to `where`."""
+    return StageError(
+        f"{name} writes in place to {where} ({op}): a stage is a pure function; work on a copy "
+        "(x = x.clone()), and return what is to be kept"
+    )
+
+
+def describe(name: str, value: Any) -> str:
+    """The tensors of a pytree as text, such as ``"x['a']: float32[3, 4]"``."""
+    leaves, spec = tree.flatten(value)
+    found = [
+        f"{name}{path}: {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        for path, leaf in zip(tree.paths(spec), leaves, strict=True)
+        if isinstance(leaf, Tensor)
+    ]
+    return ", ".join(found) or f"{name}: no tensor"
+
+
+def _place(error: BaseException) -> str:
+    """Where in the user's own code an error came from, as the middle of a sentence."""
+    place = ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if not file.startswith(_MACHINERY):
+            place = f" at {file}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return place
+
+
+def _passed_through(error: BaseException, file: str) -> bool:
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename.endswith(file):
+            return True
+        traceback = traceback.tb_next
+    return False

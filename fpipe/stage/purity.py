@@ -1,0 +1,85 @@
+"""Refuse stages that write to what is not theirs: their inputs, and tensors that they close over.
+
+In-place ops on a stage's own intermediate values are fine; tracing turns them into pure ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fpipe.stage.closure import name_in_closure
+from fpipe.stage.explain import ImpureError, impure
+
+
+class WriteGuard(TorchDispatchMode):
+    """Raises `ImpureError` at the op that writes, before it does, so that nothing is changed.
+
+    Args:
+        inputs: fake inputs by how a user would write them.
+        origin: the stage function, searched for the name of a closed-over tensor.
+    """
+
+    def __init__(self, inputs: Mapping[str, Tensor], origin: Callable[..., Any]) -> None:
+        super().__init__()
+        self._origin = origin
+        self._foreign = {_memory(v): f"its input {path}" for path, v in inputs.items()}
+        self._kept_alive = list(inputs.values())
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Check the arguments that `func` writes to, then call it."""
+        arguments = list(_arguments(func, args, kwargs or {}))
+        for declared, value in arguments:
+            if declared.is_write and (owner := self._owner(value)) is not None:
+                raise ImpureError(owner, str(func))
+        result = func(*args, **(kwargs or {}))
+        for declared, value in arguments:
+            if declared.alias_info is not None and isinstance(result, Tensor):
+                owner = self._owner(value)
+                if owner is not None:
+                    self._foreign[_memory(result)] = owner
+                    self._kept_alive.append(result)
+        return result
+
+    def _owner(self, value: Any) -> str | None:
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            return None
+        if not isinstance(value, FakeTensor):
+            return f"a tensor that it closes over ({name_in_closure(value, self._origin)})"
+        return self._foreign.get(_memory(value))
+
+
+def refuse_writes(name: str, graph: fx.Graph) -> None:
+    """Refuse any op that still writes, whatever tracing left.
+
+    Raises:
+        StageError: names the op.
+    """
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            where = "an intermediate value of a function with an autograd.Function of its own"
+            raise impure(name, where, str(node.target))
+
+
+def _arguments(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[torch.Argument, Any]]:
+    """Each given argument with its declaration."""
+    declared = func._schema.arguments
+    yield from zip(declared, args, strict=False)
+    yield from ((a, kwargs[a.name]) for a in declared if a.name in kwargs)
+
+
+def _memory(value: Tensor) -> int:
+    return value.untyped_storage()._cdata
