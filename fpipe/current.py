@@ -52,7 +52,7 @@ def step(params: Any, batch: Any, *, pipeline: Pipeline | None = None) -> Step:
         (2.0, 1.0)
     """
     chosen = pipeline if pipeline is not None else _CURRENT.get()
-    if chosen is None:
+    if not isinstance(chosen, Pipeline):
         raise FpipeError(
             "fpipe.step needs a pipeline: call it within `with fpipe.use(pipe):`, or pass "
             "pipeline=pipe"

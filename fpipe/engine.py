@@ -21,7 +21,7 @@ from fpipe import microbatch, tree
 from fpipe.controller.controller import Controller, Finished
 from fpipe.controller.multi import MultiController
 from fpipe.controller.single import SingleController
-from fpipe.definition import Definition, group_of, placed
+from fpipe.definition import Definition, group_of, placed, stages_of
 from fpipe.errors import FpipeError
 from fpipe.parameters import keep
 from fpipe.plan import Planner, gradients
@@ -271,7 +271,7 @@ def pipeline(
     """
     return Pipeline(
         Definition(
-            stages=tuple(s if isinstance(s, Stage) else Stage(s) for s in stages),
+            stages=stages_of(stages),
             loss=loss,
             schedule=schedule,
             in_dims=in_dims,
