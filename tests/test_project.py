@@ -53,6 +53,7 @@ LAYERS: Final = (
     ("fpipe.errors", "fpipe.tree"),
     ("fpipe.schedule",),
     ("fpipe.schedules",),
+    ("fpipe.cli",),
     ("fpipe.microbatch", "fpipe.parameters"),
     ("fpipe.shapes",),
     ("fpipe.stage",),
@@ -63,7 +64,7 @@ LAYERS: Final = (
     ("fpipe.current", "fpipe.profiling"),
     ("fpipe",),
 )
-NEVER_TORCH: Final = ("fpipe.errors", "fpipe.schedule", "fpipe.schedules")
+NEVER_TORCH: Final = ("fpipe.errors", "fpipe.schedule", "fpipe.schedules", "fpipe.cli")
 
 
 def module_files() -> dict[str, Path]:

@@ -1,0 +1,64 @@
+"""The command `fpipe`: reads its arguments, runs a part, says in one line what is wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from fpipe.cli import comparing, searching, showing, simulating, verifying
+from fpipe.cli.parsing import Parser
+from fpipe.errors import ScheduleError
+
+BAD_INPUT: Final = 2  # the exit code of every error of the user's, as in argparse
+_PARTS: Final = (showing, simulating, comparing, searching, verifying)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: the words after ``fpipe``; None for those of the process.
+
+    Returns:
+        The exit code: 0, or 2 after one line on standard error where the input is bad.
+
+    Raises:
+        SystemExit: with 2 where argparse refuses the arguments, with 0 after ``--help``.
+
+    Example:
+        >>> main(["show", "1f1b", "--ranks", "2", "--microbatches", "3"])
+        one_f_one_b: 2 ranks, 2 stages, 3 microbatches
+        time    0              5
+        rank 0  F0 F1    B0 F2 B1    B2
+        rank 1     F0 B0 F1 B1 F2 B2
+        0
+    """
+    parser = Parser(
+        prog="fpipe",
+        description="Pipeline schedules: look at them, simulate, compare, search and check them.",
+        epilog="example: fpipe compare 1f1b zb_h1 zbv --ranks 8 --microbatches 32 --cost 10,12,8",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for part in _PARTS:
+        part.add(commands)
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough. Python would complain once more at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except ScheduleError as error:
+        return _refuse(options.command, str(error))
+    except OSError as error:
+        return _refuse(options.command, f"{error.filename}: {error.strerror}")
+    except KeyboardInterrupt:
+        return 130  # as a shell has it
+    return 0
+
+
+def _refuse(command: str, reason: str) -> int:
+    print(f"fpipe {command}: error: {' '.join(reason.split())}", file=sys.stderr)
+    return BAD_INPUT

@@ -1,0 +1,125 @@
+"""`fpipe compare`: schedules side by side, the fastest first."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fpipe import schedules
+from fpipe.cli import sources
+from fpipe.cli.parsing import Commands, add_cost, cost_of, new
+from fpipe.errors import ScheduleError
+from fpipe.schedule.cost import Cost
+from fpipe.schedule.schedule import Schedule
+from fpipe.schedule.simulator import simulate
+
+
+def add(commands: Commands[Any]) -> None:
+    """Add the command."""
+    parser = new(
+        commands,
+        "compare",
+        "simulate schedules and print a table of them, the fastest first",
+        "fpipe compare 1f1b zb_h1 zbv --ranks 8 --microbatches 32 --cost 10,12,8 --comm 1\n\n"
+        "bubble: makespan less the work of the busiest rank; idle: of all ranks' time; peak: most\n"
+        "activations on a rank; gap: above the lower bound for that placement and that peak.\n\n"
+        + sources.FAMILIES,
+    )
+    parser.add_argument(
+        "schedules",
+        nargs="*",
+        metavar="SCHEDULE",
+        help=f"{sources.HELP}; none for all families",
+    )
+    sources.add_size(parser)
+    add_cost(parser)
+    parser.set_defaults(run=_run)
+
+
+class Row(NamedTuple):
+    """What is compared of a schedule."""
+
+    makespan: float
+    peak: float
+    name: str
+    stages: int
+    bubble: float
+    idle: float
+    gap: float | None
+
+
+def _run(options: argparse.Namespace) -> None:
+    cost, size = cost_of(options), sources.size_of(options)
+    rows, refused = [], []
+    if options.schedules:
+        found = _of_one_size(options.schedules, size)
+        rows = [measure(name, schedule, cost) for name, schedule in found]
+    else:
+        for name in schedules.FAMILIES:
+            try:
+                rows.append(measure(name, sources.schedule_of(name, size), cost))
+            except ScheduleError as refusal:
+                if size.ranks is None or size.microbatches is None:
+                    raise ScheduleError("give --ranks and --microbatches, or a file") from refusal
+                refused.append(f"left out {name}: {refusal}")
+    print("\n".join([table(rows), *refused]))
+
+
+def _of_one_size(names: Sequence[str], size: sources.Size) -> list[tuple[str, Schedule]]:
+    """The schedules; a file, where there is one, tells the families their size."""
+    for name in filter(sources.is_file, names):
+        schedule = sources.schedule_of(name, size)
+        size = size._replace(ranks=schedule.num_ranks, microbatches=schedule.num_microbatches)
+    free = size._replace(stages_per_rank=None)
+    return [
+        (name, sources.schedule_of(name, free if sources.is_file(name) else size)) for name in names
+    ]
+
+
+def measure(name: str, schedule: Schedule, cost: Cost) -> Row:
+    """Simulate a schedule and measure it.
+
+    Raises:
+        ScheduleError: it cannot run, or the cost does not fit its placement.
+    """
+    timeline = simulate(schedule, cost)
+    room = timeline.makespan * schedule.num_ranks
+    try:
+        gap = timeline.gap
+    except ScheduleError:
+        gap = None  # of training steps alone there is a bound
+    return Row(
+        makespan=timeline.makespan,
+        peak=max(timeline.peak),
+        name=name if sources.is_file(name) else schedule.name,
+        stages=schedule.num_stages,
+        bubble=min(timeline.bubble),
+        idle=sum(timeline.bubble) / room if room else 0.0,
+        gap=gap,
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text, the fastest first, and of equals the one that holds less."""
+    head = ("schedule", "stages", "makespan", "bubble", "idle", "peak", "gap")
+    lines = [
+        (
+            row.name,
+            str(row.stages),
+            f"{row.makespan:g}",
+            f"{row.bubble:g}",
+            f"{100 * row.idle:.1f} %",
+            f"{row.peak:g}",
+            "-" if row.gap is None else f"{100 * row.gap:.1f} %",
+        )
+        for row in sorted(rows)
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in (head, *lines)
+    )

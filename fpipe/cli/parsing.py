@@ -1,0 +1,118 @@
+"""Reading arguments: a parser that errs in one line, and the values that options take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any, Final, NoReturn
+
+from fpipe.errors import ScheduleError
+from fpipe.schedule.cost import Cost
+from fpipe.schedule.exchange.plain import load
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (try {self.prog} --help)\n")
+
+
+Commands = argparse._SubParsersAction  # what `add_subparsers` returns, which argparse does not name
+COST_KEYS: Final = ("f", "i", "w", "comm", "b", "activation", "freed_by_i")
+
+
+def new(commands: Commands[Any], name: str, purpose: str, example: str) -> argparse.ArgumentParser:
+    """A parser for a part of the command, whose help ends in an example."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=purpose,
+        description=purpose[0].upper() + purpose[1:] + ".",
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
+
+
+def count(text: str) -> int:
+    """A whole number, 1 or more."""
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
+    return int(text)
+
+
+def numbers(text: str) -> tuple[float, ...]:
+    """Numbers with a comma between.
+
+    Example:
+        >>> numbers("10,12.5")
+        (10.0, 12.5)
+    """
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a number, or several with a comma between"
+        ) from None
+
+
+def memory(text: str) -> float | tuple[float, ...]:
+    """A number for all ranks, or one for each."""
+    found = numbers(text)
+    return found[0] if len(found) == 1 else found
+
+
+def add_cost(parser: argparse.ArgumentParser) -> None:
+    """Add ``--cost`` and ``--comm``."""
+    parser.add_argument(
+        "--cost",
+        default="1,1,1",
+        metavar="F,I,W[,B]",
+        help="times of forward, input gradient, weight gradient (and full backward, if it is not "
+        "their sum) per rank and microbatch; or a JSON file with the arguments of fpipe.Cost "
+        f"({', '.join(COST_KEYS)}), where a list gives each stage its own (default: 1,1,1)",
+    )
+    parser.add_argument(
+        "--comm",
+        type=float,
+        metavar="C",
+        help="latency from rank to rank (default: 0, or what the file says)",
+    )
+
+
+def cost_of(options: argparse.Namespace) -> Cost:
+    """The cost that ``--cost`` and ``--comm`` describe.
+
+    Raises:
+        ScheduleError: they describe none.
+        OSError: the file cannot be opened.
+    """
+    text = str(options.cost)
+    values = _cost_file(text) if text.endswith(".json") else _cost_numbers(text)
+    if options.comm is not None:
+        values["comm"] = options.comm
+    return Cost(**values)
+
+
+def _cost_numbers(text: str) -> dict[str, Any]:
+    rule = "three or four numbers F,I,W[,B], such as 10,12,8, or a .json file"
+    try:
+        found = numbers(text)
+    except argparse.ArgumentTypeError:
+        raise ScheduleError(f"--cost {text!r} must be {rule}") from None
+    if len(found) not in (3, 4):
+        raise ScheduleError(f"--cost {text!r} has {len(found)} numbers: it must be {rule}")
+    return dict(zip(("f", "i", "w", "b"), found, strict=False))
+
+
+def _cost_file(path: str) -> dict[str, Any]:
+    try:
+        found = json.loads(load(path))
+    except json.JSONDecodeError as error:
+        raise ScheduleError(f"{path}: not JSON: {error}") from error
+    if not isinstance(found, dict) or not {"f", "i", "w"} <= found.keys() <= set(COST_KEYS):
+        raise ScheduleError(
+            f"{path}: not a cost: it must be an object with f, i and w, and of "
+            f"{', '.join(COST_KEYS[3:])} what you wish"
+        )
+    return found

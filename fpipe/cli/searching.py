@@ -1,0 +1,104 @@
+"""`fpipe search`: the best schedule for given costs and memory."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+from fpipe.cli import sources
+from fpipe.cli.parsing import Commands, add_cost, cost_of, count, memory, new
+from fpipe.cli.simulating import report
+from fpipe.errors import ScheduleError
+from fpipe.schedule.exchange.plain import save
+from fpipe.schedule.placements import linear, looped, vee
+from fpipe.schedule.searching.finder import search
+
+_FORMS: Final = {".csv": "csv", ".json": "json", ".txt": "text", ".svg": "svg", ".html": "html"}
+
+
+def add(commands: Commands[Any]) -> None:
+    """Add the command."""
+    parser = new(
+        commands,
+        "search",
+        "search for the best schedule for given costs and memory",
+        "fpipe search --ranks 4 --microbatches 12 --cost 10,12,8 --comm 1 --memory 3 -o best.csv",
+    )
+    parser.add_argument("-p", "--ranks", type=count, required=True, metavar="P")
+    parser.add_argument("-m", "--microbatches", type=count, required=True, metavar="M")
+    add_cost(parser)
+    parser.add_argument(
+        "--memory",
+        type=memory,
+        metavar="A[,A...]",
+        help="most activations that a rank may hold, for all ranks or each; 1 is what F keeps of "
+        "one microbatch on 1/p of the model, unless the cost says otherwise (default: no limit)",
+    )
+    parser.add_argument(
+        "--placement",
+        metavar="PLACEMENT",
+        help="linear, looped or v, or the rank of each stage, such as 0,1,1,0 (default: the best)",
+    )
+    parser.add_argument("--objective", choices=("makespan", "span"), default="makespan")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, metavar="S", help="time to search (default: 10)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all random choices")
+    parser.add_argument(
+        "--iterations", type=int, metavar="N", help="search so long in place of --seconds"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help=f"write the schedule, in the form of the suffix: {', '.join(_FORMS)}",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    form = None
+    if options.output is not None:
+        form = _FORMS.get(Path(options.output).suffix)
+        if form is None:
+            raise ScheduleError(
+                f"--output {options.output}: the suffix must be one of {', '.join(_FORMS)}"
+            )
+    found = search(
+        ranks=options.ranks,
+        microbatches=options.microbatches,
+        cost=cost_of(options),
+        memory=options.memory,
+        placement=_placement(options.placement, options.ranks),
+        objective=options.objective,
+        seconds=options.seconds,
+        seed=options.seed,
+        iterations=options.iterations,
+    )
+    print(report(found.timeline, shutil.get_terminal_size().columns))
+    proof = "no schedule is better" if found.gap == 0 else f"at most {100 * found.gap:.1f} % better"
+    print(
+        f"searched: {found.objective} {found.value:g}, lower bound {found.bound:g} ({proof}), "
+        f"{found.iterations} evaluations"
+    )
+    if form is not None:
+        drawn = found.timeline if form in sources.PICTURES else found.schedule
+        save(options.output, getattr(drawn, f"to_{form}")())
+        print(f"wrote {options.output}")
+
+
+def _placement(text: str | None, ranks: int) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    named = {"linear": linear(ranks), "looped": looped(ranks, 2), "v": vee(ranks)}
+    if text in named:
+        return named[text]
+    words = text.split(",")
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise ScheduleError(
+            f"--placement {text!r} must be linear, looped or v, or the rank of each stage, such as "
+            "0,1,1,0"
+        )
+    return tuple(map(int, words))

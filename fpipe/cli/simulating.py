@@ -1,0 +1,69 @@
+"""`fpipe simulate`: when every action of a schedule runs, and what the step waits for."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from typing import Any
+
+from fpipe.cli import sources
+from fpipe.cli.parsing import Commands, add_cost, cost_of, new
+from fpipe.errors import ScheduleError
+from fpipe.schedule.simulator import simulate
+from fpipe.schedule.timeline import Timeline
+
+
+def add(commands: Commands[Any]) -> None:
+    """Add the command."""
+    parser = new(
+        commands,
+        "simulate",
+        "simulate a schedule: print its timeline, or write it as a picture",
+        "fpipe simulate zb_h1 --ranks 4 --microbatches 8 --cost 10,12,8 --comm 1 --html zb.html"
+        "\n\n" + sources.FAMILIES,
+    )
+    parser.add_argument("schedule", metavar="SCHEDULE", help=sources.HELP)
+    sources.add_size(parser)
+    add_cost(parser)
+    sources.add_outputs(parser, sources.PICTURES)
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    schedule = sources.schedule_of(options.schedule, sources.size_of(options))
+    timeline = simulate(schedule, cost_of(options))
+    if not sources.write_outputs(options, sources.PICTURES, timeline):
+        print(report(timeline, shutil.get_terminal_size().columns))
+
+
+def report(timeline: Timeline, width: int) -> str:
+    """The timeline to scale, its figures, and what the step waited for."""
+    width = max(width, 60)
+    facts = [
+        f"makespan {timeline.makespan:g}",
+        f"span {timeline.span:g}",
+        f"bubble {min(timeline.bubble):g}",
+        f"peak {max(timeline.peak):g}",
+    ]
+    try:
+        facts += [f"bound {timeline.bound:g}", f"gap {100 * timeline.gap:.1f} %"]
+    except ScheduleError:
+        facts.append("no bound (there is no backward)")
+    path = [str(event.action) for event in timeline.critical_path]
+    return "\n".join(
+        [
+            str(timeline.schedule).partition("\n")[0],
+            timeline.to_text(width=width),
+            ", ".join(facts),
+            _shortened(f"critical path, {len(path)} actions:", path, width),
+        ]
+    )
+
+
+def _shortened(head: str, words: list[str], width: int) -> str:
+    """As many of the first and the last words as fit behind `head`."""
+    room = width - len(head) - 5
+    if len(" ".join(words)) <= room:
+        return " ".join([head, *words])
+    fit = max(1, room // (2 * (max(map(len, words)) + 1)))
+    return " ".join([head, *words[:fit], "...", *words[-fit:]])

@@ -1,0 +1,152 @@
+"""Where schedules come from and go to: families by name, files by their suffix."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from fpipe import schedules
+from fpipe.cli.parsing import count
+from fpipe.errors import ScheduleError
+from fpipe.schedule.exchange.plain import load
+from fpipe.schedule.schedule import Schedule
+from fpipe.schedule.timeline import Timeline
+
+SUFFIXES: Final = (".csv", ".json", ".txt")
+HELP: Final = (
+    "a family by its name (those of torch too), or a file: .csv as torch.distributed.pipelining "
+    "writes it, .json or .txt as fpipe does"
+)
+_EVALUATION: Final = "forward_only"  # no family of `schedules.get`, for it owes no gradients
+FAMILIES: Final = f"families: {', '.join([*schedules.FAMILIES, _EVALUATION])}"
+
+
+class Size(NamedTuple):
+    """How large a family is to be made; None where nothing was said."""
+
+    ranks: int | None
+    microbatches: int | None
+    stages_per_rank: int | None
+
+
+def add_size(parser: argparse.ArgumentParser) -> None:
+    """Add the options that a family needs and a file does not."""
+    parser.add_argument("-p", "--ranks", type=count, metavar="P", help="number of ranks")
+    parser.add_argument(
+        "-m", "--microbatches", type=count, metavar="M", help="number of microbatches"
+    )
+    parser.add_argument(
+        "--stages-per-rank",
+        type=count,
+        metavar="V",
+        help="stages on each rank, for families that take any number (default: 2)",
+    )
+
+
+def size_of(options: argparse.Namespace) -> Size:
+    """What the options of `add_size` say."""
+    return Size(options.ranks, options.microbatches, options.stages_per_rank)
+
+
+def is_file(source: str) -> bool:
+    """Whether a schedule is named by a file."""
+    return source.endswith(SUFFIXES) or "/" in source
+
+
+def read(path: str) -> Schedule:
+    """Read a schedule from a file, in the form that its suffix names.
+
+    Raises:
+        ScheduleError: the suffix is none of ours, or the file is malformed.
+        OSError: it cannot be opened.
+    """
+    suffix = Path(path).suffix
+    if suffix == ".csv":
+        return Schedule.from_csv(path)
+    if suffix == ".json":
+        return Schedule.from_json(path)
+    if suffix == ".txt":
+        return Schedule.from_text(load(path))
+    raise ScheduleError(f"{path}: the suffix must be one of {', '.join(SUFFIXES)}")
+
+
+def schedule_of(source: str, size: Size) -> Schedule:
+    """The schedule that a name or a file stands for.
+
+    Raises:
+        ScheduleError: there is no such family, the family lacks a size or refuses it, a file has
+            another size than was asked for, or it is malformed.
+        OSError: a file cannot be opened.
+    """
+    if not is_file(source):
+        return _family(source, size)
+    schedule = read(source)
+    has = Size(
+        schedule.num_ranks,
+        schedule.num_microbatches,
+        schedule.num_stages // schedule.num_ranks,
+    )
+    for name, asked, found in zip(Size._fields, size, has, strict=True):
+        if asked is not None and asked != found:
+            option = "--" + name.replace("_", "-")
+            raise ScheduleError(
+                f"{source} has {found} {name.replace('_', ' ')} and {option} is {asked}: leave the "
+                "option out, or take another file"
+            )
+    return schedule
+
+
+def _family(name: str, size: Size) -> Schedule:
+    # An unknown name is the greater fault: it is told first, whatever the size.
+    ranks, microbatches, stages = size
+    if ranks is None or microbatches is None:
+        if name != _EVALUATION:
+            schedules.get(name, ranks=1, microbatches=1)
+        raise ScheduleError(f"{name} is a family: give --ranks and --microbatches")
+    if name == _EVALUATION:
+        return schedules.forward_only(
+            ranks=ranks, microbatches=microbatches, stages_per_rank=stages or 1
+        )
+    return schedules.get(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages)
+
+
+def add_outputs(parser: argparse.ArgumentParser, forms: tuple[str, ...]) -> None:
+    """Add an option for each form that can be written to a file."""
+    for form in forms:
+        parser.add_argument(
+            f"--{form}",
+            metavar="FILE",
+            help=f"write {_FORMS[form]} to FILE (- for standard output)",
+        )
+
+
+def write_outputs(
+    options: argparse.Namespace, forms: tuple[str, ...], drawn: Schedule | Timeline
+) -> bool:
+    """Write each form that was asked for, and say so; whether there was any.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    asked = [(form, getattr(options, form)) for form in forms if getattr(options, form)]
+    for form, path in asked:
+        text = getattr(drawn, f"to_{form}")(None if path == "-" else path)
+        if path == "-":
+            sys.stdout.write(text)
+        else:
+            print(f"wrote {path}")
+    return bool(asked)
+
+
+PICTURES: Final = ("svg", "html", "trace")
+FILES: Final = ("csv", "json", "text")
+_FORMS: Final = {
+    "svg": "a picture",
+    "html": "a page to look around in",
+    "trace": "a trace for https://ui.perfetto.dev",
+    "csv": "the schedule as torch reads it",
+    "json": "the schedule with its placement and name",
+    "text": "the schedule as lines that people read",
+}

@@ -1,0 +1,308 @@
+"""The command line as a user meets it: what it prints, what it writes, how it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from fpipe import Schedule, schedules
+from fpipe.cli import main
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--ranks", "2", "--microbatches", "4"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command that succeeds prints."""
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert not captured.err
+    return captured.out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line that a command says where the input is bad."""
+    try:
+        code = main(words)
+    except SystemExit as exit:  # argparse leaves this way
+        code = exit.code if isinstance(exit.code, int) else 1
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    (line,) = captured.err.splitlines()
+    return line
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+# ── show ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_show_prints_a_grid(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "show", "ZBVZeroBubble", "-p", "2", "-m", "2") == dedent("""\
+        zbv: 2 ranks, 4 stages, 2 microbatches
+        time    0                   5                   10
+        rank 0  0F0 0F1     3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0     0I1 0W1
+        rank 1      1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1
+        """)
+
+
+def test_show_leaves_the_middle_of_a_long_grid_out_unless_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["show", "zbv", "--ranks", "4", "--microbatches", "64"]
+    assert "left out" in run(capsys, *words)
+    assert "left out" not in run(capsys, *words, "--all")
+
+
+def test_show_takes_the_stages_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "show", "interleaved_1f1b", *SMALL, "--stages-per-rank", "3")
+    assert out.startswith("interleaved_1f1b: 2 ranks, 6 stages, 4 microbatches\n")
+
+
+def test_show_writes_every_form(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    zbv = schedules.zbv(ranks=2, microbatches=4)
+    forms = ["svg", "html", "trace", "csv", "json", "text"]
+    words = [word for form in forms for word in (f"--{form}", str(tmp_path / form))]
+    out = run(capsys, "show", "zbv", *SMALL, *words)
+    assert out == "".join(f"wrote {tmp_path / form}\n" for form in forms)
+    for form in forms:
+        written = (tmp_path / form).read_bytes().decode()
+        assert written == getattr(zbv, f"to_{form}")()
+
+
+def test_show_converts_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    zbv = schedules.zbv(ranks=2, microbatches=4)
+    zbv.to_csv(tmp_path / "a.csv")
+    run(capsys, "show", str(tmp_path / "a.csv"), "--json", str(tmp_path / "a.json"))
+    assert Schedule.from_json(tmp_path / "a.json") == zbv
+    text = run(capsys, "show", str(tmp_path / "a.json"), "--text", "-")
+    (tmp_path / "a.txt").write_text(text, "utf-8")
+    assert Schedule.from_text(text) == zbv
+    assert run(capsys, "show", str(tmp_path / "a.txt"), *SMALL).startswith("a: 2 ranks, 4 stages")
+
+
+# ── simulate ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_simulate_prints_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "simulate", "1f1b", *SMALL, "--cost", "10,12,8", "--comm", "2")
+    assert out == dedent("""\
+        one_f_one_b: 2 ranks, 2 stages, 4 microbatches
+        time    0               50              100             150
+        rank 0  FFFFFF........BBBBBBBFFFBBBBBBFFFF.BBBBBB....BBBBBB  idle 24.1 %  peak 2
+        rank 1  ....FFFBBBBBBBFFFBBBBBB..FFFBBBBBBFFFBBBBBBB.......  idle 24.1 %  peak 1
+        makespan 158, span 158, bubble 38, peak 2, bound 146, gap 8.2 %
+        critical path, 10 actions: 0F0 1F0 1B0 0B0 0F2 1F2 1B2 1F3 1B3 0B3
+        """)
+
+
+def test_simulate_shortens_a_long_path(capsys: pytest.CaptureFixture[str]) -> None:
+    last = run(capsys, "simulate", "zbv", "-p", "4", "-m", "8").splitlines()[-1]
+    assert " ... " in last
+    assert len(last) <= 80
+
+
+def test_simulate_writes_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "a.html"
+    out = run(capsys, "simulate", "zbv", *SMALL, "--cost", "1,1,1,3", "--html", str(path))
+    assert out == f"wrote {path}\n"
+    assert path.read_text("utf-8").startswith("<!doctype html>")
+
+
+def test_cost_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text(json.dumps({"f": [1, 3], "i": 1, "w": 1, "comm": 5}), "utf-8")
+    words = ["simulate", "gpipe", *SMALL, "--cost", str(path)]
+    assert "makespan 33," in run(capsys, *words)
+    assert "makespan 23," in run(capsys, *words, "--comm", "0")
+
+
+def test_simulate_evaluation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "forward.txt"
+    run(capsys, "show", "forward_only", *SMALL, "--text", str(path))
+    assert "no bound (there is no backward)" in run(capsys, "simulate", str(path))
+    assert run(capsys, "compare", str(path)).splitlines()[1].endswith("-")
+
+
+# ── compare ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_compare_sorts_by_makespan(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--ranks", "8", "--microbatches", "32", "--cost", "10,12,8", "--comm", "1"]
+    assert run(capsys, "compare", "1f1b", "zb_h1", "zbv", *words) == dedent("""\
+        schedule     stages  makespan  bubble    idle  peak    gap
+        zbv              16      1035      75   7.2 %     8  1.2 %
+        zb_h1             8      1086     126  11.6 %     8  0.0 %
+        one_f_one_b       8      1238     278  22.5 %     8  9.8 %
+        """)
+
+
+def test_compare_all_families_and_says_which_are_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = run(capsys, "compare", "--ranks", "2", "--microbatches", "5").splitlines()
+    named = {line.split()[0] for line in lines[1:] if not line.startswith("left out")}
+    left = {line.split()[2].rstrip(":") for line in lines if line.startswith("left out")}
+    assert named | left == set(schedules.FAMILIES)
+    assert "interleaved_1f1b" in left
+
+
+def test_compare_takes_the_size_from_a_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.csv"
+    schedules.zb_h2(ranks=2, microbatches=4).to_csv(path)
+    lines = run(capsys, "compare", "gpipe", str(path)).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [str(path), "gpipe"]
+
+
+# ── search, verify ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("suffix", ["csv", "json", "txt", "svg", "html"])
+def test_search_writes_what_it_found(
+    suffix: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / f"best.{suffix}"
+    words = ["--iterations", "20", "--placement", "linear", "--memory", "2", "-o", str(path)]
+    out = run(capsys, "search", *SMALL, *words)
+    assert "searched: makespan" in out
+    assert out.endswith(f"wrote {path}\n")
+    if suffix in ("csv", "json", "txt"):
+        assert "can run: 2 ranks, 2 stages, 4 microbatches" in run(capsys, "verify", str(path))
+
+
+@pytest.mark.parametrize("placement", ["v", "looped", "0,1,0"])
+def test_search_on_a_placement(placement: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "search", *SMALL, "--iterations", "0", "--placement", placement)
+    assert f"{3 if ',' in placement else 4} stages" in out
+
+
+def test_verify_says_what_is_owed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "forward.txt"
+    path.write_text("0F0\n1F0\n", "utf-8")
+    assert "it owes F+B or F+I+W" in refused(capsys, "verify", str(path))
+    assert "can run" in run(capsys, "verify", str(path), "--requires", "F")
+    assert "can run" in run(capsys, "verify", str(path), "--requires", "F,F")
+
+
+# ── what is refused ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        ("", "fpipe: error: the following arguments are required: COMMAND"),
+        ("shew", "invalid choice: 'shew'"),
+        ("show", "the following arguments are required: SCHEDULE"),
+        ("show zvb -p 2 -m 4", "name='zvb' is not a schedule family. Did you mean 'zbv'?"),
+        ("show zvb", "name='zvb' is not a schedule family"),
+        ("show zbv", "zbv is a family: give --ranks and --microbatches"),
+        ("show forward_only", "forward_only is a family: give --ranks and --microbatches"),
+        ("show zbv -p 0 -m 4", "--ranks: '0' must be a whole number, 1 or more"),
+        ("show zbv -p 2 -m 4 --stages-per-rank 3", "stages_per_rank=3 does not fit"),
+        ("show none.csv", "fpipe show: error: none.csv: No such file or directory"),
+        ("show ./none", "./none: the suffix must be one of .csv, .json, .txt"),
+        ("show zbv -p 2 -m 4 --svg /no/where.svg", "/no/where.svg: No such file or directory"),
+        ("simulate zbv -p 2 -m 4 --cost 1,2", "--cost '1,2' has 2 numbers: it must be three or"),
+        ("simulate zbv -p 2 -m 4 --cost 1,a,2", "--cost '1,a,2' must be three or four numbers"),
+        ("simulate zbv -p 2 -m 4 --cost=-1,1,1", "cost f=-1.0 must be a finite number"),
+        ("simulate zbv -p 2 -m 4 --comm x", "argument --comm: invalid float value: 'x'"),
+        ("compare", "fpipe compare: error: give --ranks and --microbatches, or a file"),
+        ("compare zbv", "zbv is a family: give --ranks and --microbatches"),
+        ("search -p 2", "the following arguments are required: -m/--microbatches"),
+        ("search -p 2 -m 4 -o best.png", "--output best.png: the suffix must be one of .csv"),
+        ("search -p 2 -m 4 --placement w", "--placement 'w' must be linear, looped or v"),
+        ("search -p 2 -m 4 --memory 1,x", "'1,x' must be a number, or several with a comma"),
+        ("search -p 2 -m 4 --memory 0.5", "admits no schedule"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(
+    words: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reason in refused(capsys, *words.split())
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("0F0,0B0\n1F0,oops\n", "row 2 (rank 1), column 2: text='oops' is not an action"),
+        ("0F0,0B0\n1B0,1F0\n", "bad.csv: rank 1 runs 1B0 (actions[1][0]) before 1F0"),
+    ],
+)
+def test_verify_refuses_a_bad_file(
+    text: str, reason: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text, "utf-8")
+    assert reason in refused(capsys, "verify", str(path))
+
+
+def test_a_file_of_another_size_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "a.csv"
+    schedules.zbv(ranks=2, microbatches=4).to_csv(path)
+    line = refused(capsys, "show", str(path), "--ranks", "3")
+    assert "has 2 ranks and --ranks is 3: leave the option out" in line
+
+
+@pytest.mark.parametrize("text", ["[]", '{"f": 1}', '{"f": 1, "i": 1, "w": 1, "x": 2}', "{"])
+def test_a_bad_cost_file_is_refused(
+    text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text(text, "utf-8")
+    line = refused(capsys, "simulate", "zbv", *SMALL, "--cost", str(path))
+    assert "cost.json: not a cost: it must be" in line or "cost.json: not JSON" in line
+
+
+# ── as a process ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("command", ["show", "simulate", "compare", "search", "verify"])
+def test_help_ends_in_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    assert f"example:\n  fpipe {command} " in out
+    example = out.partition(f"  fpipe {command} ")[2].splitlines()[0]
+    assert example
+
+
+def test_the_script_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["scripts"] == {"fpipe": "fpipe.cli:main"}
+
+
+def test_process_never_loads_torch() -> None:
+    code = """
+        import sys
+        from fpipe.cli import main
+        assert main("compare --ranks 2 --microbatches 4".split()) == 0
+        assert main("show zbv --ranks 2 --microbatches 4 --svg - --html - --trace -".split()) == 0
+        assert "torch" not in sys.modules
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", dedent(code)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = f"{sys.executable} -m fpipe show zbv -p 16 -m 512 --html - | head -c 100"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
