@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad_and_value
 
-from fpipe import Stage, Step, tree
+from fpipe import Pipeline, Stage, Step, pipeline, schedules, tree
 
 
 class Model(NamedTuple):
@@ -276,3 +276,33 @@ def _ends(blocks: list[Any], embed: Any, head: Any) -> list[Any]:
         return [{"block": blocks[0], "embed": embed, "head": head}]
     first, *middle, last = blocks
     return [{"block": first, "embed": embed}, *middle, {"block": last, "head": head}]
+
+
+def plain_pipeline(
+    stages: Sequence[Callable[..., Any] | Stage],
+    loss: Callable[[Any, Any], Any] = mean_square,
+    microbatches: int = 2,
+    **options: Any,
+) -> Pipeline:
+    """An uncompiled pipeline with a rank for each stage, whose schedule splits the backward."""
+    schedule = schedules.zb_h1(ranks=len(stages), microbatches=microbatches)
+    return pipeline(stages, loss, schedule, **({"compile": False} | options))
+
+
+def check(
+    stages: Sequence[Callable[..., Any] | Stage],
+    params: Any,
+    batch: Any,
+    loss: Callable[[Any, Any], Any] = mean_square,
+    tolerance: float = 1e-10,
+    **options: Any,
+) -> Step:
+    """A step of `plain_pipeline`, which must equal the unpipelined function."""
+    step = plain_pipeline(stages, loss, **options).step(params, batch)
+    assert_same(step, unpipelined(stages, loss, params, batch), tolerance)
+    return step
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The same numbers for the same shape."""
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(len(shape)))

@@ -1,0 +1,416 @@
+"""What is refused before anything runs, and what the refusal says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fpipe
+from fpipe import Action, BatchError, FpipeError, Schedule, ScheduleError, StageError, schedules
+from tests.models import mean_square, mlp, mlp_first, mlp_layer, plain_pipeline, rand
+
+MODEL = mlp(2, 4)
+
+
+def step(*stages: Callable[..., Any], **options: Any) -> Any:
+    """A step of two stages on the small model's data."""
+    return plain_pipeline(stages, **options).step(MODEL.params, MODEL.batch)
+
+
+def after_first(stage: Callable[..., Any]) -> list[Callable[..., Any]]:
+    return [mlp_first, stage]
+
+
+# ── arguments of fpipe.pipeline ─────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"stages": [mlp_first]}, "stages has 1 functions, but the schedule zb_h1 has 2 stages"),
+        ({"stages": mlp_first}, "stages=<function mlp_first.* is a function: it must be a list"),
+        ({"stages": [mlp_first, 3]}, "fn=3 is not callable: a stage is a function"),
+        ({"loss": None}, r"loss=None is not callable: it is a function \(y, microbatch\)"),
+        ({"schedule": "gpipe"}, "schedule='gpipe' is a str: make one with fpipe.schedules"),
+        ({"reduction": "max"}, "reduction='max' must be one of 'mean', 'sum'"),
+        ({"remat": "some"}, "remat='some' must be one of 'none', 'full', 'except_last', or a"),
+        ({"remat": 3}, "remat=3 must be one of"),
+        ({"compile": 3}, "compile=3 must be True"),
+        ({"compile": None}, "compile=None must be True"),
+        ({"compile": {"fullgraph": True}}, r"has \['fullgraph'\]: it takes what torch.compile"),
+        ({"compile": {"mode": "reduce-overhead"}}, "asks for CUDA graphs, .* choose another mode"),
+        ({"accum_dtype": torch.int32}, "accum_dtype=torch.int32 must be a floating-point dtype"),
+        ({"accum_dtype": "float32"}, "accum_dtype='float32' must be a floating-point dtype"),
+        ({"devices": ["cpu"]}, "devices has 1 entries, but the schedule has 2 ranks"),
+        ({"devices": "cpu"}, "devices='cpu' is one name: give a list with one device per rank"),
+        ({"devices": ["cpu", "nope"]}, r"devices=\['cpu', 'nope'\] cannot be used: "),
+    ],
+)
+def test_wrong_argument(options: Any, rule: str) -> None:
+    schedule = schedules.zb_h1(ranks=2, microbatches=2)
+    right = {"stages": MODEL.stages, "loss": mean_square, "schedule": schedule}
+    with pytest.raises(StageError, match=rule):
+        fpipe.pipeline(**(right | options))
+
+
+def test_schedule_that_cannot_run() -> None:
+    rows = [[Action.parse(word) for word in text.split()] for text in ("0F0 0B0", "1B0 1F0")]
+    with pytest.raises(ScheduleError, match=r"rank 1 runs 1B0 .* before 1F0"):
+        fpipe.pipeline(MODEL.stages, mean_square, Schedule([0, 1], rows))
+
+
+# ── the batch ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"y": rand(3, 3)}, r"batch\['y'\] has 3 rows along dimension 0, but batch\['x'\] has 4"),
+        ({"y": 3.0}, r"batch\['y'\]=3.0 is a float: every leaf of batch must be a dense tensor"),
+        ({"y": rand(4, 3).to_sparse()}, r"batch\['y'\] has layout torch.sparse_coo"),
+        ({"z": torch.tensor(1.0)}, r"in_dims is 0 for batch\['z'\] of shape \(\): it must be one"),
+    ],
+)
+def test_wrong_batch(change: Any, rule: str) -> None:
+    pipe = plain_pipeline(MODEL.stages)
+    with pytest.raises(BatchError, match=rule):
+        pipe.step(MODEL.params, MODEL.batch | change)
+
+
+def test_batch_smaller_than_microbatches() -> None:
+    pipe = plain_pipeline(MODEL.stages, microbatches=5)
+    with pytest.raises(BatchError, match=r"batch\['x'\] has 4 rows, fewer than the 5 microbatches"):
+        pipe.step(MODEL.params, MODEL.batch)
+
+
+@pytest.mark.parametrize(
+    ("in_dims", "rule"),
+    [
+        ({"x": [0], "y": 0}, r"must be a pytree prefix of batch.*\n *in_dims\['x'\]"),
+        ({"x": 0, "z": 0}, r"(?s)missing key.*\['z'\].*extra key.*\['y'\]"),
+        ({"x": 2, "y": 0}, r"in_dims is 2 for batch\['x'\] of shape \(4, 3\)"),
+        ({"x": "rows", "y": 0}, r"in_dims is 'rows' for batch\['x'\]"),
+        (True, r"in_dims is True for batch\['x'\]"),
+        (None, r"in_dims=\[None, None\] splits no leaf of the batch"),
+    ],
+)
+def test_in_dims_that_do_not_fit(in_dims: Any, rule: str) -> None:
+    pipe = plain_pipeline(MODEL.stages, in_dims=in_dims)
+    with pytest.raises(BatchError, match=rule):
+        pipe.step(MODEL.params, MODEL.batch)
+
+
+# ── the parameters ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("params", "rule"),
+    [
+        (MODEL.params[:1], "params is a list of 1: it must be a list or tuple of 2 pytrees"),
+        (dict(enumerate(MODEL.params)), "params is a dict of 2: it must be a list or tuple"),
+        (rand(2, 3), "params is a Tensor: it must be a list or tuple of 2 pytrees"),
+        ((p for p in MODEL.params), "params is a generator: it must be a list or tuple"),
+        ([None, {"w": 3.0}], r"params\[1\]\['w'\]=3.0 is a float: every leaf of params must be"),
+        ([None, rand(3, 3).to_sparse()], r"params\[1\] has layout torch.sparse_coo"),
+    ],
+)
+def test_wrong_params(params: Any, rule: str) -> None:
+    with pytest.raises(BatchError, match=rule):
+        plain_pipeline(MODEL.stages).step(params, MODEL.batch)
+
+
+def test_parameter_on_another_device_than_its_rank() -> None:
+    pipe = plain_pipeline(MODEL.stages, devices=["cpu", "meta"])
+    with pytest.raises(StageError, match=r"params\['b'\] of stage 1 .* lies on cpu, but .* meta"):
+        pipe.step(MODEL.params, MODEL.batch)
+
+
+# ── stages that are no pure functions of tensors ────────────────────────────────────────────────
+
+NOTES = torch.zeros(3, dtype=torch.float64)
+COUNTS = torch.arange(4)
+
+
+def writes_param(p: Any, x: Tensor) -> Tensor:
+    return x @ p["w"].mul_(2)
+
+
+def writes_view_of_param(p: Any, x: Tensor) -> Tensor:
+    p["w"].detach()[0].fill_(0)
+    return x @ p["w"]
+
+
+def writes_activation(p: Any, x: Tensor) -> Tensor:
+    x[:, 0] = 0
+    return x @ p["w"]
+
+
+def writes_closure(p: Any, x: Tensor) -> Tensor:
+    return x @ p["w"] + NOTES.add_(1)
+
+
+def writes_view_of_closure(p: Any, x: Tensor) -> Tensor:
+    NOTES[1:].add_(x.detach().mean())
+    return x @ p["w"]
+
+
+def writes_by_out(p: Any, x: Tensor) -> Tensor:
+    torch.mul(x.detach()[0], 2, out=NOTES)
+    return x @ p["w"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "written"),
+    [
+        (writes_param, r"its input params\['w'\] \(aten.mul_"),
+        (writes_view_of_param, r"its input params\['w'\] \(aten.fill_"),
+        (writes_activation, r"its input x \(aten.fill_"),
+        (writes_closure, r"a tensor that it closes over \('NOTES'\) \(aten.add_"),
+        (writes_view_of_closure, r"a tensor that it closes over \('NOTES'\) \(aten.add_"),
+        (writes_by_out, r"a tensor that it closes over \('NOTES'\) \(aten.mul.out"),
+    ],
+)
+@pytest.mark.parametrize("goal", ["step", "value", "forward"])
+def test_stage_that_writes_to_what_is_not_its_own(
+    stage: Callable[..., Any], written: str, goal: str
+) -> None:
+    pipe = plain_pipeline(after_first(stage))
+    rule = rf"stage 1 \({stage.__name__}\) at .*test_refusals.py:\d+ writes in place to {written}"
+    with pytest.raises(StageError, match=rule):
+        getattr(pipe, goal)(MODEL.params, MODEL.batch)
+    assert not NOTES.any(), "it was refused after it had written"
+
+
+def test_stage_that_writes_to_an_integer_leaf() -> None:
+    def stage(p: Any, batch: Any) -> Tensor:
+        batch["i"] += 1
+        return mlp_first(p, batch)
+
+    pipe = plain_pipeline([stage, mlp_layer])
+    with pytest.raises(StageError, match=r"writes in place to its input x\['i'\]"):
+        pipe.step(MODEL.params, MODEL.batch | {"i": COUNTS})
+    assert COUNTS.equal(torch.arange(4))
+
+
+def test_batch_norm_with_running_statistics() -> None:
+    norm = torch.nn.BatchNorm1d(3, dtype=torch.float64, affine=False)
+    rule = r"writes in place to a tensor that it closes over \('norm.num_batches_tracked'\)"
+    with pytest.raises(StageError, match=rule):
+        step(mlp_first, lambda p, x: norm(x @ p["w"]))
+    assert norm.num_batches_tracked == 0
+
+
+def branches(p: Any, x: Tensor) -> Tensor:
+    return x @ p["w"] if x.sum() > 0 else x
+
+
+def reads_a_value(p: Any, x: Tensor) -> Tensor:
+    return x @ p["w"] * x.max().item()
+
+
+def selects_rows(p: Any, x: Tensor) -> Tensor:
+    return x[x.sum(1) > 0] @ p["w"]
+
+
+def leaves_torch(p: Any, x: Tensor) -> Tensor:
+    return torch.from_numpy(x.detach().numpy()) @ p["w"]
+
+
+@pytest.mark.parametrize("stage", [branches, reads_a_value, selects_rows, leaves_torch])
+def test_stage_that_depends_on_data(stage: Callable[..., Any]) -> None:
+    rule = rf"stage 1 \({stage.__name__}\) branches on data .*test_refusals.py:\d+.* torch.where"
+    with pytest.raises(StageError, match=rule):
+        step(*after_first(stage))
+
+
+@pytest.mark.parametrize(
+    ("stage", "rule"),
+    [
+        (
+            lambda p, x: {"h": x["x"] @ p["w"], "n": 3.0},
+            r"stage 0 .* returns y\['n'\]=3.0, a float",
+        ),
+        (lambda p, x: x["x"].to_sparse(), "stage 0 .* returns y in layout torch.sparse_coo"),
+    ],
+)
+def test_stage_that_returns_no_dense_tensor(stage: Callable[..., Any], rule: str) -> None:
+    with pytest.raises(StageError, match=rule):
+        step(stage, mlp_layer)
+
+
+def test_last_stage_that_returns_no_tensor() -> None:
+    with pytest.raises(StageError, match=r"stage 1 .* returns y=3.0, a float"):
+        step(mlp_first, lambda p, x: 3.0, loss=lambda y, _: torch.tensor(y))
+
+
+def narrow(p: Any, batch: Any) -> Tensor:
+    return batch["x"][:, :2]
+
+
+def in_a_dict(p: Any, batch: Any) -> Any:
+    return {"h": batch["x"]}
+
+
+@pytest.mark.parametrize(
+    ("stage", "returned"),
+    [(narrow, r"x: float64\[2, 2\]"), (in_a_dict, r"x\['h'\]: float64\[2, 3\]")],
+)
+def test_output_that_does_not_fit_the_next_stage(stage: Callable[..., Any], returned: str) -> None:
+    rule = (
+        r"stage 1 \(mlp_layer\) cannot be traced on what stage 0 "
+        rf"\({stage.__name__}\) returns \({returned}\) at .*models.py:\d+"
+    )
+    with pytest.raises(StageError, match=rule):
+        step(stage, mlp_layer)
+
+
+def test_batch_that_does_not_fit_the_first_stage() -> None:
+    rule = r"stage 0 \(mlp_layer\) cannot be traced on a microbatch \(x\['x'\]: float64\[2, 3\]"
+    with pytest.raises(StageError, match=rule):
+        step(mlp_layer, mlp_layer)
+
+
+def uses_checkpoint(p: Any, x: Tensor) -> Tensor:
+    return checkpoint(torch.tanh, x @ p["w"], use_reentrant=False)
+
+
+def test_checkpoint_within_a_stage() -> None:
+    with pytest.raises(
+        StageError, match=r"uses torch.utils.checkpoint .* remat= of"
+    ):
+        step(*after_first(uses_checkpoint))
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 2 * ctx.saved_tensors[0]
+
+
+def test_in_place_ops_beside_an_autograd_function() -> None:
+    # functionalize does not know the function, and tracing without it would leave the in-place op.
+    rule = "writes in place to an intermediate value of a function with an autograd.Function"
+    with pytest.raises(StageError, match=rule):
+        step(*after_first(lambda p, x: (Square.apply(x) @ p["w"]).relu_()))
+
+
+# ── tensors that a stage closes over ────────────────────────────────────────────────────────────
+
+TRAINED = torch.ones(3, dtype=torch.float64, requires_grad=True)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, p: Any, x: Tensor) -> Tensor:
+        return self.linear(x) @ p["w"]
+
+
+def bound(scale: Tensor, p: Any, x: Tensor) -> Tensor:
+    return x @ p["w"] * scale
+
+
+def make_closure() -> Callable[..., Any]:
+    layer = Layer()
+    return lambda p, x: layer(p, x)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [
+        (lambda p, x: x @ p["w"] * TRAINED, "'TRAINED'"),
+        (Layer(), "'Layer.linear.weight'"),
+        (Layer().forward, "'Layer.linear.weight'"),
+        (make_closure(), "'layer.linear.weight'"),
+        (partial(bound, TRAINED), "'scale'"),
+    ],
+)
+def test_closed_over_tensor_that_requires_grad(stage: Callable[..., Any], name: str) -> None:
+    rule = rf"closes over a tensor that requires grad \({name}, shape .* pass it as a parameter"
+    with pytest.raises(StageError, match=rule):
+        step(*after_first(stage))
+
+
+# ── the loss ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (lambda y, batch: y - batch["y"], r"float64\[2, 3\]"),
+        (lambda y, batch: 1.0, "a float"),
+        (lambda y, batch: y.argmax(), r"int64\[\]"),
+        (lambda y, batch: (y * 1j).sum(), r"complex128\[\]"),
+    ],
+)
+def test_loss_that_is_no_real_scalar(loss: Callable[..., Any], found: str) -> None:
+    rule = rf"the loss after stage 1 \(mlp_layer\) is {found}: .* must return one floating-point"
+    with pytest.raises(StageError, match=rule):
+        step(*MODEL.stages, loss=loss)
+
+
+def test_loss_that_does_not_fit_the_output() -> None:
+    rule = (
+        r"the loss after stage 1 \(mlp_layer\) cannot be traced on y: float64\[2, 3\], "
+        r"microbatch\['x'\].* at .*test_refusals.py:\d+"
+    )
+    with pytest.raises(StageError, match=rule):
+        step(*MODEL.stages, loss=lambda y, batch: (y @ batch["y"]).sum())
+
+
+# ── where a pipeline is called ──────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("chosen", [None, 3])
+def test_no_pipeline_to_run(chosen: Any) -> None:
+    with pytest.raises(FpipeError, match=r"needs a pipeline: call it within `with fpipe.use"):
+        fpipe.step(MODEL.params, MODEL.batch, pipeline=chosen)
+
+
+def test_use_of_something_else() -> None:
+    with pytest.raises(FpipeError, match=r"pipe=3 is a int: fpipe.pipeline\(...\) makes what"):
+        fpipe.use(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_pipeline_inside_a_transform(transform: Any) -> None:
+    pipe = plain_pipeline(MODEL.stages)
+
+    def loss(x: Tensor) -> Tensor:
+        return pipe.step(MODEL.params, MODEL.batch | {"x": x}).loss
+
+    with pytest.raises(FpipeError, match=r"cannot run inside torch.func.vmap, grad, vjp or jvp"):
+        transform(loss)(MODEL.batch["x"])
+
+
+# ── evaluation ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("stage", "out_dims", "rule"),
+    [
+        (lambda p, x: x.sum(), 0, r"out_dims is 0 for output of shape \(\) per microbatch"),
+        (mlp_layer, 2, r"out_dims is 2 for output of shape \(2, 3\) per microbatch"),
+        (mlp_layer, {"y": 0}, "out_dims must be a pytree prefix of the output"),
+    ],
+)
+def test_output_that_cannot_be_merged(stage: Any, out_dims: Any, rule: str) -> None:
+    pipe = plain_pipeline(after_first(stage))
+    with pytest.raises(BatchError, match=rule):
+        pipe.forward(MODEL.params, MODEL.batch, out_dims=out_dims)
