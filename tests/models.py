@@ -68,10 +68,11 @@ def assert_same(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
         tree.flatten(theirs)[0],
         strict=True,
     ):
+        b = b.detach()
         scale = float(b.abs().max()) if b.numel() else 0.0
         torch.testing.assert_close(
             a,
-            b.detach(),
+            b,
             rtol=tolerance,
             atol=tolerance * scale,
             msg=partial("{}: {}".format, path),
