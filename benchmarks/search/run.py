@@ -1,6 +1,6 @@
 """How close does the search come to the lower bound, and to the published families?
 
-    python benchmarks/search/run.py [--seconds 5] [--ranks 4 8] [--large]
+    python benchmarks/search/run.py [--seconds 5] [--ranks 4 8] [--families | --large]
 
 Every case is a placement, a cost and a memory. Printed: the bound, the best family of that
 placement that fits the memory, what the search found, its gap, and how long it took.
@@ -62,44 +62,92 @@ def cases(ranks: int) -> Iterator[tuple[str, tuple[int, ...], str, Cost, float]]
                     yield name, placement, label, cost, memory * ranks
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--large", action="store_true", help="p = 64, m = 2048 as well")
-    arguments = parser.parse_args()
+PUBLISHED = (
+    "zb_h1",
+    "zb_h2",
+    "zb_auto",
+    "zbv",
+    "v_half",
+    "v_min",
+    "interleaved_zero_bubble",
+    "dualpipev",
+    "group_1f1b",
+)
+
+
+def sweep(ranks: int, seconds: float) -> None:
+    """Every placement, cost and memory."""
     print("| p | m | placement | cost | memory | bound | best family | searched | gap | seconds |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for ranks in arguments.ranks:
-        gaps: dict[str, list[float]] = {}
-        for name, placement, label, cost, memory in cases(ranks):
-            count = 3 * ranks
-            family = best_family(ranks, count, placement, cost, memory)
-            start = time.perf_counter()
+    gaps: dict[str, list[float]] = {}
+    count = 3 * ranks
+    for name, placement, label, cost, memory in cases(ranks):
+        family = best_family(ranks, count, placement, cost, memory)
+        start = time.perf_counter()
+        found = search(
+            ranks=ranks,
+            microbatches=count,
+            cost=cost,
+            memory=memory,
+            placement=placement,
+            seconds=seconds,
+        )
+        took = time.perf_counter() - start
+        gaps.setdefault(name, []).append(found.gap)
+        print(
+            f"| {ranks} | {count} | {name} | {label} | {memory:g} | {found.bound:g} | {family} "
+            f"| {found.value:g} | {found.gap:.1%} | {took:.1f} |",
+            flush=True,
+        )
+    parts = ", ".join(f"{name} {fmean(values):.1%}" for name, values in gaps.items())
+    mean = fmean(gap for values in gaps.values() for gap in values)
+    print(f"\nMean gap at p = {ranks}: {mean:.1%} ({parts}).\n", flush=True)
+
+
+def against_families(ranks: int, seconds: float) -> None:
+    """Each published schedule against a search on its placement, in its peak memory."""
+    print("| p | m | family | cost | peak | family takes | searched | bound |")
+    print("|---|---|---|---|---|---|---|---|")
+    count = 3 * ranks
+    for name in PUBLISHED:
+        schedule = schedules.get(name, ranks=ranks, microbatches=count)
+        for label, cost in costs(ranks, schedule.num_stages).items():
+            timeline = simulate(schedule, cost)
             found = search(
                 ranks=ranks,
                 microbatches=count,
                 cost=cost,
-                memory=memory,
-                placement=placement,
-                seconds=arguments.seconds,
+                memory=max(timeline.peak),
+                placement=schedule.placement,
+                seconds=seconds,
             )
-            took = time.perf_counter() - start
-            gaps.setdefault(name, []).append(found.gap)
             print(
-                f"| {ranks} | {count} | {name} | {label} | {memory:g} | {found.bound:g} | {family} "
-                f"| {found.value:g} | {found.gap:.1%} | {took:.1f} |",
+                f"| {ranks} | {count} | {name} | {label} | {max(timeline.peak):g} "
+                f"| {timeline.makespan:g} | {found.value:g} | {found.bound:g} |",
                 flush=True,
             )
-        parts = ", ".join(f"{name} {fmean(values):.1%}" for name, values in gaps.items())
-        mean = fmean(gap for values in gaps.values() for gap in values)
-        print(f"\nmean gap at p = {ranks}: {mean:.1%} ({parts})\n", flush=True)
+    print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--families", action="store_true", help="against each family, at its peak")
+    parser.add_argument("--large", action="store_true", help="p = 64, m = 2048")
+    arguments = parser.parse_args()
     if arguments.large:
         start = time.perf_counter()
         found = search(
-            ranks=64, microbatches=2048, cost=Cost(10, 12, 8, comm=1), memory=64, seconds=20
+            ranks=64, microbatches=2048, cost=Cost(10, 12, 8, comm=1), memory=64, seconds=10
         )
         print(f"p = 64, m = 2048: {found!r} in {time.perf_counter() - start:.0f} s")
+        return
+    for ranks in arguments.ranks:
+        if arguments.families:
+            against_families(ranks, arguments.seconds)
+        else:
+            sweep(ranks, arguments.seconds)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from fpipe.schedule.searching.evaluator import Evaluator
 from fpipe.schedule.searching.problem import FORWARD, GRADIENT, WEIGHT, Order
 
 _STEPS = (1, 1, 1, 2, 2, 3, 4, 6, 8)
-_HEAT = 0.002  # of the value: how much worse an order may get, early on
+_HEAT = 0.001  # of the value: how much worse an order may get, early on
 
 
 def anneal(evaluator: Evaluator, order: Order, random: Random, budget: Budget) -> Order:

@@ -41,7 +41,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
     done_f, done_i, done_w = [0] * len(placement), [0] * len(placement), [0] * len(placement)
     inputs: list[list[float]] = [[] for _ in placement]
     gradients: list[list[float]] = [[] for _ in placement]
-    inputs[0] = [pace * microbatch for microbatch in range(count)]
+    inputs[0] = [pace * (k - k % policy.bunch) for k in range(count)]
     # Per rank: memory held, the part of it that waits for W alone, when it is free, when it means
     # to wake (never while it is busy), work left, and its first start.
     held, owed = [0.0] * len(stages_of), [0.0] * len(stages_of)

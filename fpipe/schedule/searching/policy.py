@@ -22,6 +22,8 @@ class Policy:
             delay that it avoids.
         pace: the least time between the starts of microbatches, as a part of the busiest rank's
             work on one. Scarce memory goes further when the microbatches do not come in a bunch.
+        bunch: microbatches that come together all the same, before a pause of as many paces:
+            memory that is handed on in turns wants this.
         fused: run B, never I and W.
     """
 
@@ -29,6 +31,7 @@ class Policy:
     windows: tuple[float, ...]
     patience: tuple[float, float, float]
     pace: float = 0.0
+    bunch: int = 1
     fused: bool = False
 
 
@@ -70,6 +73,7 @@ def random_policy(random: Random, problem: Problem) -> Policy:
         windows=windows,
         patience=(patience[0], patience[1], patience[2]),
         pace=pace,
+        bunch=random.choice([1, 1, 2, 3, max(1, problem.ranks // 2), problem.ranks]),
         fused=problem.fuses and random.random() < 0.3,
     )
 
@@ -98,4 +102,6 @@ def _changed(random: Random, policy: Policy, problem: Problem) -> Policy:
         patience = list(policy.patience)
         patience[random.randrange(3)] = random.choice([0, 0.3, 0.5, 1, 2, UNLIMITED])
         return replace(policy, patience=(patience[0], patience[GRADIENT], patience[2]))
-    return replace(policy, pace=policy.pace * random.uniform(0.9, 1.1))
+    if draw < 0.95:
+        return replace(policy, pace=policy.pace * random.uniform(0.9, 1.1))
+    return replace(policy, bunch=max(1, policy.bunch + random.choice([-1, 1])))
