@@ -13,7 +13,7 @@ backward is the remat policy's choice, and the only thing it chooses.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -92,19 +92,28 @@ def partition(
     whole = _slice([*input_grads, *starts], kept)
     early = _choose_input_grad(whole, input_grads, starts, backward)
     available = kept | {n for n in early if _can_hold(n)}
-    weight = _slice(starts, available)
+    checks = _checks(joint)
+    in_f = [n for n in checks if n not in backward]
+    in_b = [n for n in checks if n in backward]
+    deferred = set(whole) - early
+    in_w = [n for n in in_b if not deferred.isdisjoint(_slice([n], kept)) or not early]
+    in_i = [n for n in in_b if n not in in_w]
+    weight = _slice([*starts, *in_w], available)
     handover = [n for n in (*_reads(weight), *starts) if n in available - kept]
     first = [*input_grads, *handover]
     residuals = [
-        n for part in (whole, _slice(first, kept), weight) for n in _reads(part) if n in kept
+        n
+        for part in (whole, _slice([*first, *in_b], kept), weight)
+        for n in _reads(part)
+        if n in kept
     ]
     pieces = {
-        "F": _build([*results, *residuals], placeholders),
-        "B": _build([*input_grads, *starts], kept),
-        "B+": _build([*input_grads, *totals], kept),
-        "I": _build(first, kept),
-        "W": _build(starts, available),
-        "W+": _build(totals, available),
+        "F": _build([*results, *residuals], placeholders, in_f),
+        "B": _build([*input_grads, *starts], kept, in_b),
+        "B+": _build([*input_grads, *totals], kept, in_b),
+        "I": _build(first, kept, in_i),
+        "W": _build(starts, available, in_w),
+        "W+": _build(totals, available, in_w),
     }
     return {op: piece for op, piece in pieces.items() if piece is not None}
 
@@ -113,7 +122,7 @@ def forward_piece(joint: Joint, outputs: Iterable[str]) -> dict[str, Piece]:
     """The one piece of a stage that runs forward only: it keeps nothing for a backward."""
     nodes = joint.nodes
     placeholders = {n for n in nodes.values() if n.op == "placeholder"}
-    piece = _build([nodes[name] for name in outputs], placeholders)
+    piece = _build([nodes[name] for name in outputs], placeholders, _checks(joint))
     return {} if piece is None else {"F": piece}
 
 
@@ -148,6 +157,18 @@ def _choose_input_grad(
         if not waits and _size(node) <= sum(_size(n) for n in node.all_input_nodes):
             chosen.add(node)
     return chosen
+
+
+def _checks(joint: Joint) -> list[fx.Node]:
+    """Ops that return nothing and raise if something is wrong, such as a singular matrix."""
+    return [
+        node
+        for node in joint.graph.nodes
+        if node.op == "call_function"
+        and node.is_impure()
+        and not node.users
+        and not is_random(node)
+    ]
 
 
 def _backward_nodes(joint: Joint) -> set[fx.Node]:
@@ -215,12 +236,14 @@ def _size(node: fx.Node) -> int:
     return sum(v.numel() for v in values if isinstance(v, Tensor))
 
 
-def _build(roots: Iterable[fx.Node], available: Collection[fx.Node]) -> Piece | None:
-    """A graph of its own that computes those of `roots` that are not available."""
+def _build(
+    roots: Iterable[fx.Node], available: Collection[fx.Node], checks: Sequence[fx.Node]
+) -> Piece | None:
+    """A graph of its own that computes those of `roots` that are not available, with `checks`."""
     returned = [n for n in dict.fromkeys(roots) if n not in available]
-    if not returned:
+    if not returned and not checks:
         return None
-    nodes = _slice(returned, available)
+    nodes = _slice([*returned, *checks], available)
     inputs = _reads(nodes)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -229,6 +252,6 @@ def _build(roots: Iterable[fx.Node], available: Collection[fx.Node]) -> Piece | 
         copies[node].meta = {"val": node.meta["val"]}
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
-        copies[node].meta = {"val": node.meta["val"]}
+        copies[node].meta = {"val": node.meta.get("val")}
     graph.output(tuple(copies[node] for node in returned))
     return Piece(tuple(n.name for n in inputs), tuple(n.name for n in returned), graph)

@@ -281,9 +281,7 @@ def uses_checkpoint(p: Any, x: Tensor) -> Tensor:
 
 
 def test_checkpoint_within_a_stage() -> None:
-    with pytest.raises(
-        StageError, match=r"uses torch.utils.checkpoint .* remat= of"
-    ):
+    with pytest.raises(StageError, match=r"uses torch.utils.checkpoint .* remat= of"):
         step(*after_first(uses_checkpoint))
 
 
