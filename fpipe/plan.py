@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ from fpipe.stage.partition import Policy
 from fpipe.stage.tracer import Traced
 
 log = logging.getLogger("fpipe")
+
+# torch cannot trace in two threads at one time.
+_TRACING = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +125,9 @@ class Planner:
     def __call__(self, signature: Signature) -> Plan:
         """The plan for arguments of these shapes."""
         if signature not in self._plans:
-            self._plans[signature] = self._make(signature)
+            with _TRACING:
+                if signature not in self._plans:
+                    self._plans[signature] = self._make(signature)
         return self._plans[signature]
 
     def __contains__(self, signature: Signature) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -43,6 +44,7 @@ class SingleController:
         self._split: Callable[[Any], Microbatches] = lambda b: split(b, in_dims, microbatches)
         self._devices = devices
         self._transport = LocalTransport(devices)
+        self._running = threading.Lock()  # the transport serves one step at a time
 
     def run(self, params: Any, batch: Any, goal: Goal) -> Finished:
         """Run every rank's program to its end."""
@@ -54,7 +56,8 @@ class SingleController:
                 load(observed(program, own), plan, leaves, parts, self._device(program.rank))
                 for program, own in zip(plan.programs, marks, strict=True)
             ]
-            run_together(runs, self._transport)
+            with self._running:
+                run_together(runs, self._transport)
             loss = None if goal == "forward" else plan.total_loss(runs)
         if recording is not None:
             recording.timelines.append(timeline_of(plan.schedule, [own or {} for own in marks]))
