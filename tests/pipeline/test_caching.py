@@ -1,0 +1,203 @@
+"""Traced once for each kind of arguments; compiled once for each distinct graph."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+import fpipe
+from fpipe import schedules, tree
+from fpipe.schedules import interleaved_1f1b
+from tests.models import (
+    assert_same,
+    mlp,
+    mlp_first,
+    mlp_layer,
+    plain_pipeline,
+    rand,
+    unpipelined,
+)
+
+
+def counted(calls: list[int]) -> Callable[[Any, Any], Tensor]:
+    """A first stage that notes when it is traced."""
+
+    def first(p: Any, batch: Any) -> Tensor:
+        calls.append(1)
+        return mlp_first(p, batch)
+
+    return first
+
+
+@contextmanager
+def retraces(calls: list[int], expected: bool) -> Iterator[None]:
+    calls.clear()
+    yield
+    assert bool(calls) == expected
+
+
+def test_traced_again_only_for_new_kinds_of_arguments() -> None:
+    calls: list[int] = []
+    model = mlp(2, 6)
+    pipe = plain_pipeline([counted(calls), mlp_layer])
+
+    def step(params: Any = model.params, rows: int = 6, batch: Any = model.batch) -> None:
+        batch = {name: leaf[:rows] for name, leaf in batch.items()}
+        expected = unpipelined(model.stages, model.loss, params, batch)
+        assert_same(pipe.step(params, batch), expected, tolerance=1e-5)
+
+    with retraces(calls, True):
+        step()
+    with retraces(calls, False):
+        step()
+        step(params=[tree.tree_map(lambda leaf: leaf + 1, part) for part in model.params])
+    with retraces(calls, True):
+        step(rows=4)
+    with retraces(calls, False):
+        step(rows=5)  # microbatches of 3 and 2 rows, both seen before
+        step(rows=6)
+        step(rows=4)
+    with retraces(calls, True):
+        step(batch=model.batch | {"extra": rand(6)})
+    transposed = [model.params[0] | {"w": model.params[0]["w"].t()}, model.params[1]]
+    with retraces(calls, True):
+        step(params=transposed)
+    single = [tree.tree_map(lambda leaf: leaf.float(), part) for part in model.params]
+    with retraces(calls, True):
+        step(params=single, batch={name: leaf.float() for name, leaf in model.batch.items()})
+    with retraces(calls, True):
+        pipe.value(model.params, model.batch)
+    with retraces(calls, False):
+        pipe.forward(model.params, model.batch)  # the first stage is that of `value`
+
+
+def test_autocast_counts() -> None:
+    model = mlp(2, 4, torch.float32)
+    pipe = plain_pipeline(model.stages)
+    plain = pipe.step(model.params, model.batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = pipe.step(model.params, model.batch)
+        expected = unpipelined(*model)
+    assert_same(cast, expected, tolerance=1e-2)
+    assert not cast.loss.equal(plain.loss)
+    after = pipe.step(model.params, model.batch)
+    assert after.loss.equal(plain.loss)
+    with torch.autocast("cpu", dtype=torch.float16):
+        half = pipe.step(model.params, model.batch)
+    assert not half.loss.equal(cast.loss)
+
+
+def test_default_dtype_counts() -> None:
+    def first(p: Any, batch: Any) -> Tensor:
+        return batch["x"] * torch.full((), 1 / 3)  # in the default dtype
+
+    model = mlp(1, 2, torch.float16)
+    pipe = plain_pipeline([first], lambda y, _: y.sum())
+    before = torch.get_default_dtype()
+    dtypes = []
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            dtypes.append(pipe.step([None], {"x": rand(2).long()}).loss.dtype)
+    finally:
+        torch.set_default_dtype(before)
+    assert dtypes == [torch.float32, torch.float64, torch.float32]
+    assert model.params
+
+
+def test_first_call_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp(2, 5)
+    pipe = plain_pipeline(model.stages)
+    with caplog.at_level(logging.INFO, logger="fpipe"):
+        pipe.step(model.params, model.batch)
+    said = [record.message for record in caplog.records if record.name == "fpipe"]
+    assert said[0] == "tracing step for microbatches of 3 and 2 rows"
+    assert any(line.startswith("compiling F of stage 0 (mlp_first)") for line in said)
+    assert any(line.startswith("compiling W of stage 0 (mlp_first)") for line in said)
+    assert said[-1].startswith("ready for step after ")
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="fpipe"):
+        pipe.step(model.params, model.batch)
+    assert not [record for record in caplog.records if record.name == "fpipe"]
+
+
+# ── sharing ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class Spy:
+    """A compiler that counts."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+
+    def __call__(self, module: fx.GraphModule, examples: Any) -> Callable[[list[Tensor]], Any]:
+        self.compiled += 1
+
+        def call(inputs: list[Tensor]) -> Any:
+            taken = tuple(inputs)
+            inputs.clear()
+            return module(*taken)
+
+        return call
+
+
+def compiled_graphs(middle: Callable[[int], Callable[..., Any]], stages: int) -> int:
+    """How many graphs a pipeline compiles whose inner stages `middle` makes."""
+    spy = Spy()
+    model = mlp(stages, 4)
+    chain = [mlp_first, *(middle(index) for index in range(stages - 2)), mlp_layer]
+    schedule = interleaved_1f1b(ranks=2, microbatches=2, stages_per_rank=stages // 2)
+    pipe = fpipe.pipeline(chain, model.loss, schedule, compile=spy)
+    assert_same(
+        pipe.step(model.params, model.batch),
+        unpipelined(chain, model.loss, model.params, model.batch),
+    )
+    return spy.compiled
+
+
+def the_same(index: int) -> Callable[..., Any]:
+    return mlp_layer
+
+
+def scaled(by: float, p: Any, x: Tensor) -> Tensor:
+    return mlp_layer(p, x) * by
+
+
+def a_partial(index: int) -> Callable[..., Any]:
+    return partial(scaled, 2.0)
+
+
+def a_closure(index: int) -> Callable[..., Any]:
+    shift = rand(3) * index
+    return lambda p, x: mlp_layer(p, x) + shift
+
+
+@pytest.mark.parametrize("middle", [the_same, a_partial, a_closure])
+def test_compiled_graphs_grow_with_distinct_stages(middle: Callable[[int], Any]) -> None:
+    assert compiled_graphs(middle, 4) == compiled_graphs(middle, 8)
+
+
+def test_stages_that_differ_do_not_share() -> None:
+    def different(index: int) -> Callable[..., Any]:
+        return partial(scaled, 2.0 + index)
+
+    assert compiled_graphs(different, 8) > compiled_graphs(different, 4)
+
+
+def test_remat_of_the_last_microbatch_alone_adds_graphs() -> None:
+    model = mlp(2, 4)
+    counts = {}
+    for remat in ("none", "full", "except_last"):
+        spy = Spy()
+        schedule = schedules.gpipe(ranks=2, microbatches=4)
+        pipe = fpipe.pipeline(model.stages, model.loss, schedule, remat=remat, compile=spy)
+        pipe.step(model.params, model.batch)
+        counts[remat] = spy.compiled
+    assert counts["except_last"] > counts["none"]

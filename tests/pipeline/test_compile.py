@@ -1,0 +1,94 @@
+"""The ways to make graphs callable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tests.models import assert_same, check, gpt, mlp, plain_pipeline, unpipelined
+
+MODEL = mlp(2, 4)
+
+
+class Checked:
+    """A compiler of a user's own, which checks what it is given."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(
+        self, module: fx.GraphModule, examples: list[Tensor]
+    ) -> Callable[[list[Tensor]], Any]:
+        assert isinstance(module, fx.GraphModule)
+        assert all(isinstance(example, FakeTensor) for example in examples)
+        shapes = [(tuple(e.shape), e.stride(), e.dtype) for e in examples]
+
+        def call(inputs: list[Tensor]) -> Any:
+            """The boxed protocol: a list that may be emptied."""
+            assert type(inputs) is list
+            assert [(tuple(i.shape), i.stride(), i.dtype) for i in inputs] == shapes
+            assert not torch.is_grad_enabled()
+            self.calls += 1
+            taken = tuple(inputs)
+            inputs.clear()
+            return module(*taken)
+
+        return call
+
+
+def test_a_callable_gets_graphs_and_makes_boxed_callables() -> None:
+    compile = Checked()
+    check(MODEL.stages, MODEL.params, MODEL.batch, compile=compile)
+    # F and W of two stages on two microbatches, and I: the first stage's is its shared chain.
+    assert compile.calls == 2 * (2 + 2 + 2)
+
+
+def test_values_have_the_strides_that_were_traced() -> None:
+    """Compiled pieces do not check them; here they are checked, for a model that permutes."""
+    model = gpt(3, 6)
+    check(model.stages, model.params, model.batch, model.loss, compile=Checked())
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_callable_need_not_empty_its_inputs(remat: str) -> None:
+    def compile(module: fx.GraphModule, examples: Any) -> Callable[[list[Tensor]], Any]:
+        return lambda inputs: module(*inputs)
+
+    check(MODEL.stages, MODEL.params, MODEL.batch, compile=compile, remat=remat)
+
+
+@pytest.mark.parametrize("compile", ["eager", {"backend": "eager"}, {"backend": "aot_eager"}])
+def test_backends_of_torch_compile(compile: Any) -> None:
+    check(MODEL.stages, MODEL.params, MODEL.batch, compile=compile)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    "compile",
+    [
+        {"options": {"size_asserts": True, "max-autotune": False}},
+        {"mode": "default"},
+        {"backend": "inductor"},
+    ],
+)
+def test_options_of_inductor(compile: Any) -> None:
+    model = mlp(1, 2)
+    check(model.stages, model.params, model.batch, compile=compile)
+
+
+def test_unknown_backend() -> None:
+    pipe = plain_pipeline(MODEL.stages, compile="no_such_backend")
+    with pytest.raises(Exception, match="no_such_backend"):
+        pipe.step(MODEL.params, MODEL.batch)
+
+
+def test_trace_does_not_depend_on_grad_mode() -> None:
+    pipe = plain_pipeline(MODEL.stages)
+    with torch.no_grad():
+        step = pipe.step(MODEL.params, MODEL.batch)
+    assert_same(step, unpipelined(*MODEL))

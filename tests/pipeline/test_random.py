@@ -1,0 +1,75 @@
+"""Random numbers within stages: drawn once, whatever is computed again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fpipe
+from fpipe import schedules
+from tests.models import assert_identical, assert_same, mean_square, mlp, mlp_first, mlp_layer
+
+
+def dropped(p: Any, batch: Any) -> Tensor:
+    return F.dropout(mlp_first(p, batch), 0.4) + 0.1 * torch.randn(3, dtype=batch["x"].dtype)
+
+
+def noisy(p: Any, x: Tensor) -> Tensor:
+    h = x * torch.bernoulli(torch.full_like(x, 0.7))
+    return F.dropout(mlp_layer(p, h), 0.3) * torch.rand_like(x)
+
+
+def steps(schedule: fpipe.Schedule, stages: int, **options: Any) -> list[fpipe.Step]:
+    model = mlp(stages, 7)
+    chain = [dropped, *[noisy] * (stages - 1)]
+    pipe = fpipe.pipeline(chain, mean_square, schedule, **({"compile": False} | options))
+    found = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        found.append(pipe.step(model.params, model.batch))
+    return found
+
+
+@pytest.mark.parametrize("family", ["gpipe", "one_f_one_b", "zb_h1", "zbv"])
+def test_result_does_not_depend_on_remat(family: str) -> None:
+    schedule = schedules.get(family, ranks=2, microbatches=3)
+    kept, other = steps(schedule, schedule.num_stages)
+    assert not kept.loss.equal(other.loss)
+    for remat in ("full", "except_last", lambda node: "mm" in str(node.target)):
+        again, _ = steps(schedule, schedule.num_stages, remat=remat)
+        assert_identical(again, kept)
+
+
+@pytest.mark.inductor
+def test_compiled_result_does_not_depend_on_remat() -> None:
+    schedule = schedules.zb_h1(ranks=2, microbatches=7)
+    kept, other = steps(schedule, 2, compile=True)
+    assert not kept.loss.equal(other.loss)
+    again, _ = steps(schedule, 2, compile=True, remat="full")
+    assert_same(again, kept)
+
+
+def test_one_microbatch_draws_what_the_plain_function_draws() -> None:
+    schedule = schedules.zb_h1(ranks=2, microbatches=1)
+    step, _ = steps(schedule, 2, remat="full")
+    model = mlp(2, 7)
+    params = [{k: v.clone().requires_grad_() for k, v in part.items()} for part in model.params]
+    torch.manual_seed(0)
+    loss = mean_square(noisy(params[1], dropped(params[0], model.batch)), model.batch)
+    loss.backward()
+    expected = fpipe.Step(loss.detach(), [{k: v.grad for k, v in part.items()} for part in params])
+    assert_same(step, expected)
+
+
+def test_microbatches_draw_apart() -> None:
+    def first(p: Tensor, x: Tensor) -> Tensor:
+        return x * p + torch.rand(1)
+
+    schedule = schedules.gpipe(ranks=1, microbatches=2)
+    pipe = fpipe.pipeline([first], lambda y, _: y.mean(), schedule, compile=False)
+    output = pipe.forward([torch.ones(1)], torch.zeros(2, 1))
+    assert not output[0].equal(output[1])
