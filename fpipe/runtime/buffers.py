@@ -12,10 +12,12 @@ from fpipe.shapes import Spec
 
 
 class Buffers:
-    """Lends tensors of given shapes, and takes one back when nothing else refers to it any more.
+    """Lends tensors of given shapes, and takes one back when nothing else refers to its memory.
 
     Nobody says when a value that was received is no longer used: it may live on as the view that a
-    stage returned. So a buffer is free when this pool holds the only reference to its storage.
+    stage returned, or in the autograd graph of the caller, whose references Python does not count.
+    What is lent is therefore an alias, a tensor of its own on memory that the pool owns, and the
+    references to the memory are counted.
 
     Args:
         device: where the buffers lie.
@@ -24,26 +26,25 @@ class Buffers:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: dict[Spec, list[Tensor]] = defaultdict(list)
+        self._alone = _references(torch.empty(1))
 
     def take(self, spec: Spec) -> Tensor:
         """A contiguous tensor with arbitrary contents."""
         kept = self._kept[spec]
-        for index in range(len(kept)):
-            if _only_here(kept, index):
+        for index, buffer in enumerate(kept):
+            if _references(buffer) == self._alone:
                 # The least recently lent is tried first: it is the likeliest to be free.
                 kept.append(kept.pop(index))
-                return kept[-1]
+                return buffer.detach()
         kept.append(torch.empty(spec.shape, dtype=spec.dtype, device=self._device))
-        return kept[-1]
+        return kept[-1].detach()
 
     def clear(self) -> None:
         """Give all buffers up, such as those that a broken connection may still write to."""
         self._kept.clear()
 
 
-def _only_here(kept: list[Tensor], index: int) -> bool:
-    """Whether the list alone refers to its tensor, and the tensor alone to its storage."""
-    references = sys.getrefcount(kept[index]) - 1  # less the argument of getrefcount itself
-    storage = kept[index].untyped_storage()
-    # Two for the storage: the tensor's, and that of the Python object made to ask.
-    return references == 1 and torch._C._storage_Use_Count(storage._cdata) <= 2
+def _references(tensor: Tensor) -> tuple[int, int]:
+    """How many tensors refer to the memory of `tensor`, and how many names to it as a storage."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
