@@ -7,12 +7,15 @@ new, or something wrong, the ranks exchange offers: what each was given, or why 
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fpipe.errors import PipelineError
 from fpipe.shapes import Goal, TreeShape
@@ -60,19 +63,27 @@ class Offer(NamedTuple):
 
 def gather_headers(header: Header, group: dist.ProcessGroup) -> list[Header]:
     """The headers of all ranks."""
-    own = torch.tensor(list(header))
-    everyone = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(everyone, own, group=group)
-    return [Header(*row.tolist()) for row in everyone]
+    return [Header(*row.tolist()) for row in _gather(torch.tensor(list(header)), group)]
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """One picklable value of each rank."""
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, value, group=group)
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [int(size) for size in _gather(torch.tensor(len(data)), group)]
+    padded = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
+    return [
+        pickle.loads(bytes(row[:size].tolist()))
+        for row, size in zip(_gather(padded, group), sizes, strict=True)
+    ]
+
+
+def _gather(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    everyone = [torch.empty_like(own) for _ in range(group.size())]
+    group.allgather([everyone], [own]).wait()
     return everyone
 
 
+@lru_cache(maxsize=256)
 def identity(value: Hashable) -> int:
     """A positive integer that stands for a value that prints, the same in every process."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big") + 1
@@ -107,60 +118,79 @@ def check_goals(headers: Sequence[Header]) -> None:
         )
 
 
-def check_offers(offers: Sequence[Offer]) -> None:
+def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -> None:
     """Refuse offers that do not fit together.
 
+    Args:
+        offers: of all ranks.
+        own: this rank.
+        problem: what is wrong with what this rank was given, if anything is.
+
     Raises:
-        PipelineError: names the rank and what it brought.
+        PipelineError: names the rank and what it brought; its cause is `problem`.
     """
-    for rank, offer in enumerate(offers):
-        if offer.problem is not None:
-            raise _refusal(rank, f"rank {rank} cannot run this step: {offer.problem}")
+    _check_problems("run this step", [offer.problem for offer in offers], own, problem)
     for name in offers[0].setup:
         rank_or_none = odd_one_out([offer.setup.get(name, "") for offer in offers])
         if rank_or_none is not None:
-            raise _refusal(
+            raise refusal(
                 rank_or_none,
                 f"rank {rank_or_none} has another {name} than the other ranks: "
                 "fpipe.pipeline must get the same on every rank",
             )
     batches = {rank: (o.rows, o.batch) for rank, o in enumerate(offers) if o.batch is not None}
     if not batches:
-        raise _refusal(None, "no rank was given a batch: at least that of stage 0 needs it")
+        raise refusal(None, "no rank was given a batch: at least that of stage 0 needs it")
     ranks = list(batches)
     odd = odd_one_out([batches[rank] for rank in ranks])
     if odd is not None:
         rank = ranks[odd]
         other = next(r for r in ranks if batches[r] != batches[rank])
-        raise _refusal(
+        raise refusal(
             rank,
             f"rank {rank} got a batch of another shape, {_rows(offers[rank])}, than rank {other}, "
             f"{_rows(offers[other])}",
         )
     rank_or_none = odd_one_out([offer.ambient for offer in offers])
     if rank_or_none is not None:
-        raise _refusal(
+        raise refusal(
             rank_or_none,
             f"rank {rank_or_none} runs under another autocast or default dtype than other ranks",
         )
 
 
-def check_verdicts(verdicts: Sequence[tuple[bool, str]]) -> None:
+def check_verdicts(
+    verdicts: Sequence[tuple[bool, str]], own: int, problem: Exception | None
+) -> None:
     """Refuse plans that differ between ranks, or that a rank could not make.
 
+    Args:
+        verdicts: of each rank whether it made a plan, and the plan's digest or what it raised.
+        own: this rank.
+        problem: what this rank raised, if it did.
+
     Raises:
-        PipelineError: names the rank.
+        PipelineError: names the rank; its cause is `problem`.
     """
-    for rank, (made, text) in enumerate(verdicts):
-        if not made:
-            raise _refusal(rank, f"rank {rank} cannot make its programs: {text}")
+    texts = [None if made else text for made, text in verdicts]
+    _check_problems("make its programs", texts, own, problem)
     rank_or_none = odd_one_out(verdicts)
     if rank_or_none is not None:
-        raise _refusal(
+        raise refusal(
             rank_or_none,
             f"rank {rank_or_none} has other stages or another loss than the other ranks: "
             "fpipe.pipeline must get the same functions on every rank",
         )
+
+
+def _check_problems(
+    what: str, texts: Sequence[str | None], own: int, problem: Exception | None
+) -> None:
+    """Raise the problem of this rank if it has one, else the first."""
+    found = [rank for rank, text in enumerate(texts) if text is not None]
+    if found:
+        rank = own if own in found else found[0]
+        raise refusal(rank, f"rank {rank} cannot {what}: {texts[rank]}") from problem
 
 
 def _rows(offer: Offer) -> str:
@@ -172,5 +202,6 @@ def _rows(offer: Offer) -> str:
     return f"{sum(offer.rows)} rows in microbatches of [{leaves}]"
 
 
-def _refusal(rank: int | None, text: str) -> PipelineError:
+def refusal(rank: int | None, text: str) -> PipelineError:
+    """The error of a step that did not begin."""
     return PipelineError(f"{text}. The pipeline can be used again", rank=rank)

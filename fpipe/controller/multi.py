@@ -9,8 +9,9 @@ waiting and the channels stay usable; only when a rank is gone are the connectio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -38,8 +39,9 @@ from fpipe.microbatch import Microbatches, split
 from fpipe.parameters import Parameters, keep
 from fpipe.plan import Plan, Planner
 from fpipe.recording import Marks, active, timeline_of
+from fpipe.runtime.connect import carriers, connect, ring
 from fpipe.runtime.drain import drain
-from fpipe.runtime.group import GroupTransport, ring
+from fpipe.runtime.group import GroupTransport
 from fpipe.runtime.instrument import observed
 from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Program
@@ -118,17 +120,18 @@ class MultiController:
         self._steps = 0
         self._draining = False
         self._broken: Fault | None = None
-        self._transport = GroupTransport(group, device, self._interrupted)
-        # Headers, losses and objects are small and live on the CPU, whatever carries the values.
-        self._control = group
-        if "gloo" not in dist.get_backend(group):
-            ranks = dist.get_process_group_ranks(group)
-            self._control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         members = [str(rank) for rank in dist.get_process_group_ranks(group)]
         store = dist.PrefixStore("fpipe", dist.distributed_c10d._get_default_store())
         # Every rank makes its pipelines in the same order, so counting them names this one.
         number = store.add(f"pipelines/{'-'.join(members)}/{self._rank}", 1)
-        self._topic = f"fault/{'-'.join(members)}/{number}"
+        self._name = f"{'-'.join(members)}/{number}"
+        carried = carriers(group)
+        # Headers, losses and objects are small and live on the CPU, whatever carries the values.
+        self._control = group
+        if carried.get("cpu") != "gloo":
+            self._control = self._connect("gloo", store, "control", range(group.size()))
+        separate = partial(self._connect, "nccl", store) if device.type == "cuda" else None
+        self._transport = GroupTransport(group, device, separate, self._interrupted)
         self._watch = Watch(store, members, self._rank, timeout, self._ring)
 
     def run(self, params: Any, batch: Any, goal: Goal) -> Finished:
@@ -148,14 +151,19 @@ class MultiController:
         if self._broken is not None:
             raise self._broken.error()
         self._steps += 1
-        self._watch.begin(f"{self._topic}/{self._steps}")
+        self._watch.begin(f"{self._name}/fault/{self._steps}")
         try:
             return work()
+        except PipelineError:
+            raise  # the same on every rank
         except ConnectionLost as lost:
             raise self._give_up(self._watch.culprit(lost.peer, str(lost))) from lost
-        except (KeyboardInterrupt, SystemExit):
+        except BaseException as error:
             # Messages are left half-way: what comes next could not be told from what came before.
-            self._give_up(Fault(self._rank, f"rank {self._rank} was interrupted", breaks=True))
+            fault = Fault(self._rank, f"rank {self._rank} failed: {_named(error)}", breaks=True)
+            broken = self._give_up(self._watch.report(fault))
+            if isinstance(error, Exception):
+                raise broken from error
             raise
         finally:
             self._watch.end()
@@ -174,9 +182,11 @@ class MultiController:
         check_goals(headers)
         key = (headers[0].goal, *(word for h in headers for word in (h.batch, h.params)))
         if given is None or key not in self._agreed or any(h.failed for h in headers):
-            self._agreed[key] = self._make_signature(given, problem, goal)
+            signature = self._make_signature(given, problem, goal)
             assert given is not None
-            plan = self._make_plan(self._agreed[key])
+            plan = self._make_plan(signature)
+            # Only now: what any rank refused is refused again, by all of them.
+            self._agreed[key] = signature
         else:
             plan = self._planner(self._agreed[key])
         return Agreed(given, plan, any(h.records for h in headers))
@@ -206,15 +216,10 @@ class MultiController:
             rows=None if given is None or given.parts is None else given.parts.rows,
             batch=None if given is None else given.batch,
             ambient=ambient()[:-1],
-            problem=None if problem is None else f"{type(problem).__name__}: {problem}",
+            problem=None if problem is None else _named(problem),
         )
         offers: list[Offer] = _connected(lambda: gather_objects(offer, self._control))
-        try:
-            check_offers(offers)
-        except PipelineError:
-            if problem is not None:
-                raise problem from None
-            raise
+        check_offers(offers, self._rank, problem)
         reader = next(o for o in offers if o.batch is not None)
         assert reader.rows is not None and reader.batch is not None
         return Signature(
@@ -237,12 +242,10 @@ class MultiController:
             text = digest("\n".join((*map(str, plan.programs), plan.fingerprint)))
         except Exception as error:
             problem = error
-            text = f"{type(error).__name__}: {error}"
+            text = _named(error)
         verdicts = _connected(lambda: gather_objects((problem is None, text), self._control))
-        if problem is not None:
-            raise problem
-        check_verdicts(verdicts)
-        self._transport.open(plan.programs)
+        check_verdicts(verdicts, self._rank, problem)
+        _connected(lambda: self._transport.open(plan.programs))
         return plan
 
     # ── execution ──────────────────────────────────────────────────────────────────────────────
@@ -262,10 +265,10 @@ class MultiController:
             except ConnectionLost:
                 raise
             except Interrupted:
+                failure = self._reported()
                 self._drain(run)
             except Exception as error:
                 failure = self._blame(error)
-                self._watch.report(Fault.of(failure))
                 self._drain(run)
             total = self._finish(plan, loss, failed=failure is not None)
         if failure is not None:
@@ -287,13 +290,22 @@ class MultiController:
         return load(program, plan, given.params, given.parts, self._device)
 
     def _blame(self, error: Exception) -> PipelineError:
-        if isinstance(error, PipelineError):
-            return error
-        failure = PipelineError(
-            f"rank {self._rank} failed: {type(error).__name__}: {error}", rank=self._rank
-        )
-        failure.__cause__ = error
+        """Tell all ranks what failed here."""
+        cause = error.__cause__
+        if not isinstance(error, PipelineError):
+            cause = error
+            error = PipelineError(f"rank {self._rank} failed: {_named(error)}", rank=self._rank)
+        fault = Fault.of(error)
+        self._watch.report(fault)
+        failure = fault.error()
+        failure.__cause__ = cause
         return failure
+
+    def _reported(self) -> PipelineError:
+        """What failed on another rank."""
+        fault = self._watch.first_fault()
+        assert fault is not None, "a rank failed without a report"
+        return fault.error()
 
     def _drain(self, run: Run) -> None:
         self._draining = True
@@ -308,11 +320,9 @@ class MultiController:
         word[0] = failed
         if loss is not None:
             word[1:] = loss.flatten()
-        _connected(lambda: dist.all_reduce(word, group=self._control))
+        _connected(lambda: self._control.allreduce([word]).wait())
         if word[0] > 0 and not failed:
-            fault = self._watch.first_fault()
-            assert fault is not None, "a rank failed without a report"
-            raise fault.error()
+            raise self._reported()
         total = word[1:].reshape(plan.seeds[0].shape)
         return total.to(self._device, plan.weights.dtype)
 
@@ -328,8 +338,16 @@ class MultiController:
         return self._broken.error()
 
     def _ring(self) -> None:
-        for group in dict.fromkeys((self._group, self._control)):
-            ring(group)
+        self._transport.ring()
+        if self._control is not self._group:
+            ring(self._control)
+
+    def _connect(
+        self, backend: str, store: dist.Store, name: str, ranks: Sequence[int]
+    ) -> dist.ProcessGroup:
+        """A group for some of the ranks."""
+        own = dist.PrefixStore(f"{self._name}/{name}", store)
+        return connect(backend, own, ranks.index(self._rank), len(ranks), dist.default_pg_timeout)
 
 
 def _connected(operation: Callable[[], T]) -> T:
@@ -346,10 +364,15 @@ def _header(given: Given | None, goal: Goal) -> Header:
     batch = 0
     if given.parts is not None:
         batch = identity((given.parts.rows, given.batch))
-    own = identity((given.shapes, ambient()))
+    own = identity((*given.shapes.items(), ambient()))
     return Header(0, GOALS.index(goal), batch, own, int(active() is not None))
 
 
 def _on(device: torch.device, shape: TreeShape) -> TreeShape:
     """The same shapes on another device."""
     return TreeShape(shape.spec, tuple(leaf._replace(device=device) for leaf in shape.leaves))
+
+
+def _named(error: BaseException) -> str:
+    """The error's kind and text."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from fpipe.controller.fault import Fault
@@ -62,39 +63,57 @@ class Watch:
         self._beats = 0
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._last_round = time.monotonic()
+        self._lock = threading.Lock()
         self._topic: str | None = None
-        self._stop = threading.Event()
         self.fault: Fault | None = None
-        for target in (_beat_for_ever, _guard_for_ever):
+        stop = threading.Event()
+        threads = [
             # A weak reference, so that a forgotten pipeline ends its threads.
-            arguments = (weakref.ref(self), self._stop)
-            threading.Thread(target=target, args=arguments, name="fpipe", daemon=True).start()
+            threading.Thread(
+                target=target, args=(weakref.ref(self), stop), name="fpipe", daemon=True
+            )
+            for target in (_beat_for_ever, _guard_for_ever)
+        ]
+        self.close = weakref.finalize(self, _end, stop, threads)
+        """End the threads; done at the latest when the process ends."""
+        for thread in threads:
+            thread.start()
 
     def begin(self, topic: str) -> None:
         """A step begins, whose faults are written under `topic`."""
-        if self.fault is None or not self.fault.breaks:
-            self.fault = None
-        self._topic = topic
+        with self._lock:
+            self._topic = topic
+            if self.fault is not None and not self.fault.breaks:
+                self.fault = None
 
     def end(self) -> None:
         """The step has ended; until the next one nothing rings."""
-        self._topic = None
+        with self._lock:
+            self._topic = None
 
     def report(self, fault: Fault) -> Fault:
-        """Tell all ranks of a fault; returns the one that was reported first."""
+        """Tell all ranks of a fault of this step; returns the one that was reported first."""
         assert self._topic is not None
-        try:
-            first = self._store.compare_set(self._topic, "", fault.dump())
-            self.fault = Fault.load(first)
-        except RuntimeError:
-            self.fault = fault
-        return self.fault
+        return self._report(self._topic, fault)
 
     def first_fault(self) -> Fault | None:
         """The fault of this step that was reported first, if there is any."""
-        if self._topic is not None and self.fault is None and self._store.check([self._topic]):
-            self.fault = Fault.load(self._store.get(self._topic))
+        topic = self._topic
+        if topic is not None and self.fault is None and self._store.check([topic]):
+            self._note(topic, Fault.load(self._store.get(topic)))
         return self.fault
+
+    def _report(self, topic: str, fault: Fault) -> Fault:
+        with suppress(RuntimeError):
+            fault = Fault.load(self._store.compare_set(topic, "", fault.dump()))
+        self._note(topic, fault)
+        return fault
+
+    def _note(self, topic: str, fault: Fault) -> None:
+        """Remember a fault, unless its step is over: the threads may learn of it too late."""
+        with self._lock:
+            if topic == self._topic:
+                self.fault = fault
 
     def culprit(self, peer: int | None, text: str) -> Fault:
         """Find who is to blame for a lost connection to `peer`; takes some seconds at most.
@@ -117,40 +136,33 @@ class Watch:
         where = "between ranks" if peer is None else f"to rank {peer}"
         return self.report(Fault(peer, f"the connection {where} broke: {text}", breaks=True))
 
-    def close(self) -> None:
-        """End the threads."""
-        self._stop.set()
-
     def beat(self) -> None:
         """One round: beat, look at the next rank, look for a fault."""
+        topic = self._topic
+        fault: Fault | None = None
         try:
             self._beats += 1
             self._store.set(self._keys[self._rank], str(self._beats))
             following = (self._rank + 1) % len(self._keys)
             silence = self._silence(following) if following != self._rank else 0.0
-            topic = self._topic
-            if topic is None:
-                self._last_round = time.monotonic()
-                return
-            fault = self.first_fault()
-            if fault is None and silence > self._timeout:
-                fault = self.report(_silent(following, silence))
+            if topic is not None:
+                fault = self.first_fault()
+                if fault is None and silence > self._timeout:
+                    fault = self._report(topic, _silent(following, silence))
         except RuntimeError as error:
-            fault = self.fault = _store_lost(error)
+            fault = _store_lost(error)
+            if topic is not None:
+                self._note(topic, fault)
         self._last_round = time.monotonic()
-        if fault is not None and fault.breaks and self._topic is not None:
+        if fault is not None and fault.breaks and topic is not None and topic == self._topic:
             self._ring()
 
     def guard(self) -> None:
         """See that the beating thread gets on."""
         age = time.monotonic() - self._last_round
-        if age > self._timeout and self._topic is not None and self.fault is None:
-            self.fault = Fault(
-                self._rank,
-                f"the store of the process group has not answered rank {self._rank} for {age:.1f} "
-                "s: the process that hosts it (the launcher, or rank 0) has stopped",
-                breaks=True,
-            )
+        topic = self._topic
+        if age > self._timeout and topic is not None and self.fault is None:
+            self._note(topic, _store_silent(self._rank, age))
             self._ring()
 
     def _silence(self, rank: int) -> float:
@@ -184,6 +196,15 @@ def _store_lost(error: Exception) -> Fault:
     )
 
 
+def _store_silent(rank: int, seconds: float) -> Fault:
+    return Fault(
+        rank,
+        f"the store of the process group has not answered rank {rank} for {seconds:.1f} s: the "
+        "process that hosts it (the launcher, or rank 0) has stopped",
+        breaks=True,
+    )
+
+
 def _beat_for_ever(watch: weakref.ref[Watch], stop: threading.Event) -> None:
     while not stop.wait(BEAT):
         alive = watch()
@@ -200,3 +221,12 @@ def _guard_for_ever(watch: weakref.ref[Watch], stop: threading.Event) -> None:
             return
         alive.guard()
         del alive
+
+
+def _end(stop: threading.Event, threads: Sequence[threading.Thread]) -> None:
+    """End the threads, and wait for them: one in the midst of a call would not survive the end of
+    the interpreter. One that a lost store keeps is not waited for."""
+    stop.set()
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(1.0)

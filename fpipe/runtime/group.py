@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.runtime.buffers import Buffers
+from fpipe.runtime.connect import MESSAGE, ring
 from fpipe.runtime.program import Message, Program, Send
 from fpipe.runtime.transport import ConnectionLost, Interrupted
 
-# Tags, so that a bell is never taken for a message.
-_MESSAGE, _BELL = 0, 1
+Connect = Callable[[str, Sequence[int]], dist.ProcessGroup]
+"""Makes a group of some ranks under a name; every one of them calls it."""
 
 
 class GroupTransport:
@@ -28,15 +27,20 @@ class GroupTransport:
     Args:
         group: the ranks of the pipeline.
         device: where values lie.
-        interrupted: whether the step is to be given up; asked before every wait
-            for values.
+        connect: makes a group for a channel; None where `group` itself has channels.
+        interrupted: whether the step is to be given up; asked before every wait for values.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, interrupted: Callable[[], bool]
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        connect: Connect | None,
+        interrupted: Callable[[], bool],
     ) -> None:
         self._group = group
         self._buffers = Buffers(device)
+        self._connect = connect
         self._interrupted = interrupted
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._posted: dict[Message, tuple[list[Any], list[Tensor]]] = {}
@@ -44,7 +48,7 @@ class GroupTransport:
 
     def open(self, programs: Sequence[Program]) -> None:
         """Make the channels that `programs` use. Every rank calls it with the same programs."""
-        if "nccl" not in dist.get_backend(self._group):
+        if self._connect is None:
             return
         pairs = {
             (i.message.source, i.message.target)
@@ -52,18 +56,17 @@ class GroupTransport:
             for i in program.instructions
             if isinstance(i, Send)
         }
+        # Both ends wait for each other: one order for all ranks keeps them from a circle.
         for pair in sorted(pairs - self._channels.keys()):
             if self._group.rank() in pair:
-                ranks = [dist.get_global_rank(self._group, rank) for rank in pair]
-                self._channels[pair] = dist.new_group(ranks, use_local_synchronization=True)
+                name = f"channel/{pair[0]}-{pair[1]}"
+                self._channels[pair] = self._connect(name, pair)
 
     def post(self, message: Message) -> None:
         """Start to receive into a kept buffer."""
         values = [self._buffers.take(spec) for spec in message.specs]
         channel, peer = self._route(message, message.source)
-        works = [
-            self._guard(message.source, channel.recv, [v], peer, 0) for v in values if v.numel()
-        ]
+        works = self._start(message.source, channel.recv, values, peer)
         self._posted[message] = (works, values)
 
     def receive(self, message: Message) -> Sequence[Tensor]:
@@ -77,9 +80,7 @@ class GroupTransport:
     def send(self, message: Message, values: Sequence[Tensor]) -> None:
         """Start to send; the values are kept until `wait_sent`."""
         channel, peer = self._route(message, message.target)
-        works = [
-            self._guard(message.target, channel.send, [v], peer, 0) for v in values if v.numel()
-        ]
+        works = self._start(message.target, channel.send, values, peer)
         self._sent[message] = (works, values)
 
     def send_blank(self, message: Message) -> None:
@@ -97,18 +98,22 @@ class GroupTransport:
         self._sent.clear()
         self._buffers.clear()
 
+    def ring(self) -> None:
+        """Wake every operation that waits, here and on other ranks, by breaking the connections."""
+        for group in (self._group, *list(self._channels.values())):
+            ring(group)
+
     def _route(self, message: Message, peer: int) -> tuple[dist.ProcessGroup, int]:
         """The group that carries a message, and the rank of `peer` in it."""
-        channel = self._channels.get((message.source, message.target))
-        if channel is None:
-            return self._group, peer
-        return channel, dist.get_group_rank(channel, dist.get_global_rank(self._group, peer))
+        ends = (message.source, message.target)
+        channel = self._channels.get(ends)
+        return (self._group, peer) if channel is None else (channel, ends.index(peer))
 
     def _start(
         self, peer: int, operation: Callable[..., Any], values: Sequence[Tensor], rank: int
     ) -> list[Any]:
         """One operation per value; values without elements do not travel."""
-        return [self._guard(peer, operation, [v], rank, _MESSAGE) for v in values if v.numel()]
+        return [self._guard(peer, operation, [v], rank, MESSAGE) for v in values if v.numel()]
 
     def _wait(self, peer: int, works: Sequence[Any]) -> None:
         for work in works:
@@ -119,18 +124,3 @@ class GroupTransport:
             return operation(*arguments)
         except RuntimeError as error:
             raise ConnectionLost(peer, str(error)) from error
-
-
-def ring(group: dist.ProcessGroup) -> None:
-    """Wake every operation of `group` that waits, here and on its peers, by breaking the group.
-
-    gloo closes a connection when a wait on it runs out of time, so on each connection a receive
-    that nobody answers is the bell; NCCL has an abort.
-    """
-    if "nccl" in dist.get_backend(group):
-        group.abort()
-        return
-    for peer in range(group.size()):
-        if peer != group.rank():
-            with suppress(RuntimeError):
-                group.recv([torch.empty(1)], peer, _BELL).wait(timedelta(milliseconds=1))
