@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fpipe.engine import Pipeline, Step, pipeline
     from fpipe.profiling import profile
     from fpipe.stage.stage import Stage
+    from fpipe.transforms.ensemble import vmap
 
 __all__ = [
     "Action",
@@ -48,6 +49,7 @@ __all__ = [
     "step",
     "use",
     "verify",
+    "vmap",
 ]
 
 # Schedules need no torch: what does is imported when it is first asked for.
@@ -59,6 +61,7 @@ _LAZY = {
     "profile": "fpipe.profiling",
     "step": "fpipe.current",
     "use": "fpipe.current",
+    "vmap": "fpipe.transforms.ensemble",
 }
 
 

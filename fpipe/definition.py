@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fpipe.convention import PLAIN, Convention
 from fpipe.errors import StageError
 from fpipe.schedule import Schedule
 from fpipe.schedule.verifier import verify
@@ -39,10 +40,11 @@ class Definition:
         devices: the device of each rank, in one process.
         group: the ranks' processes, None for one process.
         timeout: seconds of silence after which a rank is given up.
-        loss_shape: shape of what `loss` returns. It is more than one number when a transform
-            carries several losses at once.
-        loss_cotangent: what of the losses is differentiated: their weights in the sum, flat; None
-            weighs each of them with 1.
+        loss_shape: shape of what `loss` returns, with None for a size that the arguments tell. It
+            is more than one number when a transform carries several losses at once.
+        loss_cotangent: what of the losses is differentiated: the weights in their sum, flat, over
+            the last dimensions of `loss_shape`, those with a size; None weighs each loss with 1.
+        convention: how it is called, and what is returned.
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -60,8 +62,9 @@ class Definition:
     devices: tuple[torch.device, ...] | None = None
     group: dist.ProcessGroup | None = None
     timeout: float = 60.0
-    loss_shape: tuple[int, ...] = ()
+    loss_shape: tuple[int | None, ...] = ()
     loss_cotangent: tuple[float, ...] | None = None
+    convention: Convention = PLAIN
 
     def __post_init__(self) -> None:
         _check_schedule(self.schedule, self.stages)

@@ -21,6 +21,7 @@ from fpipe import microbatch, tree
 from fpipe.controller.controller import Controller, Finished
 from fpipe.controller.multi import MultiController
 from fpipe.controller.single import SingleController
+from fpipe.convention import Convention
 from fpipe.definition import Definition, group_of, placed, stages_of
 from fpipe.errors import FpipeError
 from fpipe.parameters import keep
@@ -90,17 +91,14 @@ class Pipeline:
             StageError: a stage cannot be traced on these shapes.
             PipelineError: an action failed; the pipeline can be used again.
         """
-        done = self._run(params, batch, "step")
-        assert done.loss is not None
-        return Step(done.loss, tree.unflatten(done.params.spec, gradients(done.runs, done.params)))
+        return Step(*self.run_step(params, batch))
 
     def value(self, params: Any, batch: Any) -> Tensor:
         """The loss of one batch alone: runs forward only and keeps nothing for a backward.
 
         Arguments, result and errors are those of `step`.
         """
-        loss = self._run(params, batch, "value").loss
-        assert loss is not None
+        loss: Tensor = self.run_value(params, batch)
         return loss
 
     def forward(self, params: Any, batch: Any, *, out_dims: Any = 0) -> Any:
@@ -119,11 +117,7 @@ class Pipeline:
         Raises:
             BatchError: as in `step`, or an output leaf cannot be concatenated.
         """
-        done = self._run(params, batch, "forward")
-        last = self.schedule.placement[-1]
-        if self.rank is not None and self.rank != last:
-            return None
-        return microbatch.merge(done.plan.outputs(done.runs), out_dims)
+        return self.run_forward(params, batch, out_dims=out_dims)
 
     def with_schedule(self, schedule: Schedule) -> Pipeline:
         """The same stages, loss and options under another schedule.
@@ -152,14 +146,43 @@ class Pipeline:
 
         ``program.peak_bytes`` is what the rank will hold at most, beside parameters and batch.
         """
-        return self._controller.programs(params, batch)
+        return self._controller.programs(*self._convention.enter(params, batch))
 
-    def _run(self, params: Any, batch: Any, goal: Goal) -> Finished:
+    # ── for transforms, whose pipelines take vectors too and return other things ────────────────
+
+    def run_step(self, *arguments: Any) -> tuple[Any, Any]:
+        """The loss and the gradients, as the convention returns them."""
+        done = self._run(arguments, "step")
+        grads = tree.unflatten(done.params.spec, gradients(done.runs, done.params))
+        return self._loss_of(done), self._convention.grads(grads)
+
+    def run_value(self, *arguments: Any) -> Any:
+        """The loss, as the convention returns it."""
+        return self._loss_of(self._run(arguments, "value"))
+
+    def run_forward(self, *arguments: Any, out_dims: Any = 0) -> Any:
+        """The output of the last stage as it returns it, its microbatches merged."""
+        done = self._run(arguments, "forward")
+        last = self.schedule.placement[-1]
+        if self.rank is not None and self.rank != last:
+            return None
+        return microbatch.merge(done.plan.outputs(done.runs), self._convention.out_dims(out_dims))
+
+    @property
+    def _convention(self) -> Convention:
+        return self.definition.convention
+
+    def _loss_of(self, done: Finished) -> Any:
+        assert done.loss is not None
+        return self._convention.loss(done.loss)
+
+    def _run(self, arguments: Sequence[Any], goal: Goal) -> Finished:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise FpipeError(
                 "a pipeline cannot run inside torch.func.vmap, grad, vjp or jvp: call it outside, "
                 "or put the transform inside the stages"
             )
+        params, batch = self._convention.enter(*arguments)
         return self._controller.run(params, batch, goal)
 
 

@@ -34,12 +34,7 @@ class Parameters:
         Raises:
             BatchError: `params` is no such sequence, or a leaf is no dense tensor.
         """
-        if not isinstance(params, list | tuple) or len(params) != num_stages:
-            size = f" of {len(params)}" if isinstance(params, list | tuple | dict) else ""
-            raise BatchError(
-                f"params is a {type(params).__name__}{size}: it must be a list or tuple of "
-                f"{num_stages} pytrees, one per stage (None for a stage without parameters)"
-            )
+        check_parts("params", params, num_stages)
         flat, spec = tree.tensors(
             "params", params, "bind other values to the stage with functools.partial"
         )
@@ -49,6 +44,20 @@ class Parameters:
             stages.append(tuple(flat[start : start + part.num_leaves]))
             start += part.num_leaves
         return cls(spec, specs, tuple(stages))
+
+
+def check_parts(name: str, params: Any, num_stages: int) -> None:
+    """Refuse what has not one part per stage.
+
+    Raises:
+        BatchError: names the argument by `name`.
+    """
+    if not isinstance(params, list | tuple) or len(params) != num_stages:
+        size = f" of {len(params)}" if isinstance(params, list | tuple | dict) else ""
+        raise BatchError(
+            f"{name} is a {type(params).__name__}{size}: it must be a list or tuple of "
+            f"{num_stages} pytrees, one per stage (None for a stage without parameters)"
+        )
 
 
 def keep(params: Any, stages: Collection[int]) -> Any:

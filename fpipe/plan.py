@@ -190,7 +190,9 @@ class Planner:
         shape = () if goal == "forward" else value.shape
         chosen = weights.new_ones(shape)
         if self._cotangent is not None and goal != "forward":
-            chosen = weights.new_tensor(self._cotangent).reshape(shape)
+            # The weights are over the last dimensions, the same for all that comes before.
+            parts = weights.new_tensor(self._cotangent)
+            chosen = parts.expand(chosen.numel() // parts.numel(), -1).reshape(shape)
         seeds = tuple(weight * chosen for weight in weights)
         return Plan(schedule, programs, seeds, weights, final.spec, graphs)
 

@@ -25,7 +25,7 @@ ROOT: Final = Path(__file__).parents[1]
 # What `import fpipe` promises. A name is added here in the commit that makes it public.
 PUBLIC_MODULES: Final = frozenset({"schedules"})
 PUBLIC_ON_TORCH: Final = frozenset(
-    {"Pipeline", "Stage", "Step", "pipeline", "profile", "step", "use"}
+    {"Pipeline", "Stage", "Step", "pipeline", "profile", "step", "use", "vmap"}
 )
 PUBLIC_PURE: Final = frozenset(
     {
@@ -59,9 +59,9 @@ LAYERS: Final = (
     ("fpipe.stage",),
     ("fpipe.runtime",),
     ("fpipe.plan", "fpipe.recording"),
-    ("fpipe.controller", "fpipe.definition"),
+    ("fpipe.controller", "fpipe.convention", "fpipe.definition"),
     ("fpipe.engine",),
-    ("fpipe.current", "fpipe.profiling"),
+    ("fpipe.current", "fpipe.profiling", "fpipe.transforms"),
     ("fpipe",),
 )
 NEVER_TORCH: Final = ("fpipe.errors", "fpipe.schedule", "fpipe.schedules", "fpipe.cli")

@@ -78,7 +78,7 @@ class ChainTracer:
     Args:
         stages: the stage functions.
         loss: ``(y, microbatch) -> loss``.
-        loss_shape: shape of the loss.
+        loss_shape: shape of the loss, with None for a size that the arguments tell.
         accum_dtype: dtype to sum parameter gradients in, None for their own.
         devices: the device of each stage, None to leave all values where they are.
     """
@@ -87,7 +87,7 @@ class ChainTracer:
         self,
         stages: Sequence[Stage],
         loss: Callable[[Any, Any], Any],
-        loss_shape: tuple[int, ...],
+        loss_shape: tuple[int | None, ...],
         accum_dtype: torch.dtype | None,
         devices: Sequence[torch.device] | None = None,
     ) -> None:
@@ -228,14 +228,23 @@ class ChainTracer:
         except Exception as error:
             given = f"{describe('y', y)}, {describe('microbatch', microbatch)}"
             raise explain(name, error, given) from error
-        shape = self._loss_shape
-        if not isinstance(loss, Tensor) or loss.shape != shape or not loss.is_floating_point():
+        if (
+            not isinstance(loss, Tensor)
+            or not _has_shape(loss, self._loss_shape)
+            or not loss.is_floating_point()
+        ):
             found = describe("it", loss) if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise StageError(
                 f"{name} is {found.removeprefix('it: ')}: loss(y, microbatch) must return one "
                 "floating-point scalar (take .mean() or .sum() of it)"
             )
         return loss
+
+
+def _has_shape(value: Tensor, shape: Sequence[int | None]) -> bool:
+    return value.dim() == len(shape) and all(
+        expected in (None, size) for size, expected in zip(value.shape, shape, strict=True)
+    )
 
 
 def _seen_from(joint: Joint, index: int) -> Joint:

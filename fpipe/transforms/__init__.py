@@ -1,0 +1,1 @@
+"""Transforms: from a pipeline to a pipeline, by transforming its stages."""

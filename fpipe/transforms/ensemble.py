@@ -1,0 +1,129 @@
+"""vmap: a pipeline of vmapped stages is an ensemble of pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.definition import Definition
+from fpipe.errors import StageError
+from fpipe.stage.stage import Stage
+from fpipe.transforms.attention import batched
+from fpipe.transforms.mapping import join, over, prefix_map
+from fpipe.transforms.members import Members, behind
+from fpipe.transforms.transformed import Transformed, check_pipeline
+
+RANDOMNESS = ("error", "different", "same")
+
+P = TypeVar("P", bound=Transformed)
+
+
+def vmap(pipe: P, in_dims: Any = (0, None), *, randomness: str = "error") -> P:
+    """A pipeline of an ensemble: every stage computes all members at once.
+
+    The members are stacked along a dimension of the parameters and, if wanted, of the batch; the
+    number of members is read from the arguments of each call. ``torch.func.stack_module_state``
+    returns parameters that can be passed as they are. Attention on the CPU is traced as plain
+    mathematics, because its fused kernel would run member by member.
+
+    Args:
+        pipe: the pipeline of one member. Its own ``in_dims`` describe one member's batch.
+        in_dims: one entry for each argument of ``pipe.step``, a pytree prefix as in
+            `torch.func.vmap`: the dimension that holds the members, or None for leaves that they
+            share. A mapped batch leaf may be one number per member: a temperature, a weight.
+        randomness: ``"different"`` or ``"same"`` for all members; ``"error"`` refuses random ops.
+
+    Returns:
+        A pipeline of the same kind. ``step`` returns a loss per member, shape ``(members,)``, and
+        gradients stacked as the parameters are (along dimension 0 where those are shared);
+        ``value`` the losses; ``forward`` outputs with the members along dimension 0, its
+        ``out_dims`` counting a member's own dimensions.
+
+    Raises:
+        StageError: `pipe` is no pipeline, or an argument is wrong.
+        BatchError: `in_dims` does not fit the pipeline's own; or, when the pipeline is called, the
+            arguments.
+
+    Example:
+        >>> import torch, fpipe
+        >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+        >>> stages = [lambda w, x: x * w, lambda w, x: x + w]
+        >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+        >>> members = [torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3)]
+        >>> loss, grads = fpipe.vmap(pipe).step(members, torch.tensor([1.0, 3.0]))
+        >>> loss.tolist(), grads[0].tolist(), grads[1].tolist()
+        ([2.0, 4.0, 6.0], [2.0, 2.0, 2.0], [1.0, 1.0, 1.0])
+    """
+    check_pipeline("vmap", pipe)
+    definition = pipe.definition
+    _check(in_dims, randomness, 2 + definition.convention.vectors)
+    return type(pipe)(_ensemble(definition, tuple(in_dims), randomness))
+
+
+def _check(in_dims: Any, randomness: str, arguments: int) -> None:
+    if not isinstance(in_dims, list | tuple) or len(in_dims) != arguments:
+        names = ", ".join(["params", "batch", *["vector"] * (arguments - 2)])
+        raise StageError(
+            f"in_dims={in_dims!r:.60} must be a tuple of {arguments}, one entry for each of "
+            f"({names}), such as {(0, None, 0)[:arguments]}"
+        )
+    if randomness not in RANDOMNESS:
+        raise StageError(
+            f"randomness={randomness!r} must be one of {', '.join(map(repr, RANDOMNESS))}"
+        )
+
+
+def _ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) -> Definition:
+    batch_dims = prefix_map(lambda dim: None if dim is None else 0, in_dims[1])
+    made: dict[tuple[int, bool], Callable[..., Any]] = {}
+
+    def mapped(index: int, stage: Stage) -> Stage:
+        # Stages of one function stay stages of one function, so that they are traced once.
+        key = (id(stage.fn), index == 0)
+        if key not in made:
+            made[key] = _stage(stage.fn, batch_dims if index == 0 else 0, batch_dims, randomness)
+        return replace(stage, fn=made[key])
+
+    @wraps(definition.loss)
+    def loss(y: Any, microbatch: Any) -> Tensor:
+        result: Tensor = over(definition.loss, [y, microbatch], [0, batch_dims], randomness)
+        return result
+
+    return replace(
+        definition,
+        stages=tuple(mapped(*pair) for pair in enumerate(definition.stages)),
+        loss=loss,
+        in_dims=join(
+            in_dims[1],
+            definition.in_dims,
+            lambda member, row: row if member is None else behind(row),
+            ("in_dims[1]", "the pipeline's in_dims"),
+        ),
+        loss_shape=(None, *definition.loss_shape),
+        convention=Members(in_dims, definition.convention, len(definition.stages)).convention,
+    )
+
+
+def _stage(
+    function: Callable[..., Any], x_dims: Any, batch_dims: Any, randomness: str
+) -> Callable[..., Any]:
+    """A stage function over all members; the microbatch follows if the stage reads it."""
+
+    @wraps(function)
+    def stage(packed: Any, *values: Any) -> Any:
+        members, params = packed
+        devices = {leaf.device.type for leaf in tree.flatten(values)[0]}
+        with batched(devices):
+            return over(
+                lambda _, *own: function(*own),
+                [members, params, *values],
+                [0, 0, x_dims, batch_dims][: 2 + len(values)],
+                randomness,
+            )
+
+    return stage

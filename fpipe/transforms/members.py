@@ -1,0 +1,201 @@
+"""Members of an ensemble: from the caller's stacked arguments to those of the stages, and back.
+
+Inside, every mapped dimension is the first one. Every stage gets, beside its parameters, a tensor
+without elements whose first dimension is the number of members, so that a stage without parameters
+that reads a shared batch still knows how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.convention import PLAIN, Convention, Dual
+from fpipe.errors import BatchError
+from fpipe.parameters import check_parts
+from fpipe.transforms.mapping import over, prefix_map
+
+HINT = "torch.stack makes one of the members' values"
+
+
+@dataclass(frozen=True)
+class Members:
+    """How the arguments of an ensemble are stacked.
+
+    Attributes:
+        in_dims: of params, batch and vectors, as the caller gave them.
+        inner: convention of one member's pipeline.
+        num_stages: of the pipeline.
+    """
+
+    in_dims: tuple[Any, ...]
+    inner: Convention
+    num_stages: int
+
+    @property
+    def convention(self) -> Convention:
+        """These members as a convention."""
+        return Convention(
+            self.enter, self.loss, self.grads, self.out_dims, vectors=self.inner.vectors
+        )
+
+    def enter(self, params: Any, batch: Any, *vectors: Any) -> tuple[Any, Any]:
+        """Move the mapped dimensions to the front, and give every stage the number of members."""
+        names = ("params", *(f"vectors[{number}]" for number in range(len(vectors))))
+        dims = (self.in_dims[0], *self.in_dims[2:])
+        stacked = list(map(self._read, names, (params, *vectors), dims))
+        shared = _Stacked.read("batch", batch, self.in_dims[1])
+        entries = [*(entry for parts in stacked for entry in parts), shared]
+        size = _count(entries)
+        packed, *directions = ([entry.moved(size) for entry in parts] for parts in stacked)
+        batch = shared.moved(None)
+        if self.inner is not PLAIN:
+            packed, batch = self._enter_one(packed, batch, directions, shared.dims)
+        device = next(leaf.device for entry in entries for leaf in entry.leaves)
+        members = torch.empty(size, 0, dtype=torch.bool, device=device)
+        return [(members, part) for part in packed], batch
+
+    def _read(self, name: str, value: Any, prefix: Any) -> list[_Stacked]:
+        """The parts of an argument that has one for each stage."""
+        check_parts(name, value, self.num_stages)
+        return [
+            _Stacked.read(f"{name}[{stage}]", part, own)
+            for stage, (part, own) in enumerate(zip(value, _per_stage(prefix, value), strict=True))
+        ]
+
+    def _enter_one(
+        self, params: Any, batch: Any, vectors: Sequence[Any], dims: Sequence[int | None]
+    ) -> tuple[Any, Any]:
+        """The convention of one member, for all members at once."""
+        leaves, spec = tree.flatten((params, tuple(vectors), batch))
+        mapped = tuple(None if dim is None else 0 for dim in dims)
+        specs: list[optree.PyTreeSpec] = []
+
+        def one(*values: Tensor) -> tuple[tuple[Any, ...], ...]:
+            own, own_vectors, own_batch = tree.unflatten(spec, values)
+            packed = [tree.flatten(e) for e in self.inner.enter(own, own_batch, *own_vectors)]
+            specs[:] = [made for _, made in packed]
+            return tuple(tuple(found) for found, _ in packed)
+
+        in_dims = (*(0 for _ in leaves[: len(leaves) - len(mapped)]), *mapped)
+        out_dims: Any = (0, mapped)
+        packed = torch.vmap(one, in_dims=in_dims, out_dims=out_dims)(*leaves)
+        params, batch = (tree.unflatten(s, found) for s, found in zip(specs, packed, strict=True))
+        return params, batch
+
+    def loss(self, loss: Tensor) -> Any:
+        """One member's view of the loss, stacked."""
+        return loss if self.inner is PLAIN else over(self.inner.loss, [loss], [0])
+
+    def grads(self, grads: Any) -> Any:
+        """Drop the tensors that told the number, and put the members where the caller has them."""
+        packed = [None if part is None else part[1] for part in grads]
+        if self.inner is not PLAIN:
+            packed = over(self.inner.grads, [packed], [0])
+        return self._restore(packed)
+
+    def _restore(self, grads: Any) -> Any:
+        if isinstance(grads, Dual):
+            return Dual(*map(self._restore, grads))
+        prefixes = _per_stage(self.in_dims[0], grads)
+        return [_restored(part, prefix) for part, prefix in zip(grads, prefixes, strict=True)]
+
+    def out_dims(self, out_dims: Any) -> Any:
+        """Behind the dimension of the members."""
+        return behind(self.inner.out_dims(out_dims))
+
+
+class _Stacked(NamedTuple):
+    """One argument, flat, with the mapped dimension of each leaf."""
+
+    name: str
+    leaves: list[Tensor]
+    spec: optree.PyTreeSpec
+    dims: list[int | None]
+
+    @classmethod
+    def read(cls, name: str, value: Any, prefix: Any) -> _Stacked:
+        """Flatten an argument and check its dimensions."""
+        leaves, spec = tree.tensors(name, value, HINT)
+        # A part that belongs to another process is None, however deep the prefix goes.
+        dims = [] if value is None else tree.broadcast_prefix("in_dims", prefix, value, name)
+        for path, leaf, dim in zip(tree.paths(spec), leaves, dims, strict=True):
+            if dim is not None and not (type(dim) is int and -leaf.dim() <= dim < leaf.dim()):
+                raise BatchError(
+                    f"in_dims is {dim!r} for {name}{path} of shape {tuple(leaf.shape)}: it must be "
+                    "the dimension along which the members are stacked, or None for a leaf that "
+                    "they share"
+                )
+        return cls(name, leaves, spec, dims)
+
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """The members of each mapped leaf."""
+        for path, leaf, dim in zip(tree.paths(self.spec), self.leaves, self.dims, strict=True):
+            if dim is not None:
+                yield f"{self.name}{path}", leaf.shape[dim]
+
+    def moved(self, size: int | None) -> Any:
+        """The argument with its mapped dimensions in front; `size` gives shared leaves one too."""
+        return tree.unflatten(
+            self.spec,
+            [
+                leaf.movedim(dim, 0)
+                if dim is not None
+                else leaf
+                if size is None
+                else leaf.expand(size, *leaf.shape)
+                for leaf, dim in zip(self.leaves, self.dims, strict=True)
+            ],
+        )
+
+
+def _count(entries: Sequence[_Stacked]) -> int:
+    """The number of members, which all mapped leaves must have."""
+    found = [pair for entry in entries for pair in entry.sizes()]
+    if not found:
+        raise BatchError(
+            "in_dims maps no leaf of the arguments, so the number of members is unknown: "
+            "fpipe.vmap needs at least one stacked leaf (in every process of a group)"
+        )
+    first, size = found[0]
+    for path, other in found:
+        if other != size:
+            raise BatchError(
+                f"{path} has {other} members along its mapped dimension, but {first} has {size}: "
+                "all mapped leaves must have the same number of members; in_dims says which "
+                "dimension it is (None: shared)"
+            )
+    return size
+
+
+def _per_stage(prefix: Any, value: Sequence[Any]) -> Sequence[Any]:
+    """One prefix per stage: parts that are None here may have a deep one."""
+    if isinstance(prefix, list | tuple) and len(prefix) == len(value):
+        return prefix
+    if isinstance(prefix, int) or prefix is None:
+        return [prefix] * len(value)
+    raise BatchError(
+        f"in_dims[0]={prefix!r:.60} must be an int, None, or a list with one pytree prefix for "
+        f"each of the {len(value)} stages"
+    )
+
+
+def _restored(part: Any, prefix: Any) -> Any:
+    if part is None:
+        return None
+    leaves, spec = tree.flatten(part)
+    dims = tree.broadcast_prefix("in_dims[0]", prefix, part, "params")
+    return tree.unflatten(
+        spec, [leaf.movedim(0, dim or 0) for leaf, dim in zip(leaves, dims, strict=True)]
+    )
+
+
+def behind(dims: Any) -> Any:
+    """Dimensions of one member's tensors as dimensions of the stacked ones, members first."""
+    return prefix_map(lambda dim: dim + 1 if type(dim) is int and dim >= 0 else dim, dims)

@@ -1,0 +1,29 @@
+"""What every transform takes: something that was made from a definition."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from fpipe.definition import Definition
+from fpipe.errors import StageError
+
+
+class Transformed(Protocol):
+    """A pipeline of any kind: it is made from its definition alone."""
+
+    definition: Definition
+
+    def __init__(self, definition: Definition) -> None: ...
+
+
+def check_pipeline(transform: str, pipe: Any) -> None:
+    """Refuse what is no pipeline.
+
+    Raises:
+        StageError: names the transform.
+    """
+    if not isinstance(getattr(pipe, "definition", None), Definition):
+        raise StageError(
+            f"pipe={pipe!r:.60} is a {type(pipe).__name__}: fpipe.{transform} takes a pipeline, "
+            "which fpipe.pipeline(...) makes, and gives another"
+        )

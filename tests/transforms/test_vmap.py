@@ -1,0 +1,251 @@
+"""An ensemble through a pipeline: each member gets what it gets alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, stack_module_state
+
+import fpipe
+from fpipe import BatchError, Stage, StageError, schedules, tree
+from tests.models import MODELS, Model, apply, assert_same, mlp, unpipelined
+
+MEMBERS = 3
+FAMILIES = ("one_f_one_b", "zb_h1", "zbv", "interleaved_1f1b")
+
+
+def pipe_of(model: Model, schedule: fpipe.Schedule, **options: Any) -> fpipe.Pipeline:
+    return fpipe.pipeline(model.stages, model.loss, schedule, **{"compile": False, **options})
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def members_of(params: Any, dim: int = 0) -> Any:
+    """Members that differ, stacked."""
+    return tree.tree_map(
+        lambda p: torch.stack([p * (1 + 0.1 * n) for n in range(MEMBERS)], dim), params
+    )
+
+
+def member(stacked: Any, number: int, dim: int = 0) -> Any:
+    return tree.tree_map(lambda p: p.select(dim, number), stacked)
+
+
+@pytest.mark.parametrize("name", [*MODELS, "mlp"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_step_equals_each_member_alone(name: str, family: str) -> None:
+    schedule = schedules.get(family, ranks=2, microbatches=4)
+    model = {**MODELS, "mlp": mlp}[name](schedule.num_stages, 7)
+    params = members_of(model.params)
+    ensemble = fpipe.vmap(pipe_of(model, schedule))
+    loss, grads = ensemble.step(params, model.batch)
+    assert loss.shape == (MEMBERS,)
+    for number in range(MEMBERS):
+        alone = unpipelined(*model._replace(params=member(params, number)))
+        assert_same(fpipe.Step(loss[number], member(grads, number)), alone)
+    assert_same(ensemble.value(params, model.batch), loss)
+
+
+def test_forward_puts_members_first() -> None:
+    schedule = schedules.zbv(ranks=2, microbatches=2)
+    model = MODELS["conv"](4, 5)
+    params = members_of(model.params)
+    ensemble = fpipe.vmap(pipe_of(model, schedule))
+    for out_dims in (0, {"logits": -2, "label": 0}):
+        y = ensemble.forward(params, model.batch, out_dims=out_dims)
+        for number in range(MEMBERS):
+            alone = apply(model.stages, member(params, number), model.batch)
+            assert_same(member(y, number), alone)
+
+
+def test_equals_torch_vmap_of_the_whole_function() -> None:
+    """Dimensions other than the first, differing per leaf, and a batch leaf per member."""
+    model = mlp(2, 6)
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=3)
+    params = [{"w": rand(3, 3, MEMBERS), "b": rand(MEMBERS, 3)},
+              {"w": rand(3, MEMBERS, 3), "b": rand(3, MEMBERS)}]  # fmt: skip
+    batch = {"x": rand(6, MEMBERS, 3), "y": model.batch["y"]}
+    in_dims = ([{"w": -1, "b": 0}, {"w": 1, "b": -1}], {"x": 1, "y": None})
+
+    def whole(params: Any, batch: Any) -> Tensor:
+        return model.loss(apply(model.stages, params, batch), batch)
+
+    ours = fpipe.vmap(pipe_of(model, schedule), in_dims).step(params, batch)
+    grads, loss = torch.func.vmap(grad_and_value(whole), in_dims)(params, batch)
+    assert_same(ours.loss, loss)
+    dims = [leaf for part in in_dims[0] for leaf in tree.flatten(part)[0]]
+    for ours_leaf, theirs, own, dim in zip(
+        *(tree.flatten(t)[0] for t in (ours.grads, grads, params)), dims, strict=True
+    ):
+        assert ours_leaf.shape == own.shape
+        assert_same(ours_leaf, theirs.movedim(0, dim))
+
+
+def test_shared_parameters_and_a_mapped_batch() -> None:
+    """Gradients of parameters that members share are stacked along the first dimension."""
+    model = mlp(2, 6)
+    batch = {name: torch.stack([leaf, 2 * leaf]) for name, leaf in model.batch.items()}
+    schedule = schedules.zb_h1(ranks=2, microbatches=3)
+    loss, grads = fpipe.vmap(pipe_of(model, schedule), (None, 0)).step(model.params, batch)
+    for number in range(2):
+        alone = unpipelined(*model._replace(batch=member(batch, number)))
+        assert_same(fpipe.Step(loss[number], member(grads, number)), alone)
+
+
+def sharpened(p: Any, x: Tensor, batch: Any) -> Tensor:
+    return x @ p / batch["temperature"]
+
+
+def test_a_number_for_each_member_is_a_mapped_leaf() -> None:
+    """A sweep: members differ in a hyperparameter, and the first stage has no parameters."""
+    stages: list[Any] = [lambda _, batch: batch["x"].sin(), Stage(sharpened, reads_batch=True)]
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(
+        stages,
+        lambda y, batch: F.cross_entropy(y, batch["y"]),
+        schedule,
+        in_dims={"x": 0, "y": 0, "temperature": None},
+        compile=False,
+    )
+    temperatures = [0.5, 1.0, 2.0]
+    weight = torch.randn(4, 3).double()
+    batch = {"x": torch.randn(5, 4).double(), "y": torch.tensor([0, 2, 1, 1, 0])}
+    sweep = fpipe.vmap(pipe, (None, {"x": None, "y": None, "temperature": 0}))
+    loss, grads = sweep.step([None, weight], {**batch, "temperature": torch.tensor(temperatures)})
+    for number, temperature in enumerate(temperatures):
+        alone = pipe.step([None, weight], {**batch, "temperature": torch.tensor(temperature)})
+        assert_same(loss[number], alone.loss)
+        assert_same(grads[1][number], alone.grads[1])
+
+
+def test_stack_module_state_is_accepted_as_it_is() -> None:
+    def call(module: nn.Module) -> Any:
+        return lambda state, x: functional_call(module, state, (x,))
+
+    layers = [[nn.Linear(3, 3), nn.Linear(3, 2)] for _ in range(MEMBERS)]
+    params = [stack_module_state([member[stage] for member in layers]) for stage in range(2)]
+    stages = [call(layer) for layer in layers[0]]
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(stages, lambda y, _: y.square().mean(), schedule, compile=False)
+    x = torch.randn(4, 3)
+    loss, grads = fpipe.vmap(pipe).step(params, x)
+    for number, own in enumerate(layers):
+        alone = own[1](own[0](x)).square().mean()
+        alone.backward()
+        assert_same(loss[number], alone, 1e-5)
+        assert_same(grads[0][0]["weight"][number], own[0].weight.grad, 1e-5)
+
+
+def test_ensembles_of_ensembles() -> None:
+    model = mlp(4, 6)
+    schedule = schedules.zbv(ranks=2, microbatches=2)
+    pipe = pipe_of(model, schedule)
+    params = tree.tree_map(lambda p: torch.stack([members_of(p), members_of(p).neg()], -1),
+                           model.params)  # fmt: skip
+    batch = {"x": torch.stack([model.batch["x"], model.batch["x"].flip(0)], 1)}
+    batch["y"] = model.batch["y"]
+    outer = (-1, {"x": 1, "y": None})
+    loss, grads = fpipe.vmap(fpipe.vmap(pipe), outer).step(params, batch)
+    assert loss.shape == (2, MEMBERS)
+    for number in range(2):
+        own = {"x": batch["x"][:, number], "y": batch["y"]}
+        alone = fpipe.vmap(pipe).step(member(params, number, -1), own)
+        assert_same(fpipe.Step(loss[number], member(grads, number, -1)), alone)
+
+
+def test_randomness() -> None:
+    def noisy(_: Any, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5)
+
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline([noisy, lambda w, x: x * w], lambda y, _: y.mean(), schedule,
+                          compile=False)  # fmt: skip
+    params, x = [None, torch.ones(2, 8)], torch.ones(4, 8)
+    same = fpipe.vmap(pipe, randomness="same").step(params, x)
+    assert same.loss[0] == same.loss[1]
+    different = fpipe.vmap(pipe, randomness="different").step(params, x)
+    assert not torch.equal(different.grads[1][0], different.grads[1][1])
+    with pytest.raises(StageError, match=r"stage 0 .*randomness"):
+        fpipe.vmap(pipe).step(params, x)
+
+
+def test_other_things_keep_working() -> None:
+    """A transformed pipeline is a pipeline: another schedule, its programs, `fpipe.use`."""
+    model = mlp(4, 6)
+    ensemble = fpipe.vmap(pipe_of(model, schedules.interleaved_1f1b(ranks=2, microbatches=2)))
+    other = ensemble.with_schedule(schedules.zbv(ranks=2, microbatches=3))
+    params = members_of(model.params)
+    with fpipe.use(other):
+        assert_same(fpipe.step(params, model.batch), ensemble.step(params, model.batch))
+    assert len(other.programs(params, model.batch)) == 2
+
+
+@pytest.mark.inductor
+def test_compiled_in_float32() -> None:
+    model = MODELS["gpt"](4, 6, torch.float32)
+    schedule = schedules.zbv(ranks=2, microbatches=3)
+    params = members_of(model.params)
+    loss, grads = fpipe.vmap(pipe_of(model, schedule, compile=True)).step(params, model.batch)
+    for number in range(MEMBERS):
+        alone = unpipelined(*model._replace(params=member(params, number)))
+        assert_same(fpipe.Step(loss[number], member(grads, number)), alone, 2e-5)
+
+
+# ── refusals ────────────────────────────────────────────────────────────────────────────────────
+
+MODEL = mlp(2, 4)
+PIPE = pipe_of(MODEL, schedules.one_f_one_b(ranks=2, microbatches=2))
+
+
+@pytest.mark.parametrize(
+    ("in_dims", "text"),
+    [
+        (0, r"in_dims=0 must be a tuple of 2, one entry for each of \(params, batch\)"),
+        ((0, None, 0), r"in_dims=\(0, None, 0\) must be a tuple of 2"),
+    ],
+)
+def test_in_dims_name_every_argument(in_dims: Any, text: str) -> None:
+    with pytest.raises(StageError, match=text):
+        fpipe.vmap(PIPE, in_dims)
+
+
+def test_refuses_what_is_no_pipeline_and_unknown_randomness() -> None:
+    with pytest.raises(StageError, match=r"is a function: fpipe\.vmap takes a pipeline"):
+        fpipe.vmap(mlp)  # type: ignore[type-var]
+    with pytest.raises(StageError, match=r"randomness='both' must be one of 'error'"):
+        fpipe.vmap(PIPE, randomness="both")
+
+
+def test_in_dims_must_fit_those_of_the_pipeline() -> None:
+    pipe = fpipe.pipeline(
+        MODEL.stages, MODEL.loss, PIPE.schedule, in_dims={"x": 0, "y": 0}, compile=False
+    )
+    with pytest.raises(BatchError, match=r"in_dims\[1\]=\{'x': 0\} and the pipeline's in_dims"):
+        fpipe.vmap(pipe, (0, {"x": 0}))
+
+
+@pytest.mark.parametrize(
+    ("in_dims", "text"),
+    [
+        ((2, None), r"in_dims is 2 for params\[0\]\['b'\] of shape \(3, 3\)"),
+        ((0, 5), r"in_dims is 5 for batch\['x'\] of shape \(4, 3\)"),
+        ((None, None), "in_dims maps no leaf of the arguments, so the number of members"),
+        ((0, 0), r"batch\['x'\] has 4 members .* but params\[0\]\['b'\] has 3"),
+        (({"w": 0}, None), r"in_dims\[0\]=\{'w': 0\} must be an int, None, or a list with one"),
+        (([0, {"w": 0}], None), r"in_dims must be a pytree prefix of params\[1\]"),
+    ],
+)
+def test_in_dims_must_fit_the_arguments(in_dims: Any, text: str) -> None:
+    with pytest.raises(BatchError, match=text):
+        fpipe.vmap(PIPE, in_dims).step(members_of(MODEL.params), MODEL.batch)
+
+
+def test_params_are_one_part_per_stage() -> None:
+    with pytest.raises(BatchError, match="params is a list of 1: it must be a list or tuple of 2"):
+        fpipe.vmap(PIPE).step(MODEL.params[:1], MODEL.batch)
