@@ -35,7 +35,7 @@ def anneal(evaluator: Evaluator, order: Order, random: Random, budget: Budget) -
             budget.spend(0.02)
             continue
         rows, fused = moved
-        rest = (1 - budget.progress) / max(1e-9, 1 - begun)
+        rest = (budget.share - budget.progress) / max(1e-9, budget.share - begun)
         # The draw comes first, so that the evaluation can stop once it is sure to be refused.
         allowed = current.value - _HEAT * order.value * rest * math.log(1 - random.random())
         limit = float("inf") if problem.objective == "span" else allowed + 1e-9

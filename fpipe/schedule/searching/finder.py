@@ -105,9 +105,9 @@ def _improved(
     bred = breeder.mutate(bred)
     found = [best, *played_in_full(bred[:_IN_FULL], problems, best.value)]
     best = min(found, key=lambda candidate: candidate.value)
-    budget.share = 1.0
     if large:
         return best
+    budget.share = 1.0
     order = anneal(make_evaluator(best.problem), best.order, random, budget)
     return Candidate(best.problem, order)
 

@@ -50,6 +50,24 @@ def plain_policy(
     return Policy(priorities, windows, patience)
 
 
+def paced_policy(stages: int, pace: float) -> Policy:
+    """Microbatches that come at a pace and go on at once, as in V-Min and V-Half, at any costs."""
+    slope = [-0.5 * stage / stages for stage in range(stages)]
+    forward, gradient, weight = (tuple(base + at for at in slope) for base in (1.0, 1.5, 0.5))
+    return Policy((forward, gradient, weight), (UNLIMITED,) * stages, (0, 0.5, 0), pace=pace)
+
+
+def known_policies(stages: int) -> list[Policy]:
+    """What to try before anything random."""
+    return [
+        plain_policy(stages, eager=True),
+        plain_policy(stages),
+        plain_policy(stages, (1, 1, 1), eager=True),
+        plain_policy(stages, (1, 1, 1)),
+        *(paced_policy(stages, pace) for pace in (0.9, 1, 1.05, 1.1, 1.2, 1.3, 1.4)),
+    ]
+
+
 def random_policy(random: Random, problem: Problem) -> Policy:
     """A policy from the shapes that are known to be of use."""
     stages = len(problem.placement)
@@ -73,7 +91,7 @@ def random_policy(random: Random, problem: Problem) -> Policy:
         windows=windows,
         patience=(patience[0], patience[1], patience[2]),
         pace=pace,
-        bunch=random.choice([1, 1, 2, 3, max(1, problem.ranks // 2), problem.ranks]),
+        bunch=random.choice([1, 1, 1, 2, 3, max(1, problem.ranks // 2), problem.ranks]),
         fused=problem.fuses and random.random() < 0.3,
     )
 

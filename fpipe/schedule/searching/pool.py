@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fpipe.schedule.searching.budget import Budget
 from fpipe.schedule.searching.list_scheduler import list_schedule
-from fpipe.schedule.searching.policy import Policy, mutated, plain_policy, random_policy
+from fpipe.schedule.searching.policy import Policy, known_policies, mutated, random_policy
 from fpipe.schedule.searching.problem import Order, Problem
 
 LARGE = 12_000  # actions: above it, policies are compared on fewer microbatches
@@ -53,19 +53,14 @@ class Breeder:
     best: float
 
     def draw(self) -> list[Bred]:
-        """The best of random policies, each placement in turn, from the plain ones on."""
+        """The best of random policies, each placement in turn, after the known ones."""
         bred: list[Bred] = []
         draws = 0
         while not self._done(bred):
             turn, at = divmod(draws, len(self.problems))
             problem = self.problems[at]
-            stages = len(problem.placement)
-            if turn < 4:
-                policy = plain_policy(
-                    stages, ((0, 0, 0), (1, 1, 1))[turn // 2], eager=turn % 2 == 0
-                )
-            else:
-                policy = random_policy(self.random, problem)
+            known = known_policies(len(problem.placement))
+            policy = known[turn] if turn < len(known) else random_policy(self.random, problem)
             draws += 1
             if (order := self._play(problem, policy, float("inf"))) is not None:
                 bred = _sorted([*bred, Bred(problem, policy, order)])
