@@ -22,7 +22,7 @@ from fpipe.schedule import Op, Schedule
 from fpipe.shapes import Goal, Signature, distinct
 from fpipe.stage.chain import ChainTracer, assemble, live_params
 from fpipe.stage.code import StageCode
-from fpipe.stage.compiler import Compiler, fingerprint
+from fpipe.stage.compiler import Compiler
 from fpipe.stage.joint import is_differentiable
 from fpipe.stage.partition import Policy
 from fpipe.stage.tracer import Traced
@@ -158,7 +158,7 @@ class Planner:
 
         programs = self._lower(schedule, code_of)
         graphs = (
-            fingerprint(piece.graph)
+            piece.fingerprint
             for stages in codes.values()
             for code in stages
             for piece in code.pieces.values()

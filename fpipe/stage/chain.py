@@ -8,7 +8,7 @@ stage needs it, so the gradient of a batch leaf or of an integer is never comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from fpipe.stage.joint import (
     is_differentiable,
 )
 from fpipe.stage.partition import (
+    Piece,
     Policy,
     forward_piece,
     live_cotangents,
@@ -289,6 +290,8 @@ def assemble(
         compiler: makes pieces callable.
     """
     codes: list[StageCode] = []
+    # Stages that share a trace share its pieces where the same gradients are wanted of them.
+    cut: dict[Any, Mapping[str, Piece]] = {}
     for index, (traced, label) in enumerate(zip(chain.stages, chain.labels, strict=True)):
         joint = traced.joint
         last = index == len(chain.stages) - 1
@@ -301,15 +304,13 @@ def assemble(
                 for s in joint.gradients
                 if isinstance(s, Upstream) and codes[s.stage].cotangents[s.leaf] is not None
             ]
-            pieces = partition(
-                joint,
-                outputs=joint.outputs,
-                inputs=inputs,
-                params=params,
-                policy=policy,
+        key = (joint.graph, *(source.leaf for source in inputs), None, *params)
+        if key not in cut:
+            cut[key] = (
+                partition(joint, outputs=joint.outputs, inputs=inputs, params=params, policy=policy)
+                if chain.goal == "step"
+                else forward_piece(joint, joint.outputs)
             )
-        else:
-            pieces = forward_piece(joint, joint.outputs)
         cotangents = live_cotangents(joint, [*params, *inputs])
         sources = dict(joint.sources)
         if last and chain.goal == "step":
@@ -317,7 +318,7 @@ def assemble(
         codes.append(
             StageCode(
                 label=label,
-                pieces=pieces,
+                pieces=cut[key],
                 sources=sources,
                 constants=joint.constants,
                 outputs=joint.outputs,

@@ -47,4 +47,4 @@ class StageCode:
 
     def call(self, op: str) -> Call:
         """The compiled piece of `op`."""
-        return self.compiler(self.pieces[op].graph, f"{op} of {self.label}")
+        return self.compiler(self.pieces[op], f"{op} of {self.label}")

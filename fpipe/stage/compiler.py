@@ -7,7 +7,6 @@ captured inner compile hands it over without the wrappers that cost 10 to 30 mic
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from fpipe.errors import StageError
 from fpipe.stage.joint import value_of
+from fpipe.stage.partition import Piece
 
 log = logging.getLogger("fpipe")
 
@@ -46,45 +46,21 @@ class Compiler:
         self._make = _maker(compile)
         self._artefacts: dict[tuple[str, int], Call] = {}
 
-    def __call__(self, graph: fx.Graph, label: str) -> Call:
-        """The boxed callable of `graph`; `label` names it in the log."""
+    def __call__(self, piece: Piece, label: str) -> Call:
+        """The boxed callable of `piece`; `label` names it in the log."""
         # Inductor writes the number of threads into its loops.
-        key = (fingerprint(graph), torch.get_num_threads())
+        key = (piece.fingerprint, torch.get_num_threads())
         if key not in self._artefacts:
-            examples = [value_of(n) for n in graph.nodes if n.op == "placeholder"]
+            examples = [value_of(n) for n in piece.graph.nodes if n.op == "placeholder"]
             log.info("compiling %s", label)
-            self._artefacts[key] = self._make(fx.GraphModule(torch.nn.Module(), graph), examples)
+            module = fx.GraphModule(torch.nn.Module(), piece.graph)
+            self._artefacts[key] = self._make(module, examples)
         return self._artefacts[key]
 
     @property
     def num_artefacts(self) -> int:
         """How many distinct graphs have been compiled."""
         return len(self._artefacts)
-
-
-def fingerprint(graph: fx.Graph) -> str:
-    """A key that two graphs share exactly when they compute the same on the same kind of inputs.
-
-    Node names do not count; ops, their arguments and the placeholders' shapes, strides, dtypes and
-    devices do.
-    """
-    number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
-    lines = []
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            v = value_of(node)
-            lines.append(f"{v.dtype} {tuple(v.shape)} {v.stride()} {v.device}")
-        else:
-            arguments = fx.map_arg((node.args, node.kwargs), lambda n: _Numbered(number[n]))
-            lines.append(f"{node.op} {node.target} {arguments!r}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-class _Numbered(str):
-    """A node in a fingerprint: unlike a string argument, it is printed bare."""
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def _maker(compile: Compile) -> Callable[[fx.GraphModule, list[Tensor]], Call]:

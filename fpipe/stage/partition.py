@@ -15,10 +15,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
+from fpipe.stage.fingerprint import fingerprint
 from fpipe.stage.joint import Joint, Param, Source, Upstream, is_random, is_view
 
 Policy = Callable[[fx.Node], bool]
@@ -37,6 +39,11 @@ class Piece:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     graph: fx.Graph
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for pieces that compute the same."""
+        return fingerprint(self.graph)
 
 
 def live_gradients(joint: Joint) -> frozenset[Source]:
