@@ -303,8 +303,9 @@ class MultiController:
 
     def _reported(self) -> PipelineError:
         """What failed on another rank."""
-        fault = self._watch.first_fault()
-        assert fault is not None, "a rank failed without a report"
+        fault = self._watch.await_fault()
+        if fault is None:
+            fault = Fault(None, "a rank failed and could not tell why", breaks=False)
         return fault.error()
 
     def _drain(self, run: Run) -> None:

@@ -5,8 +5,9 @@ counter of the next rank. A rank whose counter stands still for the timeout is s
 written to the store, the first one counts, and a fault that breaks connections rings the bell,
 which ends every wait. A rank that compiles, or whose program does something else, still beats.
 
-A second thread does nothing but see that the first gets on, because a store whose host has stopped
-answers nobody.
+A store whose host has stopped answers nobody, and keeps whoever asks it. So only that thread asks
+the store; a step tells it what it wants and waits for as long as it likes. A second thread does
+nothing but see that the first gets on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Protocol
 
 from fpipe.controller.fault import Fault
@@ -61,20 +61,24 @@ class Watch:
         self._timeout = timeout
         self._ring = ring
         self._beats = 0
-        self._seen: dict[int, tuple[bytes, float]] = {}
-        self._last_round = time.monotonic()
+        self._missed = 0
+        self._seen: dict[int, tuple[bytes | None, float]] = {}
         self._lock = threading.Lock()
         self._topic: str | None = None
+        self._own: Fault | None = None
+        self._suspicion: str | None = None
+        self._known = threading.Event()
+        self._wake = threading.Event()
         self.fault: Fault | None = None
+        """The first fault of this step, once it is known."""
         stop = threading.Event()
+        # Weak references, so that a forgotten pipeline ends its threads.
+        arguments = (weakref.ref(self), stop, self._wake)
         threads = [
-            # A weak reference, so that a forgotten pipeline ends its threads.
-            threading.Thread(
-                target=target, args=(weakref.ref(self), stop), name="fpipe", daemon=True
-            )
+            threading.Thread(target=target, args=arguments, name="fpipe", daemon=True)
             for target in (_beat_for_ever, _guard_for_ever)
         ]
-        self.close = weakref.finalize(self, _end, stop, threads)
+        self.close = weakref.finalize(self, _end, stop, self._wake, threads)
         """End the threads; done at the latest when the process ends."""
         for thread in threads:
             thread.start()
@@ -82,9 +86,10 @@ class Watch:
     def begin(self, topic: str) -> None:
         """A step begins, whose faults are written under `topic`."""
         with self._lock:
-            self._topic = topic
-            if self.fault is not None and not self.fault.breaks:
+            self._topic, self._own, self._suspicion = topic, None, None
+            if self.fault is None or not self.fault.breaks:
                 self.fault = None
+                self._known.clear()
 
     def end(self) -> None:
         """The step has ended; until the next one nothing rings."""
@@ -93,27 +98,14 @@ class Watch:
 
     def report(self, fault: Fault) -> Fault:
         """Tell all ranks of a fault of this step; returns the one that was reported first."""
-        assert self._topic is not None
-        return self._report(self._topic, fault)
+        self._own = fault
+        return self.await_fault() or fault
 
-    def first_fault(self) -> Fault | None:
-        """The fault of this step that was reported first, if there is any."""
-        topic = self._topic
-        if topic is not None and self.fault is None and self._store.check([topic]):
-            self._note(topic, Fault.load(self._store.get(topic)))
+    def await_fault(self) -> Fault | None:
+        """The fault that a rank has reported; None if the store does not tell."""
+        self._wake.set()
+        self._known.wait(DEAD)
         return self.fault
-
-    def _report(self, topic: str, fault: Fault) -> Fault:
-        with suppress(RuntimeError):
-            fault = Fault.load(self._store.compare_set(topic, "", fault.dump()))
-        self._note(topic, fault)
-        return fault
-
-    def _note(self, topic: str, fault: Fault) -> None:
-        """Remember a fault, unless its step is over: the threads may learn of it too late."""
-        with self._lock:
-            if topic == self._topic:
-                self.fault = fault
 
     def culprit(self, peer: int | None, text: str) -> Fault:
         """Find who is to blame for a lost connection to `peer`; takes some seconds at most.
@@ -121,58 +113,83 @@ class Watch:
         The peer may only have closed its connections because of a third rank, which then has
         reported a fault or has stopped beating.
         """
-        deadline = time.monotonic() + 2 * DEAD
-        while time.monotonic() < deadline:
-            try:
-                fault = self.first_fault()
-                if fault is not None:
-                    return fault
-                for rank in range(len(self._keys)):
-                    if rank != self._rank and self._silence(rank) > DEAD:
-                        return self.report(_ended(rank, text))
-            except RuntimeError as error:
-                return _store_lost(error)
-            time.sleep(BEAT / 5)
+        self._suspicion = text
+        self._wake.set()
+        if self._known.wait(2 * DEAD) and self.fault is not None:
+            return self.fault
         where = "between ranks" if peer is None else f"to rank {peer}"
         return self.report(Fault(peer, f"the connection {where} broke: {text}", breaks=True))
 
-    def beat(self) -> None:
-        """One round: beat, look at the next rank, look for a fault."""
+    def beat(self) -> float:
+        """One round: beat, look at the next rank, look for a fault; returns when to come again."""
         topic = self._topic
         fault: Fault | None = None
         try:
             self._beats += 1
             self._store.set(self._keys[self._rank], str(self._beats))
             following = (self._rank + 1) % len(self._keys)
-            silence = self._silence(following) if following != self._rank else 0.0
+            silence = self._silence(following)
             if topic is not None:
-                fault = self.first_fault()
-                if fault is None and silence > self._timeout:
-                    fault = self._report(topic, _silent(following, silence))
+                fault = self._look(topic)
+            if topic is not None and fault is None and silence and silence > self._timeout:
+                fault = self._tell(topic, _silent(following, silence))
         except RuntimeError as error:
             fault = _store_lost(error)
-            if topic is not None:
-                self._note(topic, fault)
-        self._last_round = time.monotonic()
-        if fault is not None and fault.breaks and topic is not None and topic == self._topic:
-            self._ring()
+        self._missed = 0
+        if topic is not None and fault is not None:
+            self._note(topic, fault)
+            if fault.breaks and topic == self._topic:
+                self._ring()
+        return BEAT if self._suspicion is None else BEAT / 5
+
+    def _look(self, topic: str) -> Fault | None:
+        """The fault of a step, if there is one; who has ended is only asked when a wait broke."""
+        if self.fault is not None:
+            return self.fault
+        if self._own is not None:
+            return self._tell(topic, self._own)
+        if self._store.check([topic]):
+            return Fault.load(self._store.get(topic))
+        if self._suspicion is not None:
+            for rank in range(len(self._keys)):
+                silence = self._silence(rank)
+                if silence is not None and silence > DEAD:
+                    return self._tell(topic, _ended(rank, self._suspicion))
+        return None
+
+    def _tell(self, topic: str, fault: Fault) -> Fault:
+        """Write a fault down, unless there is one; returns the one that stands there."""
+        return Fault.load(self._store.compare_set(topic, "", fault.dump()))
+
+    def _note(self, topic: str, fault: Fault) -> None:
+        """Remember a fault, unless its step is over: the threads may learn of it too late."""
+        with self._lock:
+            if topic == self._topic and self.fault is None:
+                self.fault = fault
+                self._known.set()
 
     def guard(self) -> None:
         """See that the beating thread gets on."""
-        age = time.monotonic() - self._last_round
-        topic = self._topic
-        if age > self._timeout and topic is not None and self.fault is None:
-            self._note(topic, _store_silent(self._rank, age))
+        # Rounds are counted, not seconds: a process that was stopped has missed none.
+        self._missed += 1
+        seconds, topic = self._missed * BEAT, self._topic
+        if seconds > self._timeout and topic is not None and self.fault is None:
+            self._note(topic, _store_silent(self._rank, seconds))
             self._ring()
 
-    def _silence(self, rank: int) -> float:
-        """Seconds since the counter of `rank` was last seen to change."""
+    def _silence(self, rank: int) -> float | None:
+        """Seconds since the counter of another rank was last seen to change.
+
+        None for one that has never beaten: it may be a long time on its way to its pipeline.
+        """
+        if rank == self._rank:
+            return 0.0
         now = time.monotonic()
         key = self._keys[rank]
-        value = self._store.get(key) if self._store.check([key]) else b""
-        if self._seen.get(rank, (None, now))[0] != value:
+        value = self._store.get(key) if self._store.check([key]) else None
+        if rank not in self._seen or self._seen[rank][0] != value:
             self._seen[rank] = (value, now)
-        return now - self._seen[rank][1]
+        return None if value is None else now - self._seen[rank][1]
 
 
 def _silent(rank: int, seconds: float) -> Fault:
@@ -205,16 +222,21 @@ def _store_silent(rank: int, seconds: float) -> Fault:
     )
 
 
-def _beat_for_ever(watch: weakref.ref[Watch], stop: threading.Event) -> None:
-    while not stop.wait(BEAT):
+def _beat_for_ever(watch: weakref.ref[Watch], stop: threading.Event, wake: threading.Event) -> None:
+    pause = 0.0
+    while True:
+        wake.wait(pause)
+        wake.clear()
         alive = watch()
-        if alive is None:
+        if stop.is_set() or alive is None:
             return
-        alive.beat()
+        pause = alive.beat()
         del alive
 
 
-def _guard_for_ever(watch: weakref.ref[Watch], stop: threading.Event) -> None:
+def _guard_for_ever(
+    watch: weakref.ref[Watch], stop: threading.Event, wake: threading.Event
+) -> None:
     while not stop.wait(BEAT):
         alive = watch()
         if alive is None:
@@ -223,10 +245,11 @@ def _guard_for_ever(watch: weakref.ref[Watch], stop: threading.Event) -> None:
         del alive
 
 
-def _end(stop: threading.Event, threads: Sequence[threading.Thread]) -> None:
+def _end(stop: threading.Event, wake: threading.Event, threads: Sequence[threading.Thread]) -> None:
     """End the threads, and wait for them: one in the midst of a call would not survive the end of
     the interpreter. One that a lost store keeps is not waited for."""
     stop.set()
+    wake.set()
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(1.0)

@@ -1,0 +1,237 @@
+"""Whatever fails on whichever rank: every rank tells of it, nobody hangs, no process is left."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from fpipe import Schedule, schedules
+from tests.distributed import traps
+from tests.distributed.crew import Crew, Failure, Outcome, values
+
+SOON = 10.0
+"""Seconds within which every rank must know, on a machine that has other work too."""
+
+
+def failures(answers: Sequence[Any], call: int, within: float = SOON) -> list[Failure]:
+    """What each rank raised at one of its calls, in time."""
+    outcomes: list[Outcome] = [answer[call] for answer in answers if answer is not None]
+    for outcome in outcomes:
+        assert outcome.error.kind == "PipelineError", outcome.error.traceback
+        assert outcome.seconds < within
+    return [outcome.error for outcome in outcomes]
+
+
+def assert_good(answers: Sequence[Any], call: int) -> None:
+    """The call returned the same on all ranks: True, or a loss."""
+    results = values([answer[call] for answer in answers if answer is not None])
+    assert all(bool(result == results[0]) for result in results) and bool(results[0])
+
+
+# ── an action that raises ───────────────────────────────────────────────────────────────────────
+
+
+def check_boom(crew: Crew, schedule: Schedule, victim: int, at: int, **options: Any) -> None:
+    answers = values(
+        crew.run(
+            traps.fail_once,
+            schedule,
+            {victim: ("boom", at)},
+            "step",
+            options,
+            ranks=range(schedule.num_ranks),
+        )
+    )
+    action = schedule.actions[victim][at]
+    for rank, error in enumerate(failures(answers, 0)):
+        assert (error.rank, error.stage) == (victim, action.stage)
+        assert (error.microbatch, error.action) == (action.microbatch, str(action))
+        assert f"{action} failed on rank {victim}" in error.text
+        assert "ValueError: boom 42. The pipeline can be used again" in error.text
+        assert error.cause == ("ValueError: boom 42" if rank == victim else "")
+    assert_good(answers, 1)
+
+
+@pytest.mark.parametrize("at", [0, 3, 5, -1])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_an_exception_in_any_action_on_any_rank(crew: Crew, victim: int, at: int) -> None:
+    """The first forward, one in the middle, an early backward and the last one."""
+    schedule = schedules.one_f_one_b(ranks=3, microbatches=4)
+    check_boom(crew, schedule, victim, at % len(schedule.actions[victim]))
+
+
+@pytest.mark.parametrize(("victim", "at"), [(0, 9), (1, 4), (1, 14)])
+def test_an_exception_where_the_backward_is_split(crew: Crew, victim: int, at: int) -> None:
+    check_boom(crew, schedules.zbv(ranks=2, microbatches=4), victim, at, remat="full")
+
+
+@pytest.mark.parametrize("method", ["value", "forward"])
+def test_an_exception_in_evaluation(crew: Crew, method: str) -> None:
+    schedule = schedules.one_f_one_b(ranks=3, microbatches=4)
+    answers = values(crew.run(traps.fail_once, schedule, {1: ("boom", 2)}, method, ranks=range(3)))
+    assert {(e.rank, e.action) for e in failures(answers, 0)} == {(1, "1F2")}
+    assert_good(answers, 1)
+
+
+def test_exceptions_on_several_ranks_at_once(crew: Crew) -> None:
+    schedule = schedules.gpipe(ranks=4, microbatches=4)
+    where = {0: ("boom", 2), 1: ("boom", 1), 3: ("boom", 0)}
+    answers = values(crew.run(traps.fail_once, schedule, where))
+    for rank, error in enumerate(failures(answers, 0)):
+        assert "boom 42" in error.text
+        assert error.rank in where
+        assert rank not in where or error.rank == rank  # each knows its own failure best
+    assert_good(answers, 1)
+
+
+# ── tracing and compiling ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("where", "victim"), [("trace", 0), ("compile", 2)])
+def test_an_exception_before_anything_runs(crew: Crew, where: str, victim: int) -> None:
+    # The second call found the shapes known and went on without the rank that failed.
+    answers = values(crew.run(traps.fail_early, victim, where, "boom", 60.0, ranks=range(3)))
+    for call in (0, 1):
+        for rank, error in enumerate(failures(answers, call)):
+            assert error.rank == victim
+            assert f"rank {victim} cannot make its programs: " in error.text
+            assert "boom 42" in error.text
+            assert bool(error.cause) == (rank == victim)
+    assert_good(answers, 2)
+
+
+def test_a_rank_that_compiles_for_longer_than_the_timeout_is_not_silent(crew: Crew) -> None:
+    answers = values(crew.run(traps.fail_early, 1, "compile", "nap", 1.0, ranks=range(2)))
+    assert_good(answers, 0)
+
+
+def test_an_action_that_takes_longer_than_the_timeout_is_not_silent(crew: Crew) -> None:
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    trap = {0: ("nap", 1)}
+    answers = values(
+        crew.run(traps.fail_once, schedule, trap, "step", {"timeout": 1.0}, ranks=range(2))
+    )
+    assert [answer[0].failure for answer in answers] == [None, None]
+
+
+# ── ranks that do not agree ─────────────────────────────────────────────────────────────────────
+
+SAID = {
+    "schedule": "rank 2 has another schedule than the other ranks",
+    "microbatches": "rank 2 has another schedule than the other ranks",
+    "stages": "rank 2 has other stages or another loss than the other ranks",
+    "loss": "rank 2 has other stages or another loss than the other ranks",
+    "remat": "rank 2 has another remat policy than the other ranks",
+    "reduction": "rank 2 has another loss reduction than the other ranks",
+    "accum_dtype": "rank 2 has another accum_dtype than the other ranks",
+    "in_dims": "rank 2 has another in_dims than the other ranks",
+    "method": "rank 2 called pipe.value, but others called pipe.step",
+    "rows": "rank 2 got a batch of another shape, 6 rows",
+    "dtype": r"rank 2 got a batch of another shape, .*float32\[2, 3\].* than rank 0, .*float64",
+    "leaves": "rank 2 got a batch of another shape",
+    "too few rows": "rank 2 cannot run this step: BatchError: .*1 row",
+    "no tensor": "rank 2 cannot run this step: BatchError: .*'text'",
+    "params": "rank 2 cannot run this step: BatchError: params .* 3 pytrees",
+    "params' shape": "rank 0 cannot make its programs: StageError: ",
+    "autocast": "rank 2 runs under another autocast",
+}
+
+
+@pytest.mark.parametrize("how", SAID)
+def test_a_rank_that_does_otherwise_is_named(crew: Crew, how: str) -> None:
+    answers = values(crew.run(traps.disagree, how, 2, ranks=range(3)))
+    for rank, error in enumerate(failures(answers, 0)):
+        # What no rank can trace, each tells of itself.
+        text = SAID[how].replace("rank 0", f"rank {rank}") if "shape" in how else SAID[how]
+        assert re.search(text, error.text), error.text
+        assert error.text.endswith("The pipeline can be used again")
+        assert error.rank == (rank if how == "params' shape" else 2)
+    if how in traps.BUILT_OTHERWISE:
+        assert [e.text for e in failures(answers, 1)] == [e.text for e in failures(answers, 0)]
+    else:
+        assert_good(answers, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [([], "no rank was given a batch"), ([0], "rank 2 was given batch=None, but its stages [2]")],
+)
+def test_a_rank_that_needs_the_batch_must_get_it(crew: Crew, given: list[int], text: str) -> None:
+    answers = values(crew.run(traps.without_batch, given, ranks=range(3)))
+    assert all(text in error.text for error in failures(answers, 0))
+    assert_good(answers, 1)
+
+
+# ── ranks that are lost ─────────────────────────────────────────────────────────────────────────
+
+GONE = "The connections of the group are lost: make a new process group and a new pipeline"
+
+
+@pytest.mark.parametrize(("lost", "deed", "at"), [(0, "kill", 5), (1, "end", 2), (2, "kill", 0)])
+def test_a_rank_that_ends(lost: int, deed: str, at: int) -> None:
+    with Crew(3) as crew:
+        answers = [a.value for a in crew.run(traps.go_on_without, lost, deed, at, lost=[lost])]
+        for call in (0, 1):
+            for error in failures(answers, call):
+                assert error.rank == lost
+                assert f"rank {lost} has ended or cannot be reached" in error.text
+                assert error.text.endswith(GONE)
+        assert_good(answers, 2)
+
+
+def test_a_rank_that_ends_while_others_agree() -> None:
+    with Crew(3) as crew:
+        crew.start(traps.fail_early, 1, "compile", "kill", 60.0)
+        answers = [outcome.value for outcome in crew.collect(lost=[1])]
+        for error in failures(answers, 0):
+            assert error.rank == 1
+            assert error.text.endswith(GONE)
+
+
+def test_a_rank_that_stops_and_goes_on() -> None:
+    schedule = schedules.one_f_one_b(ranks=3, microbatches=4)
+    with Crew(3) as crew:
+        crew.start(traps.fail_once, schedule, {1: ("stop", 4)}, "step", {"timeout": 2.0})
+        answers = [outcome.value for outcome in crew.collect(lost=[1])]
+        for error in failures(answers, 0, within=2.0 + SOON):
+            assert error.rank == 1
+            assert re.search(
+                r"rank 1 has not responded for [2-9]\.\d s: it has stopped", error.text
+            )
+            assert error.text.endswith(GONE)
+        crew.signal(1, signal.SIGCONT)
+        # Too late: it learns why, and does not wait for the others.
+        late = values(crew.collect(lost=[0, 2])[1:2])[0]
+        assert failures([late], 0, within=60.0)[0].text.endswith(GONE)
+
+
+@pytest.mark.parametrize(
+    ("deed", "kind"), [("interrupt", "KeyboardInterrupt"), ("leave", "SystemExit: 3")]
+)
+def test_a_rank_that_is_interrupted(deed: str, kind: str) -> None:
+    schedule = schedules.one_f_one_b(ranks=3, microbatches=4)
+    with Crew(3) as crew:
+        answers = values(crew.run(traps.fail_once, schedule, {1: (deed, 3)}))
+        assert answers[1][0].error.kind == kind.split(":")[0]
+        del answers[1][0]
+        answers[1].insert(0, answers[1][0])
+        for call in (0, 1):
+            for error in failures(answers, call):
+                assert error.rank == 1
+                assert f"rank 1 failed: {kind}" in error.text
+                assert error.text.endswith(GONE)
+
+
+@pytest.mark.parametrize("deed", ["kill", "stop"])
+def test_the_rank_that_hosts_the_store(deed: str) -> None:
+    schedule = schedules.one_f_one_b(ranks=3, microbatches=4)
+    with Crew(3, host=0) as crew:
+        crew.start(traps.fail_once, schedule, {0: (deed, 4)}, "step", {"timeout": 2.0})
+        answers = [outcome.value for outcome in crew.collect(lost=[0])]
+        for error in failures(answers, 0, within=2.0 + SOON):
+            assert error.text.endswith(GONE)
+            assert "rank 0" in error.text

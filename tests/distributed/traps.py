@@ -1,0 +1,256 @@
+"""Ranks that fail in the midst of a step, and what they and the others tell of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+import fpipe
+from fpipe import Schedule, tree
+from fpipe.stage.compiler import Call
+from tests.distributed.actors import model_of, pipeline
+from tests.distributed.crew import Outcome, attempt
+from tests.models import Model
+
+
+def boom() -> None:
+    raise ValueError("boom 42")
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def end() -> None:
+    os._exit(0)
+
+
+def leave() -> None:
+    sys.exit(3)
+
+
+def nap() -> None:
+    time.sleep(3)
+
+
+DEEDS: dict[str, Callable[[], None]] = {
+    deed.__name__: deed for deed in (boom, interrupt, kill, stop, end, leave, nap)
+}
+
+
+class Trap:
+    """A ``compile=`` whose kernels count their calls; one of them does a deed when it is armed."""
+
+    def __init__(self) -> None:
+        self._left = -1
+        self._deed: Callable[[], None] = boom
+
+    def arm(self, deed: str, at: int) -> None:
+        """Do the deed at the kernel call after `at` others."""
+        self._deed, self._left = DEEDS[deed], at
+
+    def disarm(self) -> None:
+        """Let a deed that was not done be."""
+        self._left = -1
+
+    def __call__(self, module: fx.GraphModule, examples: Sequence[Tensor]) -> Call:
+        def call(inputs: list[Tensor]) -> Sequence[Tensor]:
+            self._left -= 1
+            if self._left == -1:
+                self._deed()
+            outputs: Sequence[Tensor] = module(*inputs)
+            inputs.clear()
+            return outputs
+
+        return call
+
+
+def fail_once(
+    group: dist.ProcessGroup,
+    schedule: Schedule,
+    traps: dict[int, tuple[str, int]],
+    method: str = "step",
+    options: dict[str, Any] | None = None,
+) -> list[Outcome]:
+    """A good call, one with a trap on some ranks, and another good one if that is possible.
+
+    Returns:
+        What came of the second and the third call; the value of the third is whether it returned
+        what the first did.
+    """
+    trap = Trap()
+    model = model_of("mlp", schedule.num_stages, 2 * schedule.num_microbatches)
+    pipe = pipeline(group, model, schedule, compile=trap, **(options or {}))
+    params = pipe.local(model.params)
+
+    def call() -> Any:
+        return getattr(pipe, method)(params, model.batch)
+
+    before = call()
+    if group.rank() in traps:
+        trap.arm(*traps[group.rank()])
+    failed = attempt(call)
+    failed.value = None  # where the trap lets the step end
+    return [failed, attempt(lambda: same(call(), before))]
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether two results have the same bits."""
+    pairs = zip(tree.flatten(ours)[0], tree.flatten(theirs)[0], strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def go_on_without(group: dist.ProcessGroup, lost: int, deed: str, at: int) -> list[Outcome]:
+    """Lose a rank in the midst of a step, then go on in a new group of the others.
+
+    Returns:
+        What came of the step, of another, and of one of a new pipeline in the new group: its loss.
+    """
+    schedule = fpipe.schedules.zb_h1(ranks=group.size(), microbatches=4)
+    outcomes = fail_once(group, schedule, {lost: (deed, at)})
+    rest = [rank for rank in range(group.size()) if rank != lost]
+    smaller = dist.new_group(rest, use_local_synchronization=True)
+
+    def again() -> Tensor:
+        model = model_of("mlp", len(rest), 8)
+        pipe = pipeline(smaller, model, fpipe.schedules.gpipe(ranks=len(rest), microbatches=4))
+        return pipe.step(pipe.local(model.params), model.batch).loss
+
+    return [*outcomes, attempt(again)]
+
+
+def fail_early(
+    group: dist.ProcessGroup, victim: int, where: str, deed: str, timeout: float
+) -> list[Outcome]:
+    """Do a deed while a stage is traced or compiled, at the first two calls; the third is good."""
+    schedule = fpipe.schedules.one_f_one_b(ranks=group.size(), microbatches=2)
+    model = model_of("mlp", schedule.num_stages, 4)
+    bad = group.rank() == victim
+
+    def layer(p: Any, x: Tensor) -> Tensor:
+        if bad and where == "trace":
+            DEEDS[deed]()
+        return torch.tanh(x @ p["w"] + p["b"])
+
+    def compile(module: fx.GraphModule, examples: Sequence[Tensor]) -> Call:
+        if bad and where == "compile":
+            DEEDS[deed]()
+        return Trap()(module, examples)
+
+    model = model._replace(stages=[*model.stages[:-1], layer])
+    pipe = pipeline(group, model, schedule, compile=compile, timeout=timeout)
+
+    def call() -> Tensor:
+        return pipe.step(pipe.local(model.params), model.batch).loss
+
+    outcomes = [attempt(call), attempt(call)]
+    bad = False
+    return [*outcomes, attempt(call)]
+
+
+# ── ranks that do not agree ─────────────────────────────────────────────────────────────────────
+
+
+class Setting(NamedTuple):
+    """Everything that a rank may do otherwise than the others."""
+
+    schedule: Schedule
+    model: Model
+    options: dict[str, Any]
+    method: str = "step"
+    autocast: bool = False
+
+
+def usual() -> Setting:
+    schedule = fpipe.schedules.one_f_one_b(ranks=3, microbatches=2)
+    return Setting(schedule, model_of("mlp", 3, 4), {})
+
+
+def other_stage(p: Any, x: Tensor) -> Tensor:
+    return torch.sin(x @ p["w"] + p["b"])
+
+
+def other_loss(y: Tensor, batch: Any) -> Tensor:
+    return (y - batch["y"]).abs().mean()
+
+
+def with_batch(s: Setting, batch: Any) -> Setting:
+    return s._replace(model=s.model._replace(batch=batch))
+
+
+def with_params(s: Setting, params: Any) -> Setting:
+    return s._replace(model=s.model._replace(params=params))
+
+
+BUILT_OTHERWISE: dict[str, Callable[[Setting], Setting]] = {
+    "schedule": lambda s: s._replace(schedule=fpipe.schedules.gpipe(ranks=3, microbatches=2)),
+    "microbatches": lambda s: s._replace(
+        schedule=fpipe.schedules.one_f_one_b(ranks=3, microbatches=4)
+    ),
+    "stages": lambda s: s._replace(
+        model=s.model._replace(stages=[*s.model.stages[:2], other_stage])
+    ),
+    "loss": lambda s: s._replace(model=s.model._replace(loss=other_loss)),
+    "remat": lambda s: s._replace(options={"remat": "full"}),
+    "reduction": lambda s: s._replace(options={"reduction": "sum"}),
+    "accum_dtype": lambda s: s._replace(options={"accum_dtype": torch.float32}),
+    "in_dims": lambda s: s._replace(options={"in_dims": {"x": 0, "y": 0}}),
+}
+
+CALLED_OTHERWISE: dict[str, Callable[[Setting], Setting]] = {
+    "method": lambda s: s._replace(method="value"),
+    "rows": lambda s: with_batch(s, model_of("mlp", 3, 6).batch),
+    "dtype": lambda s: with_batch(s, {k: v.float() for k, v in s.model.batch.items()}),
+    "leaves": lambda s: with_batch(s, {**s.model.batch, "more": torch.ones(4)}),
+    "too few rows": lambda s: with_batch(s, {k: v[:1] for k, v in s.model.batch.items()}),
+    "no tensor": lambda s: with_batch(s, {**s.model.batch, "x": "text"}),
+    "params": lambda s: with_params(s, s.model.params[:2]),
+    "params' shape": lambda s: with_params(s, [{"w": torch.ones(5, 7), "b": torch.ones(2)}] * 3),
+    "autocast": lambda s: s._replace(autocast=True),
+}
+
+
+def disagree(group: dist.ProcessGroup, how: str, odd: int) -> list[Outcome]:
+    """Rank `odd` builds its pipeline otherwise than the others, or calls it so.
+
+    Returns:
+        What came of that call, and of one in which no rank calls its pipeline otherwise.
+    """
+    good = built = called = usual()
+    if group.rank() == odd and how in BUILT_OTHERWISE:
+        good = built = called = BUILT_OTHERWISE[how](good)
+    elif group.rank() == odd:
+        called = CALLED_OTHERWISE[how](good)
+    pipe = pipeline(group, built.model, built.schedule, **built.options)
+
+    def call(setting: Setting) -> Any:
+        with torch.autocast("cpu", enabled=setting.autocast):
+            model = setting.model
+            return getattr(pipe, setting.method)(model.params, model.batch).loss
+
+    return [attempt(call, called), attempt(call, good)]
+
+
+def without_batch(group: dist.ProcessGroup, given: Sequence[int]) -> list[Outcome]:
+    """Only the ranks in `given` pass the batch; then all of them do."""
+    schedule, model, *_ = usual()
+    pipe = pipeline(group, model, schedule)
+    batch = model.batch if group.rank() in given else None
+    params = pipe.local(model.params)
+    return [attempt(lambda given: pipe.step(params, given).loss, b) for b in (batch, model.batch)]
