@@ -1,6 +1,7 @@
 """How long does one compute action take when there is next to nothing to compute?
 
     python -m benchmarks.overhead.run
+    python -m benchmarks.overhead.run --ranks 2
 
 See the README beside this file.
 """
@@ -21,7 +22,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 import fpipe
+from benchmarks.contest import SHARED
 from benchmarks.harness import Cell, Report, add_arguments, command, interleave, machine, publish
+from benchmarks.overhead import across
 
 WIDTH: Final = 8
 ROWS: Final = 8  # in a microbatch
@@ -197,22 +200,28 @@ COLUMNS: Final = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=1, help="processes; 1 uses none but this")
     parser.add_argument("--microbatches", type=int, default=32)
-    parser.add_argument("--schedule", choices=SCHEDULES, action="append", help="only this one")
+    parser.add_argument(
+        "--schedule", choices={**SCHEDULES, **SHARED}, action="append", help="only this one"
+    )
     add_arguments(parser, rounds=200)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with lone_process_group():
-        rows = [
-            measure(name, arguments.microbatches, arguments.rounds)
-            for name in arguments.schedule or SCHEDULES
-        ]
+    microbatches, rounds = arguments.microbatches, arguments.rounds
+    if arguments.ranks == 1:
+        with lone_process_group():
+            names = arguments.schedule or SCHEDULES
+            rows = [measure(name, microbatches, rounds) for name in names]
+    else:
+        names = list(arguments.schedule or SHARED)
+        rows = across.table(arguments.ranks, names, microbatches, ROWS, WIDTH, rounds)
     report = Report(
         title="Microseconds per compute action",
         command=command("benchmarks.overhead.run"),
         machine=machine(CPU),
-        settings={"microbatches": arguments.microbatches, "rounds": arguments.rounds},
-        columns=COLUMNS,
+        settings={"ranks": arguments.ranks, "microbatches": microbatches, "rounds": rounds},
+        columns=COLUMNS if arguments.ranks == 1 else across.COLUMNS,
         rows=rows,
     )
     publish(report, arguments)
