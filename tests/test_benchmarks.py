@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
+from torch import Tensor, fx
 
 import fpipe
+from benchmarks import contest, memory
+from benchmarks.efficiency import run as efficiency
 from benchmarks.harness import WARMUP, Report, Timings, interleave
 from benchmarks.models import blocks, init_blocks, mean_square
+from benchmarks.overhead import across
+from benchmarks.overhead.run import lone_process_group
+from benchmarks.ranks import greatest, interleave_ranks, on_ranks
 from benchmarks.split.run import held_after, schedule_of
 
 ROOT: Final = Path(__file__).parents[1]
@@ -80,6 +87,107 @@ def test_overhead_runs(tmp_path: Path) -> None:
     ((name, actions, *figures),) = report["rows"]
     assert (name, actions) == ("1F1B", 4)
     assert all(figure > 0 for figure in figures)
+
+
+@pytest.mark.inductor
+def test_overhead_runs_on_ranks(tmp_path: Path) -> None:
+    options = ("--ranks", "2", "--schedule", "ZBVZeroBubble", "--microbatches", "4")
+    report = run_benchmark("benchmarks.overhead.run", tmp_path, *options)
+    ((name, actions, *figures),) = report["rows"]
+    assert (name, actions) == ("ZBVZeroBubble", 24)
+    assert all(figure > 0 for figure in figures)
+
+
+def test_efficiency_runs(tmp_path: Path) -> None:
+    options = ("--ranks", "2", "--microbatches", "4", "--milliseconds", "2")
+    report = run_benchmark(
+        "benchmarks.efficiency.run", tmp_path, *options, "--schedule", "InterleavedZeroBubble"
+    )
+    ((name, ideal, *shares, _, _),) = report["rows"]
+    assert (name, ideal) == ("InterleavedZeroBubble", pytest.approx(50))
+    assert all(0 < share < 1 for share in shares)
+
+
+def test_naps_put_one_sleep_into_each_piece() -> None:
+    schedule = contest.schedule_of("InterleavedZeroBubble", ranks=2, microbatches=2)
+    problem = efficiency.make_problem(schedule, seconds=0.0)
+    sleeps: set[tuple[str, ...]] = set()
+
+    def count(module: fx.GraphModule, examples: Any) -> Any:
+        targets = [str(node.target) for node in module.graph.nodes]
+        sleeps.add(tuple(t.split(".")[1] for t in targets if t.startswith("fpipe_naps")))
+        return None  # nothing is run
+
+    def first(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return problem.functions[0](params, batch[0])
+
+    def loss(y: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return problem.loss(y, batch[1])
+
+    stages = [first, *problem.functions[1:]]
+    pipe = fpipe.pipeline(stages, loss, schedule, compile=count)
+    pipe.programs(problem.params, (problem.inputs, problem.targets))
+    # Each F and each I take a nap, and each W takes a late one.
+    assert sleeps == {("nap",), ("late_nap",)}
+
+
+@pytest.mark.inductor
+def test_versus_torch_runs(tmp_path: Path) -> None:
+    size = {"layers": 2, "width": 64, "length": 8, "vocabulary": 16, "rows": 4, "microbatches": 2}
+    options = [part for name, value in size.items() for part in (f"--{name}", str(value))]
+    options += ["--schedule", "1F1B", "--unpipelined", "eager, whole"]
+    report = run_benchmark("benchmarks.versus_torch.run", tmp_path, *options)
+    assert report["settings"]["speed-up over"] == "unpipelined, eager, whole, 1 thread"
+    ((name, *figures),) = report["rows"]
+    assert name == "1F1B"
+    assert all(figure > 0 for figure in figures)
+
+
+def test_torch_refuses_to_split_the_backward_of_compiled_stages() -> None:
+    schedule = contest.schedule_of("ZBVZeroBubble", ranks=1, microbatches=2)
+    problem = across.make_problem(schedule.num_stages, 2, rows=2, width=4)
+    with lone_process_group(), pytest.raises(RuntimeError, match=r"torch\.compile"):
+        contest.torch_pipeline(problem, "ZBVZeroBubble", schedule, compile=True)
+
+
+def test_peak_counts_what_is_held_at_one_time() -> None:
+    def run() -> Tensor:
+        x = torch.empty(1024)
+        y = x + 1
+        del x
+        return y * 2
+
+    assert memory.peak(run) == pytest.approx(2 * 4096, rel=0.02)  # beside a scalar or two
+
+
+def test_held_counts_each_storage_once() -> None:
+    before = memory.held()
+    kept = torch.empty(1024)
+    views = [kept[:10], torch.nn.Parameter(kept)]
+    assert memory.held() - before == 4096, views
+
+
+def fail_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        raise RuntimeError("rank 1 has failed")
+    time.sleep(60)
+
+
+def test_a_rank_that_fails_ends_the_benchmark() -> None:
+    with pytest.raises(Exception, match="rank 1 has failed"):
+        on_ranks(2, fail_on_rank_1)
+
+
+def name_and_time(rank: int) -> Any:
+    slow = {"a": lambda: time.sleep(0.02 * rank), "b": lambda: None}
+    timings = interleave_ranks(slow, rounds=2)
+    return timings.seconds, greatest([float(rank), -float(rank)])
+
+
+def test_a_case_takes_until_the_last_rank_has_ended() -> None:
+    seconds, values = on_ranks(2, name_and_time)
+    assert min(seconds["a"]) > 0.02 > min(seconds["b"]) > 0
+    assert values == [1.0, 0.0]
 
 
 @pytest.mark.inductor
