@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fpipe.current import step, use
     from fpipe.engine import Pipeline, Step, pipeline
     from fpipe.profiling import profile
+    from fpipe.stage.cut import cut
     from fpipe.stage.stage import Stage
     from fpipe.transforms.ensemble import vmap
 
@@ -39,6 +40,7 @@ __all__ = [
     "StageError",
     "Step",
     "Timeline",
+    "cut",
     "lower_bound",
     "pipeline",
     "profile",
@@ -54,6 +56,7 @@ __all__ = [
 
 # Schedules need no torch: what does is imported when it is first asked for.
 _LAZY = {
+    "cut": "fpipe.stage.cut",
     "Pipeline": "fpipe.engine",
     "Stage": "fpipe.stage.stage",
     "Step": "fpipe.engine",

@@ -29,8 +29,8 @@ class Definition:
     """What `fpipe.pipeline` was called with.
 
     Attributes:
-        stages: one per stage of the schedule.
-        loss: ``(y, microbatch) -> loss``.
+        stages: one per stage of the schedule; none with `function`.
+        loss: ``(y, microbatch) -> loss``; the whole ``(params, batch) -> loss`` with `function`.
         schedule: who does what in which order.
         in_dims: how the batch is split.
         reduction: how the losses of microbatches make the batch's.
@@ -40,6 +40,7 @@ class Definition:
         devices: the device of each rank, in one process.
         group: the ranks' processes, None for one process.
         timeout: seconds of silence after which a rank is given up.
+        function: `loss` is one function of all parameters, cut into stages when it is traced.
         loss_shape: shape of what `loss` returns, with None for a size that the arguments tell. It
             is more than one number when a transform carries several losses at once.
         loss_cotangent: what of the losses is differentiated: the weights in their sum, flat, over
@@ -62,16 +63,30 @@ class Definition:
     devices: tuple[torch.device, ...] | None = None
     group: dist.ProcessGroup | None = None
     timeout: float = 60.0
+    function: bool = False
     loss_shape: tuple[int | None, ...] = ()
     loss_cotangent: tuple[float, ...] | None = None
     convention: Convention = PLAIN
 
     def __post_init__(self) -> None:
-        _check_schedule(self.schedule, self.stages)
+        _check_schedule(self.schedule)
         if not callable(self.loss):
             raise StageError(
                 f"loss={self.loss!r:.60} is not callable: it is a function (y, microbatch) -> "
                 "scalar"
+            )
+        if not self.function:
+            _check_stages(self.schedule, self.stages)
+        elif self.loss_shape != () or self.convention is not PLAIN:
+            raise StageError(
+                "a transform of a pipeline transforms its stages, and this pipeline is one function "
+                "that is cut when it is traced: pass the stages as functions, "
+                "fpipe.pipeline([stage, ...], loss, schedule)"
+            )
+        elif self.devices is not None:
+            raise StageError(
+                "devices is for stages that are functions of their own, whose parameters lie on "
+                "one device each: pass stages instead of one function, or leave devices out"
             )
         if self.reduction not in REDUCTIONS:
             raise StageError(
@@ -122,13 +137,16 @@ class Definition:
         }
 
 
-def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
+def _check_schedule(schedule: Schedule) -> None:
     if not isinstance(schedule, Schedule):
         raise StageError(
             f"schedule={schedule!r:.60} is a {type(schedule).__name__}: make one with "
             "fpipe.schedules, such as fpipe.schedules.one_f_one_b(ranks=2, microbatches=4)"
         )
     verify(schedule)
+
+
+def _check_stages(schedule: Schedule, stages: Sequence[Stage]) -> None:
     if len(stages) != schedule.num_stages:
         raise StageError(
             f"stages has {len(stages)} functions, but the schedule {schedule.name} has "
@@ -137,7 +155,7 @@ def _check_schedule(schedule: Schedule, stages: Sequence[Stage]) -> None:
         )
 
 
-def stages_of(stages: Sequence[Callable[..., Any] | Stage]) -> tuple[Stage, ...]:
+def stages_of(stages: Any) -> tuple[Stage, ...]:
     """Functions as stages.
 
     Raises:
@@ -149,6 +167,20 @@ def stages_of(stages: Sequence[Callable[..., Any] | Stage]) -> tuple[Stage, ...]
             "one function per stage of the schedule"
         )
     return tuple(stage if isinstance(stage, Stage) else Stage(stage) for stage in stages)
+
+
+def whole_loss(function: Any, loss: Any) -> Any:
+    """The loss of a pipeline that is made of one function.
+
+    Raises:
+        StageError: a loss is given beside it.
+    """
+    if loss is not None:
+        raise StageError(
+            f"loss={loss!r:.60} is given beside one function of the whole model, which returns the "
+            "loss itself: leave loss out, or pass a list of stages"
+        )
+    return function
 
 
 def placed(devices: Sequence[torch.device | str | int] | None) -> tuple[torch.device, ...] | None:

@@ -22,9 +22,9 @@ from fpipe.controller.controller import Controller, Finished
 from fpipe.controller.multi import MultiController
 from fpipe.controller.single import SingleController
 from fpipe.convention import Convention
-from fpipe.definition import Definition, group_of, placed, stages_of
+from fpipe.definition import Definition, group_of, placed, stages_of, whole_loss
 from fpipe.errors import FpipeError
-from fpipe.parameters import keep
+from fpipe.parameters import Parameters, keep
 from fpipe.plan import Planner, gradients
 from fpipe.runtime.lower import lower
 from fpipe.runtime.order import lower_for_group
@@ -33,6 +33,7 @@ from fpipe.schedule import Schedule
 from fpipe.shapes import Goal
 from fpipe.stage.chain import ChainTracer
 from fpipe.stage.compiler import Compile, Compiler
+from fpipe.stage.function import FunctionTracer
 from fpipe.stage.remat import Remat, policies
 from fpipe.stage.stage import Stage
 
@@ -136,8 +137,9 @@ class Pipeline:
 
         Args:
             params: sequence with one entry per stage, of any kind: parameters, optimizers, names.
+                The parameters of one function, which has no parts, are returned whole.
         """
-        if self.rank is None:
+        if self.rank is None or self.definition.function:
             return params
         return keep(params, self.schedule.stages_of(self.rank))
 
@@ -153,7 +155,7 @@ class Pipeline:
     def run_step(self, *arguments: Any) -> tuple[Any, Any]:
         """The loss and the gradients, as the convention returns them."""
         done = self._run(arguments, "step")
-        grads = tree.unflatten(done.params.spec, gradients(done.runs, done.params))
+        grads = tree.unflatten(done.params.spec, gradients(done.plan, done.runs, done.params))
         return self._loss_of(done), self._convention.grads(grads)
 
     def run_value(self, *arguments: Any) -> Any:
@@ -190,32 +192,52 @@ def _controller(definition: Definition) -> Controller:
     """Who drives the ranks of this process."""
     schedule, devices, group = definition.schedule, definition.devices, definition.group
     planner = Planner(
-        tracer=ChainTracer(
-            definition.stages,
-            definition.loss,
-            definition.loss_shape,
-            definition.accum_dtype,
-            None if devices is None else [devices[rank] for rank in schedule.placement],
-        ),
+        tracer=_tracer(definition),
         compiler=Compiler(definition.compile),
         schedule=schedule,
         policies=policies(definition.remat),
         mean=definition.reduction == "mean",
         cotangent=definition.loss_cotangent,
-        lower=lower if group is None else partial(lower_for_group, rank=group.rank()),
+        lower=partial(lower, tied=definition.function)
+        if group is None
+        else partial(lower_for_group, rank=group.rank(), tied=definition.function),
     )
+
+    def read(params: Any) -> Parameters:
+        if definition.function:
+            return Parameters.whole(params, schedule.num_stages)
+        if group is not None:
+            # Parts of other ranks' stages are neither looked at nor kept.
+            params = keep(params, schedule.stages_of(group.rank()))
+        return Parameters.read(params, schedule.num_stages)
+
     if group is None:
         return SingleController(
-            planner, schedule.num_stages, definition.in_dims, schedule.num_microbatches, devices
+            planner, read, definition.in_dims, schedule.num_microbatches, devices
         )
     return MultiController(
         planner,
+        read,
         schedule,
         definition.in_dims,
         group,
         _device_of(group),
         definition.timeout,
         definition.setup,
+    )
+
+
+def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
+    """What turns the user's functions into a chain of graphs."""
+    schedule, devices = definition.schedule, definition.devices
+    if definition.function:
+        return FunctionTracer(definition.loss, schedule.num_stages, definition.accum_dtype)
+    return ChainTracer(
+        definition.stages,
+        definition.loss,
+        definition.loss_shape,
+        definition.accum_dtype,
+        None if devices is None else [devices[rank] for rank in schedule.placement],
     )
 
 
@@ -227,9 +249,9 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def pipeline(
-    stages: Sequence[Callable[..., Any] | Stage],
-    loss: Callable[[Any, Any], Any],
-    schedule: Schedule,
+    stages: Sequence[Callable[..., Any] | Stage] | Callable[[Any, Any], Any],
+    loss: Callable[[Any, Any], Any] | None = None,
+    schedule: Schedule | None = None,
     *,
     in_dims: Any = 0,
     reduction: str = "mean",
@@ -249,7 +271,10 @@ def pipeline(
 
     Args:
         stages: one function ``(params, x) -> y`` per stage of `schedule`, or `fpipe.Stage`. Pytrees
-            of tensors in and out; stage 0 gets the microbatch as ``x``.
+            of tensors in and out; stage 0 gets the microbatch as ``x``. Or one function
+            ``loss_fn(params, batch) -> scalar`` of the whole model that executes `fpipe.cut`
+            between stages; `params` is then one pytree of its own structure, whose leaves any
+            stage may read, and there is no `loss`.
         loss: ``(y, microbatch) -> scalar``, of the last stage's output. With ``reduction="mean"``
             it must be the mean over the rows of the microbatch.
         schedule: who does what in which order; its number of microbatches is how many parts each
@@ -292,11 +317,15 @@ def pipeline(
         >>> value.item(), [tuple(g.shape) for g in grads]
         (1.0, [(3, 3), (3, 1)])
     """
+    whole = callable(stages) and not isinstance(stages, Stage)
+    chosen_loss: Any = whole_loss(stages, loss) if whole else loss
+    chosen_schedule: Any = schedule
     return Pipeline(
         Definition(
-            stages=stages_of(stages),
-            loss=loss,
-            schedule=schedule,
+            stages=() if whole else stages_of(stages),
+            loss=chosen_loss,
+            function=whole,
+            schedule=chosen_schedule,
             in_dims=in_dims,
             reduction=reduction,
             remat=remat,

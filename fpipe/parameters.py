@@ -21,11 +21,24 @@ class Parameters:
         spec: structure of the whole.
         specs: structure of each stage's part.
         stages: leaves of each stage.
+        shared: every stage numbers the leaves of one tree, which is the whole.
     """
 
     spec: optree.PyTreeSpec
     specs: tuple[optree.PyTreeSpec, ...]
     stages: tuple[tuple[Tensor, ...], ...]
+    shared: bool = False
+
+    @classmethod
+    def whole(cls, params: Any, num_stages: int) -> Parameters:
+        """Flatten one pytree, of which each stage may read any leaf.
+
+        Raises:
+            BatchError: a leaf is no dense tensor.
+        """
+        flat, spec = tree.tensors("params", params, "close over other values instead")
+        stages = (tuple(flat),) * num_stages
+        return cls(spec, (spec,) * num_stages, stages, shared=True)
 
     @classmethod
     def read(cls, params: Any, num_stages: int) -> Parameters:
@@ -61,6 +74,11 @@ def check_parts(name: str, params: Any, num_stages: int) -> None:
 
 
 def keep(params: Any, stages: Collection[int]) -> Any:
-    """`params` with None in place of every stage's part but those of `stages`."""
+    """`params` with None in place of every stage's part but those of `stages`.
+
+    What is no list or tuple is returned as it is, to be refused by whoever reads it.
+    """
+    if not isinstance(params, list | tuple):
+        return params
     kept = [part if index in stages else None for index, part in enumerate(params)]
     return kept if isinstance(params, list) else tuple(kept)

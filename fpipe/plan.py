@@ -23,6 +23,7 @@ from fpipe.shapes import Goal, Signature, distinct
 from fpipe.stage.chain import ChainTracer, assemble, live_params
 from fpipe.stage.code import StageCode
 from fpipe.stage.compiler import Compiler
+from fpipe.stage.function import FunctionTracer
 from fpipe.stage.joint import is_differentiable
 from fpipe.stage.partition import Policy
 from fpipe.stage.tracer import Traced
@@ -71,20 +72,32 @@ class Plan:
         return found
 
 
-def gradients(runs: Sequence[Run], params: Parameters) -> list[Tensor | None]:
-    """The gradient of each leaf of `params`, flat: zeros where the loss does not depend on it."""
+def gradients(plan: Plan, runs: Sequence[Run], params: Parameters) -> list[Tensor | None]:
+    """The gradient of each leaf of `params`, flat: zeros where the loss does not depend on it.
+
+    None stands for a leaf that cannot have a gradient, and for one whose gradient belongs to ranks
+    of other processes.
+    """
     found: dict[tuple[int, int], Any] = {
-        (stage, leaf): run.slots[slot]
+        (0 if params.shared else stage, leaf): run.slots[slot]
         for run in runs
         for stage, leaf, slot in run.program.results.grads
     }
+    elsewhere = {
+        leaf
+        for program in plan.programs
+        for _, leaf, _ in program.results.grads
+        if params.shared and (0, leaf) not in found
+    }
     grads: list[Tensor | None] = []
-    for stage, leaves in enumerate(params.stages):
+    for stage, leaves in enumerate(params.stages[:1] if params.shared else params.stages):
         for index, leaf in enumerate(leaves):
             if (stage, index) in found:
                 grads.append(found[stage, index].to(leaf.dtype))
+            elif index in elsewhere or not is_differentiable(leaf):
+                grads.append(None)
             else:
-                grads.append(torch.zeros_like(leaf) if is_differentiable(leaf) else None)
+                grads.append(torch.zeros_like(leaf))
     return grads
 
 
@@ -104,7 +117,7 @@ class Planner:
     def __init__(
         self,
         *,
-        tracer: ChainTracer,
+        tracer: ChainTracer | FunctionTracer,
         compiler: Compiler,
         schedule: Schedule,
         policies: tuple[Policy, Policy],

@@ -25,7 +25,7 @@ ROOT: Final = Path(__file__).parents[1]
 # What `import fpipe` promises. A name is added here in the commit that makes it public.
 PUBLIC_MODULES: Final = frozenset({"schedules"})
 PUBLIC_ON_TORCH: Final = frozenset(
-    {"Pipeline", "Stage", "Step", "pipeline", "profile", "step", "use", "vmap"}
+    {"Pipeline", "cut", "Stage", "Step", "pipeline", "profile", "step", "use", "vmap"}
 )
 PUBLIC_PURE: Final = frozenset(
     {

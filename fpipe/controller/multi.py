@@ -36,7 +36,7 @@ from fpipe.controller.single import without_autocast
 from fpipe.controller.watch import Watch
 from fpipe.errors import PipelineError
 from fpipe.microbatch import Microbatches, split
-from fpipe.parameters import Parameters, keep
+from fpipe.parameters import Parameters
 from fpipe.plan import Plan, Planner
 from fpipe.recording import Marks, active, timeline_of
 from fpipe.runtime.connect import carriers, connect, ring
@@ -90,6 +90,7 @@ class MultiController:
 
     Args:
         planner: makes plans for the programs of this rank.
+        read: flattens the caller's parameters, of which other ranks' parts may be missing.
         schedule: of all ranks.
         in_dims: how batches are split.
         group: the ranks of the pipeline.
@@ -101,6 +102,7 @@ class MultiController:
     def __init__(
         self,
         planner: Planner,
+        read: Callable[[Any], Parameters],
         schedule: Schedule,
         in_dims: Any,
         group: dist.ProcessGroup,
@@ -109,6 +111,7 @@ class MultiController:
         setup: Mapping[str, str],
     ) -> None:
         self._planner = planner
+        self._read_params = read
         self._schedule = schedule
         self._in_dims = in_dims
         self._group = group
@@ -192,10 +195,7 @@ class MultiController:
         return Agreed(given, plan, any(h.records for h in headers))
 
     def _read(self, params: Any, batch: Any) -> Given:
-        if isinstance(params, list | tuple):
-            # Parts of other ranks' stages are neither looked at nor kept.
-            params = keep(params, self._stages)
-        own = Parameters.read(params, self._schedule.num_stages)
+        own = self._read_params(params)
         parts, shapes = None, None
         if batch is not None:
             parts = split(batch, self._in_dims, self._schedule.num_microbatches)

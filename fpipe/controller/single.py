@@ -25,7 +25,7 @@ class SingleController:
 
     Args:
         planner: makes plans.
-        num_stages: of the schedule.
+        read: flattens the caller's parameters.
         in_dims: how batches are split.
         microbatches: into how many parts.
         devices: the device of each rank, or None.
@@ -34,13 +34,13 @@ class SingleController:
     def __init__(
         self,
         planner: Planner,
-        num_stages: int,
+        read: Callable[[Any], Parameters],
         in_dims: Any,
         microbatches: int,
         devices: Sequence[torch.device] | None,
     ) -> None:
         self._planner = planner
-        self._num_stages = num_stages
+        self._read = read
         self._split: Callable[[Any], Microbatches] = lambda b: split(b, in_dims, microbatches)
         self._devices = devices
         self._transport = LocalTransport(devices)
@@ -71,7 +71,7 @@ class SingleController:
         return None if self._devices is None else self._devices[rank]
 
     def _plan(self, params: Any, batch: Any, goal: Goal) -> tuple[Parameters, Microbatches, Plan]:
-        leaves = Parameters.read(params, self._num_stages)
+        leaves = self._read(params)
         parts = self._split(batch)
         signature = Signature(
             goal,

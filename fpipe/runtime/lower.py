@@ -29,7 +29,7 @@ from fpipe.runtime.program import (
     WaitSend,
 )
 from fpipe.runtime.slots import Slots
-from fpipe.runtime.tasks import Task, tasks_of
+from fpipe.runtime.tasks import Task, tasks_of, tie
 from fpipe.runtime.values import (
     BatchValue,
     Codes,
@@ -64,6 +64,8 @@ def lower(
     codes: Codes,
     windows: Windows = DIRECT,
     runs_here: Callable[[int], bool] = lambda rank: True,
+    *,
+    tied: bool = False,
 ) -> tuple[Program, ...]:
     """Lower `schedule` to one program per rank.
 
@@ -73,9 +75,13 @@ def lower(
         windows: how far communication may run ahead.
         runs_here: which ranks run in this process; the kernels of the others are not compiled, and
             their programs are there to be read.
+        tied: stages number the leaves of one tree of parameters, and may share some.
     """
     resolve = Resolver(codes)
     tasks = tasks_of(schedule, codes, resolve)
+    if tied:
+        everywhere = not all(map(runs_here, range(schedule.num_ranks)))
+        tasks = tie(tasks, schedule, codes, everywhere=everywhere)
     last = schedule.num_stages - 1
     results: list[dict[Value, None]] = [{} for _ in schedule.actions]
     grads: list[list[tuple[int, int, Value]]] = [[] for _ in schedule.actions]
@@ -195,10 +201,10 @@ def _assemble(
         place = len(instructions)
         if isinstance(step.subject, Task):
             task = step.subject
-            call = task.code.call(task.op) if compiled else _elsewhere
+            call = task.call() if compiled else _elsewhere
             last = tuple(slots.release(v) for v in ending)
             instructions.append(Compute(call, reads, last, made, task.action))
-            weights = [task.code.specs[v.name].nbytes for v in task.outputs]
+            weights = [spec.nbytes for spec in task.specs]
         else:
             message = step.subject
             weights = [spec.nbytes for spec in message.specs]
@@ -239,7 +245,7 @@ def _bind(bound: dict[Value, None], steps: Sequence[_Step], slots: Slots) -> Bin
         id(constant): constant
         for step in steps
         if isinstance(step.subject, Task)
-        for constant in step.subject.code.constants
+        for constant in step.subject.constants
     }
     params, batch, constants, seeds = [], [], [], []
     for value in bound:

@@ -73,7 +73,7 @@ def _post(
         source=rank,
         target=target,
         action=Action(stage, kind, microbatch),
-        specs=tuple(task.code.specs[value.name] for value in values),
+        specs=tuple(task.specs[task.outputs.index(value)] for value in values),
     )
     channel.append(message)
     mail.sent.setdefault((rank, index), []).append(message)

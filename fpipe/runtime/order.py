@@ -29,7 +29,9 @@ Place = tuple[int, int]
 """A rank and the index of one of its instructions."""
 
 
-def lower_for_group(schedule: Schedule, codes: Codes, rank: int) -> tuple[Program, ...]:
+def lower_for_group(
+    schedule: Schedule, codes: Codes, *, rank: int, tied: bool = False
+) -> tuple[Program, ...]:
     """Lower a schedule for processes that each run one rank, and prove that they come to an end.
 
     Buffers are bounded by windows. A schedule whose messages cross so that small windows would make
@@ -39,13 +41,15 @@ def lower_for_group(schedule: Schedule, codes: Codes, rank: int) -> tuple[Progra
         schedule: a schedule that `fpipe.verify` accepts.
         codes: the code of each stage and microbatch.
         rank: the rank of this process.
+        tied: as for `lower`.
 
     Raises:
         ScheduleError: the programs would not come to an end.
     """
     everything = sum(map(len, schedule.actions))
     for window in (2, 8, everything):
-        programs = lower(schedule, codes, Windows(window, window), lambda r: r == rank)
+        windows = Windows(window, window)
+        programs = lower(schedule, codes, windows, lambda r: r == rank, tied=tied)
         if not find_circle(programs):
             break
     prove(programs)

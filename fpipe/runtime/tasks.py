@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
+
+from torch import Tensor
 
 from fpipe.runtime.values import Codes, Computed, Resolver, SumValue, Value
 from fpipe.schedule import Action, Op, Schedule
-from fpipe.stage.code import StageCode
+from fpipe.shapes import Spec
+from fpipe.stage.compiler import Call
 
 
 class Task(NamedTuple):
@@ -14,17 +20,19 @@ class Task(NamedTuple):
 
     Attributes:
         action: the action.
-        op: key of the piece in the stage's code.
-        code: the stage's code.
+        call: makes the boxed callable, compiling it if it is new.
         inputs: values read, in the kernel's order.
         outputs: values computed, in the kernel's order.
+        specs: shape and dtype of each output.
+        constants: tensors among the inputs that a stage function closes over.
     """
 
     action: Action
-    op: str
-    code: StageCode
+    call: Callable[[], Call]
     inputs: tuple[Value, ...]
     outputs: tuple[Computed, ...]
+    specs: tuple[Spec, ...]
+    constants: tuple[Tensor, ...] = ()
 
 
 class Tasks(NamedTuple):
@@ -35,7 +43,7 @@ class Tasks(NamedTuple):
         sums: the value that each sum of parameter gradients ends as.
     """
 
-    rows: tuple[tuple[Task, ...], ...]
+    rows: tuple[list[Task], ...]
     sums: dict[SumValue, Value]
 
 
@@ -47,12 +55,56 @@ def tasks_of(schedule: Schedule, codes: Codes, resolve: Resolver) -> Tasks:
     """
     sums: dict[SumValue, Value] = {}
     rows = tuple(
-        tuple(
-            task for action in row if (task := _task_of(action, codes, resolve, sums)) is not None
-        )
+        [task for action in row if (task := _task_of(action, codes, resolve, sums)) is not None]
         for row in schedule.actions
     )
     return Tasks(rows, sums)
+
+
+def tie(tasks: Tasks, schedule: Schedule, codes: Codes, *, everywhere: bool) -> Tasks:
+    """Add up the gradients of a parameter that several stages read.
+
+    Stages number the leaves of one and the same tree, so sums of one leaf belong together. They are
+    added in the order of the stages, at the end: by each rank that reads the parameter, which all
+    get the same bits, or by the first of them alone.
+
+    Args:
+        tasks: of a function that was cut.
+        schedule: of the tasks.
+        codes: the code of each stage and microbatch.
+        everywhere: on every rank that reads the parameter.
+    """
+    stages_of: dict[int, list[int]] = defaultdict(list)
+    for total in sorted(tasks.sums):
+        stages_of[total.leaf].append(total.stage)
+    sums = dict(tasks.sums)
+    for leaf, stages in stages_of.items():
+        if len(stages) == 1:
+            continue
+        parts = tuple(tasks.sums[SumValue(stage, leaf)] for stage in stages)
+        code = codes(stages[0], 0)
+        spec = code.specs[code.sums[leaf].start]
+        # The first stage of each rank stands for the rank.
+        holders = {schedule.placement[s]: s for s in reversed(stages)}
+        if not everywhere:
+            holders = {schedule.placement[stages[0]]: stages[0]}
+        for stage in stages:
+            del sums[SumValue(stage, leaf)]
+        for rank, stage in sorted(holders.items()):
+            whole = Computed(stage, -1, f"whole gradient of leaf {leaf}")
+            action = Action(stage, Op.REDUCE_GRAD, None)
+            tasks.rows[rank].append(Task(action, lambda: _add_up, parts, (whole,), (spec,)))
+            sums[SumValue(stage, leaf)] = whole
+    return Tasks(tasks.rows, sums)
+
+
+def _add_up(values: list[Tensor]) -> list[Tensor]:
+    """A kernel: the sum of all inputs, from left to right."""
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    values.clear()
+    return [total]
 
 
 def _task_of(
@@ -77,4 +129,11 @@ def _task_of(
     if piece is None:
         return None
     outputs = tuple(Computed(stage, microbatch, name) for name in piece.outputs)
-    return Task(action, key, code, read, outputs)
+    return Task(
+        action,
+        partial(code.call, key),
+        read,
+        outputs,
+        tuple(code.specs[name] for name in piece.outputs),
+        code.constants,
+    )

@@ -98,12 +98,9 @@ class Resolver:
                 return SumValue(stage, leaf)
             case Upstream(producer, leaf):
                 return self(producer, microbatch, self._codes(producer, microbatch).outputs[leaf])
-        if name in code.cotangents:
-            return self._cotangent(stage, microbatch, code.cotangents.index(name))
+        for leaf, group in enumerate(code.cotangents):
+            for reader, own in group:
+                if own == name:
+                    returned = self._codes(reader, microbatch).input_grads[Upstream(stage, leaf)]
+                    return self(reader, microbatch, returned)
         return Computed(stage, microbatch, name)
-
-    def _cotangent(self, stage: int, microbatch: int, leaf: int) -> Value:
-        """The gradient that the one reader of an output hands back."""
-        reader = stage + 1
-        code = self._codes(reader, microbatch)
-        return self(reader, microbatch, code.input_grads[Upstream(stage, leaf)])

@@ -51,6 +51,16 @@ class Abstract:
     values: tuple[Tensor, ...]
     spec: optree.PyTreeSpec
 
+    @classmethod
+    def of(cls, shape: TreeShape, mode: FakeTensorMode) -> Abstract:
+        """Fake tensors of these shapes."""
+        with mode:
+            values = tuple(
+                torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
+                for leaf in shape.leaves
+            )
+        return cls(values, shape.spec)
+
     @property
     def key(self) -> TreeShape:
         """Equal for trees that a stage cannot tell apart when it is traced."""
@@ -71,6 +81,10 @@ class Chain:
     stages: tuple[Traced, ...]
     labels: tuple[str, ...]
     goal: Goal
+
+
+NEXT = -1
+"""Stands for the stage that follows, in a trace that several stages share."""
 
 
 class ChainTracer:
@@ -100,15 +114,6 @@ class ChainTracer:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._traces: dict[Any, Traced] = {}
 
-    def _abstract(self, shape: TreeShape) -> Abstract:
-        """Fake tensors of these shapes."""
-        with self._mode:
-            values = tuple(
-                torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
-                for leaf in shape.leaves
-            )
-        return Abstract(values, shape.spec)
-
     def __call__(self, shapes: Sequence[TreeShape], microbatch: TreeShape, goal: Goal) -> Chain:
         """Trace all stages for one shape of microbatch.
 
@@ -120,8 +125,8 @@ class ChainTracer:
         Raises:
             StageError: a stage or the loss cannot be traced; names the stage.
         """
-        params = [self._abstract(shape) for shape in shapes]
-        batch = self._abstract(microbatch)
+        params = [Abstract.of(shape, self._mode) for shape in shapes]
+        batch = Abstract.of(microbatch, self._mode)
         traced: list[Traced] = []
         labels = []
         x = batch
@@ -218,6 +223,7 @@ class ChainTracer:
             differentiate=differentiate,
             accum_dtype=self._accum_dtype,
             origin=stage.fn,
+            readers=lambda leaf: (NEXT,),
         )
 
     def _loss_of(self, label: str, y: Any, microbatch: Any) -> Tensor:
@@ -258,6 +264,9 @@ def _seen_from(joint: Joint, index: int) -> Joint:
         joint,
         sources={name: rename(source) for name, source in joint.sources.items()},
         gradients={rename(source): name for source, name in joint.gradients.items()},
+        cotangents=tuple(
+            tuple(c._replace(reader=index + 1) for c in group) for group in joint.cotangents
+        ),
     )
 
 
@@ -302,7 +311,8 @@ def assemble(
             inputs = [
                 s
                 for s in joint.gradients
-                if isinstance(s, Upstream) and codes[s.stage].cotangents[s.leaf] is not None
+                if isinstance(s, Upstream)
+                and any(c.reader == index for c in codes[s.stage].cotangents[s.leaf])
             ]
         key = (joint.graph, *(source.leaf for source in inputs), None, *params)
         if key not in cut:
@@ -314,7 +324,7 @@ def assemble(
         cotangents = live_cotangents(joint, [*params, *inputs])
         sources = dict(joint.sources)
         if last and chain.goal == "step":
-            sources |= {name: Seed() for name in cotangents if name is not None}
+            sources |= {c.name: Seed() for group in cotangents for c in group}
         codes.append(
             StageCode(
                 label=label,

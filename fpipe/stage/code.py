@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fpipe.shapes import Spec
 from fpipe.stage.compiler import Call, Compiler
-from fpipe.stage.joint import Source, Sum, Upstream
+from fpipe.stage.joint import Cotangent, Source, Sum, Upstream
 from fpipe.stage.partition import Piece
 
 
@@ -27,7 +27,7 @@ class StageCode:
         sources: where the value of each name that no piece returns comes from.
         constants: what `Constant` sources index.
         outputs: name of each output leaf.
-        cotangents: name of each output leaf's cotangent; None where nobody needs it.
+        cotangents: what each output leaf gets back from its readers, where it is needed.
         input_grads: name of the gradient of each upstream value that needs one.
         sums: for each parameter leaf with a gradient, the names of its sum.
         specs: shape and dtype of each named value.
@@ -39,7 +39,7 @@ class StageCode:
     sources: Mapping[str, Source]
     constants: tuple[Tensor, ...]
     outputs: tuple[str, ...]
-    cotangents: tuple[str | None, ...]
+    cotangents: tuple[tuple[Cotangent, ...], ...]
     input_grads: Mapping[Upstream, str]
     sums: Mapping[int, Sum]
     specs: Mapping[str, Spec] = field(repr=False)

@@ -56,6 +56,18 @@ class SumSoFar(NamedTuple):
     leaf: int
 
 
+class Cotangent(NamedTuple):
+    """A placeholder for what one reader of an output hands back.
+
+    Attributes:
+        reader: the stage that reads the output.
+        name: of the placeholder.
+    """
+
+    reader: int
+    name: str
+
+
 Source = Param | Upstream | BatchLeaf | Constant | Seed | SumSoFar
 
 
@@ -83,8 +95,8 @@ class Joint:
         constants: the tensors that `Constant` sources number.
         outputs: node name of each output leaf. On the last stage of a training step these are
             the loss alone.
-        cotangents: placeholder name of each output's cotangent, None where the output carries
-            no gradient.
+        cotangents: what each output gets back, one for each stage that reads it, added up inside;
+            none where the output carries no gradient.
         gradients: node name of the gradient of each differentiable source.
         sums: the sum over microbatches of the gradient of each parameter leaf that has one.
     """
@@ -93,7 +105,7 @@ class Joint:
     sources: dict[str, Source]
     constants: tuple[Tensor, ...]
     outputs: tuple[str, ...]
-    cotangents: tuple[str | None, ...]
+    cotangents: tuple[tuple[Cotangent, ...], ...]
     gradients: dict[Source, str]
     sums: dict[int, Sum]
 

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from fpipe.stage.fingerprint import fingerprint
-from fpipe.stage.joint import Joint, Param, Source, Upstream, is_random, is_view
+from fpipe.stage.joint import Cotangent, Joint, Param, Source, Upstream, is_random, is_view
 
 Policy = Callable[[fx.Node], bool]
 
@@ -53,11 +53,11 @@ def live_gradients(joint: Joint) -> frozenset[Source]:
     return frozenset(s for s, name in joint.gradients.items() if nodes[name] in backward)
 
 
-def live_cotangents(joint: Joint, wanted: Iterable[Source]) -> tuple[str | None, ...]:
-    """The cotangents that the gradients of the `wanted` sources depend on, None for the others."""
+def live_cotangents(joint: Joint, wanted: Iterable[Source]) -> tuple[tuple[Cotangent, ...], ...]:
+    """The cotangents that the gradients of the `wanted` sources depend on."""
     nodes = joint.nodes
     reached = _ancestors(nodes[joint.gradients[source]] for source in wanted)
-    return tuple(c if c is not None and nodes[c] in reached else None for c in joint.cotangents)
+    return tuple(tuple(c for c in group if nodes[c.name] in reached) for group in joint.cotangents)
 
 
 def partition(
@@ -180,7 +180,8 @@ def _checks(joint: Joint) -> list[fx.Node]:
 
 def _backward_nodes(joint: Joint) -> set[fx.Node]:
     """Nodes that depend on a cotangent."""
-    found = {node for node in joint.graph.nodes if node.name in joint.cotangents}
+    names = {cotangent.name for group in joint.cotangents for cotangent in group}
+    found = {node for node in joint.graph.nodes if node.name in names}
     for node in joint.graph.nodes:
         if node.op == "call_function" and any(n in found for n in node.all_input_nodes):
             found.add(node)

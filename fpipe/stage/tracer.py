@@ -22,7 +22,7 @@ from fpipe import tree
 from fpipe.errors import StageError
 from fpipe.stage.closure import lift_constants
 from fpipe.stage.explain import explain
-from fpipe.stage.joint import Joint, Param, Source, SumSoFar, is_differentiable
+from fpipe.stage.joint import Cotangent, Joint, Param, Source, SumSoFar, is_differentiable
 from fpipe.stage.purity import WriteGuard, refuse_writes
 from fpipe.stage.simplify import simplify
 from fpipe.stage.sums import add_sums
@@ -75,6 +75,7 @@ def trace(
     differentiate: bool,
     accum_dtype: torch.dtype | None,
     origin: Callable[..., Any],
+    readers: Callable[[int], Sequence[int]],
 ) -> Traced:
     """Trace `function`, which takes flat leaves and returns a pytree, into a `Joint`.
 
@@ -86,6 +87,7 @@ def trace(
         differentiate: record the backward too.
         accum_dtype: dtype to sum parameter gradients in, None for their own.
         origin: the user's own function, searched for the name of a closed-over tensor.
+        readers: the stages that read an output leaf, by its index; each hands a cotangent back.
 
     Raises:
         StageError: the function cannot be traced or is not pure; says which stage, op or leaf.
@@ -96,9 +98,10 @@ def trace(
         differentiate and any(leaves.differentiable) and is_differentiable(v) for v in values
     )
     wanted = [i for i, flag in enumerate(leaves.differentiable) if flag and differentiate]
-    cotangents = [
-        _contiguous_like(v, mode) for v, flag in zip(values, carries, strict=True) if flag
+    handed = [
+        (leaf, reader) for leaf, flag in enumerate(carries) if flag for reader in readers(leaf)
     ]
+    cotangents = [_contiguous_like(values[leaf], mode) for leaf, _ in handed]
 
     def forward(*arguments: Tensor) -> list[Tensor]:
         outputs, _ = tree.flatten(function(arguments))
@@ -120,7 +123,11 @@ def trace(
         result: Any = vjp(split, *(arguments[i] for i in wanted), has_aux=True)
         carried, pullback, plain = result
         sides = {True: iter(carried), False: iter(plain)}
-        return [next(sides[flag]) for flag in carries], list(pullback(list(seeds)))
+        totals: dict[int, Tensor] = {}
+        for (leaf, _), seed in zip(handed, seeds, strict=True):
+            totals[leaf] = totals[leaf] + seed if leaf in totals else seed
+        returned = [totals[leaf] for leaf, flag in enumerate(carries) if flag]
+        return [next(sides[flag]) for flag in carries], list(pullback(returned))
 
     graph = _record(name, joint, leaves, cotangents, mode)
     refuse_writes(name, graph.graph)
@@ -144,13 +151,15 @@ def trace(
         accum_dtype,
     )
     sources.update({entry.so_far: SumSoFar(leaf) for leaf, entry in sums.items()})
-    seeds = iter(cotangent_nodes)
+    groups: list[list[Cotangent]] = [[] for _ in values]
+    for (leaf, reader), node in zip(handed, cotangent_nodes, strict=True):
+        groups[leaf].append(Cotangent(reader, node.name))
     result = Joint(
         graph=graph.graph,
         sources=sources,
         constants=constants,
         outputs=tuple(node.name for node in output_nodes),
-        cotangents=tuple(next(seeds).name if flag else None for flag in carries),
+        cotangents=tuple(map(tuple, groups)),
         gradients={source: node.name for source, node in gradients.items()},
         sums=sums,
     )

@@ -1,0 +1,182 @@
+"""Marks of stage boundaries in a function, and the functions between them.
+
+`cut` is the identity. While fpipe traces, it also notes how far the trace has come; afterwards the
+recorded graph is divided there: work belongs to the stage in which it was recorded, except that
+what depends on parameters alone, or on the batch alone, is done by whoever reads it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import fx
+
+from fpipe.stage.joint import Source, Upstream, is_random
+
+T = TypeVar("T")
+
+_NOTE: ContextVar[Callable[[], None] | None] = ContextVar("fpipe.cut", default=None)
+
+
+def cut(x: T) -> T:
+    """End a stage here: the n-th cut that is executed ends stage n, counted from 0.
+
+    The identity, anywhere: eager, compiled, under grad, vmap or jvp. Only a pipeline of the
+    function that executes it takes notice.
+
+    Args:
+        x: anything; usually what goes on to the next stage. Values that it does not name may be
+            used after it all the same.
+
+    Returns:
+        `x`.
+
+    Example:
+        >>> import torch, fpipe
+        >>> def loss_fn(params, batch):
+        ...     hidden = fpipe.cut(torch.tanh(batch @ params["encode"]))
+        ...     return (hidden @ params["decode"]).square().mean()
+        >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+        >>> pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
+        >>> params = {"encode": torch.eye(3), "decode": torch.eye(3)}
+        >>> loss, grads = pipe.step(params, torch.ones(4, 3))
+        >>> torch.equal(loss, loss_fn(params, torch.ones(4, 3))), sorted(grads)
+        (True, ['decode', 'encode'])
+    """
+    note = _NOTE.get()
+    if note is not None:
+        note()
+    return x
+
+
+@contextmanager
+def noting(note: Callable[[], None]) -> Iterator[None]:
+    """Call `note` at each cut that is executed within."""
+    token = _NOTE.set(note)
+    try:
+        yield
+    finally:
+        _NOTE.reset(token)
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """The part of a graph that one stage runs.
+
+    Attributes:
+        graph: placeholders for `sources`, in order; returns a list of its outputs.
+        sources: where each input comes from.
+        readers: for each output, the stages that read it.
+    """
+
+    graph: fx.Graph
+    sources: tuple[Source, ...]
+    readers: tuple[tuple[int, ...], ...]
+
+
+def segments(
+    graph: fx.Graph, marks: Sequence[int], sources: dict[str, Source]
+) -> tuple[Segment, ...]:
+    """Divide a recorded forward graph at its marks.
+
+    Args:
+        graph: returns one node, the loss.
+        marks: how many nodes there were at each cut.
+        sources: where each placeholder comes from.
+    """
+    result: Any = graph.output_node().args[0]
+    last = len(marks)
+    stage_of = _assign(graph, marks, sources)
+    live = _needed(result)
+    readers: dict[fx.Node, set[int]] = defaultdict(set)
+    for node in live:
+        for used in node.all_input_nodes:
+            if node in stage_of and used in stage_of and stage_of[used] != stage_of[node]:
+                readers[used].add(stage_of[node])
+    if stage_of.get(result, last) != last:
+        readers[result].add(last)
+    made: dict[fx.Node, Source] = {}
+    built = []
+    for stage in range(last + 1):
+        outputs = [n for n in live if stage_of.get(n) == stage and n in readers]
+        if stage == last:
+            outputs = [result]
+        built.append(_build(outputs, stage, stage_of, made, sources, readers))
+        made |= {node: Upstream(stage, leaf) for leaf, node in enumerate(outputs)}
+    return tuple(built)
+
+
+def _assign(
+    graph: fx.Graph, marks: Sequence[int], sources: dict[str, Source]
+) -> dict[fx.Node, int]:
+    """The stage of each node that has one; what depends on one kind of argument alone has none."""
+    stage_of: dict[fx.Node, int] = {}
+    kinds: dict[fx.Node, set[type]] = {}
+    for number, node in enumerate(graph.nodes):
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            kinds[node] = {type(sources[node.name])}
+            continue
+        kinds[node] = set().union(*(kinds[n] for n in node.all_input_nodes))
+        settled = any(n in stage_of for n in node.all_input_nodes)
+        if settled or len(kinds[node]) > 1 or is_random(node):
+            stage_of[node] = sum(mark <= number for mark in marks)
+        if node.target is operator.getitem and node.all_input_nodes[0] in stage_of:
+            # An element of an op that returns several goes with the op.
+            stage_of[node] = stage_of[node.all_input_nodes[0]]
+    return stage_of
+
+
+def _needed(result: fx.Node) -> list[fx.Node]:
+    """What `result` depends on, and itself, in graph order."""
+    found: set[fx.Node] = set()
+    stack = [result]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return [node for node in result.graph.nodes if node in found]
+
+
+def _build(
+    outputs: Sequence[fx.Node],
+    stage: int,
+    stage_of: dict[fx.Node, int],
+    made: dict[fx.Node, Source],
+    sources: dict[str, Source],
+    readers: dict[fx.Node, set[int]],
+) -> Segment:
+    """The graph of one stage: its own nodes, and copies of those that belong to their readers."""
+    inside: set[fx.Node] = set()
+    edge: dict[fx.Node, Source] = {}
+    stack = list(outputs)
+    while stack:
+        node = stack.pop()
+        if node.op == "placeholder":
+            edge[node] = sources[node.name]
+        elif stage_of.get(node, stage) != stage:
+            edge[node] = made[node]
+        elif node not in inside:
+            inside.add(node)
+            stack.extend(node.all_input_nodes)
+    copy = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in edge:
+        copies[node] = copy.placeholder(node.name)
+    for node in stage_of and next(iter(stage_of)).graph.nodes:
+        if node in inside:
+            copies[node] = copy.node_copy(node, lambda n: copies[n])
+    copy.output([copies[node] for node in outputs])
+    return Segment(
+        copy,
+        tuple(edge.values()),
+        tuple(tuple(sorted(readers[node])) if node in readers else () for node in outputs),
+    )

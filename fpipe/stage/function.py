@@ -1,0 +1,209 @@
+"""Trace a whole loss function with cuts into the same chain that stage functions make.
+
+    loss_fn(params, batch) ── make_fx ──► forward graph ── cuts ──► segments ── trace each ──► Chain
+
+Every stage sees all parameter leaves by their own number, so a parameter that several stages read
+is one leaf with several contributors; a value may be read by any later stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functionalize, vjp
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from fpipe import tree
+from fpipe.errors import StageError
+from fpipe.shapes import Goal, TreeShape
+from fpipe.stage.chain import Abstract, Chain
+from fpipe.stage.cut import Segment, noting, segments
+from fpipe.stage.explain import describe, explain
+from fpipe.stage.joint import BatchLeaf, Param, Source, Upstream, is_differentiable
+from fpipe.stage.tracer import Leaves, Traced, trace
+
+
+class FunctionTracer:
+    """Traces a loss function into a chain.
+
+    Args:
+        loss_fn: ``(params, batch) -> scalar``, with a `fpipe.cut` between stages.
+        num_stages: of the schedule: one more than the cuts that it must execute.
+        accum_dtype: dtype to sum parameter gradients in, None for their own.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[[Any, Any], Any],
+        num_stages: int,
+        accum_dtype: torch.dtype | None,
+    ) -> None:
+        self._loss_fn = loss_fn
+        self._num_stages = num_stages
+        self._accum_dtype = accum_dtype
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __call__(self, shapes: Sequence[TreeShape], microbatch: TreeShape, goal: Goal) -> Chain:
+        """Trace the function for one shape of microbatch.
+
+        Args:
+            shapes: the whole parameters, once for each stage.
+            microbatch: one microbatch.
+            goal: what the chain is for.
+
+        Raises:
+            StageError: the function cannot be traced or executes another number of cuts.
+        """
+        name = getattr(self._loss_fn, "__qualname__", type(self._loss_fn).__name__)
+        if goal == "forward":
+            raise StageError(
+                f"{name} returns a loss and no output: pipe.value gives the loss without gradients"
+            )
+        params = Abstract.of(shapes[0], self._mode)
+        batch = Abstract.of(microbatch, self._mode)
+        parts = self._divide(name, params, batch)
+        traced: list[Traced] = []
+        labels = [f"stage {index} ({name})" for index in range(len(parts))]
+        for index, (label, part) in enumerate(zip(labels, parts, strict=True)):
+            leaves = _leaves(part, params, batch, traced)
+            readers = part.readers if index < len(parts) - 1 else ((len(parts),),)
+            module = fx.GraphModule(torch.nn.Module(), part.graph)
+            traced.append(
+                trace(
+                    label,
+                    partial(_call, module),
+                    leaves,
+                    self._mode,
+                    differentiate=goal == "step",
+                    accum_dtype=self._accum_dtype,
+                    origin=self._loss_fn,
+                    readers=readers.__getitem__,
+                )
+            )
+        return Chain(tuple(traced), tuple(labels), goal)
+
+    def _divide(self, name: str, params: Abstract, batch: Abstract) -> tuple[Segment, ...]:
+        """Record the forward graph, and divide it at its cuts."""
+        count = len(params.values)
+        marks: list[int] = []
+
+        def note() -> None:
+            mode = get_proxy_mode()
+            if mode is not None:
+                marks.append(len(mode.tracer.graph.nodes))
+
+        def flat(*leaves: Tensor) -> Tensor:
+            def loss(*own: Tensor) -> Tensor:
+                with noting(note):
+                    value = self._loss_fn(
+                        tree.unflatten(params.spec, _mixed(own, leaves[:count])),
+                        tree.unflatten(batch.spec, leaves[count:]),
+                    )
+                return _check_loss(name, value)
+
+            trained = [leaf for leaf in leaves[:count] if is_differentiable(leaf)]
+            if not trained:
+                return loss()
+            # Some ops record what a backward needs only where an input requires a gradient.
+            result: Tensor = vjp(loss, *trained)[0]
+            return result
+
+        try:
+            with self._mode, torch.enable_grad():
+                graph = make_fx(functionalize(flat), tracing_mode="fake")(
+                    *params.values, *batch.values
+                )
+        except StageError:
+            raise
+        except Exception as error:
+            if "Functionalize rule" in str(error):
+                raise StageError(
+                    f"{name} uses a torch.autograd.Function, whose backward a cut function would "
+                    "lose: write the stages as functions of their own, fpipe.pipeline([stage, …], "
+                    "loss, schedule)"
+                ) from error
+            given = describe("batch", tree.unflatten(batch.spec, batch.values))
+            raise explain(name, error, given) from error
+        if len(marks) != self._num_stages - 1:
+            raise StageError(
+                f"{name} executes {len(marks)} cuts, which make {len(marks) + 1} stages, but the "
+                f"schedule has {self._num_stages}: place fpipe.cut(x) once between each two "
+                "stages, or choose a schedule with that many stages"
+            )
+        _make_copies_differentiable(graph.graph)
+        placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        sources: dict[str, Source] = {
+            node.name: Param(number) if number < count else BatchLeaf(number - count)
+            for number, node in enumerate(placeholders)
+        }
+        parts = segments(graph.graph, marks, sources)
+        for part in parts:
+            part.graph.owning_module = graph
+        return parts
+
+
+def _make_copies_differentiable(graph: fx.Graph) -> None:
+    """Replace the functional ``copy(target, value)``, which has no derivative.
+
+    Functionalisation writes it for an assignment to a slice; it is `value` in the shape and dtype
+    of `target`.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
+        target = node.meta["val"]
+        with graph.inserting_before(node):
+            value = graph.call_function(
+                torch.ops.aten._to_copy.default, (node.args[1],), {"dtype": target.dtype}
+            )
+            shaped = graph.call_function(torch.ops.aten.expand.default, (value, list(target.shape)))
+        for new in (value, shaped):
+            new.meta["val"] = target
+        node.replace_all_uses_with(shaped)
+        graph.erase_node(node)
+
+
+def _call(module: fx.GraphModule, values: Sequence[Any]) -> Any:
+    return module(*values)
+
+
+def _mixed(own: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """All leaves, with those that carry gradients taken from `own`."""
+    given = iter(own)
+    return [next(given) if is_differentiable(leaf) else leaf for leaf in leaves]
+
+
+def _check_loss(name: str, loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+        found = describe("it", loss) if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise StageError(
+            f"{name} returns {found.removeprefix('it: ')}: loss_fn(params, batch) must return one "
+            "floating-point scalar (take .mean() or .sum() of it)"
+        )
+    return loss
+
+
+def _leaves(part: Segment, params: Abstract, batch: Abstract, before: Sequence[Traced]) -> Leaves:
+    """The abstract arguments of a segment."""
+    values, paths, differentiable = [], [], []
+    param_paths, batch_paths = tree.paths(params.spec), tree.paths(batch.spec)
+    for source in part.sources:
+        match source:
+            case Param(leaf):
+                values.append(params.values[leaf])
+                paths.append("params" + param_paths[leaf])
+                differentiable.append(is_differentiable(params.values[leaf]))
+            case BatchLeaf(leaf):
+                values.append(batch.values[leaf])
+                paths.append("batch" + batch_paths[leaf])
+                differentiable.append(False)
+            case Upstream(stage, leaf):
+                values.append(before[stage].values[leaf])
+                paths.append(f"value {leaf} of stage {stage}")
+                differentiable.append(before[stage].carries_gradient[leaf])
+            case _:
+                raise AssertionError(f"a segment reads {source}")
+    return Leaves(tuple(values), part.sources, tuple(paths), tuple(differentiable), "what it reads")

@@ -1,0 +1,235 @@
+"""One loss function with cuts is the same engine as stages written by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fpipe
+from fpipe.runtime.program import Send
+from fpipe.schedule import Schedule
+
+VOCABULARY, WIDTH, LENGTH = 11, 8, 5
+IN_DIMS = {"tokens": 0, "targets": 0, "visible": None}
+
+
+def block(params: dict[str, Tensor], x: Tensor, mask: Tensor) -> Tensor:
+    h = F.layer_norm(x, (WIDTH,), params["scale"])
+    q, k, v = (h @ params["qkv"]).chunk(3, -1)
+    return x + torch.tanh((q @ k.transpose(-1, -2) + mask).softmax(-1) @ v)
+
+
+def language_model(params: dict[str, Any], batch: dict[str, Tensor]) -> Tensor:
+    """Four stages: a mask that all blocks read, a long skip, and one table at both ends."""
+    mask = torch.zeros(LENGTH, LENGTH).masked_fill(~batch["visible"], -1e9)
+    embedded = F.embedding(batch["tokens"], params["table"])
+    x = embedded
+    for number, own in enumerate(params["blocks"]):
+        x = block(own, x, mask)
+        if number < 3:
+            x = fpipe.cut(x)
+    logits = (x + 0.5 * embedded) @ params["table"].T
+    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+
+
+@pytest.fixture
+def params() -> dict[str, Any]:
+    torch.manual_seed(0)
+    double = torch.float64
+    return {
+        "table": torch.randn(VOCABULARY, WIDTH, dtype=double),
+        "unused": torch.randn(3, dtype=double),
+        "count": torch.tensor(3),
+        "blocks": [
+            {
+                "scale": torch.rand(WIDTH, dtype=double),
+                "qkv": torch.randn(WIDTH, 3 * WIDTH, dtype=double) / 3,
+            }
+            for _ in range(4)
+        ],
+    }
+
+
+@pytest.fixture
+def batch() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return {
+        "tokens": torch.randint(VOCABULARY, (9, LENGTH)),
+        "targets": torch.randint(VOCABULARY, (9, LENGTH)),
+        "visible": torch.tril(torch.ones(LENGTH, LENGTH, dtype=torch.bool)),
+    }
+
+
+def reference(params: dict[str, Any], batch: dict[str, Tensor]) -> tuple[Any, Tensor]:
+    trained = {key: value for key, value in params.items() if key != "count"}
+    result: tuple[Any, Tensor] = torch.func.grad_and_value(
+        lambda own: language_model({**params, **own}, batch)
+    )(trained)
+    return result
+
+
+def four_stages(name: str) -> Schedule:
+    family = fpipe.schedules.FAMILIES[name]
+    for ranks in (4, 2):
+        schedule = family(ranks=ranks, microbatches=4)
+        if schedule.num_stages == 4:
+            return schedule
+    raise AssertionError(f"{name} makes no four stages")
+
+
+TRAINING = [name for name in fpipe.schedules.FAMILIES if name != "forward_only"]
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("name", TRAINING)
+def test_cut_function_equals_grad_and_value(
+    name: str, remat: str, params: dict[str, Any], batch: dict[str, Tensor]
+) -> None:
+    pipe = fpipe.pipeline(
+        language_model,
+        schedule=four_stages(name),
+        in_dims=IN_DIMS,
+        remat=remat,
+        compile=False,
+    )
+    loss, grads = pipe.step(params, batch)
+    expected_grads, expected = reference(params, batch)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(pipe.value(params, batch), expected, rtol=1e-10, atol=1e-12)
+    assert grads.pop("count") is None
+    assert optree.tree_structure(grads) == optree.tree_structure(expected_grads)
+    for got, wanted in zip(
+        optree.tree_leaves(grads), optree.tree_leaves(expected_grads), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_skip_value_travels_straight_and_the_batch_never_does(
+    params: dict[str, Any], batch: dict[str, Tensor]
+) -> None:
+    schedule = fpipe.schedules.gpipe(ranks=4, microbatches=1)
+    pipe = fpipe.pipeline(language_model, schedule=schedule, in_dims=IN_DIMS, compile=False)
+    sent = [
+        instruction.message
+        for program in pipe.programs(params, batch)
+        for instruction in program.instructions
+        if isinstance(instruction, Send)
+    ]
+    forwards = [(m.source, m.target, len(m.specs)) for m in sent if m.action.op == "SEND_F"]
+    # The embedding goes from rank 0 to rank 3 at once; rank 1 gets the block's output alone.
+    assert sorted(forwards) == [(0, 1, 1), (0, 3, 1), (1, 2, 1), (2, 3, 1)]
+    assert all(spec.dtype == torch.float64 for m in sent for spec in m.specs)
+    # The gradient of the shared table is added up where the first stage that reads it lies.
+    table = (VOCABULARY, WIDTH)
+    totals = [(m.source, m.target) for m in sent for spec in m.specs if spec.shape == table]
+    assert totals == [(3, 0)]
+
+
+def test_cut_is_the_identity_under_transforms() -> None:
+    x = torch.randn(3)
+    assert fpipe.cut(x) is x
+    torch.testing.assert_close(torch.func.vmap(fpipe.cut)(x), x)
+    torch.testing.assert_close(torch.func.grad(lambda v: fpipe.cut(v).square().sum())(x), 2 * x)
+    tree = {"a": x, "b": None}
+    assert fpipe.cut(tree) is tree
+
+
+def test_in_place_update_before_a_cut_belongs_to_the_stage_before() -> None:
+    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
+        h = x * w
+        h[:, 0] += 1.0
+        h = fpipe.cut(h)
+        return (h * w).square().mean()
+
+    schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
+    w, x = torch.tensor(2.0, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    loss, grads = pipe.step(w, x)
+    expected_grads, expected = torch.func.grad_and_value(loss_fn)(w, x)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(grads, expected_grads)
+
+
+def test_wrong_number_of_cuts_is_refused(params: Any, batch: Any) -> None:
+    schedule = fpipe.schedules.gpipe(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(language_model, schedule=schedule, in_dims=IN_DIMS, compile=False)
+    with pytest.raises(
+        fpipe.StageError, match=r"language_model executes 3 cuts, which make 4 stages.* has 2"
+    ):
+        pipe.step(params, batch)
+
+
+def test_loss_that_is_no_scalar_is_refused() -> None:
+    schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
+    pipe = fpipe.pipeline(lambda w, x: x * w, schedule=schedule, compile=False)
+    with pytest.raises(fpipe.StageError, match=r"must return one floating-point scalar"):
+        pipe.step(torch.tensor(1.0), torch.ones(4))
+
+
+class Halve(torch.autograd.Function):
+    """Its backward is not that of its forward."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] / 2
+
+
+def test_custom_backward_is_refused_because_a_cut_would_lose_it() -> None:
+    schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline(lambda w, x: Halve.apply(x * w).sum(), schedule=schedule, compile=False)
+    with pytest.raises(fpipe.StageError, match=r"autograd.Function, whose backward .* lose"):
+        pipe.step(torch.tensor(1.0), torch.ones(4))
+
+
+def test_forward_of_a_loss_function_is_refused(params: Any, batch: Any) -> None:
+    schedule = fpipe.schedules.gpipe(ranks=4, microbatches=2)
+    pipe = fpipe.pipeline(language_model, schedule=schedule, in_dims=IN_DIMS, compile=False)
+    with pytest.raises(fpipe.StageError, match=r"returns a loss and no output: pipe.value"):
+        pipe.forward(params, batch)
+
+
+def test_loss_beside_one_function_is_refused() -> None:
+    schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
+    with pytest.raises(fpipe.StageError, match=r"given beside one function of the whole model"):
+        fpipe.pipeline(language_model, lambda y, b: y, schedule)
+
+
+def test_devices_with_one_function_are_refused() -> None:
+    schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
+    with pytest.raises(fpipe.StageError, match=r"devices is for stages that are functions"):
+        fpipe.pipeline(language_model, schedule=schedule, devices=["cpu"])
+
+
+@pytest.mark.inductor
+def test_cut_function_compiles(params: Any, batch: Any) -> None:
+    single = {key: value for key, value in params.items() if key != "count"}
+    pipe = fpipe.pipeline(
+        language_model,
+        schedule=fpipe.schedules.zbv(ranks=2, microbatches=4),
+        in_dims=IN_DIMS,
+    )
+    loss, grads = pipe.step(params, batch)
+    expected_grads, expected = reference(params, batch)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(grads["table"], expected_grads["table"])
+    assert set(single) < set(grads)
+
+
+def test_transform_of_one_function_is_refused() -> None:
+    schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline(language_model, schedule=schedule, compile=False)
+    with pytest.raises(fpipe.StageError, match=r"pass the stages as functions"):
+        fpipe.vmap(pipe)
