@@ -79,7 +79,7 @@ class Definition:
             _check_stages(self.schedule, self.stages)
         elif self.loss_shape != () or self.convention is not PLAIN:
             raise StageError(
-                "a transform of a pipeline transforms its stages, and this pipeline is one function "
+                "a transform of a pipeline transforms its stages, but this one is one function "
                 "that is cut when it is traced: pass the stages as functions, "
                 "fpipe.pipeline([stage, ...], loss, schedule)"
             )
