@@ -20,16 +20,22 @@ from fpipe.schedule.verifier import verify
 if TYPE_CHECKING:
     from fpipe.current import step, use
     from fpipe.engine import Pipeline, Step, pipeline
+    from fpipe.norms import Clipped, clip_by_global_norm, global_norm
     from fpipe.profiling import profile
     from fpipe.stage.cut import cut
     from fpipe.stage.stage import Stage
+    from fpipe.transforms.directional import Directional, Hvp, Jvp, ggnvp, hvp, jvp
     from fpipe.transforms.ensemble import vmap
 
 __all__ = [
     "Action",
     "BatchError",
+    "Clipped",
     "Cost",
+    "Directional",
     "FpipeError",
+    "Hvp",
+    "Jvp",
     "Op",
     "Pipeline",
     "PipelineError",
@@ -40,7 +46,12 @@ __all__ = [
     "StageError",
     "Step",
     "Timeline",
+    "clip_by_global_norm",
     "cut",
+    "ggnvp",
+    "global_norm",
+    "hvp",
+    "jvp",
     "lower_bound",
     "pipeline",
     "profile",
@@ -56,10 +67,19 @@ __all__ = [
 
 # Schedules need no torch: what does is imported when it is first asked for.
 _LAZY = {
-    "cut": "fpipe.stage.cut",
+    "Clipped": "fpipe.norms",
+    "Directional": "fpipe.transforms.directional",
+    "Hvp": "fpipe.transforms.directional",
+    "Jvp": "fpipe.transforms.directional",
     "Pipeline": "fpipe.engine",
     "Stage": "fpipe.stage.stage",
     "Step": "fpipe.engine",
+    "clip_by_global_norm": "fpipe.norms",
+    "cut": "fpipe.stage.cut",
+    "ggnvp": "fpipe.transforms.directional",
+    "global_norm": "fpipe.norms",
+    "hvp": "fpipe.transforms.directional",
+    "jvp": "fpipe.transforms.directional",
     "pipeline": "fpipe.engine",
     "profile": "fpipe.profiling",
     "step": "fpipe.current",

@@ -26,6 +26,7 @@ from fpipe.definition import Definition, group_of, placed, stages_of, whole_loss
 from fpipe.errors import FpipeError
 from fpipe.parameters import Parameters, keep
 from fpipe.plan import Planner, gradients
+from fpipe.runtime.connect import device_of
 from fpipe.runtime.lower import lower
 from fpipe.runtime.order import lower_for_group
 from fpipe.runtime.program import Program
@@ -90,7 +91,9 @@ class Pipeline:
         Raises:
             BatchError: `params` or `batch` has a wrong structure, or too few rows.
             StageError: a stage cannot be traced on these shapes.
-            PipelineError: an action failed; the pipeline can be used again.
+            PipelineError: an action failed; the pipeline can be used again. Over a process group
+                whatever goes wrong on any rank is a PipelineError on every rank, whose cause on the
+                rank at fault is the original error; it says whether the pipeline can be used again.
         """
         return Step(*self.run_step(params, batch))
 
@@ -143,12 +146,20 @@ class Pipeline:
             return params
         return keep(params, self.schedule.stages_of(self.rank))
 
-    def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
+    def programs(self, params: Any, batch: Any, *vectors: Any) -> tuple[Program, ...]:
         """The program of each rank for a step on arguments of these shapes: to be printed and read.
 
         ``program.peak_bytes`` is what the rank will hold at most, beside parameters and batch.
         """
-        return self._controller.programs(*self._convention.enter(params, batch))
+        return self._controller.programs(*self._convention.enter(params, batch, *vectors))
+
+    def add_up(self, value: float) -> float:
+        """The sum of a number over the processes, the same in each: all of them must call it.
+
+        Raises:
+            PipelineError: over a process group, as in `step`.
+        """
+        return self._controller.add_up(value)
 
     # ── for transforms, whose pipelines take vectors too and return other things ────────────────
 
@@ -221,7 +232,7 @@ def _controller(definition: Definition) -> Controller:
         schedule,
         definition.in_dims,
         group,
-        _device_of(group),
+        device_of(group),
         definition.timeout,
         definition.setup,
     )
@@ -239,13 +250,6 @@ def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
         definition.accum_dtype,
         None if devices is None else [devices[rank] for rank in schedule.placement],
     )
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where the values of a group lie: NCCL moves CUDA tensors, gloo those of the CPU."""
-    if "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def pipeline(

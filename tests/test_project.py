@@ -25,7 +25,26 @@ ROOT: Final = Path(__file__).parents[1]
 # What `import fpipe` promises. A name is added here in the commit that makes it public.
 PUBLIC_MODULES: Final = frozenset({"schedules"})
 PUBLIC_ON_TORCH: Final = frozenset(
-    {"Pipeline", "cut", "Stage", "Step", "pipeline", "profile", "step", "use", "vmap"}
+    {
+        "Clipped",
+        "Directional",
+        "Hvp",
+        "Jvp",
+        "Pipeline",
+        "Stage",
+        "Step",
+        "clip_by_global_norm",
+        "cut",
+        "ggnvp",
+        "global_norm",
+        "hvp",
+        "jvp",
+        "pipeline",
+        "profile",
+        "step",
+        "use",
+        "vmap",
+    }
 )
 PUBLIC_PURE: Final = frozenset(
     {
@@ -61,7 +80,7 @@ LAYERS: Final = (
     ("fpipe.plan", "fpipe.recording"),
     ("fpipe.controller", "fpipe.convention", "fpipe.definition"),
     ("fpipe.engine",),
-    ("fpipe.current", "fpipe.profiling", "fpipe.transforms"),
+    ("fpipe.current", "fpipe.norms", "fpipe.profiling", "fpipe.transforms"),
     ("fpipe",),
 )
 NEVER_TORCH: Final = ("fpipe.errors", "fpipe.schedule", "fpipe.schedules", "fpipe.cli")

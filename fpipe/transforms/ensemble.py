@@ -13,9 +13,9 @@ from fpipe import tree
 from fpipe.definition import Definition
 from fpipe.errors import StageError
 from fpipe.stage.stage import Stage
-from fpipe.transforms.attention import batched
 from fpipe.transforms.mapping import join, over, prefix_map
 from fpipe.transforms.members import Members, behind
+from fpipe.transforms.plain import batched
 from fpipe.transforms.transformed import Transformed, check_pipeline
 
 RANDOMNESS = ("error", "different", "same")

@@ -1,0 +1,153 @@
+"""Dual stages: a stage that computes its output and the output's derivative in a direction.
+
+    (p, v), (x, ẋ)  ──►  (y, ẏ),   ẏ = ∂y/∂p · v + ∂y/∂x · ẋ
+
+A chain of them, and a loss that is taken the same way, computes a loss and its directional
+derivative. The gradient of that derivative by v is the gradient of the loss, and by p the Hessian's
+product with v: one backward gives both.
+
+Where the derivative is cut off from p (``stop``), the second one is J'Hv through the first output
+alone, which is the Gauss–Newton product.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, jvp
+
+from fpipe import tree
+from fpipe.stage.joint import is_differentiable
+from fpipe.transforms.plain import differentiable_twice
+
+
+def load_rules() -> None:
+    """Let torch load its forward-mode rules now: it warns of its own code when it does so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        jvp(torch.sin, (torch.zeros(()),), (torch.zeros(()),))
+
+
+def dual_stage(function: Callable[..., Any], *, first: bool, stop: bool) -> Callable[..., Any]:
+    """The dual of a stage function. The first stage's input is the microbatch, which has no ẋ.
+
+    Args:
+        function: ``(params, x)`` or ``(params, x, microbatch)`` to ``y``.
+        first: whether it is the first stage's.
+        stop: cut the derivative off from parameters and inputs.
+    """
+
+    @wraps(function)
+    def stage(packed: Any, value: Any, *microbatch: Any) -> Any:
+        params, direction = packed
+        x, x_dot = (value, None) if first else value
+
+        def run(p: Any, own: Any) -> Any:
+            return function(p, own, *microbatch)
+
+        with differentiable_twice():
+            if not stop:
+                return _push(run, (params, x), [*direction, *tree.flatten(x_dot)[0]])
+            y = run(params, x)
+            fixed = tree.tree_map(torch.Tensor.detach, (params, x))
+            return y, _push(run, fixed, [*direction, *tree.flatten(x_dot)[0]])[1]
+
+    return stage
+
+
+def dual_loss(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+    """The loss and its directional derivative, along a new last dimension."""
+
+    @wraps(function)
+    def loss(value: Any, microbatch: Any) -> Tensor:
+        y, y_dot = value
+        with differentiable_twice():
+            pair = _push(lambda own: function(own, microbatch), (y,), tree.flatten(y_dot)[0])
+        return torch.stack(pair, -1)
+
+    return loss
+
+
+def gauss_newton_loss(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+    """What `dual_loss` returns, with other gradients: of y the product with the loss's Hessian.
+
+    The gradient by ẏ is that of the loss, and the gradient by y is Hẏ, H the second derivative of
+    the loss by y.
+    """
+
+    @wraps(function)
+    def loss(value: Any, microbatch: Any) -> Tensor:
+        y, y_dot = value
+        leaves, spec = tree.flatten(y)
+        chosen = [index for index, leaf in enumerate(leaves) if is_differentiable(leaf)]
+        point = tuple(leaves[index] for index in chosen)
+        tangents = tuple(tree.flatten(y_dot)[0])
+
+        def at(*own: Tensor) -> Tensor:
+            full = list(leaves)
+            for index, leaf in zip(chosen, own, strict=True):
+                full[index] = leaf
+            return function(tree.unflatten(spec, full), microbatch)
+
+        with differentiable_twice():
+            here = tuple(leaf.detach() for leaf in point)
+            bent: Any = jvp(
+                grad(at, tuple(range(len(here)))), here, tuple(t.detach() for t in tangents)
+            )
+            slopes, products = bent
+            derivative = _dot(slopes, tangents)
+            # Nothing in value, but the gradient by y.
+            bend = _dot(products, point)
+            return torch.stack([at(*point), derivative + bend - bend.detach()], -1)
+
+    return loss
+
+
+def _push(
+    function: Callable[..., Any], arguments: tuple[Any, ...], tangents: Sequence[Tensor]
+) -> tuple[Any, Any]:
+    """`function` of pytrees, and its derivative in a direction, None for leaves without one.
+
+    Args:
+        function: from pytrees to a pytree.
+        arguments: its arguments.
+        tangents: the direction of the first leaves that can have one; the others have none.
+    """
+    leaves, spec = tree.flatten(arguments)
+    chosen = [index for index, leaf in enumerate(leaves) if is_differentiable(leaf)]
+    chosen = chosen[: len(tangents)]
+    made: list[Any] = []
+
+    def flat(*own: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        full = list(leaves)
+        for index, leaf in zip(chosen, own, strict=True):
+            full[index] = leaf
+        outputs, structure = tree.flatten(function(*tree.unflatten(spec, full)))
+        made[:] = [structure, [is_differentiable(leaf) for leaf in outputs]]
+        smooth = [leaf for leaf in outputs if is_differentiable(leaf)]
+        return smooth, [leaf for leaf in outputs if not is_differentiable(leaf)]
+
+    if chosen:
+        primals = tuple(leaves[index] for index in chosen)
+        pushed: Any = jvp(flat, primals, tuple(tangents), has_aux=True)
+        smooth, derivatives, plain = pushed
+    else:
+        smooth, plain = flat()
+        derivatives = [torch.zeros_like(leaf) for leaf in smooth]
+    structure, flags = made
+    sides = {True: iter(smooth), False: iter(plain)}
+    outputs = [next(sides[flag]) for flag in flags]
+    rest = iter(derivatives)
+    tangent = [next(rest) if flag else None for flag in flags]
+    return tree.unflatten(structure, outputs), tree.unflatten(structure, tangent)
+
+
+def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+    """The real inner product of two lists of tensors."""
+    parts = [(a.conj() * b).sum().real for a, b in zip(left, right, strict=True)]
+    return torch.stack(parts).sum()

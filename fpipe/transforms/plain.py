@@ -1,0 +1,165 @@
+"""Operations in their plain mathematics, where the kernels of torch do not go through a transform.
+
+Fused attention has no forward-mode rule anywhere, and no batching rule on the CPU, where `vmap`
+would run it member by member. The normalisations have forward-mode rules, but the derivative of
+those by the input is silently wrong (pytorch #196699 and #196700: the saved mean and deviation are
+taken for constants), and that of a gated unit does not exist. Written out, all are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+
+def batched(devices: Collection[str]) -> AbstractContextManager[Any]:
+    """The context in which `vmap` runs over values on devices of these types."""
+    return sdpa_kernel(SDPBackend.MATH) if "cpu" in devices else nullcontext()
+
+
+@contextmanager
+def differentiable_twice() -> Iterator[None]:
+    """The context in which forward-mode derivatives are taken that are differentiated again."""
+    with sdpa_kernel(SDPBackend.MATH), _Refusal(), _Plainly():
+        yield
+
+
+class _Plainly(TorchFunctionMode):
+    """Puts the functions below in place of those of torch."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return _PLAIN.get(func, func)(*args, **(kwargs or {}))
+
+
+class _Refusal(TorchDispatchMode):
+    """Refuses the kernels whose second derivative would be wrong without a word."""
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Collection[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func.overloadpacket in _WRONG:
+            raise NotImplementedError(
+                f"the second derivative of {func} would be wrong; call torch.nn.functional.{{layer,"
+                "batch,instance}_norm, which are written out here, or write the formula"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_WRONG = frozenset(
+    {
+        aten.native_layer_norm,
+        aten.native_batch_norm,
+        aten._native_batch_norm_legit,
+        aten._batch_norm_with_update,
+        aten.cudnn_batch_norm,
+        aten.miopen_batch_norm,
+    }
+)
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    dims = list(range(-len(normalized_shape), 0))
+    return _scaled(_normalized(input, dims, eps), input, weight, bias)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    shape = (1, -1, *(1 for _ in input.shape[2:]))
+    if training or running_mean is None or running_var is None:
+        _refuse_running(running_mean)
+        found = _normalized(input, [0, *range(2, input.dim())], eps)
+    else:
+        mean, variance = running_mean.view(shape), running_var.view(shape)
+        found = (input - mean) * (variance + eps).rsqrt()
+    return _scaled(found, input, _viewed(weight, shape), _viewed(bias, shape))
+
+
+def _instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not use_input_stats:
+        return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    _refuse_running(running_mean)
+    shape = (1, -1, *(1 for _ in input.shape[2:]))
+    found = _normalized(input, list(range(2, input.dim())), eps)
+    return _scaled(found, input, _viewed(weight, shape), _viewed(bias, shape))
+
+
+def _glu(input: Tensor, dim: int = -1) -> Tensor:
+    left, gate = input.chunk(2, dim)
+    return left * gate.sigmoid()
+
+
+def _refuse_running(running_mean: Tensor | None) -> None:
+    if running_mean is not None:
+        raise NotImplementedError(
+            "a normalisation in training updates its running statistics in place, but a stage is a "
+            "pure function: leave them out (track_running_stats=False)"
+        )
+
+
+def _normalized(input: Tensor, dims: list[int], eps: float) -> Tensor:
+    # As the kernels do, in single precision at least.
+    x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    x = x - x.mean(dims, keepdim=True)
+    return x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()
+
+
+def _scaled(found: Tensor, like: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    found = found if weight is None else found * weight
+    found = found if bias is None else found + bias
+    # Under autocast the kernels return single precision.
+    return found if torch.is_autocast_enabled(like.device.type) else found.to(like.dtype)
+
+
+def _viewed(value: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    return None if value is None else value.view(shape)
+
+
+_PLAIN: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.layer_norm: _layer_norm,
+    F.batch_norm: _batch_norm,
+    F.instance_norm: _instance_norm,
+    F.glu: _glu,
+}

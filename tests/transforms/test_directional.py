@@ -1,0 +1,284 @@
+"""Derivatives in a direction through a pipeline: those of torch.func on the whole function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad, jvp, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fpipe
+from fpipe import BatchError, StageError, schedules, tree
+from tests.models import MODELS, Model, apply, assert_same, mlp, unpipelined
+
+TOLERANCE = 1e-9
+ALL = {**MODELS, "mlp": mlp}
+FAMILIES = ("one_f_one_b", "zb_h1", "zbv")
+
+
+def pipe_of(model: Model, schedule: fpipe.Schedule, **options: Any) -> fpipe.Pipeline:
+    return fpipe.pipeline(model.stages, model.loss, schedule, **{"compile": False, **options})
+
+
+def vector_like(params: Any, seed: int = 1) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    return tree.tree_map(lambda p: torch.randn(p.shape, dtype=p.dtype, generator=generator), params)
+
+
+class Flat:
+    """The unpipelined loss as a function of flat parameters."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.leaves, self.spec = tree.flatten(model.params)
+
+    def output(self, leaves: Sequence[Tensor]) -> Any:
+        params = tree.unflatten(self.spec, leaves)
+        return apply(self.model.stages, params, self.model.batch)
+
+    def loss(self, leaves: Sequence[Tensor]) -> Tensor:
+        return self.model.loss(self.output(leaves), self.model.batch)
+
+    def hvp(self, vector: Any) -> Any:
+        # Forward over reverse: torch has the other order wrong for normalisations.
+        with sdpa_kernel(SDPBackend.MATH):
+            found: Any = jvp(grad(self.loss), (self.leaves,), (tree.flatten(vector)[0],))
+        return tree.unflatten(self.spec, found[1])
+
+    def ggnvp(self, vector: Any, of: Callable[[Any], Tensor]) -> Any:
+        """`of` picks the floating-point part of the output."""
+
+        def output(leaves: Sequence[Tensor]) -> Tensor:
+            return of(self.output(leaves))
+
+        def loss(y: Tensor) -> Tensor:
+            whole = self.output(self.leaves)
+            whole = {**whole, "logits": y} if isinstance(whole, dict) else y
+            return self.model.loss(whole, self.model.batch)
+
+        with sdpa_kernel(SDPBackend.MATH):
+            pushed: Any = jvp(output, (self.leaves,), (tree.flatten(vector)[0],))
+            bent: Any = jvp(grad(loss), pushed[:1], pushed[1:])
+            (product,) = vjp(output, self.leaves)[1](bent[1])
+        return tree.unflatten(self.spec, product)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hvp_is_that_of_torch_func(name: str, family: str) -> None:
+    schedule = schedules.get(family, ranks=2, microbatches=3)
+    model = ALL[name](schedule.num_stages, 7)
+    vector = vector_like(model.params)
+    loss, grads, product = fpipe.hvp(pipe_of(model, schedule)).step(
+        model.params, model.batch, vector
+    )
+    assert_same(fpipe.Step(loss, grads), unpipelined(*model), TOLERANCE)
+    assert_same(product, Flat(model).hvp(vector), TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_jvp_runs_forward_only(name: str) -> None:
+    schedule = schedules.zbv(ranks=2, microbatches=3)
+    model = ALL[name](4, 7)
+    vector = vector_like(model.params)
+    pipe = fpipe.jvp(pipe_of(model, schedule))
+    flat = Flat(model)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = jvp(flat.loss, (flat.leaves,), (tree.flatten(vector)[0],))
+    assert_same(tuple(pipe.value(model.params, model.batch, vector)), expected, TOLERANCE)
+
+
+def test_forward_returns_the_output_and_its_derivative() -> None:
+    model = MODELS["conv"](4, 5)
+    pipe = fpipe.jvp(pipe_of(model, schedules.zbv(ranks=2, microbatches=2)))
+    vector = vector_like(model.params)
+    y, derivative = pipe.forward(
+        model.params, model.batch, vector, out_dims={"logits": 0, "label": 0}
+    )
+    flat = Flat(model)
+    expected = jvp(lambda p: flat.output(p)["logits"], (flat.leaves,), (tree.flatten(vector)[0],))
+    assert_same((y["logits"], derivative["logits"]), expected, TOLERANCE)
+    assert torch.equal(y["label"], model.batch["label"])
+    assert derivative["label"] is None
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("family", ["zb_h1", "zbv"])
+def test_ggnvp_is_that_of_torch_func(name: str, family: str) -> None:
+    schedule = schedules.get(family, ranks=2, microbatches=3)
+    model = ALL[name](schedule.num_stages, 6)
+    vector = vector_like(model.params)
+    pipe = fpipe.ggnvp(pipe_of(model, schedule))
+    loss, grads, product = pipe.step(model.params, model.batch, vector)
+    assert_same(fpipe.Step(loss, grads), unpipelined(*model), TOLERANCE)
+    expected = Flat(model).ggnvp(vector, lambda y: y["logits"] if isinstance(y, dict) else y)
+    assert_same(product, expected, TOLERANCE)
+    slope = sum((g * v).sum() for g, v in zip(*map(leaves_of, (grads, vector)), strict=True))
+    assert_same(pipe.value(model.params, model.batch, vector).jvp, slope, TOLERANCE)
+
+
+def leaves_of(value: Any) -> list[Tensor]:
+    return tree.flatten(value)[0]
+
+
+def test_an_ensemble_of_products() -> None:
+    """vmap and hvp in either order; a vector for each member, or one for all."""
+    model = mlp(4, 6)
+    pipe = pipe_of(model, schedules.zbv(ranks=2, microbatches=2))
+    params = tree.tree_map(lambda p: torch.stack([p, p * 1.1, p * 0.9]), model.params)
+    vector = vector_like(model.params)
+    vectors = tree.tree_map(lambda v: torch.stack([v] * 3, -1), vector)
+    ours = fpipe.vmap(fpipe.hvp(pipe), (0, None, -1)).step(params, model.batch, vectors)
+    assert ours.loss.shape == (3,)
+    shared = fpipe.vmap(fpipe.hvp(pipe), (0, None, None)).step(params, model.batch, vector)
+    assert_same(tuple(shared), tuple(ours), TOLERANCE)
+    other = fpipe.hvp(fpipe.vmap(pipe)).step(
+        params, model.batch, tree.tree_map(lambda v: v.movedim(-1, 0), vectors)
+    )
+    assert_same(tuple(other), tuple(ours), TOLERANCE)
+    for number in range(3):
+        own = tree.tree_map(lambda p, n=number: p[n], params)
+        alone = fpipe.hvp(pipe).step(own, model.batch, vector)
+        picked = tree.tree_map(lambda p, n=number: p[n], tuple(ours))
+        assert_same(picked, tuple(alone), TOLERANCE)
+
+
+def test_many_directions_at_once_are_a_hessian() -> None:
+    model = mlp(1, 4, width=2)
+    pipe = pipe_of(model, schedules.gpipe(ranks=1, microbatches=2))
+    flat = Flat(model)
+    sizes = [leaf.numel() for leaf in flat.leaves]
+    basis = torch.eye(sum(sizes), dtype=torch.float64).split(sizes, 1)
+    columns = [part.view(-1, *leaf.shape) for part, leaf in zip(basis, flat.leaves, strict=True)]
+    rows = fpipe.vmap(fpipe.hvp(pipe), (None, None, 0)).step(
+        model.params, model.batch, tree.unflatten(flat.spec, columns)
+    )
+    ours = torch.cat([leaf.flatten(1) for leaf in leaves_of(rows.hvp)], 1)
+    theirs = vmap(lambda *v: jvp(grad(flat.loss), (flat.leaves,), (list(v),))[1])(*columns)
+    theirs = torch.cat([leaf.flatten(1) for leaf in theirs], 1)
+    assert_same(ours, theirs, TOLERANCE)
+    assert_same(ours, ours.T.contiguous(), TOLERANCE)
+
+
+def test_a_vector_may_have_the_structure_of_the_gradients() -> None:
+    """Integer leaves have no direction: None stands for them, or anything at all."""
+
+    def gather(p: Any, x: Tensor) -> Tensor:
+        return (x @ p["w"])[:, p["order"]].tanh()
+
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline([gather, gather], lambda y, _: y.square().mean(), schedule, compile=False)
+    params = [{"w": torch.randn(3, 3).double(), "order": torch.tensor([2, 0, 1])} for _ in range(2)]
+    x = torch.randn(4, 3).double()
+    _, grads, _ = fpipe.hvp(pipe).step(params, x, params)
+    assert grads[0]["order"] is None
+    sparse = fpipe.hvp(pipe).step(params, x, [{"w": p["w"], "order": None} for p in params])
+    assert_same(tuple(sparse), tuple(fpipe.hvp(pipe).step(params, x, params)))
+
+
+# Kernels whose forward-mode rule torch differentiates wrongly, or not at all.
+SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
+    "layer_norm": lambda x: F.layer_norm(x, (4,), x[0], x[1]),
+    "layer_norm of halves": lambda x: F.layer_norm(x.to(torch.bfloat16), (4,)).to(x.dtype),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, x[0], x[1], training=True),
+    "batch_norm with statistics": lambda x: F.batch_norm(x, x[0].detach(), x[1].detach() ** 2),
+    "instance_norm": lambda x: F.instance_norm(x.view(3, 2, 2), None, None, x[0, :2], x[1, :2]),
+    "instance_norm with statistics": lambda x: F.instance_norm(
+        x.view(3, 2, 2), x[0, :2].detach(), x[1, :2].detach() ** 2, use_input_stats=False
+    ),
+    "glu": lambda x: F.glu(x),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None] ** 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_operations_that_are_written_out(name: str) -> None:
+    function = SMOOTH[name]
+    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weights = torch.arange(1.0, 13.0, dtype=torch.float64)[: function(x).numel()]
+
+    def weigh(y: Tensor, _: Any) -> Tensor:
+        return (y.flatten().sin() * weights).sum()
+
+    def loss(x: Tensor) -> Tensor:
+        return weigh(function(x), None)
+
+    schedule = schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline([lambda p, _: function(p)], weigh, schedule, compile=False)
+    vector = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = fpipe.hvp(pipe).step([x], torch.zeros(1), [vector])
+    coarse = "halves" in name
+    assert_same(found.loss, loss(x), 1e-2 if coarse else TOLERANCE)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = jvp(grad(loss), (x,), (vector,))
+    assert_same((found.grads[0], found.hvp[0]), expected, 5e-2 if coarse else TOLERANCE)
+
+
+@pytest.mark.inductor
+def test_compiled_in_float32() -> None:
+    model = MODELS["gpt"](4, 6, torch.float32)
+    vector = vector_like(model.params)
+    pipe = pipe_of(model, schedules.zbv(ranks=2, microbatches=3), compile=True)
+    found = fpipe.hvp(pipe).step(model.params, model.batch, vector)
+    assert_same(found.hvp, Flat(model).hvp(vector), 1e-4)
+
+
+# ── refusals ────────────────────────────────────────────────────────────────────────────────────
+
+MODEL = mlp(2, 4)
+PIPE = pipe_of(MODEL, schedules.one_f_one_b(ranks=2, microbatches=2))
+
+
+@pytest.mark.parametrize("transform", [fpipe.jvp, fpipe.hvp, fpipe.ggnvp])
+def test_refuses_what_it_cannot_transform(transform: Any) -> None:
+    name = transform.__name__
+    with pytest.raises(StageError, match=rf"is a str: fpipe\.{name} takes a pipeline"):
+        transform("pipe")
+    with pytest.raises(StageError, match=rf"fpipe\.{name} of a pipeline that takes a vector"):
+        transform(fpipe.hvp(PIPE))
+
+
+def test_gauss_newton_of_an_ensemble_names_the_other_order() -> None:
+    with pytest.raises(StageError, match=r"as in fpipe\.vmap\(fpipe\.ggnvp\(pipe\)\)"):
+        fpipe.ggnvp(fpipe.vmap(PIPE))
+
+
+@pytest.mark.parametrize(
+    ("vector", "text"),
+    [
+        (MODEL.params[:1], "vector is a list of 1: it must be a list or tuple of 2"),
+        ([MODEL.params[0], None], r"vector\[1\] is .*, but params\[1\] is .*: a vector has the"),
+        ([{"w": torch.zeros(2), "b": torch.zeros(3)}] * 2,
+         r"vector\[0\]\['b'\] is torch.float32 of shape \(3,\), but the parameter is torch.fl"),
+    ],
+)  # fmt: skip
+def test_a_vector_fits_the_parameters(vector: Any, text: str) -> None:
+    with pytest.raises(BatchError, match=text):
+        fpipe.hvp(PIPE).step(MODEL.params, MODEL.batch, vector)
+
+
+def test_refuses_kernels_whose_second_derivative_would_be_wrong() -> None:
+    def stage(p: Tensor, _: Any) -> Tensor:
+        return torch.layer_norm(p, (4,))
+
+    pipe = fpipe.pipeline([stage], lambda y, _: y.sum(), schedules.gpipe(ranks=1, microbatches=1),
+                          compile=False)  # fmt: skip
+    with pytest.raises(StageError, match=r"second derivative of aten\.native_layer_norm.default"):
+        fpipe.hvp(pipe).step([torch.randn(2, 4)], torch.zeros(1), [torch.randn(2, 4)])
+
+
+@pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm])
+def test_refuses_running_statistics(norm: Any) -> None:
+    def stage(p: Tensor, x: Tensor) -> Tensor:
+        mean, variance = torch.zeros(3), torch.ones(3)
+        return norm(x * p, mean, variance, None, None, True)
+
+    pipe = fpipe.pipeline([stage], lambda y, _: y.sum(), schedules.gpipe(ranks=1, microbatches=1),
+                          compile=False)  # fmt: skip
+    with pytest.raises(StageError, match=r"updates its running statistics in place"):
+        fpipe.hvp(pipe).step([torch.ones(())], torch.randn(2, 3, 4), [torch.ones(())])
