@@ -34,6 +34,11 @@ class use:
         _CURRENT.reset(self._tokens.pop())
 
 
+def in_use() -> Pipeline | None:
+    """The pipeline that `use` names, if it names one."""
+    return _CURRENT.get()
+
+
 def step(params: Any, batch: Any, *, pipeline: Pipeline | None = None) -> Step:
     """Loss and gradients of one batch, by `pipeline` or the one that `fpipe.use` names.
 
@@ -51,7 +56,7 @@ def step(params: Any, batch: Any, *, pipeline: Pipeline | None = None) -> Step:
         >>> value.item(), grads[0].item()
         (2.0, 1.0)
     """
-    chosen = pipeline if pipeline is not None else _CURRENT.get()
+    chosen = pipeline or in_use()
     if not isinstance(chosen, Pipeline):
         raise FpipeError(
             "fpipe.step needs a pipeline: call it within `with fpipe.use(pipe):`, or pass "

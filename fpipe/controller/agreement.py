@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import struct
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
@@ -18,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.errors import PipelineError
-from fpipe.shapes import Goal, TreeShape
+from fpipe.shapes import TreeShape
 
-GOALS: tuple[Goal, ...] = ("step", "value", "forward")
+CALLS = ("pipe.step", "pipe.value", "pipe.forward", "pipe.add_up")
+"""What all ranks do together."""
 
 
 class Header(NamedTuple):
@@ -28,14 +30,15 @@ class Header(NamedTuple):
 
     Attributes:
         failed: 1 if the rank cannot use what it was given.
-        goal: index in `GOALS`.
-        batch: identity of the batch's shapes, 0 for a rank that was given no batch.
+        call: index in `CALLS`.
+        batch: identity of the batch's shapes, 0 for a rank that was given no batch; for ``add_up``
+            the bits of the number.
         params: identity of its parameters' shapes.
         records: 1 if it records the step.
     """
 
     failed: int
-    goal: int
+    call: int
     batch: int
     params: int
     records: int
@@ -100,22 +103,37 @@ def odd_one_out(values: Sequence[Hashable]) -> int | None:
     return next((rank for rank, value in enumerate(values) if value != common), None)
 
 
-def check_goals(headers: Sequence[Header]) -> None:
+def check_calls(headers: Sequence[Header]) -> None:
     """Refuse ranks that were called for different things.
 
     Raises:
         PipelineError: names the rank.
     """
-    goals = [header.goal for header in headers]
-    rank = odd_one_out(goals)
+    calls = [header.call for header in headers]
+    rank = odd_one_out(calls)
     if rank is not None:
-        other = next(goal for goal in goals if goal != goals[rank])
-        raise PipelineError(
-            f"rank {rank} called pipe.{GOALS[goals[rank]]}, but others called "
-            f"pipe.{GOALS[other]}: all ranks must call the same method. The pipeline can be used "
-            "again",
-            rank=rank,
+        other = next(call for call in calls if call != calls[rank])
+        raise refusal(
+            rank,
+            f"rank {rank} called {CALLS[calls[rank]]}, but others called {CALLS[other]}: all ranks "
+            "must call the same method",
         )
+
+
+def of_number(value: float) -> Header:
+    """The header of ``add_up``."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", value))
+    return Header(0, CALLS.index("pipe.add_up"), bits, 0, 0)
+
+
+def sum_of(headers: Sequence[Header]) -> float:
+    """The sum of the numbers of all ranks.
+
+    Raises:
+        PipelineError: a rank does something else.
+    """
+    check_calls(headers)
+    return sum(struct.unpack("<d", struct.pack("<q", header.batch))[0] for header in headers)
 
 
 def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -> None:

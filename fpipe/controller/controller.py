@@ -41,6 +41,9 @@ class Controller(Protocol):
     def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
         """The programs of a training step on arguments of these shapes."""
 
+    def add_up(self, value: float) -> float:
+        """The sum of a number over all processes."""
+
 
 def load(
     program: Program,

@@ -19,16 +19,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.controller.agreement import (
-    GOALS,
+    CALLS,
     Header,
     Offer,
-    check_goals,
+    check_calls,
     check_offers,
     check_verdicts,
     digest,
     gather_headers,
     gather_objects,
     identity,
+    of_number,
+    sum_of,
 )
 from fpipe.controller.controller import Finished, load
 from fpipe.controller.fault import Fault
@@ -149,6 +151,12 @@ class MultiController:
         """The programs of all ranks for a training step; every rank must ask for them."""
         return self._together(lambda: self._agree(params, batch, "step").plan.programs)
 
+    def add_up(self, value: float) -> float:
+        """The sum of a number over all ranks, in their order, so that it has the same bits."""
+        return self._together(
+            lambda: sum_of(_connected(lambda: gather_headers(of_number(value), self._control)))
+        )
+
     def _together(self, work: Callable[[], T]) -> T:
         """Do what all ranks do at once, under the watch."""
         if self._broken is not None:
@@ -182,8 +190,8 @@ class MultiController:
         except Exception as error:
             problem = error
         headers = _connected(lambda: gather_headers(_header(given, goal), self._control))
-        check_goals(headers)
-        key = (headers[0].goal, *(word for h in headers for word in (h.batch, h.params)))
+        check_calls(headers)
+        key = (headers[0].call, *(word for h in headers for word in (h.batch, h.params)))
         if given is None or key not in self._agreed or any(h.failed for h in headers):
             signature = self._make_signature(given, problem, goal)
             assert given is not None
@@ -361,12 +369,12 @@ def _connected(operation: Callable[[], T]) -> T:
 
 def _header(given: Given | None, goal: Goal) -> Header:
     if given is None:
-        return Header(1, GOALS.index(goal), 0, 0, 0)
+        return Header(1, CALLS.index(f"pipe.{goal}"), 0, 0, 0)
     batch = 0
     if given.parts is not None:
         batch = identity((given.parts.rows, given.batch))
     own = identity((*given.shapes.items(), ambient()))
-    return Header(0, GOALS.index(goal), batch, own, int(active() is not None))
+    return Header(0, CALLS.index(f"pipe.{goal}"), batch, own, int(active() is not None))
 
 
 def _on(device: torch.device, shape: TreeShape) -> TreeShape:

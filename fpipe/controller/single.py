@@ -67,6 +67,10 @@ class SingleController:
         """The programs of a training step on arguments of these shapes."""
         return self._plan(params, batch, "step")[2].programs
 
+    def add_up(self, value: float) -> float:
+        """The number itself: there is one process."""
+        return value
+
     def _device(self, rank: int) -> torch.device | None:
         return None if self._devices is None else self._devices[rank]
 

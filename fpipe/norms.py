@@ -1,0 +1,134 @@
+"""The norm of all gradients together, and clipping by it, also where ranks hold parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.current import in_use
+from fpipe.engine import Pipeline
+from fpipe.errors import FpipeError
+
+
+class Clipped(NamedTuple):
+    """What `clip_by_global_norm` returns.
+
+    Attributes:
+        grads: the gradients, scaled.
+        norm: their norm before.
+    """
+
+    grads: Any
+    norm: Tensor
+
+
+def global_norm(grads: Any, *, pipeline: Pipeline | None = None) -> Tensor:
+    """The Euclidean norm of all elements of all gradients, of all ranks.
+
+    Squares are added up in float32 within a leaf (float64 if it is float64), and in float64 from
+    leaf to leaf and rank to rank; on all ranks the result has the same bits. A norm that is not
+    finite says so: nothing is left out but None.
+
+    Args:
+        grads: pytree of tensors; None has no elements. Over a process group those of the own
+            stages, and every rank must call this.
+        pipeline: that the gradients come from, by default the one that `fpipe.use` names. Without
+            one, the gradients are taken to be whole.
+
+    Returns:
+        A scalar: float64 if a leaf of this rank is (or is complex128), else float32; on the device
+        of the first leaf.
+
+    Raises:
+        FpipeError: a leaf is not a floating-point tensor; or no pipeline is given or in use, though
+            `grads` is one rank's part: a sequence with None for whole stages, in one of several
+            processes.
+        PipelineError: over a process group, as in `Pipeline.step`.
+
+    Example:
+        >>> import torch, fpipe
+        >>> fpipe.global_norm([{"w": torch.tensor([3.0]), "frozen": None}, torch.tensor([4.0])])
+        tensor(5.)
+    """
+    chosen = pipeline or in_use()
+    leaves = _leaves(grads)
+    if chosen is None:
+        _refuse_a_part(grads)
+    squares = _sum_of_squares(leaves)
+    if chosen is not None and chosen.rank is not None:
+        squares = squares.new_tensor(chosen.add_up(squares.item()))
+    wide = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
+    return squares.sqrt().to(torch.float64 if wide else torch.float32)
+
+
+def clip_by_global_norm(
+    grads: Any, max_norm: float, *, pipeline: Pipeline | None = None
+) -> Clipped:
+    """Scale all gradients so that their global norm is at most `max_norm`.
+
+    Args:
+        grads: as for `global_norm`; they stay as they are.
+        max_norm: a positive number.
+        pipeline: as for `global_norm`.
+
+    Returns:
+        ``(grads, norm)``: new gradients in the structure and dtypes of `grads`, and the norm before
+        clipping. Where that is not finite no scale is right, and every gradient is NaN.
+
+    Raises:
+        FpipeError: as for `global_norm`, or `max_norm` is not positive.
+        PipelineError: as for `global_norm`.
+
+    Example:
+        >>> import torch, fpipe
+        >>> grads, norm = fpipe.clip_by_global_norm([torch.tensor([3.0, 4.0])], 1.0)
+        >>> grads, norm
+        ([tensor([0.6000, 0.8000])], tensor(5.))
+    """
+    if not max_norm > 0:
+        raise FpipeError(f"max_norm={max_norm!r} must be a positive number")
+    norm = global_norm(grads, pipeline=pipeline)
+    scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), torch.nan)
+
+    def scaled(leaf: Tensor) -> Tensor:
+        # A product with a tensor of no dimensions has the dtype of the other factor.
+        return (leaf * scale.to(leaf.device)).to(leaf.dtype)
+
+    return Clipped(tree.tree_map(scaled, grads), norm)
+
+
+def _leaves(grads: Any) -> list[Tensor]:
+    leaves, spec = tree.flatten(grads)
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            raise FpipeError(
+                f"grads{tree.paths(spec)[index]}={leaf!r:.60} is not a floating-point tensor: what "
+                "has no gradient must be None"
+            )
+    return leaves
+
+
+def _sum_of_squares(leaves: Sequence[Tensor]) -> Tensor:
+    device = leaves[0].device if leaves else None
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for leaf in leaves:
+        real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+        wide = torch.float64 if real.dtype == torch.float64 else torch.float32
+        norm = torch.linalg.vector_norm(real.detach(), dtype=wide)
+        total += norm.to(device, torch.float64).square()
+    return total
+
+
+def _refuse_a_part(grads: Any) -> None:
+    """A norm of one rank's part alone would be wrong without a word."""
+    whole = not isinstance(grads, list | tuple) or all(part is not None for part in grads)
+    if whole or not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return
+    raise FpipeError(
+        "grads has None in place of whole stages, as one rank of a pipeline has them, but no "
+        "pipeline is named: pass pipeline=pipe, or call this within `with fpipe.use(pipe):`"
+    )
