@@ -1,9 +1,10 @@
 """Small rewrites of a freshly traced joint graph.
 
 Three aims: no op that computes nothing (uncompiled runs pay for each); no op that computes input
-and weight gradient at once, because such an op could not be split between I and W; and gradients
-that are fit to leave: a parameter's shares memory with nothing, because it becomes the caller's,
-and an input's is contiguous, as every value at a stage boundary is.
+and weight gradient at once, because such an op could not be split between I and W; and results
+that are fit to leave: a parameter's gradient shares memory with nothing, because it becomes the
+caller's, an input's is contiguous, as every value at a stage boundary is, and none of them keeps
+more alive than itself.
 """
 
 from __future__ import annotations
@@ -66,24 +67,34 @@ def _settle_gradients(graph: fx.Graph, owned: Sequence[bool]) -> None:
     outputs, gradients = _results(graph)
     claimed: set[fx.Node] = set()
     for index, node in enumerate(gradients):
-        base = node
-        while is_view(base):
-            base = base.all_input_nodes[0]
+        base = _base(node)
         if owned[index]:
             fit = base.op != "placeholder" and base not in claimed and _is_dense(value_of(node))
         else:
             fit = value_of(node).is_contiguous()
-        if not fit:
+        if not fit or _is_part(node):
             gradients[index] = _copy(graph, node)
         claimed.add(base)
     end.args = ((outputs, gradients),)
 
 
 def _settle_outputs(graph: fx.Graph, private: Collection[fx.Node]) -> None:
-    """Copy the outputs that other stages could not read where they are."""
+    """Copy the outputs that other stages cannot read where they are, or that hold more alive."""
     outputs, gradients = _results(graph)
-    copies = {n: _copy(graph, n) for n in dict.fromkeys(outputs) if n in private}
+    copies = {n: _copy(graph, n) for n in dict.fromkeys(outputs) if n in private or _is_part(n)}
     graph.output_node().args = (([copies.get(n, n) for n in outputs], gradients),)
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The value whose memory `node` looks at."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether `node` looks at a part of a value, and would keep the whole of it alive."""
+    return value_of(_base(node)).numel() > value_of(node).numel()
 
 
 def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:

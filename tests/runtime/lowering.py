@@ -1,0 +1,121 @@
+"""Lower small models by hand, and drive their programs on a transport of the test's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fpipe import Schedule
+from fpipe.microbatch import Microbatches, split
+from fpipe.parameters import Parameters
+from fpipe.runtime.interpreter import Run
+from fpipe.runtime.lower import DIRECT, Windows, lower
+from fpipe.runtime.program import Compute, Message, Program
+from fpipe.shapes import TreeShape
+from fpipe.stage.chain import ChainTracer, assemble, live_params
+from fpipe.stage.code import StageCode
+from fpipe.stage.compiler import Compiler
+from fpipe.stage.partition import Policy
+from fpipe.stage.remat import save_all
+from fpipe.stage.stage import Stage
+from tests.models import Model
+
+
+def codes_of(model: Model, microbatches: int, policy: Policy = save_all) -> tuple[StageCode, ...]:
+    """The code of each stage, for microbatches of one size."""
+    params, parts = read(model, microbatches)
+    tracer = ChainTracer([Stage(stage) for stage in model.stages], model.loss, (), None)
+    shapes = [TreeShape.of(*part) for part in zip(params.specs, params.stages, strict=True)]
+    chain = tracer(shapes, TreeShape.of(parts.spec, parts.leaves[0]), "step")
+    return assemble(chain, live_params([chain]), policy, Compiler(False))
+
+
+def read(model: Model, microbatches: int) -> tuple[Parameters, Microbatches]:
+    return Parameters.read(model.params, len(model.stages)), split(model.batch, 0, microbatches)
+
+
+def lowered(
+    model: Model, schedule: Schedule, windows: Windows = DIRECT, policy: Policy = save_all
+) -> tuple[Program, ...]:
+    codes = codes_of(model, schedule.num_microbatches, policy)
+    return lower(schedule, lambda stage, microbatch: codes[stage], windows)
+
+
+class Mailbox:
+    """A transport in memory that writes down what is asked of it."""
+
+    def __init__(self, mail: dict[Message, Sequence[Tensor]] | None = None) -> None:
+        self.posted: list[Message] = []
+        self.sent: list[Message] = []
+        self.waited: list[Message] = []
+        self._mail = {} if mail is None else mail
+
+    def attach(self, run: Run) -> None:
+        """Told which run it serves."""
+
+    def post(self, message: Message) -> None:
+        self.posted.append(message)
+
+    def send(self, message: Message, values: Sequence[Tensor]) -> None:
+        self.sent.append(message)
+        self._mail[message] = values
+
+    def wait_sent(self, message: Message) -> None:
+        self.waited.append(message)
+
+    def receive(self, message: Message) -> Sequence[Tensor] | None:
+        return self._mail.pop(message, None)
+
+
+Observe = Callable[[int, list[Tensor], list[Tensor]], None]
+"""Called when a kernel has returned: with the rank, the inputs, and the outputs that get a slot."""
+
+
+def drive(
+    programs: Sequence[Program],
+    model: Model,
+    transports: Sequence[Mailbox],
+    observe: Observe = lambda rank, inputs, outputs: None,
+) -> list[Run]:
+    """Run all programs to their end, each on its own transport."""
+    microbatches = 1 + max(index for p in programs for index, _, _ in p.results.outputs)
+    params, parts = read(model, microbatches)
+    seed = torch.tensor(1 / microbatches, dtype=torch.float64)
+    runs = []
+    for program in programs:
+        run = Run(_observed(program, observe))
+        bindings = program.bindings
+        for stage, leaf, slot in bindings.params:
+            run.slots[slot] = params.stages[stage][leaf]
+        for microbatch, leaf, slot in bindings.batch:
+            run.slots[slot] = parts.leaves[microbatch][leaf]
+        for constant, slot in bindings.constants:
+            run.slots[slot] = constant
+        for _, slot in bindings.seeds:
+            run.slots[slot] = seed
+        runs.append(run)
+        transports[program.rank].attach(run)
+    waiting = list(zip(runs, transports, strict=True))
+    while waiting:
+        before = [run.next for run, _ in waiting]
+        waiting = [(run, transport) for run, transport in waiting if not run.advance(transport)]
+        assert not waiting or [run.next for run, _ in waiting] != before, "no rank can go on"
+    return runs
+
+
+def _observed(program: Program, observe: Observe) -> Program:
+    def wrap(instruction: Compute) -> Compute:
+        def call(inputs: list[Tensor]) -> Sequence[Tensor]:
+            kept = list(inputs)
+            outputs = instruction.call(inputs)
+            slots = zip(instruction.outputs, outputs, strict=True)
+            observe(program.rank, kept, [value for slot, value in slots if slot >= 0])
+            return outputs
+
+        return instruction._replace(call=call)
+
+    instructions = tuple(wrap(i) if isinstance(i, Compute) else i for i in program.instructions)
+    return replace(program, instructions=instructions)
