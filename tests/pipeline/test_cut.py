@@ -7,62 +7,22 @@ from typing import Any
 import optree
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
 from fpipe.runtime.program import Send
 from fpipe.schedule import Schedule
-
-VOCABULARY, WIDTH, LENGTH = 11, 8, 5
-IN_DIMS = {"tokens": 0, "targets": 0, "visible": None}
-
-
-def block(params: dict[str, Tensor], x: Tensor, mask: Tensor) -> Tensor:
-    h = F.layer_norm(x, (WIDTH,), params["scale"])
-    q, k, v = (h @ params["qkv"]).chunk(3, -1)
-    return x + torch.tanh((q @ k.transpose(-1, -2) + mask).softmax(-1) @ v)
-
-
-def language_model(params: dict[str, Any], batch: dict[str, Tensor]) -> Tensor:
-    """Four stages: a mask that all blocks read, a long skip, and one table at both ends."""
-    mask = torch.zeros(LENGTH, LENGTH).masked_fill(~batch["visible"], -1e9)
-    embedded = F.embedding(batch["tokens"], params["table"])
-    x = embedded
-    for number, own in enumerate(params["blocks"]):
-        x = block(own, x, mask)
-        if number < 3:
-            x = fpipe.cut(x)
-    logits = (x + 0.5 * embedded) @ params["table"].T
-    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+from tests.cut_model import IN_DIMS, VOCABULARY, WIDTH, language_model, make_batch, make_params
 
 
 @pytest.fixture
 def params() -> dict[str, Any]:
-    torch.manual_seed(0)
-    double = torch.float64
-    return {
-        "table": torch.randn(VOCABULARY, WIDTH, dtype=double),
-        "unused": torch.randn(3, dtype=double),
-        "count": torch.tensor(3),
-        "blocks": [
-            {
-                "scale": torch.rand(WIDTH, dtype=double),
-                "qkv": torch.randn(WIDTH, 3 * WIDTH, dtype=double) / 3,
-            }
-            for _ in range(4)
-        ],
-    }
+    return make_params()
 
 
 @pytest.fixture
 def batch() -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    return {
-        "tokens": torch.randint(VOCABULARY, (9, LENGTH)),
-        "targets": torch.randint(VOCABULARY, (9, LENGTH)),
-        "visible": torch.tril(torch.ones(LENGTH, LENGTH, dtype=torch.bool)),
-    }
+    return make_batch()
 
 
 def reference(params: dict[str, Any], batch: dict[str, Tensor]) -> tuple[Any, Tensor]:
