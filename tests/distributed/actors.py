@@ -6,15 +6,22 @@ With None for the group the same function does all of it in one process: what a 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fpipe
 from fpipe import Schedule, tree
+from fpipe.runtime.connect import connect
+from fpipe.runtime.group import GroupTransport
+from fpipe.runtime.program import Program, Send, WaitSend
+from fpipe.stage.compiler import Call
+from tests.distributed.crew import Outcome, attempt
 from tests.models import MODELS, Model, mlp
 
 Group = dist.ProcessGroup | None
@@ -132,6 +139,117 @@ def hold_outputs(group: dist.ProcessGroup) -> tuple[Tensor, Tensor] | None:
     kept.backward()
     assert weight.grad is not None
     return weight.grad, expected
+
+
+# ── what a test looks at from within ────────────────────────────────────────────────────────────
+
+
+def sent_before_waiting(group: dist.ProcessGroup, schedule: Schedule, rows: int) -> int:
+    """How many messages a rank has on their way to another at one time, at most."""
+    model = model_of("mlp", schedule.num_stages, rows)
+    pipe = pipeline(group, model, schedule)
+    program = pipe.programs(pipe.local(model.params), model.batch)[group.rank()]
+    on_their_way, most = 0, 0
+    for instruction in program.instructions:
+        on_their_way += isinstance(instruction, Send) - isinstance(instruction, WaitSend)
+        most = max(most, on_their_way)
+    return most
+
+
+def proved_first(group: dist.ProcessGroup, schedule: Schedule) -> list[str]:
+    """Whether the proof comes before the first kernel."""
+    seen = []
+    model = model_of("mlp", schedule.num_stages, 2 * schedule.num_microbatches)
+
+    def compile(module: fx.GraphModule, examples: Sequence[Tensor]) -> Call:
+        def call(inputs: list[Tensor]) -> Sequence[Tensor]:
+            seen.append("ran")
+            outputs: Sequence[Tensor] = module(*inputs)
+            return outputs
+
+        return call
+
+    def prove(programs: Sequence[Program]) -> None:
+        assert len(programs) == group.size()
+        seen.append("proved")
+
+    pipe = pipeline(group, model, schedule, compile=compile)
+    with patch("fpipe.runtime.order.prove", prove):
+        for _ in range(2):
+            pipe.step(pipe.local(model.params), model.batch)
+    return seen
+
+
+def profiled(group: Group, schedule: Schedule) -> list[str]:
+    """The labels that a profiler shows of a step, in order."""
+    model = model_of("mlp", schedule.num_stages, 2 * schedule.num_microbatches)
+    pipe = pipeline(group, model, schedule)
+    params = pipe.local(model.params)
+    pipe.step(params, model.batch)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        pipe.step(params, model.batch)
+    events = sorted(profiler.events() or [], key=lambda event: event.time_range.start)
+    return [event.name for event in events if event.name.startswith("PP:")]
+
+
+def by_channels(group: dist.ProcessGroup, name: str, schedule: Schedule, rows: int) -> list[Any]:
+    """A step with a group of its own for each channel, as NCCL needs them."""
+    store = dist.PrefixStore(f"channels/{schedule!r}", dist.distributed_c10d._get_default_store())
+
+    def make_channel(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        own = dist.PrefixStore(name, store)
+        rank = ranks.index(group.rank())
+        return connect("gloo", own, rank, len(ranks), timedelta(seconds=30))
+
+    def transport(group: Any, device: Any, _: Any, interrupted: Any) -> GroupTransport:
+        return GroupTransport(group, device, make_channel, interrupted)
+
+    with patch("fpipe.controller.multi.GroupTransport", transport):
+        return every_call(group, name, schedule, [rows, rows + 1])
+
+
+def norms(group: Group, schedule: Schedule, dtype: torch.dtype) -> list[Any]:
+    """A step's gradients, their norm, and what clipping to half of it makes of them."""
+    model = model_of("mlp", schedule.num_stages, 6, dtype)
+    pipe = pipeline(group, model, schedule)
+    loss, grads = pipe.step(pipe.local(model.params), model.batch)
+    with fpipe.use(pipe):
+        norm = fpipe.global_norm(grads)
+        clipped = fpipe.clip_by_global_norm(grads, norm.item() / 2)
+        again = fpipe.global_norm(clipped.grads)
+    kept = fpipe.clip_by_global_norm(grads, norm.item() * 2, pipeline=pipe)
+    return [
+        norm,
+        clipped.norm,
+        again,
+        fpipe.Step(loss, clipped.grads),
+        fpipe.Step(loss, kept.grads),
+    ]
+
+
+def norm_and_step(group: dist.ProcessGroup) -> list[Outcome]:
+    """Rank 1 asks for a norm where the others step; then all of them step."""
+    model = model_of("mlp", 3, 6)
+    pipe = pipeline(group, model, fpipe.schedules.gpipe(ranks=3, microbatches=2))
+    params = pipe.local(model.params)
+
+    def step() -> Tensor:
+        return pipe.step(params, model.batch).loss
+
+    def norm() -> Tensor:
+        return fpipe.global_norm(params, pipeline=pipe)
+
+    return [attempt(norm if group.rank() == 1 else step), attempt(step)]
+
+
+def infinite(group: dist.ProcessGroup) -> list[Any]:
+    """One rank has an infinite gradient, the others none and zeros."""
+    model = model_of("mlp", 3, 6)
+    pipe = pipeline(group, model, fpipe.schedules.gpipe(ranks=3, microbatches=2))
+    own = [None, torch.zeros(2), torch.tensor([1.0, torch.inf])][group.rank()]
+    grads, norm = fpipe.clip_by_global_norm([own], 1.0, pipeline=pipe)
+    part = attempt(fpipe.global_norm, pipe.local([own] * 3))
+    return [norm, grads, part]
 
 
 # ── a model of values that are awkward to send ──────────────────────────────────────────────────

@@ -1,0 +1,94 @@
+"""The norm of all gradients, in one process and over several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fpipe
+from fpipe import FpipeError, schedules, tree
+from tests.distributed import actors
+from tests.distributed.crew import Crew, values
+from tests.distributed.test_faults import assert_good, failures
+from tests.distributed.test_same_answers import merge
+from tests.models import assert_identical, assert_same, unpipelined
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
+)
+def test_norm_and_clipping_over_ranks(crew: Crew, dtype: torch.dtype, tolerance: float) -> None:
+    schedule = schedules.zbv(ranks=3, microbatches=2)
+    parts = values(crew.run(actors.norms, schedule, dtype, ranks=range(3)))
+    whole = actors.norms(None, schedule, dtype)
+    merged = [merge([part[call] for part in parts], schedule) for call in range(5)]
+    assert_same(merged, whole, tolerance)  # squares are added up in another order
+    norm, before, after, clipped, kept = merged
+    model = actors.model_of("mlp", schedule.num_stages, 6, dtype)
+    leaves = tree.flatten(kept.grads)[0]
+    assert all(leaf.dtype == dtype for leaf in leaves)
+    expected = torch.nn.utils.get_total_norm([leaf.double() for leaf in leaves])
+    assert_same([norm.double(), after.double() * 2], [expected, expected], tolerance)
+    assert_identical(norm, before)
+    assert_same(kept.grads, unpipelined(*model).grads, max(tolerance, 1e-10) * 10)
+    assert_same(clipped.grads, tree.tree_map(lambda v: v / 2, kept.grads), tolerance)
+
+
+def test_a_norm_that_is_not_finite_is_not_hidden(crew: Crew) -> None:
+    for norm, (grads,), part in values(crew.run(actors.infinite, ranks=range(3))):
+        assert norm.isinf()
+        assert grads is None or grads.isnan().all()
+        assert "pass pipeline=pipe" in part.error.text
+
+
+def test_a_rank_that_steps_where_others_ask_for_a_norm(crew: Crew) -> None:
+    answers = values(crew.run(actors.norm_and_step, ranks=range(3)))
+    for error in failures(answers, 0):
+        assert error.rank == 1
+        assert "rank 1 called pipe.add_up, but others called pipe.step" in error.text
+    assert_good(answers, 1)
+
+
+def test_gradients_of_every_kind() -> None:
+    grads: Any = {
+        "whole": torch.tensor([1.0, 2.0]),
+        "half": torch.tensor([2.0], dtype=torch.float16),
+        "complex": torch.tensor([3 + 4j]).conj(),
+        "none": None,
+        "empty": torch.empty(0, 3),
+        "double": torch.tensor(1.0, dtype=torch.float64),
+    }
+    whole = torch.tensor(1.0 + 4 + 4 + 9 + 16 + 1, dtype=torch.float64)
+    assert_same(fpipe.global_norm(grads), whole.sqrt(), 1e-6)
+    clipped, norm = fpipe.clip_by_global_norm(grads, 1e-3)
+    assert {k: v if v is None else v.dtype for k, v in clipped.items()} == {
+        k: v if v is None else v.dtype for k, v in grads.items()
+    }
+    torch.testing.assert_close(fpipe.global_norm(clipped).item(), 1e-3, rtol=1e-3, atol=0)
+    assert norm > 5 and grads["whole"].tolist() == [1, 2]
+
+
+def test_no_gradient_at_all() -> None:
+    assert fpipe.global_norm([None, {}]) == 0
+    assert fpipe.clip_by_global_norm([None, {}], 1.0).grads == [None, {}]
+    zero = fpipe.clip_by_global_norm([torch.zeros(2)], 1.0)
+    assert zero.grads[0].tolist() == [0, 0]
+
+
+def test_squares_beyond_half_precision() -> None:
+    grads = [torch.full((4,), 6e4, dtype=torch.float16)]
+    assert fpipe.global_norm(grads) == 2 * grads[0][0].float()
+
+
+@pytest.mark.parametrize("leaf", [1.0, torch.ones(2, dtype=torch.int64)])
+def test_what_is_no_gradient(leaf: Any) -> None:
+    with pytest.raises(FpipeError, match=r"grads\[0\]\['w'\]=.* is not a floating-point tensor"):
+        fpipe.global_norm([{"w": leaf}])
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
+def test_bound_must_be_positive(bound: float) -> None:
+    with pytest.raises(FpipeError, match=r"max_norm=.* must be a positive number"):
+        fpipe.clip_by_global_norm([torch.ones(2)], bound)
