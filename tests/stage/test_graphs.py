@@ -1,0 +1,184 @@
+"""Small things done to graphs: simplification, sums, fingerprints, remat policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fpipe import StageError
+from fpipe.stage.fingerprint import fingerprint
+from fpipe.stage.remat import policies, save_all, save_nothing
+from fpipe.stage.simplify import simplify
+from fpipe.stage.sums import add_sums
+from tests.models import rand
+
+
+def traced(function: Callable[..., Any], *arguments: Tensor) -> fx.Graph:
+    return make_fx(function, tracing_mode="fake")(*arguments).graph
+
+
+def targets(graph: fx.Graph) -> list[str]:
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+def run(graph: fx.Graph, *arguments: Tensor) -> Any:
+    return fx.GraphModule(torch.nn.Module(), graph)(*arguments)
+
+
+# ── simplify ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_ops_that_compute_nothing_go() -> None:
+    graph = traced(lambda x: ([x.detach().t().t() * 2], []), rand(2, 3))
+    simplify(graph, [])
+    assert targets(graph) == ["aten.mul.Tensor"]
+
+
+def simplified_gradients(function: Callable[..., Any], *arguments: Tensor) -> list[Tensor]:
+    graph = traced(lambda *a: ([], function(*a)), *arguments)
+    simplify(graph, [True] * len(run(graph, *arguments)[1]))
+    graph.lint()
+    gradients: list[Tensor] = run(graph, *arguments)[1]
+    return gradients
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: [x],
+        lambda x: [x.view(-1)],
+        lambda x: [x * 2] * 2,
+        lambda x: (lambda y: [y, y.t(), y[0]])(x * 2),
+        lambda x: list((x * 2).split(1)),
+        lambda x: [x.sum(0).expand(5, 3)],
+    ],
+)
+def test_parameter_gradients_own_their_memory(function: Callable[..., Any]) -> None:
+    x = rand(2, 3)
+    gradients = simplified_gradients(function, x)
+    storages = [gradient.untyped_storage() for gradient in gradients]
+    assert len({s.data_ptr() for s in (*storages, x.untyped_storage())}) == len(storages) + 1
+    assert all(s.nbytes() == g.nbytes for s, g in zip(storages, gradients, strict=True))
+    for ours, theirs in zip(gradients, function(x), strict=True):
+        assert ours.equal(theirs)
+
+
+def test_input_gradients_are_contiguous() -> None:
+    x = rand(2, 3)
+    graph = traced(lambda x: ([], [(x * 2).t(), x]), x)
+    simplify(graph, [False, False])
+    first, second = run(graph, x)[1]
+    assert first.is_contiguous()
+    assert second is x  # another stage reads it where it is
+
+
+def test_convolution_backward_is_split_by_what_is_wanted() -> None:
+    def backward(grad: Tensor, x: Tensor, w: Tensor) -> Any:
+        found = torch.ops.aten.convolution_backward(
+            grad, x, w, [2], [1], [0], [1], False, [0], 1, [True, True, True]
+        )
+        return [], list(found)
+
+    x, w = rand(2, 2, 5), rand(2, 2, 3)
+    arguments = (F.conv1d(x, w), x, w)
+    graph = traced(backward, *arguments)
+    expected = run(graph, *arguments)[1]
+    simplify(graph, [False, True, True])
+    assert targets(graph).count("aten.convolution_backward.default") == 2
+    for ours, theirs in zip(run(graph, *arguments)[1], expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+# ── sums ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+def test_sums_start_and_go_on_in_their_dtype(dtype: torch.dtype | None) -> None:
+    graph = traced(lambda x: ([], [x * 2]), torch.ones(2, dtype=torch.bfloat16))
+    gradient: Any = graph.output_node().args[0]
+    entry = add_sums(graph, {0: gradient[1][0]}, dtype)[0]
+    nodes = {node.name: node for node in graph.nodes}
+    values = [nodes[name].meta["val"].dtype for name in (entry.start, entry.so_far, entry.total)]
+    assert set(values) == {dtype or torch.bfloat16}
+    casts = "aten._to_copy.default" in targets(graph)
+    assert casts == (dtype == torch.float32)
+
+
+# ── fingerprint ─────────────────────────────────────────────────────────────────────────────────
+
+X = rand(2, 3)
+
+
+def base(x: Tensor) -> Tensor:
+    return torch.tanh(x * 2.0).sum(1)
+
+
+def renamed(anything: Tensor) -> Tensor:
+    temporary = anything * 2.0
+    return temporary.tanh().sum(1)
+
+
+def test_names_do_not_count() -> None:
+    assert fingerprint(traced(base, X)) == fingerprint(traced(renamed, X))
+
+
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [
+        (lambda x: torch.tanh(x * 3.0).sum(1), X),
+        (lambda x: torch.tanh(x * 2).sum(1), X),
+        (lambda x: torch.tanh(x * 2.0).sum(0), X),
+        (lambda x: torch.sinh(x * 2.0).sum(1), X),
+        (lambda x: torch.tanh(2.0 * x).sum(1, keepdim=True), X),
+        (lambda x: (torch.tanh(x * 2.0).sum(1), x), X),
+        (base, X[:1]),
+        (base, X.t().contiguous().t()),
+        (base, X.float()),
+    ],
+)
+def test_what_is_computed_and_on_what_counts(function: Callable[..., Any], x: Tensor) -> None:
+    assert fingerprint(traced(function, x)) != fingerprint(traced(base, X))
+
+
+def test_which_value_is_read_counts() -> None:
+    def one(x: Tensor) -> Tensor:
+        return (x + 1) * (x + 2)
+
+    def other(x: Tensor) -> Tensor:
+        a, _ = x + 1, x + 2
+        return a * a
+
+    assert fingerprint(traced(one, X)) != fingerprint(traced(other, X))
+
+
+def test_strings_are_told_from_nodes() -> None:
+    assert fingerprint(traced(lambda x: F.gelu(x, approximate="none"), X)) != fingerprint(
+        traced(lambda x: F.gelu(x, approximate="tanh"), X)
+    )
+
+
+# ── remat ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_policies_by_name() -> None:
+    assert policies("none") == (save_all, save_all)
+    assert policies("full") == (save_nothing, save_nothing)
+    assert policies("except_last") == (save_nothing, save_all)
+
+
+def test_policy_of_a_users_own() -> None:
+    def own(node: fx.Node) -> bool:
+        return True
+
+    assert policies(own) == (own, own)
+
+
+def test_unknown_policy() -> None:
+    with pytest.raises(StageError, match="remat='all' must be one of 'none', 'full'"):
+        policies("all")

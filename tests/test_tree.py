@@ -1,0 +1,102 @@
+"""The one module that flattens pytrees."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from fpipe import BatchError, tree
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+TREES = [
+    {"b": 1, "a": [2, (3,)]},
+    Point(1, {"k": None}),
+    [None, (), {}, [None]],
+    OrderedDict(z=1, a=2),
+    5,
+    None,
+]
+
+
+@pytest.mark.parametrize("value", TREES)
+def test_unflatten_is_the_inverse(value: Any) -> None:
+    leaves, spec = tree.flatten(value)
+    assert tree.unflatten(spec, leaves) == value
+    assert tree.structure(value) == spec
+
+
+def test_dicts_are_read_by_sorted_key() -> None:
+    assert tree.flatten({"b": 1, "a": 2})[0] == [2, 1]
+    assert tree.structure({"b": 1, "a": 2}) == tree.structure({"a": 1, "b": 2})
+
+
+def test_none_is_a_node_without_leaves() -> None:
+    assert tree.flatten({"a": None, "b": 1})[0] == [1]
+    assert tree.tree_map(lambda leaf: leaf + 1, [None, 1]) == [None, 2]
+
+
+def test_paths_are_written_as_in_python() -> None:
+    spec = tree.structure({"a": [1, Point(2, 3)], "b": 4})
+    assert tree.paths(spec) == ["['a'][0]", "['a'][1].x", "['a'][1].y", "['b']"]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "value", "expected"),
+    [
+        (0, {"x": [1, 2], "m": 3}, [0, 0, 0]),
+        ({"x": 1, "m": None}, {"x": [1, 2], "m": 3}, [None, 1, 1]),
+        ({"x": [0, 1], "m": 2}, {"x": [1, 2], "m": 3}, [2, 0, 1]),
+        (None, [1, 2], [None, None]),
+        ([0, None], [None, {"k": 1, "n": None}], [None]),
+        (0, None, []),
+    ],
+)
+def test_prefixes_are_broadcast(prefix: Any, value: Any, expected: list[Any]) -> None:
+    assert tree.broadcast_prefix("in_dims", prefix, value, "batch") == expected
+
+
+@pytest.mark.parametrize(
+    ("prefix", "where"),
+    [
+        ({"x": [0], "m": 0}, r"in_dims\['x'\]"),
+        ({"x": (0, 0), "m": 0}, r"in_dims\['x'\]"),
+        ({"x": 0}, r"(?s)extra key.*\['m'\]"),
+        ({"x": 0, "m": 0, "k": 0}, r"(?s)missing key.*\['k'\]"),
+    ],
+)
+def test_what_is_no_prefix_is_refused_by_key_path(prefix: Any, where: str) -> None:
+    with pytest.raises(BatchError, match=where):
+        tree.broadcast_prefix("in_dims", prefix, {"x": [1, 2], "m": 3}, "batch")
+
+
+def test_tensors_are_free_of_history_and_pending_operations() -> None:
+    value = torch.complex(torch.ones(2), torch.ones(2))
+    given = {"grad": torch.ones(2, requires_grad=True), "conj": value.conj(), "plain": value}
+    given["neg"] = value.conj().imag
+    leaves, spec = tree.tensors("batch", given, "")
+    found = tree.unflatten(spec, leaves)
+    assert not any(v.requires_grad or v.is_conj() or v.is_neg() for v in found.values())
+    assert all(found[name].equal(given[name]) for name in given)
+    assert found["plain"] is value
+
+
+@pytest.mark.parametrize(
+    ("leaf", "found"),
+    [
+        (3.0, r"batch\['k'\]\[1\]=3.0 is a float"),
+        ("text", r"batch\['k'\]\[1\]='text' is a str"),
+        (torch.ones(2).to_sparse(), r"batch\['k'\]\[1\] has layout torch.sparse_coo"),
+    ],
+)
+def test_leaves_that_are_no_dense_tensors(leaf: Any, found: str) -> None:
+    rule = found + r": every leaf of batch must be a dense tensor \(a hint\)"
+    with pytest.raises(BatchError, match=rule):
+        tree.tensors("batch", {"k": [torch.ones(1), leaf]}, "a hint")
