@@ -1,7 +1,8 @@
 # Every target works from a bare checkout: it first makes .venv, then runs.
 #
 #   make test       lint, types and tests; the last line is pytest's summary
-#   make demo       train a small GPT on real text through a zero-bubble pipeline
+#   make demo       train a small GPT on real text through a zero-bubble pipeline, in one process;
+#                   make demo PROCESSES=2 with a process for each of its two ranks
 #   make examples   run every file of examples/ whole
 #   make lint       ruff and mypy alone
 #   make format     let ruff rewrite the files
@@ -14,6 +15,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Lies inside the environment, so that whoever deletes one deletes the other.
 STAMP := $(VENV)/.installed
+
+# How many processes `make demo` takes.
+PROCESSES ?= 1
+LAUNCH := $(if $(filter-out 1,$(PROCESSES)),$(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES),$(BIN)/python)
 
 .PHONY: test demo examples lint format clean
 .DEFAULT_GOAL := test
@@ -28,7 +33,7 @@ test: lint
 	$(BIN)/python -m pytest
 
 demo: $(STAMP)
-	$(BIN)/python examples/gpt.py
+	$(LAUNCH) examples/gpt.py
 
 examples: $(STAMP)
 	@set -e; for file in examples/*.py; do echo "== $$file"; $(BIN)/python $$file; done

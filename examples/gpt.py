@@ -2,10 +2,11 @@
 
     python examples/gpt.py             # under three minutes on two cores
     python examples/gpt.py --smoke     # seconds: a tiny model, a few steps, nothing compiled
+    torchrun --standalone --nproc-per-node 2 examples/gpt.py    # a process for each rank
 
-Four stages lie on two ranks in the shape of a V, and Inductor compiles each of them. All of it runs
-in this one process: no launcher, no process group. Read it from the top; a pipeline needs nothing
-but functions.
+Four stages lie on two ranks in the shape of a V, and Inductor compiles each of them. Without
+torchrun all of it runs in this one process: no launcher, no process group. Read it from the top; a
+pipeline needs nothing but functions.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -178,13 +181,34 @@ def init(size: Size, generator: torch.Generator) -> list[Params]:
 
 
 # ── The pipeline ────────────────────────────────────────────────────────────────────────────────
+# In one process it has all parameters. With a process for each rank, a process has those of its own
+# stages, `pipe.local` puts None in place of the others, and None has neither leaves nor gradients.
+
+
+def join() -> dist.ProcessGroup | None:
+    """The processes that torchrun has started, of which the first one talks; None without it."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    dist.init_process_group("gloo")
+    if dist.get_rank() != 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open until the end)
+    return dist.group.WORLD
+
+
+def gather(pipe: fpipe.Pipeline, params: list[Params]) -> list[Params]:
+    """The parameters of all stages, wherever they are."""
+    if pipe.rank is None:
+        return params
+    parts: list[Any] = [None] * pipe.schedule.num_ranks
+    dist.all_gather_object(parts, pipe.local(params))
+    return [parts[rank][stage] for stage, rank in enumerate(pipe.schedule.placement)]
 
 
 def prove(pipe: fpipe.Pipeline, params: list[Params], batch: Batch) -> None:
     """Show once that the pipeline computes the loss and the gradients of the plain function."""
     loss, grads = pipe.step(params, batch)
     expected_grads, expected_loss = torch.func.grad_and_value(plain)(params, batch)
-    pairs = list(zip(leaves_of(grads), leaves_of(expected_grads), strict=True))
+    pairs = list(zip(leaves_of(grads), leaves_of(pipe.local(expected_grads)), strict=True))
     worst = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
     print(f"loss: {loss.item():.6f} in the pipeline, {expected_loss.item():.6f} without it")
     print(f"gradients: relative difference at most {worst:.1e}, over {len(pairs)} tensors\n")
@@ -200,7 +224,7 @@ def train(
     generator: torch.Generator,
 ) -> None:
     """Train with an optimizer of torch. It changes `params` in place; the pipeline never does."""
-    leaves = leaves_of(params)
+    leaves = leaves_of(pipe.local(params))
     optimizer = torch.optim.AdamW(leaves, betas=(0.9, 0.98), weight_decay=0.05, fused=True)
     rate = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=4e-3, total_steps=size.steps, pct_start=0.1, cycle_momentum=False
@@ -250,6 +274,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny and uncompiled: takes seconds")
     smoke = parser.parse_args().smoke
     size = SMOKE if smoke else FULL
+    group = join()
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("fpipe").setLevel(logging.INFO)  # says what the first call is doing
 
@@ -260,7 +285,7 @@ def main() -> None:
 
     schedule = fpipe.schedules.zbv(ranks=2, microbatches=size.microbatches)
     print(schedule, end="\n\n")
-    pipe = fpipe.pipeline(STAGES, surprise, schedule, compile=not smoke)
+    pipe = fpipe.pipeline(STAGES, surprise, schedule, compile=not smoke, group=group)
 
     starts = torch.arange(size.rows) * size.length
     prove(pipe, params, windows(training, starts, size.length))
@@ -268,7 +293,9 @@ def main() -> None:
 
     print(f"\nheld-out loss     {held_out_loss(pipe, params, held_out, size):.3f} nats a character")
     print(f"unigram entropy   {unigram_entropy(text):.3f} nats a character\n")
-    print(write(params, "When a class", size, generator))
+    print(write(gather(pipe, params), "When a class", size, generator))
+    if group is not None:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

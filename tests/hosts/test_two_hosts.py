@@ -1,0 +1,148 @@
+"""Two hosts, each a network namespace, with a cable between them.
+
+Needs root and iproute2; skipped elsewhere, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Timer
+from typing import Final
+
+import pytest
+
+from tests.distributed.test_torchrun import DEMO, ROOT, told
+
+TORCHRUN: Final = str(Path(sys.executable).with_name("torchrun"))
+HOSTS: Final = ("fpipe-a", "fpipe-b")
+ADDRESSES: Final = ("10.231.77.1", "10.231.77.2")
+
+
+def ip(*arguments: str, check: bool = True) -> str:
+    return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True).stdout
+
+
+def reason_to_skip() -> str | None:
+    if os.geteuid() != 0:
+        return "needs root, to make network namespaces"
+    if shutil.which("ip") is None:
+        return "needs iproute2, for `ip netns`"
+    try:
+        ip("netns", "add", "fpipe-probe")
+        ip("netns", "delete", "fpipe-probe")
+    except subprocess.CalledProcessError as error:
+        return f"may not make network namespaces: {error.stderr.strip()}"
+    return None
+
+
+@pytest.fixture
+def hosts() -> Iterator[None]:
+    """Two namespaces that see each other and nothing else."""
+    reason = reason_to_skip()
+    if reason is not None:
+        pytest.skip(reason)
+    try:
+        for host in HOSTS:
+            ip("netns", "add", host)
+            ip("-n", host, "link", "set", "lo", "up")
+        ip(
+            "link",
+            "add",
+            "cable",
+            "netns",
+            HOSTS[0],
+            "type",
+            "veth",
+            "peer",
+            "cable",
+            "netns",
+            HOSTS[1],
+        )
+        for host, address in zip(HOSTS, ADDRESSES, strict=True):
+            ip("-n", host, "address", "add", f"{address}/24", "dev", "cable")
+            ip("-n", host, "link", "set", "cable", "up")
+        yield
+    finally:
+        for host in HOSTS:
+            # torchrun's workers are in sessions of their own, but they cannot leave the namespace.
+            for process in ip("netns", "pids", host, check=False).split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(process), signal.SIGKILL)
+            ip("netns", "delete", host, check=False)
+
+
+@contextmanager
+def launched(*script: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """torchrun on both hosts, as a user would type it there; in the end nothing of it is left."""
+    runs = [launch(number, *script) for number in (0, 1)]
+    try:
+        yield runs
+    finally:
+        for run in runs:
+            with suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+            run.communicate()
+
+
+def launch(number: int, *script: str) -> subprocess.Popen[str]:
+    command = ["ip", "netns", "exec", HOSTS[number], TORCHRUN]
+    command += ["--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1"]
+    command += ["--master-addr", ADDRESSES[0], "--master-port", "29500", *script]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "cable", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def read_until(run: subprocess.Popen[str], word: str, seconds: float) -> str:
+    """The first line with a word; everything before it if there is none in time."""
+    assert run.stdout is not None
+    timer = Timer(seconds, os.killpg, (run.pid, signal.SIGKILL))
+    timer.start()
+    try:
+        before = []
+        for line in run.stdout:
+            if word in line:
+                return line
+            before.append(line)
+        raise AssertionError("".join(before))
+    finally:
+        timer.cancel()
+
+
+@pytest.mark.examples
+@pytest.mark.usefixtures("hosts")
+def test_demo_on_two_hosts() -> None:
+    with launched(DEMO, "--smoke") as runs:
+        texts = [run.communicate(timeout=200)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], "\n".join(texts)
+    text = re.sub(r"[\d,]+ tokens/s", "", texts[0])
+    for line in told([sys.executable, DEMO, "--smoke"]):
+        assert line in text, texts[0]
+
+
+@pytest.mark.usefixtures("hosts")
+def test_a_cable_that_is_cut() -> None:
+    """No connection breaks, nothing answers any more: both hosts tell of it after the timeout."""
+    with launched(str(Path(__file__).with_name("steps.py"))) as runs:
+        read_until(runs[0], "first step", 100)
+        ip("-n", HOSTS[1], "link", "set", "cable", "down")
+        start = time.monotonic()
+        first, second = (read_until(run, "PipelineError", 30) for run in runs)
+        assert time.monotonic() - start < 4 + 10
+    assert "rank 1 has not responded for" in first
+    assert "the store of the process group has not answered rank 1" in second
