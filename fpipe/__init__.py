@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from fpipe.stage.stage import Stage
     from fpipe.transforms.directional import Directional, Hvp, Jvp, ggnvp, hvp, jvp
     from fpipe.transforms.ensemble import vmap
+    from fpipe.transforms.rows import (
+        ExampleNorms,
+        NormPipeline,
+        per_example_grads,
+        per_example_norms,
+    )
 
 __all__ = [
     "Action",
@@ -33,9 +39,11 @@ __all__ = [
     "Clipped",
     "Cost",
     "Directional",
+    "ExampleNorms",
     "FpipeError",
     "Hvp",
     "Jvp",
+    "NormPipeline",
     "Op",
     "Pipeline",
     "PipelineError",
@@ -53,6 +61,8 @@ __all__ = [
     "hvp",
     "jvp",
     "lower_bound",
+    "per_example_grads",
+    "per_example_norms",
     "pipeline",
     "profile",
     "record",
@@ -69,8 +79,10 @@ __all__ = [
 _LAZY = {
     "Clipped": "fpipe.norms",
     "Directional": "fpipe.transforms.directional",
+    "ExampleNorms": "fpipe.transforms.rows",
     "Hvp": "fpipe.transforms.directional",
     "Jvp": "fpipe.transforms.directional",
+    "NormPipeline": "fpipe.transforms.rows",
     "Pipeline": "fpipe.engine",
     "Stage": "fpipe.stage.stage",
     "Step": "fpipe.engine",
@@ -80,6 +92,8 @@ _LAZY = {
     "global_norm": "fpipe.norms",
     "hvp": "fpipe.transforms.directional",
     "jvp": "fpipe.transforms.directional",
+    "per_example_grads": "fpipe.transforms.rows",
+    "per_example_norms": "fpipe.transforms.rows",
     "pipeline": "fpipe.engine",
     "profile": "fpipe.profiling",
     "step": "fpipe.current",

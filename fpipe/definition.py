@@ -19,6 +19,7 @@ from fpipe.schedule import Schedule
 from fpipe.schedule.verifier import verify
 from fpipe.stage.compiler import Compile
 from fpipe.stage.remat import Remat
+from fpipe.stage.sink import SUM, Sink
 from fpipe.stage.stage import Stage
 
 REDUCTIONS = ("mean", "sum")
@@ -46,6 +47,7 @@ class Definition:
         loss_cotangent: what of the losses is differentiated: the weights in their sum, flat, over
             the last dimensions of `loss_shape`, those with a size; None weighs each loss with 1.
         convention: how it is called, and what is returned.
+        sink: how gradients and losses are collected over microbatches.
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -67,6 +69,7 @@ class Definition:
     loss_shape: tuple[int | None, ...] = ()
     loss_cotangent: tuple[float, ...] | None = None
     convention: Convention = PLAIN
+    sink: Sink = SUM
 
     def __post_init__(self) -> None:
         _check_schedule(self.schedule)
@@ -133,7 +136,7 @@ class Definition:
             "remat policy": self.remat if isinstance(self.remat, str) else Stage(self.remat).label,
             "accum_dtype": str(self.accum_dtype),
             "in_dims": repr(self.in_dims),
-            "transform": repr((self.loss_shape, self.loss_cotangent)),
+            "transform": repr((self.loss_shape, self.loss_cotangent, self.sink.join)),
         }
 
 

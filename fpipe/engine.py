@@ -25,7 +25,7 @@ from fpipe.convention import Convention
 from fpipe.definition import Definition, group_of, placed, stages_of, whole_loss
 from fpipe.errors import FpipeError
 from fpipe.parameters import Parameters, keep
-from fpipe.plan import Planner, gradients
+from fpipe.plan import Planner, collected, gradients
 from fpipe.runtime.connect import device_of
 from fpipe.runtime.lower import lower
 from fpipe.runtime.order import lower_for_group
@@ -166,7 +166,12 @@ class Pipeline:
     def run_step(self, *arguments: Any) -> tuple[Any, Any]:
         """The loss and the gradients, as the convention returns them."""
         done = self._run(arguments, "step")
-        grads = tree.unflatten(done.params.spec, gradients(done.plan, done.runs, done.params))
+        grads: Any
+        if self.definition.sink.everywhere:
+            grads = list(collected(done.plan, done.runs).values())
+        else:
+            flat = gradients(done.plan, done.runs, done.params)
+            grads = tree.unflatten(done.params.spec, flat)
         return self._loss_of(done), self._convention.grads(grads)
 
     def run_value(self, *arguments: Any) -> Any:
@@ -209,9 +214,12 @@ def _controller(definition: Definition) -> Controller:
         policies=policies(definition.remat),
         mean=definition.reduction == "mean",
         cotangent=definition.loss_cotangent,
-        lower=partial(lower, tied=definition.function)
-        if group is None
-        else partial(lower_for_group, rank=group.rank(), tied=definition.function),
+        lower=partial(
+            lower if group is None else partial(lower_for_group, rank=group.rank()),
+            tied=definition.function,
+            everywhere=definition.sink.everywhere,
+        ),
+        sink=definition.sink,
     )
 
     def read(params: Any) -> Parameters:
@@ -249,6 +257,7 @@ def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
         definition.loss_shape,
         definition.accum_dtype,
         None if devices is None else [devices[rank] for rank in schedule.placement],
+        definition.sink,
     )
 
 

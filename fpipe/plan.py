@@ -26,6 +26,7 @@ from fpipe.stage.compiler import Compiler
 from fpipe.stage.function import FunctionTracer
 from fpipe.stage.joint import is_differentiable
 from fpipe.stage.partition import Policy
+from fpipe.stage.sink import Sink
 from fpipe.stage.tracer import Traced
 
 log = logging.getLogger("fpipe")
@@ -45,6 +46,8 @@ class Plan:
         weights: the weight of each microbatch's loss.
         spec: structure of the last stage's output, or of the loss.
         fingerprint: equal for plans that compute the same.
+        rows: of the batch.
+        sink: how gradients and losses are collected.
     """
 
     schedule: Schedule
@@ -53,11 +56,23 @@ class Plan:
     weights: Tensor
     spec: optree.PyTreeSpec
     fingerprint: str
+    rows: int
+    sink: Sink
 
     def total_loss(self, runs: Sequence[Run]) -> Tensor:
-        """The weighted sum of the losses of the microbatches."""
+        """The weighted sum of the losses of the microbatches, or all of them."""
         losses = [leaves[0] for leaves in self._output_leaves(runs)]
+        if self.sink.join is not None:
+            return torch.cat(losses, self.sink.join)
         return torch.tensordot(self.weights, torch.stack(losses), 1)
+
+    @property
+    def loss_shape(self) -> tuple[int, ...]:
+        """The shape of `total_loss`."""
+        shape = list(self.seeds[0].shape)
+        if self.sink.join is not None:
+            shape[self.sink.join] = sum(seed.shape[self.sink.join] for seed in self.seeds)
+        return tuple(shape)
 
     def outputs(self, runs: Sequence[Run]) -> list[Any]:
         """The output of each microbatch, as a pytree."""
@@ -72,21 +87,34 @@ class Plan:
         return found
 
 
+def collected(plan: Plan, runs: Sequence[Run]) -> dict[tuple[int, int], Tensor]:
+    """What the sinks hold, by stage and leaf; those that are not summed are concatenated."""
+    parts: dict[tuple[int, int], dict[int, Any]] = {}
+    for run in runs:
+        for stage, leaf, microbatch, slot in run.program.results.grads:
+            parts.setdefault((stage, leaf), {})[microbatch] = run.slots[slot]
+    if plan.sink.join is None:
+        return {key: part[-1] for key, part in parts.items()}
+    return {
+        key: torch.cat([part[microbatch] for microbatch in sorted(part)], plan.sink.join)
+        for key, part in sorted(parts.items())
+    }
+
+
 def gradients(plan: Plan, runs: Sequence[Run], params: Parameters) -> list[Tensor | None]:
     """The gradient of each leaf of `params`, flat: zeros where the loss does not depend on it.
 
     None stands for a leaf that cannot have a gradient, and for one whose gradient belongs to ranks
     of other processes.
     """
-    found: dict[tuple[int, int], Any] = {
-        (0 if params.shared else stage, leaf): run.slots[slot]
-        for run in runs
-        for stage, leaf, slot in run.program.results.grads
+    found = {
+        (0 if params.shared else stage, leaf): value
+        for (stage, leaf), value in collected(plan, runs).items()
     }
     elsewhere = {
         leaf
         for program in plan.programs
-        for _, leaf, _ in program.results.grads
+        for _, leaf, *_ in program.results.grads
         if params.shared and (0, leaf) not in found
     }
     grads: list[Tensor | None] = []
@@ -97,7 +125,7 @@ def gradients(plan: Plan, runs: Sequence[Run], params: Parameters) -> list[Tenso
             elif index in elsewhere or not is_differentiable(leaf):
                 grads.append(None)
             else:
-                grads.append(torch.zeros_like(leaf))
+                grads.append(torch.zeros_like(plan.sink.lifted(leaf, plan.rows)))
     return grads
 
 
@@ -112,6 +140,7 @@ class Planner:
         mean: the loss is the mean over rows, so a microbatch counts by its rows.
         cotangent: what of the losses is differentiated, None for all of them.
         lower: makes the programs; it knows the transport.
+        sink: how gradients and losses are collected.
     """
 
     def __init__(
@@ -124,6 +153,7 @@ class Planner:
         mean: bool,
         cotangent: tuple[float, ...] | None,
         lower: Callable[[Schedule, Codes], tuple[Program, ...]],
+        sink: Sink,
     ) -> None:
         self._tracer = tracer
         self._compiler = compiler
@@ -133,6 +163,7 @@ class Planner:
         self._mean = mean
         self._cotangent = cotangent
         self._lower = lower
+        self._sink = sink
         self._plans: dict[Signature, Plan] = {}
 
     def __call__(self, signature: Signature) -> Plan:
@@ -152,7 +183,7 @@ class Planner:
         sizes = distinct(rows)
         log.info("tracing %s for microbatches of %s rows", goal, " and ".join(map(str, sizes)))
         chains = {
-            size: self._tracer(params, shape, goal)
+            size: self._tracer(params, shape, goal, size)
             for size, shape in zip(sizes, batch, strict=True)
         }
         usual, last = self._policies
@@ -180,7 +211,7 @@ class Planner:
             goal,
             schedule,
             programs,
-            chains[rows[0]].stages[-1],
+            [chains[size].stages[-1] for size in rows],
             rows,
             "\n".join(sorted(graphs)),
         )
@@ -192,22 +223,29 @@ class Planner:
         goal: Goal,
         schedule: Schedule,
         programs: tuple[Program, ...],
-        final: Traced,
+        finals: Sequence[Traced],
         rows: Sequence[int],
         graphs: str,
     ) -> Plan:
-        shares = [size / sum(rows) if self._mean else 1.0 for size in rows]
-        value = final.values[0] if final.values else torch.empty(())
-        dtype = value.dtype if is_differentiable(value) else None
-        weights = torch.tensor(shares, dtype=dtype, device=value.device)
-        shape = () if goal == "forward" else value.shape
-        chosen = weights.new_ones(shape)
-        if self._cotangent is not None and goal != "forward":
-            # The weights are over the last dimensions, the same for all that comes before.
-            parts = weights.new_tensor(self._cotangent)
-            chosen = parts.expand(chosen.numel() // parts.numel(), -1).reshape(shape)
-        seeds = tuple(weight * chosen for weight in weights)
-        return Plan(schedule, programs, seeds, weights, final.spec, graphs)
+        weighted = self._mean and self._sink.join is None
+        shares = [size / sum(rows) if weighted else 1.0 for size in rows]
+        values = [final.values[0] if final.values else torch.empty(()) for final in finals]
+        dtype = values[0].dtype if is_differentiable(values[0]) else None
+        weights = torch.tensor(shares, dtype=dtype, device=values[0].device)
+        seeds = tuple(
+            weight * self._chosen(weight.new_ones(() if goal == "forward" else value.shape))
+            for weight, value in zip(weights, values, strict=True)
+        )
+        spec = finals[0].spec
+        return Plan(schedule, programs, seeds, weights, spec, graphs, sum(rows), self._sink)
+
+    def _chosen(self, ones: Tensor) -> Tensor:
+        """What of a microbatch's losses is differentiated."""
+        if self._cotangent is None or not ones.dim():
+            return ones
+        # The weights are over the last dimensions, the same for all that comes before.
+        parts = ones.new_tensor(self._cotangent)
+        return parts.expand(ones.numel() // parts.numel(), -1).reshape(ones.shape)
 
 
 def forwards_of(schedule: Schedule) -> Schedule:

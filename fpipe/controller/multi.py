@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -325,14 +326,14 @@ class MultiController:
 
     def _finish(self, plan: Plan, loss: Tensor | None, *, failed: bool) -> Tensor:
         """Give every rank the loss, and know whether all ranks came to their end."""
-        word = torch.zeros(1 + plan.seeds[0].numel(), dtype=torch.float64)
+        word = torch.zeros(1 + prod(plan.loss_shape), dtype=torch.float64)
         word[0] = failed
         if loss is not None:
             word[1:] = loss.flatten()
         _connected(lambda: self._control.allreduce([word]).wait())
         if word[0] > 0 and not failed:
             raise self._reported()
-        total = word[1:].reshape(plan.seeds[0].shape)
+        total = word[1:].reshape(plan.loss_shape)
         return total.to(self._device, plan.weights.dtype)
 
     def _interrupted(self) -> bool:

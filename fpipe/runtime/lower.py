@@ -66,6 +66,7 @@ def lower(
     runs_here: Callable[[int], bool] = lambda rank: True,
     *,
     tied: bool = False,
+    everywhere: bool = False,
 ) -> tuple[Program, ...]:
     """Lower `schedule` to one program per rank.
 
@@ -76,20 +77,22 @@ def lower(
         runs_here: which ranks run in this process; the kernels of the others are not compiled, and
             their programs are there to be read.
         tied: stages number the leaves of one tree of parameters, and may share some.
+        everywhere: every rank gets the gradients of all stages.
     """
     resolve = Resolver(codes)
     tasks = tasks_of(schedule, codes, resolve)
     if tied:
-        everywhere = not all(map(runs_here, range(schedule.num_ranks)))
-        tasks = tie(tasks, schedule, codes, everywhere=everywhere)
+        apart = not all(map(runs_here, range(schedule.num_ranks)))
+        tasks = tie(tasks, schedule, codes, everywhere=apart)
     last = schedule.num_stages - 1
     results: list[dict[Value, None]] = [{} for _ in schedule.actions]
-    grads: list[list[tuple[int, int, Value]]] = [[] for _ in schedule.actions]
+    grads: list[list[tuple[int, int, int, Value]]] = [[] for _ in schedule.actions]
     outputs: list[list[tuple[int, int, Value]]] = [[] for _ in schedule.actions]
     for total, value in tasks.sums.items():
-        rank = schedule.placement[total.stage]
-        grads[rank].append((total.stage, total.leaf, value))
-        results[rank][value] = None
+        ranks = range(schedule.num_ranks) if everywhere else [schedule.placement[total.stage]]
+        for rank in ranks:
+            grads[rank].append((total.stage, total.leaf, total.microbatch, value))
+            results[rank][value] = None
     for microbatch in range(schedule.num_microbatches):
         for leaf, name in enumerate(codes(last, microbatch).outputs):
             value = resolve(last, microbatch, name)
@@ -176,7 +179,7 @@ def _assemble(
     rank: int,
     steps: Sequence[_Step],
     results: dict[Value, None],
-    grads: Sequence[tuple[int, int, Value]],
+    grads: Sequence[tuple[int, int, int, Value]],
     outputs: Sequence[tuple[int, int, Value]],
     *,
     compiled: bool,
@@ -226,7 +229,7 @@ def _assemble(
         instructions=tuple(instructions),
         bindings=bindings,
         results=Results(
-            grads=tuple((stage, leaf, slots[value]) for stage, leaf, value in grads),
+            grads=tuple((s, leaf, m, slots[value]) for s, leaf, m, value in grads),
             outputs=tuple((microbatch, leaf, slots[value]) for microbatch, leaf, value in outputs),
         ),
         num_slots=slots.count,

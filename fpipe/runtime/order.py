@@ -30,7 +30,7 @@ Place = tuple[int, int]
 
 
 def lower_for_group(
-    schedule: Schedule, codes: Codes, *, rank: int, tied: bool = False
+    schedule: Schedule, codes: Codes, *, rank: int, tied: bool = False, everywhere: bool = False
 ) -> tuple[Program, ...]:
     """Lower a schedule for processes that each run one rank, and prove that they come to an end.
 
@@ -42,6 +42,7 @@ def lower_for_group(
         codes: the code of each stage and microbatch.
         rank: the rank of this process.
         tied: as for `lower`.
+        everywhere: as for `lower`.
 
     Raises:
         ScheduleError: the programs would not come to an end.
@@ -49,7 +50,9 @@ def lower_for_group(
     everything = sum(map(len, schedule.actions))
     for window in (2, 8, everything):
         windows = Windows(window, window)
-        programs = lower(schedule, codes, windows, lambda r: r == rank, tied=tied)
+        programs = lower(
+            schedule, codes, windows, lambda r: r == rank, tied=tied, everywhere=everywhere
+        )
         if not find_circle(programs):
             break
     prove(programs)

@@ -113,12 +113,12 @@ class Results(NamedTuple):
     """Slots that are read when a program has ended.
 
     Attributes:
-        grads: ``(stage, leaf, slot)``.
+        grads: ``(stage, leaf, microbatch, slot)``; the microbatch is -1 for the sum over all.
         outputs: ``(microbatch, leaf, slot)``: the last stage's outputs, which are the loss alone
             when there is one.
     """
 
-    grads: tuple[tuple[int, int, int], ...]
+    grads: tuple[tuple[int, int, int, int], ...]
     outputs: tuple[tuple[int, int, int], ...]
 
 
@@ -211,8 +211,9 @@ def describe(program: Program) -> str:
     width = len(str(len(program.instructions)))
     for index, instruction in enumerate(program.instructions):
         lines.append(f"  {index:>{width}}  {_describe(instruction)}")
-    for stage, leaf, slot in program.results.grads:
-        lines.append(f"  gradient of params[{stage}] leaf {leaf}: %{slot}")
+    for stage, leaf, microbatch, slot in program.results.grads:
+        of = "" if microbatch < 0 else f" for microbatch {microbatch}"
+        lines.append(f"  gradient of params[{stage}] leaf {leaf}{of}: %{slot}")
     for microbatch, leaf, slot in program.results.outputs:
         lines.append(f"  output leaf {leaf} of microbatch {microbatch}: %{slot}")
     return "\n".join(lines)

@@ -40,7 +40,8 @@ class Tasks(NamedTuple):
 
     Attributes:
         rows: the tasks of each rank, in the order of its actions.
-        sums: the value that each sum of parameter gradients ends as.
+        sums: the value that each sum of parameter gradients ends as; a gradient that is not summed
+            has one for each microbatch.
     """
 
     rows: tuple[list[Task], ...]
@@ -125,7 +126,8 @@ def _task_of(
     if ends_in_sums:
         for leaf, entry in code.sums.items():
             name = entry.total if continues else entry.start
-            sums[SumValue(stage, leaf)] = resolve(stage, microbatch, name)
+            own = -1 if entry.so_far is not None else microbatch
+            sums[SumValue(stage, leaf, own)] = resolve(stage, microbatch, name)
     if piece is None:
         return None
     outputs = tuple(Computed(stage, microbatch, name) for name in piece.outputs)

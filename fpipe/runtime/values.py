@@ -47,10 +47,11 @@ class SeedValue(NamedTuple):
 
 
 class SumValue(NamedTuple):
-    """The running sum of a parameter gradient."""
+    """The running sum of a parameter gradient, or the gradient of one microbatch by itself."""
 
     stage: int
     leaf: int
+    microbatch: int = -1
     kind: str = "sum"
 
 

@@ -40,6 +40,7 @@ from fpipe.stage.partition import (
     live_gradients,
     partition,
 )
+from fpipe.stage.sink import SUM, Sink
 from fpipe.stage.stage import Stage
 from fpipe.stage.tracer import Leaves, Traced, check_output, trace
 
@@ -96,6 +97,7 @@ class ChainTracer:
         loss_shape: shape of the loss, with None for a size that the arguments tell.
         accum_dtype: dtype to sum parameter gradients in, None for their own.
         devices: the device of each stage, None to leave all values where they are.
+        sink: how parameter gradients are collected.
     """
 
     def __init__(
@@ -105,22 +107,27 @@ class ChainTracer:
         loss_shape: tuple[int | None, ...],
         accum_dtype: torch.dtype | None,
         devices: Sequence[torch.device] | None = None,
+        sink: Sink = SUM,
     ) -> None:
         self._stages = tuple(stages)
         self._loss = loss
         self._loss_shape = loss_shape
         self._accum_dtype = accum_dtype
         self._devices = devices
+        self._sink = sink
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._traces: dict[Any, Traced] = {}
 
-    def __call__(self, shapes: Sequence[TreeShape], microbatch: TreeShape, goal: Goal) -> Chain:
+    def __call__(
+        self, shapes: Sequence[TreeShape], microbatch: TreeShape, goal: Goal, rows: int = 1
+    ) -> Chain:
         """Trace all stages for one shape of microbatch.
 
         Args:
             shapes: the parameters of each stage.
             microbatch: one microbatch.
             goal: what the chain is for.
+            rows: of the microbatch.
 
         Raises:
             StageError: a stage or the loss cannot be traced; names the stage.
@@ -140,12 +147,12 @@ class ChainTracer:
             self._check_device(labels[-1], params[index], index)
             key = (
                 *(id(stage.fn), stage.reads_batch, with_loss, goal == "step", index == 0),
-                *(params[index].key, x.key, tuple(carries), here.key, ambient()),
+                *(params[index].key, x.key, tuple(carries), here.key, rows, ambient()),
             )
             if key not in self._traces:
                 self._traces[key] = self._trace(
                     labels[-1], labels[-2] if index else None, stage, params[index], x, x_sources,
-                    carries, here, with_loss=with_loss, differentiate=goal == "step",
+                    carries, here, with_loss=with_loss, differentiate=goal == "step", rows=rows,
                 )  # fmt: skip
             result = self._traces[key]
             result = replace(result, joint=_seen_from(result.joint, index))
@@ -185,6 +192,7 @@ class ChainTracer:
         *,
         with_loss: bool,
         differentiate: bool,
+        rows: int,
     ) -> Traced:
         n_params, n_x = len(params.values), len(x.values)
         giver = f"what {before} returns" if before else "a microbatch"
@@ -224,6 +232,8 @@ class ChainTracer:
             accum_dtype=self._accum_dtype,
             origin=stage.fn,
             readers=lambda leaf: (NEXT,),
+            sink=self._sink,
+            rows=rows,
         )
 
     def _loss_of(self, label: str, y: Any, microbatch: Any) -> Tensor:

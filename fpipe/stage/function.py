@@ -48,13 +48,16 @@ class FunctionTracer:
         self._accum_dtype = accum_dtype
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def __call__(self, shapes: Sequence[TreeShape], microbatch: TreeShape, goal: Goal) -> Chain:
+    def __call__(
+        self, shapes: Sequence[TreeShape], microbatch: TreeShape, goal: Goal, rows: int = 1
+    ) -> Chain:
         """Trace the function for one shape of microbatch.
 
         Args:
             shapes: the whole parameters, once for each stage.
             microbatch: one microbatch.
             goal: what the chain is for.
+            rows: of the microbatch; the function is traced without it.
 
         Raises:
             StageError: the function cannot be traced or executes another number of cuts.

@@ -72,16 +72,17 @@ Source = Param | Upstream | BatchLeaf | Constant | Seed | SumSoFar
 
 
 class Sum(NamedTuple):
-    """How one parameter gradient is summed over microbatches, by names of values.
+    """How one parameter gradient is collected over microbatches, by names of values.
 
     Attributes:
         start: the gradient of the first microbatch, in the dtype of the sum.
-        so_far: placeholder for the sum of earlier microbatches.
+        so_far: placeholder for the sum of earlier microbatches; None where each microbatch's
+            gradient is kept by itself.
         total: `so_far` plus the gradient of this one.
     """
 
     start: str
-    so_far: str
+    so_far: str | None
     total: str
 
 

@@ -17,7 +17,11 @@ aten = torch.ops.aten
 
 
 def add_sums(
-    graph: fx.Graph, gradients: Mapping[int, fx.Node], dtype: torch.dtype | None
+    graph: fx.Graph,
+    gradients: Mapping[int, fx.Node],
+    dtype: torch.dtype | None,
+    *,
+    apart: bool = False,
 ) -> dict[int, Sum]:
     """Add the nodes of a `Sum` to `graph` for each parameter leaf in `gradients`.
 
@@ -26,7 +30,10 @@ def add_sums(
         gradients: the gradient of each parameter leaf that has one.
         dtype: the dtype to sum in, or None for the gradient's own; a complex gradient is summed in
             a complex dtype only, and a real one in a real.
+        apart: sum nothing: each microbatch's gradient is kept by itself.
     """
+    if apart:
+        return {leaf: Sum(node.name, None, node.name) for leaf, node in gradients.items()}
     end = graph.output_node()
     sums = {}
     for leaf, gradient in gradients.items():

@@ -25,6 +25,7 @@ from fpipe.stage.explain import explain
 from fpipe.stage.joint import Cotangent, Joint, Param, Source, SumSoFar, is_differentiable
 from fpipe.stage.purity import WriteGuard, refuse_writes
 from fpipe.stage.simplify import simplify
+from fpipe.stage.sink import SUM, Sink
 from fpipe.stage.sums import add_sums
 
 
@@ -76,6 +77,8 @@ def trace(
     accum_dtype: torch.dtype | None,
     origin: Callable[..., Any],
     readers: Callable[[int], Sequence[int]],
+    sink: Sink = SUM,
+    rows: int = 0,
 ) -> Traced:
     """Trace `function`, which takes flat leaves and returns a pytree, into a `Joint`.
 
@@ -88,11 +91,22 @@ def trace(
         accum_dtype: dtype to sum parameter gradients in, None for their own.
         origin: the user's own function, searched for the name of a closed-over tensor.
         readers: the stages that read an output leaf, by its index; each hands a cotangent back.
+        sink: how parameter gradients are collected.
+        rows: of the microbatch, for a sink that repeats the parameters.
 
     Raises:
         StageError: the function cannot be traced or is not pure; says which stage, op or leaf.
     """
-    values, spec = _run_abstractly(name, function, leaves, mode, origin)
+    trained = [
+        flag and isinstance(source, Param)
+        for flag, source in zip(leaves.differentiable, leaves.sources, strict=True)
+    ]
+
+    def lift(arguments: Sequence[Tensor]) -> list[Tensor]:
+        pairs = zip(arguments, trained, strict=True)
+        return [sink.lifted(value, rows) if flag else value for value, flag in pairs]
+
+    values, spec = _run_abstractly(name, lambda own: function(lift(own)), leaves, mode, origin)
     paths = tuple("y" + path for path in tree.paths(spec))
     carries = tuple(
         differentiate and any(leaves.differentiable) and is_differentiable(v) for v in values
@@ -109,6 +123,7 @@ def trace(
         return [o.resolve_conj().resolve_neg().contiguous() for o in outputs]
 
     def joint(arguments: Sequence[Tensor], seeds: Sequence[Tensor]) -> Any:
+        arguments = lift(arguments)
         if not seeds or not wanted:
             return forward(*arguments), []
 
@@ -127,7 +142,11 @@ def trace(
         for (leaf, _), seed in zip(handed, seeds, strict=True):
             totals[leaf] = totals[leaf] + seed if leaf in totals else seed
         returned = [totals[leaf] for leaf, flag in enumerate(carries) if flag]
-        return [next(sides[flag]) for flag in carries], list(pullback(returned))
+        found = [
+            sink.folded(gradient) if trained[index] else gradient
+            for index, gradient in zip(wanted, pullback(returned), strict=True)
+        ]
+        return [next(sides[flag]) for flag in carries], found
 
     graph = _record(name, joint, leaves, cotangents, mode)
     refuse_writes(name, graph.graph)
@@ -149,8 +168,11 @@ def trace(
         graph.graph,
         {source.leaf: node for source, node in gradients.items() if isinstance(source, Param)},
         accum_dtype,
+        apart=sink.join is not None,
     )
-    sources.update({entry.so_far: SumSoFar(leaf) for leaf, entry in sums.items()})
+    sources.update(
+        {entry.so_far: SumSoFar(leaf) for leaf, entry in sums.items() if entry.so_far is not None}
+    )
     groups: list[list[Cotangent]] = [[] for _ in values]
     for (leaf, reader), node in zip(handed, cotangent_nodes, strict=True):
         groups[leaf].append(Cotangent(reader, node.name))

@@ -209,6 +209,11 @@ def _directional(
             f"fpipe.{name} of a pipeline that takes a vector already would be a third derivative: "
             "take one derivative in a direction, and fpipe.vmap it for several at once"
         )
+    if definition.sink.everywhere:
+        raise StageError(
+            f"fpipe.{name} of a pipeline that returns norms would mix those of two products: take "
+            "it of the pipeline itself"
+        )
     if stop and definition.loss_shape:
         raise StageError(
             f"fpipe.{name} needs one loss, but this pipeline has several: transform first, and "

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from fpipe import tree
 from fpipe.definition import Definition
 from fpipe.errors import StageError
+from fpipe.stage.sink import Sink
 from fpipe.stage.stage import Stage
 from fpipe.transforms.mapping import join, over, prefix_map
 from fpipe.transforms.members import Members, behind
 from fpipe.transforms.plain import batched
-from fpipe.transforms.transformed import Transformed, check_pipeline
-
-RANDOMNESS = ("error", "different", "same")
-
-P = TypeVar("P", bound=Transformed)
+from fpipe.transforms.transformed import P, check_pipeline, check_randomness
 
 
 def vmap(pipe: P, in_dims: Any = (0, None), *, randomness: str = "error") -> P:
@@ -72,10 +70,7 @@ def _check(in_dims: Any, randomness: str, arguments: int) -> None:
             f"in_dims={in_dims!r:.60} must be a tuple of {arguments}, one entry for each of "
             f"({names}), such as {(0, None, 0)[:arguments]}"
         )
-    if randomness not in RANDOMNESS:
-        raise StageError(
-            f"randomness={randomness!r} must be one of {', '.join(map(repr, RANDOMNESS))}"
-        )
+    check_randomness(randomness)
 
 
 def _ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) -> Definition:
@@ -106,7 +101,26 @@ def _ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str)
         ),
         loss_shape=(None, *definition.loss_shape),
         convention=Members(in_dims, definition.convention, len(definition.stages)).convention,
+        sink=_mapped_sink(definition.sink),
     )
+
+
+def _mapped_sink(sink: Sink) -> Sink:
+    """The same for gradients with the members in front."""
+    if sink.everywhere:
+        raise StageError(
+            "fpipe.vmap of a pipeline that returns norms: stack first, and take the norms "
+            "afterwards, as in fpipe.per_example_norms(fpipe.vmap(pipe))"
+        )
+    lift, join = sink.lift, sink.join
+    if lift is None or join is None:
+        return sink
+
+    def lifted(leaf: Tensor, rows: int) -> Tensor:
+        found: Tensor = torch.vmap(lambda own: lift(own, rows))(leaf)
+        return found
+
+    return replace(sink, lift=lifted, join=join + 1)
 
 
 def _stage(

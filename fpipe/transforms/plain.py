@@ -30,7 +30,7 @@ def batched(devices: Collection[str]) -> AbstractContextManager[Any]:
 @contextmanager
 def differentiable_twice() -> Iterator[None]:
     """The context in which forward-mode derivatives are taken that are differentiated again."""
-    with sdpa_kernel(SDPBackend.MATH), _Refusal(), _Plainly():
+    with sdpa_kernel(SDPBackend.MATH), _Kernels(under_vmap=_under_vmap()), _Plainly():
         yield
 
 
@@ -47,8 +47,22 @@ class _Plainly(TorchFunctionMode):
         return _PLAIN.get(func, func)(*args, **(kwargs or {}))
 
 
-class _Refusal(TorchDispatchMode):
-    """Refuses the kernels whose second derivative would be wrong without a word."""
+def _under_vmap() -> bool:
+    levels = torch._C._functorch.get_interpreter_stack() or []
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
+
+
+class _Kernels(TorchDispatchMode):
+    """Refuses the kernels whose second derivative would be wrong without a word.
+
+    Args:
+        under_vmap: make the zeros that stand for a missing direction in full. Fake tensors lose the
+            device of the symbolic ones when `vmap` has to look into them.
+    """
+
+    def __init__(self, *, under_vmap: bool) -> None:
+        super().__init__()
+        self._under_vmap = under_vmap
 
     def __torch_dispatch__(
         self,
@@ -62,6 +76,8 @@ class _Refusal(TorchDispatchMode):
                 f"the second derivative of {func} would be wrong; call torch.nn.functional.{{layer,"
                 "batch,instance}_norm, which are written out here, or write the formula"
             )
+        if self._under_vmap and func is aten._efficientzerotensor.default:
+            return torch.zeros(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fpipe.definition import Definition
 from fpipe.errors import StageError
@@ -14,6 +14,23 @@ class Transformed(Protocol):
     definition: Definition
 
     def __init__(self, definition: Definition) -> None: ...
+
+
+P = TypeVar("P", bound=Transformed)
+
+RANDOMNESS = ("error", "different", "same")
+
+
+def check_randomness(randomness: str) -> None:
+    """Refuse what `torch.func.vmap` would.
+
+    Raises:
+        StageError: it is none of `RANDOMNESS`.
+    """
+    if randomness not in RANDOMNESS:
+        raise StageError(
+            f"randomness={randomness!r} must be one of {', '.join(map(repr, RANDOMNESS))}"
+        )
 
 
 def check_pipeline(transform: str, pipe: Any) -> None:

@@ -148,6 +148,20 @@ def test_an_ensemble_of_products() -> None:
         assert_same(picked, tuple(alone), TOLERANCE)
 
 
+def test_a_mapped_batch() -> None:
+    """What has no direction is mapped too."""
+    model = mlp(4, 6)
+    pipe = fpipe.hvp(pipe_of(model, schedules.zbv(ranks=2, microbatches=2)))
+    batch = tree.tree_map(lambda leaf: torch.stack([leaf, leaf.flip(0) * 2]), model.batch)
+    vector = vector_like(model.params)
+    ours = fpipe.vmap(pipe, (None, 0, None)).step(model.params, batch, vector)
+    for number in range(2):
+        own = tree.tree_map(lambda leaf, n=number: leaf[n], batch)
+        alone = pipe.step(model.params, own, vector)
+        picked = tree.tree_map(lambda p, n=number: p[n], tuple(ours))
+        assert_same(picked, tuple(alone), TOLERANCE)
+
+
 def test_many_directions_at_once_are_a_hessian() -> None:
     model = mlp(1, 4, width=2)
     pipe = pipe_of(model, schedules.gpipe(ranks=1, microbatches=2))

@@ -1,0 +1,254 @@
+"""per_example_grads, per_example_norms: every row of the batch is a batch of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.convention import PLAIN, Convention
+from fpipe.definition import Definition
+from fpipe.engine import Pipeline
+from fpipe.errors import StageError
+from fpipe.runtime.program import Program
+from fpipe.schedule import Schedule
+from fpipe.stage.joint import is_differentiable
+from fpipe.stage.sink import Sink
+from fpipe.stage.stage import Stage
+from fpipe.transforms.mapping import over, prefix_map
+from fpipe.transforms.plain import batched
+from fpipe.transforms.transformed import P, check_pipeline, check_randomness
+
+
+class ExampleNorms(NamedTuple):
+    """Losses and gradient norms of examples.
+
+    Attributes:
+        loss: the loss of each example alone.
+        norms: the Euclidean norm of each example's gradient, over all parameters of all stages.
+    """
+
+    loss: Tensor
+    norms: Tensor
+
+
+class NormPipeline:
+    """A pipeline that returns norms of gradients; `fpipe.per_example_norms` makes one.
+
+    Attributes:
+        definition: all that it was made from.
+        pipeline: the pipeline that it runs.
+    """
+
+    def __init__(self, definition: Definition) -> None:
+        self.definition = definition
+        self.pipeline = Pipeline(definition)
+
+    def __repr__(self) -> str:
+        return f"<NormPipeline {self.pipeline!r}>"
+
+    def step(self, params: Any, batch: Any) -> ExampleNorms:
+        """Loss and gradient norm of each example, in the order of the rows of the batch.
+
+        Arguments and errors are those of `Pipeline.step`. Over a process group every rank gets the
+        norms, over the parameters of all ranks.
+        """
+        return ExampleNorms(*self.pipeline.run_step(params, batch))
+
+    def value(self, params: Any, batch: Any) -> Tensor:
+        """The loss of each example; runs forward only."""
+        return self.pipeline.value(params, batch)
+
+    def with_schedule(self, schedule: Schedule) -> NormPipeline:
+        """The same under another schedule, as `Pipeline.with_schedule`."""
+        return NormPipeline(self.pipeline.with_schedule(schedule).definition)
+
+    def local(self, params: Any) -> Any:
+        """As `Pipeline.local`."""
+        return self.pipeline.local(params)
+
+    def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
+        """As `Pipeline.programs`."""
+        return self.pipeline.programs(params, batch)
+
+
+def per_example_grads(pipe: P, *, randomness: str = "error") -> P:
+    """A pipeline that gives the loss and the gradient of every example.
+
+    Each row of the batch runs as a batch of one, all rows of a microbatch at once; its loss and
+    gradient are those of that row alone, without any weight. Every stage's parameters are read as
+    if each row had its own copy (no memory is spent on that), so their gradients come apart by row.
+
+    Args:
+        pipe: a pipeline, such as `fpipe.pipeline`, `fpipe.vmap` or `fpipe.hvp` makes.
+        randomness: ``"different"`` or ``"same"`` for all rows; ``"error"`` refuses random ops.
+
+    Returns:
+        A pipeline of the same kind. ``step`` returns losses and gradients with the rows of the
+        batch along a new first dimension; ``value`` the losses; ``forward`` the outputs of the
+        batches of one, along a new first dimension too.
+
+    Raises:
+        StageError: `pipe` is no pipeline, or goes by rows already.
+
+    Example:
+        >>> import torch, fpipe
+        >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+        >>> stages = [lambda w, x: x * w, lambda w, x: x * w]
+        >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+        >>> params = [torch.tensor(2.0), torch.tensor(3.0)]
+        >>> batch = torch.tensor([1.0, 10.0, 100.0])
+        >>> loss, grads = fpipe.per_example_grads(pipe).step(params, batch)
+        >>> loss.tolist(), grads[0].tolist()
+        ([6.0, 60.0, 600.0], [3.0, 30.0, 300.0])
+    """
+    check_pipeline("per_example_grads", pipe)
+    return type(pipe)(_by_rows("per_example_grads", pipe.definition, randomness))
+
+
+def per_example_norms(pipe: Pipeline, *, randomness: str = "error") -> NormPipeline:
+    """A pipeline that gives the loss of every example and the norm of its gradient.
+
+    It is `fpipe.per_example_grads` of which each stage keeps the sums of squares alone: the
+    gradients of one stage and one microbatch exist at a time.
+
+    Args:
+        pipe: a pipeline, such as `fpipe.pipeline` or `fpipe.vmap` makes.
+        randomness: as in `fpipe.per_example_grads`.
+
+    Returns:
+        A `NormPipeline`, whose ``step`` returns ``(loss, norms)``, one of each per row; for an
+        ensemble ``(rows, members)``.
+
+    Raises:
+        StageError: `pipe` is no pipeline, takes a vector, or goes by rows already.
+
+    Example:
+        >>> import torch, fpipe
+        >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+        >>> stages = [lambda w, x: x * w, lambda w, x: x * w]
+        >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+        >>> params = [torch.tensor(4.0), torch.tensor(3.0)]
+        >>> batch = torch.tensor([1.0, 10.0, 100.0])
+        >>> fpipe.per_example_norms(pipe).step(params, batch).norms.tolist()
+        [5.0, 50.0, 500.0]
+    """
+    check_pipeline("per_example_norms", pipe)
+    definition = pipe.definition
+    if definition.convention.vectors:
+        raise StageError(
+            "fpipe.per_example_norms of a pipeline that takes a vector would mix the norms of two "
+            "products: take fpipe.per_example_grads of it, or the norms of the pipeline itself"
+        )
+    kept = 1 + len(definition.loss_shape)
+    by_rows = _by_rows("per_example_norms", definition, randomness)
+    return NormPipeline(
+        replace(
+            by_rows,
+            sink=replace(by_rows.sink, fold=partial(_squares, kept), everywhere=True),
+            convention=by_rows.convention._replace(grads=_norms),
+        )
+    )
+
+
+def _squares(kept: int, gradient: Tensor) -> Tensor:
+    """The sum of squares over all dimensions but the first `kept`, in single precision at least."""
+    g = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+    squares = (g.conj() * g).real if g.is_complex() else g.square()
+    return squares.flatten(kept).sum(kept) if squares.dim() > kept else squares
+
+
+def _norms(squares: list[Tensor]) -> Tensor:
+    return torch.stack(squares).sum(0).sqrt()
+
+
+def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
+    if definition.sink.join is not None:
+        raise StageError(f"fpipe.{name} of a pipeline that goes by rows already: apply it once")
+    check_randomness(randomness)
+    in_dims = definition.in_dims
+    made: dict[tuple[int, bool], Callable[..., Any]] = {}
+
+    def rowwise(index: int, stage: Stage) -> Stage:
+        # Stages of one function stay stages of one function, so that they are traced once.
+        key = (id(stage.fn), index == 0)
+        if key not in made:
+            made[key] = _stage(stage.fn, in_dims, randomness, first=index == 0)
+        return replace(stage, fn=made[key])
+
+    @wraps(definition.loss)
+    def loss(y: Any, microbatch: Any) -> Tensor:
+        result: Tensor = over(
+            lambda own, row: definition.loss(own, _whole(row, in_dims)),
+            [y, microbatch],
+            [0, in_dims],
+            randomness,
+        )
+        return result
+
+    inner = definition.convention
+    convention = inner._replace(out_dims=_first)
+    if inner is not PLAIN:
+        convention = Convention(
+            inner.enter,
+            lambda loss: over(inner.loss, [loss], [0]),
+            lambda grads: over(inner.grads, [grads], [0]),
+            _first,
+            inner.vectors,
+        )
+    return replace(
+        definition,
+        stages=tuple(rowwise(*pair) for pair in enumerate(definition.stages)),
+        loss=loss,
+        loss_shape=(None, *definition.loss_shape),
+        sink=Sink(lift=_repeat, join=0),
+        convention=convention,
+    )
+
+
+def _stage(
+    function: Callable[..., Any], in_dims: Any, randomness: str, *, first: bool
+) -> Callable[..., Any]:
+    """A stage function over all rows of a microbatch, whose parameters have a first dimension."""
+
+    @wraps(function)
+    def stage(params: Any, x: Any, *microbatch: Any) -> Any:
+        def one(own: Any, value: Any, *row: Any) -> Any:
+            value = _whole(value, in_dims) if first else value
+            return function(own, value, *(_whole(r, in_dims) for r in row))
+
+        dims = tree.tree_map(lambda leaf: 0 if is_differentiable(leaf) else None, params)
+        devices = {leaf.device.type for leaf in tree.flatten((params, x))[0]}
+        with batched(devices):
+            return over(
+                one,
+                [params, x, *microbatch],
+                [dims, in_dims if first else 0, *(in_dims for _ in microbatch)],
+                randomness,
+            )
+
+    return stage
+
+
+def _whole(row: Any, in_dims: Any) -> Any:
+    """One row of a microbatch as a microbatch of one."""
+    leaves, spec = tree.flatten(row)
+    dims = tree.broadcast_prefix("in_dims", in_dims, row, "the microbatch")
+    return tree.unflatten(
+        spec,
+        [v if dim is None else v.unsqueeze(dim) for v, dim in zip(leaves, dims, strict=True)],
+    )
+
+
+def _repeat(leaf: Tensor, rows: int) -> Tensor:
+    return leaf.expand(rows, *leaf.shape)
+
+
+def _first(out_dims: Any) -> Any:
+    """Outputs are stacked along a first dimension, whatever they are made of."""
+    return prefix_map(lambda dim: None if dim is None else 0, out_dims)

@@ -1,0 +1,176 @@
+"""Losses, gradients and norms of single examples: each row runs as a batch of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fpipe
+from fpipe import Stage, StageError, schedules, tree
+from tests.models import MODELS, Model, assert_same, mlp, unpipelined
+
+ALL = {**MODELS, "mlp": mlp}
+FAMILIES = ("one_f_one_b", "zb_h1", "zbv", "interleaved_1f1b")
+ROWS = 7
+
+
+def pipe_of(model: Model, schedule: fpipe.Schedule, **options: Any) -> fpipe.Pipeline:
+    return fpipe.pipeline(model.stages, model.loss, schedule, **{"compile": False, **options})
+
+
+def row(model: Model, number: int) -> Model:
+    one = tree.tree_map(lambda leaf: leaf[number : number + 1], model.batch)
+    return model._replace(batch=one)
+
+
+def pick(value: Any, number: int) -> Any:
+    return tree.tree_map(lambda leaf: leaf[number], value)
+
+
+def norms_of(grads: Any) -> Tensor:
+    squares = [g.flatten(1).square().sum(1) for g in tree.flatten(grads)[0]]
+    return torch.stack(squares).sum(0).sqrt()
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_example_is_a_batch_of_one(name: str, family: str) -> None:
+    """Microbatches of two sizes; no weight of theirs is in the result."""
+    schedule = schedules.get(family, ranks=2, microbatches=3)
+    model = ALL[name](schedule.num_stages, ROWS)
+    pipe = pipe_of(model, schedule)
+    by_rows = fpipe.per_example_grads(pipe)
+    loss, grads = by_rows.step(model.params, model.batch)
+    assert loss.shape == (ROWS,)
+    for number in range(ROWS):
+        alone = unpipelined(*row(model, number))
+        assert_same(fpipe.Step(loss[number], pick(grads, number)), alone)
+    assert_same(by_rows.value(model.params, model.batch), loss)
+    norms = fpipe.per_example_norms(pipe).step(model.params, model.batch)
+    assert_same(tuple(norms), (loss, norms_of(grads)))
+
+
+def test_forward_stacks_the_outputs_of_batches_of_one() -> None:
+    model = MODELS["conv"](4, 5)
+    pipe = pipe_of(model, schedules.zbv(ranks=2, microbatches=2))
+    y = fpipe.per_example_grads(pipe).forward(model.params, model.batch)
+    assert_same(tree.tree_map(lambda leaf: leaf[:, 0], y), pipe.forward(model.params, model.batch))
+
+
+def test_rows_along_any_dimension_and_leaves_without_rows() -> None:
+    """Integer parameters, parameters that nothing reads, a stage that reads the batch."""
+
+    def first(p: Any, batch: Any) -> Tensor:
+        return batch["x"].T[:, p["order"]] @ p["w"]
+
+    def second(p: Any, x: Tensor, batch: Any) -> Tensor:
+        return x * p["w"] * batch["scale"]
+
+    def loss(y: Tensor, batch: Any) -> Tensor:
+        return F.mse_loss(y, batch["y"])
+
+    pipe = fpipe.pipeline(
+        [first, Stage(second, reads_batch=True)],
+        loss,
+        schedules.zb_h1(ranks=2, microbatches=2),
+        in_dims={"x": -1, "y": 0, "scale": None},
+        compile=False,
+    )
+    params = [
+        {"w": torch.randn(3, 2).double(), "order": torch.tensor([2, 0, 1])},
+        {"w": torch.randn(2).double(), "unused": torch.randn(4).double()},
+    ]
+    batch = {"x": torch.randn(3, 5), "y": torch.randn(5, 2), "scale": torch.randn(2)}
+    batch = {name: leaf.double() for name, leaf in batch.items()}
+    found, grads = fpipe.per_example_grads(pipe).step(params, batch)
+    assert grads[0]["order"] is None
+    assert_same(grads[1]["unused"], torch.zeros(5, 4).double())
+    pipe = pipe.with_schedule(schedules.zb_h1(ranks=2, microbatches=1))
+    for number in range(5):
+        one = {"x": batch["x"][:, number, None], "y": batch["y"][number, None]}
+        alone = pipe.step(params, {**one, "scale": batch["scale"]})
+        assert_same(fpipe.Step(found[number], pick(grads, number)), alone)
+
+
+def test_of_ensembles_in_either_order() -> None:
+    model = mlp(4, ROWS)
+    pipe = pipe_of(model, schedules.zbv(ranks=2, microbatches=3))
+    params = tree.tree_map(lambda p: torch.stack([p, 1.1 * p], 1), model.params)
+    inside = fpipe.per_example_grads(fpipe.vmap(pipe, (1, None))).step(params, model.batch)
+    outside = fpipe.vmap(fpipe.per_example_grads(pipe), (1, None)).step(params, model.batch)
+    norms = fpipe.per_example_norms(fpipe.vmap(pipe, (1, None))).step(params, model.batch)
+    assert inside.loss.shape == norms.norms.shape == (ROWS, 2)
+    assert_same(inside.loss, outside.loss.T)
+    for number in range(2):
+        own = tree.tree_map(lambda p, n=number: p[:, n], params)
+        alone = fpipe.per_example_grads(pipe).step(own, model.batch)
+        assert_same(tree.tree_map(lambda g, n=number: g.select(2, n), inside.grads), alone.grads)
+        # Members lie where the parameters have them; rows come before all of a member's own.
+        assert_same(tree.tree_map(lambda g, n=number: g[:, n], outside.grads), alone.grads)
+        assert_same(norms.norms[:, number], norms_of(alone.grads))
+
+
+def test_of_hessian_products_in_either_order() -> None:
+    model = MODELS["gpt"](4, 3)
+    pipe = pipe_of(model, schedules.zbv(ranks=2, microbatches=2))
+    vector = tree.tree_map(torch.ones_like, model.params)
+    inside = fpipe.per_example_grads(fpipe.hvp(pipe)).step(model.params, model.batch, vector)
+    outside = fpipe.hvp(fpipe.per_example_grads(pipe)).step(model.params, model.batch, vector)
+    assert_same(tuple(inside), tuple(outside), 1e-9)
+    single = fpipe.hvp(pipe.with_schedule(schedules.zbv(ranks=2, microbatches=1)))
+    for number in range(3):
+        alone = single.step(model.params, row(model, number).batch, vector)
+        assert_same(pick(tuple(inside), number), tuple(alone), 1e-9)
+
+
+@pytest.mark.inductor
+def test_compiled_in_float32() -> None:
+    model = MODELS["gpt"](4, 6, torch.float32)
+    pipe = pipe_of(model, schedules.zbv(ranks=2, microbatches=3), compile=True)
+    loss, grads = fpipe.per_example_grads(pipe).step(model.params, model.batch)
+    for number in range(6):
+        alone = unpipelined(*row(model, number))
+        assert_same(fpipe.Step(loss[number], pick(grads, number)), alone, 5e-5)
+
+
+def test_other_things_keep_working() -> None:
+    model = mlp(4, 6)
+    norms = fpipe.per_example_norms(
+        pipe_of(model, schedules.interleaved_1f1b(ranks=2, microbatches=2))
+    )
+    other = norms.with_schedule(schedules.zbv(ranks=2, microbatches=3))
+    assert_same(
+        tuple(other.step(model.params, model.batch)), tuple(norms.step(model.params, model.batch))
+    )
+    assert_same(other.value(model.params, model.batch), norms.step(model.params, model.batch).loss)
+    assert "for microbatch 1" in str(other.programs(model.params, model.batch)[0])
+    assert other.local(model.params) is model.params
+
+
+# ── refusals ────────────────────────────────────────────────────────────────────────────────────
+
+PIPE = pipe_of(mlp(2, 4), schedules.one_f_one_b(ranks=2, microbatches=2))
+
+
+@pytest.mark.parametrize("transform", [fpipe.per_example_grads, fpipe.per_example_norms])
+def test_refuses_what_it_cannot_transform(transform: Any) -> None:
+    name = transform.__name__
+    with pytest.raises(StageError, match=rf"is a int: fpipe\.{name} takes a pipeline"):
+        transform(3)
+    with pytest.raises(StageError, match=rf"fpipe\.{name} of a pipeline that goes by rows already"):
+        transform(fpipe.per_example_grads(PIPE))
+    with pytest.raises(StageError, match="randomness='all' must be one of"):
+        transform(PIPE, randomness="all")
+
+
+def test_norms_compose_in_one_order_only() -> None:
+    with pytest.raises(StageError, match=r"as in fpipe\.per_example_norms\(fpipe\.vmap\(pipe\)\)"):
+        fpipe.vmap(fpipe.per_example_norms(PIPE))
+    with pytest.raises(StageError, match="would mix the norms of two products"):
+        fpipe.per_example_norms(fpipe.hvp(PIPE))  # type: ignore[arg-type]
+    with pytest.raises(StageError, match=r"fpipe\.hvp of a pipeline that returns norms"):
+        fpipe.hvp(fpipe.per_example_norms(PIPE))  # type: ignore[arg-type]
