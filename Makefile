@@ -4,6 +4,7 @@
 #   make demo       train a small GPT on real text through a zero-bubble pipeline, in one process;
 #                   make demo PROCESSES=2 with a process for each of its two ranks
 #   make examples   run every file of examples/ whole
+#   make soak       random schedules with random faults on real processes; ROUNDS=300 SEED=0
 #   make lint       ruff and mypy alone
 #   make format     let ruff rewrite the files
 #   make clean      remove .venv, the caches and build outputs
@@ -20,7 +21,11 @@ STAMP := $(VENV)/.installed
 PROCESSES ?= 1
 LAUNCH := $(if $(filter-out 1,$(PROCESSES)),$(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES),$(BIN)/python)
 
-.PHONY: test demo examples lint format clean
+# How long `make soak` goes on, and what it draws.
+ROUNDS ?= 300
+SEED ?= 0
+
+.PHONY: test demo examples soak lint format clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml constraints.txt
@@ -37,6 +42,9 @@ demo: $(STAMP)
 
 examples: $(STAMP)
 	@set -e; for file in examples/*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+soak: $(STAMP)
+	$(BIN)/python -m tests.soak.soak --rounds $(ROUNDS) --seed $(SEED)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

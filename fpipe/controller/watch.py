@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from fpipe.controller.fault import Fault
 
@@ -34,6 +34,18 @@ class Store(Protocol):
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+
+class Silence(NamedTuple):
+    """Since when a rank has not been heard of; one that was before is suspected first.
+
+    Attributes:
+        has_beaten: whether it ever was.
+        seconds: since it was last seen to beat, or since it was first looked for.
+    """
+
+    has_beaten: bool
+    seconds: float
 
 
 class Watch:
@@ -131,8 +143,10 @@ class Watch:
             silence = self._silence(following)
             if topic is not None:
                 fault = self._look(topic)
-            if topic is not None and fault is None and silence and silence > self._timeout:
-                fault = self._tell(topic, _silent(following, silence))
+            # A rank that has never beaten may be a long time on its way to its pipeline.
+            silent = silence.has_beaten and silence.seconds > self._timeout
+            if topic is not None and fault is None and silent:
+                fault = self._tell(topic, _silent(following, silence.seconds))
         except RuntimeError as error:
             fault = _store_lost(error)
         self._missed = 0
@@ -151,10 +165,10 @@ class Watch:
         if self._store.check([topic]):
             return Fault.load(self._store.get(topic))
         if self._suspicion is not None:
-            for rank in range(len(self._keys)):
-                silence = self._silence(rank)
-                if silence is not None and silence > DEAD:
-                    return self._tell(topic, _ended(rank, self._suspicion))
+            silences = [(self._silence(rank), rank) for rank in range(len(self._keys))]
+            ended = [(silence, rank) for silence, rank in silences if silence.seconds > DEAD]
+            if ended:
+                return self._tell(topic, _ended(max(ended)[1], self._suspicion))
         return None
 
     def _tell(self, topic: str, fault: Fault) -> Fault:
@@ -177,19 +191,16 @@ class Watch:
             self._note(topic, _store_silent(self._rank, seconds))
             self._ring()
 
-    def _silence(self, rank: int) -> float | None:
-        """Seconds since the counter of another rank was last seen to change.
-
-        None for one that has never beaten: it may be a long time on its way to its pipeline.
-        """
+    def _silence(self, rank: int) -> Silence:
+        """How long another rank has not been heard of."""
         if rank == self._rank:
-            return 0.0
+            return Silence(True, 0.0)
         now = time.monotonic()
         key = self._keys[rank]
         value = self._store.get(key) if self._store.check([key]) else None
         if rank not in self._seen or self._seen[rank][0] != value:
             self._seen[rank] = (value, now)
-        return None if value is None else now - self._seen[rank][1]
+        return Silence(value is not None, now - self._seen[rank][1])
 
 
 def _silent(rank: int, seconds: float) -> Fault:

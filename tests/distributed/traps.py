@@ -254,3 +254,29 @@ def without_batch(group: dist.ProcessGroup, given: Sequence[int]) -> list[Outcom
     batch = model.batch if group.rank() in given else None
     params = pipe.local(model.params)
     return [attempt(lambda given: pipe.step(params, given).loss, b) for b in (batch, model.batch)]
+
+
+PREPARED: list[Callable[[], Any]] = []
+"""The step that `prepare` has left."""
+
+
+def prepare(group: dist.ProcessGroup, schedule: Schedule, timeout: float) -> None:
+    """Make a pipeline and run a step, for `step_until_it_fails`."""
+    model = model_of("mlp", schedule.num_stages, 2 * schedule.num_microbatches)
+    pipe = pipeline(group, model, schedule, timeout=timeout)
+    params = pipe.local(model.params)
+    before = pipe.step(params, model.batch)
+    PREPARED[:] = [lambda: same(pipe.step(params, model.batch), before)]
+
+
+def step_until_it_fails(group: dist.ProcessGroup) -> tuple[int, float, list[Outcome]]:
+    """Steps without end, for a test that kills or stops a rank at any time.
+
+    Returns:
+        How many steps were right, when the next one failed on the machine's clock, and what came of
+        it and of one more.
+    """
+    steps = 0
+    while (outcome := attempt(PREPARED[0])).value:
+        steps += 1
+    return steps, time.monotonic(), [outcome, attempt(PREPARED[0])]
