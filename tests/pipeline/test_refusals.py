@@ -34,7 +34,7 @@ def after_first(stage: Callable[..., Any]) -> list[Callable[..., Any]]:
     ("options", "rule"),
     [
         ({"stages": [mlp_first]}, "stages has 1 functions, but the schedule zb_h1 has 2 stages"),
-        ({"stages": mlp_first}, "stages=<function mlp_first.* is a function: it must be a list"),
+        ({"stages": 3}, "stages=3 is a int: it must be a list or tuple with one function per"),
         ({"stages": [mlp_first, 3]}, "fn=3 is not callable: a stage is a function"),
         ({"loss": None}, r"loss=None is not callable: it is a function \(y, microbatch\)"),
         ({"schedule": "gpipe"}, "schedule='gpipe' is a str: make one with fpipe.schedules"),
