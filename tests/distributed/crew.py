@@ -133,9 +133,9 @@ class Crew:
     def close(self) -> None:
         """Kill whatever is left."""
         self.closed = True
-        for process in self.processes:
+        for rank, process in enumerate(self.processes):
             if process.is_alive():
-                os.kill(process.pid or 0, signal.SIGKILL)
+                self.signal(rank, signal.SIGKILL)
         for process in self.processes:
             process.join(10)
             assert not process.is_alive(), "a killed process is still there"
@@ -144,7 +144,9 @@ class Crew:
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to a rank."""
-        os.kill(self.processes[rank].pid or 0, number)
+        pid = self.processes[rank].pid
+        assert pid, "a process that has not started"  # 0 would mean this whole group of processes
+        os.kill(pid, number)
 
     def run(
         self,
