@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fpipe.profiling import profile
     from fpipe.stage.cut import cut
     from fpipe.stage.stage import Stage
+    from fpipe.transforms.choice import grad
     from fpipe.transforms.directional import Directional, Hvp, Jvp, ggnvp, hvp, jvp
     from fpipe.transforms.ensemble import vmap
     from fpipe.transforms.rows import (
@@ -58,6 +59,7 @@ __all__ = [
     "cut",
     "ggnvp",
     "global_norm",
+    "grad",
     "hvp",
     "jvp",
     "lower_bound",
@@ -89,6 +91,7 @@ _LAZY = {
     "clip_by_global_norm": "fpipe.norms",
     "cut": "fpipe.stage.cut",
     "ggnvp": "fpipe.transforms.directional",
+    "grad": "fpipe.transforms.choice",
     "global_norm": "fpipe.norms",
     "hvp": "fpipe.transforms.directional",
     "jvp": "fpipe.transforms.directional",

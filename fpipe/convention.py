@@ -38,6 +38,7 @@ class Convention(NamedTuple):
             batch keeps its structure, and may be None.
         loss: from the tensor that the pipeline computes to what is returned for it.
         grads: from gradients in the structure of the stages' params to what is returned.
+        batch: from gradients in the structure of the stages' batch to what is returned.
         out_dims: from the caller's dimensions of an output to those of what the last stage returns.
         vectors: how many arguments there are beside params and batch.
     """
@@ -46,6 +47,7 @@ class Convention(NamedTuple):
     loss: Callable[[Tensor], Any] = _identity
     grads: Callable[[Any], Any] = _identity
     out_dims: Callable[[Any], Any] = _identity
+    batch: Callable[[Any], Any] = _identity
     vectors: int = 0
 
 

@@ -48,6 +48,7 @@ class Definition:
             the last dimensions of `loss_shape`, those with a size; None weighs each loss with 1.
         convention: how it is called, and what is returned.
         sink: how gradients and losses are collected over microbatches.
+        argnums: what gradients are taken by: ``"params"``, ``"batch"``, or a tuple of both.
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -70,6 +71,7 @@ class Definition:
     loss_cotangent: tuple[float, ...] | None = None
     convention: Convention = PLAIN
     sink: Sink = SUM
+    argnums: str | tuple[str, ...] = "params"
 
     def __post_init__(self) -> None:
         _check_schedule(self.schedule)
@@ -80,7 +82,7 @@ class Definition:
             )
         if not self.function:
             _check_stages(self.schedule, self.stages)
-        elif self.loss_shape != () or self.convention is not PLAIN:
+        elif self.loss_shape or self.convention is not PLAIN or "batch" in self.wanted:
             raise StageError(
                 "a transform of a pipeline transforms its stages, but this one is one function "
                 "that is cut when it is traced: pass the stages as functions, "
@@ -128,6 +130,11 @@ class Definition:
             )
 
     @property
+    def wanted(self) -> tuple[str, ...]:
+        """The names in `argnums`."""
+        return (self.argnums,) if isinstance(self.argnums, str) else self.argnums
+
+    @property
     def setup(self) -> dict[str, str]:
         """What all processes of a group must agree on, as texts by name."""
         return {
@@ -136,7 +143,7 @@ class Definition:
             "remat policy": self.remat if isinstance(self.remat, str) else Stage(self.remat).label,
             "accum_dtype": str(self.accum_dtype),
             "in_dims": repr(self.in_dims),
-            "transform": repr((self.loss_shape, self.loss_cotangent, self.sink.join)),
+            "transform": repr((self.loss_shape, self.loss_cotangent, self.sink.join, self.argnums)),
         }
 
 

@@ -21,11 +21,11 @@ from fpipe import microbatch, tree
 from fpipe.controller.controller import Controller, Finished
 from fpipe.controller.multi import MultiController
 from fpipe.controller.single import SingleController
-from fpipe.convention import Convention
+from fpipe.convention import PLAIN, Convention
 from fpipe.definition import Definition, group_of, placed, stages_of, whole_loss
-from fpipe.errors import FpipeError
+from fpipe.history import is_tracked, refuse_batch, refuse_levels, tracked_loss
 from fpipe.parameters import Parameters, keep
-from fpipe.plan import Planner, collected, gradients
+from fpipe.plan import Planner, batch_gradients, collected, gradients
 from fpipe.runtime.connect import device_of
 from fpipe.runtime.lower import lower
 from fpipe.runtime.order import lower_for_group
@@ -100,10 +100,28 @@ class Pipeline:
     def value(self, params: Any, batch: Any) -> Tensor:
         """The loss of one batch alone: runs forward only and keeps nothing for a backward.
 
-        Arguments, result and errors are those of `step`.
+        Arguments, result and errors are those of `step`. Only where autograd is watching, that is
+        where a parameter requires a gradient outside `torch.no_grad`, or within `torch.func.grad`,
+        a whole step runs, and the loss has a history: ``backward()`` and `torch.func.grad` can
+        differentiate it by the parameters, once. A transformed pipeline's value has none.
+
+        Raises:
+            FpipeError: it is differentiated by the batch, twice, or by another transform of
+                `torch.func`; says what to use instead.
         """
-        loss: Tensor = self.run_value(params, batch)
-        return loss
+        leaves, spec = tree.flatten(params)
+        refuse_batch(tree.flatten(batch)[0])
+        if self.definition.convention is not PLAIN or not is_tracked(leaves):
+            loss: Tensor = self.run_value(params, batch)
+            return loss
+
+        def work(own: Sequence[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
+            given = tree.unflatten(spec, own)
+            found, grads = self.run_step(given, batch)
+            # Parts of other processes have no gradient here.
+            return found, tree.broadcast_prefix("grads", grads, given, "params")
+
+        return tracked_loss(work, leaves)
 
     def forward(self, params: Any, batch: Any, *, out_dims: Any = 0) -> Any:
         """The last stage's output for the whole batch; the loss is not computed.
@@ -166,6 +184,8 @@ class Pipeline:
     def run_step(self, *arguments: Any) -> tuple[Any, Any]:
         """The loss and the gradients, as the convention returns them."""
         done = self._run(arguments, "step")
+        if self.definition.argnums != "params":
+            return self._loss_of(done), self._chosen_grads(done)
         grads: Any
         if self.definition.sink.everywhere:
             grads = list(collected(done.plan, done.runs).values())
@@ -186,6 +206,20 @@ class Pipeline:
             return None
         return microbatch.merge(done.plan.outputs(done.runs), self._convention.out_dims(out_dims))
 
+    def _chosen_grads(self, done: Finished) -> Any:
+        """Gradients by what was chosen, one or a tuple."""
+        found: list[Any] = []
+        for argument in self.definition.wanted:
+            if argument == "params":
+                flat = gradients(done.plan, done.runs, done.params)
+                found.append(self._convention.grads(tree.unflatten(done.params.spec, flat)))
+            elif self.rank in (None, self.schedule.placement[0]):
+                grads = batch_gradients(done.runs, done.batch, self.definition.in_dims)
+                found.append(self._convention.batch(grads))
+            else:
+                found.append(None)
+        return found[0] if isinstance(self.definition.argnums, str) else tuple(found)
+
     @property
     def _convention(self) -> Convention:
         return self.definition.convention
@@ -195,13 +229,9 @@ class Pipeline:
         return self._convention.loss(done.loss)
 
     def _run(self, arguments: Sequence[Any], goal: Goal) -> Finished:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise FpipeError(
-                "a pipeline cannot run inside torch.func.vmap, grad, vjp or jvp: call it outside, "
-                "or put the transform inside the stages"
-            )
+        refuse_levels()
         params, batch = self._convention.enter(*arguments)
-        return self._controller.run(params, batch, goal)
+        return self._controller.run(params, batch, goal)._replace(batch=batch)
 
 
 def _controller(definition: Definition) -> Controller:
@@ -258,6 +288,7 @@ def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
         definition.accum_dtype,
         None if devices is None else [devices[rank] for rank in schedule.placement],
         definition.sink,
+        definition.wanted,
     )
 
 

@@ -20,7 +20,7 @@ from fpipe.runtime.program import Program
 from fpipe.runtime.values import Codes
 from fpipe.schedule import Op, Schedule
 from fpipe.shapes import Goal, Signature, distinct
-from fpipe.stage.chain import ChainTracer, assemble, live_params
+from fpipe.stage.chain import ChainTracer, assemble, live_leaves
 from fpipe.stage.code import StageCode
 from fpipe.stage.compiler import Compiler
 from fpipe.stage.function import FunctionTracer
@@ -129,6 +129,32 @@ def gradients(plan: Plan, runs: Sequence[Run], params: Parameters) -> list[Tenso
     return grads
 
 
+def batch_gradients(runs: Sequence[Run], batch: Any, in_dims: Any) -> Any:
+    """The gradient of each leaf of the batch, in its structure; None for one that cannot have one.
+
+    A leaf that several stages read gets the sum of their parts; one that is split, its rows in
+    order; and one that is not, the sum over all microbatches.
+    """
+    leaves, spec = tree.flatten(batch)
+    dims = tree.broadcast_prefix("in_dims", in_dims, batch, "batch")
+    parts: dict[int, dict[int, Any]] = {}
+    for run in runs:
+        for _, leaf, microbatch, slot in sorted(run.program.results.batch_grads):
+            own = parts.setdefault(leaf, {})
+            part = run.slots[slot]
+            own[microbatch] = own[microbatch] + part if microbatch in own else part
+    found: list[Tensor | None] = []
+    for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        rows = [part for _, part in sorted(parts.get(index, {}).items())]
+        if not is_differentiable(leaf):
+            found.append(None)
+        elif not rows:
+            found.append(torch.zeros_like(leaf))
+        else:
+            found.append(torch.stack(rows).sum(0) if dim is None else torch.cat(rows, dim))
+    return tree.unflatten(spec, found)
+
+
 class Planner:
     """Makes plans, and keeps each for the next call with the same shapes.
 
@@ -187,7 +213,7 @@ class Planner:
             for size, shape in zip(sizes, batch, strict=True)
         }
         usual, last = self._policies
-        trained = live_params(chains.values())
+        trained = live_leaves(chains.values())
         codes = {
             (size, policy): assemble(chain, trained, policy, self._compiler)
             for size, chain in chains.items()

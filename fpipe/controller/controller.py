@@ -24,12 +24,14 @@ class Finished(NamedTuple):
         plan: what it ran by.
         runs: the runs of this process's ranks, with their results in their slots.
         loss: the loss of the batch, where the goal has one.
+        batch: as it was passed.
     """
 
     params: Parameters
     plan: Plan
     runs: Sequence[Run]
     loss: Tensor | None
+    batch: Any = None
 
 
 class Controller(Protocol):

@@ -38,6 +38,7 @@ from fpipe.runtime.values import (
     ParamValue,
     Resolver,
     SeedValue,
+    SumValue,
     Value,
 )
 from fpipe.schedule import Schedule
@@ -86,12 +87,14 @@ def lower(
         tasks = tie(tasks, schedule, codes, everywhere=apart)
     last = schedule.num_stages - 1
     results: list[dict[Value, None]] = [{} for _ in schedule.actions]
-    grads: list[list[tuple[int, int, int, Value]]] = [[] for _ in schedule.actions]
+    grads: list[list[tuple[SumValue, Value]]] = [[] for _ in schedule.actions]
     outputs: list[list[tuple[int, int, Value]]] = [[] for _ in schedule.actions]
     for total, value in tasks.sums.items():
-        ranks = range(schedule.num_ranks) if everywhere else [schedule.placement[total.stage]]
+        # What belongs to the batch is gathered where the batch comes in.
+        stage = 0 if total.argument == "batch" else total.stage
+        ranks = range(schedule.num_ranks) if everywhere else [schedule.placement[stage]]
         for rank in ranks:
-            grads[rank].append((total.stage, total.leaf, total.microbatch, value))
+            grads[rank].append((total, value))
             results[rank][value] = None
     for microbatch in range(schedule.num_microbatches):
         for leaf, name in enumerate(codes(last, microbatch).outputs):
@@ -179,7 +182,7 @@ def _assemble(
     rank: int,
     steps: Sequence[_Step],
     results: dict[Value, None],
-    grads: Sequence[tuple[int, int, int, Value]],
+    grads: Sequence[tuple[SumValue, Value]],
     outputs: Sequence[tuple[int, int, Value]],
     *,
     compiled: bool,
@@ -229,7 +232,16 @@ def _assemble(
         instructions=tuple(instructions),
         bindings=bindings,
         results=Results(
-            grads=tuple((s, leaf, m, slots[value]) for s, leaf, m, value in grads),
+            grads=tuple(
+                (total.stage, total.leaf, total.microbatch, slots[value])
+                for total, value in grads
+                if total.argument == "params"
+            ),
+            batch_grads=tuple(
+                (total.stage, total.leaf, total.microbatch, slots[value])
+                for total, value in grads
+                if total.argument == "batch"
+            ),
             outputs=tuple((microbatch, leaf, slots[value]) for microbatch, leaf, value in outputs),
         ),
         num_slots=slots.count,

@@ -116,10 +116,13 @@ class Results(NamedTuple):
         grads: ``(stage, leaf, microbatch, slot)``; the microbatch is -1 for the sum over all.
         outputs: ``(microbatch, leaf, slot)``: the last stage's outputs, which are the loss alone
             when there is one.
+        batch_grads: ``(stage, leaf, microbatch, slot)``: each stage's part of the gradient of a
+            batch leaf, on the rank of the first stage.
     """
 
     grads: tuple[tuple[int, int, int, int], ...]
     outputs: tuple[tuple[int, int, int], ...]
+    batch_grads: tuple[tuple[int, int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,6 +217,10 @@ def describe(program: Program) -> str:
     for stage, leaf, microbatch, slot in program.results.grads:
         of = "" if microbatch < 0 else f" for microbatch {microbatch}"
         lines.append(f"  gradient of params[{stage}] leaf {leaf}{of}: %{slot}")
+    for stage, leaf, microbatch, slot in program.results.batch_grads:
+        lines.append(
+            f"  gradient of microbatch {microbatch} leaf {leaf} from stage {stage}: %{slot}"
+        )
     for microbatch, leaf, slot in program.results.outputs:
         lines.append(f"  output leaf {leaf} of microbatch {microbatch}: %{slot}")
     return "\n".join(lines)

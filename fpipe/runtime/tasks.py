@@ -13,6 +13,7 @@ from fpipe.runtime.values import Codes, Computed, Resolver, SumValue, Value
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.shapes import Spec
 from fpipe.stage.compiler import Call
+from fpipe.stage.joint import BatchLeaf, Param, Source
 
 
 class Task(NamedTuple):
@@ -84,7 +85,7 @@ def tie(tasks: Tasks, schedule: Schedule, codes: Codes, *, everywhere: bool) -> 
             continue
         parts = tuple(tasks.sums[SumValue(stage, leaf)] for stage in stages)
         code = codes(stages[0], 0)
-        spec = code.specs[code.sums[leaf].start]
+        spec = code.specs[code.sums[Param(leaf)].start]
         # The first stage of each rank stands for the rank.
         holders = {schedule.placement[s]: s for s in reversed(stages)}
         if not everywhere:
@@ -108,6 +109,16 @@ def _add_up(values: list[Tensor]) -> list[Tensor]:
     return [total]
 
 
+def _sum_of(stage: int, source: Source) -> SumValue:
+    """The sum of the gradients of a leaf of the caller's."""
+    match source:
+        case Param(leaf):
+            return SumValue(stage, leaf)
+        case BatchLeaf(leaf):
+            return SumValue(stage, leaf, argument="batch")
+    raise AssertionError(f"{source} is no leaf of the caller's")
+
+
 def _task_of(
     action: Action, codes: Codes, resolve: Resolver, sums: dict[SumValue, Value]
 ) -> Task | None:
@@ -117,17 +128,19 @@ def _task_of(
         return None
     code = codes(stage, microbatch)
     ends_in_sums = op in (Op.B, Op.W)
-    continues = ends_in_sums and any(SumValue(stage, leaf) in sums for leaf in code.sums)
+    continues = ends_in_sums and any(_sum_of(stage, source) in sums for source in code.sums)
     key = f"{op}+" if continues else str(op)
     piece = code.pieces.get(key)
     inputs = [resolve(stage, microbatch, n) for n in (piece.inputs if piece else ())]
     # A sum is not one value but one after the other; from here on each has its own name.
     read = tuple(sums[v] if isinstance(v, SumValue) else v for v in inputs)
     if ends_in_sums:
-        for leaf, entry in code.sums.items():
+        for source, entry in code.sums.items():
             name = entry.total if continues else entry.start
-            own = -1 if entry.so_far is not None else microbatch
-            sums[SumValue(stage, leaf, own)] = resolve(stage, microbatch, name)
+            total = _sum_of(stage, source)
+            if entry.so_far is None:
+                total = total._replace(microbatch=microbatch)
+            sums[total] = resolve(stage, microbatch, name)
     if piece is None:
         return None
     outputs = tuple(Computed(stage, microbatch, name) for name in piece.outputs)

@@ -47,12 +47,19 @@ class SeedValue(NamedTuple):
 
 
 class SumValue(NamedTuple):
-    """The running sum of a parameter gradient, or the gradient of one microbatch by itself."""
+    """The running sum of a gradient, or the gradient of one microbatch by itself.
+
+    Attributes:
+        stage: whose contribution it is.
+        leaf: of the stage's parameters, or of the batch.
+        microbatch: -1 for the sum.
+        argument: ``"params"`` or ``"batch"``.
+    """
 
     stage: int
     leaf: int
     microbatch: int = -1
-    kind: str = "sum"
+    argument: str = "params"
 
 
 class Computed(NamedTuple):

@@ -98,6 +98,7 @@ class ChainTracer:
         accum_dtype: dtype to sum parameter gradients in, None for their own.
         devices: the device of each stage, None to leave all values where they are.
         sink: how parameter gradients are collected.
+        argnums: what gradients are taken by, ``"params"`` and ``"batch"``.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class ChainTracer:
         accum_dtype: torch.dtype | None,
         devices: Sequence[torch.device] | None = None,
         sink: Sink = SUM,
+        argnums: Collection[str] = ("params",),
     ) -> None:
         self._stages = tuple(stages)
         self._loss = loss
@@ -115,6 +117,7 @@ class ChainTracer:
         self._accum_dtype = accum_dtype
         self._devices = devices
         self._sink = sink
+        self._argnums = frozenset(argnums)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._traces: dict[Any, Traced] = {}
 
@@ -138,7 +141,7 @@ class ChainTracer:
         labels = []
         x = batch
         x_sources: list[Source] = [BatchLeaf(i) for i in range(len(batch.values))]
-        carries = [False] * len(batch.values)
+        carries = [self._wants("batch", value) for value in batch.values]
         last = len(self._stages) - 1
         for index, stage in enumerate(self._stages):
             labels.append(f"stage {index} ({stage.label})")
@@ -161,6 +164,10 @@ class ChainTracer:
             x_sources = [Upstream(index, leaf) for leaf in range(len(x.values))]
             carries = list(result.carries_gradient)
         return Chain(tuple(traced), tuple(labels), goal)
+
+    def _wants(self, argument: str, value: Tensor) -> bool:
+        """Whether the gradient by a leaf of an argument is asked for, and exists."""
+        return argument in self._argnums and is_differentiable(value)
 
     def _placed(self, values: Abstract, index: int) -> Abstract:
         """The same leaves on the device of a stage."""
@@ -221,9 +228,9 @@ class ChainTracer:
                     *("microbatch" + path for path in tree.paths(batch.spec)),
                 ),
                 differentiable=(
-                    *(is_differentiable(v) for v in params.values),
+                    *(self._wants("params", v) for v in params.values),
                     *carries,
-                    *(False for _ in batch.values),
+                    *(self._wants("batch", v) for v in batch.values),
                 ),
                 given=f"{giver} ({inputs})",
             ),
@@ -280,8 +287,8 @@ def _seen_from(joint: Joint, index: int) -> Joint:
     )
 
 
-def live_params(chains: Collection[Chain]) -> tuple[frozenset[Param], ...]:
-    """For each stage, the parameter leaves whose gradient is not zero in every one of `chains`.
+def live_leaves(chains: Collection[Chain]) -> tuple[frozenset[Source], ...]:
+    """For each stage, the caller's leaves whose gradient is not zero in every one of `chains`.
 
     A stage may read a parameter for some sizes of microbatch only; its gradient is then summed over
     all of them, zeros included.
@@ -291,20 +298,20 @@ def live_params(chains: Collection[Chain]) -> tuple[frozenset[Param], ...]:
             source
             for traced in stages
             for source in live_gradients(traced.joint)
-            if isinstance(source, Param)
+            if isinstance(source, Param | BatchLeaf)
         )
         for stages in zip(*(chain.stages for chain in chains), strict=True)
     )
 
 
 def assemble(
-    chain: Chain, trained: Sequence[Collection[Param]], policy: Policy, compiler: Compiler
+    chain: Chain, trained: Sequence[Collection[Source]], policy: Policy, compiler: Compiler
 ) -> tuple[StageCode, ...]:
     """Cut every stage of `chain` under `policy` and name what connects them.
 
     Args:
         chain: the traced stages.
-        trained: for each stage, the parameter leaves whose gradients are summed.
+        trained: for each stage, the caller's leaves whose gradients are collected.
         policy: the remat policy.
         compiler: makes pieces callable.
     """
@@ -315,9 +322,9 @@ def assemble(
         joint = traced.joint
         last = index == len(chain.stages) - 1
         inputs: list[Upstream] = []
-        params: list[Param] = []
+        params: list[Source] = []
         if chain.goal == "step":
-            params = [s for s in joint.gradients if isinstance(s, Param) and s in trained[index]]
+            params = [s for s in joint.gradients if s in trained[index]]
             inputs = [
                 s
                 for s in joint.gradients
@@ -344,7 +351,7 @@ def assemble(
                 outputs=joint.outputs,
                 cotangents=cotangents,
                 input_grads={s: joint.gradients[s] for s in inputs},
-                sums={s.leaf: joint.sums[s.leaf] for s in params},
+                sums={source: joint.sums[source] for source in params},
                 specs={
                     node.name: Spec(tuple(node.meta["val"].shape), node.meta["val"].dtype)
                     for node in joint.graph.nodes

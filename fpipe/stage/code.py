@@ -29,7 +29,7 @@ class StageCode:
         outputs: name of each output leaf.
         cotangents: what each output leaf gets back from its readers, where it is needed.
         input_grads: name of the gradient of each upstream value that needs one.
-        sums: for each parameter leaf with a gradient, the names of its sum.
+        sums: for each leaf of the caller's with a gradient, how it is collected.
         specs: shape and dtype of each named value.
         compiler: makes a piece callable, when lowering first asks for it.
     """
@@ -41,7 +41,7 @@ class StageCode:
     outputs: tuple[str, ...]
     cotangents: tuple[tuple[Cotangent, ...], ...]
     input_grads: Mapping[Upstream, str]
-    sums: Mapping[int, Sum]
+    sums: Mapping[Source, Sum]
     specs: Mapping[str, Spec] = field(repr=False)
     compiler: Compiler = field(repr=False)
 

@@ -38,6 +38,8 @@ class BatchLeaf(NamedTuple):
     """Source: a leaf of the microbatch."""
 
     leaf: int
+    # Named apart from Param, with which it would otherwise compare equal as a tuple.
+    kind: str = "batch"
 
 
 class Constant(NamedTuple):
@@ -72,7 +74,7 @@ Source = Param | Upstream | BatchLeaf | Constant | Seed | SumSoFar
 
 
 class Sum(NamedTuple):
-    """How one parameter gradient is collected over microbatches, by names of values.
+    """How the gradient of a leaf of the caller's is collected, by names of values.
 
     Attributes:
         start: the gradient of the first microbatch, in the dtype of the sum.
@@ -99,7 +101,7 @@ class Joint:
         cotangents: what each output gets back, one for each stage that reads it, added up inside;
             none where the output carries no gradient.
         gradients: node name of the gradient of each differentiable source.
-        sums: the sum over microbatches of the gradient of each parameter leaf that has one.
+        sums: how the gradient of each leaf of the caller's that has one is collected.
     """
 
     graph: fx.Graph
@@ -108,7 +110,7 @@ class Joint:
     outputs: tuple[str, ...]
     cotangents: tuple[tuple[Cotangent, ...], ...]
     gradients: dict[Source, str]
-    sums: dict[int, Sum]
+    sums: dict[Source, Sum]
 
     @cached_property
     def nodes(self) -> dict[str, fx.Node]:

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from fpipe.stage.fingerprint import fingerprint
-from fpipe.stage.joint import Cotangent, Joint, Param, Source, Upstream, is_random, is_view
+from fpipe.stage.joint import Cotangent, Joint, Source, Upstream, is_random, is_view
 
 Policy = Callable[[fx.Node], bool]
 
@@ -65,7 +65,7 @@ def partition(
     *,
     outputs: Iterable[str],
     inputs: Iterable[Upstream],
-    params: Iterable[Param],
+    params: Iterable[Source],
     policy: Policy,
 ) -> dict[str, Piece]:
     """Cut `joint` into its pieces.
@@ -74,7 +74,7 @@ def partition(
         joint: the traced stage.
         outputs: names of the outputs that anyone reads.
         inputs: the upstream values whose gradient anyone reads.
-        params: the parameter leaves whose gradient is not zero.
+        params: the caller's leaves whose gradient is wanted and not zero.
         policy: whether the backward may read a forward value (True), or computes it again from
             the stage's inputs (False). Random values are always kept.
 
@@ -92,7 +92,7 @@ def partition(
         if _can_hold(n) and (is_random(n) or policy(n))
     }
     input_grads = [nodes[joint.gradients[source]] for source in inputs]
-    sums = [joint.sums[source.leaf] for source in params]
+    sums = [joint.sums[source] for source in params]
     starts = [nodes[entry.start] for entry in sums]
     totals = [nodes[entry.total] for entry in sums]
 

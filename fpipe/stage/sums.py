@@ -11,18 +11,18 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from fpipe.stage.joint import Sum, value_of
+from fpipe.stage.joint import Param, Source, Sum, value_of
 
 aten = torch.ops.aten
 
 
 def add_sums(
     graph: fx.Graph,
-    gradients: Mapping[int, fx.Node],
+    gradients: Mapping[Param, fx.Node],
     dtype: torch.dtype | None,
     *,
     apart: bool = False,
-) -> dict[int, Sum]:
+) -> dict[Source, Sum]:
     """Add the nodes of a `Sum` to `graph` for each parameter leaf in `gradients`.
 
     Args:
@@ -33,10 +33,10 @@ def add_sums(
         apart: sum nothing: each microbatch's gradient is kept by itself.
     """
     if apart:
-        return {leaf: Sum(node.name, None, node.name) for leaf, node in gradients.items()}
+        return {source: Sum(node.name, None, node.name) for source, node in gradients.items()}
     end = graph.output_node()
-    sums = {}
-    for leaf, gradient in gradients.items():
+    sums: dict[Source, Sum] = {}
+    for source, gradient in gradients.items():
         value = value_of(gradient)
         with graph.inserting_before(end):
             start = gradient
@@ -47,9 +47,9 @@ def add_sums(
             ):
                 start = graph.call_function(aten._to_copy.default, (gradient,), {"dtype": dtype})
                 start.meta["val"] = value.to(dtype)
-            so_far = graph.placeholder(f"sum_so_far_{leaf}")
+            so_far = graph.placeholder(f"sum_so_far_{source.leaf}")
             so_far.meta["val"] = value_of(start)
             total = graph.call_function(aten.add.Tensor, (so_far, start))
             total.meta["val"] = value_of(start)
-        sums[leaf] = Sum(start.name, so_far.name, total.name)
+        sums[source] = Sum(start.name, so_far.name, total.name)
     return sums

@@ -22,7 +22,16 @@ from fpipe import tree
 from fpipe.errors import StageError
 from fpipe.stage.closure import lift_constants
 from fpipe.stage.explain import explain
-from fpipe.stage.joint import Cotangent, Joint, Param, Source, SumSoFar, is_differentiable
+from fpipe.stage.joint import (
+    BatchLeaf,
+    Cotangent,
+    Joint,
+    Param,
+    Source,
+    Sum,
+    SumSoFar,
+    is_differentiable,
+)
 from fpipe.stage.purity import WriteGuard, refuse_writes
 from fpipe.stage.simplify import simplify
 from fpipe.stage.sink import SUM, Sink
@@ -111,7 +120,12 @@ def trace(
     carries = tuple(
         differentiate and any(leaves.differentiable) and is_differentiable(v) for v in values
     )
-    wanted = [i for i, flag in enumerate(leaves.differentiable) if flag and differentiate]
+    # A leaf of the batch may come in by two names, as the first stage's input and by itself.
+    places: dict[Source, list[int]] = {}
+    for index, (flag, source) in enumerate(zip(leaves.differentiable, leaves.sources, strict=True)):
+        if flag and differentiate:
+            places.setdefault(source, []).append(index)
+    wanted = [indices[0] for indices in places.values()]
     handed = [
         (leaf, reader) for leaf, flag in enumerate(carries) if flag for reader in readers(leaf)
     ]
@@ -129,8 +143,9 @@ def trace(
 
         def split(*chosen: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             full = list(arguments)
-            for index, value in zip(wanted, chosen, strict=True):
-                full[index] = value
+            for indices, value in zip(places.values(), chosen, strict=True):
+                for index in indices:
+                    full[index] = value
             outputs = forward(*full)
             carried = [o for o, flag in zip(outputs, carries, strict=True) if flag]
             return carried, [o for o, flag in zip(outputs, carries, strict=True) if not flag]
@@ -158,21 +173,29 @@ def trace(
         node.name: source for node, source in zip(argument_nodes, leaves.sources, strict=True)
     }
     sources.update(constant_sources)
-    owned = [isinstance(leaves.sources[index], Param) for index in wanted]
+    owned = [isinstance(source, Param | BatchLeaf) for source in places]
     private = {n for n in argument_nodes if isinstance(sources[n.name], Param)}
     output_nodes, gradient_nodes = simplify(graph.graph, owned, private)
-    gradients = {
-        leaves.sources[index]: node for index, node in zip(wanted, gradient_nodes, strict=False)
-    }
+    gradients = dict(zip(places, gradient_nodes, strict=False))
     sums = add_sums(
         graph.graph,
-        {source.leaf: node for source, node in gradients.items() if isinstance(source, Param)},
+        {source: node for source, node in gradients.items() if isinstance(source, Param)},
         accum_dtype,
         apart=sink.join is not None,
     )
     sources.update(
-        {entry.so_far: SumSoFar(leaf) for leaf, entry in sums.items() if entry.so_far is not None}
+        {
+            entry.so_far: SumSoFar(source.leaf)
+            for source, entry in sums.items()
+            if isinstance(source, Param) and entry.so_far is not None
+        }
     )
+    # Every microbatch has leaves of its own.
+    sums |= {
+        source: Sum(node.name, None, node.name)
+        for source, node in gradients.items()
+        if isinstance(source, BatchLeaf)
+    }
     groups: list[list[Cotangent]] = [[] for _ in values]
     for (leaf, reader), node in zip(handed, cotangent_nodes, strict=True):
         groups[leaf].append(Cotangent(reader, node.name))

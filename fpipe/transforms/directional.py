@@ -17,7 +17,7 @@ from fpipe.schedule import Schedule
 from fpipe.stage.stage import Stage
 from fpipe.transforms.direction import Direction
 from fpipe.transforms.dual import dual_loss, dual_stage, gauss_newton_loss, load_rules
-from fpipe.transforms.transformed import check_pipeline
+from fpipe.transforms.transformed import check_pipeline, refuse_choice
 
 
 class Jvp(NamedTuple):
@@ -204,6 +204,7 @@ def _directional(
 ) -> Directional:
     check_pipeline(name, pipe)
     definition = pipe.definition
+    refuse_choice(name, definition)
     if definition.convention.vectors:
         raise StageError(
             f"fpipe.{name} of a pipeline that takes a vector already would be a third derivative: "

@@ -18,7 +18,7 @@ from fpipe.stage.stage import Stage
 from fpipe.transforms.mapping import join, over, prefix_map
 from fpipe.transforms.members import Members, behind
 from fpipe.transforms.plain import batched
-from fpipe.transforms.transformed import P, check_pipeline, check_randomness
+from fpipe.transforms.transformed import P, check_pipeline, check_randomness, refuse_choice
 
 
 def vmap(pipe: P, in_dims: Any = (0, None), *, randomness: str = "error") -> P:
@@ -59,6 +59,7 @@ def vmap(pipe: P, in_dims: Any = (0, None), *, randomness: str = "error") -> P:
     """
     check_pipeline("vmap", pipe)
     definition = pipe.definition
+    refuse_choice("vmap", definition)
     _check(in_dims, randomness, 2 + definition.convention.vectors)
     return type(pipe)(_ensemble(definition, tuple(in_dims), randomness))
 

@@ -42,7 +42,12 @@ class Members:
     def convention(self) -> Convention:
         """These members as a convention."""
         return Convention(
-            self.enter, self.loss, self.grads, self.out_dims, vectors=self.inner.vectors
+            self.enter,
+            self.loss,
+            self.grads,
+            self.out_dims,
+            self.batch,
+            vectors=self.inner.vectors,
         )
 
     def enter(self, params: Any, batch: Any, *vectors: Any) -> tuple[Any, Any]:
@@ -105,6 +110,16 @@ class Members:
             return Dual(*map(self._restore, grads))
         prefixes = _per_stage(self.in_dims[0], grads)
         return [_restored(part, prefix) for part, prefix in zip(grads, prefixes, strict=True)]
+
+    def batch(self, grads: Any) -> Any:
+        """Put the members of the batch's gradients where the caller has them."""
+        leaves, spec = tree.flatten(grads)
+        dims = tree.broadcast_prefix("in_dims[1]", self.in_dims[1], grads, "batch")
+        moved = [
+            leaf if dim is None else leaf.movedim(0, dim)
+            for leaf, dim in zip(leaves, dims, strict=True)
+        ]
+        return tree.unflatten(spec, moved)
 
     def out_dims(self, out_dims: Any) -> Any:
         """Behind the dimension of the members."""

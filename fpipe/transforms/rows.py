@@ -22,7 +22,7 @@ from fpipe.stage.sink import Sink
 from fpipe.stage.stage import Stage
 from fpipe.transforms.mapping import over, prefix_map
 from fpipe.transforms.plain import batched
-from fpipe.transforms.transformed import P, check_pipeline, check_randomness
+from fpipe.transforms.transformed import P, check_pipeline, check_randomness, refuse_choice
 
 
 class ExampleNorms(NamedTuple):
@@ -170,6 +170,7 @@ def _norms(squares: list[Tensor]) -> Tensor:
 def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
     if definition.sink.join is not None:
         raise StageError(f"fpipe.{name} of a pipeline that goes by rows already: apply it once")
+    refuse_choice(name, definition)
     check_randomness(randomness)
     in_dims = definition.in_dims
     made: dict[tuple[int, bool], Callable[..., Any]] = {}
@@ -199,7 +200,7 @@ def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
             lambda loss: over(inner.loss, [loss], [0]),
             lambda grads: over(inner.grads, [grads], [0]),
             _first,
-            inner.vectors,
+            vectors=inner.vectors,
         )
     return replace(
         definition,

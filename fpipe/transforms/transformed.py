@@ -33,6 +33,19 @@ def check_randomness(randomness: str) -> None:
         )
 
 
+def refuse_choice(transform: str, definition: Definition) -> None:
+    """Refuse a pipeline whose gradients are taken by the batch.
+
+    Raises:
+        StageError: names the transform.
+    """
+    if definition.argnums != "params":
+        raise StageError(
+            f"fpipe.{transform} of a pipeline whose argnums are {definition.argnums!r}: choose "
+            "what to differentiate by last, as in fpipe.grad(fpipe.vmap(pipe), argnums)"
+        )
+
+
 def check_pipeline(transform: str, pipe: Any) -> None:
     """Refuse what is no pipeline.
 

@@ -15,7 +15,7 @@ from fpipe.runtime.interpreter import Run
 from fpipe.runtime.lower import DIRECT, Windows, lower
 from fpipe.runtime.program import Compute, Message, Program
 from fpipe.shapes import TreeShape
-from fpipe.stage.chain import ChainTracer, assemble, live_params
+from fpipe.stage.chain import ChainTracer, assemble, live_leaves
 from fpipe.stage.code import StageCode
 from fpipe.stage.compiler import Compiler
 from fpipe.stage.partition import Policy
@@ -30,7 +30,7 @@ def codes_of(model: Model, microbatches: int, policy: Policy = save_all) -> tupl
     tracer = ChainTracer([Stage(stage) for stage in model.stages], model.loss, (), None)
     shapes = [TreeShape.of(*part) for part in zip(params.specs, params.stages, strict=True)]
     chain = tracer(shapes, TreeShape.of(parts.spec, parts.leaves[0]), "step")
-    return assemble(chain, live_params([chain]), policy, Compiler(False))
+    return assemble(chain, live_leaves([chain]), policy, Compiler(False))
 
 
 def read(model: Model, microbatches: int) -> tuple[Parameters, Microbatches]:

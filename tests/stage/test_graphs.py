@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe import StageError
 from fpipe.stage.fingerprint import fingerprint
+from fpipe.stage.joint import Param
 from fpipe.stage.remat import policies, save_all, save_nothing
 from fpipe.stage.simplify import simplify
 from fpipe.stage.sums import add_sums
@@ -102,7 +103,7 @@ def test_convolution_backward_is_split_by_what_is_wanted() -> None:
 def test_sums_start_and_go_on_in_their_dtype(dtype: torch.dtype | None) -> None:
     graph = traced(lambda x: ([], [x * 2]), torch.ones(2, dtype=torch.bfloat16))
     gradient: Any = graph.output_node().args[0]
-    entry = add_sums(graph, {0: gradient[1][0]}, dtype)[0]
+    entry = add_sums(graph, {Param(0): gradient[1][0]}, dtype)[Param(0)]
     nodes = {node.name: node for node in graph.nodes}
     values = [nodes[name].meta["val"].dtype for name in (entry.start, entry.so_far, entry.total)]
     assert set(values) == {dtype or torch.bfloat16}
