@@ -7,6 +7,7 @@ rank 0, as it does for a script that is started by hand.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import signal
@@ -193,6 +194,9 @@ class Crew:
         while waiting:
             ready = wait([self._pipes[rank] for rank in waiting], deadline - time.monotonic())
             if not ready:
+                for rank in waiting:
+                    self.signal(rank, signal.SIGUSR1)  # prints where it is
+                time.sleep(1)
                 self.close()
                 raise AssertionError(f"ranks {sorted(waiting)} hang")
             for rank in [rank for rank in waiting if self._pipes[rank] in ready]:
@@ -217,6 +221,7 @@ def _context() -> ForkServerContext:
 def _serve(rank: int, world: int, port: int, hosts: bool, pipe: Connection) -> None:
     """What each process does: answer calls until the parent goes."""
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     store = dist.TCPStore(
         "127.0.0.1", port, is_master=hosts, wait_for_workers=False, timeout=timedelta(seconds=60)
     )

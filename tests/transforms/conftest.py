@@ -1,0 +1,16 @@
+"""What the tests of transforms share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.crew import Crew
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Crew]:
+    """Two processes."""
+    with Crew(2) as two:
+        yield two

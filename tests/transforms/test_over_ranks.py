@@ -1,0 +1,45 @@
+"""Over two processes, every transform gives what it gives in one, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fpipe import schedules
+from tests.distributed.crew import Crew, values
+from tests.models import assert_identical
+from tests.transforms.actors import run
+
+
+@pytest.mark.parametrize("family", ["one_f_one_b", "zbv"])
+@pytest.mark.parametrize(
+    "transform", ["vmap", "hvp", "jvp", "vmap of hvp", "rows", "norms", "value"]
+)
+def test_two_ranks(pair: Crew, transform: str, family: str) -> None:
+    schedule = schedules.get(family, ranks=2, microbatches=3)
+    parts = values(pair.run(run, transform, schedule))
+    whole = run(None, transform, schedule)
+    for rank, part in enumerate(parts):
+        own = set(schedule.stages_of(rank))
+        for found, expected in zip(part, whole, strict=True):
+            compare(found, expected, own)
+
+
+def compare(found: Any, expected: Any, own: set[int]) -> None:
+    """Lists have one part per stage, of which a rank holds its own."""
+    if not isinstance(expected, list):
+        assert_identical(found, expected)
+        return
+    for stage, (mine, all_of_it) in enumerate(zip(found, expected, strict=True)):
+        assert_identical(mine, all_of_it if stage in own else None)
+
+
+def test_gradients_of_the_batch_lie_on_the_first_stage(pair: Crew) -> None:
+    schedule = schedules.zb_h1(ranks=2, microbatches=3)
+    first, last = values(pair.run(run, "grad", schedule))
+    whole = run(None, "grad", schedule)
+    assert_identical(first.grads[0], whole.grads[0])
+    assert whole.grads[0]["pixels"].abs().sum() > 0
+    assert last.grads[0] is None
+    compare(last.grads[1], whole.grads[1], {1})
