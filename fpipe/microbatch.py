@@ -65,16 +65,22 @@ def split(batch: Any, in_dims: Any, microbatches: int) -> Microbatches:
         if dim is None:
             columns.append([leaf.contiguous()] * microbatches)
         else:
-            columns.append([part.contiguous() for part in leaf.split(sizes, dim)])
+            columns.append(_contiguous(leaf.split(sizes, dim), leaf, dim))
     parts = tuple(zip(*columns, strict=True)) if columns else ((),) * microbatches
     return Microbatches(parts, spec, sizes)
+
+
+def _contiguous(parts: Sequence[Tensor], leaf: Tensor, dim: int) -> Sequence[Tensor]:
+    """The parts of a leaf, copied where their elements lie apart."""
+    if dim == 0 and leaf.is_contiguous():
+        return parts
+    return [part.contiguous() for part in parts]
 
 
 def _count_rows(
     leaves: Sequence[Tensor], dims: Sequence[Any], spec: optree.PyTreeSpec, microbatches: int
 ) -> int:
     """The one size that all split leaves have along their dimension."""
-    paths = tree.paths(spec)
     first: int | None = None
     rows = 0
     for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
@@ -82,12 +88,13 @@ def _count_rows(
             continue
         if not _has_dim(leaf, dim):
             raise BatchError(
-                f"in_dims is {dim!r} for batch{paths[index]} of shape {tuple(leaf.shape)}: it must "
+                f"in_dims is {dim!r} for batch{tree.paths(spec)[index]} of shape {tuple(leaf.shape)}: it must "
                 "be one of its dimensions, or None for a leaf that is not split"
             )
         if first is None:
             first, rows = index, leaf.shape[dim]
         elif leaf.shape[dim] != rows:
+            paths = tree.paths(spec)
             raise BatchError(
                 f"batch{paths[index]} has {leaf.shape[dim]} rows along dimension {dim}, but "
                 f"batch{paths[first]} has {rows}: split leaves must have the same number of rows; "
@@ -102,7 +109,7 @@ def _count_rows(
         )
     if rows < microbatches:
         raise BatchError(
-            f"batch{paths[first]} has {rows} rows, fewer than the {microbatches} microbatches of "
+            f"batch{tree.paths(spec)[first]} has {rows} rows, fewer than the {microbatches} microbatches of "
             "the schedule: pass a bigger batch or a schedule with fewer microbatches"
         )
     return rows

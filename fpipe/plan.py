@@ -64,7 +64,10 @@ class Plan:
         losses = [leaves[0] for leaves in self._output_leaves(runs)]
         if self.sink.join is not None:
             return torch.cat(losses, self.sink.join)
-        return torch.tensordot(self.weights, torch.stack(losses), 1)
+        stacked = torch.stack(losses)
+        if stacked.dim() == 1:
+            return self.weights.dot(stacked)
+        return torch.tensordot(self.weights, stacked, 1)
 
     @property
     def loss_shape(self) -> tuple[int, ...]:
