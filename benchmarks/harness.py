@@ -47,13 +47,16 @@ def interleave(
     cases: Mapping[str, Callable[[], object]],
     rounds: int,
     synchronize: Callable[[], object] = lambda: None,
+    repeats: int = 1,
 ) -> Timings:
-    """Run every case once in each round, and time it.
+    """Run every case in each round, and time it.
 
     Args:
         cases: what to run, by name.
         rounds: how many times to time each. The first `WARMUP` runs of a case are not timed.
         synchronize: waits for the device. It is called before the clock is read.
+        repeats: how many runs in a row to time as one, and to divide by. A run that is shorter than
+            the time it takes to fill the caches after another case needs several.
     """
     for run in cases.values():
         for _ in range(WARMUP):
@@ -64,9 +67,10 @@ def interleave(
         for name in order:
             synchronize()
             start = time.perf_counter()
-            cases[name]()
+            for _ in range(repeats):
+                cases[name]()
             synchronize()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append((time.perf_counter() - start) / repeats)
         order.reverse()  # no case always runs in the cache that the same other one left
     return Timings(seconds)
 

@@ -88,8 +88,9 @@ def _count_rows(
             continue
         if not _has_dim(leaf, dim):
             raise BatchError(
-                f"in_dims is {dim!r} for batch{tree.paths(spec)[index]} of shape {tuple(leaf.shape)}: it must "
-                "be one of its dimensions, or None for a leaf that is not split"
+                f"in_dims is {dim!r} for batch{tree.paths(spec)[index]} of shape "
+                f"{tuple(leaf.shape)}: it must be one of its dimensions, or None for a leaf that "
+                "is not split"
             )
         if first is None:
             first, rows = index, leaf.shape[dim]
@@ -109,8 +110,9 @@ def _count_rows(
         )
     if rows < microbatches:
         raise BatchError(
-            f"batch{tree.paths(spec)[first]} has {rows} rows, fewer than the {microbatches} microbatches of "
-            "the schedule: pass a bigger batch or a schedule with fewer microbatches"
+            f"batch{tree.paths(spec)[first]} has {rows} rows, fewer than the {microbatches} "
+            "microbatches of the schedule: pass a bigger batch or a schedule with fewer "
+            "microbatches"
         )
     return rows
 

@@ -28,6 +28,7 @@ from benchmarks.overhead import across
 
 WIDTH: Final = 8
 ROWS: Final = 8  # in a microbatch
+REPEATS: Final = 10  # steps in a row, for a step takes a millisecond
 CPU: Final = torch.device("cpu")
 
 # The schedules that torch runs in one process, and how many stages they hold there.
@@ -182,7 +183,7 @@ def measure(name: str, microbatches: int, rounds: int) -> list[Cell]:
         "autograd": autograd_step(problem),
     }
     check(cases, problem)
-    timings = interleave(cases, rounds)
+    timings = interleave(cases, rounds, repeats=REPEATS)
     micros = {case: timings.median(case) / problem.actions * 1e6 for case in cases}
     return [name, problem.actions, *micros.values(), timings.ratio("torch", "fpipe")]
 
@@ -205,7 +206,7 @@ def main() -> None:
     parser.add_argument(
         "--schedule", choices={**SCHEDULES, **SHARED}, action="append", help="only this one"
     )
-    add_arguments(parser, rounds=200)
+    add_arguments(parser, rounds=50)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     microbatches, rounds = arguments.microbatches, arguments.rounds
