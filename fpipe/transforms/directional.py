@@ -216,9 +216,10 @@ def _directional(
             "it of the pipeline itself"
         )
     if stop and definition.loss_shape:
+        after = "vmap" if definition.sink.join is None else "per_example_grads"
         raise StageError(
             f"fpipe.{name} needs one loss, but this pipeline has several: transform first, and "
-            f"stack afterwards, as in fpipe.vmap(fpipe.{name}(pipe))"
+            f"stack afterwards, as in fpipe.{after}(fpipe.{name}(pipe))"
         )
     load_rules()
     made: dict[tuple[int, bool], Callable[..., Any]] = {}

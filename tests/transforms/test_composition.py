@@ -1,0 +1,172 @@
+"""Transforms of transforms: each works, or is refused by name with the way round.
+
+What the whole must return is said once, for any chain: an ensemble and rows stack what each member
+and each row gives alone, and at the bottom stand the derivatives that torch.func takes of the
+unpipelined function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, jvp, vjp
+
+import fpipe
+from fpipe import StageError, schedules, tree
+from tests.models import Model, apply, assert_same, mlp, unpipelined
+
+MEMBERS, ROWS = 2, 3
+MODEL = mlp(2, ROWS)
+PIPE = fpipe.pipeline(
+    MODEL.stages, MODEL.loss, schedules.zb_h1(ranks=2, microbatches=2), compile=False
+)
+DERIVATIVES = ("hvp", "ggnvp")
+
+BY_NAME: dict[str, Callable[[Any], Any]] = {
+    "vmap": lambda pipe: fpipe.vmap(pipe, (0, None, 0)[: 2 + vectors_of(pipe)]),
+    "hvp": fpipe.hvp,
+    "ggnvp": fpipe.ggnvp,
+    "per_example_grads": fpipe.per_example_grads,
+    "per_example_norms": fpipe.per_example_norms,
+    "grad": lambda pipe: fpipe.grad(pipe, ("params", "batch")),
+}
+
+
+def vectors_of(pipe: Any) -> int:
+    return int(pipe.definition.convention.vectors)
+
+
+def composed(chain: Sequence[str]) -> Any:
+    """The transforms of `chain`, the first one outermost."""
+    pipe: Any = PIPE
+    for name in reversed(chain):
+        pipe = BY_NAME[name](pipe)
+    return pipe
+
+
+def expected(chain: Sequence[str], model: Model, vector: Any) -> Any:
+    """What ``composed(chain).step`` must return."""
+    if not chain:
+        return tuple(unpipelined(*model))
+    name, *rest = chain
+    if name in DERIVATIVES:
+        # Of several losses at once it is that of each, so it may as well be taken last.
+        return expected([*rest, name], model, vector) if rest else derivative(name, model, vector)
+    if name == "vmap":
+        alone = [
+            expected(rest, model._replace(params=member(model.params, n)), member(vector, n))
+            for n in range(MEMBERS)
+        ]
+    else:
+        rows = [tree.tree_map(lambda v, n=n: v[n : n + 1], model.batch) for n in range(ROWS)]
+        alone = [expected(rest, model._replace(batch=own), vector) for own in rows]
+    return tree.tree_map(together, *alone)
+
+
+def together(*leaves: Tensor) -> Tensor:
+    return torch.stack(leaves)
+
+
+def derivative(name: str, model: Model, vector: Any) -> Any:
+    leaves, spec = tree.flatten(model.params)
+    direction = tree.flatten(vector)[0]
+
+    def output(own: Sequence[Tensor]) -> Tensor:
+        y: Tensor = apply(model.stages, tree.unflatten(spec, own), model.batch)
+        return y
+
+    def of_output(y: Tensor) -> Tensor:
+        return model.loss(y, model.batch)
+
+    if name == "hvp":
+        found: Any = jvp(grad(lambda own: of_output(output(own))), (leaves,), (direction,))
+        product = found[1]
+    else:
+        pushed: Any = jvp(output, (leaves,), (direction,))
+        bent: Any = jvp(grad(of_output), pushed[:1], pushed[1:])
+        (product,) = vjp(output, leaves)[1](bent[1])
+    return (*unpipelined(*model), tree.unflatten(spec, product))
+
+
+def member(value: Any, number: int) -> Any:
+    return tree.tree_map(lambda leaf: leaf[number], value)
+
+
+def stacked(value: Any, levels: int) -> Any:
+    """Different members at each of several levels, along the first dimensions."""
+    for level in range(levels):
+        factors = [1 + 0.1 * (number + level) for number in range(MEMBERS)]
+        value = tree.tree_map(partial(copies, factors), value)
+    return value
+
+
+def copies(factors: Sequence[float], leaf: Tensor) -> Tensor:
+    return torch.stack([leaf * factor for factor in factors])
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        ("vmap", "ggnvp"),
+        ("per_example_grads", "ggnvp"),
+        ("hvp", "vmap"),
+        ("hvp", "per_example_grads"),
+        ("vmap", "vmap", "hvp"),
+        ("vmap", "hvp", "vmap"),
+        ("hvp", "vmap", "vmap"),
+        ("vmap", "per_example_grads", "hvp"),
+        ("per_example_grads", "vmap", "hvp"),
+        ("per_example_grads", "hvp", "vmap"),
+        ("hvp", "per_example_grads", "vmap"),
+        ("hvp", "vmap", "per_example_grads"),
+        ("vmap", "per_example_grads", "ggnvp"),
+        ("per_example_grads", "vmap", "ggnvp"),
+        ("per_example_grads", "vmap", "vmap"),
+        ("vmap", "per_example_grads", "vmap"),
+    ],
+    ids=" of ".join,
+)
+def test_equals_the_derivatives_of_each_alone(chain: tuple[str, ...]) -> None:
+    pipe = composed(chain)
+    levels = chain.count("vmap")
+    params = stacked(MODEL.params, levels)
+    vector = stacked(tree.tree_map(torch.cos, MODEL.params), levels)
+    ours = pipe.step(params, MODEL.batch, *[vector][: vectors_of(pipe)])
+    theirs = expected(chain, MODEL._replace(params=params), vector)
+    assert_same(tuple(ours), tuple(theirs), 1e-9)
+
+
+# ── refusals, when the pipeline is made ─────────────────────────────────────────────────────────
+
+REFUSED = {
+    ("vmap", "per_example_norms"): r"as in fpipe\.per_example_norms\(fpipe\.vmap\(pipe\)\)",
+    ("vmap", "grad"): r"choose .* last, as in fpipe\.grad\(fpipe\.vmap\(pipe\), argnums\)",
+    ("hvp", "hvp"): r"a third derivative: take one .*, and fpipe\.vmap it for several",
+    ("hvp", "ggnvp"): r"a third derivative: take one",
+    ("ggnvp", "hvp"): r"a third derivative: take one",
+    ("hvp", "per_example_norms"): r"fpipe\.hvp of a pipeline that returns norms",
+    ("hvp", "grad"): r"fpipe\.hvp of a pipeline whose argnums are",
+    ("ggnvp", "vmap"): r"as in fpipe\.vmap\(fpipe\.ggnvp\(pipe\)\)",
+    ("ggnvp", "per_example_grads"): r"as in fpipe\.per_example_grads\(fpipe\.ggnvp\(pipe\)\)",
+    ("per_example_grads", "per_example_grads"): "by rows already: apply it once",
+    ("per_example_grads", "per_example_norms"): "by rows already: apply it once",
+    ("per_example_norms", "per_example_grads"): "by rows already: apply it once",
+    ("per_example_grads", "grad"): r"fpipe\.per_example_grads of a pipeline whose argnums are",
+    ("per_example_norms", "hvp"): r"take fpipe\.per_example_grads of it",
+    ("per_example_norms", "ggnvp"): r"take fpipe\.per_example_grads of it",
+    ("grad", "hvp"): "takes a vector or goes by rows is not defined",
+    ("grad", "per_example_grads"): "takes a vector or goes by rows is not defined",
+    ("grad", "per_example_norms"): "takes a vector or goes by rows is not defined",
+}
+
+
+@pytest.mark.parametrize("chain", REFUSED, ids=" of ".join)
+def test_is_refused_when_it_is_made(chain: tuple[str, str]) -> None:
+    inner = composed(chain[1:])
+    with pytest.raises(StageError, match=REFUSED[chain]):
+        BY_NAME[chain[0]](inner)
