@@ -63,7 +63,7 @@ def expected(chain: Sequence[str], model: Model, vector: Any) -> Any:
             for n in range(MEMBERS)
         ]
     else:
-        rows = [tree.tree_map(lambda v, n=n: v[n : n + 1], model.batch) for n in range(ROWS)]
+        rows = [tree.tree_map(lambda v, k=n: v[k : k + 1], model.batch) for n in range(ROWS)]
         alone = [expected(rest, model._replace(batch=own), vector) for own in rows]
     return tree.tree_map(together, *alone)
 
@@ -83,8 +83,11 @@ def derivative(name: str, model: Model, vector: Any) -> Any:
     def of_output(y: Tensor) -> Tensor:
         return model.loss(y, model.batch)
 
+    def whole(own: Sequence[Tensor]) -> Tensor:
+        return of_output(output(own))
+
     if name == "hvp":
-        found: Any = jvp(grad(lambda own: of_output(output(own))), (leaves,), (direction,))
+        found: Any = jvp(grad(whole), (leaves,), (direction,))
         product = found[1]
     else:
         pushed: Any = jvp(output, (leaves,), (direction,))
