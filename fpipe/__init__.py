@@ -20,6 +20,7 @@ from fpipe.schedule.verifier import verify
 if TYPE_CHECKING:
     from fpipe.current import step, use
     from fpipe.engine import Pipeline, Step, pipeline
+    from fpipe.modules.pipeline import ModulePipeline, from_module
     from fpipe.norms import Clipped, clip_by_global_norm, global_norm
     from fpipe.profiling import profile
     from fpipe.stage.cut import cut
@@ -44,6 +45,7 @@ __all__ = [
     "FpipeError",
     "Hvp",
     "Jvp",
+    "ModulePipeline",
     "NormPipeline",
     "Op",
     "Pipeline",
@@ -57,6 +59,7 @@ __all__ = [
     "Timeline",
     "clip_by_global_norm",
     "cut",
+    "from_module",
     "ggnvp",
     "global_norm",
     "grad",
@@ -84,12 +87,14 @@ _LAZY = {
     "ExampleNorms": "fpipe.transforms.rows",
     "Hvp": "fpipe.transforms.directional",
     "Jvp": "fpipe.transforms.directional",
+    "ModulePipeline": "fpipe.modules.pipeline",
     "NormPipeline": "fpipe.transforms.rows",
     "Pipeline": "fpipe.engine",
     "Stage": "fpipe.stage.stage",
     "Step": "fpipe.engine",
     "clip_by_global_norm": "fpipe.norms",
     "cut": "fpipe.stage.cut",
+    "from_module": "fpipe.modules.pipeline",
     "ggnvp": "fpipe.transforms.directional",
     "grad": "fpipe.transforms.choice",
     "global_norm": "fpipe.norms",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -141,7 +141,7 @@ class Pipeline:
         """
         return self.run_forward(params, batch, out_dims=out_dims)
 
-    def with_schedule(self, schedule: Schedule) -> Pipeline:
+    def with_schedule(self, schedule: Schedule) -> Self:
         """The same stages, loss and options under another schedule.
 
         Args:
@@ -151,7 +151,7 @@ class Pipeline:
             ScheduleError: the schedule cannot run.
             StageError: it has another number of stages, or of ranks than the process group.
         """
-        return Pipeline(replace(self.definition, schedule=schedule))
+        return type(self)(replace(self.definition, schedule=schedule))
 
     def local(self, params: Any) -> Any:
         """`params` with None in place of the parts that belong to other processes.
@@ -178,6 +178,17 @@ class Pipeline:
             PipelineError: over a process group, as in `step`.
         """
         return self._controller.add_up(value)
+
+    def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The ranks that read a parameter, by stage and flat leaf, in any call so far.
+
+        The leaves of one function's parameters are all counted as those of stage 0.
+        """
+        found: dict[tuple[int, int], tuple[int, ...]] = {}
+        for (stage, leaf), ranks in self._controller.readers().items():
+            key = (0 if self.definition.function else stage, leaf)
+            found[key] = tuple(sorted({*found.get(key, ()), *ranks}))
+        return found
 
     # ── for transforms, whose pipelines take vectors too and return other things ────────────────
 

@@ -206,6 +206,15 @@ class Planner:
     def __contains__(self, signature: Signature) -> bool:
         return signature in self._plans
 
+    def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The ranks that read a parameter in any plan so far, by stage and leaf, in order."""
+        found: dict[tuple[int, int], set[int]] = {}
+        for plan in self._plans.values():
+            for program in plan.programs:
+                for stage, leaf, _ in program.bindings.params:
+                    found.setdefault((stage, leaf), set()).add(program.rank)
+        return {key: tuple(sorted(ranks)) for key, ranks in found.items()}
+
     def _make(self, signature: Signature) -> Plan:
         start = time.perf_counter()
         goal, params, rows, batch, _ = signature

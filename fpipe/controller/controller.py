@@ -46,6 +46,9 @@ class Controller(Protocol):
     def add_up(self, value: float) -> float:
         """The sum of a number over all processes."""
 
+    def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The ranks that read a parameter, by stage and leaf, as far as was planned."""
+
 
 def load(
     program: Program,

@@ -158,6 +158,10 @@ class MultiController:
             lambda: sum_of(_connected(lambda: gather_headers(of_number(value), self._control)))
         )
 
+    def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The ranks that read a parameter, by stage and leaf, as far as was planned."""
+        return self._planner.readers()
+
     def _together(self, work: Callable[[], T]) -> T:
         """Do what all ranks do at once, under the watch."""
         if self._broken is not None:

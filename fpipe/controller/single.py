@@ -71,6 +71,10 @@ class SingleController:
         """The number itself: there is one process."""
         return value
 
+    def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The ranks that read a parameter, by stage and leaf, as far as was planned."""
+        return self._planner.readers()
+
     def _device(self, rank: int) -> torch.device | None:
         return None if self._devices is None else self._devices[rank]
 

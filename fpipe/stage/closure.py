@@ -92,6 +92,8 @@ def _scopes(function: Any) -> Iterator[Mapping[str, Any]]:
         closure = inspect.getclosurevars(function)
         yield closure.nonlocals
         yield closure.globals
+    elif not isinstance(owner, torch.nn.Module):
+        yield getattr(owner, "__dict__", {})
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

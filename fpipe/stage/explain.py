@@ -42,7 +42,7 @@ def explain(name: str, error: Exception, given: str) -> StageError:
         given: what it was called with, such as ``"what stage 1 (f) returns (x: float32[3, 4])"``.
     """
     text = str(error)
-    at = _place(error)
+    at = place(error)
     if isinstance(error, ImpureError):
         return impure(f"{name}{at}", error.where, error.op)
     if (
@@ -65,9 +65,10 @@ def explain(name: str, error: Exception, given: str) -> StageError:
 
 def impure(name: str, where: str, op: str) -> StageError:
     """The refusal of a function that writes to `where`."""
+    module = "; a module whose buffers change needs module.eval()" if "closes over" in where else ""
     return StageError(
         f"{name} writes in place to {where} ({op}): a stage is a pure function; work on a copy "
-        "(x = x.clone()), and return what is to be kept"
+        f"(x = x.clone()), and return what is to be kept{module}"
     )
 
 
@@ -82,16 +83,16 @@ def describe(name: str, value: Any) -> str:
     return ", ".join(found) or f"{name}: no tensor"
 
 
-def _place(error: BaseException) -> str:
+def place(error: BaseException) -> str:
     """Where in the user's own code an error came from, as the middle of a sentence."""
-    place = ""
+    found = ""
     traceback = error.__traceback__
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
         if not file.startswith(_MACHINERY):
-            place = f" at {file}:{traceback.tb_lineno}"
+            found = f" at {file}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
-    return place
+    return found
 
 
 def _passed_through(error: BaseException, file: str) -> bool:

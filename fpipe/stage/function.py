@@ -19,12 +19,13 @@ from torch.func import functionalize, vjp
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from fpipe import tree
-from fpipe.errors import StageError
+from fpipe.errors import FpipeError, StageError
 from fpipe.shapes import Goal, TreeShape
 from fpipe.stage.chain import Abstract, Chain
 from fpipe.stage.cut import Segment, noting, segments
-from fpipe.stage.explain import describe, explain
+from fpipe.stage.explain import ImpureError, describe, explain
 from fpipe.stage.joint import BatchLeaf, Param, Source, Upstream, is_differentiable
+from fpipe.stage.purity import WriteGuard
 from fpipe.stage.tracer import Leaves, Traced, trace
 
 
@@ -75,7 +76,8 @@ class FunctionTracer:
         for index, (label, part) in enumerate(zip(labels, parts, strict=True)):
             leaves = _leaves(part, params, batch, traced)
             readers = part.readers if index < len(parts) - 1 else ((len(parts),),)
-            module = fx.GraphModule(torch.nn.Module(), part.graph)
+            assert part.graph.owning_module is not None  # the recorded one, which has the constants
+            module = fx.GraphModule(part.graph.owning_module, part.graph)
             traced.append(
                 trace(
                     label,
@@ -93,6 +95,7 @@ class FunctionTracer:
     def _divide(self, name: str, params: Abstract, batch: Abstract) -> tuple[Segment, ...]:
         """Record the forward graph, and divide it at its cuts."""
         count = len(params.values)
+        self._refuse_writes(name, params, batch)
         marks: list[int] = []
 
         def note() -> None:
@@ -121,7 +124,7 @@ class FunctionTracer:
                 graph = make_fx(functionalize(flat), tracing_mode="fake")(
                     *params.values, *batch.values
                 )
-        except StageError:
+        except FpipeError:
             raise
         except Exception as error:
             if "Functionalize rule" in str(error):
@@ -148,6 +151,32 @@ class FunctionTracer:
         for part in parts:
             part.graph.owning_module = graph
         return parts
+
+    def _refuse_writes(self, name: str, params: Abstract, batch: Abstract) -> None:
+        """Run the function once under guard, before anything could be written to.
+
+        Raises:
+            StageError: it writes to a parameter, to the batch or to what it closes over.
+        """
+        with self._mode, torch.no_grad():
+            inputs = [value.clone() for value in (*params.values, *batch.values)]
+            count = len(params.values)
+            paths = [
+                *("params" + path for path in tree.paths(params.spec)),
+                *("batch" + path for path in tree.paths(batch.spec)),
+            ]
+            guard = WriteGuard(dict(zip(paths, inputs, strict=True)), self._loss_fn)
+            try:
+                with guard:
+                    self._loss_fn(
+                        tree.unflatten(params.spec, inputs[:count]),
+                        tree.unflatten(batch.spec, inputs[count:]),
+                    )
+            except ImpureError as error:
+                raise explain(name, error, "") from error
+            except Exception:
+                # Whatever else is wrong is found again, and said, when it is traced.
+                return
 
 
 def _make_copies_differentiable(graph: fx.Graph) -> None:

@@ -1,0 +1,1 @@
+"""Pipelines of unmodified `torch.nn.Module`s."""

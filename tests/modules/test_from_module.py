@@ -1,0 +1,194 @@
+"""A module that nobody edited gives the loss and the gradients that it gives without a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fpipe
+from fpipe.schedule import Schedule
+from tests.modules.models import (
+    CUTS,
+    cross_entropy,
+    detached,
+    language_model,
+    make_batch,
+    unpipelined,
+)
+
+ONE = fpipe.schedules.gpipe(ranks=1, microbatches=2)
+TWO = fpipe.schedules.gpipe(ranks=2, microbatches=2)
+
+
+def assert_equal_steps(got: fpipe.Step, expected: fpipe.Step) -> None:
+    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-10, atol=1e-12)
+    assert got.grads.keys() == expected.grads.keys()
+    for name, grad in expected.grads.items():
+        torch.testing.assert_close(got.grads[name], grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "remat"),
+    [
+        (fpipe.schedules.one_f_one_b(ranks=4, microbatches=4), "none"),
+        (fpipe.schedules.zbv(ranks=2, microbatches=4), "full"),
+    ],
+    ids=["one_f_one_b", "zbv"],
+)
+def test_module_equals_itself_unpipelined(schedule: Schedule, remat: Any) -> None:
+    module = language_model()
+    params, batch = detached(module), make_batch()
+    pipe = fpipe.from_module(module, schedule=schedule, cuts=CUTS, remat=remat, compile=False)
+    assert_equal_steps(pipe.step(params, batch), unpipelined(module, params, batch))
+    # Other numbers than the module's own: what is passed counts, and what it holds stays.
+    held = detached(module)
+    other = {name: value * 1.5 for name, value in params.items()}
+    assert_equal_steps(pipe.step(other, batch), unpipelined(module, other, batch))
+    for name, value in module.named_parameters():
+        assert torch.equal(value, held[name])
+    assert not any(submodule._forward_hooks for submodule in module.modules())
+
+
+def test_loss_of_output_and_batch() -> None:
+    module = language_model()
+    params, batch = detached(module), make_batch()
+
+    def loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+        return 2 * cross_entropy(output, batch)
+
+    pipe = fpipe.from_module(module, schedule=TWO, cuts=["blocks.1"], loss=loss, compile=False)
+    assert pipe.cuts == ("blocks.1",) and pipe.module is module
+    got, expected = pipe.step(params, batch), unpipelined(module, params, batch)
+    torch.testing.assert_close(got.loss, 2 * expected.loss)
+    # The table is at both ends, and one leaf; the mask is a buffer, and none.
+    assert "embedding.weight" in got.grads and "head.weight" not in got.grads
+    assert "mask" not in got.grads
+    torch.testing.assert_close(pipe.value(params, batch), 2 * expected.loss)
+
+
+def test_trained_parameters_go_back_into_a_module() -> None:
+    module, target = language_model(), language_model()
+    params, batch = detached(module), make_batch(8)
+    pipe = fpipe.from_module(module, schedule=TWO, cuts=["blocks.1"], compile=False)
+    losses = []
+    for _ in range(3):
+        loss, grads = pipe.step(params, batch)
+        params = {name: value - 0.1 * grads[name] for name, value in params.items()}
+        losses.append(loss)
+    assert losses[0] > losses[1] > losses[2]
+    pipe.load_into(target, params)
+    assert target.head.weight is target.embedding.weight
+    torch.testing.assert_close(target(**batch)["loss"], pipe.value(params, batch))
+    assert_equal_steps(pipe.step(detached(target), batch), pipe.step(params, batch))
+
+
+def test_another_schedule_keeps_the_cuts() -> None:
+    module = language_model()
+    pipe = fpipe.from_module(module, schedule=TWO, cuts=["blocks.1"], compile=False)
+    other = pipe.with_schedule(fpipe.schedules.zb_h1(ranks=2, microbatches=3))
+    assert isinstance(other, fpipe.ModulePipeline) and other.cuts == pipe.cuts
+    with pytest.raises(fpipe.StageError, match=r"cuts has 1 names, which make 2 stages.* has 4"):
+        pipe.with_schedule(fpipe.schedules.zbv(ranks=2, microbatches=4))
+
+
+class Normed(nn.Sequential):
+    """Batch norm in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def squares(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return output.square().mean()
+
+
+def test_changing_buffers_are_refused_by_name_and_fixed_ones_are_constants() -> None:
+    module = Normed().double()
+    pipe = fpipe.from_module(module, schedule=TWO, cuts=["0"], loss=squares, compile=False)
+    params = detached(module)
+    batch = {"input": torch.randn(6, 3, dtype=torch.float64)}
+    with pytest.raises(fpipe.StageError, match=r"module\.1\.num_batches_tracked.*module\.eval\(\)"):
+        pipe.step(params, batch)
+    buffers = dict(module.named_buffers())
+    assert buffers["1.num_batches_tracked"] == 0
+    module.eval()
+    buffers["1.running_mean"].fill_(0.5)
+    loss, _ = pipe.step(params, batch)
+    torch.testing.assert_close(loss, squares(module(batch["input"]), batch))
+
+
+class Lagging(nn.Module):
+    """Calls one submodule twice and another never, and branches on what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.never = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.twice(self.twice(x))
+        if mask is not None and mask.all():
+            y = y + 1
+        return y
+
+
+@pytest.mark.parametrize(("name", "times"), [("twice", 2), ("never", 0)])
+def test_submodule_that_is_not_called_once_is_refused(name: str, times: int) -> None:
+    module = Lagging()
+    pipe = fpipe.from_module(module, schedule=TWO, cuts=[name], loss=squares, compile=False)
+    with pytest.raises(fpipe.StageError, match=rf"'{name}', which the forward of .* {times} times"):
+        pipe.step(detached(module), {"x": torch.ones(4, 3)})
+
+
+def test_branch_on_data_is_refused_with_its_place() -> None:
+    module = Lagging()
+    pipe = fpipe.from_module(module, schedule=ONE, cuts=[], loss=squares, compile=False)
+    batch = {"x": torch.ones(4, 3), "mask": torch.ones(4, dtype=torch.bool)}
+    with pytest.raises(
+        fpipe.StageError, match=r"Lagging branches on data .*test_from_module\.py:\d+.*eager"
+    ):
+        pipe.step(detached(module), batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"module": squares}, r"module=<function.* is a function: .*fpipe.pipeline takes"),
+        ({"cuts": "blocks.1"}, r"cuts='blocks.1' is a str: it must be a list of names"),
+        ({"cuts": ["block.1"]}, r"'block.1', which is no submodule of LanguageModel.*'blocks.1'"),
+        ({"cuts": ["blocks.1", "blocks.1"]}, r"names a submodule twice"),
+        ({"cuts": ["blocks.1", "blocks.2"]}, r"cuts has 2 names, which make 3 stages"),
+        ({"schedule": "zbv"}, r"schedule='zbv' is a str"),
+        ({"loss": 3}, r"loss=3 is not callable: it is a function \(output, batch\)"),
+    ],
+)
+def test_wrong_argument_is_refused(options: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {
+        "module": language_model(),
+        "schedule": TWO,
+        "cuts": ["blocks.1"],
+    } | options
+    with pytest.raises(fpipe.StageError, match=message):
+        fpipe.from_module(given.pop("module"), compile=False, **given)
+
+
+def test_wrong_params_and_batches_are_refused() -> None:
+    module = language_model()
+    pipe = fpipe.from_module(module, schedule=TWO, cuts=["blocks.1"], compile=False)
+    params, batch = detached(module), make_batch()
+    with pytest.raises(fpipe.BatchError, match=r"params is a list: .*named_parameters"):
+        pipe.step(list(params.values()), batch)
+    with pytest.raises(fpipe.BatchError, match=r"batch is a Tensor: .* keyword arguments"):
+        pipe.step(params, batch["tokens"])
+    with pytest.raises(fpipe.BatchError, match=r"lacks 'embedding.weight' and has 'head.weight'"):
+        wrong = dict(params)
+        wrong["head.weight"] = wrong.pop("embedding.weight")
+        pipe.step(wrong, batch)
+    with pytest.raises(fpipe.StageError, match=r"returns a dict without a loss.*labels"):
+        pipe.step(params, {"tokens": batch["tokens"]})
+    with pytest.raises(fpipe.BatchError, match=r"differ in 21 names, such as"):
+        pipe.load_into(Lagging(), params)
+    with pytest.raises(fpipe.BatchError, match=r"params\['embedding.weight'\] has shape \(3,\)"):
+        pipe.load_into(module, params | {"embedding.weight": torch.ones(3)})
