@@ -18,6 +18,7 @@ from fpipe.schedule.timeline import Timeline
 from fpipe.schedule.verifier import verify
 
 if TYPE_CHECKING:
+    from fpipe import random
     from fpipe.current import step, use
     from fpipe.engine import Pipeline, Step, pipeline
     from fpipe.modules.pipeline import ModulePipeline, from_module
@@ -70,6 +71,7 @@ __all__ = [
     "per_example_norms",
     "pipeline",
     "profile",
+    "random",
     "record",
     "schedules",
     "search",
@@ -111,10 +113,12 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'fpipe' has no attribute {name!r}")
     import importlib
 
+    if name == "random":
+        return importlib.import_module("fpipe.random")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fpipe' has no attribute {name!r}")
     value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

@@ -1,0 +1,229 @@
+"""Keys: known answers, the same bits everywhere, and numbers that look random."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fpipe import FpipeError, random
+from fpipe.transforms.dual import load_rules
+
+ONES = 0xFFFFFFFF
+
+# From kat_vectors of Random123, threefry2x32 with 20 rounds: counter, key, result.
+KNOWN = [
+    ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
+    ((ONES, ONES), (ONES, ONES), (0x1CB996FC, 0xBB002BE7)),
+    ((0x243F6A88, 0x85A308D3), (0x13198A2E, 0x03707344), (0xC4923A9C, 0x483DF7A0)),
+]
+
+
+# ── known answers ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_published_answers(
+    counter: tuple[int, int], key: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    assert random.threefry2x32(key, counter) == expected
+    tensors = random.threefry2x32(
+        (torch.tensor(key[0]), torch.tensor(key[1])),
+        (torch.tensor(counter[0]), torch.tensor(counter[1])),
+    )
+    assert tuple(word.item() for word in tensors) == expected
+
+
+def test_keys_and_bits_are_those_of_jax() -> None:
+    """What jax.random gives with jax_threefry_partitionable."""
+    assert random.split(random.key(0), 3).tolist() == [
+        [1797259609, 2579123966],
+        [928981903, 3453687069],
+        [4146024105, 2718843009],
+    ]
+    assert random.split(random.key(1)).tolist() == [
+        [507451445, 1853169794],
+        [1948878966, 4237131848],
+    ]
+    first, second = random.uniform(random.key(0), (2,)).tolist()
+    assert (first, second) == pytest.approx((0.9476670027, 0.9785798788), abs=1e-7)
+
+
+def test_key_holds_64_bits() -> None:
+    assert random.key(0x0123456789ABCDEF).tolist() == [0x01234567, 0x89ABCDEF]
+    assert random.key(-1).tolist() == [ONES, ONES]
+    assert random.key(ONES << 32).tolist() == [ONES, 0]
+
+
+def test_split_is_fold_in_of_many() -> None:
+    key = random.key(5)
+    keys = random.split(key, 4)
+    assert all(torch.equal(random.fold_in(key, i), keys[i]) for i in range(4))
+    nested = random.split(keys, 3)
+    assert nested.shape == (4, 3, 2)
+    assert torch.equal(nested[2], random.split(keys[2], 3))
+    assert torch.equal(random.fold_in(keys, torch.arange(4))[3], random.fold_in(keys[3], 3))
+    wide = random.fold_in(key, 1 << 32)
+    assert not torch.equal(wide, random.fold_in(key, 0))
+
+
+# ── the same everywhere ─────────────────────────────────────────────────────────────────────────
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "bits": lambda key: random.bits(key, (3, 5)),
+    "split": lambda key: random.split(key, 3),
+    "uniform": lambda key: random.uniform(key, (7,)),
+    "uniform64": lambda key: random.uniform(key, (7,), torch.float64),
+    "normal": lambda key: random.normal(key, (7,)),
+    "bernoulli": lambda key: random.bernoulli(key, 0.3, (40,)),
+    "bernoulli_tensor": lambda key: random.bernoulli(key, torch.tensor([[0.0], [0.5]]), (2, 9)),
+    "dropout": lambda key: random.dropout(key, torch.linspace(-1, 1, 12), 0.4),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_under_vmap(name: str) -> None:
+    draw, keys = DRAWS[name], random.split(random.key(1), 4)
+    found = torch.vmap(draw)(keys)
+    assert torch.equal(found, torch.stack([draw(key) for key in keys]))
+
+
+@pytest.mark.inductor
+def test_compiled() -> None:
+    def some(key: Tensor) -> list[Tensor]:
+        return [DRAWS[name](key) for name in ("uniform64", "normal", "dropout")]
+
+    key = random.key(2)
+    compiled: Any = torch.compile(some)
+    start = time.process_time()
+    found = compiled(key)
+    # Inductor wrote every word out at each of its uses, which took half a minute for each draw.
+    assert time.process_time() - start < 60
+    assert all(torch.equal(a, b) for a, b in zip(found, some(key), strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", DRAWS)
+def test_on_cuda(name: str) -> None:
+    key, draw = random.key(3), DRAWS[name]
+    found: Any = draw(key.cuda())
+    assert torch.equal(found.cpu(), draw(key))
+    compiled: Any = torch.compile(draw)
+    assert torch.equal(compiled(key.cuda()).cpu(), draw(key))
+
+
+def test_dropout_differentiates_as_its_mask() -> None:
+    key, x = random.key(4), torch.linspace(-1, 1, 30, dtype=torch.float64)
+    result: Any = torch.func.vjp(lambda v: random.dropout(key, v, 0.25), x)
+    out, pullback = result
+    mask = (out != 0).double() / 0.75
+    assert 0 < int((mask == 0).sum()) < 30
+    torch.testing.assert_close(out, x * mask)
+    torch.testing.assert_close(pullback(torch.ones_like(x))[0], mask)
+    load_rules()
+    pushed: Any = torch.func.jvp(lambda v: random.dropout(key, v, 0.25), (x,), (2 * x,))
+    _, tangent = pushed
+    torch.testing.assert_close(tangent, 2 * x * mask)
+
+
+def test_an_element_depends_on_its_place_alone() -> None:
+    key = random.key(6)
+    assert torch.equal(random.bits(key, (3, 4)).flatten(), random.bits(key, (50,))[:12])
+
+
+# ── numbers that look random ────────────────────────────────────────────────────────────────────
+
+
+def test_bits_are_fair_and_change_with_every_bit_of_the_key() -> None:
+    count = 4096
+    words = random.bits(random.key(7), (count,))
+    assert int(words.min()) >= 0 and int(words.max()) <= ONES
+    share = torch.stack([(words >> bit & 1).double().mean() for bit in range(32)])
+    assert float((share - 0.5).abs().max()) < 5 * 0.5 / math.sqrt(count)
+    for flipped in range(64):
+        other = random.bits(random.key(7 ^ 1 << flipped), (256,))
+        differing = torch.stack([((words[:256] ^ other) >> bit & 1) for bit in range(32)])
+        assert abs(float(differing.double().mean()) - 0.5) < 5 * 0.5 / math.sqrt(256 * 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_uniform(dtype: torch.dtype) -> None:
+    u = random.uniform(random.key(8), (20_000,), dtype)
+    assert u.dtype == dtype and float(u.min()) >= 0 and float(u.max()) < 1
+    # Each of 16 classes holds its share: chi squared of 15 degrees, whose 99.99 % is 44.3.
+    counts = torch.bincount((u.double() * 16).long(), minlength=16).double()
+    assert float(((counts - 1250) ** 2 / 1250).sum()) < 44.3
+
+
+def test_uniform_fills_the_last_digit() -> None:
+    for dtype, digits in ((torch.float32, 24), (torch.float64, 53), (torch.bfloat16, 8)):
+        scaled = random.uniform(random.key(9), (4000,), dtype).double() * 2.0**digits
+        assert torch.equal(scaled, scaled.round())
+        assert 0.45 < float((scaled % 2).mean()) < 0.55
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_normal_follows_its_distribution(dtype: torch.dtype) -> None:
+    count = 20_000
+    z = random.normal(random.key(10), (count,), dtype).double().sort().values
+    assert z.isfinite().all()
+    below = 0.5 * (1 + torch.erf(z / math.sqrt(2)))
+    places = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    # Kolmogorov and Smirnov: 2.2 is passed once in 10⁴ draws.
+    assert float((below - places).abs().max()) * math.sqrt(count) < 2.2
+
+
+def test_bernoulli_and_dropout_keep_their_share() -> None:
+    count = 20_000
+    kept = random.bernoulli(random.key(11), 0.3, (count,)).double().mean()
+    assert abs(float(kept) - 0.3) < 5 * math.sqrt(0.21 / count)
+    out = random.dropout(random.key(12), torch.ones(count), 0.9)
+    assert abs(float(out.mean()) - 1) < 5 * 3 / math.sqrt(count)
+    chances = torch.tensor([0.0, 0.5, 1.0])
+    shares = random.bernoulli(random.key(13), chances, (count, 3)).double().mean(0)
+    assert shares[0] == 0 and shares[2] == 1 and abs(float(shares[1]) - 0.5) < 0.02
+
+
+def test_ends_of_the_range() -> None:
+    x, key = torch.tensor([1.0, math.inf, math.nan]), random.key(0)
+    for function in (F.dropout, lambda v, p: random.dropout(key, v, p)):
+        assert torch.equal(function(x[:1], 0.0), x[:1])
+        assert torch.equal(function(x[:1], 1.0), torch.zeros(1))
+    assert torch.equal(random.dropout(key, x, 1.0), torch.zeros(3))
+    assert random.bernoulli(key, 1.0, (100,)).all() and not random.bernoulli(key, 0.0, (100,)).any()
+
+
+def test_keys_of_one_key_draw_apart() -> None:
+    keys = random.split(random.key(14), 40)
+    assert len({tuple(key) for key in keys.tolist()}) == 40
+    drawn = torch.stack([random.uniform(key, (500,)) for key in keys]).double()
+    correlations = torch.corrcoef(drawn) - torch.eye(40)
+    assert float(correlations.abs().max()) < 5.5 / math.sqrt(500)
+
+
+# ── refusals ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: random.key(1 << 64), "seed=18446744073709551616 must be an integer of at most 64"),
+        (lambda: random.key(0.5), "seed=0.5 must be an integer"),  # type: ignore[arg-type]
+        (lambda: random.bits(random.split(random.key(0))), r"key is a int64 tensor of shape \(2, "),
+        (lambda: random.split(torch.zeros(2)), r"key is a float32 tensor of shape \(2,\): it must"),
+        (lambda: random.uniform(7), "key is 7, a int: it must be"),  # type: ignore[arg-type]
+        (lambda: random.normal(random.key(0), (), torch.int64), "dtype=torch.int64 must be one of"),
+        (lambda: random.bernoulli(random.key(0), 1.5), "p=1.5 must be a probability"),
+        (lambda: random.dropout(random.key(0), torch.ones(1), -1.0), "p=-1.0 must be a probabil"),
+    ],
+)
+def test_refusals(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(FpipeError, match=message):
+        call()
