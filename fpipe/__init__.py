@@ -20,10 +20,11 @@ from fpipe.schedule.verifier import verify
 if TYPE_CHECKING:
     from fpipe import random
     from fpipe.current import step, use
-    from fpipe.engine import Pipeline, Step, pipeline
+    from fpipe.engine import Pipeline, pipeline
     from fpipe.modules.pipeline import ModulePipeline, from_module
     from fpipe.norms import Clipped, clip_by_global_norm, global_norm
     from fpipe.profiling import profile
+    from fpipe.results import ForwardAux, Step, StepAux
     from fpipe.stage.cut import cut
     from fpipe.stage.stage import Stage
     from fpipe.transforms.choice import grad
@@ -43,6 +44,7 @@ __all__ = [
     "Cost",
     "Directional",
     "ExampleNorms",
+    "ForwardAux",
     "FpipeError",
     "Hvp",
     "Jvp",
@@ -57,6 +59,7 @@ __all__ = [
     "Stage",
     "StageError",
     "Step",
+    "StepAux",
     "Timeline",
     "clip_by_global_norm",
     "cut",
@@ -87,13 +90,15 @@ _LAZY = {
     "Clipped": "fpipe.norms",
     "Directional": "fpipe.transforms.directional",
     "ExampleNorms": "fpipe.transforms.rows",
+    "ForwardAux": "fpipe.results",
     "Hvp": "fpipe.transforms.directional",
     "Jvp": "fpipe.transforms.directional",
     "ModulePipeline": "fpipe.modules.pipeline",
     "NormPipeline": "fpipe.transforms.rows",
     "Pipeline": "fpipe.engine",
     "Stage": "fpipe.stage.stage",
-    "Step": "fpipe.engine",
+    "Step": "fpipe.results",
+    "StepAux": "fpipe.results",
     "clip_by_global_norm": "fpipe.norms",
     "cut": "fpipe.stage.cut",
     "from_module": "fpipe.modules.pipeline",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar, Token
 from typing import Any
 
-from fpipe.engine import Pipeline, Step
+from fpipe.engine import Pipeline
 from fpipe.errors import FpipeError
 
 _CURRENT: ContextVar[Pipeline | None] = ContextVar("fpipe.current", default=None)
@@ -39,7 +39,7 @@ def in_use() -> Pipeline | None:
     return _CURRENT.get()
 
 
-def step(params: Any, batch: Any, *, pipeline: Pipeline | None = None) -> Step:
+def step(params: Any, batch: Any, *, pipeline: Pipeline | None = None) -> Any:
     """Loss and gradients of one batch, by `pipeline` or the one that `fpipe.use` names.
 
     Arguments, result and errors are those of `Pipeline.step`.

@@ -19,10 +19,11 @@ from fpipe.schedule import Schedule
 from fpipe.schedule.verifier import verify
 from fpipe.stage.compiler import Compile
 from fpipe.stage.remat import Remat
+from fpipe.stage.returns import Returns
 from fpipe.stage.sink import SUM, Sink
 from fpipe.stage.stage import Stage
 
-REDUCTIONS = ("mean", "sum")
+REDUCTIONS = ("mean", "sum", "weighted")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Definition:
         loss: ``(y, microbatch) -> loss``; the whole ``(params, batch) -> loss`` with `function`.
         schedule: who does what in which order.
         in_dims: how the batch is split.
+        out_dims: how what comes back for each microbatch is merged.
+        has_aux: the loss comes with aux.
         reduction: how the losses of microbatches make the batch's.
         remat: which values the backward may read.
         compile: how graphs are made callable.
@@ -59,6 +62,8 @@ class Definition:
     loss: Callable[[Any, Any], Any]
     schedule: Schedule
     in_dims: Any = 0
+    out_dims: Any = 0
+    has_aux: bool = False
     reduction: str = "mean"
     remat: Remat = "none"
     compile: Compile = True
@@ -97,6 +102,11 @@ class Definition:
             raise StageError(
                 f"reduction={self.reduction!r} must be one of {', '.join(map(repr, REDUCTIONS))}"
             )
+        if self.returns.declared and (self.loss_shape or self.sink is not SUM):
+            raise StageError(
+                f"a transform of a pipeline whose loss function returns {self.returns.form} is not "
+                f"defined: transform a pipeline without {self.returns.declared}"
+            )
         if self.accum_dtype is not None and not (
             isinstance(self.accum_dtype, torch.dtype)
             and (self.accum_dtype.is_floating_point or self.accum_dtype.is_complex)
@@ -130,6 +140,11 @@ class Definition:
             )
 
     @property
+    def returns(self) -> Returns:
+        """What the loss function returns."""
+        return Returns(weighted=self.reduction == "weighted", aux=self.has_aux)
+
+    @property
     def wanted(self) -> tuple[str, ...]:
         """The names in `argnums`."""
         return (self.argnums,) if isinstance(self.argnums, str) else self.argnums
@@ -140,6 +155,7 @@ class Definition:
         return {
             "schedule": repr((self.schedule.placement, self.schedule.actions)),
             "loss reduction": self.reduction,
+            "has_aux": str(self.has_aux),
             "remat policy": self.remat if isinstance(self.remat, str) else Stage(self.remat).label,
             "accum_dtype": str(self.accum_dtype),
             "in_dims": repr(self.in_dims),

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe import microbatch, tree
+from fpipe import tree
 from fpipe.controller.controller import Controller, Finished
 from fpipe.controller.multi import MultiController
 from fpipe.controller.single import SingleController
@@ -26,6 +26,7 @@ from fpipe.definition import Definition, group_of, placed, stages_of, whole_loss
 from fpipe.history import is_tracked, refuse_batch, refuse_levels, tracked_loss
 from fpipe.parameters import Parameters, keep
 from fpipe.plan import Planner, batch_gradients, collected, gradients
+from fpipe.results import ForwardAux, Step, StepAux
 from fpipe.runtime.connect import device_of
 from fpipe.runtime.lower import lower
 from fpipe.runtime.order import lower_for_group
@@ -38,18 +39,8 @@ from fpipe.stage.function import FunctionTracer
 from fpipe.stage.remat import Remat, policies
 from fpipe.stage.stage import Stage
 
-
-class Step(NamedTuple):
-    """What a training step returns.
-
-    Attributes:
-        loss: scalar tensor, without autograd history.
-        grads: the structure of the parameters, with a gradient for each floating-point leaf (zeros
-            where the loss does not depend on it) and None for each leaf that cannot have one.
-    """
-
-    loss: Tensor
-    grads: Any
+OWN = object()
+"""Stands for what the pipeline was made with."""
 
 
 class Pipeline:
@@ -70,7 +61,7 @@ class Pipeline:
     def __repr__(self) -> str:
         return f"<Pipeline of {self.schedule!r}>"
 
-    def step(self, params: Any, batch: Any) -> Step:
+    def step(self, params: Any, batch: Any) -> Any:
         """Loss and gradients of one batch.
 
         The first call for each set of shapes traces and compiles, and says so to the logger
@@ -87,6 +78,7 @@ class Pipeline:
         Returns:
             ``(loss, grads)``: the scalar loss in the dtype that the loss function returns, and the
             gradients in the structure, shapes and dtypes of `params`, detached and the caller's.
+            With ``has_aux`` a `StepAux`, ``(loss, grads, aux)``.
 
         Raises:
             BatchError: `params` or `batch` has a wrong structure, or too few rows.
@@ -95,7 +87,11 @@ class Pipeline:
                 whatever goes wrong on any rank is a PipelineError on every rank, whose cause on the
                 rank at fault is the original error; it says whether the pipeline can be used again.
         """
-        return Step(*self.run_step(params, batch))
+        done = self._run((params, batch), "step")
+        loss, grads = self._loss_of(done), self._grads_of(done)
+        if self.definition.has_aux:
+            return StepAux(loss, grads, self._aux_of(done))
+        return Step(loss, grads)
 
     def value(self, params: Any, batch: Any) -> Tensor:
         """The loss of one batch alone: runs forward only and keeps nothing for a backward.
@@ -123,22 +119,30 @@ class Pipeline:
 
         return tracked_loss(work, leaves)
 
-    def forward(self, params: Any, batch: Any, *, out_dims: Any = 0) -> Any:
-        """The last stage's output for the whole batch; the loss is not computed.
+    def forward(self, params: Any, batch: Any, *, out_dims: Any = OWN) -> Any:
+        """What comes out for the whole batch, by running forward only.
+
+        Of stages that is the last one's output; the loss is not computed. Of one function it is its
+        loss and, as a named tuple, the aux that it must declare with ``has_aux=True``.
 
         Args:
             params: as in `step`.
             batch: as in `step`; leaves that only the loss reads may be missing.
-            out_dims: pytree prefix of the output: the dimension along which the outputs of the
-                microbatches are concatenated, or None to keep the last microbatch's leaf.
+            out_dims: pytree prefix of the output, or of aux: the dimension along which the leaves
+                of the microbatches are concatenated (those without dimensions are stacked), or None
+                to keep the last microbatch's leaf. By default the pipeline's own.
 
         Returns:
             The output pytree, in the order of the rows of the batch. Over a process group it is
-            returned on the rank of the last stage, and None on the others.
+            returned on the rank of the last stage, and None on the others. Of one function
+            `ForwardAux`, ``(loss, aux)``.
 
         Raises:
             BatchError: as in `step`, or an output leaf cannot be concatenated.
+            StageError: as in `step`, or one function declares no aux.
         """
+        if out_dims is OWN:
+            out_dims = self.definition.out_dims
         return self.run_forward(params, batch, out_dims=out_dims)
 
     def with_schedule(self, schedule: Schedule) -> Self:
@@ -195,15 +199,7 @@ class Pipeline:
     def run_step(self, *arguments: Any) -> tuple[Any, Any]:
         """The loss and the gradients, as the convention returns them."""
         done = self._run(arguments, "step")
-        if self.definition.argnums != "params":
-            return self._loss_of(done), self._chosen_grads(done)
-        grads: Any
-        if self.definition.sink.everywhere:
-            grads = list(collected(done.plan, done.runs).values())
-        else:
-            flat = gradients(done.plan, done.runs, done.params)
-            grads = tree.unflatten(done.params.spec, flat)
-        return self._loss_of(done), self._convention.grads(grads)
+        return self._loss_of(done), self._grads_of(done)
 
     def run_value(self, *arguments: Any) -> Any:
         """The loss, as the convention returns it."""
@@ -212,20 +208,41 @@ class Pipeline:
     def run_forward(self, *arguments: Any, out_dims: Any = 0) -> Any:
         """The output of the last stage as it returns it, its microbatches merged."""
         done = self._run(arguments, "forward")
-        last = self.schedule.placement[-1]
-        if self.rank is not None and self.rank != last:
+        if self.definition.function:
+            return ForwardAux(self._loss_of(done), done.plan.outputs(done.runs, out_dims, "aux"))
+        if self.rank not in (None, done.plan.last_rank):
             return None
-        return microbatch.merge(done.plan.outputs(done.runs), self._convention.out_dims(out_dims))
+        return done.plan.outputs(done.runs, self._convention.out_dims(out_dims), "output")
+
+    def _grads_of(self, done: Finished) -> Any:
+        """The gradients, as the convention returns them."""
+        if self.definition.argnums != "params":
+            return self._chosen_grads(done)
+        grads: Any
+        if self.definition.sink.everywhere:
+            grads = list(collected(done.plan, done.runs).values())
+        else:
+            grads = tree.unflatten(done.params.spec, self._flat_grads(done))
+        return self._convention.grads(grads)
+
+    def _flat_grads(self, done: Finished) -> list[Tensor | None]:
+        assert done.total is not None
+        return gradients(done.plan, done.runs, done.params, done.total.weight)
+
+    def _aux_of(self, done: Finished) -> Any:
+        return done.plan.outputs(done.runs, self.definition.out_dims, "aux")
 
     def _chosen_grads(self, done: Finished) -> Any:
         """Gradients by what was chosen, one or a tuple."""
         found: list[Any] = []
         for argument in self.definition.wanted:
             if argument == "params":
-                flat = gradients(done.plan, done.runs, done.params)
+                flat = self._flat_grads(done)
                 found.append(self._convention.grads(tree.unflatten(done.params.spec, flat)))
             elif self.rank in (None, self.schedule.placement[0]):
-                grads = batch_gradients(done.runs, done.batch, self.definition.in_dims)
+                assert done.total is not None
+                weight, in_dims = done.total.weight, self.definition.in_dims
+                grads = batch_gradients(done.runs, done.batch, in_dims, weight)
                 found.append(self._convention.batch(grads))
             else:
                 found.append(None)
@@ -236,8 +253,8 @@ class Pipeline:
         return self.definition.convention
 
     def _loss_of(self, done: Finished) -> Any:
-        assert done.loss is not None
-        return self._convention.loss(done.loss)
+        assert done.total is not None
+        return self._convention.loss(done.total.mean)
 
     def _run(self, arguments: Sequence[Any], goal: Goal) -> Finished:
         refuse_levels()
@@ -291,7 +308,9 @@ def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
     """What turns the user's functions into a chain of graphs."""
     schedule, devices = definition.schedule, definition.devices
     if definition.function:
-        return FunctionTracer(definition.loss, schedule.num_stages, definition.accum_dtype)
+        return FunctionTracer(
+            definition.loss, schedule.num_stages, definition.accum_dtype, definition.returns
+        )
     return ChainTracer(
         definition.stages,
         definition.loss,
@@ -300,6 +319,7 @@ def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
         None if devices is None else [devices[rank] for rank in schedule.placement],
         definition.sink,
         definition.wanted,
+        definition.returns,
     )
 
 
@@ -309,6 +329,8 @@ def pipeline(
     schedule: Schedule | None = None,
     *,
     in_dims: Any = 0,
+    out_dims: Any = 0,
+    has_aux: bool = False,
     reduction: str = "mean",
     remat: Remat = "none",
     compile: Compile = True,
@@ -331,12 +353,24 @@ def pipeline(
             between stages; `params` is then one pytree of its own structure, whose leaves any
             stage may read, and there is no `loss`.
         loss: ``(y, microbatch) -> scalar``, of the last stage's output. With ``reduction="mean"``
-            it must be the mean over the rows of the microbatch.
+            it must be the mean over the rows of the microbatch. It returns more where `has_aux` or
+            `reduction` declare it.
         schedule: who does what in which order; its number of microbatches is how many parts each
             batch is split into.
         in_dims: pytree prefix of the batch: the dimension that is split, or None for a leaf that
             every microbatch gets whole, as in `torch.func.vmap`.
-        reduction: ``"mean"`` or ``"sum"``: how the losses of microbatches make the batch's.
+        out_dims: pytree prefix of aux: the dimension along which the leaves of the microbatches are
+            concatenated, or None to keep the last microbatch's leaf. A leaf without dimensions has
+            none to concatenate along: those of the microbatches are stacked, with one entry each.
+            The same for the output of `Pipeline.forward`.
+        has_aux: the loss function returns ``(loss, aux)``: aux is any pytree of tensors, made in
+            any stage. It comes back beside loss and gradients, and no gradient flows from it.
+        reduction: how the losses of microbatches make the batch's. ``"mean"`` weighs them by their
+            rows; ``"sum"`` adds them. With ``"weighted"`` the loss function returns
+            ``(sum, weight)`` in place of the loss, and the loss is the sum of all sums divided by
+            the sum of all weights, exactly, however the weight (such as a number of tokens) is
+            spread over the microbatches. A weight is one real number, and a constant to the
+            derivative: it should not depend on the parameters.
         remat: ``"none"`` keeps what the backward reads; ``"full"`` keeps each stage's inputs and
             computes the rest again; ``"except_last"`` is full but for the last microbatch of each
             stage; a callable decides for each traced forward node whether its value may be kept.
@@ -382,6 +416,8 @@ def pipeline(
             function=whole,
             schedule=chosen_schedule,
             in_dims=in_dims,
+            out_dims=out_dims,
+            has_aux=has_aux,
             reduction=reduction,
             remat=remat,
             compile=compile,

@@ -126,26 +126,51 @@ def merge(outputs: Sequence[Any], out_dims: Any = 0) -> Any:
 
     Args:
         outputs: one pytree of tensors per microbatch, all of one structure.
-        out_dims: pytree prefix of an output: the dimension to concatenate along, or None to keep
-            the last microbatch's leaf.
+        out_dims: pytree prefix of an output: the dimension to concatenate along, where leaves
+            without dimensions are stacked along 0; or None to keep the last microbatch's leaf.
 
     Raises:
-        BatchError: `out_dims` is no prefix, or a leaf lacks the dimension (a leaf without
-            dimensions cannot be concatenated).
+        BatchError: `out_dims` is no prefix, or a leaf lacks the dimension.
+
+    Example:
+        >>> parts = [(torch.zeros(2), torch.tensor(2)), (torch.ones(1), torch.tensor(1))]
+        >>> merge(parts)
+        (tensor([0., 0., 1.]), tensor([2, 1]))
     """
     spec = tree.structure(outputs[0])
-    dims = tree.broadcast_prefix("out_dims", out_dims, outputs[0], "the output")
     columns = zip(*(tree.flatten(output)[0] for output in outputs), strict=True)
-    merged = []
-    for index, (parts, dim) in enumerate(zip(columns, dims, strict=True)):
-        if dim is None:
+    return merge_columns(list(columns), spec, out_dims, "output")
+
+
+def merge_columns(
+    columns: Sequence[Sequence[Tensor | None]], spec: optree.PyTreeSpec, out_dims: Any, name: str
+) -> Any:
+    """`merge` for flat outputs.
+
+    Args:
+        columns: for each leaf, one value per microbatch, or None for a leaf that another process
+            has, which stays None.
+        spec: structure of an output.
+        out_dims: as in `merge`.
+        name: what they are, for messages.
+    """
+    whole = tree.unflatten(spec, range(spec.num_leaves))
+    dims = tree.broadcast_prefix("out_dims", out_dims, whole, f"the {name}")
+    merged: list[Tensor | None] = []
+    for index, (column, dim) in enumerate(zip(columns, dims, strict=True)):
+        parts = [part for part in column if part is not None]
+        if not parts:
+            merged.append(None)
+        elif dim is None:
             merged.append(parts[-1].clone())  # it may be a leaf of the caller's, passed through
-            continue
-        if not _has_dim(parts[0], dim):
+        elif not parts[0].dim() and type(dim) is int and dim in (0, -1):
+            merged.append(torch.stack(parts))
+        elif not _has_dim(parts[0], dim):
             raise BatchError(
-                f"out_dims is {dim!r} for output{tree.paths(spec)[index]} of shape "
+                f"out_dims is {dim!r} for {name}{tree.paths(spec)[index]} of shape "
                 f"{tuple(parts[0].shape)} per microbatch: it must be one of its dimensions, or "
                 "None to keep the last microbatch's"
             )
-        merged.append(torch.cat(parts, dim))
+        else:
+            merged.append(torch.cat(parts, dim))
     return tree.unflatten(spec, merged)

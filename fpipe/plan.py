@@ -7,32 +7,51 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.microbatch import merge_columns
 from fpipe.parameters import Parameters
 from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Program
 from fpipe.runtime.values import Codes
 from fpipe.schedule import Op, Schedule
-from fpipe.shapes import Goal, Signature, distinct
-from fpipe.stage.chain import ChainTracer, assemble, live_leaves
+from fpipe.shapes import Signature, distinct
+from fpipe.stage.chain import Chain, ChainTracer, assemble, live_leaves
 from fpipe.stage.code import StageCode
 from fpipe.stage.compiler import Compiler
 from fpipe.stage.function import FunctionTracer
 from fpipe.stage.joint import is_differentiable
 from fpipe.stage.partition import Policy
+from fpipe.stage.returns import Layout
 from fpipe.stage.sink import Sink
-from fpipe.stage.tracer import Traced
 
 log = logging.getLogger("fpipe")
 
 # torch cannot trace in two threads at one time.
 _TRACING = threading.RLock()
+
+
+class Total(NamedTuple):
+    """The losses of all microbatches, put together.
+
+    Attributes:
+        loss: the weighted sum of them, or all of them.
+        weight: what loss and gradients are to be divided by; None for nothing.
+    """
+
+    loss: Tensor
+    weight: Tensor | None
+
+    @property
+    def mean(self) -> Tensor:
+        """The loss of the batch."""
+        if self.weight is None:
+            return self.loss
+        return (self.loss / self.weight).to(self.loss.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +63,7 @@ class Plan:
         programs: one per rank.
         seeds: the cotangent of each microbatch's loss, in its shape and dtype.
         weights: the weight of each microbatch's loss.
-        spec: structure of the last stage's output, or of the loss.
+        layout: how the values that come back from each microbatch are numbered.
         fingerprint: equal for plans that compute the same.
         rows: of the batch.
         sink: how gradients and losses are collected.
@@ -54,40 +73,51 @@ class Plan:
     programs: tuple[Program, ...]
     seeds: tuple[Tensor, ...]
     weights: Tensor
-    spec: optree.PyTreeSpec
+    layout: Layout
     fingerprint: str
     rows: int
     sink: Sink
 
-    def total_loss(self, runs: Sequence[Run]) -> Tensor:
-        """The weighted sum of the losses of the microbatches, or all of them."""
-        losses = [leaves[0] for leaves in self._output_leaves(runs)]
+    def total(self, runs: Sequence[Run]) -> Total | None:
+        """What the losses of the microbatches come to; None where `runs` have none."""
+        if not self.layout.heads or not any(run.program.rank == self.last_rank for run in runs):
+            return None
+        losses, *weights = self._columns(runs, 0, self.layout.heads)
+        weight = torch.stack(weights[0]).double().sum() if weights else None
         if self.sink.join is not None:
-            return torch.cat(losses, self.sink.join)
+            return Total(torch.cat(losses, self.sink.join), weight)
         stacked = torch.stack(losses)
         if stacked.dim() == 1:
-            return self.weights.dot(stacked)
-        return torch.tensordot(self.weights, stacked, 1)
+            return Total(self.weights.dot(stacked), weight)
+        return Total(torch.tensordot(self.weights, stacked, 1), weight)
+
+    @property
+    def last_rank(self) -> int:
+        """The rank of the last stage, which has the loss."""
+        return self.schedule.placement[-1]
 
     @property
     def loss_shape(self) -> tuple[int, ...]:
-        """The shape of `total_loss`."""
+        """The shape of the loss of the batch."""
         shape = list(self.seeds[0].shape)
         if self.sink.join is not None:
             shape[self.sink.join] = sum(seed.shape[self.sink.join] for seed in self.seeds)
         return tuple(shape)
 
-    def outputs(self, runs: Sequence[Run]) -> list[Any]:
-        """The output of each microbatch, as a pytree."""
-        return [tree.unflatten(self.spec, leaves) for leaves in self._output_leaves(runs)]
+    def outputs(self, runs: Sequence[Run], out_dims: Any, name: str) -> Any:
+        """The outputs or aux of all microbatches, merged; None for leaves of other processes."""
+        start, spec = self.layout
+        columns = self._columns(runs, start, start + spec.num_leaves)
+        return merge_columns(columns, spec, out_dims, name)
 
-    def _output_leaves(self, runs: Sequence[Run]) -> list[list[Tensor]]:
-        count = len(self.seeds)
-        found: list[list[Any]] = [[None] * self.spec.num_leaves for _ in range(count)]
+    def _columns(self, runs: Sequence[Run], start: int, end: int) -> list[list[Any]]:
+        """For each of the numbered values, those of all microbatches."""
+        columns: list[list[Any]] = [[None] * len(self.seeds) for _ in range(start, end)]
         for run in runs:
-            for microbatch, leaf, slot in run.program.results.outputs:
-                found[microbatch][leaf] = run.slots[slot]
-        return found
+            for microbatch, number, slot in run.program.results.outputs:
+                if start <= number < end:
+                    columns[number - start][microbatch] = run.slots[slot]
+        return columns
 
 
 def collected(plan: Plan, runs: Sequence[Run]) -> dict[tuple[int, int], Tensor]:
@@ -104,8 +134,12 @@ def collected(plan: Plan, runs: Sequence[Run]) -> dict[tuple[int, int], Tensor]:
     }
 
 
-def gradients(plan: Plan, runs: Sequence[Run], params: Parameters) -> list[Tensor | None]:
+def gradients(
+    plan: Plan, runs: Sequence[Run], params: Parameters, weight: Tensor | None
+) -> list[Tensor | None]:
     """The gradient of each leaf of `params`, flat: zeros where the loss does not depend on it.
+
+    They are divided by `weight`, if there is one.
 
     None stands for a leaf that cannot have a gradient, and for one whose gradient belongs to ranks
     of other processes.
@@ -124,7 +158,7 @@ def gradients(plan: Plan, runs: Sequence[Run], params: Parameters) -> list[Tenso
     for stage, leaves in enumerate(params.stages[:1] if params.shared else params.stages):
         for index, leaf in enumerate(leaves):
             if (stage, index) in found:
-                grads.append(found[stage, index].to(leaf.dtype))
+                grads.append(_divided(found[stage, index], weight).to(leaf.dtype))
             elif index in elsewhere or not is_differentiable(leaf):
                 grads.append(None)
             else:
@@ -132,8 +166,14 @@ def gradients(plan: Plan, runs: Sequence[Run], params: Parameters) -> list[Tenso
     return grads
 
 
-def batch_gradients(runs: Sequence[Run], batch: Any, in_dims: Any) -> Any:
+def _divided(gradient: Tensor, weight: Tensor | None) -> Tensor:
+    return gradient if weight is None else gradient / weight
+
+
+def batch_gradients(runs: Sequence[Run], batch: Any, in_dims: Any, weight: Tensor | None) -> Any:
     """The gradient of each leaf of the batch, in its structure; None for one that cannot have one.
+
+    They are divided by `weight`, if there is one.
 
     A leaf that several stages read gets the sum of their parts; one that is split, its rows in
     order; and one that is not, the sum over all microbatches.
@@ -154,7 +194,8 @@ def batch_gradients(runs: Sequence[Run], batch: Any, in_dims: Any) -> Any:
         elif not rows:
             found.append(torch.zeros_like(leaf))
         else:
-            found.append(torch.stack(rows).sum(0) if dim is None else torch.cat(rows, dim))
+            whole = torch.stack(rows).sum(0) if dim is None else torch.cat(rows, dim)
+            found.append(_divided(whole, weight).to(leaf.dtype))
     return tree.unflatten(spec, found)
 
 
@@ -246,10 +287,9 @@ class Planner:
             for piece in code.pieces.values()
         )
         plan = self._with_weights(
-            goal,
             schedule,
             programs,
-            [chains[size].stages[-1] for size in rows],
+            [chains[size] for size in rows],
             rows,
             "\n".join(sorted(graphs)),
         )
@@ -258,24 +298,26 @@ class Planner:
 
     def _with_weights(
         self,
-        goal: Goal,
         schedule: Schedule,
         programs: tuple[Program, ...],
-        finals: Sequence[Traced],
+        chains: Sequence[Chain],
         rows: Sequence[int],
         graphs: str,
     ) -> Plan:
+        heads = chains[0].layout.heads
         weighted = self._mean and self._sink.join is None
         shares = [size / sum(rows) if weighted else 1.0 for size in rows]
-        values = [final.values[0] if final.values else torch.empty(()) for final in finals]
+        # Where there is no loss, the numbers are not read.
+        values = [c.value(c.results[0]) if c.results else torch.empty(()) for c in chains]
         dtype = values[0].dtype if is_differentiable(values[0]) else None
         weights = torch.tensor(shares, dtype=dtype, device=values[0].device)
         seeds = tuple(
-            weight * self._chosen(weight.new_ones(() if goal == "forward" else value.shape))
+            weight * self._chosen(weight.new_ones(value.shape if heads else ()))
             for weight, value in zip(weights, values, strict=True)
         )
-        spec = finals[0].spec
-        return Plan(schedule, programs, seeds, weights, spec, graphs, sum(rows), self._sink)
+        return Plan(
+            schedule, programs, seeds, weights, chains[0].layout, graphs, sum(rows), self._sink
+        )
 
     def _chosen(self, ones: Tensor) -> Tensor:
         """What of a microbatch's losses is differentiated."""

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from fpipe.microbatch import Microbatches
 from fpipe.parameters import Parameters
-from fpipe.plan import Plan
+from fpipe.plan import Plan, Total
 from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Program
 from fpipe.shapes import Goal
@@ -23,14 +22,14 @@ class Finished(NamedTuple):
         params: the parameters that it ran on.
         plan: what it ran by.
         runs: the runs of this process's ranks, with their results in their slots.
-        loss: the loss of the batch, where the goal has one.
+        total: what the loss of the batch is made of, where the goal has one.
         batch: as it was passed.
     """
 
     params: Parameters
     plan: Plan
     runs: Sequence[Run]
-    loss: Tensor | None
+    total: Total | None
     batch: Any = None
 
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fpipe.controller.agreement import (
     CALLS,
@@ -40,7 +39,7 @@ from fpipe.controller.watch import Watch
 from fpipe.errors import PipelineError
 from fpipe.microbatch import Microbatches, split
 from fpipe.parameters import Parameters
-from fpipe.plan import Plan, Planner
+from fpipe.plan import Plan, Planner, Total
 from fpipe.recording import Marks, active, timeline_of
 from fpipe.runtime.connect import carriers, connect, ring
 from fpipe.runtime.drain import drain
@@ -146,7 +145,7 @@ class MultiController:
         Raises:
             PipelineError: on every rank, when any rank fails.
         """
-        return self._together(lambda: self._execute(self._agree(params, batch, goal), goal))
+        return self._together(lambda: self._execute(self._agree(params, batch, goal)))
 
     def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
         """The programs of all ranks for a training step; every rank must ask for them."""
@@ -263,18 +262,17 @@ class MultiController:
 
     # ── execution ──────────────────────────────────────────────────────────────────────────────
 
-    def _execute(self, agreed: Agreed, goal: Goal) -> Finished:
+    def _execute(self, agreed: Agreed) -> Finished:
         given, plan, records = agreed
         marks: Marks | None = {} if records else None
         run = Run(observed(plan.programs[self._rank], marks))
         failure: PipelineError | None = None
-        loss: Tensor | None = None
+        total: Total | None = None
         with torch.no_grad(), without_autocast():
             try:
                 run = self._load(run.program, plan, given)
                 run.advance(self._transport)
-                if goal != "forward" and run.program.results.outputs:
-                    loss = plan.total_loss([run])
+                total = plan.total([run])
             except ConnectionLost:
                 raise
             except Interrupted:
@@ -283,7 +281,7 @@ class MultiController:
             except Exception as error:
                 failure = self._blame(error)
                 self._drain(run)
-            total = self._finish(plan, loss, failed=failure is not None)
+            total = self._finish(plan, total, failed=failure is not None)
         if failure is not None:
             raise failure
         if records:
@@ -328,17 +326,22 @@ class MultiController:
         finally:
             self._draining = False
 
-    def _finish(self, plan: Plan, loss: Tensor | None, *, failed: bool) -> Tensor:
+    def _finish(self, plan: Plan, total: Total | None, *, failed: bool) -> Total | None:
         """Give every rank the loss, and know whether all ranks came to their end."""
-        word = torch.zeros(1 + prod(plan.loss_shape), dtype=torch.float64)
+        size, heads = prod(plan.loss_shape), plan.layout.heads
+        word = torch.zeros(1 + size + (heads > 1), dtype=torch.float64)
         word[0] = failed
-        if loss is not None:
-            word[1:] = loss.flatten()
+        if total is not None:
+            word[1 : 1 + size] = total.loss.flatten()
+            if total.weight is not None:
+                word[1 + size] = total.weight
         _connected(lambda: self._control.allreduce([word]).wait())
         if word[0] > 0 and not failed:
             raise self._reported()
-        total = word[1:].reshape(plan.loss_shape)
-        return total.to(self._device, plan.weights.dtype)
+        if not heads:
+            return None
+        loss = word[1 : 1 + size].reshape(plan.loss_shape).to(self._device, plan.weights.dtype)
+        return Total(loss, word[1 + size].to(self._device) if heads > 1 else None)
 
     def _interrupted(self) -> bool:
         return self._watch.fault is not None and not self._draining

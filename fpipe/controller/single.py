@@ -58,10 +58,10 @@ class SingleController:
             ]
             with self._running:
                 run_together(runs, self._transport)
-            loss = None if goal == "forward" else plan.total_loss(runs)
+            total = plan.total(runs)
         if recording is not None:
             recording.timelines.append(timeline_of(plan.schedule, [own or {} for own in marks]))
-        return Finished(leaves, plan, runs, loss)
+        return Finished(leaves, plan, runs, total)
 
     def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
         """The programs of a training step on arguments of these shapes."""

@@ -85,7 +85,6 @@ def lower(
     if tied:
         apart = not all(map(runs_here, range(schedule.num_ranks)))
         tasks = tie(tasks, schedule, codes, everywhere=apart)
-    last = schedule.num_stages - 1
     results: list[dict[Value, None]] = [{} for _ in schedule.actions]
     grads: list[list[tuple[SumValue, Value]]] = [[] for _ in schedule.actions]
     outputs: list[list[tuple[int, int, Value]]] = [[] for _ in schedule.actions]
@@ -97,10 +96,11 @@ def lower(
             grads[rank].append((total, value))
             results[rank][value] = None
     for microbatch in range(schedule.num_microbatches):
-        for leaf, name in enumerate(codes(last, microbatch).outputs):
-            value = resolve(last, microbatch, name)
-            outputs[schedule.placement[last]].append((microbatch, leaf, value))
-            results[schedule.placement[last]][value] = None
+        for stage, rank in enumerate(schedule.placement):
+            for number, name in codes(stage, microbatch).returned:
+                value = resolve(stage, microbatch, name)
+                outputs[rank].append((microbatch, number, value))
+                results[rank][value] = None
     mail = plan_mail(tasks.rows, schedule.placement, results)
     return tuple(
         _assemble(

@@ -114,8 +114,8 @@ class Results(NamedTuple):
 
     Attributes:
         grads: ``(stage, leaf, microbatch, slot)``; the microbatch is -1 for the sum over all.
-        outputs: ``(microbatch, leaf, slot)``: the last stage's outputs, which are the loss alone
-            when there is one.
+        outputs: ``(microbatch, number, slot)``: the values that the caller gets, by their numbers
+            over all stages: the last stage's outputs, or the loss and what was declared beside it.
         batch_grads: ``(stage, leaf, microbatch, slot)``: each stage's part of the gradient of a
             batch leaf, on the rank of the first stage.
     """
@@ -221,8 +221,8 @@ def describe(program: Program) -> str:
         lines.append(
             f"  gradient of microbatch {microbatch} leaf {leaf} from stage {stage}: %{slot}"
         )
-    for microbatch, leaf, slot in program.results.outputs:
-        lines.append(f"  output leaf {leaf} of microbatch {microbatch}: %{slot}")
+    for microbatch, number, slot in program.results.outputs:
+        lines.append(f"  output leaf {number} of microbatch {microbatch}: %{slot}")
     return "\n".join(lines)
 
 

@@ -40,6 +40,7 @@ from fpipe.stage.partition import (
     live_gradients,
     partition,
 )
+from fpipe.stage.returns import LOSS, Layout, Returns, Taken
 from fpipe.stage.sink import SUM, Sink
 from fpipe.stage.stage import Stage
 from fpipe.stage.tracer import Leaves, Traced, check_output, trace
@@ -77,11 +78,19 @@ class Chain:
         labels: each stage in messages.
         goal: ``"step"`` for loss and gradients, ``"value"`` for the loss alone, ``"forward"`` for
             the last stage's output.
+        results: where each value that the caller gets of a microbatch comes from.
+        layout: how those are numbered.
     """
 
     stages: tuple[Traced, ...]
     labels: tuple[str, ...]
     goal: Goal
+    results: tuple[Upstream, ...]
+    layout: Layout
+
+    def value(self, source: Upstream) -> Tensor:
+        """The fake tensor that stands for an output of a stage."""
+        return self.stages[source.stage].values[source.leaf]
 
 
 NEXT = -1
@@ -99,6 +108,7 @@ class ChainTracer:
         devices: the device of each stage, None to leave all values where they are.
         sink: how parameter gradients are collected.
         argnums: what gradients are taken by, ``"params"`` and ``"batch"``.
+        returns: what `loss` returns.
     """
 
     def __init__(
@@ -110,6 +120,7 @@ class ChainTracer:
         devices: Sequence[torch.device] | None = None,
         sink: Sink = SUM,
         argnums: Collection[str] = ("params",),
+        returns: Returns = LOSS,
     ) -> None:
         self._stages = tuple(stages)
         self._loss = loss
@@ -118,6 +129,7 @@ class ChainTracer:
         self._devices = devices
         self._sink = sink
         self._argnums = frozenset(argnums)
+        self._returns = returns
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._traces: dict[Any, Traced] = {}
 
@@ -163,7 +175,12 @@ class ChainTracer:
             x = Abstract(result.values, result.spec)
             x_sources = [Upstream(index, leaf) for leaf in range(len(x.values))]
             carries = list(result.carries_gradient)
-        return Chain(tuple(traced), tuple(labels), goal)
+        layout = Layout(0, x.spec)
+        if goal != "forward":
+            heads, aux = x.spec.children()
+            layout = Layout(heads.num_leaves, aux)
+        results = tuple(Upstream(last, leaf) for leaf in range(len(x.values)))
+        return Chain(tuple(traced), tuple(labels), goal, results, layout)
 
     def _wants(self, argument: str, value: Tensor) -> bool:
         """Whether the gradient by a leaf of an argument is asked for, and exists."""
@@ -210,7 +227,10 @@ class ChainTracer:
             value = tree.unflatten(x.spec, leaves[n_params : n_params + n_x])
             microbatch = tree.unflatten(batch.spec, leaves[n_params + n_x :])
             y = stage.fn(p, value, microbatch) if stage.reads_batch else stage.fn(p, value)
-            return self._loss_of(label, y, microbatch) if with_loss else y
+            if not with_loss:
+                return y
+            taken = self._loss_of(label, y, microbatch)
+            return taken if differentiate else taken._replace(aux=None)
 
         return trace(
             label,
@@ -238,13 +258,14 @@ class ChainTracer:
             differentiate=differentiate,
             accum_dtype=self._accum_dtype,
             origin=stage.fn,
-            readers=lambda leaf: (NEXT,),
+            # Of what comes with the loss the loss alone is differentiated.
+            readers=lambda leaf: () if with_loss and leaf else (NEXT,),
             sink=self._sink,
             rows=rows,
         )
 
-    def _loss_of(self, label: str, y: Any, microbatch: Any) -> Tensor:
-        """The loss of the last stage's output, which must be one scalar."""
+    def _loss_of(self, label: str, y: Any, microbatch: Any) -> Taken:
+        """The loss of the last stage's output, and what comes with it."""
         check_output(label, y)
         name = f"the loss after {label}"
         try:
@@ -252,23 +273,7 @@ class ChainTracer:
         except Exception as error:
             given = f"{describe('y', y)}, {describe('microbatch', microbatch)}"
             raise explain(name, error, given) from error
-        if (
-            not isinstance(loss, Tensor)
-            or not _has_shape(loss, self._loss_shape)
-            or not loss.is_floating_point()
-        ):
-            found = describe("it", loss) if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise StageError(
-                f"{name} is {found.removeprefix('it: ')}: loss(y, microbatch) must return one "
-                "floating-point scalar (take .mean() or .sum() of it)"
-            )
-        return loss
-
-
-def _has_shape(value: Tensor, shape: Sequence[int | None]) -> bool:
-    return value.dim() == len(shape) and all(
-        expected in (None, size) for size, expected in zip(value.shape, shape, strict=True)
-    )
+        return self._returns.take(f"{name} is", "loss(y, microbatch)", loss, self._loss_shape)
 
 
 def _seen_from(joint: Joint, index: int) -> Joint:
@@ -358,6 +363,11 @@ def assemble(
                     if isinstance(node.meta.get("val"), Tensor)
                 },
                 compiler=compiler,
+                returned=tuple(
+                    (number, joint.outputs[source.leaf])
+                    for number, source in enumerate(chain.results)
+                    if source.stage == index
+                ),
             )
         )
     return tuple(codes)

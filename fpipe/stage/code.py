@@ -32,6 +32,7 @@ class StageCode:
         sums: for each leaf of the caller's with a gradient, how it is collected.
         specs: shape and dtype of each named value.
         compiler: makes a piece callable, when lowering first asks for it.
+        returned: number and name of each value that the caller gets.
     """
 
     label: str
@@ -44,6 +45,7 @@ class StageCode:
     sums: Mapping[Source, Sum]
     specs: Mapping[str, Spec] = field(repr=False)
     compiler: Compiler = field(repr=False)
+    returned: tuple[tuple[int, str], ...]
 
     def call(self, op: str) -> Call:
         """The compiled piece of `op`."""

@@ -72,7 +72,8 @@ class Segment:
     Attributes:
         graph: placeholders for `sources`, in order; returns a list of its outputs.
         sources: where each input comes from.
-        readers: for each output, the stages that read it.
+        readers: for each output, the stages that read it, and one that stands behind the last for
+            the loss.
     """
 
     graph: fx.Graph
@@ -81,35 +82,50 @@ class Segment:
 
 
 def segments(
-    graph: fx.Graph, marks: Sequence[int], sources: dict[str, Source]
-) -> tuple[Segment, ...]:
+    graph: fx.Graph, marks: Sequence[int], sources: dict[str, Source], heads: int = 1
+) -> tuple[tuple[Segment, ...], tuple[Upstream, ...]]:
     """Divide a recorded forward graph at its marks.
 
     Args:
-        graph: returns one node, the loss.
+        graph: returns a list of nodes, the loss first.
         marks: how many nodes there were at each cut.
         sources: where each placeholder comes from.
+        heads: how many of the first results come from the last stage, wherever they are computed.
+
+    Returns:
+        The segments, and where each result comes from.
     """
-    result: Any = graph.output_node().args[0]
+    results: Any = graph.output_node().args[0]
     last = len(marks)
     stage_of = _assign(graph, marks, sources)
-    live = _needed(result)
+    live = _needed(results)
     readers: dict[fx.Node, set[int]] = defaultdict(set)
     for node in live:
         for used in node.all_input_nodes:
             if node in stage_of and used in stage_of and stage_of[used] != stage_of[node]:
                 readers[used].add(stage_of[node])
-    if stage_of.get(result, last) != last:
-        readers[result].add(last)
-    made: dict[fx.Node, Source] = {}
+    for head in results[:heads]:
+        if stage_of.get(head, last) != last:
+            readers[head].add(last)
+    # What depends on no stage is returned by the last.
+    homes = [last if i < heads else stage_of.get(node, last) for i, node in enumerate(results)]
+    returned = set(zip(results, homes, strict=True))
+    made: dict[tuple[fx.Node, int], Upstream] = {}
+    origin: dict[fx.Node, Source] = {}
     built = []
     for stage in range(last + 1):
-        outputs = [n for n in live if stage_of.get(n) == stage and n in readers]
+        outputs = [
+            n for n in live if (n in readers and stage_of[n] == stage) or (n, stage) in returned
+        ]
+        handed = [tuple(sorted(readers[n])) if stage_of.get(n) == stage else () for n in outputs]
         if stage == last:
-            outputs = [result]
-        built.append(_build(outputs, stage, stage_of, made, sources, readers))
-        made |= {node: Upstream(stage, leaf) for leaf, node in enumerate(outputs)}
-    return tuple(built)
+            # What differentiates the loss stands behind the last stage.
+            handed[outputs.index(results[0])] = (last + 1,)
+        built.append(_build(outputs, handed, stage, stage_of, origin, sources))
+        for leaf, node in enumerate(outputs):
+            made[node, stage] = Upstream(stage, leaf)
+            origin.setdefault(node, made[node, stage])
+    return tuple(built), tuple(made[pair] for pair in zip(results, homes, strict=True))
 
 
 def _assign(
@@ -134,25 +150,25 @@ def _assign(
     return stage_of
 
 
-def _needed(result: fx.Node) -> list[fx.Node]:
-    """What `result` depends on, and itself, in graph order."""
+def _needed(results: Sequence[fx.Node]) -> list[fx.Node]:
+    """What `results` depend on, and themselves, in graph order."""
     found: set[fx.Node] = set()
-    stack = [result]
+    stack = list(results)
     while stack:
         node = stack.pop()
         if node not in found:
             found.add(node)
             stack.extend(node.all_input_nodes)
-    return [node for node in result.graph.nodes if node in found]
+    return [node for node in results[0].graph.nodes if node in found]
 
 
 def _build(
     outputs: Sequence[fx.Node],
+    readers: Sequence[tuple[int, ...]],
     stage: int,
     stage_of: dict[fx.Node, int],
     made: dict[fx.Node, Source],
     sources: dict[str, Source],
-    readers: dict[fx.Node, set[int]],
 ) -> Segment:
     """The graph of one stage: its own nodes, and copies of those that belong to their readers."""
     inside: set[fx.Node] = set()
@@ -171,12 +187,8 @@ def _build(
     copies: dict[fx.Node, fx.Node] = {}
     for node in edge:
         copies[node] = copy.placeholder(node.name)
-    for node in stage_of and next(iter(stage_of)).graph.nodes:
+    for node in outputs and outputs[0].graph.nodes:
         if node in inside:
             copies[node] = copy.node_copy(node, lambda n: copies[n])
     copy.output([copies[node] for node in outputs])
-    return Segment(
-        copy,
-        tuple(edge.values()),
-        tuple(tuple(sorted(readers[node])) if node in readers else () for node in outputs),
-    )
+    return Segment(copy, tuple(edge.values()), tuple(readers))

@@ -26,6 +26,7 @@ from fpipe.stage.cut import Segment, noting, segments
 from fpipe.stage.explain import ImpureError, describe, explain
 from fpipe.stage.joint import BatchLeaf, Param, Source, Upstream, is_differentiable
 from fpipe.stage.purity import WriteGuard
+from fpipe.stage.returns import Layout, Returns
 from fpipe.stage.tracer import Leaves, Traced, trace
 
 
@@ -36,6 +37,7 @@ class FunctionTracer:
         loss_fn: ``(params, batch) -> scalar``, with a `fpipe.cut` between stages.
         num_stages: of the schedule: one more than the cuts that it must execute.
         accum_dtype: dtype to sum parameter gradients in, None for their own.
+        returns: what it returns.
     """
 
     def __init__(
@@ -43,10 +45,12 @@ class FunctionTracer:
         loss_fn: Callable[[Any, Any], Any],
         num_stages: int,
         accum_dtype: torch.dtype | None,
+        returns: Returns,
     ) -> None:
         self._loss_fn = loss_fn
         self._num_stages = num_stages
         self._accum_dtype = accum_dtype
+        self._returns = returns
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __call__(
@@ -64,18 +68,18 @@ class FunctionTracer:
             StageError: the function cannot be traced or executes another number of cuts.
         """
         name = getattr(self._loss_fn, "__qualname__", type(self._loss_fn).__name__)
-        if goal == "forward":
+        if goal == "forward" and not self._returns.aux:
             raise StageError(
-                f"{name} returns a loss and no output: pipe.value gives the loss without gradients"
+                f"{name} returns a loss and no output: pipe.value gives the loss without "
+                "gradients, and with has_aux=True what else the function returns comes back"
             )
         params = Abstract.of(shapes[0], self._mode)
         batch = Abstract.of(microbatch, self._mode)
-        parts = self._divide(name, params, batch)
+        parts, results, layout = self._divide(name, params, batch, goal)
         traced: list[Traced] = []
         labels = [f"stage {index} ({name})" for index in range(len(parts))]
-        for index, (label, part) in enumerate(zip(labels, parts, strict=True)):
+        for label, part in zip(labels, parts, strict=True):
             leaves = _leaves(part, params, batch, traced)
-            readers = part.readers if index < len(parts) - 1 else ((len(parts),),)
             assert part.graph.owning_module is not None  # the recorded one, which has the constants
             module = fx.GraphModule(part.graph.owning_module, part.graph)
             traced.append(
@@ -87,37 +91,47 @@ class FunctionTracer:
                     differentiate=goal == "step",
                     accum_dtype=self._accum_dtype,
                     origin=self._loss_fn,
-                    readers=readers.__getitem__,
+                    readers=part.readers.__getitem__,
                 )
             )
-        return Chain(tuple(traced), tuple(labels), goal)
+        return Chain(tuple(traced), tuple(labels), goal, results, layout)
 
-    def _divide(self, name: str, params: Abstract, batch: Abstract) -> tuple[Segment, ...]:
+    def _divide(
+        self, name: str, params: Abstract, batch: Abstract, goal: Goal
+    ) -> tuple[tuple[Segment, ...], tuple[Upstream, ...], Layout]:
         """Record the forward graph, and divide it at its cuts."""
         count = len(params.values)
         self._refuse_writes(name, params, batch)
         marks: list[int] = []
+        layouts: list[Layout] = []
 
         def note() -> None:
             mode = get_proxy_mode()
             if mode is not None:
                 marks.append(len(mode.tracer.graph.nodes))
 
-        def flat(*leaves: Tensor) -> Tensor:
-            def loss(*own: Tensor) -> Tensor:
+        def flat(*leaves: Tensor) -> list[Tensor]:
+            def loss(*own: Tensor) -> tuple[Tensor, list[Tensor]]:
                 with noting(note):
                     value = self._loss_fn(
                         tree.unflatten(params.spec, _mixed(own, leaves[:count])),
                         tree.unflatten(batch.spec, leaves[count:]),
                     )
-                return _check_loss(name, value)
+                taken = self._returns.take(f"{name} returns", "loss_fn(params, batch)", value)
+                if goal == "value":
+                    taken = taken._replace(aux=None)
+                (first, *others), layout = taken.flat()
+                layouts.append(layout)
+                return first, others
 
             trained = [leaf for leaf in leaves[:count] if is_differentiable(leaf)]
             if not trained:
-                return loss()
-            # Some ops record what a backward needs only where an input requires a gradient.
-            result: Tensor = vjp(loss, *trained)[0]
-            return result
+                first, others = loss()
+            else:
+                # Some ops record what a backward needs only where an input requires a gradient.
+                result: Any = vjp(loss, *trained, has_aux=True)
+                first, _, others = result
+            return [first, *others]
 
         try:
             with self._mode, torch.enable_grad():
@@ -147,10 +161,11 @@ class FunctionTracer:
             node.name: Param(number) if number < count else BatchLeaf(number - count)
             for number, node in enumerate(placeholders)
         }
-        parts = segments(graph.graph, marks, sources)
+        layout = layouts[-1]
+        parts, results = segments(graph.graph, marks, sources, layout.heads)
         for part in parts:
             part.graph.owning_module = graph
-        return parts
+        return parts, results, layout
 
     def _refuse_writes(self, name: str, params: Abstract, batch: Abstract) -> None:
         """Run the function once under guard, before anything could be written to.
@@ -206,16 +221,6 @@ def _mixed(own: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
     """All leaves, with those that carry gradients taken from `own`."""
     given = iter(own)
     return [next(given) if is_differentiable(leaf) else leaf for leaf in leaves]
-
-
-def _check_loss(name: str, loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-        found = describe("it", loss) if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise StageError(
-            f"{name} returns {found.removeprefix('it: ')}: loss_fn(params, batch) must return one "
-            "floating-point scalar (take .mean() or .sum() of it)"
-        )
-    return loss
 
 
 def _leaves(part: Segment, params: Abstract, batch: Abstract, before: Sequence[Traced]) -> Leaves:

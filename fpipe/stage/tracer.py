@@ -118,7 +118,11 @@ def trace(
     values, spec = _run_abstractly(name, lambda own: function(lift(own)), leaves, mode, origin)
     paths = tuple("y" + path for path in tree.paths(spec))
     carries = tuple(
-        differentiate and any(leaves.differentiable) and is_differentiable(v) for v in values
+        differentiate
+        and any(leaves.differentiable)
+        and is_differentiable(value)
+        and bool(readers(leaf))
+        for leaf, value in enumerate(values)
     )
     # A leaf of the batch may come in by two names, as the first stage's input and by itself.
     places: dict[Source, list[int]] = {}

@@ -403,7 +403,7 @@ def test_pipeline_inside_a_transform(transform: Any) -> None:
 @pytest.mark.parametrize(
     ("stage", "out_dims", "rule"),
     [
-        (lambda p, x: x.sum(), 0, r"out_dims is 0 for output of shape \(\) per microbatch"),
+        (lambda p, x: x.sum(), 1, r"out_dims is 1 for output of shape \(\) per microbatch"),
         (mlp_layer, 2, r"out_dims is 2 for output of shape \(2, 3\) per microbatch"),
         (mlp_layer, {"y": 0}, "out_dims must be a pytree prefix of the output"),
     ],

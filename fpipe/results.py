@@ -1,0 +1,50 @@
+"""What a training step returns: a named tuple with a field for each thing that was declared."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Step(NamedTuple):
+    """What a training step returns.
+
+    Attributes:
+        loss: scalar tensor, without autograd history.
+        grads: the structure of the parameters, with a gradient for each floating-point leaf (zeros
+            where the loss does not depend on it) and None for each leaf that cannot have one.
+    """
+
+    loss: Tensor
+    grads: Any
+
+
+class StepAux(NamedTuple):
+    """What a training step returns where ``has_aux=True`` was declared.
+
+    Attributes:
+        loss: as in `Step`.
+        grads: as in `Step`.
+        aux: the structure of what the loss function returns as aux, its leaves those of all
+            microbatches, merged by the pipeline's ``out_dims``, without autograd history. Over a
+            process group a leaf is returned on the rank of the stage that made it (the last stage
+            where it depends on no stage, but on parameters or the batch alone), and is None on the
+            others: nothing is sent for it.
+    """
+
+    loss: Tensor
+    grads: Any
+    aux: Any
+
+
+class ForwardAux(NamedTuple):
+    """What a forward returns where ``has_aux=True`` was declared for a whole loss function.
+
+    Attributes:
+        loss: as in `Step`.
+        aux: as in `StepAux`.
+    """
+
+    loss: Tensor
+    aux: Any

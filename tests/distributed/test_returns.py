@@ -1,0 +1,49 @@
+"""What a loss function returns beside the loss, over processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+import fpipe
+from fpipe import Schedule, schedules
+from tests.distributed.crew import Crew, values
+from tests.models import assert_identical
+from tests.returns_model import OUT_DIMS, make_batch, make_params, weighted_model
+
+
+def run(group: dist.ProcessGroup | None, schedule: Schedule) -> tuple[Any, Any]:
+    pipe = fpipe.pipeline(
+        weighted_model,
+        schedule=schedule,
+        reduction="weighted",
+        has_aux=True,
+        out_dims=OUT_DIMS,
+        compile=False,
+        group=group,
+    )
+    params, batch = make_params(), make_batch()
+    return pipe.step(params, batch), pipe.forward(params, batch)
+
+
+def test_weighted_sum_and_aux_have_the_bits_of_one_process(crew: Crew) -> None:
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    crew.start(run, schedule, ranks=range(2))
+    parts = values(crew.collect())
+    whole, whole_forward = run(None, schedule)
+    # Stages 0 and 3 are on rank 0, 1 and 2 on rank 1; batch and parameters are the last stage's.
+    makers = {"load": 1, "counts": 1, "hidden": 1, "tokens": 0, "tied": 0, "wrong": 0}
+    for rank, (step, forward) in enumerate(parts):
+        assert_identical(step.loss, whole.loss)
+        assert_identical(forward.loss, whole.loss)
+        for name, gradient in step.grads.items():
+            if gradient is not None:
+                assert_identical(gradient, whole.grads[name])
+        for name, maker in makers.items():
+            for found, expected in ((step.aux, whole.aux), (forward.aux, whole_forward.aux)):
+                if rank == maker:
+                    assert_identical(found[name], expected[name])
+                else:
+                    assert found[name] is None
+    assert all(any(step.grads[name] is not None for step, _ in parts) for name in whole.grads)
