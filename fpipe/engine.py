@@ -64,7 +64,7 @@ class Pipeline:
     def step(self, params: Any, batch: Any) -> Any:
         """Loss and gradients of one batch.
 
-        The first call for each set of shapes traces and compiles, and says so to the logger
+        The first call for each set of shapes traces and compiles, and says so and why to the logger
         ``fpipe`` at level INFO. Nothing that is passed in is changed.
 
         Args:

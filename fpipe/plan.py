@@ -19,7 +19,7 @@ from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Program
 from fpipe.runtime.values import Codes
 from fpipe.schedule import Op, Schedule
-from fpipe.shapes import Signature, distinct
+from fpipe.shapes import Signature, difference, distinct
 from fpipe.stage.chain import Chain, ChainTracer, assemble, live_leaves
 from fpipe.stage.code import StageCode
 from fpipe.stage.compiler import Compiler
@@ -260,7 +260,12 @@ class Planner:
         start = time.perf_counter()
         goal, params, rows, batch, _ = signature
         sizes = distinct(rows)
-        log.info("tracing %s for microbatches of %s rows", goal, " and ".join(map(str, sizes)))
+        log.info(
+            "tracing %s for microbatches of %s rows%s",
+            goal,
+            " and ".join(map(str, sizes)),
+            self._why(signature),
+        )
         chains = {
             size: self._tracer(params, shape, goal, size)
             for size, shape in zip(sizes, batch, strict=True)
@@ -295,6 +300,13 @@ class Planner:
         )
         log.info("ready for %s after %.1f s", goal, time.perf_counter() - start)
         return plan
+
+    def _why(self, signature: Signature) -> str:
+        """What is new since the last trace for the same goal, for the log."""
+        before = [known for known in self._plans if known.goal == signature.goal]
+        if not before:
+            return ""
+        return f", again ({len(before)} kept), because {difference(before[-1], signature)}"
 
     def _with_weights(
         self,

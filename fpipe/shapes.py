@@ -14,6 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fpipe import tree
 from fpipe.microbatch import Microbatches
 
 Goal = Literal["step", "value", "forward"]
@@ -98,3 +99,33 @@ def ambient() -> tuple[Any, ...]:
         if torch.is_autocast_enabled(kind)
     )
     return (casts, torch.get_default_dtype(), torch.get_num_threads())
+
+
+def difference(before: Signature, now: Signature) -> str:
+    """The first thing in which two signatures of one goal differ, in words."""
+    for stage, (old, new) in enumerate(zip(before.params, now.params, strict=True)):
+        if found := _tree_difference(old, new):
+            return f"the parameters of stage {stage} changed: {found}"
+    # Microbatches of each size are compared, the biggest first.
+    for old, new in zip(before.batch, now.batch, strict=False):
+        if found := _tree_difference(old, new):
+            return f"the microbatch changed: {found}"
+    if before.rows != now.rows:
+        return f"the batch has {sum(now.rows)} rows, before {sum(before.rows)}"
+    return "autocast, the default dtype or the number of threads changed"
+
+
+def _tree_difference(before: TreeShape, now: TreeShape) -> str:
+    if before.spec != now.spec:
+        return "it has another structure"
+    for path, old, new in zip(tree.paths(now.spec), before.leaves, now.leaves, strict=True):
+        if old != new:
+            texts = [_in_words(leaf) for leaf in (new, old)]
+            if texts[0] == texts[1]:
+                texts = [f"{_in_words(leaf)} of strides {leaf.stride}" for leaf in (new, old)]
+            return f"{path or 'it'} is {texts[0]}, was {texts[1]}"
+    return ""
+
+
+def _in_words(leaf: LeafShape) -> str:
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} on {leaf.device}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -126,6 +126,42 @@ def test_first_call_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="fpipe"):
         pipe.step(model.params, model.batch)
     assert not [record for record in caplog.records if record.name == "fpipe"]
+
+
+def test_each_new_trace_says_what_changed(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp(2, 6)
+    pipe = plain_pipeline(model.stages)
+    x, y = model.batch["x"], model.batch["y"]
+    wider = [model.params[0], {"w": model.params[1]["w"], "b": torch.zeros(2, 1, 3).double()}]
+    turned = {"x": x, "y": y.T.contiguous().T}
+    calls: list[tuple[Any, Any]] = [
+        (model.params, model.batch),
+        (model.params, {"x": x[:4], "y": y[:4]}),
+        (model.params, model.batch),  # kept
+        (wider, model.batch),
+        (model.params, {"x": (x, x), "y": y}),
+        ([{"w": p["w"].T.contiguous().T, "b": p["b"]} for p in model.params], turned),
+    ]
+    with caplog.at_level(logging.INFO, logger="fpipe"):
+        for params, batch in calls:
+            with suppress(fpipe.StageError):  # what cannot be traced is announced too
+                pipe.step(params, batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            pipe.step(model.params, model.batch)
+    traced = [r.message for r in caplog.records if r.message.startswith("tracing")]
+    assert [line.removeprefix("tracing step for microbatches of ") for line in traced] == [
+        "3 rows",
+        "2 rows, again (1 kept), because the microbatch changed: ['x'] is float64[2, 3] on cpu, "
+        "was float64[3, 3] on cpu",
+        "3 rows, again (2 kept), because the parameters of stage 1 changed: ['b'] is "
+        "float64[2, 1, 3] on cpu, was float64[3] on cpu",
+        "3 rows, again (3 kept), because the parameters of stage 1 changed: ['b'] is "
+        "float64[3] on cpu, was float64[2, 1, 3] on cpu",
+        "3 rows, again (3 kept), because the parameters of stage 0 changed: ['w'] is float64[3, 3] "
+        "on cpu of strides (1, 3), was float64[3, 3] on cpu of strides (3, 1)",
+        "3 rows, again (4 kept), because the parameters of stage 0 changed: ['w'] is float64[3, 3] "
+        "on cpu of strides (3, 1), was float64[3, 3] on cpu of strides (1, 3)",
+    ]
 
 
 # ── sharing ─────────────────────────────────────────────────────────────────────────────────────
