@@ -13,9 +13,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fpipe import tree
+
 
 def _identity(value: Any) -> Any:
     return value
+
+
+def scaled(grads: Any, cotangent: Tensor) -> Any:
+    """Every gradient of one loss, multiplied."""
+    return tree.tree_map(lambda gradient: (cotangent * gradient).to(gradient.dtype), grads)
 
 
 class Dual(NamedTuple):
@@ -41,6 +48,8 @@ class Convention(NamedTuple):
         batch: from gradients in the structure of the stages' batch to what is returned.
         out_dims: from the caller's dimensions of an output to those of what the last stage returns.
         vectors: how many arguments there are beside params and batch.
+        weigh: from the gradients as `grads` returns them, and a weight for each of the losses, to
+            the gradients of the weighted sum; None where the losses cannot be differentiated.
     """
 
     enter: Callable[..., tuple[Any, Any]] = lambda params, batch: (params, batch)
@@ -49,7 +58,8 @@ class Convention(NamedTuple):
     out_dims: Callable[[Any], Any] = _identity
     batch: Callable[[Any], Any] = _identity
     vectors: int = 0
+    weigh: Callable[[Any, Tensor], Any] | None = None
 
 
-PLAIN = Convention()
+PLAIN = Convention(weigh=scaled)
 """Of a pipeline that is not transformed."""

@@ -21,9 +21,10 @@ from fpipe import tree
 from fpipe.controller.controller import Controller, Finished
 from fpipe.controller.multi import MultiController
 from fpipe.controller.single import SingleController
-from fpipe.convention import PLAIN, Convention
+from fpipe.convention import Convention
 from fpipe.definition import Definition, group_of, placed, stages_of, whole_loss
-from fpipe.history import is_tracked, refuse_batch, refuse_levels, tracked_loss
+from fpipe.history import has_history, is_tracked, tracked_value
+from fpipe.levels import call_within, is_within
 from fpipe.parameters import Parameters, keep
 from fpipe.plan import Planner, batch_gradients, collected, gradients
 from fpipe.results import ForwardAux, Step, StepAux
@@ -50,12 +51,14 @@ class Pipeline:
         definition: all that it was made from.
         schedule: what it runs.
         rank: the rank that this process drives; None if it drives all of them.
+        derived: pipelines that calls of this one within autograd and `torch.func` have made.
     """
 
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
         self.schedule = definition.schedule
         self.rank = None if definition.group is None else definition.group.rank()
+        self.derived: dict[Any, Pipeline] = {}
         self._controller = _controller(definition)
 
     def __repr__(self) -> str:
@@ -87,6 +90,8 @@ class Pipeline:
                 whatever goes wrong on any rank is a PipelineError on every rank, whose cause on the
                 rank at fault is the original error; it says whether the pipeline can be used again.
         """
+        if is_within():
+            return call_within(self, "step", params, batch)
         done = self._run((params, batch), "step")
         loss, grads = self._loss_of(done), self._grads_of(done)
         if self.definition.has_aux:
@@ -97,27 +102,21 @@ class Pipeline:
         """The loss of one batch alone: runs forward only and keeps nothing for a backward.
 
         Arguments, result and errors are those of `step`. Only where autograd is watching, that is
-        where a parameter requires a gradient outside `torch.no_grad`, or within `torch.func.grad`,
-        a whole step runs, and the loss has a history: ``backward()`` and `torch.func.grad` can
-        differentiate it by the parameters, once. A transformed pipeline's value has none.
+        where a leaf requires a gradient outside `torch.no_grad`, or within `torch.func.grad`, a
+        whole step runs, and the loss has a history: ``backward()`` and `torch.func.grad` can
+        differentiate it once, by the parameters and, in one process, by leaves of the batch. The
+        losses of an ensemble or of single examples have one too, by the parameters.
 
         Raises:
-            FpipeError: it is differentiated by the batch, twice, or by another transform of
-                `torch.func`; says what to use instead.
+            FpipeError: it is differentiated twice, by what it cannot be, or by another transform
+                of `torch.func`; says what to use instead.
         """
-        leaves, spec = tree.flatten(params)
-        refuse_batch(tree.flatten(batch)[0])
-        if self.definition.convention is not PLAIN or not is_tracked(leaves):
-            loss: Tensor = self.run_value(params, batch)
-            return loss
-
-        def work(own: Sequence[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
-            given = tree.unflatten(spec, own)
-            found, grads = self.run_step(given, batch)
-            # Parts of other processes have no gradient here.
-            return found, tree.broadcast_prefix("grads", grads, given, "params")
-
-        return tracked_loss(work, leaves)
+        if is_within():
+            return call_within(self, "value", params, batch)
+        if has_history(self) and is_tracked(tree.flatten((params, batch))[0]):
+            return tracked_value(self, params, batch)
+        loss: Tensor = self.run_value(params, batch)
+        return loss
 
     def forward(self, params: Any, batch: Any, *, out_dims: Any = OWN) -> Any:
         """What comes out for the whole batch, by running forward only.
@@ -198,15 +197,21 @@ class Pipeline:
 
     def run_step(self, *arguments: Any) -> tuple[Any, Any]:
         """The loss and the gradients, as the convention returns them."""
+        if is_within():
+            return call_within(self, "run_step", *arguments)
         done = self._run(arguments, "step")
         return self._loss_of(done), self._grads_of(done)
 
     def run_value(self, *arguments: Any) -> Any:
         """The loss, as the convention returns it."""
+        if is_within():
+            return call_within(self, "run_value", *arguments)
         return self._loss_of(self._run(arguments, "value"))
 
     def run_forward(self, *arguments: Any, out_dims: Any = 0) -> Any:
         """The output of the last stage as it returns it, its microbatches merged."""
+        if is_within():
+            return call_within(self, "run_forward", *arguments, out_dims=out_dims)
         done = self._run(arguments, "forward")
         if self.definition.function:
             return ForwardAux(self._loss_of(done), done.plan.outputs(done.runs, out_dims, "aux"))
@@ -257,7 +262,6 @@ class Pipeline:
         return self._convention.loss(done.total.mean)
 
     def _run(self, arguments: Sequence[Any], goal: Goal) -> Finished:
-        refuse_levels()
         params, batch = self._convention.enter(*arguments)
         return self._controller.run(params, batch, goal)._replace(batch=batch)
 

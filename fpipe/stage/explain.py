@@ -55,6 +55,11 @@ def explain(name: str, error: Exception, given: str) -> StageError:
             "traced once with abstract tensors, so use torch.where or a mask, or pass the choice "
             "as a Python value bound with functools.partial"
         )
+    if "inside a function being vmapped" in text or "functorch/Interpreter.cpp" in text:
+        return StageError(
+            f"{name} closes over a tensor that a transform of torch.func maps or differentiates"
+            f"{at}: pass it in the parameters or in the batch, where transforms can see it"
+        )
     if _passed_through(error, "torch/utils/checkpoint.py") or "saved tensor hooks" in text:
         return StageError(
             f"{name} uses torch.utils.checkpoint or other saved-tensor hooks{at}: call the "

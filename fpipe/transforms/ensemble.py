@@ -61,7 +61,7 @@ def vmap(pipe: P, in_dims: Any = (0, None), *, randomness: str = "error") -> P:
     definition = pipe.definition
     refuse_choice("vmap", definition)
     _check(in_dims, randomness, 2 + definition.convention.vectors)
-    return type(pipe)(_ensemble(definition, tuple(in_dims), randomness))
+    return type(pipe)(ensemble(definition, tuple(in_dims), randomness))
 
 
 def _check(in_dims: Any, randomness: str, arguments: int) -> None:
@@ -74,7 +74,8 @@ def _check(in_dims: Any, randomness: str, arguments: int) -> None:
     check_randomness(randomness)
 
 
-def _ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) -> Definition:
+def ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) -> Definition:
+    """The definition of the pipeline of all members; the arguments are those of `vmap`."""
     batch_dims = prefix_map(lambda dim: None if dim is None else 0, in_dims[1])
     made: dict[tuple[int, bool], Callable[..., Any]] = {}
 

@@ -48,6 +48,7 @@ class Members:
             self.out_dims,
             self.batch,
             vectors=self.inner.vectors,
+            weigh=None if self.inner.weigh is None else self.weigh,
         )
 
     def enter(self, params: Any, batch: Any, *vectors: Any) -> tuple[Any, Any]:
@@ -110,6 +111,23 @@ class Members:
             return Dual(*map(self._restore, grads))
         prefixes = _per_stage(self.in_dims[0], grads)
         return [_restored(part, prefix) for part, prefix in zip(grads, prefixes, strict=True)]
+
+    def weigh(self, grads: Any, cotangent: Tensor) -> Any:
+        """The gradients of a sum of all members' losses, each with its weight."""
+        assert self.inner.weigh is not None
+        leaves, spec = tree.flatten(grads)
+        dims = [
+            dim
+            for part, prefix in zip(grads, _per_stage(self.in_dims[0], grads), strict=True)
+            for dim in _dims_of(part, prefix)
+        ]
+        fronted = [leaf.movedim(dim or 0, 0) for leaf, dim in zip(leaves, dims, strict=True)]
+        own = over(self.inner.weigh, [tree.unflatten(spec, fronted), cotangent], [0, 0])
+        summed = [
+            leaf.sum(0) if dim is None else leaf.movedim(0, dim)
+            for leaf, dim in zip(tree.flatten(own)[0], dims, strict=True)
+        ]
+        return tree.unflatten(spec, summed)
 
     def batch(self, grads: Any) -> Any:
         """Put the members of the batch's gradients where the caller has them."""
@@ -205,10 +223,15 @@ def _restored(part: Any, prefix: Any) -> Any:
     if part is None:
         return None
     leaves, spec = tree.flatten(part)
-    dims = tree.broadcast_prefix("in_dims[0]", prefix, part, "params")
+    dims = _dims_of(part, prefix)
     return tree.unflatten(
         spec, [leaf.movedim(0, dim or 0) for leaf, dim in zip(leaves, dims, strict=True)]
     )
+
+
+def _dims_of(part: Any, prefix: Any) -> list[int | None]:
+    """The mapped dimension of every leaf of a stage's gradients."""
+    return [] if part is None else tree.broadcast_prefix("in_dims[0]", prefix, part, "params")
 
 
 def behind(dims: Any) -> Any:

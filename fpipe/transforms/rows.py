@@ -151,7 +151,7 @@ def per_example_norms(pipe: Pipeline, *, randomness: str = "error") -> NormPipel
         replace(
             by_rows,
             sink=replace(by_rows.sink, fold=partial(_squares, kept), everywhere=True),
-            convention=by_rows.convention._replace(grads=_norms),
+            convention=by_rows.convention._replace(grads=_norms, weigh=None),
         )
     )
 
@@ -193,7 +193,7 @@ def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
         return result
 
     inner = definition.convention
-    convention = inner._replace(out_dims=_first)
+    convention = inner._replace(out_dims=_first, weigh=_weigh(inner))
     if inner is not PLAIN:
         convention = Convention(
             inner.enter,
@@ -201,6 +201,7 @@ def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
             lambda grads: over(inner.grads, [grads], [0]),
             _first,
             vectors=inner.vectors,
+            weigh=_weigh(inner),
         )
     return replace(
         definition,
@@ -209,6 +210,16 @@ def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
         loss_shape=(None, *definition.loss_shape),
         sink=Sink(lift=_repeat, join=0),
         convention=convention,
+    )
+
+
+def _weigh(inner: Convention) -> Callable[[Any, Tensor], Any] | None:
+    """The gradients of a sum of all rows' losses, each with its weight."""
+    one = inner.weigh
+    if one is None:
+        return None
+    return lambda grads, weights: tree.tree_map(
+        lambda leaf: leaf.sum(0), over(one, [grads, weights], [0, 0])
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, vjp, vmap
+from torch.func import functional_call, grad, vjp
 
 import fpipe
 from fpipe import FpipeError, schedules, tree
@@ -75,8 +75,22 @@ def test_without_a_watcher_a_value_has_no_history() -> None:
     with torch.no_grad():
         assert not PIPE.value(tracked(), MODEL.batch).requires_grad
     assert not PIPE.value(MODEL.params, MODEL.batch).requires_grad
-    members = tree.tree_map(lambda leaf: leaf[None], tracked())
-    assert not fpipe.vmap(PIPE).value(members, MODEL.batch).requires_grad
+    norms = fpipe.per_example_norms(PIPE)
+    assert not norms.value(tracked(), MODEL.batch).requires_grad
+
+
+def test_by_the_batch() -> None:
+    leaves = tree.tree_map(lambda leaf: leaf.clone().requires_grad_(), MODEL.batch)
+    params = tracked()
+    (PIPE.value(params, leaves) * 3).backward()
+    assert_same(tree.tree_map(lambda leaf: leaf.grad, params),
+                tree.tree_map(lambda g: 3 * g, GRADS))  # fmt: skip
+    (by_batch,) = fpipe.grad(PIPE, ("batch",)).step(MODEL.params, MODEL.batch).grads
+    assert_same(tree.tree_map(lambda leaf: leaf.grad / 3, leaves), by_batch)
+    # What was chosen for step does not matter here.
+    alone = tracked()
+    fpipe.grad(PIPE, "batch").value(alone, MODEL.batch).backward()
+    assert_same(tree.tree_map(lambda leaf: leaf.grad, alone), GRADS)
 
 
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────
@@ -95,25 +109,3 @@ def test_second_derivatives_are_refused() -> None:
     )
     with pytest.raises(FpipeError, match="was differentiated twice"):
         grads[0].sum().backward()
-
-
-def test_other_transforms_of_torch_are_refused_with_the_one_to_use() -> None:
-    stacked = tree.tree_map(lambda leaf: leaf[None], MODEL.params)
-    for method in (PIPE.step, PIPE.value, lambda p, b: fpipe.step(p, b, pipeline=PIPE)):
-        with pytest.raises(FpipeError, match=r"torch\.func\.vmap: fpipe\.vmap\(pipe\) is the"):
-            vmap(lambda p, m=method: m(p, MODEL.batch))(stacked)
-    with pytest.raises(FpipeError, match=r"torch\.func\.vmap: fpipe\.vmap\(pipe\)"):
-        vmap(grad(lambda p: PIPE.value(p, MODEL.batch)))(stacked)
-    fpipe.jvp(PIPE)  # torch warns of its own code when it first loads its rules
-    with pytest.raises(FpipeError, match=r"fpipe\.jvp\(pipe\) is the pipeline of the derivatives"):
-        jvp(lambda p: PIPE.value(p, MODEL.batch), (MODEL.params,), (MODEL.params,))
-    with pytest.raises(FpipeError, match=r"pipe\.step returns the gradients already"):
-        grad(lambda p: PIPE.step(p, MODEL.batch).loss)(MODEL.params)
-
-
-def test_a_batch_that_is_differentiated_is_refused() -> None:
-    batch = tree.tree_map(lambda leaf: leaf.clone().requires_grad_(), MODEL.batch)
-    with pytest.raises(FpipeError, match="by the batch"):
-        PIPE.value(tracked(), batch)
-    with pytest.raises(FpipeError, match="by the batch"):
-        grad(lambda x: PIPE.value(MODEL.params, {**MODEL.batch, "x": x}))(MODEL.batch["x"])
