@@ -8,7 +8,7 @@ from where it is made to where it is last read.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -50,10 +50,13 @@ class Windows(NamedTuple):
     Attributes:
         send: messages per channel that may be on their way while their values stay alive.
         receive: tasks between posting a receive buffer and needing its values.
+        nbytes: more may run ahead on a channel as long as they hold no more bytes than this in
+            all. Where messages are small, what costs time is to wait for the other rank.
     """
 
     send: int
     receive: int
+    nbytes: int = 0
 
 
 DIRECT = Windows(send=0, receive=0)
@@ -129,9 +132,10 @@ def _weave(
 ) -> list[_Step]:
     """Put posts, waits and sends between the tasks of one rank."""
     reads = [*(task.inputs for task in row), results]
-    posts = _post_times(rank, reads, mail, windows.receive)
+    posts = _post_times(rank, reads, mail, windows)
     arrived: set[Message] = set()
-    under_way: dict[int, list[Message]] = defaultdict(list)
+    under_way: dict[int, deque[Message]] = defaultdict(deque)
+    nbytes: dict[int, int] = defaultdict(int)
     steps: list[_Step] = []
     for index, values in enumerate(reads):
         steps += [_Step(Recv, message, (), ()) for message in posts.get(index, ())]
@@ -146,8 +150,10 @@ def _weave(
             steps.append(_Step(Send, message, mail.contents[message], ()))
             channel = under_way[message.target]
             channel.append(message)
-            if len(channel) > windows.send:
-                done = channel.pop(0)
+            nbytes[message.target] += message.nbytes
+            while len(channel) > windows.send and nbytes[message.target] > windows.nbytes:
+                done = channel.popleft()
+                nbytes[message.target] -= done.nbytes
                 steps.append(_Step(WaitSend, done, mail.contents[done], ()))
     for channel in under_way.values():
         steps += [_Step(WaitSend, message, mail.contents[message], ()) for message in channel]
@@ -161,16 +167,26 @@ def _carriers(rank: int, values: Sequence[Value], mail: Mail) -> list[Message]:
 
 
 def _post_times(
-    rank: int, reads: Sequence[Sequence[Value]], mail: Mail, ahead: int
+    rank: int, reads: Sequence[Sequence[Value]], mail: Mail, windows: Windows
 ) -> dict[int, list[Message]]:
-    """Before which task to post each message: `ahead` of its first reader, in channel order."""
+    """Before which task to post each message, in channel order."""
     first_read: dict[Message, int] = {}
     for index, values in enumerate(reads):
         for message in _carriers(rank, values, mail):
             first_read.setdefault(message, index)
     posts: dict[int, list[Message]] = defaultdict(list)
     for channel in mail.received[rank].values():
-        times = [max(0, first_read[message] - ahead) for message in channel]
+        times = [max(0, first_read[message] - windows.receive) for message in channel]
+        # A message also fits once those before it that would not fit beside it have been read.
+        start = nbytes = 0
+        for number, message in enumerate(channel):
+            nbytes += message.nbytes
+            while nbytes > windows.nbytes:
+                nbytes -= channel[start].nbytes
+                start += 1
+            if start <= number:
+                room = first_read[channel[start - 1]] + 1 if start else 0
+                times[number] = min(times[number], room)
         for number in reversed(range(len(times) - 1)):
             times[number] = min(times[number], times[number + 1])
         for message, time in zip(channel, times, strict=True):

@@ -28,6 +28,9 @@ from fpipe.schedule import Schedule
 Place = tuple[int, int]
 """A rank and the index of one of its instructions."""
 
+RUN_AHEAD = 1 << 18
+"""Bytes of small messages that may be under way on a channel beyond the windows."""
+
 
 def lower_for_group(
     schedule: Schedule, codes: Codes, *, rank: int, tied: bool = False, everywhere: bool = False
@@ -49,7 +52,7 @@ def lower_for_group(
     """
     everything = sum(map(len, schedule.actions))
     for window in (2, 8, everything):
-        windows = Windows(window, window)
+        windows = Windows(window, window, RUN_AHEAD)
         programs = lower(
             schedule, codes, windows, lambda r: r == rank, tied=tied, everywhere=everywhere
         )

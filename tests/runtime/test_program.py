@@ -34,7 +34,7 @@ from tests.models import Model, apply, assert_same, gpt, mlp, plain_pipeline, ra
 from tests.runtime.lowering import Mailbox, drive, lowered
 
 FAMILIES = list(schedules.FAMILIES)
-WINDOWS = [DIRECT, Windows(send=2, receive=3)]
+WINDOWS = [DIRECT, Windows(send=2, receive=3), Windows(send=1, receive=1, nbytes=1000)]
 
 
 # ── text ────────────────────────────────────────────────────────────────────────────────────────
@@ -167,6 +167,30 @@ def test_slots_and_mail_of_any_valid_order(schedule: Schedule, windows: Windows)
     for program in programs:
         check_slots(program)
     check_mail(programs)
+
+
+def test_small_messages_run_ahead() -> None:
+    """As many are under way on a channel as fit into the bytes that the windows allow."""
+    schedule = schedules.gpipe(ranks=2, microbatches=8)
+    model = mlp(2, 8)
+    size = next(
+        i.message.nbytes for i in lowered(model, schedule)[0].instructions if isinstance(i, Send)
+    )
+    for number in (1, 3, 8):
+        first, last = lowered(model, schedule, Windows(1, 0, number * size))
+        assert under_way(first, Send, WaitSend) == number
+        # Beside the one that the running task reads.
+        assert under_way(last, Recv, WaitRecv) == number - 1
+
+
+def under_way(program: Program, start: type, end: type) -> int:
+    """How many messages were begun and not awaited while a task ran."""
+    level = peak = 0
+    for instruction in program.instructions:
+        if isinstance(instruction, Compute):
+            peak = max(peak, level)
+        level += isinstance(instruction, start) - isinstance(instruction, end)
+    return peak
 
 
 # ── bytes ───────────────────────────────────────────────────────────────────────────────────────
