@@ -63,7 +63,7 @@ class Call:
         pipe: the pipeline.
         method: the name of the method.
         spec: the structure of its arguments.
-        options: further arguments by name, which are no tensors.
+        options: further arguments by name, which are the same for all members.
         tracked: the method is ``run_step``, and the loss may be differentiated.
         made: the structure of the result, from when it has run.
     """

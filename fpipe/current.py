@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextvars import ContextVar, Token
 from typing import Any
 
+from torch import Tensor
+
 from fpipe.engine import Pipeline
 from fpipe.errors import FpipeError
 
@@ -39,7 +41,9 @@ def in_use() -> Pipeline | None:
     return _CURRENT.get()
 
 
-def step(params: Any, batch: Any, *, pipeline: Pipeline | None = None) -> Any:
+def step(
+    params: Any, batch: Any, key: Tensor | None = None, *, pipeline: Pipeline | None = None
+) -> Any:
     """Loss and gradients of one batch, by `pipeline` or the one that `fpipe.use` names.
 
     Arguments, result and errors are those of `Pipeline.step`.
@@ -62,4 +66,4 @@ def step(params: Any, batch: Any, *, pipeline: Pipeline | None = None) -> Any:
             "fpipe.step needs a pipeline: call it within `with fpipe.use(pipe):`, or pass "
             "pipeline=pipe"
         )
-    return chosen.step(params, batch)
+    return chosen.step(params, batch, key)

@@ -37,6 +37,7 @@ class Definition:
         in_dims: how the batch is split.
         out_dims: how what comes back for each microbatch is merged.
         has_aux: the loss comes with aux.
+        has_key: one function is called with a key.
         reduction: how the losses of microbatches make the batch's.
         remat: which values the backward may read.
         compile: how graphs are made callable.
@@ -64,6 +65,7 @@ class Definition:
     in_dims: Any = 0
     out_dims: Any = 0
     has_aux: bool = False
+    has_key: bool = False
     reduction: str = "mean"
     remat: Remat = "none"
     compile: Compile = True
@@ -97,6 +99,11 @@ class Definition:
             raise StageError(
                 "devices is for stages that are functions of their own, whose parameters lie on "
                 "one device each: pass stages instead of one function, or leave devices out"
+            )
+        if self.has_key and not self.function:
+            raise StageError(
+                "has_key=True is for one function of the whole model: of stages each says for "
+                "itself whether it reads a key, fpipe.Stage(fn, reads_key=True)"
             )
         if self.reduction not in REDUCTIONS:
             raise StageError(
@@ -145,6 +152,11 @@ class Definition:
         return Returns(weighted=self.reduction == "weighted", aux=self.has_aux)
 
     @property
+    def reads_key(self) -> bool:
+        """Whether anything reads the key of a step."""
+        return self.has_key or any(stage.reads_key for stage in self.stages)
+
+    @property
     def wanted(self) -> tuple[str, ...]:
         """The names in `argnums`."""
         return (self.argnums,) if isinstance(self.argnums, str) else self.argnums
@@ -156,6 +168,7 @@ class Definition:
             "schedule": repr((self.schedule.placement, self.schedule.actions)),
             "loss reduction": self.reduction,
             "has_aux": str(self.has_aux),
+            "readers of the key": repr((self.has_key, [s.reads_key for s in self.stages])),
             "remat policy": self.remat if isinstance(self.remat, str) else Stage(self.remat).label,
             "accum_dtype": str(self.accum_dtype),
             "in_dims": repr(self.in_dims),

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
 from fpipe.controller.controller import Controller, Finished
+from fpipe.controller.keys import read_key
 from fpipe.controller.multi import MultiController
 from fpipe.controller.single import SingleController
 from fpipe.convention import Convention
@@ -64,7 +65,7 @@ class Pipeline:
     def __repr__(self) -> str:
         return f"<Pipeline of {self.schedule!r}>"
 
-    def step(self, params: Any, batch: Any) -> Any:
+    def step(self, params: Any, batch: Any, key: Tensor | None = None) -> Any:
         """Loss and gradients of one batch.
 
         The first call for each set of shapes traces and compiles, and says so and why to the logger
@@ -77,6 +78,9 @@ class Pipeline:
                 its rows do not divide evenly, microbatches differ by one row, and the loss is
                 still the mean over the batch. Over a process group every rank passes the batch; one
                 whose stages do not read it may pass None.
+            key: a key of `fpipe.random`, if stages read one: microbatch `m` draws from
+                ``fold_in(key, m)``, so the numbers depend neither on the schedule nor on ranks. The
+                same on every rank.
 
         Returns:
             ``(loss, grads)``: the scalar loss in the dtype that the loss function returns, and the
@@ -84,21 +88,22 @@ class Pipeline:
             With ``has_aux`` a `StepAux`, ``(loss, grads, aux)``.
 
         Raises:
-            BatchError: `params` or `batch` has a wrong structure, or too few rows.
+            BatchError: `params` or `batch` has a wrong structure, or too few rows; or a key is
+                missing, or given and not read.
             StageError: a stage cannot be traced on these shapes.
             PipelineError: an action failed; the pipeline can be used again. Over a process group
                 whatever goes wrong on any rank is a PipelineError on every rank, whose cause on the
                 rank at fault is the original error; it says whether the pipeline can be used again.
         """
         if is_within():
-            return call_within(self, "step", params, batch)
-        done = self._run((params, batch), "step")
+            return call_within(self, "step", params, batch, key=key)
+        done = self._run((params, batch), "step", key)
         loss, grads = self._loss_of(done), self._grads_of(done)
         if self.definition.has_aux:
             return StepAux(loss, grads, self._aux_of(done))
         return Step(loss, grads)
 
-    def value(self, params: Any, batch: Any) -> Tensor:
+    def value(self, params: Any, batch: Any, key: Tensor | None = None) -> Tensor:
         """The loss of one batch alone: runs forward only and keeps nothing for a backward.
 
         Arguments, result and errors are those of `step`. Only where autograd is watching, that is
@@ -112,13 +117,15 @@ class Pipeline:
                 of `torch.func`; says what to use instead.
         """
         if is_within():
-            return call_within(self, "value", params, batch)
+            return call_within(self, "value", params, batch, key=key)
         if has_history(self) and is_tracked(tree.flatten((params, batch))[0]):
-            return tracked_value(self, params, batch)
-        loss: Tensor = self.run_value(params, batch)
+            return tracked_value(self, params, batch, key=key)
+        loss: Tensor = self.run_value(params, batch, key=key)
         return loss
 
-    def forward(self, params: Any, batch: Any, *, out_dims: Any = OWN) -> Any:
+    def forward(
+        self, params: Any, batch: Any, key: Tensor | None = None, *, out_dims: Any = OWN
+    ) -> Any:
         """What comes out for the whole batch, by running forward only.
 
         Of stages that is the last one's output; the loss is not computed. Of one function it is its
@@ -127,6 +134,7 @@ class Pipeline:
         Args:
             params: as in `step`.
             batch: as in `step`; leaves that only the loss reads may be missing.
+            key: as in `step`.
             out_dims: pytree prefix of the output, or of aux: the dimension along which the leaves
                 of the microbatches are concatenated (those without dimensions are stacked), or None
                 to keep the last microbatch's leaf. By default the pipeline's own.
@@ -142,7 +150,7 @@ class Pipeline:
         """
         if out_dims is OWN:
             out_dims = self.definition.out_dims
-        return self.run_forward(params, batch, out_dims=out_dims)
+        return self.run_forward(params, batch, key=key, out_dims=out_dims)
 
     def with_schedule(self, schedule: Schedule) -> Self:
         """The same stages, loss and options under another schedule.
@@ -195,24 +203,24 @@ class Pipeline:
 
     # ── for transforms, whose pipelines take vectors too and return other things ────────────────
 
-    def run_step(self, *arguments: Any) -> tuple[Any, Any]:
+    def run_step(self, *arguments: Any, key: Tensor | None = None) -> tuple[Any, Any]:
         """The loss and the gradients, as the convention returns them."""
         if is_within():
-            return call_within(self, "run_step", *arguments)
-        done = self._run(arguments, "step")
+            return call_within(self, "run_step", *arguments, key=key)
+        done = self._run(arguments, "step", key)
         return self._loss_of(done), self._grads_of(done)
 
-    def run_value(self, *arguments: Any) -> Any:
+    def run_value(self, *arguments: Any, key: Tensor | None = None) -> Any:
         """The loss, as the convention returns it."""
         if is_within():
-            return call_within(self, "run_value", *arguments)
-        return self._loss_of(self._run(arguments, "value"))
+            return call_within(self, "run_value", *arguments, key=key)
+        return self._loss_of(self._run(arguments, "value", key))
 
-    def run_forward(self, *arguments: Any, out_dims: Any = 0) -> Any:
+    def run_forward(self, *arguments: Any, key: Tensor | None = None, out_dims: Any = 0) -> Any:
         """The output of the last stage as it returns it, its microbatches merged."""
         if is_within():
-            return call_within(self, "run_forward", *arguments, out_dims=out_dims)
-        done = self._run(arguments, "forward")
+            return call_within(self, "run_forward", *arguments, key=key, out_dims=out_dims)
+        done = self._run(arguments, "forward", key)
         if self.definition.function:
             return ForwardAux(self._loss_of(done), done.plan.outputs(done.runs, out_dims, "aux"))
         if self.rank not in (None, done.plan.last_rank):
@@ -261,9 +269,9 @@ class Pipeline:
         assert done.total is not None
         return self._convention.loss(done.total.mean)
 
-    def _run(self, arguments: Sequence[Any], goal: Goal) -> Finished:
+    def _run(self, arguments: Sequence[Any], goal: Goal, key: Tensor | None) -> Finished:
         params, batch = self._convention.enter(*arguments)
-        return self._controller.run(params, batch, goal)._replace(batch=batch)
+        return self._controller.run(params, batch, goal, key)._replace(batch=batch)
 
 
 def _controller(definition: Definition) -> Controller:
@@ -292,9 +300,10 @@ def _controller(definition: Definition) -> Controller:
             params = keep(params, schedule.stages_of(group.rank()))
         return Parameters.read(params, schedule.num_stages)
 
+    key = partial(read_key, wanted=definition.reads_key)
     if group is None:
         return SingleController(
-            planner, read, definition.in_dims, schedule.num_microbatches, devices
+            planner, read, definition.in_dims, schedule.num_microbatches, devices, key
         )
     return MultiController(
         planner,
@@ -305,6 +314,7 @@ def _controller(definition: Definition) -> Controller:
         device_of(group),
         definition.timeout,
         definition.setup,
+        key,
     )
 
 
@@ -313,7 +323,11 @@ def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
     schedule, devices = definition.schedule, definition.devices
     if definition.function:
         return FunctionTracer(
-            definition.loss, schedule.num_stages, definition.accum_dtype, definition.returns
+            definition.loss,
+            schedule.num_stages,
+            definition.accum_dtype,
+            definition.returns,
+            definition.has_key,
         )
     return ChainTracer(
         definition.stages,
@@ -328,13 +342,14 @@ def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
 
 
 def pipeline(
-    stages: Sequence[Callable[..., Any] | Stage] | Callable[[Any, Any], Any],
+    stages: Sequence[Callable[..., Any] | Stage] | Callable[..., Any],
     loss: Callable[[Any, Any], Any] | None = None,
     schedule: Schedule | None = None,
     *,
     in_dims: Any = 0,
     out_dims: Any = 0,
     has_aux: bool = False,
+    has_key: bool = False,
     reduction: str = "mean",
     remat: Remat = "none",
     compile: Compile = True,
@@ -369,6 +384,9 @@ def pipeline(
             The same for the output of `Pipeline.forward`.
         has_aux: the loss function returns ``(loss, aux)``: aux is any pytree of tensors, made in
             any stage. It comes back beside loss and gradients, and no gradient flows from it.
+        has_key: one function is ``loss_fn(params, batch, key)``, called with the keyword argument
+            ``key``, which is ``fpipe.random.fold_in(key, m)`` for microbatch `m`. Of stages each
+            says for itself whether it reads a key: ``fpipe.Stage(fn, reads_key=True)``.
         reduction: how the losses of microbatches make the batch's. ``"mean"`` weighs them by their
             rows; ``"sum"`` adds them. With ``"weighted"`` the loss function returns
             ``(sum, weight)`` in place of the loss, and the loss is the sum of all sums divided by
@@ -422,6 +440,7 @@ def pipeline(
             in_dims=in_dims,
             out_dims=out_dims,
             has_aux=has_aux,
+            has_key=has_key,
             reduction=reduction,
             remat=remat,
             compile=compile,

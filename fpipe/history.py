@@ -29,8 +29,14 @@ def has_history(pipe: Any) -> bool:
     return pipe.definition.convention.weigh is not None
 
 
-def tracked_value(pipe: Any, params: Any, batch: Any) -> Tensor:
+def tracked_value(pipe: Any, params: Any, batch: Any, **options: Any) -> Tensor:
     """The loss, or losses, with history.
+
+    Args:
+        pipe: the pipeline.
+        params: as in `Pipeline.value`, as are the others.
+        batch: the batch.
+        options: the key.
 
     Raises:
         FpipeError: it is to be differentiated by a batch that several losses or processes share.
@@ -49,5 +55,7 @@ def tracked_value(pipe: Any, params: Any, batch: Any) -> Tensor:
             'the leaf; fpipe.grad(pipe, "batch") returns gradients by the batch, and '
             "torch.func.vmap of torch.func.grad of pipe.value those of each member"
         )
-    loss: Tensor = Call(choosing(pipe, names), "run_step", spec, tracked=True).enter(leaves)[0]
+    loss: Tensor = Call(choosing(pipe, names), "run_step", spec, options, tracked=True).enter(
+        leaves
+    )[0]
     return loss

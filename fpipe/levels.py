@@ -33,7 +33,7 @@ def call_within(pipe: Any, method: str, *arguments: Any, **options: Any) -> Any:
         pipe: the pipeline.
         method: the name of the method, which calls this function if a transform is at work.
         arguments: of the method.
-        options: further ones, which are no tensors.
+        options: further ones, which no transform maps or differentiates by.
 
     Raises:
         FpipeError: it cannot run there; names the transform of ours to use instead.
@@ -48,7 +48,7 @@ def call_within(pipe: Any, method: str, *arguments: Any, **options: Any) -> Any:
         if is_tracked(leaves):
             if method != "value" or not has_history(pipe):
                 raise refuse(kind)
-            return tracked_value(pipe, *arguments)
+            return tracked_value(pipe, *arguments, **options)
         leaves = [
             _functorch._unwrap_for_grad(leaf, level) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves

@@ -73,7 +73,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         >>> random.fold_in(random.key(0), 1).tolist()
         [928981903, 3453687069]
     """
-    _check(key, single=False)
+    check_key(key, single=False)
     number = torch.as_tensor(data, device=key.device)
     counter = (number >> 32 & _MASK, number & _MASK)
     return torch.stack(threefry2x32((key[..., 0], key[..., 1]), counter), -1)
@@ -97,7 +97,7 @@ def split(key: Tensor, num: int = 2) -> Tensor:
         >>> random.split(random.key(0)).tolist()
         [[1797259609, 2579123966], [928981903, 3453687069]]
     """
-    _check(key, single=False)
+    check_key(key, single=False)
     return fold_in(key.unsqueeze(-2), torch.arange(num, device=key.device))
 
 
@@ -220,7 +220,7 @@ def dropout(key: Tensor, x: Tensor, p: float = 0.5) -> Tensor:
         >>> random.dropout(random.key(1), torch.ones(5), 0.5).tolist()
         [2.0, 0.0, 2.0, 2.0, 0.0]
     """
-    _check(key)
+    check_key(key)
     _check_probability(p)
     keep = bernoulli(key.to(x.device), 1 - p, x.shape)
     return torch.where(keep, x / (1 - p) if p < 1 else x, 0)
@@ -265,7 +265,7 @@ def _held(word: Word) -> Word:
 
 def _words(key: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Two words for each place of `shape`, whose number is the counter."""
-    _check(key)
+    check_key(key)
     place = torch.arange(math.prod(shape), device=key.device).view(tuple(shape))
     return threefry2x32((key[0], key[1]), (place >> 32, place & _MASK))
 
@@ -278,7 +278,16 @@ def _integers(key: Tensor, shape: Sequence[int], digits: int) -> Tensor:
     return high << digits - 32 | low >> 64 - digits
 
 
-def _check(key: Tensor, *, single: bool = True) -> None:
+def check_key(key: Tensor, *, single: bool = True) -> None:
+    """Refuse what is no key.
+
+    Args:
+        key: shape ``(2,)``, or ``(..., 2)`` where it need not be a `single` one.
+        single: whether it must be one key.
+
+    Raises:
+        FpipeError: says what it is instead.
+    """
     if (
         not isinstance(key, Tensor)
         or key.dtype != torch.int64

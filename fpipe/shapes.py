@@ -91,6 +91,11 @@ def distinct(rows: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(rows))
 
 
+def device_of_keys(leaves: Sequence[Tensor]) -> torch.device:
+    """Where keys lie in one process: with the first leaf of the microbatch."""
+    return leaves[0].device if leaves else torch.device("cpu")
+
+
 def ambient() -> tuple[Any, ...]:
     """What a trace depends on beside its arguments: autocast, default dtype, number of threads."""
     casts = tuple(

@@ -35,6 +35,7 @@ class Header(NamedTuple):
             the bits of the number.
         params: identity of its parameters' shapes.
         records: 1 if it records the step.
+        key: of the step, 0 for none.
     """
 
     failed: int
@@ -42,6 +43,7 @@ class Header(NamedTuple):
     batch: int
     params: int
     records: int
+    key: int = 0
 
 
 class Offer(NamedTuple):
@@ -117,6 +119,21 @@ def check_calls(headers: Sequence[Header]) -> None:
             rank,
             f"rank {rank} called {CALLS[calls[rank]]}, but others called {CALLS[other]}: all ranks "
             "must call the same method",
+        )
+
+
+def check_keys(headers: Sequence[Header]) -> None:
+    """Refuse ranks that got different keys.
+
+    Raises:
+        PipelineError: names the rank.
+    """
+    ready = [rank for rank, header in enumerate(headers) if not header.failed]
+    odd = odd_one_out([headers[rank].key for rank in ready]) if ready else None
+    if odd is not None:
+        raise refusal(
+            ready[odd],
+            f"rank {ready[odd]} got another key than the other ranks: pass the same key on all",
         )
 
 

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fpipe.controller.keys import Words, keys_of
 from fpipe.microbatch import Microbatches
 from fpipe.parameters import Parameters
 from fpipe.plan import Plan, Total
 from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Program
-from fpipe.shapes import Goal
+from fpipe.shapes import Goal, device_of_keys
 
 
 class Finished(NamedTuple):
@@ -36,7 +37,7 @@ class Finished(NamedTuple):
 class Controller(Protocol):
     """Drives the ranks that belong to this process."""
 
-    def run(self, params: Any, batch: Any, goal: Goal) -> Finished:
+    def run(self, params: Any, batch: Any, goal: Goal, key: Any = None) -> Finished:
         """Plan, if the shapes are new, and run all programs to their end."""
 
     def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
@@ -55,6 +56,7 @@ def load(
     params: Parameters,
     parts: Microbatches | None,
     device: torch.device | None,
+    key: Words | None = None,
 ) -> Run:
     """A run with everything in its slots that is there from the start.
 
@@ -64,6 +66,7 @@ def load(
         params: with the leaves of the rank's stages.
         parts: the batch; may be None if the program reads nothing of it.
         device: where batch leaves are copied to, None to leave them.
+        key: of the step; may be None if the program reads none.
     """
     run = Run(program)
     slots = run.slots
@@ -78,4 +81,11 @@ def load(
         slots[slot] = constant
     for microbatch, slot in bindings.seeds:
         slots[slot] = plan.seeds[microbatch]
+    if bindings.keys:
+        assert key is not None
+        if device is None:
+            device = device_of_keys([] if parts is None else parts.leaves[0])
+        places = [(microbatch, stage) for microbatch, stage, _ in bindings.keys]
+        for (_, _, slot), own in zip(bindings.keys, keys_of(key, places, device), strict=True):
+            slots[slot] = own
     return run

@@ -23,6 +23,7 @@ from fpipe.controller.agreement import (
     Header,
     Offer,
     check_calls,
+    check_keys,
     check_offers,
     check_verdicts,
     digest,
@@ -34,6 +35,7 @@ from fpipe.controller.agreement import (
 )
 from fpipe.controller.controller import Finished, load
 from fpipe.controller.fault import Fault
+from fpipe.controller.keys import Words, as_number
 from fpipe.controller.single import without_autocast
 from fpipe.controller.watch import Watch
 from fpipe.errors import PipelineError
@@ -65,12 +67,14 @@ class Given(NamedTuple):
         parts: the batch, None where the rank was given none.
         shapes: the parameters of each of its stages.
         batch: the batch's shapes.
+        key: of the step, None for none.
     """
 
     params: Parameters
     parts: Microbatches | None
     shapes: Mapping[int, TreeShape]
     batch: tuple[TreeShape, ...] | None
+    key: Words | None
 
 
 class Agreed(NamedTuple):
@@ -99,6 +103,7 @@ class MultiController:
         device: where this rank computes.
         timeout: seconds of silence after which a rank is faulty.
         setup: what must be the same on all ranks, as texts by name.
+        read_key: checks the caller's key.
     """
 
     def __init__(
@@ -111,9 +116,11 @@ class MultiController:
         device: torch.device,
         timeout: float,
         setup: Mapping[str, str],
+        read_key: Callable[[Any], Words | None],
     ) -> None:
         self._planner = planner
         self._read_params = read
+        self._read_key = read_key
         self._schedule = schedule
         self._in_dims = in_dims
         self._group = group
@@ -139,17 +146,21 @@ class MultiController:
         self._transport = GroupTransport(group, device, separate, self._interrupted)
         self._watch = Watch(store, members, self._rank, timeout, self._ring)
 
-    def run(self, params: Any, batch: Any, goal: Goal) -> Finished:
+    def run(self, params: Any, batch: Any, goal: Goal, key: Any = None) -> Finished:
         """Run this rank's program to its end, in step with the other ranks.
 
         Raises:
             PipelineError: on every rank, when any rank fails.
         """
-        return self._together(lambda: self._execute(self._agree(params, batch, goal)))
+        return self._together(
+            lambda: self._execute(self._agree(params, batch, goal, lambda: self._read_key(key)))
+        )
 
     def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
         """The programs of all ranks for a training step; every rank must ask for them."""
-        return self._together(lambda: self._agree(params, batch, "step").plan.programs)
+        return self._together(
+            lambda: self._agree(params, batch, "step", lambda: None).plan.programs
+        )
 
     def add_up(self, value: float) -> float:
         """The sum of a number over all ranks, in their order, so that it has the same bits."""
@@ -185,28 +196,31 @@ class MultiController:
 
     # ── agreement ──────────────────────────────────────────────────────────────────────────────
 
-    def _agree(self, params: Any, batch: Any, goal: Goal) -> Agreed:
+    def _agree(
+        self, params: Any, batch: Any, goal: Goal, key: Callable[[], Words | None]
+    ) -> Agreed:
         """Find the plan that all ranks run, or make it if anything is new."""
         given: Given | None = None
         problem: Exception | None = None
         try:
-            given = self._read(params, batch)
+            given = self._read(params, batch, key())
         except Exception as error:
             problem = error
         headers = _connected(lambda: gather_headers(_header(given, goal), self._control))
         check_calls(headers)
-        key = (headers[0].call, *(word for h in headers for word in (h.batch, h.params)))
-        if given is None or key not in self._agreed or any(h.failed for h in headers):
+        check_keys(headers)
+        shapes = (headers[0].call, *(word for h in headers for word in (h.batch, h.params)))
+        if given is None or shapes not in self._agreed or any(h.failed for h in headers):
             signature = self._make_signature(given, problem, goal)
             assert given is not None
             plan = self._make_plan(signature)
             # Only now: what any rank refused is refused again, by all of them.
-            self._agreed[key] = signature
+            self._agreed[shapes] = signature
         else:
-            plan = self._planner(self._agreed[key])
+            plan = self._planner(self._agreed[shapes])
         return Agreed(given, plan, any(h.records for h in headers))
 
-    def _read(self, params: Any, batch: Any) -> Given:
+    def _read(self, params: Any, batch: Any, key: Words | None) -> Given:
         own = self._read_params(params)
         parts, shapes = None, None
         if batch is not None:
@@ -216,7 +230,7 @@ class MultiController:
             stage: _on(NOWHERE, TreeShape.of(own.specs[stage], own.stages[stage]))
             for stage in self._stages
         }
-        return Given(own, parts, params_shapes, shapes)
+        return Given(own, parts, params_shapes, shapes, key)
 
     def _make_signature(
         self, given: Given | None, problem: Exception | None, goal: Goal
@@ -298,7 +312,7 @@ class MultiController:
                 "the batch: pass it on this rank too",
                 rank=self._rank,
             )
-        return load(program, plan, given.params, given.parts, self._device)
+        return load(program, plan, given.params, given.parts, self._device, given.key)
 
     def _blame(self, error: Exception) -> PipelineError:
         """Tell all ranks what failed here."""
@@ -382,7 +396,8 @@ def _header(given: Given | None, goal: Goal) -> Header:
     if given.parts is not None:
         batch = identity((given.parts.rows, given.batch))
     own = identity((*given.shapes.items(), ambient()))
-    return Header(0, CALLS.index(f"pipe.{goal}"), batch, own, int(active() is not None))
+    records = int(active() is not None)
+    return Header(0, CALLS.index(f"pipe.{goal}"), batch, own, records, as_number(given.key))
 
 
 def _on(device: torch.device, shape: TreeShape) -> TreeShape:

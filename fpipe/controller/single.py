@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fpipe.controller.controller import Finished, load
+from fpipe.controller.keys import Words
 from fpipe.microbatch import Microbatches, split
 from fpipe.parameters import Parameters
 from fpipe.plan import Plan, Planner
@@ -29,6 +30,7 @@ class SingleController:
         in_dims: how batches are split.
         microbatches: into how many parts.
         devices: the device of each rank, or None.
+        read_key: checks the caller's key.
     """
 
     def __init__(
@@ -38,22 +40,25 @@ class SingleController:
         in_dims: Any,
         microbatches: int,
         devices: Sequence[torch.device] | None,
+        read_key: Callable[[Any], Words | None],
     ) -> None:
         self._planner = planner
         self._read = read
+        self._read_key = read_key
         self._split: Callable[[Any], Microbatches] = lambda b: split(b, in_dims, microbatches)
         self._devices = devices
         self._transport = LocalTransport(devices)
         self._running = threading.Lock()  # the transport serves one step at a time
 
-    def run(self, params: Any, batch: Any, goal: Goal) -> Finished:
+    def run(self, params: Any, batch: Any, goal: Goal, key: Any = None) -> Finished:
         """Run every rank's program to its end."""
+        words = self._read_key(key)
         leaves, parts, plan = self._plan(params, batch, goal)
         with torch.no_grad(), without_autocast():
             recording = active()
             marks: list[Marks | None] = [None if recording is None else {} for _ in plan.programs]
             runs = [
-                load(observed(program, own), plan, leaves, parts, self._device(program.rank))
+                load(observed(program, own), plan, leaves, parts, self._device(program.rank), words)
                 for program, own in zip(plan.programs, marks, strict=True)
             ]
             with self._running:

@@ -35,6 +35,7 @@ from fpipe.runtime.values import (
     Codes,
     Computed,
     ConstantValue,
+    KeyValue,
     ParamValue,
     Resolver,
     SeedValue,
@@ -278,7 +279,7 @@ def _bind(bound: dict[Value, None], steps: Sequence[_Step], slots: Slots) -> Bin
         if isinstance(step.subject, Task)
         for constant in step.subject.constants
     }
-    params, batch, constants, seeds = [], [], [], []
+    params, batch, constants, seeds, keys = [], [], [], [], []
     for value in bound:
         slot = slots.make(value)
         match value:
@@ -290,4 +291,6 @@ def _bind(bound: dict[Value, None], steps: Sequence[_Step], slots: Slots) -> Bin
                 constants.append((tensors[address], slot))
             case SeedValue(microbatch):
                 seeds.append((microbatch, slot))
-    return Bindings(tuple(params), tuple(batch), tuple(constants), tuple(seeds))
+            case KeyValue(microbatch, stage):
+                keys.append((microbatch, stage, slot))
+    return Bindings(tuple(params), tuple(batch), tuple(constants), tuple(seeds), tuple(keys))

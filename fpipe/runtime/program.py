@@ -101,12 +101,15 @@ class Bindings(NamedTuple):
         batch: ``(microbatch, leaf, slot)``.
         constants: ``(tensor, slot)``.
         seeds: ``(microbatch, slot)``: the weight of a microbatch's loss.
+        keys: ``(microbatch, stage, slot)``: the key of a microbatch, with the number of the stage
+            folded in unless that is -1.
     """
 
     params: tuple[tuple[int, int, int], ...]
     batch: tuple[tuple[int, int, int], ...]
     constants: tuple[tuple[Tensor, int], ...]
     seeds: tuple[tuple[int, int], ...]
+    keys: tuple[tuple[int, int, int], ...] = ()
 
 
 class Results(NamedTuple):
@@ -208,6 +211,9 @@ def describe(program: Program) -> str:
         bound.setdefault(f"microbatch {microbatch}", []).append(f"%{slot}={leaf}")
     for constant, slot in program.bindings.constants:
         bound.setdefault("constants", []).append(f"%{slot}={list(constant.shape)}")
+    for microbatch, stage, slot in program.bindings.keys:
+        of_stage = "" if stage < 0 else f" and stage {stage}"
+        lines.append(f"  %{slot} = key of microbatch {microbatch}{of_stage}")
     for microbatch, slot in program.bindings.seeds:
         bound.setdefault("loss weights", []).append(f"%{slot}={microbatch}")
     lines += [f"  {what}: {' '.join(slots)}" for what, slots in bound.items()]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from fpipe.stage.code import StageCode
-from fpipe.stage.joint import BatchLeaf, Constant, Param, Seed, SumSoFar, Upstream
+from fpipe.stage.joint import BatchLeaf, Constant, Key, Param, Seed, SumSoFar, Upstream
 
 Codes = Callable[[int, int], StageCode]
 """From stage and microbatch to the code that runs it."""
@@ -37,6 +37,14 @@ class ConstantValue(NamedTuple):
     """The address of a tensor that a stage function closes over."""
 
     address: int
+
+
+class KeyValue(NamedTuple):
+    """The key of a microbatch, with the number of a stage folded in, or -1 for none."""
+
+    microbatch: int
+    stage: int
+    kind: str = "key"
 
 
 class SeedValue(NamedTuple):
@@ -70,7 +78,7 @@ class Computed(NamedTuple):
     name: str
 
 
-Value = ParamValue | BatchValue | ConstantValue | SeedValue | SumValue | Computed
+Value = ParamValue | BatchValue | ConstantValue | KeyValue | SeedValue | SumValue | Computed
 
 
 class Resolver:
@@ -100,6 +108,8 @@ class Resolver:
                 return BatchValue(microbatch, leaf)
             case Constant(number):
                 return ConstantValue(id(code.constants[number]))
+            case Key(of_stage):
+                return KeyValue(microbatch, stage if of_stage else -1)
             case Seed():
                 return SeedValue(microbatch)
             case SumSoFar(leaf):

@@ -19,13 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe import tree
 from fpipe.errors import StageError
-from fpipe.shapes import Goal, Spec, TreeShape, ambient
+from fpipe.shapes import Goal, Spec, TreeShape, ambient, device_of_keys
 from fpipe.stage.code import StageCode
 from fpipe.stage.compiler import Compiler
 from fpipe.stage.explain import describe, explain
 from fpipe.stage.joint import (
     BatchLeaf,
     Joint,
+    Key,
     Param,
     Seed,
     Source,
@@ -67,6 +68,12 @@ class Abstract:
     def key(self) -> TreeShape:
         """Equal for trees that a stage cannot tell apart when it is traced."""
         return TreeShape.of(self.spec, self.values)
+
+
+def abstract_key(batch: Abstract, mode: FakeTensorMode) -> Tensor:
+    """A fake key, on the device of the microbatch."""
+    with mode:
+        return torch.empty(2, dtype=torch.int64, device=device_of_keys(batch.values))
 
 
 @dataclass(frozen=True)
@@ -161,7 +168,14 @@ class ChainTracer:
             x, here = self._placed(x, index), self._placed(batch, index)
             self._check_device(labels[-1], params[index], index)
             key = (
-                *(id(stage.fn), stage.reads_batch, with_loss, goal == "step", index == 0),
+                *(
+                    id(stage.fn),
+                    stage.reads_batch,
+                    stage.reads_key,
+                    with_loss,
+                    goal == "step",
+                    index == 0,
+                ),
                 *(params[index].key, x.key, tuple(carries), here.key, rows, ambient()),
             )
             if key not in self._traces:
@@ -218,15 +232,17 @@ class ChainTracer:
         differentiate: bool,
         rows: int,
     ) -> Traced:
-        n_params, n_x = len(params.values), len(x.values)
+        n_params, n_x, n_b = len(params.values), len(x.values), len(batch.values)
+        keys = [abstract_key(batch, self._mode)] if stage.reads_key else []
         giver = f"what {before} returns" if before else "a microbatch"
         inputs = describe("x", tree.unflatten(x.spec, x.values))
 
         def function(leaves: Sequence[Any]) -> Any:
             p = tree.unflatten(params.spec, leaves[:n_params])
             value = tree.unflatten(x.spec, leaves[n_params : n_params + n_x])
-            microbatch = tree.unflatten(batch.spec, leaves[n_params + n_x :])
-            y = stage.fn(p, value, microbatch) if stage.reads_batch else stage.fn(p, value)
+            microbatch = tree.unflatten(batch.spec, leaves[n_params + n_x : n_params + n_x + n_b])
+            arguments = (p, value, microbatch) if stage.reads_batch else (p, value)
+            y = stage.fn(*arguments, **({"key": leaves[-1]} if keys else {}))
             if not with_loss:
                 return y
             taken = self._loss_of(label, y, microbatch)
@@ -236,21 +252,24 @@ class ChainTracer:
             label,
             function,
             Leaves(
-                values=(*params.values, *x.values, *batch.values),
+                values=(*params.values, *x.values, *batch.values, *keys),
                 sources=(
                     *(Param(i) for i in range(n_params)),
                     *x_sources,
-                    *(BatchLeaf(i) for i in range(len(batch.values))),
+                    *(BatchLeaf(i) for i in range(n_b)),
+                    *(Key(of_stage=True) for _ in keys),
                 ),
                 paths=(
                     *("params" + path for path in tree.paths(params.spec)),
                     *("x" + path for path in tree.paths(x.spec)),
                     *("microbatch" + path for path in tree.paths(batch.spec)),
+                    *("key" for _ in keys),
                 ),
                 differentiable=(
                     *(self._wants("params", v) for v in params.values),
                     *carries,
                     *(self._wants("batch", v) for v in batch.values),
+                    *(False for _ in keys),
                 ),
                 given=f"{giver} ({inputs})",
             ),

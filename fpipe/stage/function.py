@@ -21,10 +21,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from fpipe import tree
 from fpipe.errors import FpipeError, StageError
 from fpipe.shapes import Goal, TreeShape
-from fpipe.stage.chain import Abstract, Chain
+from fpipe.stage.chain import Abstract, Chain, abstract_key
 from fpipe.stage.cut import Segment, noting, segments
 from fpipe.stage.explain import ImpureError, describe, explain
-from fpipe.stage.joint import BatchLeaf, Param, Source, Upstream, is_differentiable
+from fpipe.stage.joint import BatchLeaf, Key, Param, Source, Upstream, is_differentiable
 from fpipe.stage.purity import WriteGuard
 from fpipe.stage.returns import Layout, Returns
 from fpipe.stage.tracer import Leaves, Traced, trace
@@ -38,6 +38,7 @@ class FunctionTracer:
         num_stages: of the schedule: one more than the cuts that it must execute.
         accum_dtype: dtype to sum parameter gradients in, None for their own.
         returns: what it returns.
+        has_key: it is called with the key of the microbatch, as the keyword argument ``key``.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class FunctionTracer:
         num_stages: int,
         accum_dtype: torch.dtype | None,
         returns: Returns,
+        has_key: bool = False,
     ) -> None:
         self._loss_fn = loss_fn
         self._num_stages = num_stages
         self._accum_dtype = accum_dtype
         self._returns = returns
+        self._has_key = has_key
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __call__(
@@ -75,11 +78,12 @@ class FunctionTracer:
             )
         params = Abstract.of(shapes[0], self._mode)
         batch = Abstract.of(microbatch, self._mode)
-        parts, results, layout = self._divide(name, params, batch, goal)
+        keys = [abstract_key(batch, self._mode)] if self._has_key else []
+        parts, results, layout = self._divide(name, params, batch, keys, goal)
         traced: list[Traced] = []
         labels = [f"stage {index} ({name})" for index in range(len(parts))]
         for label, part in zip(labels, parts, strict=True):
-            leaves = _leaves(part, params, batch, traced)
+            leaves = _leaves(part, params, batch, keys, traced)
             assert part.graph.owning_module is not None  # the recorded one, which has the constants
             module = fx.GraphModule(part.graph.owning_module, part.graph)
             traced.append(
@@ -97,11 +101,11 @@ class FunctionTracer:
         return Chain(tuple(traced), tuple(labels), goal, results, layout)
 
     def _divide(
-        self, name: str, params: Abstract, batch: Abstract, goal: Goal
+        self, name: str, params: Abstract, batch: Abstract, keys: Sequence[Tensor], goal: Goal
     ) -> tuple[tuple[Segment, ...], tuple[Upstream, ...], Layout]:
         """Record the forward graph, and divide it at its cuts."""
         count = len(params.values)
-        self._refuse_writes(name, params, batch)
+        self._refuse_writes(name, params, batch, keys)
         marks: list[int] = []
         layouts: list[Layout] = []
 
@@ -113,10 +117,8 @@ class FunctionTracer:
         def flat(*leaves: Tensor) -> list[Tensor]:
             def loss(*own: Tensor) -> tuple[Tensor, list[Tensor]]:
                 with noting(note):
-                    value = self._loss_fn(
-                        tree.unflatten(params.spec, _mixed(own, leaves[:count])),
-                        tree.unflatten(batch.spec, leaves[count:]),
-                    )
+                    mixed = _mixed(own, leaves[:count])
+                    value = self._called(params, batch, [*mixed, *leaves[count:]])
                 taken = self._returns.take(f"{name} returns", "loss_fn(params, batch)", value)
                 if goal == "value":
                     taken = taken._replace(aux=None)
@@ -136,7 +138,7 @@ class FunctionTracer:
         try:
             with self._mode, torch.enable_grad():
                 graph = make_fx(functionalize(flat), tracing_mode="fake")(
-                    *params.values, *batch.values
+                    *params.values, *batch.values, *keys
                 )
         except FpipeError:
             raise
@@ -157,36 +159,47 @@ class FunctionTracer:
             )
         _make_copies_differentiable(graph.graph)
         placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
-        sources: dict[str, Source] = {
-            node.name: Param(number) if number < count else BatchLeaf(number - count)
-            for number, node in enumerate(placeholders)
-        }
+        origins: list[Source] = [
+            *(Param(number) for number in range(count)),
+            *(BatchLeaf(number) for number in range(len(batch.values))),
+            *(Key(of_stage=False) for _ in keys),
+        ]
+        sources = {node.name: source for node, source in zip(placeholders, origins, strict=True)}
         layout = layouts[-1]
         parts, results = segments(graph.graph, marks, sources, layout.heads)
         for part in parts:
             part.graph.owning_module = graph
         return parts, results, layout
 
-    def _refuse_writes(self, name: str, params: Abstract, batch: Abstract) -> None:
+    def _called(self, params: Abstract, batch: Abstract, leaves: Sequence[Tensor]) -> Any:
+        """What the function returns for flat arguments."""
+        count = len(params.values)
+        end = count + len(batch.values)
+        return self._loss_fn(
+            tree.unflatten(params.spec, leaves[:count]),
+            tree.unflatten(batch.spec, leaves[count:end]),
+            **({"key": leaves[end]} if self._has_key else {}),
+        )
+
+    def _refuse_writes(
+        self, name: str, params: Abstract, batch: Abstract, keys: Sequence[Tensor]
+    ) -> None:
         """Run the function once under guard, before anything could be written to.
 
         Raises:
             StageError: it writes to a parameter, to the batch or to what it closes over.
         """
         with self._mode, torch.no_grad():
-            inputs = [value.clone() for value in (*params.values, *batch.values)]
-            count = len(params.values)
+            inputs = [value.clone() for value in (*params.values, *batch.values, *keys)]
             paths = [
                 *("params" + path for path in tree.paths(params.spec)),
                 *("batch" + path for path in tree.paths(batch.spec)),
+                *("key" for _ in keys),
             ]
             guard = WriteGuard(dict(zip(paths, inputs, strict=True)), self._loss_fn)
             try:
                 with guard:
-                    self._loss_fn(
-                        tree.unflatten(params.spec, inputs[:count]),
-                        tree.unflatten(batch.spec, inputs[count:]),
-                    )
+                    self._called(params, batch, inputs)
             except ImpureError as error:
                 raise explain(name, error, "") from error
             except Exception:
@@ -223,7 +236,13 @@ def _mixed(own: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
     return [next(given) if is_differentiable(leaf) else leaf for leaf in leaves]
 
 
-def _leaves(part: Segment, params: Abstract, batch: Abstract, before: Sequence[Traced]) -> Leaves:
+def _leaves(
+    part: Segment,
+    params: Abstract,
+    batch: Abstract,
+    keys: Sequence[Tensor],
+    before: Sequence[Traced],
+) -> Leaves:
     """The abstract arguments of a segment."""
     values, paths, differentiable = [], [], []
     param_paths, batch_paths = tree.paths(params.spec), tree.paths(batch.spec)
@@ -236,6 +255,10 @@ def _leaves(part: Segment, params: Abstract, batch: Abstract, before: Sequence[T
             case BatchLeaf(leaf):
                 values.append(batch.values[leaf])
                 paths.append("batch" + batch_paths[leaf])
+                differentiable.append(False)
+            case Key():
+                values.append(keys[0])
+                paths.append("key")
                 differentiable.append(False)
             case Upstream(stage, leaf):
                 values.append(before[stage].values[leaf])

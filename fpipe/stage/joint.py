@@ -48,6 +48,17 @@ class Constant(NamedTuple):
     number: int
 
 
+class Key(NamedTuple):
+    """Source: the key of the microbatch.
+
+    Attributes:
+        of_stage: with the number of the stage folded in.
+    """
+
+    of_stage: bool
+    kind: str = "key"
+
+
 class Seed(NamedTuple):
     """Source: the cotangent of the loss, the weight of the microbatch in the mean."""
 
@@ -70,7 +81,7 @@ class Cotangent(NamedTuple):
     name: str
 
 
-Source = Param | Upstream | BatchLeaf | Constant | Seed | SumSoFar
+Source = Param | Upstream | BatchLeaf | Constant | Key | Seed | SumSoFar
 
 
 class Sum(NamedTuple):

@@ -14,7 +14,7 @@ class Stage:
     """A stage function with what fpipe needs to know about it.
 
     A plain function ``(params, x) -> y`` is already a stage; this class is for those that also
-    read the microbatch.
+    read the microbatch or draw random numbers.
 
     Attributes:
         fn: ``(params, x) -> y``, or ``(params, x, microbatch) -> y`` where `reads_batch`. Params,
@@ -23,18 +23,26 @@ class Stage:
             written to, and the result depends on nothing else (random numbers are allowed).
         reads_batch: pass the microbatch as third argument. Its leaves are read where they are
             needed and never sent between ranks.
+        reads_key: pass a key of `fpipe.random`, as the keyword argument ``key``. Stage `s` gets
+            ``fold_in(fold_in(key, m), s)`` for microbatch `m`, from the key of the step.
 
     Raises:
         StageError: `fn` is not callable.
 
     Example:
+        >>> import fpipe
         >>> masked = Stage(lambda params, x, batch: x * batch["mask"], reads_batch=True)
         >>> masked.reads_batch
         True
+        >>> def noisy(params, x, key):
+        ...     return fpipe.random.dropout(key, x @ params, 0.1)
+        >>> Stage(noisy, reads_key=True).label
+        'noisy'
     """
 
     fn: Callable[..., Any]
     reads_batch: bool = False
+    reads_key: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.fn):

@@ -64,33 +64,42 @@ class Directional:
     def __repr__(self) -> str:
         return f"<Directional {self.pipeline!r}>"
 
-    def step(self, params: Any, batch: Any, vector: Any) -> Hvp:
+    def step(self, params: Any, batch: Any, vector: Any, key: Tensor | None = None) -> Hvp:
         """Loss, gradients and the product with the vector, from one forward and one backward.
 
         Args:
             params: as in `Pipeline.step`.
             batch: as in `Pipeline.step`.
             vector: the vector of the product.
+            key: as in `Pipeline.step`.
 
         Raises:
             BatchError: as in `Pipeline.step`, or `vector` does not fit `params`.
             StageError: a stage cannot be traced; an op may lack a forward-mode rule.
             PipelineError: an action failed.
         """
-        loss, grads = self.pipeline.run_step(params, batch, vector)
+        loss, grads = self.pipeline.run_step(params, batch, vector, key=key)
         return Hvp(loss.primal, grads.tangent, grads.primal)
 
-    def value(self, params: Any, batch: Any, vector: Any) -> Jvp:
+    def value(self, params: Any, batch: Any, vector: Any, key: Tensor | None = None) -> Jvp:
         """The loss and its derivative in the direction of `vector`; runs forward only."""
-        loss: Dual = self.pipeline.run_value(params, batch, vector)
+        loss: Dual = self.pipeline.run_value(params, batch, vector, key=key)
         return Jvp(*loss)
 
-    def forward(self, params: Any, batch: Any, vector: Any, *, out_dims: Any = 0) -> Any:
+    def forward(
+        self,
+        params: Any,
+        batch: Any,
+        vector: Any,
+        key: Tensor | None = None,
+        *,
+        out_dims: Any = 0,
+    ) -> Any:
         """The last stage's output and its derivative, a pair; otherwise as `Pipeline.forward`.
 
         The derivative has None for leaves of an integer dtype.
         """
-        return self.pipeline.run_forward(params, batch, vector, out_dims=out_dims)
+        return self.pipeline.run_forward(params, batch, vector, key=key, out_dims=out_dims)
 
     def with_schedule(self, schedule: Schedule) -> Directional:
         """The same under another schedule, as `Pipeline.with_schedule`."""

@@ -43,12 +43,12 @@ def dual_stage(function: Callable[..., Any], *, first: bool, stop: bool) -> Call
     """
 
     @wraps(function)
-    def stage(packed: Any, value: Any, *microbatch: Any) -> Any:
+    def stage(packed: Any, value: Any, *microbatch: Any, **key: Tensor) -> Any:
         params, direction = packed
         x, x_dot = (value, None) if first else value
 
         def run(p: Any, own: Any) -> Any:
-            return function(p, own, *microbatch)
+            return function(p, own, *microbatch, **key)
 
         with differentiable_twice():
             if not stop:

@@ -128,15 +128,18 @@ def _mapped_sink(sink: Sink) -> Sink:
 def _stage(
     function: Callable[..., Any], x_dims: Any, batch_dims: Any, randomness: str
 ) -> Callable[..., Any]:
-    """A stage function over all members; the microbatch follows if the stage reads it."""
+    """A stage function over all members; the microbatch follows if the stage reads it.
+
+    They share the key.
+    """
 
     @wraps(function)
-    def stage(packed: Any, *values: Any) -> Any:
+    def stage(packed: Any, *values: Any, **key: Tensor) -> Any:
         members, params = packed
         devices = {leaf.device.type for leaf in tree.flatten(values)[0]}
         with batched(devices):
             return over(
-                lambda _, *own: function(*own),
+                lambda _, *own: function(*own, **key),
                 [members, params, *values],
                 [0, 0, x_dims, batch_dims][: 2 + len(values)],
                 randomness,

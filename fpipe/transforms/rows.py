@@ -52,17 +52,17 @@ class NormPipeline:
     def __repr__(self) -> str:
         return f"<NormPipeline {self.pipeline!r}>"
 
-    def step(self, params: Any, batch: Any) -> ExampleNorms:
+    def step(self, params: Any, batch: Any, key: Tensor | None = None) -> ExampleNorms:
         """Loss and gradient norm of each example, in the order of the rows of the batch.
 
         Arguments and errors are those of `Pipeline.step`. Over a process group every rank gets the
         norms, over the parameters of all ranks.
         """
-        return ExampleNorms(*self.pipeline.run_step(params, batch))
+        return ExampleNorms(*self.pipeline.run_step(params, batch, key=key))
 
-    def value(self, params: Any, batch: Any) -> Tensor:
+    def value(self, params: Any, batch: Any, key: Tensor | None = None) -> Tensor:
         """The loss of each example; runs forward only."""
-        return self.pipeline.value(params, batch)
+        return self.pipeline.value(params, batch, key)
 
     def with_schedule(self, schedule: Schedule) -> NormPipeline:
         """The same under another schedule, as `Pipeline.with_schedule`."""
@@ -229,10 +229,10 @@ def _stage(
     """A stage function over all rows of a microbatch, whose parameters have a first dimension."""
 
     @wraps(function)
-    def stage(params: Any, x: Any, *microbatch: Any) -> Any:
+    def stage(params: Any, x: Any, *microbatch: Any, **key: Tensor) -> Any:
         def one(own: Any, value: Any, *row: Any) -> Any:
             value = _whole(value, in_dims) if first else value
-            return function(own, value, *(_whole(r, in_dims) for r in row))
+            return function(own, value, *(_whole(r, in_dims) for r in row), **key)
 
         dims = tree.tree_map(lambda leaf: 0 if is_differentiable(leaf) else None, params)
         devices = {leaf.device.type for leaf in tree.flatten((params, x))[0]}

@@ -1,0 +1,73 @@
+"""The keys of a step: every microbatch, and every stage of it, draws from a key of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import random
+from fpipe.errors import BatchError
+
+Words = tuple[int, int]
+"""A key as two integers."""
+
+
+def read_key(key: Any, *, wanted: bool) -> Words | None:
+    """The caller's key, checked.
+
+    Args:
+        key: as it was passed, None for none.
+        wanted: whether any stage reads a key.
+
+    Raises:
+        BatchError: a key is missing, or nobody reads it.
+        FpipeError: it is no key.
+    """
+    if not wanted:
+        if key is not None:
+            raise BatchError(
+                "key is given, but nothing reads it: declare who does, fpipe.Stage(fn, "
+                "reads_key=True), or has_key=True for one function; or leave key out"
+            )
+        return None
+    if key is None:
+        raise BatchError("key=None, but the stages read a key: pass key=fpipe.random.key(seed)")
+    random.check_key(key)
+    if torch._C._functorch.is_functorch_wrapped_tensor(key):
+        raise BatchError(
+            "key is mapped by a transform of torch.func, but all that a step computes at once has "
+            "one key: fold the number of a member into it within a stage"
+        )
+    first, second = key.tolist()
+    return first, second
+
+
+def as_number(words: Words | None) -> int:
+    """A key as one signed integer of 64 bits, 0 for none."""
+    if words is None:
+        return 0
+    number = words[0] << 32 | words[1]
+    return number - (1 << 64) if number >> 63 else number
+
+
+def keys_of(
+    words: Words, places: Sequence[tuple[int, int]], device: torch.device
+) -> Sequence[Tensor]:
+    """The keys of microbatches and stages, as `fpipe.random.fold_in` makes them.
+
+    Args:
+        words: the caller's key.
+        places: microbatch and stage of each; the stage is -1 for the key of the microbatch itself.
+        device: where they are read.
+    """
+    folded: dict[int, Words] = {}
+    found: list[Words] = []
+    for microbatch, stage in places:
+        if microbatch not in folded:
+            folded[microbatch] = random.threefry2x32(words, (0, microbatch))
+        own = folded[microbatch]
+        found.append(own if stage < 0 else random.threefry2x32(own, (0, stage)))
+    return torch.tensor(found, dtype=torch.int64, device=device).unbind()
