@@ -21,6 +21,9 @@ STAMP := $(VENV)/.installed
 PROCESSES ?= 1
 LAUNCH := $(if $(filter-out 1,$(PROCESSES)),$(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES),$(BIN)/python)
 
+# Processes that run tests; the tests of one file share theirs, with what it sets up.
+WORKERS ?= 2
+
 # How long `make soak` goes on, and what it draws.
 ROUNDS ?= 300
 SEED ?= 0
@@ -35,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 demo: $(STAMP)
 	$(LAUNCH) examples/gpt.py
