@@ -18,13 +18,13 @@ from fpipe.schedule.timeline import Timeline
 from fpipe.schedule.verifier import verify
 
 if TYPE_CHECKING:
-    from fpipe import random
+    from fpipe import nn, random
     from fpipe.current import step, use
     from fpipe.engine import Pipeline, pipeline
     from fpipe.modules.pipeline import ModulePipeline, from_module
     from fpipe.norms import Clipped, clip_by_global_norm, global_norm
     from fpipe.profiling import profile
-    from fpipe.results import ForwardAux, Step, StepAux
+    from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
     from fpipe.stage.cut import cut
     from fpipe.stage.stage import Stage
     from fpipe.transforms.choice import grad
@@ -60,6 +60,8 @@ __all__ = [
     "StageError",
     "Step",
     "StepAux",
+    "StepState",
+    "StepStateAux",
     "Timeline",
     "clip_by_global_norm",
     "cut",
@@ -70,6 +72,7 @@ __all__ = [
     "hvp",
     "jvp",
     "lower_bound",
+    "nn",
     "per_example_grads",
     "per_example_norms",
     "pipeline",
@@ -99,6 +102,8 @@ _LAZY = {
     "Stage": "fpipe.stage.stage",
     "Step": "fpipe.results",
     "StepAux": "fpipe.results",
+    "StepState": "fpipe.results",
+    "StepStateAux": "fpipe.results",
     "clip_by_global_norm": "fpipe.norms",
     "cut": "fpipe.stage.cut",
     "from_module": "fpipe.modules.pipeline",
@@ -120,8 +125,8 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name == "random":
-        return importlib.import_module("fpipe.random")
+    if name in ("nn", "random"):
+        return importlib.import_module(f"fpipe.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'fpipe' has no attribute {name!r}")
     value = getattr(importlib.import_module(_LAZY[name]), name)

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.errors import StageError
+from fpipe.nn import closed, opened
 
 
 def _identity(value: Any) -> Any:
@@ -50,6 +52,7 @@ class Convention(NamedTuple):
         vectors: how many arguments there are beside params and batch.
         weigh: from the gradients as `grads` returns them, and a weight for each of the losses, to
             the gradients of the weighted sum; None where the losses cannot be differentiated.
+        state: from the state that the last microbatch has left to what is returned.
     """
 
     enter: Callable[..., tuple[Any, Any]] = lambda params, batch: (params, batch)
@@ -59,7 +62,43 @@ class Convention(NamedTuple):
     batch: Callable[[Any], Any] = _identity
     vectors: int = 0
     weigh: Callable[[Any, Tensor], Any] | None = None
+    state: Callable[[Any], Any] = _identity
 
 
 PLAIN = Convention(weigh=scaled)
 """Of a pipeline that is not transformed."""
+
+
+def _with_state(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
+    return (params, state), batch
+
+
+STATE = Convention(enter=_with_state, grads=lambda grads: grads[0])
+"""Of a pipeline that threads a state: it comes in with the parameters, and has no gradient."""
+
+DEFERRED = STATE._replace(
+    enter=lambda params, state, batch: ((params, opened(state)), batch), state=closed
+)
+"""The same with running statistics that take in those of the whole batch at once."""
+
+BATCH_NORMS = ("microbatch", "deferred")
+
+
+def called(has_state: bool, batch_norm: str) -> Convention:
+    """How a pipeline that is not transformed is called.
+
+    Raises:
+        StageError: running statistics are chosen without a state to hold them, or wrongly.
+    """
+    if batch_norm not in BATCH_NORMS:
+        raise StageError(
+            f"batch_norm={batch_norm!r} must be one of {', '.join(map(repr, BATCH_NORMS))}"
+        )
+    if batch_norm == "deferred" and not has_state:
+        raise StageError(
+            'batch_norm="deferred" is about running statistics, which a state holds: pass '
+            "has_state=True, and fpipe.nn.BatchStats in the state"
+        )
+    if not has_state:
+        return PLAIN
+    return DEFERRED if batch_norm == "deferred" else STATE

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.convention import PLAIN, Convention
+from fpipe.convention import DEFERRED, PLAIN, STATE, Convention
 from fpipe.errors import StageError
-from fpipe.schedule import Schedule
+from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.verifier import verify
 from fpipe.stage.compiler import Compile
 from fpipe.stage.remat import Remat
@@ -38,6 +38,7 @@ class Definition:
         out_dims: how what comes back for each microbatch is merged.
         has_aux: the loss comes with aux.
         has_key: one function is called with a key.
+        has_state: one function takes a state after the parameters, and returns it after the loss.
         reduction: how the losses of microbatches make the batch's.
         remat: which values the backward may read.
         compile: how graphs are made callable.
@@ -66,6 +67,7 @@ class Definition:
     out_dims: Any = 0
     has_aux: bool = False
     has_key: bool = False
+    has_state: bool = False
     reduction: str = "mean"
     remat: Remat = "none"
     compile: Compile = True
@@ -89,7 +91,11 @@ class Definition:
             )
         if not self.function:
             _check_stages(self.schedule, self.stages)
-        elif self.loss_shape or self.convention is not PLAIN or "batch" in self.wanted:
+        elif (
+            self.loss_shape
+            or not any(self.convention is own for own in self._conventions)
+            or "batch" in self.wanted
+        ):
             raise StageError(
                 "a transform of a pipeline transforms its stages, but this one is one function "
                 "that is cut when it is traced: pass the stages as functions, "
@@ -105,6 +111,8 @@ class Definition:
                 "has_key=True is for one function of the whole model: of stages each says for "
                 "itself whether it reads a key, fpipe.Stage(fn, reads_key=True)"
             )
+        if self.has_state:
+            self._check_state()
         if self.reduction not in REDUCTIONS:
             raise StageError(
                 f"reduction={self.reduction!r} must be one of {', '.join(map(repr, REDUCTIONS))}"
@@ -131,6 +139,24 @@ class Definition:
         if self.group is not None:
             self._check_group(self.group)
 
+    def _check_state(self) -> None:
+        if not self.function:
+            raise StageError(
+                "has_state=True is for one function of the whole model, loss_fn(params, state, "
+                "batch), cut into stages by fpipe.cut"
+            )
+        # The state goes through the microbatches in the order of each stage's forwards.
+        latest: dict[int, Action] = {}
+        for action in (a for row in self.schedule.actions for a in row if a.op == Op.F):
+            before = latest.setdefault(action.stage, action)
+            if action < before:
+                raise StageError(
+                    f"schedule {self.schedule.name} runs {action} after {before}: with "
+                    "has_state=True every stage must run its forwards in the order of the "
+                    "microbatches, in which the state goes through them"
+                )
+            latest[action.stage] = action
+
     def _check_group(self, group: dist.ProcessGroup) -> None:
         if self.devices is not None:
             raise StageError(
@@ -147,9 +173,16 @@ class Definition:
             )
 
     @property
+    def _conventions(self) -> tuple[Convention, ...]:
+        """How one function may be called."""
+        return (STATE, DEFERRED) if self.has_state else (PLAIN,)
+
+    @property
     def returns(self) -> Returns:
         """What the loss function returns."""
-        return Returns(weighted=self.reduction == "weighted", aux=self.has_aux)
+        return Returns(
+            weighted=self.reduction == "weighted", state=self.has_state, aux=self.has_aux
+        )
 
     @property
     def reads_key(self) -> bool:
@@ -169,6 +202,7 @@ class Definition:
             "loss reduction": self.reduction,
             "has_aux": str(self.has_aux),
             "readers of the key": repr((self.has_key, [s.reads_key for s in self.stages])),
+            "has_state": str((self.has_state, self.convention is DEFERRED)),
             "remat policy": self.remat if isinstance(self.remat, str) else Stage(self.remat).label,
             "accum_dtype": str(self.accum_dtype),
             "in_dims": repr(self.in_dims),

@@ -22,13 +22,14 @@ from fpipe.controller.controller import Controller, Finished
 from fpipe.controller.keys import read_key
 from fpipe.controller.multi import MultiController
 from fpipe.controller.single import SingleController
-from fpipe.convention import Convention
+from fpipe.convention import Convention, called
 from fpipe.definition import Definition, group_of, placed, stages_of, whole_loss
+from fpipe.errors import BatchError
 from fpipe.history import has_history, is_tracked, tracked_value
 from fpipe.levels import call_within, is_within
 from fpipe.parameters import Parameters, keep
 from fpipe.plan import Planner, batch_gradients, collected, gradients
-from fpipe.results import ForwardAux, Step, StepAux
+from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
 from fpipe.runtime.connect import device_of
 from fpipe.runtime.lower import lower
 from fpipe.runtime.order import lower_for_group
@@ -65,7 +66,7 @@ class Pipeline:
     def __repr__(self) -> str:
         return f"<Pipeline of {self.schedule!r}>"
 
-    def step(self, params: Any, batch: Any, key: Tensor | None = None) -> Any:
+    def step(self, params: Any, *arguments: Any, key: Tensor | None = None) -> Any:
         """Loss and gradients of one batch.
 
         The first call for each set of shapes traces and compiles, and says so and why to the logger
@@ -74,18 +75,20 @@ class Pipeline:
         Args:
             params: sequence with one pytree of tensors per stage; over a process group only those
                 of the own stages are read.
-            batch: pytree of tensors, split into microbatches by the pipeline's ``in_dims``. When
+            arguments: the batch, after the state where ``has_state`` declares one. The batch is a
+                pytree of tensors, split into microbatches by the pipeline's ``in_dims``. When
                 its rows do not divide evenly, microbatches differ by one row, and the loss is
                 still the mean over the batch. Over a process group every rank passes the batch; one
-                whose stages do not read it may pass None.
+                whose stages do not read it may pass None. The state is a pytree of tensors too.
             key: a key of `fpipe.random`, if stages read one: microbatch `m` draws from
                 ``fold_in(key, m)``, so the numbers depend neither on the schedule nor on ranks. The
-                same on every rank.
+                same on every rank. It may also come as the last of `arguments`.
 
         Returns:
             ``(loss, grads)``: the scalar loss in the dtype that the loss function returns, and the
             gradients in the structure, shapes and dtypes of `params`, detached and the caller's.
-            With ``has_aux`` a `StepAux`, ``(loss, grads, aux)``.
+            With ``has_aux`` a `StepAux`, ``(loss, grads, aux)``; with ``has_state`` a `StepState`,
+            ``(loss, grads, state)``; with both a `StepStateAux`, ``(loss, grads, state, aux)``.
 
         Raises:
             BatchError: `params` or `batch` has a wrong structure, or too few rows; or a key is
@@ -95,45 +98,49 @@ class Pipeline:
                 whatever goes wrong on any rank is a PipelineError on every rank, whose cause on the
                 rank at fault is the original error; it says whether the pipeline can be used again.
         """
+        arguments, key = self._without_key(arguments, key)
         if is_within():
-            return call_within(self, "step", params, batch, key=key)
-        done = self._run((params, batch), "step", key)
+            return call_within(self, "step", params, *arguments, key=key)
+        done = self._run((params, *arguments), "step", key)
         loss, grads = self._loss_of(done), self._grads_of(done)
-        if self.definition.has_aux:
-            return StepAux(loss, grads, self._aux_of(done))
+        if self.definition.has_aux or self.definition.has_state:
+            return self._with_more(loss, grads, done)
         return Step(loss, grads)
 
-    def value(self, params: Any, batch: Any, key: Tensor | None = None) -> Tensor:
+    def value(self, params: Any, *arguments: Any, key: Tensor | None = None) -> Tensor:
         """The loss of one batch alone: runs forward only and keeps nothing for a backward.
 
         Arguments, result and errors are those of `step`. Only where autograd is watching, that is
         where a leaf requires a gradient outside `torch.no_grad`, or within `torch.func.grad`, a
         whole step runs, and the loss has a history: ``backward()`` and `torch.func.grad` can
         differentiate it once, by the parameters and, in one process, by leaves of the batch. The
-        losses of an ensemble or of single examples have one too, by the parameters.
+        losses of an ensemble or of single examples have one too, by the parameters; the loss of a
+        pipeline with a state has none. A new state is dropped.
 
         Raises:
             FpipeError: it is differentiated twice, by what it cannot be, or by another transform
                 of `torch.func`; says what to use instead.
         """
+        arguments, key = self._without_key(arguments, key)
         if is_within():
-            return call_within(self, "value", params, batch, key=key)
-        if has_history(self) and is_tracked(tree.flatten((params, batch))[0]):
-            return tracked_value(self, params, batch, key=key)
-        loss: Tensor = self.run_value(params, batch, key=key)
+            return call_within(self, "value", params, *arguments, key=key)
+        if has_history(self) and is_tracked(tree.flatten((params, arguments))[0]):
+            return tracked_value(self, params, *arguments, key=key)
+        loss: Tensor = self.run_value(params, *arguments, key=key)
         return loss
 
     def forward(
-        self, params: Any, batch: Any, key: Tensor | None = None, *, out_dims: Any = OWN
+        self, params: Any, *arguments: Any, key: Tensor | None = None, out_dims: Any = OWN
     ) -> Any:
         """What comes out for the whole batch, by running forward only.
 
         Of stages that is the last one's output; the loss is not computed. Of one function it is its
-        loss and, as a named tuple, the aux that it must declare with ``has_aux=True``.
+        loss and, as a named tuple, the aux that it must declare with ``has_aux=True``; a new state
+        is dropped.
 
         Args:
             params: as in `step`.
-            batch: as in `step`; leaves that only the loss reads may be missing.
+            arguments: as in `step`; leaves of the batch that only the loss reads may be missing.
             key: as in `step`.
             out_dims: pytree prefix of the output, or of aux: the dimension along which the leaves
                 of the microbatches are concatenated (those without dimensions are stacked), or None
@@ -150,7 +157,8 @@ class Pipeline:
         """
         if out_dims is OWN:
             out_dims = self.definition.out_dims
-        return self.run_forward(params, batch, key=key, out_dims=out_dims)
+        arguments, key = self._without_key(arguments, key)
+        return self.run_forward(params, *arguments, key=key, out_dims=out_dims)
 
     def with_schedule(self, schedule: Schedule) -> Self:
         """The same stages, loss and options under another schedule.
@@ -242,8 +250,19 @@ class Pipeline:
         assert done.total is not None
         return gradients(done.plan, done.runs, done.params, done.total.weight)
 
-    def _aux_of(self, done: Finished) -> Any:
-        return done.plan.outputs(done.runs, self.definition.out_dims, "aux")
+    def _with_more(self, loss: Any, grads: Any, done: Finished) -> Any:
+        """The result of a step that returns state or aux."""
+        aux = None
+        if self.definition.has_aux:
+            aux = done.plan.outputs(done.runs, self.definition.out_dims, "aux")
+        if not self.definition.has_state:
+            return StepAux(loss, grads, aux)
+        leaves = done.plan.state(done.runs, done.params)
+        with torch.no_grad():
+            state = self._convention.state(tree.unflatten(done.params.spec.children()[1], leaves))
+        if self.definition.has_aux:
+            return StepStateAux(loss, grads, state, aux)
+        return StepState(loss, grads, state)
 
     def _chosen_grads(self, done: Finished) -> Any:
         """Gradients by what was chosen, one or a tuple."""
@@ -269,9 +288,27 @@ class Pipeline:
         assert done.total is not None
         return self._convention.loss(done.total.mean)
 
+    def _without_key(
+        self, arguments: tuple[Any, ...], key: Tensor | None
+    ) -> tuple[tuple[Any, ...], Tensor | None]:
+        """Take the key from the end of the arguments after params, if it came there."""
+        if key is None and len(arguments) == 2 + self.definition.has_state:
+            return arguments[:-1], arguments[-1]
+        return arguments, key
+
     def _run(self, arguments: Sequence[Any], goal: Goal, key: Tensor | None) -> Finished:
+        if len(arguments) != 2 + self.definition.has_state + self._convention.vectors:
+            raise _miscounted(arguments, self.definition)
         params, batch = self._convention.enter(*arguments)
         return self._controller.run(params, batch, goal, key)._replace(batch=batch)
+
+
+def _miscounted(arguments: Sequence[Any], definition: Definition) -> BatchError:
+    names = ["params", *["state"] * definition.has_state, "batch"]
+    names += ["vector"] * definition.convention.vectors
+    return BatchError(
+        f"the pipeline got {len(arguments)} arguments, but takes {len(names)}: {', '.join(names)}"
+    )
 
 
 def _controller(definition: Definition) -> Controller:
@@ -293,6 +330,8 @@ def _controller(definition: Definition) -> Controller:
     )
 
     def read(params: Any) -> Parameters:
+        if definition.has_state:
+            return Parameters.with_state(params, schedule.num_stages)
         if definition.function:
             return Parameters.whole(params, schedule.num_stages)
         if group is not None:
@@ -350,6 +389,8 @@ def pipeline(
     out_dims: Any = 0,
     has_aux: bool = False,
     has_key: bool = False,
+    has_state: bool = False,
+    batch_norm: str = "microbatch",
     reduction: str = "mean",
     remat: Remat = "none",
     compile: Compile = True,
@@ -387,6 +428,19 @@ def pipeline(
         has_key: one function is ``loss_fn(params, batch, key)``, called with the keyword argument
             ``key``, which is ``fpipe.random.fold_in(key, m)`` for microbatch `m`. Of stages each
             says for itself whether it reads a key: ``fpipe.Stage(fn, reads_key=True)``.
+        has_state: the function is ``loss_fn(params, state, batch)`` and returns the new state after
+            the loss, ``(loss, state)`` or ``(loss, state, aux)``; ``step``, ``value`` and
+            ``forward`` take the state after the parameters. A state is any pytree of tensors, such
+            as running statistics: each microbatch begins with what the one before has left, and no
+            gradient flows through it. A leaf must be read and brought up to date in one stage, and
+            a stage's forwards must run in the order of the microbatches, as they do in all families
+            of `fpipe.schedules`: so the state is the same on every schedule, remat policy and
+            transport.
+        batch_norm: when the running statistics in a state, `fpipe.nn.BatchStats`, take in those of
+            the data. ``"microbatch"``: at each microbatch, as layers do that know of no
+            microbatches. ``"deferred"``: at the end of the step, those of the whole batch at once,
+            so that they are what they would be without microbatches (torchgpipe,
+            arXiv 2004.09910). In both each microbatch is normalised by its own.
         reduction: how the losses of microbatches make the batch's. ``"mean"`` weighs them by their
             rows; ``"sum"`` adds them. With ``"weighted"`` the loss function returns
             ``(sum, weight)`` in place of the loss, and the loss is the sum of all sums divided by
@@ -441,6 +495,8 @@ def pipeline(
             out_dims=out_dims,
             has_aux=has_aux,
             has_key=has_key,
+            has_state=has_state,
+            convention=called(has_state, batch_norm),
             reduction=reduction,
             remat=remat,
             compile=compile,

@@ -41,6 +41,20 @@ class Parameters:
         return cls(spec, (spec,) * num_stages, stages, shared=True)
 
     @classmethod
+    def with_state(cls, params: Any, num_stages: int) -> Parameters:
+        """`whole`, of the pair of parameters and state.
+
+        Raises:
+            BatchError: a leaf is no dense tensor.
+        """
+        try:
+            return cls.whole(params, num_stages)
+        except BatchError:
+            for name, part in zip(("params", "state"), params, strict=True):
+                tree.tensors(name, part, "close over other values instead")
+            raise
+
+    @classmethod
     def read(cls, params: Any, num_stages: int) -> Parameters:
         """Flatten `params`, a sequence with one pytree per stage.
 

@@ -110,6 +110,15 @@ class Plan:
         columns = self._columns(runs, start, start + spec.num_leaves)
         return merge_columns(columns, spec, out_dims, name)
 
+    def state(self, runs: Sequence[Run], params: Parameters) -> list[Tensor]:
+        """The leaves of the state that the last microbatch has left; `params` has those given."""
+        found = []
+        for leaf, slot in sorted(runs[0].program.results.states):
+            value = runs[0].slots[slot]
+            # What nothing has changed is the caller's own tensor.
+            found.append(value.clone() if value is params.stages[0][leaf] else value)
+        return found
+
     def _columns(self, runs: Sequence[Run], start: int, end: int) -> list[list[Any]]:
         """For each of the numbered values, those of all microbatches."""
         columns: list[list[Any]] = [[None] * len(self.seeds) for _ in range(start, end)]
@@ -142,8 +151,9 @@ def gradients(
     They are divided by `weight`, if there is one.
 
     None stands for a leaf that cannot have a gradient, and for one whose gradient belongs to ranks
-    of other processes.
+    of other processes, or of the state, which comes with the parameters.
     """
+    state = {leaf for program in plan.programs for leaf, _ in program.results.states}
     found = {
         (0 if params.shared else stage, leaf): value
         for (stage, leaf), value in collected(plan, runs).items()
@@ -159,7 +169,7 @@ def gradients(
         for index, leaf in enumerate(leaves):
             if (stage, index) in found:
                 grads.append(_divided(found[stage, index], weight).to(leaf.dtype))
-            elif index in elsewhere or not is_differentiable(leaf):
+            elif index in elsewhere or index in state or not is_differentiable(leaf):
                 grads.append(None)
             else:
                 grads.append(torch.zeros_like(plan.sink.lifted(leaf, plan.rows)))

@@ -38,6 +38,37 @@ class StepAux(NamedTuple):
     aux: Any
 
 
+class StepState(NamedTuple):
+    """What a training step returns where ``has_state=True`` was declared.
+
+    Attributes:
+        loss: as in `Step`.
+        grads: as in `Step`.
+        state: as the last microbatch has left it, in the structure, shapes and dtypes of the state
+            that was passed in; over a process group the same on every rank.
+    """
+
+    loss: Tensor
+    grads: Any
+    state: Any
+
+
+class StepStateAux(NamedTuple):
+    """What a training step returns where both were declared.
+
+    Attributes:
+        loss: as in `Step`.
+        grads: as in `Step`.
+        state: as in `StepState`.
+        aux: as in `StepAux`.
+    """
+
+    loss: Tensor
+    grads: Any
+    state: Any
+    aux: Any
+
+
 class ForwardAux(NamedTuple):
     """What a forward returns where ``has_aux=True`` was declared for a whole loss function.
 

@@ -73,6 +73,16 @@ def tree_map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return optree.tree_map(function, tree, *rest, namespace=NAMESPACE)
 
 
+def map_nodes(function: Callable[[Any], Any], tree: Any, kind: type) -> Any:
+    """Apply `function` to every node of a kind, with all that is beneath it."""
+    return optree.tree_map(
+        lambda node: function(node) if isinstance(node, kind) else node,
+        tree,
+        is_leaf=lambda node: isinstance(node, kind),
+        namespace=NAMESPACE,
+    )
+
+
 def paths(spec: optree.PyTreeSpec) -> list[str]:
     """The key path of each leaf as it would be written in Python, such as ``"['a'][0]"``."""
     return [accessor.codify("") for accessor in spec.accessors()]

@@ -23,7 +23,7 @@ import fpipe
 ROOT: Final = Path(__file__).parents[1]
 
 # What `import fpipe` promises. A name is added here in the commit that makes it public.
-PUBLIC_MODULES: Final = frozenset({"random", "schedules"})
+PUBLIC_MODULES: Final = frozenset({"nn", "random", "schedules"})
 PUBLIC_ON_TORCH: Final = frozenset(
     {
         "Clipped",
@@ -38,6 +38,8 @@ PUBLIC_ON_TORCH: Final = frozenset(
         "Stage",
         "Step",
         "StepAux",
+        "StepState",
+        "StepStateAux",
         "clip_by_global_norm",
         "cut",
         "from_module",
@@ -50,6 +52,7 @@ PUBLIC_ON_TORCH: Final = frozenset(
         "per_example_norms",
         "pipeline",
         "profile",
+        "nn",
         "random",
         "step",
         "use",
@@ -83,7 +86,7 @@ LAYERS: Final = (
     ("fpipe.schedule",),
     ("fpipe.schedules",),
     ("fpipe.cli",),
-    ("fpipe.microbatch", "fpipe.parameters", "fpipe.random"),
+    ("fpipe.microbatch", "fpipe.nn", "fpipe.parameters", "fpipe.random"),
     ("fpipe.shapes",),
     ("fpipe.stage",),
     ("fpipe.runtime",),

@@ -105,6 +105,14 @@ def lower(
                 value = resolve(stage, microbatch, name)
                 outputs[rank].append((microbatch, number, value))
                 results[rank][value] = None
+    states: list[tuple[int, Value]] = []
+    latest = schedule.num_microbatches - 1
+    for stage in range(schedule.num_stages):
+        for leaf, name in codes(stage, latest).updates.items():
+            states.append((leaf, resolve(stage, latest, name)))
+    # What is threaded through the microbatches is small, and the same for every rank afterwards.
+    for own in results:
+        own.update((value, None) for _, value in states)
     mail = plan_mail(tasks.rows, schedule.placement, results)
     return tuple(
         _assemble(
@@ -113,6 +121,7 @@ def lower(
             results[rank],
             grads[rank],
             outputs[rank],
+            states,
             compiled=runs_here(rank),
         )
         for rank, row in enumerate(tasks.rows)
@@ -201,6 +210,7 @@ def _assemble(
     results: dict[Value, None],
     grads: Sequence[tuple[SumValue, Value]],
     outputs: Sequence[tuple[int, int, Value]],
+    states: Sequence[tuple[int, Value]],
     *,
     compiled: bool,
 ) -> Program:
@@ -260,6 +270,7 @@ def _assemble(
                 if total.argument == "batch"
             ),
             outputs=tuple((microbatch, leaf, slots[value]) for microbatch, leaf, value in outputs),
+            states=tuple((leaf, slots[value]) for leaf, value in states),
         ),
         num_slots=slots.count,
         sizes=sizes,

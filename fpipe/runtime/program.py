@@ -121,11 +121,13 @@ class Results(NamedTuple):
             over all stages: the last stage's outputs, or the loss and what was declared beside it.
         batch_grads: ``(stage, leaf, microbatch, slot)``: each stage's part of the gradient of a
             batch leaf, on the rank of the first stage.
+        states: ``(leaf, slot)``: what the last microbatch has left of each leaf of the state.
     """
 
     grads: tuple[tuple[int, int, int, int], ...]
     outputs: tuple[tuple[int, int, int], ...]
     batch_grads: tuple[tuple[int, int, int, int], ...] = ()
+    states: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,6 +229,8 @@ def describe(program: Program) -> str:
         lines.append(
             f"  gradient of microbatch {microbatch} leaf {leaf} from stage {stage}: %{slot}"
         )
+    for leaf, slot in program.results.states:
+        lines.append(f"  state of leaf {leaf}: %{slot}")
     for microbatch, number, slot in program.results.outputs:
         lines.append(f"  output leaf {number} of microbatch {microbatch}: %{slot}")
     return "\n".join(lines)

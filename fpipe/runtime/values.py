@@ -11,7 +11,16 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from fpipe.stage.code import StageCode
-from fpipe.stage.joint import BatchLeaf, Constant, Key, Param, Seed, SumSoFar, Upstream
+from fpipe.stage.joint import (
+    BatchLeaf,
+    Constant,
+    Key,
+    Param,
+    Seed,
+    StateLeaf,
+    SumSoFar,
+    Upstream,
+)
 
 Codes = Callable[[int, int], StageCode]
 """From stage and microbatch to the code that runs it."""
@@ -106,6 +115,11 @@ class Resolver:
                 return ParamValue(stage, leaf)
             case BatchLeaf(leaf):
                 return BatchValue(microbatch, leaf)
+            case StateLeaf(leaf):
+                if microbatch == 0:
+                    return ParamValue(stage, leaf)
+                before = self._codes(stage, microbatch - 1)
+                return self(stage, microbatch - 1, before.updates[leaf])
             case Constant(number):
                 return ConstantValue(id(code.constants[number]))
             case Key(of_stage):

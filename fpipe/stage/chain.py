@@ -9,7 +9,7 @@ stage needs it, so the gradient of a batch leaf or of an integer is never comput
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optree
@@ -87,6 +87,7 @@ class Chain:
             the last stage's output.
         results: where each value that the caller gets of a microbatch comes from.
         layout: how those are numbered.
+        updates: where the new value of each leaf of the state comes from.
     """
 
     stages: tuple[Traced, ...]
@@ -94,6 +95,7 @@ class Chain:
     goal: Goal
     results: tuple[Upstream, ...]
     layout: Layout
+    updates: Mapping[int, Upstream] = field(default_factory=dict)
 
     def value(self, source: Upstream) -> Tensor:
         """The fake tensor that stands for an output of a stage."""
@@ -191,7 +193,7 @@ class ChainTracer:
             carries = list(result.carries_gradient)
         layout = Layout(0, x.spec)
         if goal != "forward":
-            heads, aux = x.spec.children()
+            heads, _, aux = x.spec.children()
             layout = Layout(heads.num_leaves, aux)
         results = tuple(Upstream(last, leaf) for leaf in range(len(x.values)))
         return Chain(tuple(traced), tuple(labels), goal, results, layout)
@@ -387,6 +389,11 @@ def assemble(
                     for number, source in enumerate(chain.results)
                     if source.stage == index
                 ),
+                updates={
+                    leaf: joint.outputs[source.leaf]
+                    for leaf, source in chain.updates.items()
+                    if source.stage == index
+                },
             )
         )
     return tuple(codes)

@@ -33,6 +33,7 @@ class StageCode:
         specs: shape and dtype of each named value.
         compiler: makes a piece callable, when lowering first asks for it.
         returned: number and name of each value that the caller gets.
+        updates: number and name of each leaf of the state that this stage brings up to date.
     """
 
     label: str
@@ -46,6 +47,7 @@ class StageCode:
     specs: Mapping[str, Spec] = field(repr=False)
     compiler: Compiler = field(repr=False)
     returned: tuple[tuple[int, str], ...]
+    updates: Mapping[int, str] = field(default_factory=dict)
 
     def call(self, op: str) -> Call:
         """The compiled piece of `op`."""

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from torch import fx
 
-from fpipe.stage.joint import Source, Upstream, is_random
+from fpipe.stage.joint import Source, StateLeaf, Upstream, is_random
 
 T = TypeVar("T")
 
@@ -92,6 +92,9 @@ def segments(
         sources: where each placeholder comes from.
         heads: how many of the first results come from the last stage, wherever they are computed.
 
+    What depends on no stage, such as a leaf of the batch, comes from the last one, and what depends
+    on the state alone from the stage that reads that state.
+
     Returns:
         The segments, and where each result comes from.
     """
@@ -107,8 +110,7 @@ def segments(
     for head in results[:heads]:
         if stage_of.get(head, last) != last:
             readers[head].add(last)
-    # What depends on no stage is returned by the last.
-    homes = [last if i < heads else stage_of.get(node, last) for i, node in enumerate(results)]
+    homes = [last] * heads + _homes(results[heads:], live, stage_of, sources, last)
     returned = set(zip(results, homes, strict=True))
     made: dict[tuple[fx.Node, int], Upstream] = {}
     origin: dict[fx.Node, Source] = {}
@@ -126,6 +128,40 @@ def segments(
             made[node, stage] = Upstream(stage, leaf)
             origin.setdefault(node, made[node, stage])
     return tuple(built), tuple(made[pair] for pair in zip(results, homes, strict=True))
+
+
+def _homes(
+    results: Sequence[fx.Node],
+    live: Sequence[fx.Node],
+    stage_of: dict[fx.Node, int],
+    sources: dict[str, Source],
+    last: int,
+) -> list[int]:
+    """The stage that returns each result, also of those that belong to no stage."""
+    reader: dict[fx.Node, int] = {}
+    for node in live:
+        for root in _roots(node, stage_of) if node in stage_of else ():
+            if isinstance(sources.get(root.name), StateLeaf):
+                reader[root] = stage_of[node]
+
+    def home(result: fx.Node) -> int:
+        if result in stage_of:
+            return stage_of[result]
+        return next((reader[root] for root in _roots(result, stage_of) if root in reader), last)
+
+    return [home(result) for result in results]
+
+
+def _roots(node: fx.Node, stage_of: dict[fx.Node, int]) -> list[fx.Node]:
+    """The placeholders that a node reads by itself, and not from another stage's work."""
+    found: dict[fx.Node, None] = {}
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current not in found:
+            found[current] = None
+            stack += [n for n in current.all_input_nodes if n not in stage_of]
+    return [n for n in found if n.op == "placeholder"]
 
 
 def _assign(

@@ -24,9 +24,17 @@ from fpipe.shapes import Goal, TreeShape
 from fpipe.stage.chain import Abstract, Chain, abstract_key
 from fpipe.stage.cut import Segment, noting, segments
 from fpipe.stage.explain import ImpureError, describe, explain
-from fpipe.stage.joint import BatchLeaf, Key, Param, Source, Upstream, is_differentiable
+from fpipe.stage.joint import (
+    BatchLeaf,
+    Key,
+    Param,
+    Source,
+    StateLeaf,
+    Upstream,
+    is_differentiable,
+)
 from fpipe.stage.purity import WriteGuard
-from fpipe.stage.returns import Layout, Returns
+from fpipe.stage.returns import Layout, Returns, check_state
 from fpipe.stage.tracer import Leaves, Traced, trace
 
 
@@ -34,7 +42,8 @@ class FunctionTracer:
     """Traces a loss function into a chain.
 
     Args:
-        loss_fn: ``(params, batch) -> scalar``, with a `fpipe.cut` between stages.
+        loss_fn: ``(params, batch) -> scalar``, with a `fpipe.cut` between stages; with a state
+            ``(params, state, batch) -> (scalar, state)``.
         num_stages: of the schedule: one more than the cuts that it must execute.
         accum_dtype: dtype to sum parameter gradients in, None for their own.
         returns: what it returns.
@@ -43,7 +52,7 @@ class FunctionTracer:
 
     def __init__(
         self,
-        loss_fn: Callable[[Any, Any], Any],
+        loss_fn: Callable[..., Any],
         num_stages: int,
         accum_dtype: torch.dtype | None,
         returns: Returns,
@@ -62,7 +71,7 @@ class FunctionTracer:
         """Trace the function for one shape of microbatch.
 
         Args:
-            shapes: the whole parameters, once for each stage.
+            shapes: the whole parameters, once for each stage; or the pair of parameters and state.
             microbatch: one microbatch.
             goal: what the chain is for.
             rows: of the microbatch; the function is traced without it.
@@ -80,10 +89,12 @@ class FunctionTracer:
         batch = Abstract.of(microbatch, self._mode)
         keys = [abstract_key(batch, self._mode)] if self._has_key else []
         parts, results, layout = self._divide(name, params, batch, keys, goal)
+        updates = self._updates(name, params, parts, results)
+        results = results[: len(results) - len(updates)]
         traced: list[Traced] = []
         labels = [f"stage {index} ({name})" for index in range(len(parts))]
         for label, part in zip(labels, parts, strict=True):
-            leaves = _leaves(part, params, batch, keys, traced)
+            leaves = _leaves(part, params, self._paths(params), batch, keys, traced)
             assert part.graph.owning_module is not None  # the recorded one, which has the constants
             module = fx.GraphModule(part.graph.owning_module, part.graph)
             traced.append(
@@ -98,13 +109,53 @@ class FunctionTracer:
                     readers=part.readers.__getitem__,
                 )
             )
-        return Chain(tuple(traced), tuple(labels), goal, results, layout)
+        return Chain(tuple(traced), tuple(labels), goal, results, layout, updates)
+
+    def _num_states(self, params: Abstract) -> int:
+        """How many of the last leaves of what comes in as parameters are the state's."""
+        return params.spec.children()[1].num_leaves if self._returns.state else 0
+
+    def _paths(self, params: Abstract) -> list[str]:
+        """How a user would write each leaf of parameters and state."""
+        if not self._returns.state:
+            return ["params" + path for path in tree.paths(params.spec)]
+        specs = params.spec.children()
+        named = zip(("params", "state"), specs, strict=True)
+        return [name + path for name, spec in named for path in tree.paths(spec)]
+
+    def _updates(
+        self,
+        name: str,
+        params: Abstract,
+        parts: Sequence[Segment],
+        results: Sequence[Upstream],
+    ) -> dict[int, Upstream]:
+        """Where each leaf of the state is brought up to date: in the stage that reads it.
+
+        Raises:
+            StageError: another stage reads it.
+        """
+        paths, count = self._paths(params), self._num_states(params)
+        first = len(params.values) - count
+        updates: dict[int, Upstream] = {}
+        for leaf, source in enumerate(results[len(results) - count :], first):
+            updates[leaf] = source
+            readers = [i for i, part in enumerate(parts) if StateLeaf(leaf) in part.sources]
+            if any(reader != source.stage for reader in readers):
+                raise StageError(
+                    f"{name} reads {paths[leaf]} in stage "
+                    f"{' and '.join(map(str, readers))} and makes its new value in stage "
+                    f"{source.stage}: a leaf of the state must be read and brought up to date in "
+                    "one stage, for the next microbatch begins with it there; move the work "
+                    "before or after the cut, or split the leaf"
+                )
+        return updates
 
     def _divide(
         self, name: str, params: Abstract, batch: Abstract, keys: Sequence[Tensor], goal: Goal
     ) -> tuple[tuple[Segment, ...], tuple[Upstream, ...], Layout]:
         """Record the forward graph, and divide it at its cuts."""
-        count = len(params.values)
+        count, states = len(params.values), self._num_states(params)
         self._refuse_writes(name, params, batch, keys)
         marks: list[int] = []
         layouts: list[Layout] = []
@@ -119,14 +170,18 @@ class FunctionTracer:
                 with noting(note):
                     mixed = _mixed(own, leaves[:count])
                     value = self._called(params, batch, [*mixed, *leaves[count:]])
-                taken = self._returns.take(f"{name} returns", "loss_fn(params, batch)", value)
+                subject = f"{name} returns"
+                taken = self._returns.take(subject, self._returns.call, value)
                 if goal == "value":
                     taken = taken._replace(aux=None)
                 (first, *others), layout = taken.flat()
                 layouts.append(layout)
+                if states:
+                    spec = params.spec.children()[1]
+                    others += check_state(subject, params.values[-states:], spec, taken.state)
                 return first, others
 
-            trained = [leaf for leaf in leaves[:count] if is_differentiable(leaf)]
+            trained = [leaf for leaf in leaves[: count - states] if is_differentiable(leaf)]
             if not trained:
                 first, others = loss()
             else:
@@ -160,7 +215,8 @@ class FunctionTracer:
         _make_copies_differentiable(graph.graph)
         placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
         origins: list[Source] = [
-            *(Param(number) for number in range(count)),
+            *(Param(number) for number in range(count - states)),
+            *(StateLeaf(number) for number in range(count - states, count)),
             *(BatchLeaf(number) for number in range(len(batch.values))),
             *(Key(of_stage=False) for _ in keys),
         ]
@@ -175,8 +231,9 @@ class FunctionTracer:
         """What the function returns for flat arguments."""
         count = len(params.values)
         end = count + len(batch.values)
+        given = tree.unflatten(params.spec, leaves[:count])
         return self._loss_fn(
-            tree.unflatten(params.spec, leaves[:count]),
+            *(given if self._returns.state else (given,)),
             tree.unflatten(batch.spec, leaves[count:end]),
             **({"key": leaves[end]} if self._has_key else {}),
         )
@@ -192,7 +249,7 @@ class FunctionTracer:
         with self._mode, torch.no_grad():
             inputs = [value.clone() for value in (*params.values, *batch.values, *keys)]
             paths = [
-                *("params" + path for path in tree.paths(params.spec)),
+                *self._paths(params),
                 *("batch" + path for path in tree.paths(batch.spec)),
                 *("key" for _ in keys),
             ]
@@ -231,27 +288,32 @@ def _call(module: fx.GraphModule, values: Sequence[Any]) -> Any:
 
 
 def _mixed(own: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """All leaves, with those that carry gradients taken from `own`."""
+    """All leaves, with the first that carry gradients taken from `own`."""
     given = iter(own)
-    return [next(given) if is_differentiable(leaf) else leaf for leaf in leaves]
+    return [next(given, leaf) if is_differentiable(leaf) else leaf for leaf in leaves]
 
 
 def _leaves(
     part: Segment,
     params: Abstract,
+    param_paths: Sequence[str],
     batch: Abstract,
     keys: Sequence[Tensor],
     before: Sequence[Traced],
 ) -> Leaves:
     """The abstract arguments of a segment."""
     values, paths, differentiable = [], [], []
-    param_paths, batch_paths = tree.paths(params.spec), tree.paths(batch.spec)
+    batch_paths = tree.paths(batch.spec)
     for source in part.sources:
         match source:
             case Param(leaf):
                 values.append(params.values[leaf])
-                paths.append("params" + param_paths[leaf])
+                paths.append(param_paths[leaf])
                 differentiable.append(is_differentiable(params.values[leaf]))
+            case StateLeaf(leaf):
+                values.append(params.values[leaf])
+                paths.append(param_paths[leaf])
+                differentiable.append(False)
             case BatchLeaf(leaf):
                 values.append(batch.values[leaf])
                 paths.append("batch" + batch_paths[leaf])

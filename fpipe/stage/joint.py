@@ -42,6 +42,17 @@ class BatchLeaf(NamedTuple):
     kind: str = "batch"
 
 
+class StateLeaf(NamedTuple):
+    """Source: a leaf of the state, as the microbatch before has left it.
+
+    Attributes:
+        leaf: its number among the leaves of parameters and state together.
+    """
+
+    leaf: int
+    kind: str = "state"
+
+
 class Constant(NamedTuple):
     """Source: a tensor that the stage function closes over."""
 
@@ -81,7 +92,7 @@ class Cotangent(NamedTuple):
     name: str
 
 
-Source = Param | Upstream | BatchLeaf | Constant | Key | Seed | SumSoFar
+Source = Param | Upstream | BatchLeaf | StateLeaf | Constant | Key | Seed | SumSoFar
 
 
 class Sum(NamedTuple):

@@ -33,10 +33,12 @@ class Taken(NamedTuple):
 
     Attributes:
         heads: the loss, or the sum and its weight.
+        state: a pytree of tensors; None where nothing was declared.
         aux: a pytree of tensors; None where nothing was declared.
     """
 
     heads: tuple[Tensor, ...]
+    state: Any
     aux: Any
 
     def flat(self) -> tuple[list[Tensor], Layout]:
@@ -51,22 +53,39 @@ class Returns:
 
     Attributes:
         weighted: ``(sum, weight)`` in place of the loss.
-        aux: a pair of the loss and a pytree of tensors.
+        state: the new state follows the loss.
+        aux: a pytree of tensors comes last.
     """
 
     weighted: bool = False
+    state: bool = False
     aux: bool = False
 
     @property
     def form(self) -> str:
         """How it is written."""
-        loss = "(sum, weight)" if self.weighted else "loss"
-        return f"({loss}, aux)" if self.aux else loss
+        parts = ["(sum, weight)" if self.weighted else "loss"]
+        parts += ["state"] * self.state + ["aux"] * self.aux
+        return f"({', '.join(parts)})" if len(parts) > 1 else parts[0]
+
+    @property
+    def beside(self) -> int:
+        """How many things come beside the loss."""
+        return self.state + self.aux
+
+    @property
+    def call(self) -> str:
+        """How a whole loss function is called."""
+        return "loss_fn(params, state, batch)" if self.state else "loss_fn(params, batch)"
 
     @property
     def declared(self) -> str:
         """The options that say so."""
-        options = {'reduction="weighted"': self.weighted, "has_aux=True": self.aux}
+        options = {
+            'reduction="weighted"': self.weighted,
+            "has_state=True": self.state,
+            "has_aux=True": self.aux,
+        }
         return " and ".join(name for name, given in options.items() if given)
 
     def take(self, subject: str, call: str, value: Any, shape: Sequence[int | None] = ()) -> Taken:
@@ -81,8 +100,12 @@ class Returns:
         Raises:
             StageError: it is not what was declared.
         """
-        loss, aux = self._pair(subject, call, value) if self.aux else (value, None)
-        heads = self._pair(subject, call, loss) if self.weighted else (loss,)
+        whole: tuple[Any, ...] = (value,)
+        if self.beside:
+            whole = self._several(subject, call, value, 1 + self.beside)
+        state = whole[1] if self.state else None
+        aux = whole[-1] if self.aux else None
+        heads = self._several(subject, call, whole[0], 2) if self.weighted else (whole[0],)
         loss = heads[0]
         if not isinstance(loss, Tensor) or not _fits(loss, shape) or not _is_real(loss):
             hint = ""
@@ -100,20 +123,44 @@ class Returns:
                     f"{self.form}, whose weight is one real number, a tensor without dimensions "
                     "(such as mask.sum())"
                 )
-        for path, leaf in _leaves(aux):
-            if not isinstance(leaf, Tensor):
-                raise StageError(
-                    f"{subject} aux{path}={leaf!r:.60}, a {type(leaf).__name__}: aux must be "
-                    "a pytree of tensors (torch.as_tensor makes one)"
-                )
-        return Taken(heads, aux)
+        for what, part in (("state", state), ("aux", aux)):
+            for path, leaf in _leaves(part):
+                if not isinstance(leaf, Tensor):
+                    raise StageError(
+                        f"{subject} {what}{path}={leaf!r:.60}, a {type(leaf).__name__}: {what} "
+                        "must be a pytree of tensors (torch.as_tensor makes one)"
+                    )
+        return Taken(heads, state, aux)
 
-    def _pair(self, subject: str, call: str, value: Any) -> tuple[Any, Any]:
-        if not isinstance(value, tuple | list) or len(value) != 2:
+    def _several(self, subject: str, call: str, value: Any, count: int) -> tuple[Any, ...]:
+        if not isinstance(value, tuple | list) or len(value) != count:
             raise StageError(
                 f"{subject} {_found(value)}: with {self.declared} {call} must return {self.form}"
             )
-        return value[0], value[1]
+        return tuple(value)
+
+
+def check_state(
+    subject: str, given: Sequence[Tensor], spec: optree.PyTreeSpec, state: Any
+) -> list[Tensor]:
+    """The leaves of the new state, which must be like those of the state that was given.
+
+    Raises:
+        StageError: it has another structure, or a leaf has another shape or dtype.
+    """
+    leaves, found = tree.flatten(state)
+    if found != spec:
+        raise StageError(
+            f"{subject} a state of another structure than it was given: every leaf comes back, "
+            f"changed or not (it got {spec}, and returns {found})"
+        )
+    for path, old, new in zip(tree.paths(spec), given, leaves, strict=True):
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise StageError(
+                f"{subject} state{path} as {_found(new)}, but was given {_found(old)}: the state "
+                "of one microbatch is what the next begins with, so shapes and dtypes must stay"
+            )
+    return leaves
 
 
 LOSS = Returns()

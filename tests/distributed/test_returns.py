@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
 import torch.distributed as dist
 
 import fpipe
 from fpipe import Schedule, schedules
+from tests import state_model
 from tests.distributed.crew import Crew, values
 from tests.models import assert_identical
 from tests.returns_model import OUT_DIMS, make_batch, make_params, weighted_model
+from tests.state_model import make_state, without_aux
 
 
 def run(group: dist.ProcessGroup | None, schedule: Schedule) -> tuple[Any, Any]:
@@ -47,3 +51,36 @@ def test_weighted_sum_and_aux_have_the_bits_of_one_process(crew: Crew) -> None:
                 else:
                     assert found[name] is None
     assert all(any(step.grads[name] is not None for step, _ in parts) for name in whole.grads)
+
+
+def train(group: dist.ProcessGroup | None, schedule: Schedule, batch_norm: str) -> list[Any]:
+    pipe = fpipe.pipeline(
+        without_aux,
+        schedule=schedule,
+        has_state=True,
+        batch_norm=batch_norm,
+        compile=False,
+        group=group,
+    )
+    params, state, batch = state_model.make_params(), make_state(), state_model.make_batch()
+    results = []
+    for _ in range(2):
+        results.append(pipe.step(params, state, batch))
+        state = results[-1].state
+    return [*results, pipe.value(params, state, batch)]
+
+
+@pytest.mark.parametrize("batch_norm", ["microbatch", "deferred"])
+def test_state_is_the_same_on_every_rank(crew: Crew, batch_norm: str) -> None:
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    crew.start(train, schedule, batch_norm, ranks=range(2))
+    parts = values(crew.collect())
+    whole = train(None, schedule, batch_norm)
+    for part in parts:
+        for found, expected in zip(part[:2], whole[:2], strict=True):
+            assert_identical(found.loss, expected.loss)
+            assert_identical(found.state, expected.state)
+        assert_identical(part[2], whole[2])
+    for name, expected in whole[1].grads.items():
+        held = [part[1].grads[name] for part in parts if part[1].grads[name] is not None]
+        assert held and all(torch.equal(own, expected) for own in held)

@@ -1,0 +1,261 @@
+"""Layers with running statistics as pure functions: what they keep comes in and goes out as state.
+
+    y, stats = batch_norm(x, stats, weight, bias)            one layer
+    y, state = call(module, params, state, x)                any module with buffers
+
+A step whose statistics are those of the whole batch (``batch_norm="deferred"``) opens every
+`BatchStats` of the state before the first microbatch and closes it after the last:
+
+    BatchStats ── opened ──► Deferred ── each microbatch ──► Deferred ── closed ──► BatchStats
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from fpipe import tree
+
+
+class BatchStats(NamedTuple):
+    """Running statistics of a batch normalisation: a part of a state.
+
+    Attributes:
+        mean: of each channel, shape ``(channels,)``.
+        var: unbiased variance of each channel.
+    """
+
+    mean: Tensor
+    var: Tensor
+
+
+class Deferred(NamedTuple):
+    """Running statistics with those of the batch so far, which have not gone into them yet.
+
+    Attributes:
+        mean: as in `BatchStats`.
+        var: as in `BatchStats`.
+        elements: of each channel that the microbatches so far had.
+        batch_mean: their mean.
+        squares: the sum of their squared distances from it.
+        momentum: the weight of the batch in the running statistics.
+    """
+
+    mean: Tensor
+    var: Tensor
+    elements: Tensor
+    batch_mean: Tensor
+    squares: Tensor
+    momentum: Tensor
+
+
+def batch_norm(
+    x: Tensor,
+    stats: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Any]:
+    """Batch normalisation that returns its running statistics instead of writing to them.
+
+    In training `x` is normalised by its own mean and variance, that is by those of the microbatch
+    (Ioffe and Szegedy, arXiv 1502.03167; torchgpipe's deferred batch normalisation,
+    arXiv 2004.09910, does the same), and the statistics move towards them by `momentum`; in
+    evaluation `x` is normalised by the statistics, which stay.
+
+    Args:
+        x: shape ``(rows, channels, ...)``, floating-point.
+        stats: `BatchStats`, as a state holds them.
+        weight: scale of each channel, None for 1.
+        bias: shift of each channel, None for 0.
+        training: as above.
+        momentum: as in `torch.nn.BatchNorm2d`.
+        eps: added to the variance.
+
+    Returns:
+        The normalised `x`, and the new statistics, in the form in which they came.
+
+    Example:
+        >>> stats = BatchStats(torch.zeros(1), torch.ones(1))
+        >>> y, stats = batch_norm(torch.tensor([[1.0], [3.0]]), stats, momentum=0.5)
+        >>> y.round().tolist(), stats.mean.item(), stats.var.item()
+        ([[-1.0], [1.0]], 1.0, 1.5)
+    """
+    if not training:
+        return F.batch_norm(x, stats.mean, stats.var, weight, bias, False, momentum, eps), stats
+    if isinstance(stats, Deferred):
+        y = F.batch_norm(x, None, None, weight, bias, True, momentum, eps)
+        return y, _joined(stats, x.detach(), momentum)
+    mean, var = stats.mean.clone(), stats.var.clone()
+    y = F.batch_norm(x, mean, var, weight, bias, True, momentum, eps)
+    return y, stats._replace(mean=mean, var=var)
+
+
+def call(
+    module: nn.Module,
+    params: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    *arguments: Any,
+    **options: Any,
+) -> tuple[Any, dict[str, Any]]:
+    """Call a module with its parameters and buffers as arguments, and get its buffers back.
+
+    Args:
+        module: it stays as it is. Batch normalisation must have a momentum.
+        params: as ``dict(module.named_parameters())``.
+        state: as `state_of` makes it.
+        arguments: of the module's forward, as are `options`.
+
+    Returns:
+        What the forward returns, and the new state.
+
+    Example:
+        >>> module = nn.BatchNorm1d(1)
+        >>> params = {name: p.detach() for name, p in module.named_parameters()}
+        >>> y, state = call(module, params, state_of(module), torch.tensor([[1.0], [3.0]]))
+        >>> state[""].mean, state["num_batches_tracked"]
+        (tensor([0.2000]), tensor(1))
+    """
+    stats = {name: part for name, part in state.items() if not isinstance(part, Tensor)}
+    buffers = {name: part.clone() for name, part in state.items() if isinstance(part, Tensor)}
+    given = {**params, **buffers, **buffers_of(stats)}
+    with _Statistics(stats):
+        output = functional_call(module, given, arguments, options)
+    return output, {name: stats.get(name, buffers.get(name)) for name in state}
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """The buffers of a module as a state: those of a batch normalisation together as `BatchStats`.
+
+    Returns:
+        `BatchStats` by the name of each submodule that has them, and the other buffers by their own
+        names. They are the module's own tensors.
+    """
+    state: dict[str, Any] = {
+        name: BatchStats(part.running_mean, part.running_var)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm)
+        and part.running_mean is not None
+        and part.running_var is not None
+    }
+    taken = {_joined_name(name, buffer) for name in state for buffer in _FIELDS.values()}
+    state |= {name: leaf for name, leaf in module.named_buffers() if name not in taken}
+    return state
+
+
+def buffers_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The inverse of `state_of`: buffers by their names in the module."""
+    found: dict[str, Tensor] = {}
+    for name, part in state.items():
+        if isinstance(part, Tensor):
+            found[name] = part
+        else:
+            found |= {_joined_name(name, f): getattr(part, own) for own, f in _FIELDS.items()}
+    return found
+
+
+_FIELDS = {"mean": "running_mean", "var": "running_var"}
+
+
+def _joined_name(module: str, buffer: str) -> str:
+    return f"{module}.{buffer}" if module else buffer
+
+
+class _Statistics(TorchFunctionMode):
+    """Sends batch normalisations whose statistics are known to `batch_norm`.
+
+    Args:
+        stats: by name; brought up to date.
+    """
+
+    def __init__(self, stats: dict[str, Any]) -> None:
+        super().__init__()
+        self._stats = stats
+        self._names = {id(part.mean): name for name, part in stats.items()}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is F.batch_norm:
+            return self._batch_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        name = self._names.get(id(running_mean))
+        if name is None or not training:
+            return F.batch_norm(
+                input, running_mean, running_var, weight, bias, training, momentum, eps
+            )
+        y, self._stats[name] = batch_norm(
+            input, self._stats[name], weight, bias, momentum=momentum, eps=eps
+        )
+        return y
+
+
+# ── statistics of the whole batch ───────────────────────────────────────────────────────────────
+
+
+def opened(state: Any) -> Any:
+    """A state whose `BatchStats` are ready to take the statistics of a batch part by part."""
+    return tree.map_nodes(_opened, state, BatchStats)
+
+
+def closed(state: Any) -> Any:
+    """The inverse of `opened`: the statistics of the batch have gone into the running ones."""
+    return tree.map_nodes(_closed, state, Deferred)
+
+
+def _opened(stats: BatchStats) -> Deferred:
+    zeros = torch.zeros_like(stats.mean)
+    one = stats.mean.new_zeros(())
+    return Deferred(stats.mean, stats.var, one, zeros, zeros, one)
+
+
+def _joined(stats: Deferred, x: Tensor, momentum: float) -> Deferred:
+    """The statistics with those of one more microbatch (Chan, Golub and LeVeque, 1979)."""
+    x = x.to(stats.mean.dtype)
+    count = x.numel() // x.shape[1]
+    var, mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
+    total = stats.elements + count
+    away = mean - stats.batch_mean
+    return Deferred(
+        stats.mean,
+        stats.var,
+        total,
+        stats.batch_mean + away * (count / total),
+        stats.squares + var * count + away.square() * (stats.elements * count / total),
+        torch.full_like(stats.momentum, momentum),
+    )
+
+
+def _closed(stats: Deferred) -> BatchStats:
+    var = stats.squares / (stats.elements - 1)
+    moved = (stats.mean.lerp(stats.batch_mean, stats.momentum), stats.var.lerp(var, stats.momentum))
+    # A layer that no microbatch has run through keeps what it had.
+    used = stats.elements > 0
+    return BatchStats(
+        torch.where(used, moved[0], stats.mean), torch.where(used, moved[1], stats.var)
+    )
