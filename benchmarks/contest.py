@@ -14,6 +14,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 import fpipe
+from fpipe.runtime.group import GroupTransport
+from fpipe.runtime.program import Compute, Recv, Send, WaitRecv, WaitSend
 
 CPU: Final = torch.device("cpu")
 
@@ -74,12 +76,14 @@ class Case(NamedTuple):
         read: the outcome, from what `run` returned.
         clear: lets go of the last outcome, where `run` does not return it.
         planned: bytes that a rank holds in a step at most, known without running one.
+        pipe: what runs, where it is fpipe's.
     """
 
     run: Callable[[], Any]
     read: Callable[[Any], Outcome]
     clear: Callable[[], object] = lambda: None
     planned: Callable[[], int] | None = None
+    pipe: fpipe.Pipeline | None = None
 
 
 def schedule_of(name: str, ranks: int, microbatches: int) -> fpipe.Schedule:
@@ -152,7 +156,45 @@ def fpipe_pipeline(problem: Problem, schedule: fpipe.Schedule, compile: bool) ->
         run=lambda: pipe.step(params, batch),
         read=lambda step: Outcome(step.loss, optree.tree_leaves(step.grads)),
         planned=lambda: max(program.peak_bytes for program in pipe.programs(params, batch)),
+        pipe=pipe,
     )
+
+
+def messages_alone(
+    problem: Problem,
+    schedule: fpipe.Schedule,
+    instead: Callable[[fpipe.Action], object] = lambda action: None,
+) -> Callable[[], None]:
+    """The messages of a step in their order, with `instead` in place of each compute action.
+
+    What a step takes beyond it is the library's; what it takes itself is gloo's and the machine's.
+    """
+    pipe: Any = fpipe_pipeline(problem, schedule, compile=False).pipe
+    batch = (problem.inputs, problem.targets)
+    program = pipe.programs(pipe.local(problem.params), batch)[dist.get_rank()]
+    assert dist.group.WORLD is not None
+    transport = GroupTransport(dist.group.WORLD, CPU, None, lambda: False)
+    blanks = {
+        i.message: [torch.zeros(spec.shape, dtype=spec.dtype) for spec in i.message.specs]
+        for i in program.instructions
+        if isinstance(i, Send)
+    }
+
+    def run() -> None:
+        for instruction in program.instructions:
+            match instruction:
+                case Compute(action=action):
+                    instead(action)
+                case Recv(message):
+                    transport.post(message)
+                case WaitRecv(message):
+                    transport.receive(message)
+                case Send(message):
+                    transport.send(message, blanks[message])
+                case WaitSend(message):
+                    transport.wait_sent(message)
+
+    return run
 
 
 # ── torch.distributed.pipelining ────────────────────────────────────────────────────────────────

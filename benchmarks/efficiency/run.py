@@ -23,12 +23,14 @@ from benchmarks.contest import (
     Problem,
     check,
     fpipe_pipeline,
+    messages_alone,
     schedule_of,
     torch_pipeline,
 )
 from benchmarks.efficiency import naps
 from benchmarks.harness import Cell, Report, add_arguments, command, machine, publish
 from benchmarks.ranks import interleave_ranks, on_ranks
+from fpipe.schedule import Op
 
 ROWS: Final = 4  # in a microbatch
 
@@ -36,6 +38,7 @@ COLUMNS: Final = (
     "schedule",
     "allowed, ms",
     "sleeping alone",
+    "messages and sleep",
     "fpipe",
     "torch",
     "fpipe lost, ms",
@@ -86,9 +89,16 @@ def _measure(
         for _ in range(round(ideal / seconds)):
             time.sleep(seconds)
 
+    def doze(action: fpipe.Action) -> None:
+        time.sleep(2 * seconds if action.op == Op.B else seconds)
+
     steps = {case: cases[case].run for case in cases}
-    timings = interleave_ranks({"sleeping alone": sleep, **steps}, rounds)
-    shares = [ideal / timings.median(case) for case in ("sleeping alone", *cases)]
+    bare = {
+        "sleeping alone": sleep,
+        "messages and sleep": messages_alone(problem, schedule, doze),
+    }
+    timings = interleave_ranks({**bare, **steps}, rounds)
+    shares = [ideal / timings.median(case) for case in (*bare, *cases)]
     lost = [(timings.median(case) - ideal) * 1e3 for case in cases]
     return [name, ideal * 1e3, *shares, *lost]
 

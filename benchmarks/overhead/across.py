@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
-from benchmarks.contest import Problem, check, fpipe_pipeline, schedule_of, torch_pipeline
+from benchmarks.contest import (
+    Problem,
+    check,
+    fpipe_pipeline,
+    messages_alone,
+    schedule_of,
+    torch_pipeline,
+)
 from benchmarks.harness import Cell
 from benchmarks.ranks import interleave_ranks, on_ranks
 
@@ -20,6 +27,7 @@ COLUMNS: Final = (
     "fpipe, µs",
     "fpipe uncompiled, µs",
     "torch, µs",
+    "messages alone, µs",
     "fpipe / torch",
 )
 
@@ -71,9 +79,11 @@ def _measure(
         "torch": torch_pipeline(problem, name, schedule, compile=False),
     }
     check(problem, schedule.stages_of(rank), cases)
-    timings = interleave_ranks({case: cases[case].run for case in cases}, rounds)
+    steps = {case: cases[case].run for case in cases}
+    steps["messages alone"] = messages_alone(problem, schedule)
+    timings = interleave_ranks(steps, rounds)
     actions = max(map(len, schedule.actions))
-    micros = [timings.median(case) / actions * 1e6 for case in cases]
+    micros = [timings.median(case) / actions * 1e6 for case in steps]
     return [name, actions, *micros, timings.ratio("fpipe", "torch")]
 
 
