@@ -24,12 +24,18 @@ def run(group: dist.ProcessGroup | None, transform: str, schedule: Schedule) -> 
             return fpipe.vmap(pipe, (-1, None)).step(members, model.batch)
         case "hvp":
             return fpipe.hvp(pipe).step(params, model.batch, vector)
+        case "ggnvp":
+            return fpipe.ggnvp(pipe).step(params, model.batch, vector)
         case "jvp":
             return fpipe.jvp(pipe).value(params, model.batch, vector)
         case "vmap of hvp":
             return fpipe.vmap(fpipe.hvp(pipe), (-1, None, None)).step(members, model.batch, vector)
         case "rows":
             return fpipe.per_example_grads(pipe).step(params, model.batch)
+        case "rows of vmap":
+            return fpipe.per_example_grads(fpipe.vmap(pipe, (-1, None))).step(members, model.batch)
+        case "norms of vmap":
+            return fpipe.per_example_norms(fpipe.vmap(pipe, (-1, None))).step(members, model.batch)
         case "norms":
             return fpipe.per_example_norms(pipe).step(params, model.batch)
         case "grad":

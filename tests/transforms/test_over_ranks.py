@@ -26,6 +26,11 @@ def test_two_ranks(pair: Crew, transform: str, family: str) -> None:
             compare(found, expected, own)
 
 
+@pytest.mark.parametrize("transform", ["ggnvp", "rows of vmap", "norms of vmap"])
+def test_two_ranks_with_a_split_backward(pair: Crew, transform: str) -> None:
+    test_two_ranks(pair, transform, "zb_h1")
+
+
 def compare(found: Any, expected: Any, own: set[int]) -> None:
     """Lists have one part per stage, of which a rank holds its own."""
     if not isinstance(expected, list):
