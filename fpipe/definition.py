@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.convention import DEFERRED, PLAIN, STATE, Convention
-from fpipe.errors import StageError
+from fpipe.errors import ScheduleError, StageError
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.verifier import verify
 from fpipe.stage.compiler import Compile
@@ -22,6 +22,7 @@ from fpipe.stage.remat import Remat
 from fpipe.stage.returns import Returns
 from fpipe.stage.sink import SUM, Sink
 from fpipe.stage.stage import Stage
+from fpipe.stage.trainable import ALL, Trainable
 
 REDUCTIONS = ("mean", "sum", "weighted")
 
@@ -39,6 +40,7 @@ class Definition:
         has_aux: the loss comes with aux.
         has_key: one function is called with a key.
         has_state: one function takes a state after the parameters, and returns it after the loss.
+        trainable: which parameters get a gradient.
         reduction: how the losses of microbatches make the batch's.
         remat: which values the backward may read.
         compile: how graphs are made callable.
@@ -68,6 +70,7 @@ class Definition:
     has_aux: bool = False
     has_key: bool = False
     has_state: bool = False
+    trainable: Trainable = ALL
     reduction: str = "mean"
     remat: Remat = "none"
     compile: Compile = True
@@ -83,7 +86,7 @@ class Definition:
     argnums: str | tuple[str, ...] = "params"
 
     def __post_init__(self) -> None:
-        _check_schedule(self.schedule)
+        _check_schedule(self.schedule, None if self.function else self.trainable)
         if not callable(self.loss):
             raise StageError(
                 f"loss={self.loss!r:.60} is not callable: it is a function (y, microbatch) -> "
@@ -201,6 +204,7 @@ class Definition:
             "schedule": repr((self.schedule.placement, self.schedule.actions)),
             "loss reduction": self.reduction,
             "has_aux": str(self.has_aux),
+            "trainable": _named(self.trainable.choice),
             "readers of the key": repr((self.has_key, [s.reads_key for s in self.stages])),
             "has_state": str((self.has_state, self.convention is DEFERRED)),
             "remat policy": self.remat if isinstance(self.remat, str) else Stage(self.remat).label,
@@ -210,13 +214,25 @@ class Definition:
         }
 
 
-def _check_schedule(schedule: Schedule) -> None:
+def _named(choice: Any) -> str:
+    """A choice of parameters, the same text in every process."""
+    return Stage(choice).label if callable(choice) else repr(choice)
+
+
+def _check_schedule(schedule: Schedule, trainable: Trainable | None) -> None:
     if not isinstance(schedule, Schedule):
         raise StageError(
             f"schedule={schedule!r:.60} is a {type(schedule).__name__}: make one with "
             "fpipe.schedules, such as fpipe.schedules.one_f_one_b(ranks=2, microbatches=4)"
         )
-    verify(schedule)
+    requires = None if trainable is None else trainable.requires(schedule.num_stages)
+    try:
+        verify(schedule)
+    except ScheduleError:
+        # It may leave out what nothing that is trained needs.
+        if requires is None:
+            raise
+        verify(schedule, requires)
 
 
 def _check_stages(schedule: Schedule, stages: Sequence[Stage]) -> None:

@@ -41,6 +41,7 @@ from fpipe.stage.compiler import Compile, Compiler
 from fpipe.stage.function import FunctionTracer
 from fpipe.stage.remat import Remat, policies
 from fpipe.stage.stage import Stage
+from fpipe.stage.trainable import Trainable
 
 OWN = object()
 """Stands for what the pipeline was made with."""
@@ -367,6 +368,7 @@ def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
             definition.accum_dtype,
             definition.returns,
             definition.has_key,
+            definition.trainable,
         )
     return ChainTracer(
         definition.stages,
@@ -377,6 +379,7 @@ def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
         definition.sink,
         definition.wanted,
         definition.returns,
+        definition.trainable,
     )
 
 
@@ -391,6 +394,7 @@ def pipeline(
     has_key: bool = False,
     has_state: bool = False,
     batch_norm: str = "microbatch",
+    trainable: Any = None,
     reduction: str = "mean",
     remat: Remat = "none",
     compile: Compile = True,
@@ -441,6 +445,11 @@ def pipeline(
             microbatches. ``"deferred"``: at the end of the step, those of the whole batch at once,
             so that they are what they would be without microbatches (torchgpipe,
             arXiv 2004.09910). In both each microbatch is normalised by its own.
+        trainable: which parameters get a gradient; None for all. A pytree prefix of bools over the
+            parameters, ``[False, {"w": False, "lora": True}]``, or a function of the path of a
+            leaf, a tuple of keys and indices: ``lambda path: "lora" in path``. The gradients of the
+            others are None, and nothing is computed, kept or sent for them: stages before the
+            first that is trained run no backward, and `schedule` may leave theirs out.
         reduction: how the losses of microbatches make the batch's. ``"mean"`` weighs them by their
             rows; ``"sum"`` adds them. With ``"weighted"`` the loss function returns
             ``(sum, weight)`` in place of the loss, and the loss is the sum of all sums divided by
@@ -497,6 +506,7 @@ def pipeline(
             has_key=has_key,
             has_state=has_state,
             convention=called(has_state, batch_norm),
+            trainable=Trainable(trainable),
             reduction=reduction,
             remat=remat,
             compile=compile,

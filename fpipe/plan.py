@@ -67,6 +67,7 @@ class Plan:
         fingerprint: equal for plans that compute the same.
         rows: of the batch.
         sink: how gradients and losses are collected.
+        frozen: stage and leaf of the parameters that are not trained.
     """
 
     schedule: Schedule
@@ -77,6 +78,7 @@ class Plan:
     fingerprint: str
     rows: int
     sink: Sink
+    frozen: frozenset[tuple[int, int]]
 
     def total(self, runs: Sequence[Run]) -> Total | None:
         """What the losses of the microbatches come to; None where `runs` have none."""
@@ -150,8 +152,8 @@ def gradients(
 
     They are divided by `weight`, if there is one.
 
-    None stands for a leaf that cannot have a gradient, and for one whose gradient belongs to ranks
-    of other processes, or of the state, which comes with the parameters.
+    None stands for a leaf that is not trained or cannot have a gradient, and for one whose gradient
+    belongs to ranks of other processes, or of the state, which comes with the parameters.
     """
     state = {leaf for program in plan.programs for leaf, _ in program.results.states}
     found = {
@@ -169,7 +171,12 @@ def gradients(
         for index, leaf in enumerate(leaves):
             if (stage, index) in found:
                 grads.append(_divided(found[stage, index], weight).to(leaf.dtype))
-            elif index in elsewhere or index in state or not is_differentiable(leaf):
+            elif (
+                index in elsewhere
+                or index in state
+                or (stage, index) in plan.frozen
+                or not is_differentiable(leaf)
+            ):
                 grads.append(None)
             else:
                 grads.append(torch.zeros_like(plan.sink.lifted(leaf, plan.rows)))
@@ -307,6 +314,7 @@ class Planner:
             [chains[size] for size in rows],
             rows,
             "\n".join(sorted(graphs)),
+            self._tracer.frozen(params),
         )
         log.info("ready for %s after %.1f s", goal, time.perf_counter() - start)
         return plan
@@ -325,6 +333,7 @@ class Planner:
         chains: Sequence[Chain],
         rows: Sequence[int],
         graphs: str,
+        frozen: frozenset[tuple[int, int]],
     ) -> Plan:
         heads = chains[0].layout.heads
         weighted = self._mean and self._sink.join is None
@@ -337,8 +346,9 @@ class Planner:
             weight * self._chosen(weight.new_ones(value.shape if heads else ()))
             for weight, value in zip(weights, values, strict=True)
         )
+        layout = chains[0].layout
         return Plan(
-            schedule, programs, seeds, weights, chains[0].layout, graphs, sum(rows), self._sink
+            schedule, programs, seeds, weights, layout, graphs, sum(rows), self._sink, frozen
         )
 
     def _chosen(self, ones: Tensor) -> Tensor:

@@ -83,6 +83,12 @@ def map_nodes(function: Callable[[Any], Any], tree: Any, kind: type) -> Any:
     )
 
 
+def flatten_prefix(prefix: Any) -> list[Any]:
+    """The leaves of a prefix, None included."""
+    leaves: list[Any] = optree.tree_leaves(prefix, none_is_leaf=True, namespace=NAMESPACE)
+    return leaves
+
+
 def paths(spec: optree.PyTreeSpec) -> list[str]:
     """The key path of each leaf as it would be written in Python, such as ``"['a'][0]"``."""
     return [accessor.codify("") for accessor in spec.accessors()]

@@ -19,6 +19,7 @@ from fpipe.runtime.connect import device_of
 from fpipe.schedule import Schedule
 from fpipe.stage.compiler import Compile
 from fpipe.stage.remat import Remat
+from fpipe.stage.trainable import Trainable
 
 
 class ModulePipeline(Pipeline):
@@ -104,6 +105,14 @@ def _misfit(module: nn.Module, params: Mapping[str, Tensor]) -> BatchError | Non
     return None
 
 
+def _trained(module: Any) -> dict[str, bool] | None:
+    """Which parameters of a module require a gradient; None for all."""
+    if not isinstance(module, nn.Module):
+        return None
+    found = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    return None if all(found.values()) else found
+
+
 def from_module(
     module: nn.Module,
     *,
@@ -123,9 +132,10 @@ def from_module(
 
     ``step(params, batch)`` takes the dict of ``module.named_parameters()``, in which tied
     parameters come once, and as the batch the dict of the forward's keyword arguments. What the
-    module itself holds is not changed. Buffers are constants; a forward that changes them (batch
-    norm in training mode) is refused. Call ``module.eval()`` or leave ``module.train()`` before:
-    the mode is that of the time of tracing.
+    module itself holds is not changed. Parameters that require no gradient at this call are frozen,
+    as with ``trainable`` of `fpipe.pipeline`. Buffers are constants; a forward that changes them
+    (batch norm in training mode) is refused. Call ``module.eval()`` or leave ``module.train()``
+    before: the mode is that of the time of tracing.
 
     Args:
         module: its forward is traced on abstract tensors at the first step, once for each set of
@@ -173,6 +183,7 @@ def from_module(
             stages=(),
             loss=ModuleLoss(module, cuts, loss),
             function=True,
+            trainable=Trainable(_trained(module)),
             schedule=schedule,
             in_dims=in_dims,
             reduction=reduction,

@@ -45,6 +45,7 @@ from fpipe.stage.returns import LOSS, Layout, Returns, Taken
 from fpipe.stage.sink import SUM, Sink
 from fpipe.stage.stage import Stage
 from fpipe.stage.tracer import Leaves, Traced, check_output, trace
+from fpipe.stage.trainable import ALL, Trainable
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class ChainTracer:
         sink: how parameter gradients are collected.
         argnums: what gradients are taken by, ``"params"`` and ``"batch"``.
         returns: what `loss` returns.
+        trainable: which parameters get a gradient.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class ChainTracer:
         sink: Sink = SUM,
         argnums: Collection[str] = ("params",),
         returns: Returns = LOSS,
+        trainable: Trainable = ALL,
     ) -> None:
         self._stages = tuple(stages)
         self._loss = loss
@@ -139,6 +142,7 @@ class ChainTracer:
         self._sink = sink
         self._argnums = frozenset(argnums)
         self._returns = returns
+        self._trainable = trainable
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._traces: dict[Any, Traced] = {}
 
@@ -158,6 +162,7 @@ class ChainTracer:
         """
         params = [Abstract.of(shape, self._mode) for shape in shapes]
         batch = Abstract.of(microbatch, self._mode)
+        flags = self._trainable.flags([shape.spec for shape in shapes], shared=False)
         traced: list[Traced] = []
         labels = []
         x = batch
@@ -178,12 +183,21 @@ class ChainTracer:
                     goal == "step",
                     index == 0,
                 ),
-                *(params[index].key, x.key, tuple(carries), here.key, rows, ambient()),
+                *(
+                    params[index].key,
+                    flags[index],
+                    x.key,
+                    tuple(carries),
+                    here.key,
+                    rows,
+                    ambient(),
+                ),
             )
             if key not in self._traces:
                 self._traces[key] = self._trace(
-                    labels[-1], labels[-2] if index else None, stage, params[index], x, x_sources,
-                    carries, here, with_loss=with_loss, differentiate=goal == "step", rows=rows,
+                    labels[-1], labels[-2] if index else None, stage, params[index], flags[index],
+                    x, x_sources, carries, here, with_loss=with_loss,
+                    differentiate=goal == "step", rows=rows,
                 )  # fmt: skip
             result = self._traces[key]
             result = replace(result, joint=_seen_from(result.joint, index))
@@ -197,6 +211,10 @@ class ChainTracer:
             layout = Layout(heads.num_leaves, aux)
         results = tuple(Upstream(last, leaf) for leaf in range(len(x.values)))
         return Chain(tuple(traced), tuple(labels), goal, results, layout)
+
+    def frozen(self, shapes: Sequence[TreeShape]) -> frozenset[tuple[int, int]]:
+        """Stage and leaf of the parameters that are not trained."""
+        return self._trainable.frozen([shape.spec for shape in shapes], shared=False)
 
     def _wants(self, argument: str, value: Tensor) -> bool:
         """Whether the gradient by a leaf of an argument is asked for, and exists."""
@@ -225,6 +243,7 @@ class ChainTracer:
         before: str | None,
         stage: Stage,
         params: Abstract,
+        trained: Sequence[bool],
         x: Abstract,
         x_sources: Sequence[Source],
         carries: Sequence[bool],
@@ -268,7 +287,10 @@ class ChainTracer:
                     *("key" for _ in keys),
                 ),
                 differentiable=(
-                    *(self._wants("params", v) for v in params.values),
+                    *(
+                        flag and self._wants("params", value)
+                        for flag, value in zip(trained, params.values, strict=True)
+                    ),
                     *carries,
                     *(self._wants("batch", v) for v in batch.values),
                     *(False for _ in keys),

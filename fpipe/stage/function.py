@@ -9,6 +9,7 @@ is one leaf with several contributors; a value may be read by any later stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,7 @@ from fpipe.stage.joint import (
 from fpipe.stage.purity import WriteGuard
 from fpipe.stage.returns import Layout, Returns, check_state
 from fpipe.stage.tracer import Leaves, Traced, trace
+from fpipe.stage.trainable import ALL, Trainable
 
 
 class FunctionTracer:
@@ -48,6 +50,7 @@ class FunctionTracer:
         accum_dtype: dtype to sum parameter gradients in, None for their own.
         returns: what it returns.
         has_key: it is called with the key of the microbatch, as the keyword argument ``key``.
+        trainable: which parameters get a gradient.
     """
 
     def __init__(
@@ -57,12 +60,15 @@ class FunctionTracer:
         accum_dtype: torch.dtype | None,
         returns: Returns,
         has_key: bool = False,
+        trainable: Trainable = ALL,
     ) -> None:
         self._loss_fn = loss_fn
         self._num_stages = num_stages
         self._accum_dtype = accum_dtype
         self._returns = returns
         self._has_key = has_key
+        # The state comes with the parameters, after them.
+        self._trainable = replace(trainable, within=(0,)) if returns.state else trainable
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __call__(
@@ -91,10 +97,11 @@ class FunctionTracer:
         parts, results, layout = self._divide(name, params, batch, keys, goal)
         updates = self._updates(name, params, parts, results)
         results = results[: len(results) - len(updates)]
+        (trained, *_) = self._trainable.flags([shapes[0].spec], shared=True)
         traced: list[Traced] = []
         labels = [f"stage {index} ({name})" for index in range(len(parts))]
         for label, part in zip(labels, parts, strict=True):
-            leaves = _leaves(part, params, self._paths(params), batch, keys, traced)
+            leaves = _leaves(part, params, self._paths(params), trained, batch, keys, traced)
             assert part.graph.owning_module is not None  # the recorded one, which has the constants
             module = fx.GraphModule(part.graph.owning_module, part.graph)
             traced.append(
@@ -150,6 +157,10 @@ class FunctionTracer:
                     "before or after the cut, or split the leaf"
                 )
         return updates
+
+    def frozen(self, shapes: Sequence[TreeShape]) -> frozenset[tuple[int, int]]:
+        """Stage and leaf of the parameters that are not trained; the stage is 0."""
+        return self._trainable.frozen([shapes[0].spec], shared=True)
 
     def _divide(
         self, name: str, params: Abstract, batch: Abstract, keys: Sequence[Tensor], goal: Goal
@@ -297,6 +308,7 @@ def _leaves(
     part: Segment,
     params: Abstract,
     param_paths: Sequence[str],
+    trained: Sequence[bool],
     batch: Abstract,
     keys: Sequence[Tensor],
     before: Sequence[Traced],
@@ -309,7 +321,7 @@ def _leaves(
             case Param(leaf):
                 values.append(params.values[leaf])
                 paths.append(param_paths[leaf])
-                differentiable.append(is_differentiable(params.values[leaf]))
+                differentiable.append(trained[leaf] and is_differentiable(params.values[leaf]))
             case StateLeaf(leaf):
                 values.append(params.values[leaf])
                 paths.append(param_paths[leaf])

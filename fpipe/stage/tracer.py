@@ -106,13 +106,14 @@ def trace(
     Raises:
         StageError: the function cannot be traced or is not pure; says which stage, op or leaf.
     """
-    trained = [
-        flag and isinstance(source, Param)
-        for flag, source in zip(leaves.differentiable, leaves.sources, strict=True)
+    # Those that are not trained too: the function takes one kind of parameters.
+    lifted = [
+        isinstance(source, Param) and is_differentiable(value)
+        for value, source in zip(leaves.values, leaves.sources, strict=True)
     ]
 
     def lift(arguments: Sequence[Tensor]) -> list[Tensor]:
-        pairs = zip(arguments, trained, strict=True)
+        pairs = zip(arguments, lifted, strict=True)
         return [sink.lifted(value, rows) if flag else value for value, flag in pairs]
 
     values, spec = _run_abstractly(name, lambda own: function(lift(own)), leaves, mode, origin)
@@ -162,7 +163,7 @@ def trace(
             totals[leaf] = totals[leaf] + seed if leaf in totals else seed
         returned = [totals[leaf] for leaf, flag in enumerate(carries) if flag]
         found = [
-            sink.folded(gradient) if trained[index] else gradient
+            sink.folded(gradient) if lifted[index] else gradient
             for index, gradient in zip(wanted, pullback(returned), strict=True)
         ]
         return [next(sides[flag]) for flag in carries], found

@@ -214,6 +214,11 @@ def _directional(
     check_pipeline(name, pipe)
     definition = pipe.definition
     refuse_choice(name, definition)
+    if definition.trainable.choice is not None:
+        raise StageError(
+            f"fpipe.{name} of a pipeline with trainable=... is not defined: a direction has a part "
+            "for every parameter; close over those that are fixed, or give them the direction 0"
+        )
     if definition.convention.vectors:
         raise StageError(
             f"fpipe.{name} of a pipeline that takes a vector already would be a third derivative: "

@@ -104,6 +104,8 @@ def ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) 
         loss_shape=(None, *definition.loss_shape),
         convention=Members(in_dims, definition.convention, len(definition.stages)).convention,
         sink=_mapped_sink(definition.sink),
+        # The members come first among a stage's parameters.
+        trainable=replace(definition.trainable, within=(1, *definition.trainable.within)),
     )
 
 

@@ -1,0 +1,74 @@
+"""Frozen parameters over processes: no gradient crosses the border of what is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+import fpipe
+from fpipe import Schedule, schedules, tree
+from fpipe.runtime.program import Send
+from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
+from tests.distributed.crew import Crew, values
+from tests.models import assert_identical, mean_square, mlp
+
+
+def steps(group: dist.ProcessGroup | None, schedule: Schedule) -> Any:
+    """A step of a chain whose first half is frozen, its messages back, and a step of a function."""
+    stages = schedule.num_stages
+    model = mlp(stages, 7)
+    chain = fpipe.pipeline(
+        model.stages,
+        mean_square,
+        schedule,
+        compile=False,
+        group=group,
+        trainable=[s >= stages // 2 for s in range(stages)],
+    )
+    function = fpipe.pipeline(
+        language_model,
+        schedule=schedules.zbv(ranks=2, microbatches=3),
+        in_dims=IN_DIMS,
+        compile=False,
+        group=group,
+        trainable=lambda path: "qkv" in path,
+    )
+    step = chain.step(chain.local(model.params), model.batch)
+    programs = chain.programs(chain.local(model.params), model.batch)
+    back = [
+        i.message.source
+        for program in programs
+        for i in program.instructions
+        if isinstance(i, Send) and i.message.action.op == "SEND_B"
+    ]
+    return step, back, function.step(make_params(), make_batch())
+
+
+def test_frozen_start(crew: Crew) -> None:
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=3)
+    step, back, function = steps(None, schedule)
+    assert back == []
+    assert tree.flatten(step.grads[0])[0] == [] and len(tree.flatten(step.grads[1])[0]) == 2
+    held = []
+    for rank, (own, sent, parts) in enumerate(values(crew.run(steps, schedule, ranks=range(2)))):
+        assert sent == []
+        assert_identical(own.loss, step.loss)
+        assert_identical(own.grads[rank], step.grads[rank])
+        assert_identical(parts.loss, function.loss)
+        for block, whole in zip(parts.grads["blocks"], function.grads["blocks"], strict=True):
+            assert block["scale"] is None and whole["scale"] is None
+            if block["qkv"] is not None:
+                assert_identical(block["qkv"], whole["qkv"])
+                held.append(rank)
+        assert parts.grads["table"] is None and function.grads["table"] is None
+    assert sorted(held) == [0, 0, 1, 1]
+
+
+def test_gradients_flow_where_the_start_is_trained(crew: Crew) -> None:
+    """The same count is not zero for a looped pipeline, whose trained half is on both ranks."""
+    schedule = schedules.interleaved_1f1b(ranks=2, microbatches=4)
+    expected = steps(None, schedule)
+    for own in values(crew.run(steps, schedule, ranks=range(2))):
+        assert own[1] == expected[1] == [1] * 4
+        assert_identical(own[0].loss, expected[0].loss)

@@ -1,0 +1,262 @@
+"""Frozen parameters: no gradient, and nothing that serves one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad_and_value
+
+import fpipe
+from fpipe import Action, BatchError, Op, Schedule, ScheduleError, StageError, schedules, tree
+from fpipe.runtime.program import Compute, Program, Send
+from tests import state_model as stateful
+from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
+from tests.models import apply, assert_identical, assert_same, mean_square, rand
+
+ONE_F_ONE_B = schedules.one_f_one_b(ranks=4, microbatches=3)
+
+
+def adapted(p: Any, x: Any) -> Tensor:
+    """A layer with a low-rank adapter."""
+    x = x["x"] if isinstance(x, dict) else x
+    return torch.tanh(x @ p["w"] + x @ p["lora"]["down"] @ p["lora"]["up"])
+
+
+def adapters(stages: int = 4) -> tuple[list[Any], Any]:
+    params = [
+        {"w": rand(3, 3) * (s + 1), "lora": {"down": rand(3, 1) + s, "up": rand(1, 3)}}
+        for s in range(stages)
+    ]
+    return params, {"x": rand(7, 3), "y": rand(7, 3) / 2}
+
+
+def make(schedule: Schedule, trainable: Any, **options: Any) -> fpipe.Pipeline:
+    stages = [adapted] * schedule.num_stages
+    options = {"compile": False, "trainable": trainable} | options
+    return fpipe.pipeline(stages, mean_square, schedule, **options)
+
+
+def reference(params: Any, batch: Any, trained: list[bool]) -> fpipe.Step:
+    """Of the plain function, with None for leaves that are not trained."""
+    leaves, spec = tree.flatten(params)
+
+    def whole(own: list[Tensor]) -> Tensor:
+        chosen = iter(own)
+        full = [next(chosen) if flag else v for v, flag in zip(leaves, trained, strict=True)]
+        return mean_square(apply([adapted] * len(params), tree.unflatten(spec, full), batch), batch)
+
+    found, value = grad_and_value(whole)([v for v, t in zip(leaves, trained, strict=True) if t])
+    grads = iter(found)
+    return fpipe.Step(value, tree.unflatten(spec, [next(grads) if t else None for t in trained]))
+
+
+def computed(programs: tuple[Program, ...]) -> Counter[tuple[int, str]]:
+    """How often each stage runs each op."""
+    return Counter(
+        (i.action.stage, str(i.action.op))
+        for program in programs
+        for i in program.instructions
+        if isinstance(i, Compute)
+    )
+
+
+def sent(programs: tuple[Program, ...]) -> Counter[tuple[int, int, str]]:
+    """How many messages go from rank to rank, forwards and backwards."""
+    return Counter(
+        (i.message.source, i.message.target, str(i.message.action.op))
+        for program in programs
+        for i in program.instructions
+        if isinstance(i, Send)
+    )
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+    "schedule",
+    [schedules.zb_h1(ranks=4, microbatches=3), schedules.zbv(ranks=2, microbatches=3), ONE_F_ONE_B],
+    ids=lambda schedule: schedule.name,
+)
+def test_adapters_alone_are_trained(schedule: Schedule, remat: str) -> None:
+    params, batch = adapters()
+    step = make(schedule, lambda path: "lora" in path, remat=remat).step(params, batch)
+    assert_same(step, reference(params, batch, [True, True, False] * 4))
+    prefix = [{"w": False, "lora": True}] * 4
+    assert_identical(make(schedule, prefix, remat=remat).step(params, batch), step)
+
+
+def test_a_frozen_start_runs_no_backward() -> None:
+    params, batch = adapters()
+    pipe = make(ONE_F_ONE_B, [False, False, True, True])
+    assert_same(pipe.step(params, batch), reference(params, batch, [False] * 6 + [True] * 6))
+    programs = pipe.programs(params, batch)
+    assert computed(programs) == Counter(
+        {(0, "F"): 3, (1, "F"): 3, (2, "F"): 3, (2, "B"): 3, (3, "F"): 3, (3, "B"): 3}
+    )
+    # Three messages forwards over each border, and backwards over the one between trained stages.
+    assert sent(programs) == Counter(
+        {(0, 1, "SEND_F"): 3, (1, 2, "SEND_F"): 3, (2, 3, "SEND_F"): 3, (3, 2, "SEND_B"): 3}
+    )
+    assert [len(program.results.grads) for program in programs] == [0, 0, 3, 3]
+
+
+def test_a_frozen_end_passes_gradients_on_and_has_none() -> None:
+    params, batch = adapters()
+    pipe = make(schedules.zb_h1(ranks=4, microbatches=3), [True, False, False, False])
+    assert_same(pipe.step(params, batch), reference(params, batch, [True] * 3 + [False] * 9))
+    count = computed(pipe.programs(params, batch))
+    assert [count[stage, "W"] + count[stage, "B"] for stage in (1, 2, 3)] == [0, 0, 0]
+    assert [count[stage, "I"] for stage in (1, 2, 3)] == [3, 3, 3]
+
+
+def test_frozen_parameters_need_no_memory_for_gradients() -> None:
+    params, batch = adapters()
+    peaks = [
+        [program.peak_bytes for program in make(ONE_F_ONE_B, choice).programs(params, batch)]
+        for choice in (None, lambda path: "lora" in path)
+    ]
+    # A gradient of w has 9 numbers.
+    assert all(full - some >= 9 * 8 for full, some in zip(*peaks, strict=True))
+
+
+def test_a_schedule_may_leave_out_what_nobody_needs() -> None:
+    params, batch = adapters()
+    rows = [[a for a in row if a.op == Op.F or a.stage > 1] for row in ONE_F_ONE_B.actions]
+    lean = Schedule(ONE_F_ONE_B.placement, rows, name="lean")
+    trainable = [False, {"w": False, "lora": False}, {"w": False, "lora": True}, True]
+    whole = make(ONE_F_ONE_B, trainable).step(params, batch)
+    assert_identical(make(lean, trainable).step(params, batch), whole)
+    for other in (None, [False, True, True, True], lambda path: path[0] > 1):
+        with pytest.raises(ScheduleError, match=r"stage . has F on microbatch 0"):
+            make(lean, other)
+    assert Action(1, Op.B, 0) not in lean.actions[1]
+
+
+def test_nothing_is_trained() -> None:
+    params, batch = adapters()
+    step = make(ONE_F_ONE_B, False).step(params, batch)
+    assert_same(step, reference(params, batch, [True] * 12)._replace(grads=step.grads))
+    assert tree.flatten(step.grads)[0] == []
+    assert not any(
+        op != "F" for _, op in computed(make(ONE_F_ONE_B, False).programs(params, batch))
+    )
+
+
+def test_history_of_autograd() -> None:
+    params, batch = adapters()
+    own = tree.tree_map(lambda leaf: leaf.clone().requires_grad_(), params)
+    make(ONE_F_ONE_B, lambda path: "lora" in path).value(own, batch).backward()
+    expected = reference(params, batch, [True, True, False] * 4).grads
+    assert_same(tree.tree_map(lambda leaf: leaf.grad, own), expected)
+
+
+# ── other pipelines ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("frozen", ["table", "blocks"])
+def test_one_function(frozen: str) -> None:
+    params, batch = make_params(), make_batch()
+    plain = fpipe.pipeline(
+        language_model, schedule=ONE_F_ONE_B, in_dims=IN_DIMS, compile=False
+    ).step(params, batch)
+    pipe = fpipe.pipeline(
+        language_model,
+        schedule=ONE_F_ONE_B,
+        in_dims=IN_DIMS,
+        compile=False,
+        trainable={name: name != frozen for name in params},
+    )
+    step = pipe.step(params, batch)
+    assert_same(step.loss, plain.loss)
+    none = tree.tree_map(lambda leaf: None, params[frozen])
+    assert_same(step.grads, {**plain.grads, frozen: none})
+    by_path = fpipe.pipeline(
+        language_model,
+        schedule=ONE_F_ONE_B,
+        in_dims=IN_DIMS,
+        compile=False,
+        trainable=lambda path: path[0] != frozen,
+    )
+    assert_identical(by_path.step(params, batch), step)
+
+
+def test_a_module_whose_parameters_require_no_gradient() -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
+    module[:2].requires_grad_(False)
+    make_pipe = partial(
+        fpipe.from_module,
+        module,
+        schedule=ONE_F_ONE_B,
+        cuts=["0", "1", "2"],
+        loss=lambda output, batch: output.square().mean(),
+        compile=False,
+    )
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    batch = {"input": torch.ones(6, 3)}
+    pipe = make_pipe()
+    step = pipe.step(params, batch)
+    module(batch["input"]).square().mean().backward()
+    assert_same(step.grads, {n: p.grad for n, p in module.named_parameters()}, 1e-5)
+    assert {stage for stage, op in computed(pipe.programs(params, batch)) if op != "F"} == {2, 3}
+
+
+def test_an_ensemble_and_single_examples() -> None:
+    params, batch = adapters()
+    pipe = make(ONE_F_ONE_B, [False, False, {"w": False, "lora": True}, True])
+    trained = [False] * 6 + [True, True, False] + [True] * 3
+    stacked = tree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf]), params)
+    both = fpipe.vmap(pipe).step(stacked, batch)
+    for member, factor in enumerate((1, 2)):
+        own = tree.tree_map(lambda leaf, factor=factor: factor * leaf, params)
+        expected = reference(own, batch, trained)
+        assert_same(both.loss[member], expected.loss)
+        grads = tree.tree_map(lambda leaf, member=member: leaf[member], both.grads)
+        assert_same(grads, expected.grads)
+    rows = fpipe.per_example_grads(pipe).step(params, batch)
+    mean = tree.tree_map(lambda leaf: leaf.mean(0), rows.grads)
+    assert_same(mean, reference(params, batch, trained).grads)
+
+
+def test_beside_a_state() -> None:
+    """The choice is about the parameters; the state goes on."""
+    params, state, batch = stateful.make_params(), stateful.make_state(), stateful.make_batch()
+    frozen = sorted(params)[0]
+    steps = [
+        fpipe.pipeline(
+            stateful.stateful_model,
+            schedule=ONE_F_ONE_B,
+            has_state=True,
+            has_aux=True,
+            compile=False,
+            trainable=choice,
+        ).step(params, state, batch)
+        for choice in (None, lambda path: path[0] != frozen)
+    ]
+    whole, some = steps
+    assert_same((some.loss, some.state), (whole.loss, whole.state))
+    none = tree.tree_map(lambda leaf: None, params[frozen])
+    assert_same(some.grads, {**whole.grads, frozen: none})
+
+
+# ── refusals ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_refusals() -> None:
+    params, batch = adapters()
+    with pytest.raises(StageError, match="trainable has the leaf 1, a int: it must be a pytree"):
+        make(ONE_F_ONE_B, [True, 1, True, True])
+    with pytest.raises(StageError, match="trainable has the leaf None"):
+        make(ONE_F_ONE_B, [True, None, True, True])
+    with pytest.raises(BatchError, match="trainable is a list of 2: it must be a bool, a list"):
+        make(ONE_F_ONE_B, [True, False]).step(params, batch)
+    with pytest.raises(BatchError, match="trainable is a dict of 1"):
+        make(ONE_F_ONE_B, {"w": True}).step(params, batch)
+    with pytest.raises(BatchError, match=r"trainable\[1\] must be a pytree prefix of params"):
+        make(ONE_F_ONE_B, [True, {"v": True}, True, True]).step(params, batch)
+    with pytest.raises(StageError, match=r"fpipe.hvp of a pipeline with trainable="):
+        fpipe.hvp(make(ONE_F_ONE_B, False))
