@@ -12,6 +12,7 @@ power iteration from the last eigenvector find the eigenvalue, so it can be foll
 from __future__ import annotations
 
 import argparse
+import math
 from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -120,16 +121,16 @@ def plot(steps: list[int], sharp: list[float], losses: list[float], edge: float)
             f"{left + across * step:.1f},{y(v):.1f}" for step, v in zip(steps, values, strict=True)
         )
         parts = [f'<text x="{left}" y="{top - 8}" class="title">{title}</text>']
-        for tick in (0.0, ceiling / 3, 2 * ceiling / 3):
-            text = f"{tick:.2f}" if ceiling < 3 else f"{tick:.0f}"
+        ten = 10.0 ** math.floor(math.log10(ceiling / 2))
+        apart = max(ten * nice for nice in (1, 2, 5) if ten * nice <= ceiling / 2)
+        for number in range(int(ceiling / apart) + 1):
+            tick = number * apart
+            text = f"{tick:g}"
             parts.append(f'<path d="M{left} {y(tick):.1f}H{width - right}" class="grid"/>')
             parts.append(f'<text x="{left - 8}" y="{y(tick) + 4:.1f}" class="end">{text}</text>')
         if line is not None:
             parts.append(f'<path d="M{left} {y(line):.1f}H{width - right}" class="edge"/>')
-            parts.append(
-                f'<text x="{width - right}" y="{y(line) - 6:.1f}" class="end">'
-                f"2/η = {line:.1f}</text>"
-            )
+            parts.append(f'<text x="{left + 6}" y="{y(line) - 6:.1f}">2/η = {line:.1f}</text>')
         return [*parts, f'<polyline points="{points}"/>']
 
     ticks = [
