@@ -386,15 +386,14 @@ def test_use_of_something_else() -> None:
         fpipe.use(3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
-def test_pipeline_inside_a_transform(transform: Any) -> None:
+def test_a_step_inside_grad() -> None:
     pipe = plain_pipeline(MODEL.stages)
 
     def loss(x: Tensor) -> Tensor:
         return pipe.step(MODEL.params, MODEL.batch | {"x": x}).loss
 
-    with pytest.raises(FpipeError, match=rf"cannot run inside torch\.func\.{transform.__name__}"):
-        transform(loss)(MODEL.batch["x"])
+    with pytest.raises(FpipeError, match=r"cannot run inside torch\.func\.grad"):
+        torch.func.grad(loss)(MODEL.batch["x"])
 
 
 # ── evaluation ──────────────────────────────────────────────────────────────────────────────────
