@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fpipe import nn, random
     from fpipe.current import step, use
     from fpipe.engine import Pipeline, pipeline
+    from fpipe.modules.balancing import Balance, balance
     from fpipe.modules.pipeline import ModulePipeline, from_module
     from fpipe.norms import Clipped, clip_by_global_norm, global_norm
     from fpipe.profiling import profile
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Action",
+    "Balance",
     "BatchError",
     "Clipped",
     "Cost",
@@ -63,6 +65,7 @@ __all__ = [
     "StepState",
     "StepStateAux",
     "Timeline",
+    "balance",
     "clip_by_global_norm",
     "cut",
     "from_module",
@@ -90,6 +93,7 @@ __all__ = [
 
 # Schedules need no torch: what does is imported when it is first asked for.
 _LAZY = {
+    "Balance": "fpipe.modules.balancing",
     "Clipped": "fpipe.norms",
     "Directional": "fpipe.transforms.directional",
     "ExampleNorms": "fpipe.transforms.rows",
@@ -104,6 +108,7 @@ _LAZY = {
     "StepAux": "fpipe.results",
     "StepState": "fpipe.results",
     "StepStateAux": "fpipe.results",
+    "balance": "fpipe.modules.balancing",
     "clip_by_global_norm": "fpipe.norms",
     "cut": "fpipe.stage.cut",
     "from_module": "fpipe.modules.pipeline",

@@ -26,6 +26,7 @@ ROOT: Final = Path(__file__).parents[1]
 PUBLIC_MODULES: Final = frozenset({"nn", "random", "schedules"})
 PUBLIC_ON_TORCH: Final = frozenset(
     {
+        "Balance",
         "Clipped",
         "Directional",
         "ExampleNorms",
@@ -40,6 +41,7 @@ PUBLIC_ON_TORCH: Final = frozenset(
         "StepAux",
         "StepState",
         "StepStateAux",
+        "balance",
         "clip_by_global_norm",
         "cut",
         "from_module",

@@ -379,7 +379,8 @@ def assemble(
                 if isinstance(s, Upstream)
                 and any(c.reader == index for c in codes[s.stage].cotangents[s.leaf])
             ]
-        key = (joint.graph, *(source.leaf for source in inputs), None, *params)
+        wanted = [[joint.gradients[source] for source in part] for part in (inputs, params)]
+        key = (joint.graph, *map(tuple, wanted))
         if key not in cut:
             cut[key] = (
                 partition(joint, outputs=joint.outputs, inputs=inputs, params=params, policy=policy)

@@ -223,6 +223,7 @@ def _build(
     copies: dict[fx.Node, fx.Node] = {}
     for node in edge:
         copies[node] = copy.placeholder(node.name)
+        copies[node].meta |= node.meta
     for node in outputs and outputs[0].graph.nodes:
         if node in inside:
             copies[node] = copy.node_copy(node, lambda n: copies[n])

@@ -8,7 +8,7 @@ is one leaf with several contributors; a value may be read by any later stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from fpipe import tree
 from fpipe.errors import FpipeError, StageError
 from fpipe.shapes import Goal, TreeShape
+from fpipe.stage.alike import likeness, merge_constants, seen_from
 from fpipe.stage.chain import Abstract, Chain, abstract_key
 from fpipe.stage.cut import Segment, noting, segments
 from fpipe.stage.explain import ImpureError, describe, explain
@@ -85,7 +86,7 @@ class FunctionTracer:
         Raises:
             StageError: the function cannot be traced or executes another number of cuts.
         """
-        name = getattr(self._loss_fn, "__qualname__", type(self._loss_fn).__name__)
+        name = self._name
         if goal == "forward" and not self._returns.aux:
             raise StageError(
                 f"{name} returns a loss and no output: pipe.value gives the loss without "
@@ -100,22 +101,15 @@ class FunctionTracer:
         (trained, *_) = self._trainable.flags([shapes[0].spec], shared=True)
         traced: list[Traced] = []
         labels = [f"stage {index} ({name})" for index in range(len(parts))]
+        known: dict[Hashable, tuple[Traced, tuple[Source, ...]]] = {}
         for label, part in zip(labels, parts, strict=True):
             leaves = _leaves(part, params, self._paths(params), trained, batch, keys, traced)
-            assert part.graph.owning_module is not None  # the recorded one, which has the constants
-            module = fx.GraphModule(part.graph.owning_module, part.graph)
-            traced.append(
-                trace(
-                    label,
-                    partial(_call, module),
-                    leaves,
-                    self._mode,
-                    differentiate=goal == "step",
-                    accum_dtype=self._accum_dtype,
-                    origin=self._loss_fn,
-                    readers=part.readers.__getitem__,
-                )
-            )
+            key = likeness(part, leaves)
+            if key not in known:
+                own = self._trace(label, part, leaves, differentiate=goal == "step")
+                known[key] = own, part.sources
+            first, sources = known[key]
+            traced.append(seen_from(first, sources, part))
         return Chain(tuple(traced), tuple(labels), goal, results, layout, updates)
 
     def _num_states(self, params: Abstract) -> int:
@@ -161,6 +155,30 @@ class FunctionTracer:
     def frozen(self, shapes: Sequence[TreeShape]) -> frozenset[tuple[int, int]]:
         """Stage and leaf of the parameters that are not trained; the stage is 0."""
         return self._trainable.frozen([shapes[0].spec], shared=True)
+
+    def _trace(self, label: str, part: Segment, leaves: Leaves, *, differentiate: bool) -> Traced:
+        assert part.graph.owning_module is not None  # the recorded one, which has the constants
+        module = fx.GraphModule(part.graph.owning_module, part.graph)
+        return trace(
+            label,
+            partial(_call, module),
+            leaves,
+            self._mode,
+            differentiate=differentiate,
+            accum_dtype=self._accum_dtype,
+            origin=self._loss_fn,
+            readers=part.readers.__getitem__,
+        )
+
+    def segments(self, params: TreeShape, microbatch: TreeShape) -> tuple[Segment, ...]:
+        """The parts between the cuts, as they were recorded, to be measured."""
+        batch = Abstract.of(microbatch, self._mode)
+        keys = [abstract_key(batch, self._mode)] if self._has_key else []
+        return self._divide(self._name, Abstract.of(params, self._mode), batch, keys, "step")[0]
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._loss_fn, "__qualname__", type(self._loss_fn).__name__)
 
     def _divide(
         self, name: str, params: Abstract, batch: Abstract, keys: Sequence[Tensor], goal: Goal
@@ -224,6 +242,7 @@ class FunctionTracer:
                 "stages, or choose a schedule with that many stages"
             )
         _make_copies_differentiable(graph.graph)
+        merge_constants(graph)
         placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
         origins: list[Source] = [
             *(Param(number) for number in range(count - states)),

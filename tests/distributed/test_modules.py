@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -11,7 +12,7 @@ import fpipe
 from fpipe import Schedule, schedules
 from tests.distributed.crew import Crew, values
 from tests.models import assert_identical
-from tests.modules.models import CUTS, detached, language_model, make_batch
+from tests.modules.models import CUTS, detached, language_model, make_batch, unpipelined
 
 RATE = 0.1
 
@@ -66,3 +67,39 @@ def test_module_that_fits_on_one_rank_only_is_refused_on_both(crew: Crew) -> Non
     here, there = crew.run(load_wrong, schedule, ranks=range(2))
     assert "another rank cannot load its parameters" in here.error.text
     assert "params and Other differ in 19 names" in there.error.text
+
+
+def step_each_model(group: dist.ProcessGroup, schedule: Schedule) -> list[fpipe.Step]:
+    """One step of every Hugging Face model."""
+    # Not at the head of the file: only ranks that do this take the seconds of the import.
+    from tests.modules import hugging_face
+
+    steps = []
+    for name, architecture in hugging_face.ARCHITECTURES.items():
+        module = hugging_face.build(name, 2)
+        pipe = fpipe.from_module(
+            module,
+            schedule=schedule,
+            cuts=architecture.cuts(2),
+            loss=hugging_face.cross_entropy,
+            compile=False,
+            group=group,
+        )
+        steps.append(pipe.step(detached(module), hugging_face.make_batch(name)))
+    return steps
+
+
+def test_hugging_face_models_over_ranks(crew: Crew) -> None:
+    crew.start(step_each_model, schedules.zb_h1(ranks=2, microbatches=2), ranks=range(2))
+    from tests.modules import hugging_face
+
+    parts: list[list[fpipe.Step]] = values(crew.collect(timeout=200))
+    for name, *steps in zip(hugging_face.ARCHITECTURES, *parts, strict=True):
+        module = hugging_face.build(name, 2)
+        batch = hugging_face.make_batch(name)
+        expected = unpipelined(module, detached(module), batch, hugging_face.cross_entropy)
+        merged: dict[str, Any] = {}
+        for step in steps:
+            torch.testing.assert_close(step.loss, expected.loss, rtol=1e-10, atol=0)
+            merged |= {key: grad for key, grad in step.grads.items() if grad is not None}
+        torch.testing.assert_close(merged, expected.grads, rtol=1e-10, atol=1e-10)

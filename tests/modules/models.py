@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -80,13 +80,16 @@ def detached(module: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-def unpipelined(module: nn.Module, params: dict[str, Tensor], batch: dict[str, Tensor]) -> Step:
+def unpipelined(
+    module: nn.Module,
+    params: dict[str, Tensor],
+    batch: dict[str, Tensor],
+    loss: Callable[[Any, Any], Tensor] = lambda output, batch: output["loss"],
+) -> Step:
     """Loss and gradients of the module itself."""
 
     def whole(own: dict[str, Tensor]) -> Tensor:
-        output = functional_call(module, own, (), batch)
-        loss: Tensor = output["loss"]
-        return loss
+        return loss(functional_call(module, own, (), batch), batch)
 
-    grads, loss = grad_and_value(whole)(params)
-    return Step(loss, grads)
+    grads, value = grad_and_value(whole)(params)
+    return Step(value, grads)

@@ -1,0 +1,184 @@
+"""What each part of a module costs, counted on its recorded graph.
+
+The module is recorded once, with a cut after every candidate, on abstract tensors: nothing is
+computed, and parameters may lie on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils.flop_counter import flop_registry
+
+from fpipe import tree
+from fpipe.errors import StageError
+from fpipe.modules.loss import Loss, ModuleLoss
+from fpipe.shapes import TreeShape
+from fpipe.stage.chain import Abstract
+from fpipe.stage.cut import Segment
+from fpipe.stage.function import FunctionTracer
+from fpipe.stage.joint import Param, Upstream, is_view
+from fpipe.stage.returns import LOSS
+
+
+@dataclass(frozen=True)
+class Part:
+    """What lies between two candidates for a cut.
+
+    Attributes:
+        name: the candidate that ends it; empty for what follows the last.
+        flops: of the forward, as `torch.utils.flop_counter` counts them.
+        moved: bytes that the forward reads and writes, op by op.
+        kept: bytes of the values that it makes: at most this is kept for the backward.
+        params: names of the parameters that it reads.
+        width: bytes of all values that cross the boundary behind it, skip values included.
+    """
+
+    name: str
+    flops: int
+    moved: int
+    kept: int
+    params: frozenset[str]
+    width: int
+
+
+def candidates_of(module: nn.Module) -> list[str]:
+    """The layers of a module: the children of its outermost `ModuleList`s and `Sequential`s."""
+    found: list[str] = []
+    lists: list[str] = []
+    for name, submodule in module.named_modules():
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in lists)
+        if isinstance(submodule, nn.ModuleList | nn.Sequential) and not inside:
+            lists.append(name)
+            prefix = f"{name}." if name else ""
+            found += [prefix + child for child, _ in submodule.named_children()]
+    return found
+
+
+def parts_of(
+    module: nn.Module,
+    microbatch: TreeShape,
+    loss: Loss | None,
+    candidates: Sequence[str] | None,
+) -> tuple[Part, ...]:
+    """The parts of a module in the order in which they run.
+
+    Args:
+        module: its parameters may lie on any device.
+        microbatch: shapes of the keyword arguments of its forward.
+        loss: as for `from_module`.
+        candidates: names of submodules; None takes those of `candidates_of`. Those that the
+            forward does not call once are left out.
+
+    Raises:
+        StageError: the module cannot be traced, or has no candidate.
+    """
+    params, spec = tree.flatten(dict(module.named_parameters()))
+    shape = TreeShape.of(spec, params)
+    names = sorted(dict(module.named_parameters()))
+    chosen = candidates_of(module) if candidates is None else list(candidates)
+    order = _called_once(module, chosen, shape, microbatch)
+    if not order:
+        raise StageError(
+            f"{type(module).__name__} has no submodules in a ModuleList or Sequential that its "
+            "forward calls once: name some with candidates=, or the cuts themselves"
+        )
+    tracer = FunctionTracer(ModuleLoss(module, order, loss), len(order) + 1, None, LOSS)
+    segments = tracer.segments(shape, microbatch)
+    widths = _widths(segments)
+    return tuple(
+        Part(
+            name=name,
+            flops=sum(_flops(node) for node in segment.graph.nodes),
+            moved=sum(_moved(node) for node in segment.graph.nodes),
+            kept=sum(_made(node) for node in segment.graph.nodes),
+            params=frozenset(names[s.leaf] for s in segment.sources if isinstance(s, Param)),
+            width=width,
+        )
+        for name, segment, width in zip((*order, ""), segments, widths, strict=True)
+    )
+
+
+def _called_once(
+    module: nn.Module, candidates: Sequence[str], params: TreeShape, microbatch: TreeShape
+) -> list[str]:
+    """The candidates that the forward calls once, in the order of the calls."""
+    ModuleLoss(module, candidates, None)  # names the one that does not exist
+    calls: list[str] = []
+    handles = [
+        module.get_submodule(name).register_forward_hook(
+            lambda _, __, ___, name=name: calls.append(name)
+        )
+        for name in candidates
+    ]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        given, batch = Abstract.of(params, mode), Abstract.of(microbatch, mode)
+        with mode, torch.no_grad():
+            functional_call(
+                module,
+                tree.unflatten(given.spec, given.values),
+                (),
+                tree.unflatten(batch.spec, batch.values),
+            )
+    except Exception:
+        # It is said, with its place, when the module is recorded.
+        return list(candidates)
+    finally:
+        for handle in handles:
+            handle.remove()
+    times = Counter(calls)
+    return [name for name in calls if times[name] == 1]
+
+
+def _widths(segments: Sequence[Segment]) -> list[int]:
+    """Bytes over each boundary: of values made before it that are read behind it."""
+    ends: dict[Upstream, int] = {}
+    for index, segment in enumerate(segments):
+        for source in segment.sources:
+            if isinstance(source, Upstream):
+                ends[source] = index
+    widths = [0] * len(segments)
+    for source, end in ends.items():
+        (outputs,) = segments[source.stage].graph.output_node().args
+        size = _bytes(outputs[source.leaf])  # type: ignore[index, arg-type]
+        for boundary in range(source.stage, end):
+            widths[boundary] += size
+    return widths
+
+
+def _values(node: fx.Node) -> list[Tensor]:
+    value: Any = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else (value,)
+    return [v for v in values if isinstance(v, Tensor)]
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(value.numel() * value.element_size() for value in _values(node))
+
+
+def _flops(node: fx.Node) -> int:
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet not in flop_registry:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return int(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _is_work(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and not is_view(node)
+
+
+def _moved(node: fx.Node) -> int:
+    return _bytes(node) + sum(map(_bytes, node.all_input_nodes)) if _is_work(node) else 0
+
+
+def _made(node: fx.Node) -> int:
+    return _bytes(node) if _is_work(node) else 0

@@ -1,0 +1,112 @@
+"""Hugging Face models, unmodified, pipelined and not: the same loss and the same gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fpipe
+from tests.modules.hugging_face import ARCHITECTURES, LENGTH, build, cross_entropy, make_batch
+from tests.modules.models import detached, unpipelined
+
+TRAINING = [name for name in fpipe.schedules.FAMILIES if name != "forward_only"]
+
+
+def assert_equal_steps(got: fpipe.Step, expected: fpipe.Step, rounding: float = 1e-10) -> None:
+    torch.testing.assert_close(got.loss, expected.loss, rtol=rounding, atol=rounding / 100)
+    assert got.grads.keys() == expected.grads.keys()
+    for name, grad in expected.grads.items():
+        torch.testing.assert_close(got.grads[name], grad, rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_model_equals_itself_unpipelined(name: str) -> None:
+    module = build(name, 4)
+    params, batch = detached(module), make_batch(name)
+    pipe = fpipe.from_module(
+        module,
+        schedule=fpipe.schedules.zbv(ranks=2, microbatches=2),
+        cuts=ARCHITECTURES[name].cuts(4),
+        loss=cross_entropy,
+        compile=False,
+    )
+    assert_equal_steps(pipe.step(params, batch), unpipelined(module, params, batch, cross_entropy))
+
+
+@pytest.mark.parametrize("family", TRAINING)
+def test_every_schedule(family: str) -> None:
+    schedule = fpipe.schedules.FAMILIES[family](ranks=2, microbatches=4)
+    module = build("gpt2", schedule.num_stages)
+    params, batch = detached(module), make_batch("gpt2")
+    cuts = ARCHITECTURES["gpt2"].cuts(schedule.num_stages)
+    pipe = fpipe.from_module(
+        module, schedule=schedule, cuts=cuts, loss=cross_entropy, compile=False
+    )
+    assert_equal_steps(pipe.step(params, batch), unpipelined(module, params, batch, cross_entropy))
+
+
+def test_the_loss_of_the_model_itself() -> None:
+    module = build("bert", 2)
+    params, batch = detached(module), make_batch("bert")
+    schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=3)
+    pipe = fpipe.from_module(
+        module, schedule=schedule, cuts=["bert.encoder.layer.0"], compile=False
+    )
+    expected = unpipelined(module, params, batch, lambda output, _: output.loss)
+    assert_equal_steps(pipe.step(params, batch), expected)
+
+
+def padded_batch() -> tuple[dict[str, Tensor], Tensor]:
+    """A batch whose rows end early, and which of its tokens are there."""
+    batch = make_batch("llama")
+    present = torch.arange(LENGTH) < torch.tensor([7, 5, 3, 6, 7])[:, None]
+    return batch | {"labels": batch["labels"].where(present, -100)}, present
+
+
+def test_padding_mask_is_refused_with_the_place_and_the_way_round() -> None:
+    module = build("llama", 2)
+    batch, present = padded_batch()
+    pipe = fpipe.from_module(
+        module,
+        schedule=fpipe.schedules.zb_h1(ranks=2, microbatches=5),
+        cuts=["model.layers.0"],
+        loss=cross_entropy,
+        compile=False,
+    )
+    with pytest.raises(
+        fpipe.StageError,
+        match=r"LlamaForCausalLM branches on data .* at .*masking_utils\.py:\d+.*"
+        r'four dimensions.*attn_implementation="eager"',
+    ):
+        pipe.step(detached(module), batch | {"attention_mask": present.long()})
+
+
+@pytest.mark.parametrize("way", ["four dimensions", "eager"])
+def test_ways_round_the_padding_mask(way: str) -> None:
+    module: Any = build("llama", 2)
+    batch, present = padded_batch()
+    params, mask = detached(module), present.long()
+    if way == "eager":
+        module.set_attn_implementation("eager")
+    expected = unpipelined(module, params, batch | {"attention_mask": mask}, summed)
+    if way == "four dimensions":
+        causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+        mask = causal & present[:, None, None, :]
+    pipe = fpipe.from_module(
+        module,
+        schedule=fpipe.schedules.zb_h1(ranks=2, microbatches=5),
+        cuts=["model.layers.0"],
+        loss=summed,
+        reduction="sum",
+        compile=False,
+    )
+    assert_equal_steps(pipe.step(params, batch | {"attention_mask": mask}), expected)
+
+
+def summed(output: Any, batch: Any) -> Tensor:
+    """Over the tokens that are there: rows have different numbers of them."""
+    logits, labels = output["logits"].flatten(0, -2), batch["labels"].flatten()
+    return nn.functional.cross_entropy(logits, labels, reduction="sum")
