@@ -188,6 +188,8 @@ class Pipeline:
         """The program of each rank for a step on arguments of these shapes: to be printed and read.
 
         ``program.peak_bytes`` is what the rank will hold at most, beside parameters and batch.
+        Tensors on the meta device will do; a step on real tensors of those shapes, which lie on the
+        CPU or on the devices of the pipeline, then runs these programs.
         """
         return self._controller.programs(*self._convention.enter(params, batch, *vectors))
 

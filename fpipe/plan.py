@@ -19,7 +19,7 @@ from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Program
 from fpipe.runtime.values import Codes
 from fpipe.schedule import Op, Schedule
-from fpipe.shapes import Signature, difference, distinct
+from fpipe.shapes import Signature, difference, distinct, refuse_without_data
 from fpipe.stage.chain import Chain, ChainTracer, assemble, live_leaves
 from fpipe.stage.code import StageCode
 from fpipe.stage.compiler import Compiler
@@ -264,6 +264,11 @@ class Planner:
     def __contains__(self, signature: Signature) -> bool:
         return signature in self._plans
 
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return self._schedule.placement
+
     def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The ranks that read a parameter in any plan so far, by stage and leaf, in order."""
         found: dict[tuple[int, int], set[int]] = {}
@@ -276,6 +281,7 @@ class Planner:
     def _make(self, signature: Signature) -> Plan:
         start = time.perf_counter()
         goal, params, rows, batch, _ = signature
+        refuse_without_data(signature)
         sizes = distinct(rows)
         log.info(
             "tracing %s for microbatches of %s rows%s",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.errors import BatchError
 from fpipe.microbatch import Microbatches
 
 Goal = Literal["step", "value", "forward"]
@@ -58,6 +59,22 @@ class TreeShape(NamedTuple):
         """The shape of a flat pytree."""
         return cls(spec, tuple(map(LeafShape.of, leaves)))
 
+    def on(self, device: torch.device) -> TreeShape:
+        """The same shapes on another device."""
+        return TreeShape(self.spec, tuple(leaf._replace(device=device) for leaf in self.leaves))
+
+    def with_data(self, device: torch.device) -> TreeShape:
+        """The same shapes, on `device` where they lie on the meta device, which has no data."""
+        if not any(leaf.device.type == "meta" for leaf in self.leaves):
+            return self
+        return TreeShape(
+            self.spec,
+            tuple(
+                leaf._replace(device=device) if leaf.device.type == "meta" else leaf
+                for leaf in self.leaves
+            ),
+        )
+
 
 class Signature(NamedTuple):
     """What a plan is made for.
@@ -76,6 +93,38 @@ class Signature(NamedTuple):
     rows: tuple[int, ...]
     batch: tuple[TreeShape, ...]
     ambient: tuple[Any, ...]
+
+
+def with_data(signature: Signature, devices: Sequence[torch.device] | None) -> Signature:
+    """The signature of tensors that have data where its own lie on the meta device.
+
+    Args:
+        signature: of what may have shapes alone.
+        devices: the device of each stage, None for the CPU.
+    """
+    home = torch.device("cpu")
+    params = [
+        shape.with_data(home if devices is None else devices[stage])
+        for stage, shape in enumerate(signature.params)
+    ]
+    batch = [shape.with_data(home) for shape in signature.batch]
+    return signature._replace(params=tuple(params), batch=tuple(batch))
+
+
+def refuse_without_data(signature: Signature) -> None:
+    """Refuse to run on tensors that have shapes alone.
+
+    Raises:
+        BatchError: names the first that lies on the meta device.
+    """
+    trees = [("the parameter ", shape) for shape in signature.params]
+    for name, shape in (*trees, *(("batch", shape) for shape in signature.batch)):
+        for path, leaf in zip(tree.paths(shape.spec), shape.leaves, strict=True):
+            if leaf.device.type == "meta":
+                raise BatchError(
+                    f"{name}{path} lies on the meta device, so it has a shape and no data: "
+                    "pipe.programs takes such tensors; a step takes real ones"
+                )
 
 
 def batch_shapes(parts: Microbatches) -> tuple[TreeShape, ...]:

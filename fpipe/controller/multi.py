@@ -225,9 +225,9 @@ class MultiController:
         parts, shapes = None, None
         if batch is not None:
             parts = split(batch, self._in_dims, self._schedule.num_microbatches)
-            shapes = tuple(_on(NOWHERE, shape) for shape in batch_shapes(parts))
+            shapes = tuple(shape.on(NOWHERE) for shape in batch_shapes(parts))
         params_shapes = {
-            stage: _on(NOWHERE, TreeShape.of(own.specs[stage], own.stages[stage]))
+            stage: TreeShape.of(own.specs[stage], own.stages[stage]).on(NOWHERE)
             for stage in self._stages
         }
         return Given(own, parts, params_shapes, shapes, key)
@@ -251,11 +251,11 @@ class MultiController:
         return Signature(
             goal,
             tuple(
-                _on(self._device, offers[rank].params[stage])
+                offers[rank].params[stage].on(self._device)
                 for stage, rank in enumerate(self._schedule.placement)
             ),
             reader.rows,
-            tuple(_on(self._device, shape) for shape in reader.batch),
+            tuple(shape.on(self._device) for shape in reader.batch),
             ambient(),
         )
 
@@ -398,11 +398,6 @@ def _header(given: Given | None, goal: Goal) -> Header:
     own = identity((*given.shapes.items(), ambient()))
     records = int(active() is not None)
     return Header(0, CALLS.index(f"pipe.{goal}"), batch, own, records, as_number(given.key))
-
-
-def _on(device: torch.device, shape: TreeShape) -> TreeShape:
-    """The same shapes on another device."""
-    return TreeShape(shape.spec, tuple(leaf._replace(device=device) for leaf in shape.leaves))
 
 
 def _named(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from fpipe.recording import Marks, active, timeline_of
 from fpipe.runtime.instrument import observed
 from fpipe.runtime.local import LocalTransport, run_together
 from fpipe.runtime.program import Program
-from fpipe.shapes import Goal, Signature, TreeShape, ambient, batch_shapes
+from fpipe.shapes import Goal, Signature, TreeShape, ambient, batch_shapes, with_data
 
 
 class SingleController:
@@ -70,7 +70,9 @@ class SingleController:
 
     def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
         """The programs of a training step on arguments of these shapes."""
-        return self._plan(params, batch, "step")[2].programs
+        _, _, signature = self._signature(params, batch, "step")
+        devices = self._devices and [self._devices[rank] for rank in self._planner.placement]
+        return self._planner(with_data(signature, devices)).programs
 
     def add_up(self, value: float) -> float:
         """The number itself: there is one process."""
@@ -84,6 +86,12 @@ class SingleController:
         return None if self._devices is None else self._devices[rank]
 
     def _plan(self, params: Any, batch: Any, goal: Goal) -> tuple[Parameters, Microbatches, Plan]:
+        leaves, parts, signature = self._signature(params, batch, goal)
+        return leaves, parts, self._planner(signature)
+
+    def _signature(
+        self, params: Any, batch: Any, goal: Goal
+    ) -> tuple[Parameters, Microbatches, Signature]:
         leaves = self._read(params)
         parts = self._split(batch)
         signature = Signature(
@@ -93,7 +101,7 @@ class SingleController:
             batch_shapes(parts),
             ambient(),
         )
-        return leaves, parts, self._planner(signature)
+        return leaves, parts, signature
 
 
 def without_autocast() -> Any:

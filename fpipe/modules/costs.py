@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fpipe import tree
 from fpipe.errors import StageError
+from fpipe.modules.buffers import shaped_buffers
 from fpipe.modules.loss import Loss, ModuleLoss
 from fpipe.shapes import TreeShape
 from fpipe.stage.chain import Abstract
@@ -26,6 +27,8 @@ from fpipe.stage.cut import Segment
 from fpipe.stage.function import FunctionTracer
 from fpipe.stage.joint import Param, Upstream, is_view
 from fpipe.stage.returns import LOSS
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,9 @@ def parts_of(
         StageError: the module cannot be traced, or has no candidate.
     """
     params, spec = tree.flatten(dict(module.named_parameters()))
-    shape = TreeShape.of(spec, params)
+    # Numbers do not count: what has none is traced as if it had, on the CPU.
+    shape = TreeShape.of(spec, params).with_data(_CPU)
+    microbatch = microbatch.with_data(_CPU)
     names = sorted(dict(module.named_parameters()))
     chosen = candidates_of(module) if candidates is None else list(candidates)
     order = _called_once(module, chosen, shape, microbatch)
@@ -90,7 +95,9 @@ def parts_of(
             f"{type(module).__name__} has no submodules in a ModuleList or Sequential that its "
             "forward calls once: name some with candidates=, or the cuts themselves"
         )
-    tracer = FunctionTracer(ModuleLoss(module, order, loss), len(order) + 1, None, LOSS)
+    whole = ModuleLoss(module, order, loss)
+    whole.buffers = shaped_buffers(module)
+    tracer = FunctionTracer(whole, len(order) + 1, None, LOSS)
     segments = tracer.segments(shape, microbatch)
     widths = _widths(segments)
     return tuple(
@@ -124,7 +131,7 @@ def _called_once(
         with mode, torch.no_grad():
             functional_call(
                 module,
-                tree.unflatten(given.spec, given.values),
+                {**shaped_buffers(module), **tree.unflatten(given.spec, given.values)},
                 (),
                 tree.unflatten(batch.spec, batch.values),
             )

@@ -30,6 +30,9 @@ class ModuleLoss:
         cuts: names of submodules, as in ``module.get_submodule``: a stage ends after each.
         loss: ``(output, batch) -> scalar``; None takes the attribute ``loss`` of the output.
 
+    Attributes:
+        buffers: what takes the place of the module's own, by name.
+
     Raises:
         StageError: an argument is wrong, or names no submodule.
     """
@@ -44,6 +47,7 @@ class ModuleLoss:
             )
         self.__qualname__ = type(module).__name__
         self._loss = loss
+        self.buffers: Mapping[str, Tensor] = {}
         # Tied parameters have several names; the first is the one that named_parameters() gives.
         self._names = frozenset(name for name, _ in module.named_parameters())
 
@@ -58,7 +62,7 @@ class ModuleLoss:
         self._check(params, batch)
         try:
             with self._cutting():
-                output = functional_call(self.module, dict(params), (), dict(batch))
+                output = functional_call(self.module, {**self.buffers, **params}, (), dict(batch))
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise StageError(
                 f"{self.__qualname__} branches on data ({error}){place(error)}, which a pipeline "

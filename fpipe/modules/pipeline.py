@@ -14,6 +14,7 @@ from fpipe import tree
 from fpipe.definition import Definition, group_of
 from fpipe.engine import Pipeline
 from fpipe.errors import BatchError, PipelineError, StageError
+from fpipe.modules.buffers import real_buffers
 from fpipe.modules.loss import Loss, ModuleLoss
 from fpipe.runtime.connect import device_of
 from fpipe.schedule import Schedule
@@ -119,6 +120,7 @@ def from_module(
     schedule: Schedule,
     cuts: Sequence[str],
     loss: Loss | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
     in_dims: Any = 0,
     reduction: str = "mean",
     remat: Remat = "none",
@@ -139,13 +141,18 @@ def from_module(
 
     Args:
         module: its forward is traced on abstract tensors at the first step, once for each set of
-            shapes. Its buffers must lie on the device of the parameters.
+            shapes. Its buffers must lie on the device of the parameters, or on the meta device, as
+            all of it does when it was built under ``torch.device("meta")``: what it holds is not
+            read then, and takes no memory.
         schedule: who does what in which order.
         cuts: names of submodules, as ``module.named_modules()`` gives them: a stage ends after
             each. One fewer than the schedule has stages. Values that other stages read later (the
             encoder's output, masks, positions) go straight to them.
         loss: ``(output, batch) -> scalar``, of what the forward returns and the microbatch; None
             takes the output's own ``loss``, as Hugging Face models give it for ``labels``.
+        buffers: by the names of ``module.named_buffers()``, in place of the module's own. Those
+            that lie on the meta device and are not given are made anew, as the module's
+            ``_init_weights`` (of Hugging Face models) or ``reset_parameters`` makes them.
         in_dims: as for `fpipe.pipeline`, as are all arguments from here on.
         reduction: with ``"mean"`` the loss must be the mean over the rows of the microbatch.
         remat: which values the backward may read.
@@ -160,7 +167,8 @@ def from_module(
 
     Raises:
         ScheduleError: the schedule cannot run.
-        StageError: an argument is wrong, or there is not one cut between each two stages.
+        StageError: an argument is wrong, there is not one cut between each two stages, or a buffer
+            has no data and cannot be made.
 
     Example:
         >>> import torch, fpipe
@@ -178,10 +186,14 @@ def from_module(
         (True, 8)
         >>> pipe.load_into(module, {name: params[name] - 0.1 * grads[name] for name in params})
     """
+    group = group_of(group, mesh)
+    whole = ModuleLoss(module, cuts, loss)
+    device = torch.device("cpu") if group is None else device_of(group)
+    whole.buffers = real_buffers(module, buffers, device)
     return ModulePipeline(
         Definition(
             stages=(),
-            loss=ModuleLoss(module, cuts, loss),
+            loss=whole,
             function=True,
             trainable=Trainable(_trained(module)),
             schedule=schedule,
@@ -190,7 +202,7 @@ def from_module(
             remat=remat,
             compile=compile,
             accum_dtype=accum_dtype,
-            group=group_of(group, mesh),
+            group=group,
             timeout=timeout,
         )
     )

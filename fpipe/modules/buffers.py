@@ -1,0 +1,127 @@
+"""Buffers of a module that was built on the meta device, where they have shapes and no numbers.
+
+Parameters are the caller's, but buffers are constants of the trace, so they need their numbers. A
+buffer that ``state_dict`` leaves out is computed from the module's configuration alone; the method
+that modules have for it, for just this case, is asked to do so again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fpipe.errors import StageError
+
+
+def real_buffers(
+    module: nn.Module, given: Mapping[str, Tensor] | None, device: torch.device
+) -> dict[str, Tensor]:
+    """What takes the place of a module's own buffers: those given, and those on the meta device.
+
+    Args:
+        module: it is not changed.
+        given: by the names of ``module.named_buffers()``.
+        device: where those are made that are not given.
+
+    Raises:
+        StageError: one that is given is no buffer or has another shape; or one on the meta device
+            is not given, and the module does not say how it is made.
+    """
+    own = dict(module.named_buffers())
+    found = dict(given or {})
+    for name, value in found.items():
+        if name not in own:
+            raise StageError(
+                f"buffers names {name!r}, which is no buffer of {type(module).__name__}; "
+                "module.named_buffers() lists them"
+            )
+        if not isinstance(value, Tensor) or value.shape != own[name].shape or value.is_meta:
+            raise StageError(
+                f"buffers[{name!r}] must be a tensor of shape {tuple(own[name].shape)} with data, "
+                f"not on the meta device: it is {_in_words(value)}"
+            )
+    for name, buffer in own.items():
+        if buffer.is_meta and name not in found:
+            made = _made(module, name, device)
+            if made is None:
+                raise StageError(
+                    f"the buffer {name!r} of {type(module).__name__} lies on the meta device and "
+                    "has no data, and no _init_weights or reset_parameters of the module makes it "
+                    f"anew: pass its {tuple(buffer.shape)} numbers, "
+                    f"from_module(..., buffers={{{name!r}: tensor}}), or build that submodule "
+                    "outside torch.device('meta')"
+                )
+            found[name] = made
+    return found
+
+
+def shaped_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Stand-ins for buffers on the meta device, where numbers do not count: one element each."""
+    return {
+        name: torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
+        for name, buffer in module.named_buffers()
+        if buffer.is_meta
+    }
+
+
+def _made(module: nn.Module, name: str, device: torch.device) -> Tensor | None:
+    """The buffer as the module itself makes it; None if it does not."""
+    path, _, own = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if own in owner._non_persistent_buffers_set:
+        for make in _makers(module, path):
+            # Whatever was there before, a buffer that has been made is the same.
+            first, second = (_once(owner, own, fill, device, make) for fill in (0, 1))
+            if first is not None and second is not None and torch.equal(first, second):
+                return first
+    return None
+
+
+def _makers(module: nn.Module, path: str) -> Iterator[Callable[[Any], object]]:
+    """What fills a submodule with its first numbers, the nearest first."""
+    owner: Any = module.get_submodule(path)
+    if hasattr(owner, "reset_parameters"):
+        yield lambda copied: copied.reset_parameters()
+    names: Sequence[str] = path.split(".") if path else []
+    outer = [module, *map(module.get_submodule, accumulate(names, "{}.{}".format))]
+    for candidate in reversed(outer):
+        if callable(init := getattr(candidate, "_init_weights", None)):
+            yield init
+
+
+def _once(
+    owner: nn.Module,
+    name: str,
+    fill: int,
+    device: torch.device,
+    make: Callable[[Any], object],
+) -> Tensor | None:
+    """The buffer as it is made in a copy of its submodule, without the data of other tensors."""
+    memo: dict[int, object] = {}
+    for tensor in (*owner.parameters(), *owner.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    for buffer in owner._buffers.values():
+        if buffer is not None:
+            memo[id(buffer)] = torch.full_like(buffer, fill, device=device)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            other = copy.deepcopy(owner, memo)
+            make(other)
+    except Exception:
+        # It was written for something else: the buffer is then asked for by name.
+        return None
+    value = other._buffers[name]
+    return None if value is None or value.is_meta else value
+
+
+def _in_words(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{tuple(value.shape)} on {value.device}"

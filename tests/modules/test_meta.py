@@ -1,0 +1,170 @@
+"""A module without weights is divided and traced as if it had them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fpipe
+from tests.modules.hugging_face import ARCHITECTURES, build, cross_entropy, make_batch
+from tests.modules.models import detached, unpipelined
+
+ROOT: Final = Path(__file__).parents[2]
+SCHEDULE = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
+
+
+def shapes_of(name: str, layers: int) -> nn.Module:
+    """The model of `build`, of which only shapes are there."""
+    with torch.device("meta"):
+        return ARCHITECTURES[name].build(layers).double().eval()
+
+
+def on_meta(tree: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.to("meta") for name, value in tree.items()}
+
+
+# Rotary frequencies; position and token type ids; no buffer at all.
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
+def test_module_without_weights_steps_as_the_one_with(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, batch = build(name, 4), make_batch(name, rows=4)
+    params = detached(module)
+    shapes = shapes_of(name, 4)
+    assert all(tensor.is_meta for tensor in (*shapes.parameters(), *shapes.buffers()))
+    chosen = fpipe.balance(shapes, SCHEDULE, on_meta(batch), loss=cross_entropy)
+    assert chosen == fpipe.balance(module, SCHEDULE, batch, loss=cross_entropy)
+    pipe = fpipe.from_module(
+        shapes, schedule=SCHEDULE, cuts=chosen.cuts, loss=cross_entropy, compile=False
+    )
+    with caplog.at_level(logging.INFO, "fpipe"):
+        programs = pipe.programs(on_meta(params), on_meta(batch))
+        got = pipe.step(params, batch)
+    assert sum(program.peak_bytes for program in programs) > 0
+    # The plan for shapes is that for the tensors that have them.
+    assert sum("tracing step" in record.message for record in caplog.records) == 1
+    expected = unpipelined(module, params, batch, cross_entropy)
+    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(got.grads, expected.grads, rtol=1e-10, atol=1e-12)
+    assert all(tensor.is_meta for tensor in (*shapes.parameters(), *shapes.buffers()))
+
+
+def test_tensors_without_data_are_refused_by_a_step() -> None:
+    module, batch = build("gpt2", 2), make_batch("gpt2", rows=4)
+    pipe = fpipe.from_module(
+        module, schedule=SCHEDULE, cuts=["transformer.h.0"], loss=cross_entropy, compile=False
+    )
+    params = detached(module)
+    with pytest.raises(
+        fpipe.BatchError, match=r"the parameter \['transformer.wpe.weight'\] lies on the meta.*prog"
+    ):
+        pipe.step(params | on_meta({k: params[k] for k in ["transformer.wpe.weight"]}), batch)
+    with pytest.raises(fpipe.BatchError, match=r"batch\['input_ids'\] lies on the meta device"):
+        pipe.step(params, batch | {"input_ids": batch["input_ids"].to("meta")})
+
+
+class Scaled(nn.Module):
+    """Two layers, and a buffer that is not in the state dict."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.register_buffer("scale", torch.arange(3.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) * self.scale)
+
+
+class Resets(Scaled):
+    """Says how its buffer is made, and by what numbers its layer begins."""
+
+    def reset_parameters(self) -> None:
+        """As torch's own layers do."""
+        self.scale.copy_(torch.arange(3.0))
+        self.first.reset_parameters()
+
+
+class AddsUp(Scaled):
+    """Does something else to its buffer."""
+
+    def reset_parameters(self) -> None:
+        """Not a first value, for it depends on what was there."""
+        self.scale.add_(1)
+
+
+class Kept(Scaled):
+    """Its buffer belongs to its state dict, so a checkpoint has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.arange(3.0))
+
+    reset_parameters = Resets.reset_parameters
+
+
+def squares(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return output.square().mean()
+
+
+def pipe_of(module: nn.Module, **options: Any) -> fpipe.ModulePipeline:
+    return fpipe.from_module(
+        module, schedule=SCHEDULE, cuts=["first"], loss=squares, compile=False, **options
+    )
+
+
+def step_of(pipe: fpipe.ModulePipeline) -> Tensor:
+    params = {name: torch.ones(value.shape) for name, value in pipe.module.named_parameters()}
+    loss: Tensor = pipe.step(params, {"x": torch.ones(4, 3)}).loss
+    return loss
+
+
+def test_buffer_is_made_by_the_module_and_nothing_else_is_touched() -> None:
+    expected = step_of(pipe_of(Scaled()))
+    module = Resets()
+    weight = module.first.weight.detach().clone()
+    module.scale = module.scale.to("meta")
+    assert torch.equal(step_of(pipe_of(module)), expected)
+    assert module.scale.is_meta and torch.equal(module.first.weight, weight)
+    buffers = {"scale": torch.arange(3.0)}
+    assert torch.equal(step_of(pipe_of(Scaled().to("meta"), buffers=buffers)), expected)
+    # Those that are given take the place of those that have numbers too.
+    assert step_of(pipe_of(Scaled(), buffers={"scale": torch.zeros(3)})) != expected
+
+
+@pytest.mark.parametrize("kind", [Scaled, AddsUp, Kept])
+def test_buffer_that_nobody_makes_is_refused(kind: type[Scaled]) -> None:
+    module = kind().to("meta")
+    with pytest.raises(
+        fpipe.StageError, match=rf"the buffer 'scale' of {kind.__name__} lies on the meta.*buffers="
+    ):
+        pipe_of(module)
+
+
+def test_wrong_buffers_are_refused() -> None:
+    with pytest.raises(fpipe.StageError, match=r"buffers names 'scales', which is no buffer of Sc"):
+        pipe_of(Scaled(), buffers={"scales": torch.ones(3)})
+    for wrong in (torch.ones(2), torch.ones(3, device="meta"), 3.0):
+        with pytest.raises(fpipe.StageError, match=r"buffers\['scale'\] must be a tensor of shape"):
+            pipe_of(Scaled(), buffers={"scale": wrong})
+
+
+@pytest.mark.examples
+def test_seven_billion_parameters_are_divided_and_traced_without_weights(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "benchmarks.trace.run", "--json", str(report)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *_, (last, seconds, gibibytes) = json.loads(report.read_text("utf-8"))["rows"]
+    assert last == "all of it" and seconds < 120 and gibibytes < 4
+    assert "- parameters: 6.738 billion" in done.stdout
+    assert "model.layers.7" in done.stdout and "evenness 94.4%" in done.stdout
