@@ -10,7 +10,7 @@ import hashlib
 import pickle
 import struct
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -66,26 +66,42 @@ class Offer(NamedTuple):
     problem: str | None
 
 
+def start_headers(header: Header, group: dist.ProcessGroup) -> Callable[[], list[Header]]:
+    """Send the header of this rank; what comes back waits for those of all ranks."""
+    rows = _start(torch.tensor(list(header)), group)
+    return lambda: [Header(*row.tolist()) for row in rows()]
+
+
 def gather_headers(header: Header, group: dist.ProcessGroup) -> list[Header]:
     """The headers of all ranks."""
-    return [Header(*row.tolist()) for row in _gather(torch.tensor(list(header)), group)]
+    return start_headers(header, group)()
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """One picklable value of each rank."""
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = [int(size) for size in _gather(torch.tensor(len(data)), group)]
+    sizes = [int(size) for size in gather(torch.tensor(len(data)), group)]
     padded = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
     return [
         pickle.loads(bytes(row[:size].tolist()))
-        for row, size in zip(_gather(padded, group), sizes, strict=True)
+        for row, size in zip(gather(padded, group), sizes, strict=True)
     ]
 
 
-def _gather(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+def gather(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """A tensor of each rank, all of one shape."""
+    return _start(own, group)()
+
+
+def _start(own: Tensor, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
     everyone = [torch.empty_like(own) for _ in range(group.size())]
-    group.allgather([everyone], [own]).wait()
-    return everyone
+    work = group.allgather([everyone], [own])
+
+    def wait() -> list[Tensor]:
+        work.wait()
+        return everyone
+
+    return wait
 
 
 @lru_cache(maxsize=256)

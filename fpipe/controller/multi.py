@@ -3,6 +3,9 @@
     header ── all known ──────────────────────────► run ── loss and status ──► result, or the fault
        └── new shapes ── offers ── plan ── verdicts ─┘
 
+While the header is under way a rank computes what it can without messages, by the plan of the last
+step that was called alike.
+
 A rank that fails goes through the rest of its program without computing, so that nobody is left
 waiting and the channels stay usable; only when a rank is gone are the connections given up.
 """
@@ -27,12 +30,15 @@ from fpipe.controller.agreement import (
     check_offers,
     check_verdicts,
     digest,
+    gather,
     gather_headers,
     gather_objects,
     identity,
     of_number,
+    start_headers,
     sum_of,
 )
+from fpipe.controller.ahead import Ahead, prelude
 from fpipe.controller.controller import Finished, load
 from fpipe.controller.fault import Fault
 from fpipe.controller.keys import Words, as_number
@@ -75,6 +81,29 @@ class Given(NamedTuple):
     shapes: Mapping[int, TreeShape]
     batch: tuple[TreeShape, ...] | None
     key: Words | None
+
+
+class Call(NamedTuple):
+    """What this rank was called for, under way to the others.
+
+    Attributes:
+        goal: what is asked for.
+        given: what this rank was called with, None if it cannot be used.
+        problem: why not.
+        header: what the others are told of it.
+        headers: waits for those of all ranks.
+    """
+
+    goal: Goal
+    given: Given | None
+    problem: Exception | None
+    header: Header
+    headers: Callable[[], list[Header]]
+
+    @property
+    def kind(self) -> tuple[int, int, int]:
+        """The same for calls that end in the same plan, as far as this rank knows."""
+        return self.header.call, self.header.batch, self.header.params
 
 
 class Agreed(NamedTuple):
@@ -128,7 +157,8 @@ class MultiController:
         self._stages = schedule.stages_of(self._rank)
         self._device = device
         self._setup = {name: digest(text) for name, text in setup.items()}
-        self._agreed: dict[tuple[int, ...], Signature] = {}
+        self._agreed: dict[tuple[int, ...], Plan] = {}
+        self._expected: dict[tuple[int, int, int], Plan] = {}
         self._steps = 0
         self._draining = False
         self._broken: Fault | None = None
@@ -152,14 +182,18 @@ class MultiController:
         Raises:
             PipelineError: on every rank, when any rank fails.
         """
-        return self._together(
-            lambda: self._execute(self._agree(params, batch, goal, lambda: self._read_key(key)))
-        )
+
+        def work() -> Finished:
+            call = self._announce(params, batch, goal, lambda: self._read_key(key))
+            ahead = self._run_ahead(call)
+            return self._execute(self._agree(call), ahead)
+
+        return self._together(work)
 
     def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
         """The programs of all ranks for a training step; every rank must ask for them."""
         return self._together(
-            lambda: self._agree(params, batch, "step", lambda: None).plan.programs
+            lambda: self._agree(self._announce(params, batch, "step", lambda: None)).plan.programs
         )
 
     def add_up(self, value: float) -> float:
@@ -196,28 +230,33 @@ class MultiController:
 
     # ── agreement ──────────────────────────────────────────────────────────────────────────────
 
-    def _agree(
+    def _announce(
         self, params: Any, batch: Any, goal: Goal, key: Callable[[], Words | None]
-    ) -> Agreed:
-        """Find the plan that all ranks run, or make it if anything is new."""
+    ) -> Call:
+        """Read what this rank was called with, and tell the others."""
         given: Given | None = None
         problem: Exception | None = None
         try:
             given = self._read(params, batch, key())
         except Exception as error:
             problem = error
-        headers = _connected(lambda: gather_headers(_header(given, goal), self._control))
+        header = _header(given, goal)
+        headers = _connected(lambda: start_headers(header, self._control))
+        return Call(goal, given, problem, header, lambda: _connected(headers))
+
+    def _agree(self, call: Call) -> Agreed:
+        """Find the plan that all ranks run, or make it if anything is new."""
+        headers = call.headers()
         check_calls(headers)
         check_keys(headers)
+        given = call.given
         shapes = (headers[0].call, *(word for h in headers for word in (h.batch, h.params)))
         if given is None or shapes not in self._agreed or any(h.failed for h in headers):
-            signature = self._make_signature(given, problem, goal)
+            signature = self._make_signature(given, call.problem, call.goal)
             assert given is not None
-            plan = self._make_plan(signature)
-            # Only now: what any rank refused is refused again, by all of them.
-            self._agreed[shapes] = signature
-        else:
-            plan = self._planner(self._agreed[shapes])
+            # Kept only when made: what any rank refused is refused again, by all of them.
+            self._agreed[shapes] = self._make_plan(signature)
+        plan = self._expected[call.kind] = self._agreed[shapes]
         return Agreed(given, plan, any(h.records for h in headers))
 
     def _read(self, params: Any, batch: Any, key: Words | None) -> Given:
@@ -276,7 +315,23 @@ class MultiController:
 
     # ── execution ──────────────────────────────────────────────────────────────────────────────
 
-    def _execute(self, agreed: Agreed) -> Finished:
+    def _run_ahead(self, call: Call) -> Ahead | None:
+        """Compute by the plan that this call had before, up to the first message."""
+        plan = self._expected.get(call.kind)
+        if plan is None or call.given is None or call.header.records:
+            return None
+        program = observed(plan.programs[self._rank], None)
+        until = prelude(program)
+        if not until:
+            return None
+        with torch.no_grad(), without_autocast():
+            try:
+                run = self._load(program, plan, call.given)
+            except Exception:
+                return None  # it fails again when all ranks are there to hear of it
+            return Ahead(plan, run, until)
+
+    def _execute(self, agreed: Agreed, ahead: Ahead | None) -> Finished:
         given, plan, records = agreed
         marks: Marks | None = {} if records else None
         run = Run(observed(plan.programs[self._rank], marks))
@@ -284,7 +339,11 @@ class MultiController:
         total: Total | None = None
         with torch.no_grad(), without_autocast():
             try:
-                run = self._load(run.program, plan, given)
+                if ahead is None or ahead.plan is not plan or records:
+                    run = self._load(run.program, plan, given)
+                else:
+                    run = ahead.run
+                    ahead.join(self._transport)
                 run.advance(self._transport)
                 total = plan.total([run])
             except ConnectionLost:
@@ -349,7 +408,8 @@ class MultiController:
             word[1 : 1 + size] = total.loss.flatten()
             if total.weight is not None:
                 word[1 + size] = total.weight
-        _connected(lambda: self._control.allreduce([word]).wait())
+        # The sum over ranks in their order; a reduction would take twice as many messages.
+        word = torch.stack(_connected(lambda: gather(word, self._control))).sum(0)
         if word[0] > 0 and not failed:
             raise self._reported()
         if not heads:

@@ -26,8 +26,12 @@ class Run:
         self.slots: list[Any] = [None] * program.num_slots
         self.next = 0
 
-    def advance(self, transport: Transport) -> bool:
+    def advance(self, transport: Transport, until: int | None = None) -> bool:
         """Run instructions until the program ends (True) or a message is missing (False).
+
+        Args:
+            transport: moves the messages.
+            until: index of the first instruction not to run, None for all of them.
 
         Raises:
             PipelineError: a kernel raised; names rank, stage, microbatch and action, and carries
@@ -35,9 +39,10 @@ class Run:
         """
         instructions = self.program.instructions
         slots = self.slots
-        index = self.next
+        start = index = self.next
+        end = len(instructions) if until is None else until
         try:
-            for index in range(self.next, len(instructions)):
+            for index in range(start, end):
                 instruction = instructions[index]
                 if isinstance(instruction, Compute):
                     call, inputs, last_use, outputs, _ = instruction
@@ -72,7 +77,7 @@ class Run:
         except Exception as error:
             self.next = index
             raise _blame(self.program, index, error) from error
-        self.next = len(instructions)
+        self.next = end
         return True
 
 

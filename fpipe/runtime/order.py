@@ -29,7 +29,11 @@ Place = tuple[int, int]
 """A rank and the index of one of its instructions."""
 
 RUN_AHEAD = 1 << 18
-"""Bytes of small messages that may be under way on a channel beyond the windows."""
+"""Bytes of messages that may always be under way on a channel beyond the windows."""
+
+SHARE = 1 / 16
+"""As much of the peak as may be under way on a channel: a message that must wait for its receiver,
+which computes, makes its sender wait too."""
 
 
 def lower_for_group(
@@ -37,8 +41,8 @@ def lower_for_group(
 ) -> tuple[Program, ...]:
     """Lower a schedule for processes that each run one rank, and prove that they come to an end.
 
-    Buffers are bounded by windows. A schedule whose messages cross so that small windows would make
-    ranks wait for each other gets bigger ones.
+    Buffers are bounded by windows, and by a share of what the step holds anyway. A schedule whose
+    messages cross so that small windows would make ranks wait for each other gets bigger ones.
 
     Args:
         schedule: a schedule that `fpipe.verify` accepts.
@@ -50,14 +54,21 @@ def lower_for_group(
     Raises:
         ScheduleError: the programs would not come to an end.
     """
-    everything = sum(map(len, schedule.actions))
-    for window in (2, 8, everything):
-        windows = Windows(window, window, RUN_AHEAD)
-        programs = lower(
+
+    def within(window: int, nbytes: int) -> tuple[Program, ...]:
+        windows = Windows(window, window, nbytes)
+        return lower(
             schedule, codes, windows, lambda r: r == rank, tied=tied, everywhere=everywhere
         )
+
+    programs = within(2, RUN_AHEAD)
+    nbytes = int(SHARE * max(program.peak_bytes for program in programs))
+    if nbytes > RUN_AHEAD:
+        programs = within(2, nbytes)
+    for window in (8, sum(map(len, schedule.actions))):
         if not find_circle(programs):
             break
+        programs = within(window, max(nbytes, RUN_AHEAD))
     prove(programs)
     return programs
 

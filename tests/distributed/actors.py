@@ -5,7 +5,8 @@ With None for the group the same function does all of it in one process: what a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -178,6 +179,64 @@ def proved_first(group: dist.ProcessGroup, schedule: Schedule) -> list[str]:
         for _ in range(2):
             pipe.step(pipe.local(model.params), model.batch)
     return seen
+
+
+class Entry(NamedTuple):
+    """When a rank called a step, when its first kernel ran, by the machine's clock, and what came.
+
+    Attributes:
+        called: seconds.
+        computed: seconds.
+        kernels: how many ran in the first step, and in this one.
+        right: whether the result is that of the first step.
+    """
+
+    called: float
+    computed: float
+    kernels: tuple[int, int]
+    right: bool
+
+
+def one_comes_late(
+    group: dist.ProcessGroup, schedule: Schedule, late: Mapping[int, float]
+) -> Entry:
+    """The second step, which the ranks in `late` call so many seconds after the others."""
+    times: list[float] = []
+
+    def compile(module: fx.GraphModule, examples: Sequence[Tensor]) -> Call:
+        def call(inputs: list[Tensor]) -> Sequence[Tensor]:
+            times.append(time.monotonic())
+            outputs: Sequence[Tensor] = module(*inputs)
+            return outputs
+
+        return call
+
+    model = model_of("mlp", schedule.num_stages, 2 * schedule.num_microbatches)
+    pipe = pipeline(group, model, schedule, compile=compile)
+    params = pipe.local(model.params)
+    before = pipe.step(params, model.batch)
+    kernels = len(times)
+    times.clear()
+    time.sleep(late.get(group.rank(), 0.0))
+    called = time.monotonic()
+    step = pipe.step(params, model.batch)
+    right = all(map(torch.equal, tree.flatten(step)[0], tree.flatten(before)[0]))
+    return Entry(called, times[0], (kernels, len(times)), right)
+
+
+def one_records(group: dist.ProcessGroup, schedule: Schedule, recorder: int) -> list[list[str]]:
+    """The actions of each rank in a timeline that one rank alone records, of a second step."""
+    model = model_of("mlp", schedule.num_stages, 2 * schedule.num_microbatches)
+    pipe = pipeline(group, model, schedule)
+    params = pipe.local(model.params)
+    pipe.step(params, model.batch)
+    if group.rank() != recorder:
+        pipe.step(params, model.batch)
+        return []
+    with fpipe.record() as recording:
+        pipe.step(params, model.batch)
+    events = recording.timeline.events
+    return [[str(event.action) for event in row if event.end > event.start] for row in events]
 
 
 def profiled(group: Group, schedule: Schedule) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from textwrap import dedent
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe import Schedule, schedules
+from fpipe.runtime import order
 from fpipe.runtime.interpreter import Run
 from fpipe.runtime.lower import DIRECT, Windows
 from fpipe.runtime.program import (
@@ -31,7 +33,7 @@ from fpipe.stage.partition import Policy
 from fpipe.stage.remat import save_all, save_nothing
 from tests.laboratory.random_schedules import schedules as random_schedules
 from tests.models import Model, apply, assert_same, gpt, mlp, plain_pipeline, rand, unpipelined
-from tests.runtime.lowering import Mailbox, drive, lowered
+from tests.runtime.lowering import Mailbox, codes_of, drive, lowered
 
 FAMILIES = list(schedules.FAMILIES)
 WINDOWS = [DIRECT, Windows(send=2, receive=3), Windows(send=1, receive=1, nbytes=1000)]
@@ -181,6 +183,22 @@ def test_small_messages_run_ahead() -> None:
         assert under_way(first, Send, WaitSend) == number
         # Beside the one that the running task reads.
         assert under_way(last, Recv, WaitRecv) == number - 1
+
+
+def test_messages_run_ahead_as_far_as_a_share_of_the_peak_allows() -> None:
+    """A rank that computes posts nothing, and who sends to it would wait: both ranks of LoopedBFS
+    lost a sixth of a step so."""
+    schedule = schedules.looped_bfs(ranks=2, microbatches=8, stages_per_rank=2)
+    model = mlp(4, 8)
+    ahead, peak = {}, {}
+    codes = codes_of(model, 8)
+    for share in (0, 1 / 4):
+        with patch.multiple(order, RUN_AHEAD=0, SHARE=share):
+            programs = order.lower_for_group(schedule, lambda stage, _: codes[stage], rank=0)
+        ahead[share] = [under_way(program, Recv, WaitRecv) for program in programs]
+        peak[share] = max(program.peak_bytes for program in programs)
+    assert all(few < many for few, many in zip(ahead[0], ahead[1 / 4], strict=True))
+    assert peak[1 / 4] <= (1 + 2 / 4) * peak[0]  # one channel in, one out
 
 
 def under_way(program: Program, start: type, end: type) -> int:

@@ -1,0 +1,85 @@
+"""Run ahead: what a rank computes before it has heard what the other ranks were called with.
+
+    header ──► from and to all ranks ──────────────┐
+    0F0 0F1 … up to the first message of the step ─┴─► agreed ──► the messages, and the rest
+
+A program computes until it needs a message or has one to send. None of that can be seen outside, so
+if the ranks agree on anything else than expected, it is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fpipe.plan import Plan
+from fpipe.runtime.interpreter import Run
+from fpipe.runtime.program import Compute, Message, Program, Send, WaitRecv
+from fpipe.runtime.transport import Transport
+
+
+class Held:
+    """A transport that moves nothing yet.
+
+    Attributes:
+        posted: the messages to post later.
+    """
+
+    def __init__(self) -> None:
+        self.posted: list[Message] = []
+
+    def post(self, message: Message) -> None:
+        self.posted.append(message)
+
+    def send(self, message: Message, values: Sequence[Tensor]) -> None:
+        raise AssertionError(f"{message.action} is sent before the ranks agreed")
+
+    def wait_sent(self, message: Message) -> None:
+        raise AssertionError(f"{message.action} is waited for before the ranks agreed")
+
+    def receive(self, message: Message) -> Sequence[Tensor] | None:
+        raise AssertionError(f"{message.action} is received before the ranks agreed")
+
+
+def prelude(program: Program) -> int:
+    """How many instructions run before the first message moves; 0 if none of them computes."""
+    instructions = program.instructions
+    moving = (i for i, step in enumerate(instructions) if isinstance(step, Send | WaitRecv))
+    end = next(moving, len(instructions))
+    return end if any(isinstance(step, Compute) for step in instructions[:end]) else 0
+
+
+class Ahead:
+    """A run that has gone as far as it can alone.
+
+    Args:
+        plan: that is expected.
+        run: of this rank's program, loaded.
+        until: the length of its program's prelude, as far as it goes now.
+
+    Attributes:
+        plan: as given.
+        run: as given, at its first message or at the instruction that failed.
+    """
+
+    def __init__(self, plan: Plan, run: Run, until: int) -> None:
+        self.plan = plan
+        self.run = run
+        self._held = Held()
+        self._error: Exception | None = None
+        try:
+            run.advance(self._held, until)
+        except Exception as error:
+            self._error = error
+
+    def join(self, transport: Transport) -> None:
+        """Do what had to wait for the other ranks.
+
+        Raises:
+            PipelineError: what failed on the way.
+        """
+        for message in self._held.posted:
+            transport.post(message)
+        if self._error is not None:
+            raise self._error
