@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from typing import Any, Self
 
 import torch
@@ -18,16 +19,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
+from fpipe.checkpoint.loading import NO_NAMING, Naming, reading
 from fpipe.controller.controller import Controller, Finished
 from fpipe.controller.keys import read_key
 from fpipe.controller.multi import MultiController
 from fpipe.controller.single import SingleController
 from fpipe.convention import Convention, called
 from fpipe.definition import Definition, group_of, placed, stages_of, whole_loss
-from fpipe.errors import BatchError
+from fpipe.errors import BatchError, StageError
 from fpipe.history import has_history, is_tracked, tracked_value
+from fpipe.holding import InitFn, Make, drawn, fill, names_of
 from fpipe.levels import call_within, is_within
-from fpipe.parameters import Parameters, keep
+from fpipe.parameters import Parameters, check_parts, keep
 from fpipe.plan import Planner, batch_gradients, collected, gradients
 from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
 from fpipe.runtime.connect import device_of
@@ -183,6 +186,128 @@ class Pipeline:
         if self.rank is None or self.definition.function:
             return params
         return keep(params, self.schedule.stages_of(self.rank))
+
+    def init(self, init_fn: InitFn, key: Tensor, *example: Any, shapes: Any = None) -> Any:
+        """Make parameters; over a process group each process makes those of its own stages alone.
+
+        What a leaf becomes depends on `key` and its name, and so neither on the schedule nor on the
+        number of processes.
+
+        Args:
+            init_fn: ``(key, name, like) -> tensor``, called for each leaf: `key` is its own, `name`
+                the keys and indices of its path joined by dots (for a module, as in
+                ``named_parameters()``), `like` a meta tensor of the shape and dtype that it must
+                return.
+            key: a key of `fpipe.random`, the same on every rank.
+            example: what `step` takes after the parameters, or meta tensors of those shapes. Over a
+                process group a pipeline of one function, or of a module, is traced on them, to
+                learn which leaves its stages read; all ranks must call this then. Not needed where
+                it has run before, or in one process, or for stages that are functions of their own.
+            shapes: parameters as for `step`, of which shapes and dtypes count, such as those that
+                were made under ``torch.device("meta")``. The pipeline of a module knows them.
+
+        Returns:
+            Parameters in the structure of `shapes`. Over a process group there is None in place of
+            other processes' stages, and of one function a meta tensor for each leaf that this
+            process does not read: `step` takes such parameters.
+
+        Raises:
+            BatchError: `shapes` is no such tree, or `init_fn` returns something else.
+            StageError: `shapes` or `example` is missing.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+            >>> stage, loss = (lambda w, x: x @ w), (lambda y, _: y.square().mean())
+            >>> pipe = fpipe.pipeline([stage, stage], loss, schedule, compile=False)
+            >>> shapes = [torch.empty(3, 3, device="meta")] * 2
+            >>> normal = lambda key, name, like: fpipe.random.normal(key, like.shape, like.dtype)
+            >>> params = pipe.init(normal, fpipe.random.key(0), shapes=shapes)
+            >>> [tuple(leaf.shape) for leaf in params], torch.equal(*params)
+            ([(3, 3), (3, 3)], False)
+        """
+        make = drawn(init_fn, key)
+        return self._filled(lambda names: make, shapes, example)
+
+    def load(
+        self,
+        path: str | PathLike[str],
+        *example: Any,
+        shapes: Any = None,
+        rename: Callable[[str], str] | None = None,
+        strict: bool = True,
+    ) -> Any:
+        """Read parameters from files; over a process group each process reads those that it needs.
+
+        Args:
+            path: a file of safetensors, a directory with such files and perhaps an index, as
+                Hugging Face writes them, or a directory of ``torch.distributed.checkpoint``.
+            example: as for `init`.
+            shapes: as for `init`; tensors of other dtypes are converted.
+            rename: from the name of a leaf (as for `init`) to that in the checkpoint.
+            strict: refuse a checkpoint that has more than the parameters. Buffers of a module, and
+                other names of tied parameters, are no more.
+
+        Returns:
+            As `init`, on the CPU or the device of the process group.
+
+        Raises:
+            BatchError: a parameter is missing or has another shape, or there are more; says which.
+            StageError: as for `init`.
+        """
+
+        def reader(names: Sequence[str]) -> Make:
+            return reading(path, names, self._naming(), rename, strict)
+
+        return self._filled(reader, shapes, example)
+
+    def _filled(
+        self, maker: Callable[[Sequence[str]], Make], shapes: Any, example: Sequence[Any]
+    ) -> Any:
+        """Parameters whose leaves are made by what `maker` returns for the names of all."""
+        shapes = self._shapes(shapes)
+        leaves, spec = tree.tensors("shapes", shapes, "torch.device('meta') makes them")
+        names = names_of(spec)
+        make, group = maker(names), self.definition.group
+        if group is None:
+            return tree.unflatten(spec, fill(leaves, names, lambda _: True, make, None))
+        if self.definition.function:
+            held = self._read_here(shapes, example)
+        else:
+            check_parts("shapes", shapes, self.schedule.num_stages)
+            sizes = [part.num_leaves for part in spec.children()]
+            own = self.schedule.stages_of(group.rank())
+            flags = [stage in own for stage, size in enumerate(sizes) for _ in range(size)]
+            held = flags.__getitem__
+        filled = fill(leaves, names, held, make, device_of(group))
+        return self.local(tree.unflatten(spec, filled))
+
+    def _read_here(self, shapes: Any, example: Sequence[Any]) -> Callable[[int], bool]:
+        """Whether this process reads a leaf of one function's parameters."""
+        if example:
+            self.programs(shapes, *example)
+        readers = self.readers()
+        if not readers:
+            raise StageError(
+                "which parameters each rank reads is not known before the function is traced: "
+                "pass an example of the batch, pipe.init(init_fn, key, batch) or "
+                "pipe.load(path, batch); meta tensors of its shapes will do"
+            )
+        # One that no stage reads is held everywhere.
+        return lambda leaf: self.rank in readers.get((0, leaf), (self.rank,))
+
+    def _shapes(self, shapes: Any) -> Any:
+        """The shapes of the parameters."""
+        if shapes is None:
+            raise StageError(
+                "shapes is missing: pass parameters as for step, of which only shapes and dtypes "
+                "count, such as those that are made under torch.device('meta')"
+            )
+        return shapes
+
+    def _naming(self) -> Naming:
+        """What is known of names in a checkpoint."""
+        return NO_NAMING
 
     def programs(self, params: Any, batch: Any, *vectors: Any) -> tuple[Program, ...]:
         """The program of each rank for a step on arguments of these shapes: to be printed and read.

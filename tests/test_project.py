@@ -90,6 +90,7 @@ LAYERS: Final = (
     ("fpipe.cli",),
     ("fpipe.microbatch", "fpipe.nn", "fpipe.parameters", "fpipe.random"),
     ("fpipe.shapes",),
+    ("fpipe.checkpoint", "fpipe.holding"),
     ("fpipe.stage",),
     ("fpipe.runtime",),
     ("fpipe.plan", "fpipe.recording"),

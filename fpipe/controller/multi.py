@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from fpipe import tree
 from fpipe.controller.agreement import (
     CALLS,
     Header,
@@ -371,7 +372,21 @@ class MultiController:
                 "the batch: pass it on this rank too",
                 rank=self._rank,
             )
+        if given.params.shared:
+            self._refuse_without_data(program, given.params)
         return load(program, plan, given.params, given.parts, self._device, given.key)
+
+    def _refuse_without_data(self, program: Program, params: Parameters) -> None:
+        for stage, leaf, _ in program.bindings.params:
+            if params.stages[stage][leaf].is_meta:
+                path = tree.paths(params.spec)[leaf]
+                raise PipelineError(
+                    f"rank {self._rank} reads the parameter {path} in its stage {stage}, but what "
+                    "it was given lies on the meta device and has no data: pipe.init and pipe.load "
+                    "make those that a rank reads",
+                    rank=self._rank,
+                    stage=stage,
+                )
 
     def _blame(self, error: Exception) -> PipelineError:
         """Tell all ranks what failed here."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
+from fpipe.checkpoint.loading import Naming
 from fpipe.definition import Definition, group_of
 from fpipe.engine import Pipeline
 from fpipe.errors import BatchError, PipelineError, StageError
@@ -43,6 +44,17 @@ class ModulePipeline(Pipeline):
         super().__init__(definition)
         self.module = whole.module
         self.cuts = whole.cuts
+
+    def _shapes(self, shapes: Any) -> Any:
+        return dict(self.module.named_parameters()) if shapes is None else shapes
+
+    def _naming(self) -> Naming:
+        first: dict[int, str] = {}
+        aliases: dict[str, list[str]] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if first.setdefault(id(parameter), name) != name:
+                aliases.setdefault(first[id(parameter)], []).append(name)
+        return Naming(aliases, frozenset(name for name, _ in self.module.named_buffers()))
 
     def load_into(self, module: nn.Module, params: Mapping[str, Tensor]) -> None:
         """Copy parameters into a module, in place: to evaluate it, to save it, to go on without.

@@ -1,0 +1,53 @@
+"""Checkpoints in directories of `torch.distributed.checkpoint`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from fpipe.checkpoint.source import check_shape
+
+HEAD = ".metadata"
+
+
+class DistributedDirectory:
+    """Tensors in a directory that ``torch.distributed.checkpoint.save`` has written.
+
+    Each process reads by itself: how many wrote it, or read it, does not matter. Entries that are
+    no tensors are passed over.
+
+    Args:
+        path: of the directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        self._shapes = {
+            name: tuple(entry.size)
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All that there is."""
+        return frozenset(self._shapes)
+
+    def read(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Read some."""
+        for name, like in wanted.items():
+            check_shape(name, self._shapes[name], like)
+        found = {name: torch.empty_like(like, device="cpu") for name, like in wanted.items()}
+        if found:
+            with warnings.catch_warnings():
+                # That it reads without the other processes is just what is meant.
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                dcp.load(found, storage_reader=dcp.FileSystemReader(self._path), no_dist=True)
+        return found

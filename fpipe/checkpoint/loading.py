@@ -1,0 +1,128 @@
+"""Which tensors of a checkpoint are which parameters, and reading those that are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fpipe.checkpoint.distributed import HEAD, DistributedDirectory
+from fpipe.checkpoint.safetensors_files import INDEX, SafetensorsFiles
+from fpipe.checkpoint.source import Source
+from fpipe.errors import BatchError
+
+
+class Naming(NamedTuple):
+    """What a pipeline knows of the names in a checkpoint of its model.
+
+    Attributes:
+        aliases: further names of tied parameters, of which a checkpoint may have any.
+        beside: what may be there and is no parameter.
+    """
+
+    aliases: Mapping[str, Sequence[str]] = {}
+    beside: frozenset[str] = frozenset()
+
+
+NO_NAMING = Naming()
+
+
+def source_of(path: str | PathLike[str]) -> Source:
+    """What there is at a path.
+
+    Args:
+        path: a file of safetensors; a directory with such files, with or without an index; or a
+            directory of `torch.distributed.checkpoint`.
+
+    Raises:
+        BatchError: it is none of these.
+    """
+    place = Path(path)
+    if place.is_file() and place.suffix == ".safetensors":
+        return SafetensorsFiles.listed([place])
+    if (place / HEAD).is_file():
+        return DistributedDirectory(place)
+    indices, files = sorted(place.glob(INDEX)), sorted(place.glob("*.safetensors"))
+    if len(indices) == 1:
+        return SafetensorsFiles.indexed(indices[0])
+    if files and not indices:
+        return SafetensorsFiles.listed(files)
+    found = f"{len(indices)} indices" if indices else "neither" if place.is_dir() else "nothing"
+    raise BatchError(
+        f"{place} holds {found}: give a file of safetensors, a directory of such files with one "
+        "index or none, or a directory of torch.distributed.checkpoint"
+    )
+
+
+def stored_names(
+    source: Source,
+    names: Sequence[str],
+    naming: Naming,
+    rename: Callable[[str], str] | None,
+    strict: bool,
+) -> dict[str, str]:
+    """The name in the checkpoint of each parameter.
+
+    Args:
+        source: the checkpoint.
+        names: of all parameters, whoever holds them.
+        naming: what is known of them.
+        rename: from the name of a parameter to that in the checkpoint; None for the same.
+        strict: refuse what is in the checkpoint and is no parameter.
+
+    Raises:
+        BatchError: a parameter is missing in the checkpoint, or has no counterpart.
+    """
+    renamed = rename or (lambda name: name)
+    found: dict[str, str] = {}
+    known = {renamed(name) for name in naming.beside}
+    for name in names:
+        stored = [renamed(alias) for alias in (name, *naming.aliases.get(name, ()))]
+        known.update(stored)
+        there = [alias for alias in stored if alias in source.names]
+        if there:
+            found[name] = there[0]
+    missing = [name for name in names if name not in found]
+    extra = sorted(source.names - known)
+    if missing:
+        beside = f"; it has {_few(extra)} beside what was looked for" if extra else ""
+        raise BatchError(
+            f"the checkpoint lacks {_few(missing)}{beside}: where it has them by other names, pass "
+            "rename=, a function from the name of a parameter to that in the checkpoint"
+        )
+    if extra and strict:
+        raise BatchError(
+            f"the checkpoint has {_few(extra)}, which are no parameters: pass strict=False to pass "
+            "over what is no parameter"
+        )
+    return found
+
+
+def reading(
+    path: str | PathLike[str],
+    names: Sequence[str],
+    naming: Naming,
+    rename: Callable[[str], str] | None,
+    strict: bool,
+) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+    """What reads parameters by name from a path; the names of all are checked at once.
+
+    Raises:
+        BatchError: as `source_of` and `stored_names` say.
+    """
+    source = source_of(path)
+    stored = stored_names(source, names, naming, rename, strict)
+
+    def read(wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = source.read({stored[name]: like for name, like in wanted.items()})
+        return {name: found[stored[name]] for name in wanted}
+
+    return read
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:3]))
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

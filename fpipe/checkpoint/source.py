@@ -1,0 +1,44 @@
+"""What a checkpoint is to its reader: names, and tensors that are read one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from fpipe.errors import BatchError
+
+
+class Source(Protocol):
+    """Tensors in files, by name."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All that there is."""
+
+    def read(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Read some, and nothing else.
+
+        Args:
+            wanted: for each name a meta tensor of the shape and dtype that it must come in.
+
+        Returns:
+            Tensors on the CPU, of those dtypes.
+
+        Raises:
+            BatchError: one has another shape.
+        """
+
+
+def check_shape(name: str, found: tuple[int, ...], like: Tensor) -> None:
+    """Refuse a tensor of another shape.
+
+    Raises:
+        BatchError: names it.
+    """
+    if found != tuple(like.shape):
+        raise BatchError(
+            f"the checkpoint's {name!r} has shape {found}, but the parameter has "
+            f"{tuple(like.shape)}: it is of a model of another configuration"
+        )

@@ -1,0 +1,191 @@
+"""Each rank makes and reads the parameters of its own stages, and trains as one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor
+
+import fpipe
+from fpipe import Schedule, random, schedules
+from fpipe.checkpoint import safetensors_files
+from tests.distributed.crew import Crew, values
+from tests.models import assert_identical
+from tests.modules.models import CUTS, LanguageModel, detached, language_model, make_batch
+
+Group = dist.ProcessGroup | None
+
+
+def normal(key: Tensor, name: str, like: Tensor) -> Tensor:
+    return random.normal(key, like.shape, like.dtype)
+
+
+def pipe_of(group: Group, schedule: Schedule) -> fpipe.ModulePipeline:
+    """Of a module without weights."""
+    with torch.device("meta"):
+        module = LanguageModel().double()
+    buffers = {"mask": language_model().mask}
+    return fpipe.from_module(
+        module, schedule=schedule, cuts=CUTS, buffers=buffers, compile=False, group=group
+    )
+
+
+class Trained(NamedTuple):
+    """Where parameters came from, and two steps.
+
+    Attributes:
+        params: before the first step.
+        read: names of the tensors that were read from files, in order.
+        steps: loss and gradients.
+        loaded: all parameters afterwards, in one module.
+    """
+
+    params: dict[str, Tensor]
+    read: list[str]
+    steps: list[fpipe.Step]
+    loaded: dict[str, Tensor]
+
+
+def train(group: Group, schedule: Schedule, path: Path | None) -> Trained:
+    """From a key, or from a checkpoint."""
+    pipe, batch = pipe_of(group, schedule), make_batch()
+    read: list[str] = []
+    if path is None:
+        shapes = {name: value.to("meta") for name, value in batch.items()}
+        params = pipe.init(normal, random.key(3), shapes)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            note_reads(patch, read)
+            params = pipe.load(path, batch)
+    first, steps = params, []
+    for _ in range(2):
+        steps.append(pipe.step(params, batch))
+        params = {
+            name: value if (grad := steps[-1].grads[name]) is None else value - 0.1 * grad
+            for name, value in params.items()
+        }
+    target = language_model()
+    pipe.load_into(target, params)
+    return Trained(first, read, steps, detached(target))
+
+
+def note_reads(patch: pytest.MonkeyPatch, read: list[str]) -> None:
+    """Note the names of tensors that are read from files of either kind."""
+    really, opened = dcp.FileSystemReader.read_data, safetensors_files._opened
+
+    def read_data(reader: Any, plan: Any, planner: Any) -> Any:
+        read.extend(item.dest_index.fqn for item in plan.items)
+        return really(reader, plan, planner)
+
+    class Noted:
+        def __init__(self, file: Path) -> None:
+            self.file = opened(file)
+            self.keys, self.get_slice = self.file.keys, self.file.get_slice
+
+        def get_tensor(self, name: str) -> Tensor:
+            read.append(name)
+            value: Tensor = self.file.get_tensor(name)
+            return value
+
+    patch.setattr(dcp.FileSystemReader, "read_data", read_data)
+    patch.setattr(safetensors_files, "_opened", Noted)
+
+
+@pytest.mark.parametrize("kind", ["key", "safetensors", "distributed"])
+def test_ranks_hold_what_they_read_and_train_as_one_process(
+    kind: str, crew: Crew, tmp_path: Path
+) -> None:
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    path: Path | None = tmp_path
+    if kind == "key":
+        path = None
+    elif kind == "safetensors":
+        save_file(detached(language_model()), tmp_path / "model.safetensors")
+    else:
+        with pytest.warns(UserWarning, match="to save in a single process"):
+            dcp.save(language_model().state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    crew.start(train, schedule, path, ranks=range(2))
+    whole = train(None, schedule, path)
+    parts: list[Trained] = values(crew.collect())
+    assert not any(value.is_meta for value in whole.params.values())
+    # Stages 0 and 3 lie on rank 0, where the table is read at both ends, and 1 and 2 on rank 1.
+    inner = {name for name in whole.params if name.startswith(("blocks.1", "blocks.2"))}
+    for part, own in zip(parts, (whole.params.keys() - inner, inner), strict=True):
+        real = {name for name, value in part.params.items() if not value.is_meta}
+        assert real == own
+        assert_identical({n: part.params[n] for n in own}, {n: whole.params[n] for n in own})
+        if path is not None:
+            assert sorted(part.read) == sorted(own)
+        assert_identical(part.loaded, whole.loaded)
+    for number, step in enumerate(whole.steps):
+        merged: dict[str, Any] = {}
+        for part in parts:
+            assert_identical(part.steps[number].loss, step.loss)
+            merged |= {n: g for n, g in part.steps[number].grads.items() if g is not None}
+        assert_identical(merged, step.grads)
+
+
+def stage(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.tanh(x @ params["w"])
+
+
+def mean_square(y: Tensor, _: Any) -> Tensor:
+    return y.square().mean()
+
+
+def stages(group: Group, schedule: Schedule) -> tuple[list[str], Any, fpipe.Step]:
+    """Functions as stages: the names that were made, the parameters, and a step."""
+    pipe = fpipe.pipeline([stage] * 4, mean_square, schedule, compile=False, group=group)
+    made: list[str] = []
+
+    def init_fn(key: Tensor, name: str, like: Tensor) -> Tensor:
+        made.append(name)
+        return normal(key, name, like)
+
+    shapes = [{"w": torch.empty(3, 3, dtype=torch.float64, device="meta")} for _ in range(4)]
+    params = pipe.init(init_fn, random.key(3), shapes=shapes)
+    return made, params, pipe.step(params, torch.ones(8, 3, dtype=torch.float64))
+
+
+def test_ranks_make_their_own_stages(crew: Crew) -> None:
+    schedule = schedules.zbv(ranks=2, microbatches=2)
+    crew.start(stages, schedule, ranks=range(2))
+    made, params, step = stages(None, schedule)
+    assert made == ["0.w", "1.w", "2.w", "3.w"]
+    for own, (here, theirs, part) in zip([(0, 3), (1, 2)], values(crew.collect()), strict=True):
+        assert here == [f"{index}.w" for index in own]
+        assert [index for index, entry in enumerate(theirs) if entry is not None] == list(own)
+        for index in own:
+            assert_identical(theirs[index], params[index])
+            assert_identical(part.grads[index], step.grads[index])
+        assert_identical(part.loss, step.loss)
+
+
+def without_example(group: dist.ProcessGroup, schedule: Schedule) -> None:
+    pipe_of(group, schedule).init(normal, random.key(0))
+
+
+def without_data(group: dist.ProcessGroup, schedule: Schedule) -> None:
+    """Rank 1 takes rank 0's parameters."""
+    pipe, batch = pipe_of(group, schedule), make_batch()
+    params = pipe.init(normal, random.key(0), batch)
+    if group.rank() == 1:
+        shapes = {name: value.to("meta") for name, value in params.items()}
+        params = shapes
+    pipe.step(params, batch)
+
+
+def test_what_ranks_lack_is_refused(crew: Crew) -> None:
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    for outcome in crew.run(without_example, schedule, ranks=range(2)):
+        assert "pass an example of the batch, pipe.init(init_fn, key, batch)" in outcome.error.text
+    for outcome in crew.run(without_data, schedule, ranks=range(2)):
+        assert outcome.error.rank == 1 and outcome.error.stage == 1
+        assert "reads the parameter ['blocks.1" in outcome.error.text
+        assert "lies on the meta device" in outcome.error.text

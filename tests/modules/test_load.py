@@ -1,0 +1,219 @@
+"""Parameters from files: which tensors are read, by which names, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import fpipe
+from fpipe.checkpoint import safetensors_files
+from fpipe.checkpoint.distributed import DistributedDirectory
+from fpipe.checkpoint.safetensors_files import SafetensorsFiles
+from fpipe.checkpoint.source import Source
+from tests.modules.hugging_face import build
+from tests.modules.models import LanguageModel, detached, language_model, make_batch, unpipelined
+
+SCHEDULE = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
+
+
+def write_file(module: nn.Module, folder: Path) -> Path:
+    save_file(detached(module), folder / "one.safetensors")
+    return folder / "one.safetensors"
+
+
+def write_listed(module: nn.Module, folder: Path) -> Path:
+    """Two files and no index."""
+    parts: list[dict[str, Tensor]] = [{}, {}]
+    for number, (name, value) in enumerate(detached(module).items()):
+        parts[number % 2][name] = value
+    for number, part in enumerate(parts):
+        save_file(part, folder / f"{number}.safetensors")
+    return folder
+
+
+def write_indexed(module: nn.Module, folder: Path) -> Path:
+    """As `write_listed`, with an index, and a file beside it that it does not name."""
+    write_listed(module, folder)
+    names = detached(module)
+    index = {"weight_map": {n: f"{i % 2}.safetensors" for i, n in enumerate(names)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+    save_file({"of.another": torch.ones(1)}, folder / "optimizer.safetensors")
+    return folder
+
+
+def write_distributed(module: nn.Module, folder: Path) -> Path:
+    """The state dict as it is: both names of a tied table, and the buffers."""
+    with pytest.warns(UserWarning, match="to save in a single process"):
+        dcp.save(module.state_dict(), checkpoint_id=folder / "dcp", no_dist=True)
+    return folder / "dcp"
+
+
+WRITERS = [write_file, write_listed, write_indexed, write_distributed]
+
+
+def pipe_of(module: nn.Module, cut: str = "blocks.1") -> fpipe.ModulePipeline:
+    return fpipe.from_module(module, schedule=SCHEDULE, cuts=[cut], compile=False)
+
+
+def without_weights() -> nn.Module:
+    """The shapes of `language_model`; its mask has numbers."""
+    with torch.device("meta"):  # module.to("meta") would untie the table
+        module = LanguageModel().double()
+    module.mask = language_model().mask
+    return module
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_step_from_a_checkpoint(write: Callable[[nn.Module, Path], Path], tmp_path: Path) -> None:
+    module, batch = language_model(), make_batch()
+    pipe = pipe_of(without_weights())
+    params = pipe.load(write(module, tmp_path))
+    own = detached(module)
+    assert params.keys() == own.keys()
+    assert all(torch.equal(params[name], value) for name, value in own.items())
+    got, expected = pipe.step(params, batch), unpipelined(module, own, batch)
+    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(got.grads, expected.grads, rtol=1e-10, atol=1e-12)
+
+
+def test_tied_weights_of_hugging_face_come_by_either_name(tmp_path: Path) -> None:
+    module: Any = build("gpt2", 2)
+    assert module.lm_head.weight is module.transformer.wte.weight
+    module.save_pretrained(tmp_path, max_shard_size="8KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text("utf-8"))
+    stored = index["weight_map"]
+    assert len(set(stored.values())) > 1
+    own = detached(module)
+    assert len(stored.keys() & {"lm_head.weight", "transformer.wte.weight"}) == 1
+    pipe = pipe_of(module, "transformer.h.0")
+    loaded = pipe.load(tmp_path)
+    assert all(torch.equal(loaded[name], value) for name, value in own.items())
+    # The other one.
+    head = own.pop("transformer.wte.weight")
+    save_file(own | {"lm_head.weight": head}, tmp_path / "other.safetensors")
+    loaded = pipe.load(tmp_path / "other.safetensors")
+    assert torch.equal(loaded["transformer.wte.weight"], head)
+
+
+class Recorded:
+    """A file of safetensors that notes which tensors are read."""
+
+    def __init__(self, opened: Any, read: list[str]) -> None:
+        self._opened, self._read = opened, read
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Note it."""
+        self._read.append(name)
+        value: Tensor = self._opened.get_tensor(name)
+        return value
+
+
+def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = language_model()
+    write_indexed(module, tmp_path)
+    wanted = {"blocks.1.norm.bias": torch.empty(8, dtype=torch.float32, device="meta")}
+    read: list[str] = []
+    files: list[Path] = []
+    really = safetensors_files._opened
+
+    def opened(file: Path) -> Any:
+        files.append(file)
+        return Recorded(really(file), read)
+
+    monkeypatch.setattr(safetensors_files, "_opened", opened)
+    source: Source = SafetensorsFiles.indexed(tmp_path / "model.safetensors.index.json")
+    assert files == []
+    found = source.read(wanted)
+    assert read == list(wanted) and len(files) == 1
+    assert found["blocks.1.norm.bias"].dtype == torch.float32  # the file has float64
+    source = DistributedDirectory(write_distributed(module, tmp_path))
+    really_read = dcp.FileSystemReader.read_data
+
+    def read_data(reader: Any, plan: Any, planner: Any) -> Any:
+        read.extend(item.dest_index.fqn for item in plan.items)
+        return really_read(reader, plan, planner)
+
+    read.clear()
+    monkeypatch.setattr(dcp.FileSystemReader, "read_data", read_data)
+    found = source.read(wanted)
+    assert read == list(wanted) and found["blocks.1.norm.bias"].dtype == torch.float32
+    torch.testing.assert_close(found["blocks.1.norm.bias"], detached(module)[read[0]].float())
+    assert source.read({}) == {} and read == list(wanted)
+
+
+@pytest.mark.parametrize("write", [write_file, write_distributed])
+def test_what_does_not_fit_is_refused_by_name(
+    write: Callable[[nn.Module, Path], Path], tmp_path: Path
+) -> None:
+    module = language_model()
+    module.blocks[1].qkv = nn.Linear(8, 3).double()
+    pipe = pipe_of(without_weights())
+    with pytest.raises(
+        fpipe.BatchError,
+        match=r"the checkpoint's 'blocks.1.qkv.bias' has shape \(3,\), but the .* has \(24,\)",
+    ):
+        pipe.load(write(module, tmp_path))
+
+
+def test_missing_and_further_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    module, path = language_model(), tmp_path / "one.safetensors"
+    pipe, own = pipe_of(without_weights()), detached(language_model())
+    table = own.pop("embedding.weight")
+    save_file(own | {"mask": module.mask}, path)
+    with pytest.raises(fpipe.BatchError, match=r"the checkpoint lacks 'embedding.weight': .*renam"):
+        pipe.load(path)
+    save_file(own | {name: table.clone() for name in ("embed", "b", "c", "d")}, path)
+    with pytest.raises(
+        fpipe.BatchError, match=r"lacks 'embedding.weight'; it has 'b', 'c', 'd' an"
+    ):
+        pipe.load(path)
+    rename = {"embedding.weight": "embed"}
+    with pytest.raises(
+        fpipe.BatchError, match=r"has 'b', 'c', 'd', which are no par.*strict=False"
+    ):
+        pipe.load(path, rename=lambda name: rename.get(name, name))
+    loaded = pipe.load(path, rename=lambda name: rename.get(name, name), strict=False)
+    assert torch.equal(loaded["embedding.weight"], table)
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = pipe_of(language_model())
+    with pytest.raises(fpipe.BatchError, match=r"holds neither: give a file of safetensors"):
+        pipe.load(tmp_path)
+    with pytest.raises(fpipe.BatchError, match=r"nowhere holds nothing: give"):
+        pipe.load(tmp_path / "nowhere")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("[]", "utf-8")
+    with pytest.raises(fpipe.BatchError, match=r"index.json has no weight_map"):
+        pipe.load(tmp_path)
+    (tmp_path / "other.safetensors.index.json").write_text("[]", "utf-8")
+    with pytest.raises(fpipe.BatchError, match=r"holds 2 indices"):
+        pipe.load(tmp_path)
+    path = write_file(language_model(), tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(fpipe.BatchError, match=r"takes the package safetensors: pip install"):
+        pipe.load(path)
+
+
+def test_stages_of_functions_load_by_the_paths_of_their_leaves(tmp_path: Path) -> None:
+    def stage(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return x @ params["w"]
+
+    pipe = fpipe.pipeline([stage, stage], lambda y, _: y.sum(), SCHEDULE, compile=False)
+    own = {"0.w": torch.randn(3, 3), "1.w": torch.randn(3, 3)}
+    save_file(own, tmp_path / "one.safetensors")
+    shapes = [{"w": torch.empty(3, 3, device="meta")} for _ in range(2)]
+    params = pipe.load(tmp_path, shapes=shapes)
+    assert torch.equal(params[0]["w"], own["0.w"]) and torch.equal(params[1]["w"], own["1.w"])
