@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import fpipe
-from fpipe import Schedule, random, schedules
+from fpipe import Schedule, random, schedules, tree
 from fpipe.checkpoint import safetensors_files
+from tests import state_model
 from tests.distributed.crew import Crew, values
 from tests.models import assert_identical
 from tests.modules.models import CUTS, LanguageModel, detached, language_model, make_batch
@@ -165,6 +167,32 @@ def test_ranks_make_their_own_stages(crew: Crew) -> None:
             assert_identical(theirs[index], params[index])
             assert_identical(part.grads[index], step.grads[index])
         assert_identical(part.loss, step.loss)
+
+
+def with_state(group: Group, schedule: Schedule) -> tuple[dict[str, Tensor], fpipe.StepState]:
+    """One function with cuts and a state: the shapes of both are enough to make parameters."""
+    pipe = fpipe.pipeline(
+        state_model.without_aux, schedule=schedule, has_state=True, compile=False, group=group
+    )
+    state, batch = state_model.make_state(), state_model.make_batch()
+    on_meta = partial(tree.tree_map, lambda leaf: leaf.to("meta"))
+    shapes = on_meta(state_model.make_params())
+    params = pipe.init(normal, random.key(3), on_meta(state), on_meta(batch), shapes=shapes)
+    return params, pipe.step(params, state, batch)
+
+
+def test_ranks_make_what_a_function_with_a_state_reads(crew: Crew) -> None:
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    crew.start(with_state, schedule, ranks=range(2))
+    params, step = with_state(None, schedule)
+    outer, inner = values(crew.collect())
+    # Both stages of rank 1 read the matrix in the middle, and nothing else.
+    for (here, part), own in ((outer, params.keys() - {"middle"}), (inner, {"middle"})):
+        assert {name for name, value in here.items() if not value.is_meta} == own
+        for name in own:
+            assert_identical(here[name], params[name])
+            assert_identical(part.grads[name], step.grads[name])
+        assert_identical(part.state, step.state)
 
 
 def without_example(group: dist.ProcessGroup, schedule: Schedule) -> None:
