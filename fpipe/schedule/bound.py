@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 from fpipe.errors import ScheduleError
 from fpipe.schedule.bound_area import area_bound
 from fpipe.schedule.bound_rank import RankProblem, rank_problem
+from fpipe.schedule.bound_scarce import scarce_bound
 from fpipe.schedule.bound_turns import turns_bound
 from fpipe.schedule.cost import Cost, StageCosts
 
@@ -22,10 +23,12 @@ def lower_bound(
     memory: Memory = None,
     *,
     objective: Objective = "makespan",
+    effort: int = 2_000,
 ) -> float:
     """A time below which no schedule of this placement can finish, split backward or not.
 
-    The greatest of four bounds of each rank, each with every other rank taken as unlimited:
+    The greatest of five bounds. Four are formulas, of each rank with every other rank taken as
+    unlimited:
 
     - *start*: before the first gradient comes back to a rank, the rank can run only as many
       forwards as its memory holds;
@@ -38,8 +41,14 @@ def lower_bound(
     - *turns*: where memory holds K microbatches, number K waits for a whole round trip of number 0,
       and so on to the last (see `bound_turns`).
 
+    The fifth is for scarce memory, which leaves few ways to go on, so that one can try them all:
+
+    - *states*: the best schedule of one rank, or of a few together, with the others taken as
+      unlimited; or less than that where its states are too many (see `bound_diagram`).
+
     Valid for every cost; tight where one rank limits the pipeline (ZB-H1 and unsplit schedules
-    without latency meet it), loose by some percent where several take turns.
+    without latency meet it), and the best there is where *states* gets through all ranks exactly;
+    loose by some percent where many ranks take turns.
 
     Args:
         placement: the rank of each stage.
@@ -48,6 +57,8 @@ def lower_bound(
         memory: the most activations a rank may hold, in the unit of ``cost.activation``: a number,
             one per rank, or None for no limit.
         objective: "makespan", or "span" for the longest rank's own time.
+        effort: about how many states to look at, some 30 microseconds each; fewer where they show
+            early that they will be too many. With 0 the bound is that of the formulas.
 
     Returns:
         The bound, in the cost's unit of time.
@@ -60,23 +71,33 @@ def lower_bound(
         >>> lower_bound([0, 1, 2, 3], 8, Cost(f=1, i=1, w=1))  # ZB-H1 takes 27, ZB-H2 24 + 3
         27.0
         >>> lower_bound([0, 1, 2, 3], 8, Cost(f=1, i=1, w=1), memory=2)
-        39.0
+        41.0
     """
     if objective not in ("makespan", "span"):
         raise ScheduleError(f"objective={objective!r} must be 'makespan' or 'span'")
     if microbatches < 1:
         raise ScheduleError(f"microbatches={microbatches!r} must be at least 1")
+    if not isinstance(effort, int) or effort < 0:
+        raise ScheduleError(f"effort={effort!r} must be an integer, 0 or more")
     costs = cost.on(placement)
     limits = memory_limits(memory, placement, costs)
     span = objective == "span"
-    best = 0.0
+    best, likely = 0.0, 0
+    scarce = False
     for rank, limit in enumerate(limits):
         stages = [stage for stage, owner in enumerate(placement) if owner == rank]
         if stages:
             problem = rank_problem(costs, stages, microbatches, limit)
-            bounds = (rule(problem, span) for rule in (_idle_bound, area_bound, turns_bound))
-            best = max(best, *bounds)
-    return best
+            bound = max(rule(problem, span) for rule in (_idle_bound, area_bound, turns_bound))
+            scarce = scarce or not problem.all_fit
+            if bound > best:
+                best, likely = bound, rank
+    if not scarce or not effort:
+        return best
+    states = scarce_bound(
+        costs, placement, microbatches, limits, span=span, likely=likely, effort=effort
+    )
+    return max(best, states)
 
 
 def memory_limits(memory: Memory, placement: Sequence[int], costs: StageCosts) -> tuple[float, ...]:

@@ -27,7 +27,7 @@ class Problem:
         costs: the same per stage.
         memory: the limit of each rank.
         objective: what to make small.
-        bound: what no schedule can go below.
+        bound: what no schedule can go below; by formulas alone, unless `examined`.
         stages: the stages of each rank.
         work: the busiest rank's work on one microbatch.
     """
@@ -64,10 +64,20 @@ class Problem:
         """The same with another number of microbatches."""
         if microbatches == self.microbatches:
             return self
+        other = replace(self, microbatches=microbatches, bound=0.0)
+        return other.examined(effort=0)
+
+    def examined(self, effort: int) -> Problem:
+        """The same with the best bound that can be had for so much effort (see `lower_bound`)."""
         bound = lower_bound(
-            self.placement, microbatches, self.cost, self.memory, objective=self.objective
+            self.placement,
+            self.microbatches,
+            self.cost,
+            self.memory,
+            objective=self.objective,
+            effort=effort,
         )
-        return replace(self, microbatches=microbatches, bound=bound)
+        return replace(self, bound=max(self.bound, bound))
 
 
 @dataclass(frozen=True)
@@ -113,17 +123,18 @@ def make_problem(
     work = max(
         sum(costs.f[s] + min(costs.b[s], costs.i[s] + costs.w[s]) for s in own) for own in stages
     )
-    return Problem(
+    problem = Problem(
         placement=tuple(placement),
         microbatches=microbatches,
         cost=cost,
         costs=costs,
         memory=limits,
         objective=objective,
-        bound=lower_bound(placement, microbatches, cost, limits, objective=objective),
+        bound=0.0,
         stages=tuple(map(tuple, stages)),
         work=work,
     )
+    return problem.examined(effort=0)
 
 
 def to_schedule(problem: Problem, order: Order, name: str) -> Schedule:
