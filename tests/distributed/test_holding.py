@@ -133,6 +133,40 @@ def test_ranks_hold_what_they_read_and_train_as_one_process(
         assert_identical(merged, step.grads)
 
 
+def save(group: dist.ProcessGroup, schedule: Schedule, path: Path) -> dict[str, Tensor]:
+    """Every rank saves what it holds; returns all of it."""
+    pipe = pipe_of(group, schedule)
+    params = pipe.init(normal, random.key(3), make_batch())
+    own = {name: value for name, value in params.items() if not value.is_meta}
+    dcp.save(own, checkpoint_id=path, process_group=group)
+    target = language_model()
+    pipe.load_into(target, params)
+    return detached(target)
+
+
+def load(group: Group, schedule: Schedule, path: Path) -> fpipe.Step:
+    """A step from there."""
+    pipe, batch = pipe_of(group, schedule), make_batch()
+    step: fpipe.Step = pipe.step(pipe.load(path, batch), batch)
+    return step
+
+
+def test_what_two_ranks_save_is_loaded_by_four_and_by_one(crew: Crew, tmp_path: Path) -> None:
+    # Both ranks hold the table that is read in the first stage and in the last.
+    two = schedules.interleaved_1f1b(ranks=2, microbatches=4, stages_per_rank=2)
+    saved, same = values(crew.run(save, two, tmp_path, ranks=range(2)))
+    assert_identical(saved, same)
+    four = schedules.zb_h1(ranks=4, microbatches=4)
+    crew.start(load, four, tmp_path)
+    expected = load(None, four, tmp_path)
+    assert_identical(pipe_of(None, four).load(tmp_path), saved)
+    merged: dict[str, Any] = {}
+    for step in values(crew.collect()):
+        assert_identical(step.loss, expected.loss)
+        merged |= {name: grad for name, grad in step.grads.items() if grad is not None}
+    assert_identical(merged, expected.grads)
+
+
 def stage(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return torch.tanh(x @ params["w"])
 
