@@ -130,6 +130,12 @@ def call(
     given = {**params, **buffers, **buffers_of(stats)}
     with _Statistics(stats):
         output = functional_call(module, given, arguments, options)
+    for name, part in state.items():
+        count = _joined_name(name, "num_batches_tracked")
+        if isinstance(part, Deferred) and count in buffers:
+            # A batch counts once, whatever it is split into.
+            first = part.elements == 0
+            buffers[count] = torch.where(first, buffers[count], state[count])
     return output, {name: stats.get(name, buffers.get(name)) for name in state}
 
 

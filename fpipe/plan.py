@@ -114,12 +114,17 @@ class Plan:
 
     def state(self, runs: Sequence[Run], params: Parameters) -> list[Tensor]:
         """The leaves of the state that the last microbatch has left; `params` has those given."""
-        found = []
-        for leaf, slot in sorted(runs[0].program.results.states):
-            value = runs[0].slots[slot]
-            # What nothing has changed is the caller's own tensor.
-            found.append(value.clone() if value is params.stages[0][leaf] else value)
-        return found
+        given, slots = params.stages[0], dict(runs[0].program.results.states)
+        first = params.spec.children()[0].num_leaves
+        values = [
+            runs[0].slots[slots[leaf]] if leaf in slots else given[leaf]
+            for leaf in range(first, len(given))
+        ]
+        # What nothing has changed is the caller's own tensor.
+        return [
+            value.clone() if value is own else value
+            for value, own in zip(values, given[first:], strict=True)
+        ]
 
     def _columns(self, runs: Sequence[Run], start: int, end: int) -> list[list[Any]]:
         """For each of the numbered values, those of all microbatches."""
@@ -155,7 +160,6 @@ def gradients(
     None stands for a leaf that is not trained or cannot have a gradient, and for one whose gradient
     belongs to ranks of other processes, or of the state, which comes with the parameters.
     """
-    state = {leaf for program in plan.programs for leaf, _ in program.results.states}
     found = {
         (0 if params.shared else stage, leaf): value
         for (stage, leaf), value in collected(plan, runs).items()
@@ -171,12 +175,7 @@ def gradients(
         for index, leaf in enumerate(leaves):
             if (stage, index) in found:
                 grads.append(_divided(found[stage, index], weight).to(leaf.dtype))
-            elif (
-                index in elsewhere
-                or index in state
-                or (stage, index) in plan.frozen
-                or not is_differentiable(leaf)
-            ):
+            elif index in elsewhere or (stage, index) in plan.frozen or not is_differentiable(leaf):
                 grads.append(None)
             else:
                 grads.append(torch.zeros_like(plan.sink.lifted(leaf, plan.rows)))

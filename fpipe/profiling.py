@@ -8,6 +8,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from torch import Tensor
+
 from fpipe.engine import Pipeline
 from fpipe.errors import FpipeError
 from fpipe.recording import record
@@ -17,7 +19,9 @@ from fpipe.schedule.cost import Cost
 from fpipe.schedule.timeline import Timeline
 
 
-def profile(pipe: Pipeline, params: Any, batch: Any, *, steps: int = 5) -> Cost:
+def profile(
+    pipe: Pipeline, params: Any, *arguments: Any, key: Tensor | None = None, steps: int = 5
+) -> Cost:
     """Measure the cost of each stage and of a hop by running real steps.
 
     Two plain schedules run on the pipeline's own placement and number of microbatches: all forwards
@@ -27,7 +31,8 @@ def profile(pipe: Pipeline, params: Any, batch: Any, *, steps: int = 5) -> Cost:
     Args:
         pipe: a pipeline, in one process or over a process group (then every rank calls this).
         params: as for `Pipeline.step`.
-        batch: as for `Pipeline.step`.
+        arguments: the batch, after a state if there is one, as for `Pipeline.step`.
+        key: as for `Pipeline.step`.
         steps: how many steps of each schedule are measured, after one that is not.
 
     Returns:
@@ -59,19 +64,20 @@ def profile(pipe: Pipeline, params: Any, batch: Any, *, steps: int = 5) -> Cost:
         )
         with record() as recording:
             for _ in range(steps + 1):
-                probe.step(params, batch)
+                probe.step(params, *arguments, key=key)
         for timeline in recording.timelines[1:]:
             for row in timeline.events:
                 for event in row:
                     times[event.action.stage, event.action.op].append(event.end - event.start)
             hops += _hops(timeline)
         if split:
-            for program in probe.programs(params, batch):
+            for program in probe.programs(params, *arguments):
                 kept |= residual_bytes(program)
     stages = range(pipe.schedule.num_stages)
 
     def each(op: Op) -> list[float]:
-        return [median(times[stage, op]) for stage in stages]
+        # What has nothing to compute, as the backward of a frozen start, costs nothing.
+        return [median(times[stage, op] or [0.0]) for stage in stages]
 
     in_process = pipe.rank is None
     return Cost(

@@ -104,8 +104,9 @@ LAYERS: Final = (
     ),
     ("fpipe.call", "fpipe.history", "fpipe.levels"),
     ("fpipe.engine",),
+    ("fpipe.profiling",),
     ("fpipe.modules",),
-    ("fpipe.current", "fpipe.norms", "fpipe.profiling", "fpipe.transforms"),
+    ("fpipe.current", "fpipe.norms", "fpipe.transforms"),
     ("fpipe",),
 )
 NEVER_TORCH: Final = ("fpipe.errors", "fpipe.schedule", "fpipe.schedules", "fpipe.cli")

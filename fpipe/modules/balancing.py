@@ -1,21 +1,25 @@
-"""Choose the cuts of a module: count its parts, divide them, and show the result as a table."""
+"""Choose the cuts of a module: weigh its parts, divide them, and show the result as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
-from fpipe.errors import StageError
+from fpipe.definition import Definition
+from fpipe.errors import PipelineError, StageError
 from fpipe.microbatch import split
-from fpipe.modules.costs import Part, parts_of
+from fpipe.modules.costs import Loads, Part, counted, parts_of
 from fpipe.modules.division import divide
-from fpipe.modules.loss import Loss
+from fpipe.modules.loss import Loss, ModuleLoss, declared
+from fpipe.modules.measuring import measured
 from fpipe.schedule import Op, Schedule
 from fpipe.shapes import batch_shapes
+from fpipe.stage.compiler import Compile
 
 INTENSITY = 10
 """FLOPs that a machine does while it moves a byte, unless told."""
@@ -31,7 +35,7 @@ class StageShare:
         last: the candidate that ends its last part; empty for the end of the module.
         flops: of the forward of one microbatch.
         moved: bytes that this reads and writes.
-        load: what was balanced: the FLOPs, and the bytes as FLOPs.
+        load: what was balanced: the FLOPs, and the bytes as FLOPs; or the seconds.
         params: bytes of the parameters that it reads.
         memory: bytes that its rank needs for it.
         sends: bytes that cross the boundary behind it, for one microbatch.
@@ -42,7 +46,7 @@ class StageShare:
     last: str
     flops: int
     moved: int
-    load: int
+    load: float
     params: int
     memory: int
     sends: int
@@ -55,28 +59,35 @@ class Balance:
     Attributes:
         cuts: the submodules after which a stage ends.
         stages: what each stage gets.
+        parts: what was divided: the name of each candidate with the load of what it ends; the last
+            has no name.
+        unit: of the loads, ``"FLOP"`` or ``"s"``.
     """
 
     cuts: tuple[str, ...]
     stages: tuple[StageShare, ...]
+    parts: tuple[tuple[str, float], ...]
+    unit: str
 
     @property
     def evenness(self) -> float:
         """The mean load of a stage over the biggest: 1 if all are equal."""
         loads = [stage.load for stage in self.stages]
-        return sum(loads) / len(loads) / max(*loads, 1)
+        return sum(loads) / len(loads) / (max(loads) or 1)
 
     def __str__(self) -> str:
-        whole = max(sum(stage.load for stage in self.stages), 1)
-        header = ("stage", "rank", "ends after", "share", "GFLOP", "params MB", "sends MB")
-        rows = [header]
+        whole = sum(stage.load for stage in self.stages) or 1
+        timed = self.unit == "s"
+        header = ["stage", "rank", "ends after", "share", *["ms"] * timed]
+        rows = [[*header, "GFLOP", "params MB", "sends MB"]]
         for number, stage in enumerate(self.stages):
             rows.append(
-                (
+                [
                     *(str(number), str(stage.rank), stage.last or "the end"),
-                    *(f"{stage.load / whole:.1%}", f"{stage.flops / 1e9:.4g}"),
-                    *(f"{stage.params / 1e6:.4g}", f"{stage.sends / 1e6:.4g}"),
-                )
+                    *(f"{stage.load / whole:.1%}", *[f"{stage.load * 1e3:.4g}"] * timed),
+                    *(f"{stage.flops / 1e9:.4g}", f"{stage.params / 1e6:.4g}"),
+                    f"{stage.sends / 1e6:.4g}",
+                ]
             )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
@@ -90,12 +101,17 @@ def balance(
     *,
     loss: Loss | None = None,
     in_dims: Any = 0,
+    has_aux: bool = False,
+    has_state: bool = False,
+    reduction: str = "mean",
     candidates: Sequence[str] | None = None,
     memory: float = inf,
-    intensity: int = INTENSITY,
+    intensity: float = INTENSITY,
     slack: float = 0.02,
+    measure: bool = False,
+    compile: Compile = True,
 ) -> Balance:
-    """Choose the cuts of a module for a schedule, by what its forward costs.
+    """Choose the cuts of a module for a schedule, by what its parts cost.
 
     The module is recorded on abstract tensors, so it may be as big as it likes: its parameters,
     and the batch, may lie on the meta device. Of all ways to divide the chain of candidates, the
@@ -106,9 +122,12 @@ def balance(
         module: as for `from_module`.
         schedule: its placement says which stages lie on one rank, its number of microbatches how
             the batch is split.
-        batch: an example; only its shapes count.
-        loss: as for `from_module`.
-        in_dims: as for `fpipe.pipeline`.
+        batch: an example; only its shapes count, unless times are measured.
+        loss: as for `from_module`, as are `in_dims`, `has_aux`, `has_state` and `reduction`.
+        in_dims: how the batch is split.
+        has_aux: the loss function returns aux.
+        has_state: buffers that change are a state.
+        reduction: what the loss function returns.
         candidates: names of submodules after which a cut may be; None takes the children of the
             outermost `ModuleList`s and `Sequential`s. Those not called exactly once are left out.
         memory: bytes that a rank may hold: parameters and their gradients, and for every
@@ -117,6 +136,9 @@ def balance(
         intensity: FLOPs that the machine does in the time of moving one byte: a part costs its
             FLOPs and this many for each byte that it reads or writes.
         slack: fraction.
+        measure: run every part, forward and backward, and balance the times instead of what is
+            counted. The module and one microbatch must fit into the memory of this process.
+        compile: how the parts that are measured are made callable.
 
     Raises:
         StageError: the module cannot be traced, has too few candidates, or does not fit.
@@ -133,28 +155,106 @@ def balance(
         >>> found.cuts
         ('1', '3')
     """
+    definition = declared(
+        module,
+        loss,
+        schedule,
+        in_dims=in_dims,
+        has_aux=has_aux,
+        has_state=has_state,
+        reduction=reduction,
+        compile=compile,
+    )
+    return chosen(
+        definition,
+        batch,
+        candidates=candidates,
+        memory=memory,
+        intensity=intensity,
+        slack=slack,
+        measure=measure,
+    )
+
+
+def chosen(
+    definition: Definition,
+    batch: Any,
+    *,
+    candidates: Sequence[str] | None = None,
+    memory: float = inf,
+    intensity: float = INTENSITY,
+    slack: float = 0.02,
+    measure: bool = False,
+) -> Balance:
+    """The cuts of a module that is declared and not cut; the other arguments are `balance`'s.
+
+    Where times are measured over a process group, the first rank chooses.
+
+    Raises:
+        StageError: as `balance` does.
+        PipelineError: the first rank cannot choose; it says why.
+    """
     if intensity < 0 or slack < 0:
         raise StageError(
             f"intensity={intensity!r} and slack={slack!r} must not be negative: intensity is FLOPs "
             "for each byte, slack a fraction such as 0.02"
         )
-    parts = split(batch, in_dims, schedule.num_microbatches)
-    counted = parts_of(module, batch_shapes(parts)[0], loss, candidates)
+    if not measure:
+        return _divided(definition, batch, counted(intensity), "FLOP", candidates, memory, slack)
+
+    def by_time() -> Balance:
+        loads = measured(definition, batch)
+        return _divided(definition, batch, loads, "s", candidates, memory, slack)
+
+    return by_time() if definition.group is None else _of_first(by_time, definition.group)
+
+
+def _of_first(choice: Callable[[], Balance], group: dist.ProcessGroup) -> Balance:
+    """What the first rank of a group chooses."""
+    box: list[Any] = [None]
+    failure: Exception | None = None
+    if group.rank() == 0:
+        try:
+            box = [choice()]
+        except Exception as error:
+            failure = error
+    dist.broadcast_object_list(box, group_src=0, group=group)
+    if failure is not None:
+        raise failure
+    if box[0] is None:
+        raise PipelineError("rank 0 could not measure the parts of the module: it says why")
+    found: Balance = box[0]
+    return found
+
+
+def _divided(
+    definition: Definition,
+    batch: Any,
+    loads: Loads,
+    unit: str,
+    candidates: Sequence[str] | None,
+    memory: float,
+    slack: float,
+) -> Balance:
+    assert isinstance(definition.loss, ModuleLoss)
+    module, schedule = definition.loss.module, definition.schedule
+    split_batch = split(batch, definition.in_dims, schedule.num_microbatches)
+    parts = parts_of(definition, batch_shapes(split_batch)[0], candidates)
     sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
     held = held_at_once(schedule)
 
     def memory_of(stage: int, first: int, end: int) -> int:
-        own = counted[first:end]
+        own = parts[first:end]
         return 2 * sum(sizes[name] for name in _read(own)) + held[stage] * sum(
             part.kept for part in own
         )
 
-    loads = [part.flops + intensity * part.moved for part in counted]
-    widths = [part.width for part in counted]
-    found = divide(loads, widths, schedule.placement, memory=memory_of, limit=memory, slack=slack)
+    weighed = loads(parts)
+    widths = [part.width for part in parts]
+    found = divide(weighed, widths, schedule.placement, memory=memory_of, limit=memory, slack=slack)
     shares = []
     for stage, (first, end) in enumerate(zip((0, *found.ends), found.ends, strict=False)):
-        own = counted[first:end]
+        own = parts[first:end]
         shares.append(
             StageShare(
                 rank=schedule.placement[stage],
@@ -162,13 +262,18 @@ def balance(
                 last=own[-1].name,
                 flops=sum(part.flops for part in own),
                 moved=sum(part.moved for part in own),
-                load=sum(loads[first:end]),
+                load=sum(weighed[first:end]),
                 params=sum(sizes[name] for name in _read(own)),
                 memory=memory_of(stage, first, end),
                 sends=own[-1].width,
             )
         )
-    return Balance(tuple(share.last for share in shares[:-1]), tuple(shares))
+    return Balance(
+        cuts=tuple(share.last for share in shares[:-1]),
+        stages=tuple(shares),
+        parts=tuple((part.name, load) for part, load in zip(parts, weighed, strict=True)),
+        unit=unit,
+    )
 
 
 def _read(parts: Sequence[Part]) -> frozenset[str]:

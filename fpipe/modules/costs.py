@@ -7,26 +7,26 @@ computed, and parameters may lie on the meta device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 from torch.utils.flop_counter import flop_registry
 
 from fpipe import tree
+from fpipe.definition import Definition
 from fpipe.errors import StageError
 from fpipe.modules.buffers import shaped_buffers
-from fpipe.modules.loss import Loss, ModuleLoss
+from fpipe.modules.loss import ModuleLoss, held_by
 from fpipe.shapes import TreeShape
 from fpipe.stage.chain import Abstract
 from fpipe.stage.cut import Segment
 from fpipe.stage.function import FunctionTracer
 from fpipe.stage.joint import Param, Upstream, is_view
-from fpipe.stage.returns import LOSS
+from fpipe.stage.purity import WriteGuard
 
 _CPU = torch.device("cpu")
 
@@ -52,6 +52,10 @@ class Part:
     width: int
 
 
+Loads = Callable[[Sequence[Part]], Sequence[float]]
+"""What each part is taken to cost, all in one unit: `counted`, or `measured`."""
+
+
 def candidates_of(module: nn.Module) -> list[str]:
     """The layers of a module: the children of its outermost `ModuleList`s and `Sequential`s."""
     found: list[str] = []
@@ -66,38 +70,36 @@ def candidates_of(module: nn.Module) -> list[str]:
 
 
 def parts_of(
-    module: nn.Module,
-    microbatch: TreeShape,
-    loss: Loss | None,
-    candidates: Sequence[str] | None,
+    definition: Definition, microbatch: TreeShape, candidates: Sequence[str] | None
 ) -> tuple[Part, ...]:
     """The parts of a module in the order in which they run.
 
     Args:
-        module: its parameters may lie on any device.
+        definition: of the module, which is not cut; its parameters may lie on any device.
         microbatch: shapes of the keyword arguments of its forward.
-        loss: as for `from_module`.
         candidates: names of submodules; None takes those of `candidates_of`. Those that the
             forward does not call once are left out.
 
     Raises:
         StageError: the module cannot be traced, or has no candidate.
     """
-    params, spec = tree.flatten(dict(module.named_parameters()))
+    assert isinstance(definition.loss, ModuleLoss)
+    module = definition.loss.module
+    given, _ = definition.convention.enter(*held_by(definition), None)
+    leaves, spec = tree.flatten(given)
     # Numbers do not count: what has none is traced as if it had, on the CPU.
-    shape = TreeShape.of(spec, params).with_data(_CPU)
+    shape = TreeShape.of(spec, leaves).with_data(_CPU)
     microbatch = microbatch.with_data(_CPU)
+    whole = definition.loss.with_buffers(shaped_buffers(module))
     names = sorted(dict(module.named_parameters()))
     chosen = candidates_of(module) if candidates is None else list(candidates)
-    order = _called_once(module, chosen, shape, microbatch)
+    order = _called_once(whole, chosen, shape, microbatch, has_state=definition.has_state)
     if not order:
         raise StageError(
             f"{type(module).__name__} has no submodules in a ModuleList or Sequential that its "
             "forward calls once: name some with candidates=, or the cuts themselves"
         )
-    whole = ModuleLoss(module, order, loss)
-    whole.buffers = shaped_buffers(module)
-    tracer = FunctionTracer(whole, len(order) + 1, None, LOSS)
+    tracer = FunctionTracer(whole.with_cuts(order), len(order) + 1, None, definition.returns)
     segments = tracer.segments(shape, microbatch)
     widths = _widths(segments)
     return tuple(
@@ -106,33 +108,47 @@ def parts_of(
             flops=sum(_flops(node) for node in segment.graph.nodes),
             moved=sum(_moved(node) for node in segment.graph.nodes),
             kept=sum(_made(node) for node in segment.graph.nodes),
-            params=frozenset(names[s.leaf] for s in segment.sources if isinstance(s, Param)),
+            params=frozenset(
+                names[source.leaf]
+                for source in segment.sources
+                if isinstance(source, Param) and source.leaf < len(names)
+            ),
             width=width,
         )
         for name, segment, width in zip((*order, ""), segments, widths, strict=True)
     )
 
 
+def counted(intensity: float) -> Loads:
+    """Loads in FLOPs: those of a part, and so many for each byte that it reads or writes."""
+    return lambda parts: [part.flops + intensity * part.moved for part in parts]
+
+
 def _called_once(
-    module: nn.Module, candidates: Sequence[str], params: TreeShape, microbatch: TreeShape
+    whole: ModuleLoss,
+    candidates: Sequence[str],
+    given: TreeShape,
+    microbatch: TreeShape,
+    *,
+    has_state: bool,
 ) -> list[str]:
     """The candidates that the forward calls once, in the order of the calls."""
-    ModuleLoss(module, candidates, None)  # names the one that does not exist
+    whole.with_cuts(candidates)  # names the one that does not exist
     calls: list[str] = []
     handles = [
-        module.get_submodule(name).register_forward_hook(
+        whole.module.get_submodule(name).register_forward_hook(
             lambda _, __, ___, name=name: calls.append(name)
         )
         for name in candidates
     ]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        given, batch = Abstract.of(params, mode), Abstract.of(microbatch, mode)
-        with mode, torch.no_grad():
-            functional_call(
-                module,
-                {**shaped_buffers(module), **tree.unflatten(given.spec, given.values)},
-                (),
+        own, batch = Abstract.of(given, mode), Abstract.of(microbatch, mode)
+        params = tree.unflatten(own.spec, own.values)
+        # Without the guard a buffer on the CPU would really be written to.
+        with mode, torch.no_grad(), WriteGuard({}, whole):
+            whole(
+                *(params if has_state else (params,)),
                 tree.unflatten(batch.spec, batch.values),
             )
     except Exception:

@@ -9,15 +9,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.func import functional_call
 
+from fpipe.convention import called
+from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError
+from fpipe.nn import buffers_of, call, state_of
+from fpipe.schedule import Schedule
 from fpipe.stage.cut import cut
 from fpipe.stage.explain import place
+from fpipe.stage.returns import LOSS, Returns
+from fpipe.stage.trainable import Trainable
 
 Loss = Callable[[Any, Any], Any]
 
@@ -25,19 +33,28 @@ Loss = Callable[[Any, Any], Any]
 class ModuleLoss:
     """``(params, batch) -> scalar`` of a module, cut into stages.
 
+    With a state it is ``(params, state, batch) -> (scalar, state)``, or ``(scalar, state, aux)``.
+
     Args:
-        module: its forward is called with the batch's entries as keyword arguments.
+        module: its forward is called with the batch's entries as keyword arguments. With a `loss`,
+            entries that it does not take are left to that.
         cuts: names of submodules, as in ``module.get_submodule``: a stage ends after each.
         loss: ``(output, batch) -> scalar``; None takes the attribute ``loss`` of the output.
-
-    Attributes:
+        returns: what it returns beside the loss. Aux, and a weight, come from `loss`.
         buffers: what takes the place of the module's own, by name.
 
     Raises:
         StageError: an argument is wrong, or names no submodule.
     """
 
-    def __init__(self, module: nn.Module, cuts: Sequence[str], loss: Loss | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        cuts: Sequence[str],
+        loss: Loss | None,
+        returns: Returns = LOSS,
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self.module = module
         self.cuts = _checked_cuts(module, cuts)
         if loss is not None and not callable(loss):
@@ -46,23 +63,39 @@ class ModuleLoss:
                 "or None for the output's own loss"
             )
         self.__qualname__ = type(module).__name__
-        self._loss = loss
-        self.buffers: Mapping[str, Tensor] = {}
+        if loss is None and (returns.aux or returns.weighted):
+            more = replace(returns, state=False)
+            raise StageError(
+                f"{more.declared} is about what the loss function returns, and loss=None: give "
+                f"from_module a loss=(output, batch) -> {more.form}"
+            )
+        self._loss, self._returns = loss, returns
+        self.buffers = buffers or {}
+        takes = signature(module.forward).parameters
+        leaves_some = loss is not None and all(p.kind != p.VAR_KEYWORD for p in takes.values())
+        self._takes = frozenset(takes) if leaves_some else None
         # Tied parameters have several names; the first is the one that named_parameters() gives.
         self._names = frozenset(name for name, _ in module.named_parameters())
 
-    def __call__(self, params: Mapping[str, Tensor], batch: Mapping[str, Any]) -> Any:
-        """The loss of one microbatch.
+    def __call__(self, params: Mapping[str, Tensor], *arguments: Any) -> Any:
+        """The loss of one microbatch, which is the last of the arguments; a state comes before it.
 
         Raises:
-            BatchError: `params` or `batch` is no dict with the right keys.
+            BatchError: `params`, state or batch is no dict with the right keys.
             StageError: the forward does not call each of the cuts' submodules once, or cannot be
                 traced.
         """
+        *states, batch = arguments
         self._check(params, batch)
         try:
             with self._cutting():
-                output = functional_call(self.module, {**self.buffers, **params}, (), dict(batch))
+                given = {**self.buffers, **params}
+                taken = {n: v for n, v in batch.items() if self._takes is None or n in self._takes}
+                if not states:
+                    output = functional_call(self.module, given, (), taken)
+                    return self._loss_of(output, batch)
+                check_state(self.module, states[0])
+                output, state = call(self.module, given, states[0], **taken)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise StageError(
                 f"{self.__qualname__} branches on data ({error}){place(error)}, which a pipeline "
@@ -71,7 +104,25 @@ class ModuleLoss:
                 'load the model with attn_implementation="eager" (experts: '
                 'experts_implementation="batched_mm")'
             ) from error
-        return self._loss_of(output, batch)
+        loss = self._loss_of(output, batch)
+        if not self._returns.aux:
+            return loss, state
+        # What is wrong with the loss is said by whoever takes it apart.
+        pair = isinstance(loss, tuple | list) and len(loss) == 2
+        return (loss[0], state, loss[1]) if pair else loss
+
+    def with_cuts(self, cuts: Sequence[str]) -> ModuleLoss:
+        """The same with other cuts.
+
+        Raises:
+            StageError: one of them names no submodule.
+        """
+        return ModuleLoss(self.module, cuts, self._loss, self._returns, self.buffers)
+
+    def with_buffers(self, buffers: Mapping[str, Tensor]) -> ModuleLoss:
+        """The same with other buffers, unless it has some of these names."""
+        own = {**buffers, **self.buffers}
+        return ModuleLoss(self.module, self.cuts, self._loss, self._returns, own)
 
     def _check(self, params: Any, batch: Any) -> None:
         if not isinstance(params, Mapping):
@@ -137,17 +188,97 @@ class ModuleLoss:
         return found
 
 
+def check_state(module: nn.Module, state: Any) -> None:
+    """Refuse a state that `fpipe.nn.state_of` could not have made of the module, or a part of it.
+
+    Raises:
+        BatchError: it is no dict of buffers, or a name or a shape differs.
+    """
+    if not isinstance(state, Mapping):
+        raise BatchError(
+            f"state is a {type(state).__name__}: the state of a module is a dict of its buffers, "
+            "fpipe.nn.state_of(module)"
+        )
+    own = dict(module.named_buffers())
+    for name, buffer in buffers_of(state).items():
+        if name not in own or own[name].shape != buffer.shape:
+            found = f"has shape {tuple(own[name].shape)}" if name in own else "does not exist"
+            raise BatchError(
+                f"state has the buffer {name!r} of shape {tuple(buffer.shape)}, which in "
+                f"{type(module).__name__} {found}: pass fpipe.nn.state_of(module), or what a step "
+                "of a pipeline of such a module has returned"
+            )
+
+
 def parameters_of(module: nn.Module) -> dict[str, Tensor]:
     """``dict(module.named_parameters())`` without autograd history: tied parameters come once."""
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-def _checked_cuts(module: Any, cuts: Any) -> tuple[str, ...]:
+def declared(
+    module: Any,
+    loss: Loss | None,
+    schedule: Schedule,
+    *,
+    batch_norm: str = "microbatch",
+    **options: Any,
+) -> Definition:
+    """The definition of a pipeline of a module that is not cut yet.
+
+    Args:
+        module: its parameters that require no gradient are frozen.
+        loss: as for `ModuleLoss`.
+        schedule: of the pipeline.
+        batch_norm: as for `fpipe.pipeline`.
+        options: other fields of the definition.
+
+    Raises:
+        ScheduleError: the schedule cannot run.
+        StageError: an argument is wrong.
+    """
     if not isinstance(module, nn.Module):
         raise StageError(
             f"module={module!r:.60} is a {type(module).__name__}: from_module takes a "
             "torch.nn.Module; fpipe.pipeline takes functions"
         )
+    trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    definition = Definition(
+        stages=(),
+        loss=ModuleLoss(module, (), loss),
+        function=True,
+        trainable=Trainable(None if all(trained.values()) else trained),
+        schedule=schedule,
+        convention=called(options.get("has_state", False), batch_norm),
+        **options,
+    )
+    return replace(definition, loss=ModuleLoss(module, (), loss, definition.returns))
+
+
+def held_by(definition: Definition) -> tuple[Any, ...]:
+    """What the module of a definition holds, as a step takes it: parameters, and a state."""
+    assert isinstance(definition.loss, ModuleLoss)
+    module = definition.loss.module
+    params = parameters_of(module)
+    return (params, state_of(module)) if definition.has_state else (params,)
+
+
+def with_cuts(definition: Definition, cuts: Sequence[str]) -> Definition:
+    """The definition of a pipeline of a module with its cuts.
+
+    Raises:
+        StageError: one of them names no submodule.
+    """
+    assert isinstance(definition.loss, ModuleLoss)
+    return replace(definition, loss=definition.loss.with_cuts(cuts))
+
+
+def with_buffers(definition: Definition, buffers: Mapping[str, Tensor]) -> Definition:
+    """The definition of a pipeline of a module with other buffers than the module's own."""
+    assert isinstance(definition.loss, ModuleLoss)
+    return replace(definition, loss=definition.loss.with_buffers(buffers))
+
+
+def _checked_cuts(module: nn.Module, cuts: Any) -> tuple[str, ...]:
     if isinstance(cuts, str) or not isinstance(cuts, Sequence):
         raise StageError(
             f"cuts={cuts!r:.60} is a {type(cuts).__name__}: it must be a list of names of "

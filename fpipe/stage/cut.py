@@ -21,6 +21,9 @@ from fpipe.stage.joint import Source, StateLeaf, Upstream, is_random
 
 T = TypeVar("T")
 
+STAGE = "fpipe.stage"
+"""Where a node's ``meta`` says in which stage it was recorded."""
+
 _NOTE: ContextVar[Callable[[], None] | None] = ContextVar("fpipe.cut", default=None)
 
 
@@ -81,14 +84,25 @@ class Segment:
     readers: tuple[tuple[int, ...], ...]
 
 
-def segments(
-    graph: fx.Graph, marks: Sequence[int], sources: dict[str, Source], heads: int = 1
-) -> tuple[tuple[Segment, ...], tuple[Upstream, ...]]:
-    """Divide a recorded forward graph at its marks.
+def mark(graph: fx.Graph, marks: Sequence[int]) -> None:
+    """Note at each node of a graph that has just been recorded in which stage that was.
 
     Args:
-        graph: returns a list of nodes, the loss first.
+        graph: its nodes are as they were recorded. Nodes that replace others take their mark.
         marks: how many nodes there were at each cut.
+    """
+    for number, node in enumerate(graph.nodes):
+        node.meta[STAGE] = sum(mark <= number for mark in marks)
+
+
+def segments(
+    graph: fx.Graph, last: int, sources: dict[str, Source], heads: int = 1
+) -> tuple[tuple[Segment, ...], tuple[Upstream, ...]]:
+    """Divide a recorded forward graph at its cuts.
+
+    Args:
+        graph: returns a list of nodes, the loss first; they bear the marks of `mark`.
+        last: the number of the last stage.
         sources: where each placeholder comes from.
         heads: how many of the first results come from the last stage, wherever they are computed.
 
@@ -99,8 +113,7 @@ def segments(
         The segments, and where each result comes from.
     """
     results: Any = graph.output_node().args[0]
-    last = len(marks)
-    stage_of = _assign(graph, marks, sources)
+    stage_of = _assign(graph, sources)
     live = _needed(results)
     readers: dict[fx.Node, set[int]] = defaultdict(set)
     for node in live:
@@ -164,13 +177,11 @@ def _roots(node: fx.Node, stage_of: dict[fx.Node, int]) -> list[fx.Node]:
     return [n for n in found if n.op == "placeholder"]
 
 
-def _assign(
-    graph: fx.Graph, marks: Sequence[int], sources: dict[str, Source]
-) -> dict[fx.Node, int]:
+def _assign(graph: fx.Graph, sources: dict[str, Source]) -> dict[fx.Node, int]:
     """The stage of each node that has one; what depends on one kind of argument alone has none."""
     stage_of: dict[fx.Node, int] = {}
     kinds: dict[fx.Node, set[type]] = {}
-    for number, node in enumerate(graph.nodes):
+    for node in graph.nodes:
         if node.op == "output":
             continue
         if node.op == "placeholder":
@@ -179,7 +190,7 @@ def _assign(
         kinds[node] = set().union(*(kinds[n] for n in node.all_input_nodes))
         settled = any(n in stage_of for n in node.all_input_nodes)
         if settled or len(kinds[node]) > 1 or is_random(node):
-            stage_of[node] = sum(mark <= number for mark in marks)
+            stage_of[node] = node.meta[STAGE]
         if node.target is operator.getitem and node.all_input_nodes[0] in stage_of:
             # An element of an op that returns several goes with the op.
             stage_of[node] = stage_of[node.all_input_nodes[0]]

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,7 +25,7 @@ from fpipe.errors import FpipeError, StageError
 from fpipe.shapes import Goal, TreeShape
 from fpipe.stage.alike import likeness, merge_constants, seen_from
 from fpipe.stage.chain import Abstract, Chain, abstract_key
-from fpipe.stage.cut import Segment, noting, segments
+from fpipe.stage.cut import Segment, mark, noting, segments
 from fpipe.stage.explain import ImpureError, describe, explain
 from fpipe.stage.joint import (
     BatchLeaf,
@@ -37,8 +38,13 @@ from fpipe.stage.joint import (
 )
 from fpipe.stage.purity import WriteGuard
 from fpipe.stage.returns import Layout, Returns, check_state
+from fpipe.stage.rewrites import make_copies_differentiable, return_statistics
 from fpipe.stage.tracer import Leaves, Traced, trace
 from fpipe.stage.trainable import ALL, Trainable
+
+_COPIES = frozenset(
+    {torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+)
 
 
 class FunctionTracer:
@@ -95,10 +101,11 @@ class FunctionTracer:
         params = Abstract.of(shapes[0], self._mode)
         batch = Abstract.of(microbatch, self._mode)
         keys = [abstract_key(batch, self._mode)] if self._has_key else []
-        parts, results, layout = self._divide(name, params, batch, keys, goal)
-        updates = self._updates(name, params, parts, results)
+        parts, results, layout, changed = self._divide(name, params, batch, keys, goal)
+        updates = self._updates(name, params, parts, results, changed)
         results = results[: len(results) - len(updates)]
-        (trained, *_) = self._trainable.flags([shapes[0].spec], shared=True)
+        frozen = self.frozen(shapes)
+        trained = [(0, leaf) not in frozen for leaf in range(len(params.values))]
         traced: list[Traced] = []
         labels = [f"stage {index} ({name})" for index in range(len(parts))]
         known: dict[Hashable, tuple[Traced, tuple[Source, ...]]] = {}
@@ -112,9 +119,9 @@ class FunctionTracer:
             traced.append(seen_from(first, sources, part))
         return Chain(tuple(traced), tuple(labels), goal, results, layout, updates)
 
-    def _num_states(self, params: Abstract) -> int:
+    def _num_states(self, spec: optree.PyTreeSpec) -> int:
         """How many of the last leaves of what comes in as parameters are the state's."""
-        return params.spec.children()[1].num_leaves if self._returns.state else 0
+        return spec.children()[1].num_leaves if self._returns.state else 0
 
     def _paths(self, params: Abstract) -> list[str]:
         """How a user would write each leaf of parameters and state."""
@@ -130,16 +137,16 @@ class FunctionTracer:
         params: Abstract,
         parts: Sequence[Segment],
         results: Sequence[Upstream],
+        changed: Sequence[int],
     ) -> dict[int, Upstream]:
-        """Where each leaf of the state is brought up to date: in the stage that reads it.
+        """Where each leaf of the state that changes is brought up to date: where it is read.
 
         Raises:
             StageError: another stage reads it.
         """
-        paths, count = self._paths(params), self._num_states(params)
-        first = len(params.values) - count
+        paths, count = self._paths(params), len(results) - len(changed)
         updates: dict[int, Upstream] = {}
-        for leaf, source in enumerate(results[len(results) - count :], first):
+        for leaf, source in zip(changed, results[count:], strict=True):
             updates[leaf] = source
             readers = [i for i, part in enumerate(parts) if StateLeaf(leaf) in part.sources]
             if any(reader != source.stage for reader in readers):
@@ -153,8 +160,10 @@ class FunctionTracer:
         return updates
 
     def frozen(self, shapes: Sequence[TreeShape]) -> frozenset[tuple[int, int]]:
-        """Stage and leaf of the parameters that are not trained; the stage is 0."""
-        return self._trainable.frozen([shapes[0].spec], shared=True)
+        """Stage and leaf of what is not trained, the state's included; the stage is 0."""
+        frozen = self._trainable.frozen([shapes[0].spec], shared=True)
+        count, states = len(shapes[0].leaves), self._num_states(shapes[0].spec)
+        return frozen | {(0, leaf) for leaf in range(count - states, count)}
 
     def _trace(self, label: str, part: Segment, leaves: Leaves, *, differentiate: bool) -> Traced:
         assert part.graph.owning_module is not None  # the recorded one, which has the constants
@@ -182,9 +191,12 @@ class FunctionTracer:
 
     def _divide(
         self, name: str, params: Abstract, batch: Abstract, keys: Sequence[Tensor], goal: Goal
-    ) -> tuple[tuple[Segment, ...], tuple[Upstream, ...], Layout]:
-        """Record the forward graph, and divide it at its cuts."""
-        count, states = len(params.values), self._num_states(params)
+    ) -> tuple[tuple[Segment, ...], tuple[Upstream, ...], Layout, list[int]]:
+        """Record the forward graph, and divide it at its cuts.
+
+        The results end with the new values of the leaves of the state that change, which come last.
+        """
+        count, states = len(params.values), self._num_states(params.spec)
         self._refuse_writes(name, params, batch, keys)
         marks: list[int] = []
         layouts: list[Layout] = []
@@ -241,21 +253,24 @@ class FunctionTracer:
                 f"schedule has {self._num_stages}: place fpipe.cut(x) once between each two "
                 "stages, or choose a schedule with that many stages"
             )
-        _make_copies_differentiable(graph.graph)
+        mark(graph.graph, marks)
+        make_copies_differentiable(graph.graph)
+        return_statistics(name, graph.graph)
         merge_constants(graph)
         placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        changed = _keep_changed(graph.graph, placeholders[:count], states)
+        # What never changes is read like a parameter, in any stage.
         origins: list[Source] = [
-            *(Param(number) for number in range(count - states)),
-            *(StateLeaf(number) for number in range(count - states, count)),
+            *(StateLeaf(leaf) if leaf in changed else Param(leaf) for leaf in range(count)),
             *(BatchLeaf(number) for number in range(len(batch.values))),
             *(Key(of_stage=False) for _ in keys),
         ]
         sources = {node.name: source for node, source in zip(placeholders, origins, strict=True)}
         layout = layouts[-1]
-        parts, results = segments(graph.graph, marks, sources, layout.heads)
+        parts, results = segments(graph.graph, len(marks), sources, layout.heads)
         for part in parts:
             part.graph.owning_module = graph
-        return parts, results, layout
+        return parts, results, layout, changed
 
     def _called(self, params: Abstract, batch: Abstract, leaves: Sequence[Tensor]) -> Any:
         """What the function returns for flat arguments."""
@@ -294,23 +309,31 @@ class FunctionTracer:
                 return
 
 
-def _make_copies_differentiable(graph: fx.Graph) -> None:
-    """Replace the functional ``copy(target, value)``, which has no derivative.
+def _keep_changed(graph: fx.Graph, given: Sequence[fx.Node], states: int) -> list[int]:
+    """Return the leaves of the state that change alone, and say which they are.
 
-    Functionalisation writes it for an assignment to a slice; it is `value` in the shape and dtype
-    of `target`.
+    Args:
+        graph: returns the new state last.
+        given: the placeholders of parameters and state.
+        states: how many leaves the state has, the last of `given` and of what is returned.
     """
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
-        target = node.meta["val"]
-        with graph.inserting_before(node):
-            value = graph.call_function(
-                torch.ops.aten._to_copy.default, (node.args[1],), {"dtype": target.dtype}
-            )
-            shaped = graph.call_function(torch.ops.aten.expand.default, (value, list(target.shape)))
-        for new in (value, shaped):
-            new.meta["val"] = target
-        node.replace_all_uses_with(shaped)
-        graph.erase_node(node)
+    end = graph.output_node()
+    results: list[Any] = list(end.args[0])  # type: ignore[arg-type]
+    first, before = len(given) - states, len(results) - states
+    changed = [
+        leaf
+        for leaf in range(first, len(given))
+        if _copied(results[before + leaf - first]) is not given[leaf]
+    ]
+    end.args = ([*results[:before], *(results[before + leaf - first] for leaf in changed)],)
+    return changed
+
+
+def _copied(node: Any) -> Any:
+    """What `node` is a copy of, itself if it is none."""
+    while isinstance(node, fx.Node) and node.target in _COPIES:
+        node = node.args[0]
+    return node
 
 
 def _call(module: fx.GraphModule, values: Sequence[Any]) -> Any:

@@ -51,6 +51,43 @@ def test_module_over_ranks(crew: Crew) -> None:
         assert_identical(rank_loaded, loaded)
 
 
+def choose(group: dist.ProcessGroup, schedule: Schedule) -> tuple[Any, fpipe.Step]:
+    """Measure, and run a step."""
+    module = language_model()
+    pipe = fpipe.from_module(
+        module,
+        schedule=schedule,
+        stages=4,
+        example=make_batch(),
+        measure=True,
+        compile=False,
+        group=group,
+    )
+    return pipe.balance, pipe.step(detached(module), make_batch())
+
+
+def test_every_rank_takes_the_cuts_that_the_first_has_measured(crew: Crew) -> None:
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    first, second = values(crew.run(choose, schedule, ranks=range(2)))
+    assert first[0] == second[0] and first[0].unit == "s"
+    expected = unpipelined(language_model(), detached(language_model()), make_batch())
+    torch.testing.assert_close(second[1].loss, expected.loss)
+
+
+def measure_nothing(group: dist.ProcessGroup, schedule: Schedule) -> None:
+    module = language_model().to("meta")
+    options: Any = {"example": make_batch(), "measure": True, "group": group}
+    options["buffers"] = {"mask": language_model().mask}
+    fpipe.from_module(module, schedule=schedule, **options)
+
+
+def test_failure_to_measure_is_told_on_every_rank(crew: Crew) -> None:
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    here, there = crew.run(measure_nothing, schedule, ranks=range(2))
+    assert "measure=True runs the module, but module['blocks.0.norm.bias']" in here.error.text
+    assert "rank 0 could not measure the parts of the module" in there.error.text
+
+
 class Other(nn.Linear):
     """Not what was trained."""
 

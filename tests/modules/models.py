@@ -32,14 +32,14 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Four blocks; the head is the embedding's table."""
+    """Blocks; the head is the embedding's table."""
 
     mask: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 4) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("mask", torch.full((LENGTH, LENGTH), -1e9).triu(1))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe.modules.balancing import held_at_once
-from tests.modules.models import detached, language_model, make_batch, unpipelined
+from tests.modules.models import LanguageModel, detached, language_model, make_batch, unpipelined
 
 ROWS = 8
 
@@ -64,6 +65,112 @@ def test_chosen_cuts_train() -> None:
     expected = unpipelined(module, params, batch)
     torch.testing.assert_close(loss, expected.loss)
     torch.testing.assert_close(grads, expected.grads)
+
+
+class Misleading(nn.Module):
+    """Four layers of equal FLOPs, of which the last also does what no counter counts as FLOPs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        wide = x[:, :, None].expand(-1, -1, 2048)
+        for _ in range(8):
+            wide = torch.sin(wide)
+        return wide
+
+
+def test_measured_times_are_divided_as_well_as_can_be() -> None:
+    module, batch = Misleading(), {"x": torch.ones(ROWS, 16)}
+    module.layers[0].requires_grad_(False)
+    schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+    options: Any = {"loss": total, "slack": 0.0}
+    counted = fpipe.balance(module, schedule, batch, intensity=0, **options)
+    assert counted.cuts == ("layers.1",) and counted.unit == "FLOP"
+    found = fpipe.balance(module, schedule, batch, measure=True, compile=False, **options)
+    assert [name for name, _ in found.parts] == [f"layers.{n}" for n in range(4)] + [""]
+    assert found.cuts == ("layers.3",) and found.unit == "s"
+    loads = [load for _, load in found.parts]
+    slowest = min(max(sum(loads[:end]), sum(loads[end:])) for end in range(1, len(loads)))
+    assert max(stage.load for stage in found.stages) == slowest
+    assert str(found).splitlines()[0].split()[5:7] == ["ms", "GFLOP"]
+    with pytest.raises(fpipe.StageError, match=r"runs the module, but batch\['x'\] is on the meta"):
+        fpipe.balance(module, schedule, {"x": batch["x"].to("meta")}, measure=True, loss=total)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        fpipe.schedules.zbv(ranks=2, microbatches=4),
+        fpipe.schedules.interleaved_1f1b(ranks=2, microbatches=4),
+    ],
+    ids=["vee", "looped"],
+)
+def test_from_module_chooses_its_cuts(
+    schedule: fpipe.Schedule, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = LanguageModel(blocks=7).double()
+    params, batch = detached(module), make_batch(8)
+    with caplog.at_level("INFO", logger="fpipe"):
+        pipe = fpipe.from_module(module, schedule=schedule, stages=4, example=batch, compile=False)
+    assert pipe.balance is not None and pipe.cuts == pipe.balance.cuts
+    assert str(pipe.balance) in caplog.text
+    assert [stage.rank for stage in pipe.balance.stages] == list(schedule.placement)
+    # No other choice of cuts has a faster slowest stage, but for the slack.
+    loads = [load for _, load in pipe.balance.parts]
+    best = min(
+        max(sum(loads[a:b]) for a, b in pairwise((0, *inner, len(loads))))
+        for inner in combinations(range(1, len(loads)), 3)
+    )
+    assert best <= max(stage.load for stage in pipe.balance.stages) <= 1.02 * best
+    expected = unpipelined(module, params, batch)
+    torch.testing.assert_close(tuple(pipe.step(params, batch)), tuple(expected))
+    assert pipe.with_schedule(schedule).cuts == pipe.cuts
+    assert pipe.with_schedule(schedule).balance is None
+
+
+def test_memory_moves_the_cuts() -> None:
+    """The even division holds too much on the first rank, which holds two microbatches at once."""
+    module, batch = Uneven(), {"x": torch.ones(1024, 16)}
+    schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+    even = fpipe.balance(module, schedule, batch, loss=total)
+    limit = max(stage.memory for stage in even.stages) - 1
+    pipe = fpipe.from_module(
+        module, schedule=schedule, example=batch, memory=limit, loss=total, compile=False
+    )
+    assert pipe.balance is not None and pipe.cuts != even.cuts
+    assert all(stage.memory <= limit for stage in pipe.balance.stages)
+    named = fpipe.from_module(module, schedule=schedule, cuts=even, loss=total, compile=False)
+    assert named.cuts == even.cuts and named.balance is even
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"cuts and example are both missing: name the submodules"),
+        ({"stages": 2}, r"cuts and example are both missing"),
+        ({"stages": 3, "example": {}}, r"stages=3, but the schedule one_f_one_b has 2 on 2 ranks"),
+        ({"stages": 2, "cuts": ["layers.1"]}, r"cuts=\['layers.1'\] is given beside stages or exa"),
+    ],
+)
+def test_choice_without_what_it_takes_is_refused(options: dict[str, Any], message: str) -> None:
+    schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+    with pytest.raises(fpipe.StageError, match=message):
+        fpipe.from_module(Uneven(), schedule=schedule, loss=total, **options)
+
+
+def test_loss_functions_that_return_more_are_weighed() -> None:
+    def weighted(output: Tensor, batch: dict[str, Tensor]) -> Any:
+        return (output.sum(), batch["x"].sum()), {"output": output}
+
+    batch = {"x": torch.ones(ROWS, 16)}
+    schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+    options: Any = {"loss": weighted, "reduction": "weighted", "has_aux": True}
+    found = fpipe.balance(Uneven(), schedule, batch, **options)
+    assert found.cuts == fpipe.balance(Uneven(), schedule, batch, loss=total).cuts
 
 
 def test_what_does_not_fit_is_refused() -> None:

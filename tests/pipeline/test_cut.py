@@ -115,6 +115,25 @@ def test_in_place_update_before_a_cut_belongs_to_the_stage_before() -> None:
     torch.testing.assert_close(grads, expected_grads)
 
 
+def test_assignment_to_a_slice_moves_no_cut() -> None:
+    """The rewrite of an assignment adds nodes; counted again, they pushed others over the cut."""
+
+    def loss_fn(params: Any, batch: Tensor) -> Tensor:
+        x = batch * params["scale"]
+        for column in range(3):
+            x[:, column] = batch[:, column] * params["scale"]
+        x = fpipe.cut(x @ params["before"])
+        return (x @ params["after"]).square().mean()
+
+    params = {name: torch.eye(3) + 1 for name in ("before", "after")} | {"scale": torch.tensor(2.0)}
+    schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
+    loss, grads = pipe.step(params, torch.ones(4, 3))
+    assert pipe.readers() == {(0, 0): (1,), (0, 1): (0,), (0, 2): (0,)}
+    expected, whole = torch.func.grad_and_value(loss_fn)(params, torch.ones(4, 3))
+    torch.testing.assert_close((loss, grads), (whole, expected))
+
+
 def test_wrong_number_of_cuts_is_refused(params: Any, batch: Any) -> None:
     schedule = fpipe.schedules.gpipe(ranks=2, microbatches=2)
     pipe = fpipe.pipeline(language_model, schedule=schedule, in_dims=IN_DIMS, compile=False)

@@ -128,6 +128,33 @@ def test_deferred_statistics_are_those_of_the_whole_batch() -> None:
     assert not torch.allclose(found.state["first"].var, plain["first"].var)
 
 
+def test_statistics_that_torch_writes_to_come_back() -> None:
+    """Torch's batch norm writes to them though its schema does not say so; `x` is read after it."""
+
+    def loss_fn(w: Tensor, state: Tensor, x: Tensor) -> Any:
+        mean, var = state[0].clone(), state[1].clone()
+        before = mean * 2
+        y = F.batch_norm(x * w, mean, var, training=True, momentum=0.5)
+        return (y * mean - before).square().mean(), torch.stack([mean, var])
+
+    w, state, x = torch.tensor(3.0), torch.tensor([[1.0], [4.0]]), torch.tensor([[1.0], [3.0]])
+    pipe = fpipe.pipeline(
+        loss_fn, schedule=schedules.gpipe(ranks=1, microbatches=1), has_state=True, compile=False
+    )
+    grad, (loss, new) = torch.func.grad_and_value(loss_fn, has_aux=True)(w, state, x)
+    assert_same(tuple(pipe.step(w, state, x)), (loss, grad, new))
+    assert_same(new, torch.tensor([[3.5], [11.0]]))
+
+
+def test_statistics_that_are_a_part_of_a_tensor_are_refused() -> None:
+    def loss_fn(w: Tensor, state: Tensor, x: Tensor) -> Any:
+        new = state.clone()
+        return F.batch_norm(x * w, new[0], new[1], training=True).mean(), new
+
+    with pytest.raises(fpipe.StageError, match=r"statistics that are a view of another tensor: cl"):
+        state_pipe(loss_fn).step(torch.tensor(1.0), torch.ones(2, 1), torch.ones(4, 1))
+
+
 def test_deferred_statistics_of_a_layer_that_is_not_used_stay() -> None:
     def loss_fn(w: Tensor, state: BatchStats, x: Tensor) -> Any:
         y, state = batch_norm(x * w, state, training=False)
@@ -178,7 +205,7 @@ def test_buffers_of_a_module_are_a_state(deferred: bool) -> None:
     if deferred:
         whole = make_module()
         whole(x)
-        twin.load_state_dict({**whole.state_dict(), "1.num_batches_tracked": torch.tensor(4)})
+        twin.load_state_dict(whole.state_dict())
     assert_same(buffers_of(state), dict(twin.named_buffers()))
     assert_same(dict(module.named_buffers()), dict(make_module().named_buffers()))
 
@@ -225,6 +252,21 @@ def test_state_that_two_stages_share_is_refused() -> None:
     rule = r"reads state\['n'\] in stage 0 and 1 and makes its new value in stage 1: .* one stage"
     with pytest.raises(fpipe.StageError, match=rule):
         pipe.step(torch.tensor(1.0), {"n": torch.tensor(0.0)}, torch.ones(4))
+
+
+def test_state_that_never_changes_may_be_read_in_every_stage() -> None:
+    def loss_fn(w: Tensor, state: dict[str, Tensor], x: Tensor) -> Any:
+        x = fpipe.cut(x * w + state["shift"])
+        x = x * w * state["shift"]
+        return x.sum(), {"n": state["n"] + x.detach().sum(), "shift": state["shift"].clone()}
+
+    pipe = state_pipe(loss_fn, schedules.one_f_one_b(ranks=2, microbatches=2), reduction="sum")
+    w, x = torch.tensor(2.0), torch.arange(4.0)
+    state = {"n": torch.tensor(1.0), "shift": torch.tensor(3.0)}
+    result = pipe.step(w, state, x)
+    grad, loss = torch.func.grad_and_value(lambda w: loss_fn(w, state, x)[0])(w)
+    assert_same(tuple(result), (loss, grad, {"n": 1 + loss, "shift": state["shift"]}))
+    assert result.state["shift"] is not state["shift"]
 
 
 def test_schedule_whose_forwards_change_places_is_refused() -> None:

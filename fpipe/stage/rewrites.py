@@ -1,0 +1,88 @@
+"""Rewrites of a recorded forward graph, for what functionalisation leaves: ops that cannot be
+differentiated, or that write to their arguments and do not say so.
+
+A new node takes the mark of the stage of the node that it replaces.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fpipe.errors import StageError
+from fpipe.stage.cut import STAGE
+from fpipe.stage.joint import is_view
+
+aten = torch.ops.aten
+
+# Their schemas keep silent about the running statistics, which they write to.
+_BATCH_NORMS = frozenset({aten.native_batch_norm.default, aten.cudnn_batch_norm.default})
+
+
+def make_copies_differentiable(graph: fx.Graph) -> None:
+    """Replace the functional ``copy(target, value)``, which has no derivative.
+
+    Functionalisation writes it for an assignment to a slice; it is `value` in the shape and dtype
+    of `target`.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
+        target = node.meta["val"]
+        with graph.inserting_before(node):
+            value = graph.call_function(
+                aten._to_copy.default, (node.args[1],), {"dtype": target.dtype}
+            )
+            shaped = graph.call_function(aten.expand.default, (value, list(target.shape)))
+        for new in (value, shaped):
+            new.meta |= {"val": target, STAGE: node.meta[STAGE]}
+        node.replace_all_uses_with(shaped)
+        graph.erase_node(node)
+
+
+def return_statistics(name: str, graph: fx.Graph) -> None:
+    """Let batch normalisations return their running statistics instead of writing to them.
+
+    Args:
+        name: the function in messages.
+        graph: changed in place; it has no backward yet.
+
+    Raises:
+        StageError: the statistics are a part of another tensor, which would change with them.
+    """
+    for node in list(graph.nodes):
+        if node.target not in _BATCH_NORMS or not node.args[5]:
+            continue
+        running = [arg for arg in node.args[3:5] if isinstance(arg, fx.Node)]
+        if not running:
+            continue
+        if any(is_view(arg) for arg in running):
+            raise StageError(
+                f"{name} lets a batch normalisation update running statistics that are a view of "
+                "another tensor: clone() each of them before, or call fpipe.nn.batch_norm"
+            )
+        with graph.inserting_after(node):
+            whole = graph.call_function(aten._native_batch_norm_legit_functional.default, node.args)
+        made: tuple[Any, ...] = node.meta["val"]
+        values = (*made[:3], *(arg.meta["val"] for arg in running))
+        whole.meta |= {"val": values, STAGE: node.meta[STAGE]}
+        later = set(_after(whole))
+        for user in list(node.users):
+            user.replace_input_with(node, whole)
+        for index, arg in enumerate(running, 3):
+            with graph.inserting_after(whole):
+                new = graph.call_function(operator.getitem, (whole, index))
+            new.meta |= {"val": arg.meta["val"], STAGE: node.meta[STAGE]}
+            for user in [user for user in arg.users if user in later]:
+                user.replace_input_with(arg, new)
+        graph.erase_node(node)
+
+
+def _after(node: fx.Node) -> list[fx.Node]:
+    """The nodes that come later."""
+    found = []
+    while node.next.op != "root":
+        node = node.next
+        found.append(node)
+    return found

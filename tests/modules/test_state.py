@@ -1,0 +1,201 @@
+"""Modules whose buffers change: they come in and go out as a state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fpipe
+from fpipe import Schedule, schedules
+from fpipe.nn import buffers_of, state_of
+from tests.models import assert_same
+from tests.modules.models import detached
+
+TWO = schedules.one_f_one_b(ranks=2, microbatches=4)
+ROWS = 8
+
+
+class Convolutional(nn.Module):
+    """Two normalisations, a count, and a buffer that never changes and every stage reads."""
+
+    scale: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Tanh())
+        self.second = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3, momentum=0.3), nn.Tanh())
+        self.third = nn.Linear(12, 4)
+        self.fourth = nn.Linear(4, 2)
+        self.register_buffer("scale", torch.full((), 1.5))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.second(self.first(x) * self.scale) * self.scale
+        x = torch.tanh(self.third(x.flatten(1))) * self.scale
+        return self.fourth(x) * self.scale
+
+
+CUTS = ["first", "second", "third"]
+
+
+def make_module() -> Convolutional:
+    torch.manual_seed(0)
+    module = Convolutional().double()
+    for name, buffer in module.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.copy_(torch.randn_like(buffer))
+    return module
+
+
+def make_batch() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return {"x": torch.randn(ROWS, 1, 5, 5).double() + 1}
+
+
+def with_logits(output: Tensor, batch: dict[str, Tensor]) -> Any:
+    return output.square().mean(), {"logits": output}
+
+
+def one_after_the_other(module: nn.Module, batch: dict[str, Tensor]) -> Any:
+    """Loss, gradients and logits; the module's own buffers change, microbatch by microbatch."""
+
+    parts = [module(x) for x in batch["x"].split(ROWS // 4)]
+    loss = torch.stack([y.square().mean() for y in parts]).mean()
+    names, own = zip(*module.named_parameters(), strict=True)
+    grads = torch.autograd.grad(loss, own)
+    return loss.detach(), dict(zip(names, grads, strict=True)), torch.cat(parts).detach()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "remat"),
+    [
+        (schedules.one_f_one_b(ranks=4, microbatches=4), "full"),
+        (schedules.zb_h1(ranks=4, microbatches=4), "none"),
+        (schedules.zbv(ranks=2, microbatches=4), "full"),
+    ],
+    ids=["one_f_one_b", "zb_h1", "zbv"],
+)
+def test_buffers_are_what_the_module_would_hold(schedule: Schedule, remat: Any) -> None:
+    module, twin, batch = make_module(), make_module(), make_batch()
+    pipe = fpipe.from_module(
+        module,
+        schedule=schedule,
+        cuts=CUTS,
+        loss=with_logits,
+        has_aux=True,
+        has_state=True,
+        remat=remat,
+        compile=False,
+    )
+    params, state = detached(module), state_of(module)
+    result = pipe.step(params, state, batch)
+    loss, grads, logits = one_after_the_other(twin, batch)
+    assert isinstance(result, fpipe.StepStateAux)
+    assert_same((result.loss, result.grads), (loss, grads))
+    assert_same(result.aux["logits"], logits)
+    assert_same(buffers_of(result.state), dict(twin.named_buffers()))
+    assert result.state["calls"] == 4 and result.state["first.1.num_batches_tracked"] == 4
+    assert_same(dict(module.named_buffers()), dict(make_module().named_buffers()))
+    # The state of one step begins the next, and goes back into a module.
+    second = pipe.step(params, result.state, batch)
+    one_after_the_other(twin, batch)
+    assert_same(buffers_of(second.state), dict(twin.named_buffers()))
+    pipe.load_into(module, params, second.state)
+    assert_same(dict(module.named_buffers()), dict(twin.named_buffers()))
+    assert_same(tuple(pipe.forward(params, state, batch)), (loss, {"logits": logits}))
+
+
+def test_deferred_statistics_are_those_of_the_whole_batch() -> None:
+    module, twin, batch = make_module(), make_module(), make_batch()
+    pipe = fpipe.from_module(
+        module,
+        schedule=TWO,
+        cuts=["first"],
+        loss=lambda output, batch: output.square().mean(),
+        has_state=True,
+        batch_norm="deferred",
+        compile=False,
+    )
+    result = pipe.step(detached(module), state_of(module), batch)
+    assert isinstance(result, fpipe.StepState)
+    twin.first(batch["x"])  # what the second one normalises depends on how the batch is split
+    assert_same(result.state["first.1"], state_of(twin)["first.1"])
+    assert result.state["first.1.num_batches_tracked"] == 1
+    assert_same(result.loss, one_after_the_other(make_module(), batch)[0])
+
+
+def test_buffers_left_out_of_the_state_are_constants() -> None:
+    module, batch = make_module().eval(), make_batch()
+    options: Any = {"loss": lambda output, batch: output.square().mean(), "compile": False}
+    pipe = fpipe.from_module(module, schedule=TWO, cuts=["first"], has_state=True, **options)
+    result = pipe.step(detached(module), {"calls": module.calls}, batch)
+    assert_same(result.state, {"calls": torch.tensor(4)})
+    assert_same(result.loss, module(batch["x"]).square().mean())
+    module.train()
+    rule = r"writes in place to a tensor that it closes over \('.*num_batches_tracked'\)"
+    with pytest.raises(fpipe.StageError, match=rule):
+        fpipe.from_module(module, schedule=TWO, cuts=["first"], has_state=True, **options).step(
+            detached(module), {"calls": module.calls}, batch
+        )
+
+
+def test_cuts_of_a_module_with_a_state_are_chosen() -> None:
+    module, batch = make_module(), make_batch()
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    for measure in (False, True):
+        found = fpipe.balance(
+            module,
+            TWO,
+            batch,
+            loss=with_logits,
+            has_aux=True,
+            has_state=True,
+            candidates=CUTS,
+            measure=measure,
+            compile=False,
+        )
+        assert [name for name, _ in found.parts] == [*CUTS, ""]
+    pipe = fpipe.from_module(
+        module,
+        schedule=TWO,
+        cuts=found,
+        loss=with_logits,
+        has_aux=True,
+        has_state=True,
+        compile=False,
+    )
+    loss, *_ = pipe.step(detached(module), state_of(module), batch)
+    assert_same(loss, one_after_the_other(make_module(), batch)[0])
+    with pytest.raises(fpipe.StageError, match="writes in place to a tensor that it closes over"):
+        fpipe.balance(module, TWO, batch, loss=with_logits, has_aux=True, candidates=CUTS)
+    assert_same(dict(module.named_buffers()), before)
+
+
+def test_wrong_states_are_refused() -> None:
+    module, batch = make_module(), make_batch()
+    options: Any = {"schedule": TWO, "cuts": ["first"], "compile": False}
+    pipe = fpipe.from_module(module, loss=with_logits, has_aux=True, has_state=True, **options)
+    params = detached(module)
+    for state, message in (
+        ([module.calls], r"state is a list: .* fpipe.nn.state_of\(module\)"),
+        ({"counts": module.calls}, r"state has the buffer 'counts' of shape \(\), which in Convol"),
+        ({"calls": torch.zeros(2)}, r"'calls' of shape \(2,\), which in Convolutional has shape"),
+    ):
+        with pytest.raises(fpipe.BatchError, match=message):
+            pipe.step(params, state, batch)
+        with pytest.raises(fpipe.BatchError, match=message):
+            pipe.load_into(module, params, state)  # type: ignore[arg-type]
+    with pytest.raises(fpipe.StageError, match=r"has_aux=True is about .* -> \(loss, aux\)"):
+        fpipe.from_module(module, has_aux=True, **options)
+    with pytest.raises(fpipe.StageError, match=r'batch_norm="deferred" is about running statist'):
+        fpipe.from_module(module, batch_norm="deferred", **options)
+    plain = fpipe.from_module(
+        module, loss=lambda output, batch: output.sum(), has_state=True, has_aux=True, **options
+    )
+    with pytest.raises(fpipe.StageError, match=r"must return \(loss, state, aux\)"):
+        plain.step(params, state_of(module), batch)
