@@ -69,7 +69,7 @@ class Offer(NamedTuple):
 def start_headers(header: Header, group: dist.ProcessGroup) -> Callable[[], list[Header]]:
     """Send the header of this rank; what comes back waits for those of all ranks."""
     rows = _start(torch.tensor(list(header)), group)
-    return lambda: [Header(*row.tolist()) for row in rows()]
+    return lambda: [Header(*row) for row in rows().tolist()]
 
 
 def gather_headers(header: Header, group: dist.ProcessGroup) -> list[Header]:
@@ -88,16 +88,19 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     ]
 
 
-def gather(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """A tensor of each rank, all of one shape."""
+def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensors of all ranks, all of one shape, along a new first dimension."""
     return _start(own, group)()
 
 
-def _start(own: Tensor, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
-    everyone = [torch.empty_like(own) for _ in range(group.size())]
-    work = group.allgather([everyone], [own])
+def _start(own: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    # Gloo gathers and reduces around a ring, one rank after the other. This is one message to each,
+    # and takes a fourth of the time on four ranks whose cores are asleep.
+    copies = own.expand(group.size(), *own.shape).contiguous()
+    everyone = torch.empty_like(copies)
+    work = group.alltoall_base(everyone, copies, [], [])
 
-    def wait() -> list[Tensor]:
+    def wait() -> Tensor:
         work.wait()
         return everyone
 

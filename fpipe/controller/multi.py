@@ -423,8 +423,7 @@ class MultiController:
             word[1 : 1 + size] = total.loss.flatten()
             if total.weight is not None:
                 word[1 + size] = total.weight
-        # The sum over ranks in their order; a reduction would take twice as many messages.
-        word = torch.stack(_connected(lambda: gather(word, self._control))).sum(0)
+        word = _connected(lambda: gather(word, self._control)).sum(0)
         if word[0] > 0 and not failed:
             raise self._reported()
         if not heads:
