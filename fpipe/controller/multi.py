@@ -1,10 +1,9 @@
 """Each process drives its own rank, over a process group.
 
-    header ── all known ──────────────────────────► run ── loss and status ──► result, or the fault
-       └── new shapes ── offers ── plan ── verdicts ─┘
+    call ── plan ── run ── loss and status ──► result, or the fault
 
-While the header is under way a rank computes what it can without messages, by the plan of the last
-step that was called alike.
+While the header of a call is under way a rank computes what it can without messages, by the plan
+of the last call that was like it.
 
 A rank that fails goes through the rest of its program without computing, so that nobody is left
 waiting and the channels stay usable; only when a rank is gone are the connections given up.
@@ -16,37 +15,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fpipe import tree
 from fpipe.controller.agreement import (
-    CALLS,
-    Header,
-    Offer,
-    check_calls,
-    check_keys,
-    check_offers,
-    check_verdicts,
-    digest,
     gather,
     gather_headers,
     gather_objects,
-    identity,
     of_number,
-    start_headers,
     sum_of,
 )
 from fpipe.controller.ahead import Ahead, prelude
+from fpipe.controller.calls import Agreed, Call, Calls, Given, connected, named
 from fpipe.controller.controller import Finished, load
 from fpipe.controller.fault import Fault
-from fpipe.controller.keys import Words, as_number
+from fpipe.controller.keys import Words
 from fpipe.controller.single import without_autocast
 from fpipe.controller.watch import Watch
 from fpipe.errors import PipelineError
-from fpipe.microbatch import Microbatches, split
 from fpipe.parameters import Parameters
 from fpipe.plan import Plan, Planner, Total
 from fpipe.recording import Marks, active, timeline_of
@@ -58,67 +47,9 @@ from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Program
 from fpipe.runtime.transport import ConnectionLost, Interrupted
 from fpipe.schedule import Schedule
-from fpipe.shapes import Goal, Signature, TreeShape, ambient, batch_shapes
+from fpipe.shapes import Goal
 
 T = TypeVar("T")
-
-NOWHERE = torch.device("meta")
-"""Stands for every rank's own device in what ranks compare."""
-
-
-class Given(NamedTuple):
-    """What this rank was called with, read and checked.
-
-    Attributes:
-        params: with the parts of this rank's stages.
-        parts: the batch, None where the rank was given none.
-        shapes: the parameters of each of its stages.
-        batch: the batch's shapes.
-        key: of the step, None for none.
-    """
-
-    params: Parameters
-    parts: Microbatches | None
-    shapes: Mapping[int, TreeShape]
-    batch: tuple[TreeShape, ...] | None
-    key: Words | None
-
-
-class Call(NamedTuple):
-    """What this rank was called for, under way to the others.
-
-    Attributes:
-        goal: what is asked for.
-        given: what this rank was called with, None if it cannot be used.
-        problem: why not.
-        header: what the others are told of it.
-        headers: waits for those of all ranks.
-    """
-
-    goal: Goal
-    given: Given | None
-    problem: Exception | None
-    header: Header
-    headers: Callable[[], list[Header]]
-
-    @property
-    def kind(self) -> tuple[int, int, int]:
-        """The same for calls that end in the same plan, as far as this rank knows."""
-        return self.header.call, self.header.batch, self.header.params
-
-
-class Agreed(NamedTuple):
-    """What all ranks are about to run.
-
-    Attributes:
-        given: what this rank was called with.
-        plan: the same on all ranks.
-        records: whether any rank records the step.
-    """
-
-    given: Given
-    plan: Plan
-    records: bool
 
 
 class MultiController:
@@ -149,17 +80,11 @@ class MultiController:
         read_key: Callable[[Any], Words | None],
     ) -> None:
         self._planner = planner
-        self._read_params = read
         self._read_key = read_key
-        self._schedule = schedule
-        self._in_dims = in_dims
         self._group = group
         self._rank = group.rank()
         self._stages = schedule.stages_of(self._rank)
         self._device = device
-        self._setup = {name: digest(text) for name, text in setup.items()}
-        self._agreed: dict[tuple[int, ...], Plan] = {}
-        self._expected: dict[tuple[int, int, int], Plan] = {}
         self._steps = 0
         self._draining = False
         self._broken: Fault | None = None
@@ -176,6 +101,17 @@ class MultiController:
         separate = partial(self._connect, "nccl", store) if device.type == "cuda" else None
         self._transport = GroupTransport(group, device, separate, self._interrupted)
         self._watch = Watch(store, members, self._rank, timeout, self._ring)
+        self._calls = Calls(
+            planner,
+            read,
+            schedule,
+            in_dims,
+            self._control,
+            self._rank,
+            device,
+            setup,
+            self._transport.open,
+        )
 
     def run(self, params: Any, batch: Any, goal: Goal, key: Any = None) -> Finished:
         """Run this rank's program to its end, in step with the other ranks.
@@ -185,22 +121,25 @@ class MultiController:
         """
 
         def work() -> Finished:
-            call = self._announce(params, batch, goal, lambda: self._read_key(key))
+            call = self._calls.announce(params, batch, goal, lambda: self._read_key(key))
             ahead = self._run_ahead(call)
-            return self._execute(self._agree(call), ahead)
+            return self._execute(self._calls.agree(call), ahead)
 
         return self._together(work)
 
     def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
         """The programs of all ranks for a training step; every rank must ask for them."""
-        return self._together(
-            lambda: self._agree(self._announce(params, batch, "step", lambda: None)).plan.programs
-        )
+
+        def work() -> tuple[Program, ...]:
+            call = self._calls.announce(params, batch, "step", lambda: None)
+            return self._calls.agree(call).plan.programs
+
+        return self._together(work)
 
     def add_up(self, value: float) -> float:
         """The sum of a number over all ranks, in their order, so that it has the same bits."""
         return self._together(
-            lambda: sum_of(_connected(lambda: gather_headers(of_number(value), self._control)))
+            lambda: sum_of(connected(lambda: gather_headers(of_number(value), self._control)))
         )
 
     def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
@@ -221,7 +160,7 @@ class MultiController:
             raise self._give_up(self._watch.culprit(lost.peer, str(lost))) from lost
         except BaseException as error:
             # Messages are left half-way: what comes next could not be told from what came before.
-            fault = Fault(self._rank, f"rank {self._rank} failed: {_named(error)}", breaks=True)
+            fault = Fault(self._rank, f"rank {self._rank} failed: {named(error)}", breaks=True)
             broken = self._give_up(self._watch.report(fault))
             if isinstance(error, Exception):
                 raise broken from error
@@ -229,96 +168,11 @@ class MultiController:
         finally:
             self._watch.end()
 
-    # ── agreement ──────────────────────────────────────────────────────────────────────────────
-
-    def _announce(
-        self, params: Any, batch: Any, goal: Goal, key: Callable[[], Words | None]
-    ) -> Call:
-        """Read what this rank was called with, and tell the others."""
-        given: Given | None = None
-        problem: Exception | None = None
-        try:
-            given = self._read(params, batch, key())
-        except Exception as error:
-            problem = error
-        header = _header(given, goal)
-        headers = _connected(lambda: start_headers(header, self._control))
-        return Call(goal, given, problem, header, lambda: _connected(headers))
-
-    def _agree(self, call: Call) -> Agreed:
-        """Find the plan that all ranks run, or make it if anything is new."""
-        headers = call.headers()
-        check_calls(headers)
-        check_keys(headers)
-        given = call.given
-        shapes = (headers[0].call, *(word for h in headers for word in (h.batch, h.params)))
-        if given is None or shapes not in self._agreed or any(h.failed for h in headers):
-            signature = self._make_signature(given, call.problem, call.goal)
-            assert given is not None
-            # Kept only when made: what any rank refused is refused again, by all of them.
-            self._agreed[shapes] = self._make_plan(signature)
-        plan = self._expected[call.kind] = self._agreed[shapes]
-        return Agreed(given, plan, any(h.records for h in headers))
-
-    def _read(self, params: Any, batch: Any, key: Words | None) -> Given:
-        own = self._read_params(params)
-        parts, shapes = None, None
-        if batch is not None:
-            parts = split(batch, self._in_dims, self._schedule.num_microbatches)
-            shapes = tuple(shape.on(NOWHERE) for shape in batch_shapes(parts))
-        params_shapes = {
-            stage: TreeShape.of(own.specs[stage], own.stages[stage]).on(NOWHERE)
-            for stage in self._stages
-        }
-        return Given(own, parts, params_shapes, shapes, key)
-
-    def _make_signature(
-        self, given: Given | None, problem: Exception | None, goal: Goal
-    ) -> Signature:
-        """Exchange offers, and put together what all ranks were given."""
-        offer = Offer(
-            setup=self._setup,
-            params={} if given is None else given.shapes,
-            rows=None if given is None or given.parts is None else given.parts.rows,
-            batch=None if given is None else given.batch,
-            ambient=ambient()[:-1],
-            problem=None if problem is None else _named(problem),
-        )
-        offers: list[Offer] = _connected(lambda: gather_objects(offer, self._control))
-        check_offers(offers, self._rank, problem)
-        reader = next(o for o in offers if o.batch is not None)
-        assert reader.rows is not None and reader.batch is not None
-        return Signature(
-            goal,
-            tuple(
-                offers[rank].params[stage].on(self._device)
-                for stage, rank in enumerate(self._schedule.placement)
-            ),
-            reader.rows,
-            tuple(shape.on(self._device) for shape in reader.batch),
-            ambient(),
-        )
-
-    def _make_plan(self, signature: Signature) -> Plan:
-        """Make the plan, and see that all ranks made the same."""
-        problem: Exception | None = None
-        text = ""
-        try:
-            plan = self._planner(signature)
-            text = digest("\n".join((*map(str, plan.programs), plan.fingerprint)))
-        except Exception as error:
-            problem = error
-            text = _named(error)
-        verdicts = _connected(lambda: gather_objects((problem is None, text), self._control))
-        check_verdicts(verdicts, self._rank, problem)
-        _connected(lambda: self._transport.open(plan.programs))
-        return plan
-
     # ── execution ──────────────────────────────────────────────────────────────────────────────
 
     def _run_ahead(self, call: Call) -> Ahead | None:
         """Compute by the plan that this call had before, up to the first message."""
-        plan = self._expected.get(call.kind)
+        plan = self._calls.expected(call)
         if plan is None or call.given is None or call.header.records:
             return None
         program = observed(plan.programs[self._rank], None)
@@ -359,7 +213,7 @@ class MultiController:
         if failure is not None:
             raise failure
         if records:
-            everyone = _connected(lambda: gather_objects(marks, self._control))
+            everyone = connected(lambda: gather_objects(marks, self._control))
             recording = active()
             if recording is not None:
                 recording.timelines.append(timeline_of(plan.schedule, everyone))
@@ -393,7 +247,7 @@ class MultiController:
         cause = error.__cause__
         if not isinstance(error, PipelineError):
             cause = error
-            error = PipelineError(f"rank {self._rank} failed: {_named(error)}", rank=self._rank)
+            error = PipelineError(f"rank {self._rank} failed: {named(error)}", rank=self._rank)
         fault = Fault.of(error)
         self._watch.report(fault)
         failure = fault.error()
@@ -423,7 +277,7 @@ class MultiController:
             word[1 : 1 + size] = total.loss.flatten()
             if total.weight is not None:
                 word[1 + size] = total.weight
-        word = _connected(lambda: gather(word, self._control)).sum(0)
+        word = connected(lambda: gather(word, self._control)).sum(0)
         if word[0] > 0 and not failed:
             raise self._reported()
         if not heads:
@@ -453,27 +307,3 @@ class MultiController:
         """A group for some of the ranks."""
         own = dist.PrefixStore(f"{self._name}/{name}", store)
         return connect(backend, own, ranks.index(self._rank), len(ranks), dist.default_pg_timeout)
-
-
-def _connected(operation: Callable[[], T]) -> T:
-    """Run an operation of all ranks; its failure is a lost connection."""
-    try:
-        return operation()
-    except RuntimeError as error:
-        raise ConnectionLost(None, str(error)) from error
-
-
-def _header(given: Given | None, goal: Goal) -> Header:
-    if given is None:
-        return Header(1, CALLS.index(f"pipe.{goal}"), 0, 0, 0)
-    batch = 0
-    if given.parts is not None:
-        batch = identity((given.parts.rows, given.batch))
-    own = identity((*given.shapes.items(), ambient()))
-    records = int(active() is not None)
-    return Header(0, CALLS.index(f"pipe.{goal}"), batch, own, records, as_number(given.key))
-
-
-def _named(error: BaseException) -> str:
-    """The error's kind and text."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,248 @@
+"""Calls: what the ranks were called for, and the plan on which they agree.
+
+read ──► header ──► all known ────────────────────────────────► plan
+                      └── new shapes ── offers ── plan ── verdicts ─┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fpipe.controller.agreement import (
+    CALLS,
+    Header,
+    Offer,
+    check_calls,
+    check_keys,
+    check_offers,
+    check_verdicts,
+    digest,
+    gather_objects,
+    identity,
+    start_headers,
+)
+from fpipe.controller.keys import Words, as_number
+from fpipe.microbatch import Microbatches, split
+from fpipe.parameters import Parameters
+from fpipe.plan import Plan, Planner
+from fpipe.recording import active
+from fpipe.runtime.program import Program
+from fpipe.runtime.transport import ConnectionLost
+from fpipe.schedule import Schedule
+from fpipe.shapes import Goal, Signature, TreeShape, ambient, batch_shapes
+
+T = TypeVar("T")
+
+NOWHERE = torch.device("meta")
+"""Stands for every rank's own device in what ranks compare."""
+
+
+class Given(NamedTuple):
+    """What this rank was called with, read and checked.
+
+    Attributes:
+        params: with the parts of this rank's stages.
+        parts: the batch, None where the rank was given none.
+        shapes: the parameters of each of its stages.
+        batch: the batch's shapes.
+        key: of the step, None for none.
+    """
+
+    params: Parameters
+    parts: Microbatches | None
+    shapes: Mapping[int, TreeShape]
+    batch: tuple[TreeShape, ...] | None
+    key: Words | None
+
+
+class Call(NamedTuple):
+    """What this rank was called for, under way to the others.
+
+    Attributes:
+        goal: what is asked for.
+        given: what this rank was called with, None if it cannot be used.
+        problem: why not.
+        header: what the others are told of it.
+        headers: waits for those of all ranks.
+    """
+
+    goal: Goal
+    given: Given | None
+    problem: Exception | None
+    header: Header
+    headers: Callable[[], list[Header]]
+
+    @property
+    def kind(self) -> tuple[int, int, int]:
+        """The same for calls that end in the same plan, as far as this rank knows."""
+        return self.header.call, self.header.batch, self.header.params
+
+
+class Agreed(NamedTuple):
+    """What all ranks are about to run.
+
+    Attributes:
+        given: what this rank was called with.
+        plan: the same on all ranks.
+        records: whether any rank records the step.
+    """
+
+    given: Given
+    plan: Plan
+    records: bool
+
+
+class Calls:
+    """Reads what this rank is called with, and finds the plan that all ranks run.
+
+    Args:
+        planner: makes plans for the programs of this rank.
+        read: flattens the caller's parameters, of which other ranks' parts may be missing.
+        schedule: of all ranks.
+        in_dims: how batches are split.
+        control: the group over which ranks agree.
+        rank: of this process.
+        device: where this rank computes.
+        setup: what must be the same on all ranks, as texts by name.
+        prepare: gets the programs of a new plan ready to run, on all ranks at once.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        read: Callable[[Any], Parameters],
+        schedule: Schedule,
+        in_dims: Any,
+        control: dist.ProcessGroup,
+        rank: int,
+        device: torch.device,
+        setup: Mapping[str, str],
+        prepare: Callable[[Sequence[Program]], None],
+    ) -> None:
+        self._planner = planner
+        self._read_params = read
+        self._schedule = schedule
+        self._in_dims = in_dims
+        self._control = control
+        self._rank = rank
+        self._stages = schedule.stages_of(rank)
+        self._device = device
+        self._setup = {name: digest(text) for name, text in setup.items()}
+        self._prepare = prepare
+        self._agreed: dict[tuple[int, ...], Plan] = {}
+        self._expected: dict[tuple[int, int, int], Plan] = {}
+
+    def announce(
+        self, params: Any, batch: Any, goal: Goal, key: Callable[[], Words | None]
+    ) -> Call:
+        """Read what this rank was called with, and tell the others."""
+        given: Given | None = None
+        problem: Exception | None = None
+        try:
+            given = self._read(params, batch, key())
+        except Exception as error:
+            problem = error
+        header = _header(given, goal)
+        headers = connected(lambda: start_headers(header, self._control))
+        return Call(goal, given, problem, header, lambda: connected(headers))
+
+    def agree(self, call: Call) -> Agreed:
+        """Find the plan that all ranks run, or make it if anything is new."""
+        headers = call.headers()
+        check_calls(headers)
+        check_keys(headers)
+        given = call.given
+        shapes = (headers[0].call, *(word for h in headers for word in (h.batch, h.params)))
+        if given is None or shapes not in self._agreed or any(h.failed for h in headers):
+            signature = self._make_signature(given, call.problem, call.goal)
+            assert given is not None
+            # Kept only when made: what any rank refused is refused again, by all of them.
+            self._agreed[shapes] = self._make_plan(signature)
+        plan = self._expected[call.kind] = self._agreed[shapes]
+        return Agreed(given, plan, any(h.records for h in headers))
+
+    def _read(self, params: Any, batch: Any, key: Words | None) -> Given:
+        own = self._read_params(params)
+        parts, shapes = None, None
+        if batch is not None:
+            parts = split(batch, self._in_dims, self._schedule.num_microbatches)
+            shapes = tuple(shape.on(NOWHERE) for shape in batch_shapes(parts))
+        params_shapes = {
+            stage: TreeShape.of(own.specs[stage], own.stages[stage]).on(NOWHERE)
+            for stage in self._stages
+        }
+        return Given(own, parts, params_shapes, shapes, key)
+
+    def _make_signature(
+        self, given: Given | None, problem: Exception | None, goal: Goal
+    ) -> Signature:
+        """Exchange offers, and put together what all ranks were given."""
+        offer = Offer(
+            setup=self._setup,
+            params={} if given is None else given.shapes,
+            rows=None if given is None or given.parts is None else given.parts.rows,
+            batch=None if given is None else given.batch,
+            ambient=ambient()[:-1],
+            problem=None if problem is None else named(problem),
+        )
+        offers: list[Offer] = connected(lambda: gather_objects(offer, self._control))
+        check_offers(offers, self._rank, problem)
+        reader = next(o for o in offers if o.batch is not None)
+        assert reader.rows is not None and reader.batch is not None
+        return Signature(
+            goal,
+            tuple(
+                offers[rank].params[stage].on(self._device)
+                for stage, rank in enumerate(self._schedule.placement)
+            ),
+            reader.rows,
+            tuple(shape.on(self._device) for shape in reader.batch),
+            ambient(),
+        )
+
+    def _make_plan(self, signature: Signature) -> Plan:
+        """Make the plan, and see that all ranks made the same."""
+        problem: Exception | None = None
+        text = ""
+        try:
+            plan = self._planner(signature)
+            text = digest("\n".join((*map(str, plan.programs), plan.fingerprint)))
+        except Exception as error:
+            problem = error
+            text = named(error)
+        verdicts = connected(lambda: gather_objects((problem is None, text), self._control))
+        check_verdicts(verdicts, self._rank, problem)
+        connected(lambda: self._prepare(plan.programs))
+        return plan
+
+    def expected(self, call: Call) -> Plan | None:
+        """The plan of the last call that was like this one as far as this rank knows, if any."""
+        return self._expected.get(call.kind)
+
+
+def connected(operation: Callable[[], T]) -> T:
+    """Run an operation of all ranks; its failure is a lost connection."""
+    try:
+        return operation()
+    except RuntimeError as error:
+        raise ConnectionLost(None, str(error)) from error
+
+
+def _header(given: Given | None, goal: Goal) -> Header:
+    if given is None:
+        return Header(1, CALLS.index(f"pipe.{goal}"), 0, 0, 0)
+    batch = 0
+    if given.parts is not None:
+        batch = identity((given.parts.rows, given.batch))
+    own = identity((*given.shapes.items(), ambient()))
+    records = int(active() is not None)
+    return Header(0, CALLS.index(f"pipe.{goal}"), batch, own, records, as_number(given.key))
+
+
+def named(error: BaseException) -> str:
+    """The error's kind and text."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
