@@ -28,9 +28,9 @@ from fpipe.convention import Convention, called
 from fpipe.definition import Definition, group_of, placed, stages_of, whole_loss
 from fpipe.errors import BatchError, StageError
 from fpipe.history import has_history, is_tracked, tracked_value
-from fpipe.holding import InitFn, Make, drawn, fill, names_of
+from fpipe.holding import InitFn, Make, drawn, held
 from fpipe.levels import call_within, is_within
-from fpipe.parameters import Parameters, check_parts, keep
+from fpipe.parameters import Parameters, keep
 from fpipe.plan import Planner, batch_gradients, collected, gradients
 from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
 from fpipe.runtime.connect import device_of
@@ -227,7 +227,7 @@ class Pipeline:
             ([(3, 3), (3, 3)], False)
         """
         make = drawn(init_fn, key)
-        return self._filled(lambda names: make, shapes, example)
+        return held(self, lambda names: make, self._shapes(shapes), example)
 
     def load(
         self,
@@ -259,42 +259,7 @@ class Pipeline:
         def reader(names: Sequence[str]) -> Make:
             return reading(path, names, self._naming(), rename, strict)
 
-        return self._filled(reader, shapes, example)
-
-    def _filled(
-        self, maker: Callable[[Sequence[str]], Make], shapes: Any, example: Sequence[Any]
-    ) -> Any:
-        """Parameters whose leaves are made by what `maker` returns for the names of all."""
-        shapes = self._shapes(shapes)
-        leaves, spec = tree.tensors("shapes", shapes, "torch.device('meta') makes them")
-        names = names_of(spec)
-        make, group = maker(names), self.definition.group
-        if group is None:
-            return tree.unflatten(spec, fill(leaves, names, lambda _: True, make, None))
-        if self.definition.function:
-            held = self._read_here(shapes, example)
-        else:
-            check_parts("shapes", shapes, self.schedule.num_stages)
-            sizes = [part.num_leaves for part in spec.children()]
-            own = self.schedule.stages_of(group.rank())
-            flags = [stage in own for stage, size in enumerate(sizes) for _ in range(size)]
-            held = flags.__getitem__
-        filled = fill(leaves, names, held, make, device_of(group))
-        return self.local(tree.unflatten(spec, filled))
-
-    def _read_here(self, shapes: Any, example: Sequence[Any]) -> Callable[[int], bool]:
-        """Whether this process reads a leaf of one function's parameters."""
-        if example:
-            self.programs(shapes, *example)
-        readers = self.readers()
-        if not readers:
-            raise StageError(
-                "which parameters each rank reads is not known before the function is traced: "
-                "pass an example of the batch, pipe.init(init_fn, key, batch) or "
-                "pipe.load(path, batch); meta tensors of its shapes will do"
-            )
-        # One that no stage reads is held everywhere.
-        return lambda leaf: self.rank in readers.get((0, leaf), (self.rank,))
+        return held(self, reader, self._shapes(shapes), example)
 
     def _shapes(self, shapes: Any) -> Any:
         """The shapes of the parameters."""

@@ -10,20 +10,38 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import optree
 import torch
 from torch import Tensor
 
-from fpipe import random
-from fpipe.errors import BatchError
+from fpipe import random, tree
+from fpipe.definition import Definition
+from fpipe.errors import BatchError, StageError
+from fpipe.parameters import check_parts
+from fpipe.runtime.connect import device_of
 
 Make = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """From meta tensors of the shapes and dtypes of some leaves to the leaves, all by name."""
 
 InitFn = Callable[[Tensor, str, Tensor], Tensor]
 """``(key, name, like) -> leaf``: `like` is a meta tensor of its shape and dtype."""
+
+
+class Holder(Protocol):
+    """What is asked of a pipeline."""
+
+    definition: Definition
+
+    def programs(self, params: Any, batch: Any, *vectors: Any) -> Any:
+        """Trace it; over a process group all ranks call this."""
+
+    def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The ranks that read a leaf, as far as it was traced."""
+
+    def local(self, params: Any) -> Any:
+        """None in place of what belongs to other processes."""
 
 
 def names_of(spec: optree.PyTreeSpec) -> list[str]:
@@ -76,29 +94,61 @@ def drawn(init_fn: InitFn, key: Tensor) -> Make:
     return make
 
 
-def fill(
-    leaves: Sequence[Tensor],
-    names: Sequence[str],
-    held: Callable[[int], bool],
-    make: Make,
-    device: torch.device | None,
-) -> list[Tensor]:
-    """Real leaves where they are held, and meta tensors elsewhere.
+def held(
+    pipe: Holder, maker: Callable[[Sequence[str]], Make], shapes: Any, example: Sequence[Any]
+) -> Any:
+    """Parameters of a pipeline, real where this process holds them.
 
     Args:
-        leaves: on any device: their shapes and dtypes count.
-        names: of them.
-        held: whether a leaf is, by its number.
-        make: makes those.
-        device: where they are moved to, None to leave them where they were made.
+        pipe: over a process group it is traced on `example`, if it is of one function.
+        maker: from the names of all leaves to what makes those that are held.
+        shapes: pytree of tensors on any device, as the pipeline's step takes them.
+        example: what comes after the parameters, on any device; may be empty.
+
+    Returns:
+        As `Pipeline.init`.
+
+    Raises:
+        BatchError: `shapes` is no such tree.
+        StageError: nothing is known yet of what a function reads, and there is no `example`.
     """
+    leaves, spec = tree.tensors("shapes", shapes, "torch.device('meta') makes them")
+    names = names_of(spec)
+    make, definition = maker(names), pipe.definition
+    group, schedule = definition.group, definition.schedule
+    if group is None:
+        flags = [True] * len(names)
+    elif definition.function:
+        flags = _read_by(pipe, group.rank(), shapes, example, len(names))
+    else:
+        check_parts("shapes", shapes, schedule.num_stages)
+        own = schedule.stages_of(group.rank())
+        sizes = [part.num_leaves for part in spec.children()]
+        flags = [stage in own for stage, size in enumerate(sizes) for _ in range(size)]
     likes = [torch.empty_like(leaf, device="meta") for leaf in leaves]
-    wanted = {names[index]: like for index, like in enumerate(likes) if held(index)}
-    made = make(wanted)
-    return [
-        like if name not in wanted else made[name] if device is None else made[name].to(device)
-        for name, like in zip(names, likes, strict=True)
-    ]
+    made = make({name: like for name, like, own in zip(names, likes, flags, strict=True) if own})
+    filled = [made.get(name, like) for name, like in zip(names, likes, strict=True)]
+    if group is not None:
+        device = device_of(group)
+        filled = [leaf if leaf.is_meta else leaf.to(device) for leaf in filled]
+    return pipe.local(tree.unflatten(spec, filled))
+
+
+def _read_by(
+    pipe: Holder, rank: int, shapes: Any, example: Sequence[Any], count: int
+) -> list[bool]:
+    """Whether a rank reads each leaf of one function's parameters."""
+    if example:
+        pipe.programs(shapes, *example)
+    readers = pipe.readers()
+    if not readers:
+        raise StageError(
+            "which parameters each rank reads is not known before the function is traced: pass an "
+            "example of the batch, pipe.init(init_fn, key, batch) or pipe.load(path, batch); meta "
+            "tensors of its shapes will do"
+        )
+    # One that no stage reads is held everywhere.
+    return [rank in readers.get((0, leaf), (rank,)) for leaf in range(count)]
 
 
 def _checked(name: str, value: Any, like: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ that modules have for it, for just this case, is asked to do so again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +21,7 @@ from fpipe.errors import StageError
 def real_buffers(
     module: nn.Module, given: Mapping[str, Tensor] | None, device: torch.device
 ) -> dict[str, Tensor]:
-    """What takes the place of a module's own buffers: those given, and those on the meta device.
+    """What takes the place of a module's own buffers: those given, and those that it makes anew.
 
     Args:
         module: it is not changed.
@@ -29,8 +29,7 @@ def real_buffers(
         device: where those are made that are not given.
 
     Raises:
-        StageError: one that is given is no buffer or has another shape; or one on the meta device
-            is not given, and the module does not say how it is made.
+        StageError: one that is given is no buffer or has another shape.
     """
     own = dict(module.named_buffers())
     found = dict(given or {})
@@ -46,18 +45,27 @@ def real_buffers(
                 f"not on the meta device: it is {_in_words(value)}"
             )
     for name, buffer in own.items():
-        if buffer.is_meta and name not in found:
-            made = _made(module, name, device)
-            if made is None:
-                raise StageError(
-                    f"the buffer {name!r} of {type(module).__name__} lies on the meta device and "
-                    "has no data, and no _init_weights or reset_parameters of the module makes it "
-                    f"anew: pass its {tuple(buffer.shape)} numbers, "
-                    f"from_module(..., buffers={{{name!r}: tensor}}), or build that submodule "
-                    "outside torch.device('meta')"
-                )
+        made = _made(module, name, device) if buffer.is_meta and name not in found else None
+        if made is not None:
             found[name] = made
     return found
+
+
+def refuse_missing(module: nn.Module, given: Container[str]) -> None:
+    """Refuse a module with buffers that have no data, and for which nothing is given.
+
+    Raises:
+        StageError: names the first.
+    """
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta and name not in given:
+            raise StageError(
+                f"the buffer {name!r} of {type(module).__name__} lies on the meta device and has "
+                "no data, and no _init_weights or reset_parameters of the module makes it anew: "
+                f"pass its {tuple(buffer.shape)} numbers, from_module(..., "
+                f"buffers={{{name!r}: tensor}}), take it into the state of a step, "
+                "has_state=True, or build that submodule outside torch.device('meta')"
+            )
 
 
 def shaped_buffers(module: nn.Module) -> dict[str, Tensor]:

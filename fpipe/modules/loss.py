@@ -20,6 +20,7 @@ from torch.func import functional_call
 from fpipe.convention import called
 from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError
+from fpipe.modules.buffers import refuse_missing
 from fpipe.nn import buffers_of, call, state_of
 from fpipe.schedule import Schedule
 from fpipe.stage.cut import cut
@@ -95,6 +96,7 @@ class ModuleLoss:
                     output = functional_call(self.module, given, (), taken)
                     return self._loss_of(output, batch)
                 check_state(self.module, states[0])
+                refuse_missing(self.module, {*self.buffers, *buffers_of(states[0])})
                 output, state = call(self.module, given, states[0], **taken)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise StageError(

@@ -18,7 +18,7 @@ from fpipe.definition import Definition, group_of
 from fpipe.engine import Pipeline
 from fpipe.errors import BatchError, PipelineError, StageError
 from fpipe.modules.balancing import Balance, chosen
-from fpipe.modules.buffers import real_buffers
+from fpipe.modules.buffers import real_buffers, refuse_missing
 from fpipe.modules.loss import Loss, ModuleLoss, check_state, declared, with_buffers, with_cuts
 from fpipe.nn import buffers_of
 from fpipe.runtime.connect import device_of
@@ -264,7 +264,10 @@ def from_module(
         timeout=timeout,
     )
     device = torch.device("cpu") if group is None else device_of(group)
-    definition = with_buffers(definition, real_buffers(module, buffers, device))
+    made = real_buffers(module, buffers, device)
+    if not has_state:  # which of them a state has is known when there is one
+        refuse_missing(module, made)
+    definition = with_buffers(definition, made)
     balance = cuts if isinstance(cuts, Balance) else None
     if cuts is None:
         _check_stages(stages, example, schedule)

@@ -43,8 +43,14 @@ def test_module_without_weights_steps_as_the_one_with(
     chosen = fpipe.balance(shapes, SCHEDULE, on_meta(batch), loss=cross_entropy)
     assert chosen == fpipe.balance(module, SCHEDULE, batch, loss=cross_entropy)
     pipe = fpipe.from_module(
-        shapes, schedule=SCHEDULE, cuts=chosen.cuts, loss=cross_entropy, compile=False
+        shapes,
+        schedule=SCHEDULE,
+        stages=2,
+        example=on_meta(batch),
+        loss=cross_entropy,
+        compile=False,
     )
+    assert pipe.cuts == chosen.cuts
     with caplog.at_level(logging.INFO, "fpipe"):
         programs = pipe.programs(on_meta(params), on_meta(batch))
         got = pipe.step(params, batch)
@@ -148,6 +154,28 @@ def test_buffer_that_nobody_makes_is_refused(kind: type[Scaled]) -> None:
         fpipe.StageError, match=rf"the buffer 'scale' of {kind.__name__} lies on the meta.*buffers="
     ):
         pipe_of(module)
+
+
+def test_state_has_the_numbers_that_buffers_lack() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    with torch.device("meta"):
+        shapes = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    params, state = detached(module), fpipe.nn.state_of(module)
+    batch = {"input": torch.randn(6, 3).double()}
+    steps = [
+        fpipe.from_module(
+            own, schedule=SCHEDULE, cuts=["1"], loss=squares, has_state=True, compile=False
+        )
+        for own in (module, shapes)
+    ]
+    expected, got = (pipe.step(params, state, batch) for pipe in steps)
+    torch.testing.assert_close(got.grads, expected.grads, rtol=0, atol=0)
+    assert torch.equal(got.state["1"].var, expected.state["1"].var)
+    assert steps[1].programs(params, fpipe.nn.state_of(shapes), on_meta(batch))
+    part = {"1.num_batches_tracked": state["1.num_batches_tracked"]}
+    with pytest.raises(fpipe.StageError, match=r"'1.running_mean' of Seq.* meta.*has_state=True"):
+        steps[1].step(params, part, batch)
 
 
 def test_wrong_buffers_are_refused() -> None:
