@@ -71,7 +71,7 @@ def lower_bound(
         >>> lower_bound([0, 1, 2, 3], 8, Cost(f=1, i=1, w=1))  # ZB-H1 takes 27, ZB-H2 24 + 3
         27.0
         >>> lower_bound([0, 1, 2, 3], 8, Cost(f=1, i=1, w=1), memory=2)
-        41.0
+        40.0
     """
     if objective not in ("makespan", "span"):
         raise ScheduleError(f"objective={objective!r} must be 'makespan' or 'span'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from operator import le
 from typing import NamedTuple
 
@@ -59,7 +60,7 @@ def walk(part: Part, microbatches: int, width: int, budget: int) -> Diagram:
         layer = {}
         for counts, reached in found.items():
             if reached:
-                states = _undominated(reached)
+                states = undominated(reached)
                 if len(states) > width:
                     states, exact = _merged(states, width), False
                 layer[counts] = states
@@ -67,7 +68,7 @@ def walk(part: Part, microbatches: int, width: int, budget: int) -> Diagram:
     return Diagram(part.release + min(ends), looked, exact)
 
 
-def _undominated(states: set[State]) -> list[State]:
+def undominated(states: Collection[State]) -> list[State]:
     """The states of which no other is earlier in every respect, from early to late."""
     if len(states) == 1:
         return list(states)
@@ -88,7 +89,7 @@ def _merged(states: list[State], width: int) -> list[State]:
     """At most `width` states: runs of neighbours, each merged into one."""
     size = len(states)
     groups = [states[at * size // width : (at + 1) * size // width] for at in range(width)]
-    return _undominated({_earliest(group) for group in groups})
+    return undominated({_earliest(group) for group in groups})
 
 
 def _earliest(group: list[State]) -> State:

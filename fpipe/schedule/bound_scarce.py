@@ -45,8 +45,9 @@ def scarce_bound(
         part = part_of(costs, placement, memory, chosen)
         if span:
             part = replace(part, release=0.0, tail=0.0)
-        diagram = walk(part, microbatches, width, budget)
-        spent += diagram.states
+        weight = max(1.0, len(part.stages) / 3)  # a state of many stages takes longer
+        diagram = walk(part, microbatches, width, round(budget / weight))
+        spent += round(diagram.states * weight)
         return diagram.bound, diagram.exact
 
     alone: dict[tuple[int, ...], tuple[float, bool]] = {

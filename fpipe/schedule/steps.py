@@ -57,7 +57,10 @@ def work_left(part: Part, counts: Counts, microbatches: int) -> list[float]:
 
 
 def possible(part: Part, counts: Counts, microbatches: int) -> list[Step]:
-    """The actions for which the counts leave room: results are made, memory is there."""
+    """The actions for which the counts leave room: results are made, memory is there.
+
+    Forwards that would lead into a dead end are left out.
+    """
     took, returned, closed = counts
     steps = []
     held = [
@@ -73,10 +76,25 @@ def possible(part: Part, counts: Counts, microbatches: int) -> list[Step]:
             steps.append((1, at))
         if closed[at] < returned[at]:
             steps.append((2, at))
-        there = took[at] < (took[at - 1] if at else microbatches)
-        if there and held[rank] + part.kept[at] <= part.memory[rank] * (1 + 1e-9) + 1e-9:
-            steps.append((0, at))
+        if took[at] < (took[at - 1] if at else microbatches):
+            limit = part.memory[rank] * (1 + 1e-9) + 1e-9
+            if held[rank] + part.kept[at] <= limit and _needed(part, took, rank, at) <= limit:
+                steps.append((0, at))
     return steps
+
+
+def _needed(part: Part, took: tuple[int, ...], rank: int, at: int) -> float:
+    """What a rank must hold some time after a forward of one of its stages, in any schedule.
+
+    When the first microbatch that lacks the rank's last forward comes to it, it holds an activation
+    of every stage, and so do all younger ones of the stages that they have been through, because no
+    gradient comes back before.
+    """
+    own = part.own[rank]
+    if len(own) == 1:
+        return 0.0
+    oldest = took[own[-1]] + (at == own[-1])
+    return sum(part.kept[each] * max(1, took[each] + (at == each) - oldest) for each in own)
 
 
 def after(part: Part, state: State, steps: list[Step], final: bool) -> Iterator[tuple[Step, State]]:

@@ -1,4 +1,4 @@
-"""The search itself: seeds, random policies, mutation, annealing."""
+"""The search itself: seeds, beams, random policies, mutation, annealing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fpipe.schedule.cost import Cost
 from fpipe.schedule.families.arguments import check_counts
 from fpipe.schedule.placements import linear, looped, vee
 from fpipe.schedule.searching.annealing import anneal
+from fpipe.schedule.searching.beam import beam
 from fpipe.schedule.searching.budget import Budget
 from fpipe.schedule.searching.evaluator import make_evaluator
 from fpipe.schedule.searching.pool import Breeder, Candidate, played_in_full, reduced
@@ -20,7 +21,7 @@ from fpipe.schedule.searching.result import SearchResult
 from fpipe.schedule.searching.seeds import seeds
 from fpipe.schedule.simulator import simulate
 
-_EFFORT_A_SECOND = 8_000  # states to look at for a bound, in a second of search
+_EFFORT_A_SECOND = 6_000  # states to look at for a bound, in a second of search
 _EFFORT = 10  # the same in an iteration
 _MOST_EFFORT = 60_000
 _IN_FULL = 4  # policies that are played in full, where they were compared on fewer microbatches
@@ -40,7 +41,8 @@ def search(
 ) -> SearchResult:
     """The best schedule that can be found for these costs within this memory.
 
-    Starts from every family that fits, so it is never worse than the best of them; then draws and
+    Starts from every family that fits, so it is never worse than the best of them; then sends beams
+    through the states that can be, which finds the best of all where memory leaves few, draws and
     mutates policies of a list scheduler, and anneals the best order. It ends early when it meets
     the lower bound, which proves that there is nothing better. Large cases (more than some ten
     thousand actions) are tuned on fewer microbatches, and the best policies are played in full.
@@ -112,10 +114,15 @@ def _improved(
     """Something better than the best family, if the budget suffices to find it."""
     small = reduced(problems)
     large = small[0].microbatches < problems[0].microbatches
+    if not large:
+        for turn, problem in enumerate(problems, 1):
+            budget.share = 0.2 + 0.15 * turn / len(problems)
+            if (order := beam(problem, best.value, budget)) is not None:
+                best = Candidate(problem, order)
     breeder = Breeder(small, random, budget, best=math.inf if large else best.value)
-    budget.share = 0.25
+    budget.share = 0.5
     bred = breeder.draw()
-    budget.share = 0.6
+    budget.share = 0.8
     bred = breeder.mutate(bred)
     found = [best, *played_in_full(bred[:_IN_FULL], problems, best.value)]
     best = min(found, key=lambda candidate: candidate.value)

@@ -57,15 +57,31 @@ def paced_policy(stages: int, pace: float) -> Policy:
     return Policy((forward, gradient, weight), (UNLIMITED,) * stages, (0, 0.5, 0), pace=pace)
 
 
-def known_policies(stages: int) -> list[Policy]:
+def turning_policy(stages: int, eager: int) -> Policy:
+    """Microbatches that take turns in scarce memory: the first stages refill what is freed at once.
+
+    Args:
+        stages: number of stages, one per rank.
+        eager: so many of the first stages prefer F to I; the others hand gradients on first.
+    """
+    forward = tuple(3.0 if stage < eager else 1.0 for stage in range(stages))
+    ranked = (forward, (2.0,) * stages, (0.0,) * stages)
+    return Policy(ranked, (UNLIMITED,) * stages, (UNLIMITED, 0.3, UNLIMITED))
+
+
+def known_policies(problem: Problem) -> list[Policy]:
     """What to try before anything random."""
-    return [
+    stages = len(problem.placement)
+    known = [
         plain_policy(stages, eager=True),
         plain_policy(stages),
         plain_policy(stages, (1, 1, 1), eager=True),
         plain_policy(stages, (1, 1, 1)),
         *(paced_policy(stages, pace) for pace in (0.9, 1, 1.05, 1.1, 1.2, 1.3, 1.4)),
     ]
+    if stages == problem.ranks:
+        known += [turning_policy(stages, eager) for eager in range(min(stages, 8))]
+    return known
 
 
 def random_policy(random: Random, problem: Problem) -> Policy:

@@ -59,7 +59,7 @@ class Breeder:
         while not self._done(bred):
             turn, at = divmod(draws, len(self.problems))
             problem = self.problems[at]
-            known = known_policies(len(problem.placement))
+            known = known_policies(problem)
             policy = known[turn] if turn < len(known) else random_policy(self.random, problem)
             draws += 1
             if (order := self._play(problem, policy, float("inf"))) is not None:

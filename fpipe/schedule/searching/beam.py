@@ -1,0 +1,111 @@
+"""Beam search: all ways to go on, as far as they promise most. Where memory is scarce, all."""
+
+from __future__ import annotations
+
+from heapq import nsmallest
+from typing import TypeAlias
+
+from fpipe.schedule.bound_diagram import undominated
+from fpipe.schedule.part import Part, part_of
+from fpipe.schedule.searching.budget import Budget
+from fpipe.schedule.searching.evaluator import make_evaluator
+from fpipe.schedule.searching.problem import Order, Problem
+from fpipe.schedule.steps import (
+    Counts,
+    State,
+    Step,
+    after,
+    beginning,
+    counted,
+    possible,
+    work_left,
+)
+
+_WIDTHS = (8, 32, 128, 512, 2048, 8192)
+_COST = 0.05  # of a state, in evaluations
+
+Trail: TypeAlias = tuple["Trail", Step] | None  # the steps up to here, last first
+Scored: TypeAlias = tuple[tuple[float, float], Counts, State, Trail]
+
+
+def beam(problem: Problem, best: float, budget: Budget) -> Order | None:
+    """The best order that beams of growing width find, if it is better than `best`.
+
+    It goes through the states of all ranks as the bound does (see `bound_diagram`), but where that
+    merges what is too much, this keeps the states in which the ranks will be done soonest, all
+    together, if none waits any more. A beam that nothing falls out of has found the best schedule.
+
+    Args:
+        problem: what to schedule.
+        best: the value that is known already.
+        budget: what the beams may use.
+    """
+    part = part_of(problem.costs, problem.placement, problem.memory, range(problem.ranks))
+    evaluator = make_evaluator(problem)
+    found: Order | None = None
+    for width in _WIDTHS:
+        limit = best if problem.objective == "makespan" else float("inf")
+        trail, whole = _walk(part, problem.microbatches, width, limit, budget)
+        if trail is not None:
+            rows = _rows(part, trail, problem.microbatches)
+            value, _ = evaluator.times(rows, frozenset())
+            if value < best:
+                best, found = value, Order(value, rows)
+        if whole or budget.over or problem.solved(best):
+            break
+    return found
+
+
+def _walk(
+    part: Part, microbatches: int, width: int, limit: float, budget: Budget
+) -> tuple[Trail, bool]:
+    """One beam: the trail of its best end below `limit`, and whether nothing fell out of it."""
+    counts, state = beginning(part)
+    layer: dict[Counts, dict[State, Trail]] = {counts: {state: None}}
+    whole = True
+    for _ in range(3 * len(part.stages) * microbatches):
+        found: dict[Counts, dict[State, Trail]] = {}
+        for counts, states in layer.items():
+            steps = possible(part, counts, microbatches)
+            targets = {step: found.setdefault(counted(counts, step), {}) for step in steps}
+            final = counts[1][0] == microbatches - 1
+            budget.spend(_COST * len(states))
+            for state, trail in states.items():
+                for step, following in after(part, state, steps, final):
+                    targets[step].setdefault(following, (trail, step))
+        if budget.over:
+            return None, False
+        scored: list[Scored] = []
+        for counts, reached in found.items():
+            left = work_left(part, counts, microbatches)
+            for state in undominated(reached):
+                done = [clock + rest for clock, rest in zip(state.clocks, left, strict=True)]
+                last = max(*done, state.end)
+                if last < limit * (1 - 1e-12):
+                    scored.append(((sum(done), last), counts, state, reached[state]))
+        if len(scored) > width:
+            whole = False
+            scored = nsmallest(width, scored, key=lambda one: one[0])
+        layer = {}
+        for _, counts, state, trail in scored:
+            layer.setdefault(counts, {})[state] = trail
+    ends = [
+        (max(*state.clocks, state.end), trail)
+        for states in layer.values()
+        for state, trail in states.items()
+    ]
+    return (min(ends, key=lambda end: end[0])[1] if ends else None), whole
+
+
+def _rows(part: Part, trail: Trail, microbatches: int) -> list[list[int]]:
+    """A row of actions per rank, as the search numbers them."""
+    steps: list[Step] = []
+    while trail is not None:
+        trail, step = trail
+        steps.append(step)
+    rows: list[list[int]] = [[] for _ in part.memory]
+    done = [[0] * len(part.stages) for _ in range(3)]
+    for kind, at in reversed(steps):
+        rows[part.rank_of[at]].append((at * 3 + kind) * microbatches + done[kind][at])
+        done[kind][at] += 1
+    return rows
