@@ -201,8 +201,8 @@ class Pipeline:
             key: a key of `fpipe.random`, the same on every rank.
             example: what `step` takes after the parameters, or meta tensors of those shapes. Over a
                 process group a pipeline of one function, or of a module, is traced on them, to
-                learn which leaves its stages read; all ranks must call this then. Not needed where
-                it has run before, or in one process, or for stages that are functions of their own.
+                learn which leaves its stages read. Not needed where it has run before, or in one
+                process, or for stages that are functions of their own.
             shapes: parameters as for `step`, of which shapes and dtypes count, such as those that
                 were made under ``torch.device("meta")``. The pipeline of a module knows them.
 
@@ -214,6 +214,8 @@ class Pipeline:
         Raises:
             BatchError: `shapes` is no such tree, or `init_fn` returns something else.
             StageError: `shapes` or `example` is missing.
+            PipelineError: over a process group, where all ranks must call this, another rank has
+                failed.
 
         Example:
             >>> import torch, fpipe
@@ -253,7 +255,7 @@ class Pipeline:
 
         Raises:
             BatchError: a parameter is missing or has another shape, or there are more; says which.
-            StageError: as for `init`.
+            StageError: as for `init`, as is PipelineError.
         """
 
         def reader(names: Sequence[str]) -> Make:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fpipe import random, tree
 from fpipe.definition import Definition
-from fpipe.errors import BatchError, StageError
+from fpipe.errors import BatchError, PipelineError, StageError
 from fpipe.parameters import check_parts
 from fpipe.runtime.connect import device_of
 
@@ -39,6 +39,9 @@ class Holder(Protocol):
 
     def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The ranks that read a leaf, as far as it was traced."""
+
+    def add_up(self, value: float) -> float:
+        """The sum of a number over the processes, all of which call this."""
 
     def local(self, params: Any) -> Any:
         """None in place of what belongs to other processes."""
@@ -110,11 +113,12 @@ def held(
 
     Raises:
         BatchError: `shapes` is no such tree.
+        PipelineError: another rank cannot make what it holds.
         StageError: nothing is known yet of what a function reads, and there is no `example`.
     """
     leaves, spec = tree.tensors("shapes", shapes, "torch.device('meta') makes them")
     names = names_of(spec)
-    make, definition = maker(names), pipe.definition
+    definition = pipe.definition
     group, schedule = definition.group, definition.schedule
     if group is None:
         flags = [True] * len(names)
@@ -126,7 +130,18 @@ def held(
         sizes = [part.num_leaves for part in spec.children()]
         flags = [stage in own for stage, size in enumerate(sizes) for _ in range(size)]
     likes = [torch.empty_like(leaf, device="meta") for leaf in leaves]
-    made = make({name: like for name, like, own in zip(names, likes, flags, strict=True) if own})
+    wanted = {name: like for name, like, own in zip(names, likes, flags, strict=True) if own}
+    made: Mapping[str, Tensor] = {}
+    problem: Exception | None = None
+    try:
+        made = maker(names)(wanted)
+    except Exception as error:
+        problem = error
+    # A rank that went on alone would wait for the others in its next step.
+    if pipe.add_up(problem is not None):
+        raise problem or PipelineError(
+            "another rank cannot make or read its parameters, so no rank has any: it says why"
+        )
     filled = [made.get(name, like) for name, like in zip(names, likes, strict=True)]
     if group is not None:
         device = device_of(group)

@@ -17,7 +17,7 @@ import fpipe
 from fpipe import Schedule, random, schedules, tree
 from fpipe.checkpoint import safetensors_files
 from tests import state_model
-from tests.distributed.crew import Crew, values
+from tests.distributed.crew import Crew, Outcome, attempt, values
 from tests.models import assert_identical
 from tests.modules.models import CUTS, LanguageModel, detached, language_model, make_batch
 
@@ -227,6 +227,25 @@ def test_ranks_make_what_a_function_with_a_state_reads(crew: Crew) -> None:
             assert_identical(here[name], params[name])
             assert_identical(part.grads[name], step.grads[name])
         assert_identical(part.state, step.state)
+
+
+def load_on_one(
+    group: dist.ProcessGroup, schedule: Schedule, path: Path
+) -> tuple[Outcome, fpipe.Step]:
+    """Rank 1 has no checkpoint at first; then both read it."""
+    pipe, batch = pipe_of(group, schedule), make_batch()
+    failed = attempt(pipe.load, path / "nowhere" if group.rank() else path, batch)
+    return failed, pipe.step(pipe.load(path, batch), batch)
+
+
+def test_rank_that_cannot_read_is_known_on_all_and_they_go_on(crew: Crew, tmp_path: Path) -> None:
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    save_file(detached(language_model()), tmp_path / "model.safetensors")
+    here, there = values(crew.run(load_on_one, schedule, tmp_path, ranks=range(2)))
+    assert here[0].error.kind == "PipelineError"
+    assert "another rank cannot make or read its parameters" in here[0].error.text
+    assert there[0].error.kind == "BatchError" and "nowhere holds nothing" in there[0].error.text
+    assert_identical(here[1].loss, there[1].loss)
 
 
 def without_example(group: dist.ProcessGroup, schedule: Schedule) -> None:
