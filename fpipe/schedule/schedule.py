@@ -84,11 +84,14 @@ class Schedule:
         """The stages that the placement puts on `rank`, in order."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
-    def to_csv(self, path: PathLike | None = None) -> str:
+    def to_csv(self, path: PathLike | None = None, *, overlap: bool = False) -> str:
         """Write the actions as torch.distributed.pipelining does, a row per rank.
 
         Args:
             path: the file to write; None to write none.
+            overlap: write an F and the B of another stage that follows it directly as a pair that
+                torch overlaps, ``(0F5;3B2)OVERLAP_F_B``, as DualPipeV wants it. A schedule does not
+                say what overlaps, so every such pair is written; reading gives its parts again.
 
         Returns:
             What the file holds. `fpipe.schedule.exchange.csv_file` tells of the form.
@@ -96,7 +99,7 @@ class Schedule:
         Raises:
             ScheduleError: the placement does not follow from the rows, which is all that CSV has.
         """
-        return save(path, format_csv(self.placement, self.actions))
+        return save(path, format_csv(self.placement, self.actions, overlap=overlap))
 
     @classmethod
     def from_csv(cls, path: PathLike, *, name: str | None = None) -> Schedule:

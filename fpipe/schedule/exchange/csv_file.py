@@ -18,7 +18,9 @@ MESSAGES: Final = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 _OVERLAP: Final = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
-def format_csv(placement: Sequence[int], actions: Sequence[Sequence[Action]]) -> str:
+def format_csv(
+    placement: Sequence[int], actions: Sequence[Sequence[Action]], *, overlap: bool = False
+) -> str:
     r"""Write rows as torch's ``_dump_csv`` writes them in its compute-only format.
 
     The file has no place for a placement: it must follow from the rows, as it does for every
@@ -27,6 +29,8 @@ def format_csv(placement: Sequence[int], actions: Sequence[Sequence[Action]]) ->
     Args:
         placement: the rank of each stage.
         actions: the actions of each rank.
+        overlap: write an F and the B of another stage that comes next as one cell of torch's, such
+            as ``(0F5;3B2)OVERLAP_F_B``.
 
     Returns:
         The text of the file, whose lines end in ``"\r\n"`` as those of Python's `csv` do.
@@ -54,8 +58,27 @@ def format_csv(placement: Sequence[int], actions: Sequence[Sequence[Action]]) ->
             f"{implied!r}, and CSV holds actions alone: to_json keeps the placement"
         )
     text = io.StringIO(newline="")
-    csv.writer(text).writerows(actions)
+    csv.writer(text).writerows(map(_overlapped, actions) if overlap else actions)
     return text.getvalue()
+
+
+def _overlapped(row: Sequence[Action]) -> list[str]:
+    """The cells of a row in which what can run at the same time shares one."""
+    cells: list[str] = []
+    rest = iter(range(len(row)))
+    for at in rest:
+        action, following = row[at], row[at + 1] if at + 1 < len(row) else None
+        if (
+            action.op == Op.F
+            and following is not None
+            and following.op == Op.B
+            and following.stage != action.stage
+        ):
+            cells.append(f"({action};{following})OVERLAP_F_B")
+            next(rest)
+        else:
+            cells.append(str(action))
+    return cells
 
 
 def parse_csv(text: str, *, name: str = "custom", source: str = "csv") -> Plain:
