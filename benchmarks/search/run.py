@@ -1,6 +1,6 @@
 """How close does the search come to the lower bound, and to the published families?
 
-    python benchmarks/search/run.py [--seconds 5] [--ranks 4 8] [--families | --large]
+    python benchmarks/search/run.py [--iterations 2000] [--ranks 4 8] [--families | --large]
 
 Every case is a placement, a cost and a memory. Printed: the bound, the best family of that
 placement that fits the memory, what the search found, its gap, and how long it took.
@@ -75,7 +75,7 @@ PUBLISHED = (
 )
 
 
-def sweep(ranks: int, seconds: float) -> None:
+def sweep(ranks: int, seconds: float, iterations: int | None) -> None:
     """Every placement, cost and memory."""
     print("| p | m | placement | cost | memory | bound | best family | searched | gap | seconds |")
     print("|---|---|---|---|---|---|---|---|---|---|")
@@ -91,6 +91,7 @@ def sweep(ranks: int, seconds: float) -> None:
             memory=memory,
             placement=placement,
             seconds=seconds,
+            iterations=iterations,
         )
         took = time.perf_counter() - start
         gaps.setdefault(name, []).append(found.gap)
@@ -104,7 +105,7 @@ def sweep(ranks: int, seconds: float) -> None:
     print(f"\nMean gap at p = {ranks}: {mean:.1%} ({parts}).\n", flush=True)
 
 
-def against_families(ranks: int, seconds: float) -> None:
+def against_families(ranks: int, seconds: float, iterations: int | None) -> None:
     """Each published schedule against a search on its placement, in its peak memory."""
     print("| p | m | family | cost | peak | family takes | searched | bound |")
     print("|---|---|---|---|---|---|---|---|")
@@ -120,6 +121,7 @@ def against_families(ranks: int, seconds: float) -> None:
                 memory=max(timeline.peak),
                 placement=schedule.placement,
                 seconds=seconds,
+                iterations=iterations,
             )
             print(
                 f"| {ranks} | {count} | {name} | {label} | {max(timeline.peak):g} "
@@ -132,6 +134,7 @@ def against_families(ranks: int, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--iterations", type=int, help="search so long instead, on any machine")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--families", action="store_true", help="against each family, at its peak")
     parser.add_argument("--large", action="store_true", help="p = 64, m = 2048")
@@ -145,9 +148,9 @@ def main() -> None:
         return
     for ranks in arguments.ranks:
         if arguments.families:
-            against_families(ranks, arguments.seconds)
+            against_families(ranks, arguments.seconds, arguments.iterations)
         else:
-            sweep(ranks, arguments.seconds)
+            sweep(ranks, arguments.seconds, arguments.iterations)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from fpipe.schedule.steps import (
 )
 
 _WIDTHS = (8, 32, 128, 512, 2048, 8192)
+_PATIENCE = 3  # beams that find nothing better, before the rest of the budget is left to others
 _COST = 0.05  # of a state, in evaluations
 
 Trail: TypeAlias = tuple["Trail", Step] | None  # the steps up to here, last first
@@ -43,15 +44,18 @@ def beam(problem: Problem, best: float, budget: Budget) -> Order | None:
     part = part_of(problem.costs, problem.placement, problem.memory, range(problem.ranks))
     evaluator = make_evaluator(problem)
     found: Order | None = None
+    fruitless = 0
     for width in _WIDTHS:
         limit = best if problem.objective == "makespan" else float("inf")
         trail, whole = _walk(part, problem.microbatches, width, limit, budget)
+        order = None
         if trail is not None:
             rows = _rows(part, trail, problem.microbatches)
             value, _ = evaluator.times(rows, frozenset())
             if value < best:
-                best, found = value, Order(value, rows)
-        if whole or budget.over or problem.solved(best):
+                best, found = value, (order := Order(value, rows))
+        fruitless = fruitless + 1 if order is None else 0
+        if whole or budget.over or problem.solved(best) or fruitless == _PATIENCE:
             break
     return found
 
