@@ -16,7 +16,7 @@ from tests.models import assert_identical, assert_same, mean_square, mlp
 
 def steps(group: dist.ProcessGroup | None, schedule: Schedule, seeds: Any) -> Any:
     """A step of a chain and one of a function."""
-    model = mlp(4, 7)
+    model = mlp(4, 6)
     rank = 0 if group is None else group.rank()
     key = None if seeds[rank] is None else random.key(seeds[rank])
     chain = fpipe.pipeline(
@@ -35,7 +35,7 @@ def test_draws_what_one_process_draws(crew: Crew) -> None:
     schedule = schedules.zbv(ranks=2, microbatches=3)
     ranks = values(crew.run(steps, schedule, (5, 5), ranks=range(2)))
     expected = steps(None, schedule, (5, 5))
-    model = mlp(4, 7)
+    model = mlp(4, 6)
     plain = [
         keyed.unpipelined(one, model.params, model.batch, random.key(5), 3)
         for one in (keyed.chained, keyed.loss_fn)

@@ -12,9 +12,15 @@ from tests.models import assert_identical
 from tests.transforms.actors import run
 
 
-@pytest.mark.parametrize("family", ["one_f_one_b", "zbv"])
 @pytest.mark.parametrize(
-    "transform", ["vmap", "hvp", "jvp", "vmap of hvp", "rows", "norms", "value"]
+    ("transform", "family"),
+    [
+        ("vmap", "one_f_one_b"),
+        ("hvp", "interleaved_1f1b"),
+        ("jvp", "one_f_one_b"),
+        ("rows", "one_f_one_b"),
+        *((name, "zbv") for name in ("vmap", "vmap of hvp", "rows", "norms", "value")),
+    ],
 )
 def test_two_ranks(pair: Crew, transform: str, family: str) -> None:
     schedule = schedules.get(family, ranks=2, microbatches=3)
