@@ -53,9 +53,11 @@ def best_family(
     return "{1} {0:g}".format(*min(found)) if found else "none fits"
 
 
-def cases(ranks: int) -> Iterator[tuple[str, tuple[int, ...], str, Cost, float]]:
-    for name, make in PLACEMENTS.items():
-        placement = make(ranks)
+def cases(
+    ranks: int, placements: list[str]
+) -> Iterator[tuple[str, tuple[int, ...], str, Cost, float]]:
+    for name in placements:
+        placement = PLACEMENTS[name](ranks)
         for label, cost in costs(ranks, len(placement)).items():
             for memory in MEMORIES:
                 if memory * ranks >= 1:
@@ -75,13 +77,13 @@ PUBLISHED = (
 )
 
 
-def sweep(ranks: int, seconds: float, iterations: int | None) -> None:
+def sweep(ranks: int, placements: list[str], seconds: float, iterations: int | None) -> None:
     """Every placement, cost and memory."""
     print("| p | m | placement | cost | memory | bound | best family | searched | gap | seconds |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     gaps: dict[str, list[float]] = {}
     count = 3 * ranks
-    for name, placement, label, cost, memory in cases(ranks):
+    for name, placement, label, cost, memory in cases(ranks, placements):
         family = best_family(ranks, count, placement, cost, memory)
         start = time.perf_counter()
         found = search(
@@ -136,6 +138,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--iterations", type=int, help="search so long instead, on any machine")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument(
+        "--placements", nargs="+", choices=list(PLACEMENTS), default=list(PLACEMENTS)
+    )
     parser.add_argument("--families", action="store_true", help="against each family, at its peak")
     parser.add_argument("--large", action="store_true", help="p = 64, m = 2048")
     arguments = parser.parse_args()
@@ -150,7 +155,7 @@ def main() -> None:
         if arguments.families:
             against_families(ranks, arguments.seconds, arguments.iterations)
         else:
-            sweep(ranks, arguments.seconds, arguments.iterations)
+            sweep(ranks, arguments.placements, arguments.seconds, arguments.iterations)
 
 
 if __name__ == "__main__":

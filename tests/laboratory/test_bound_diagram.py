@@ -64,7 +64,7 @@ def bound_of(
     return diagram.bound, diagram.exact
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(case=tiny_cases())
 def test_all_ranks_together_give_the_best_of_all_schedules(
     case: tuple[tuple[int, ...], int, Cost, float],
@@ -83,7 +83,7 @@ def test_some_ranks_and_merged_states_only_lower_it(
     case: tuple[tuple[int, ...], int, Cost, float], width: int
 ) -> None:
     placement, microbatches, cost, memory = case
-    microbatches += 2  # more than can be tried: the exact diagram is the judge
+    microbatches += 1  # the exact diagram is the judge
     everyone = tuple(sorted(set(placement)))
     truth, _ = bound_of(placement, microbatches, cost, memory, everyone, MANY)
     for ranks in ((0,), (max(placement),), everyone):

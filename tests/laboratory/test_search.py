@@ -58,11 +58,11 @@ def test_it_is_never_worse_than_a_family_in_the_same_memory(
 def test_it_repeats_itself_for_a_seed_and_a_count() -> None:
     def one(seed: int) -> fpipe.SearchResult:
         return search(
-            ranks=4, microbatches=10, cost=UNEVEN, memory=2.5, iterations=300, seed=seed, seconds=0
+            ranks=4, microbatches=10, cost=UNEVEN, memory=2.5, iterations=100, seed=seed, seconds=0
         )
 
     assert one(3).schedule == one(3).schedule
-    assert len({one(seed).schedule for seed in range(4)}) > 1
+    assert len({one(seed).schedule for seed in range(3)}) > 1
 
 
 def test_it_stops_when_nothing_can_be_better() -> None:

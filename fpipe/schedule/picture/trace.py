@@ -24,6 +24,10 @@ def trace(chart: Chart) -> str:
     Times are microseconds where the chart's unit is "s", "ms" or "us"; a time in any other unit is
     shown as so many milliseconds.
 
+    Arrows bind to the slices that are open at their times, hence ``bp``; all events of a rank are
+    on one thread, and nothing overlaps there. The tests hold every event to what Perfetto's
+    importer asks for, for its own trace processor does not come with Python's package.
+
     The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
     events = [*_names(chart), *_slices(chart), *_arrows(chart), *_memory(chart)]

@@ -23,7 +23,7 @@ from fpipe.schedule.simulator import simulate
 
 _EFFORT_A_SECOND = 6_000  # states to look at for a bound, in a second of search
 _EFFORT = 10  # the same in an iteration
-_MOST_EFFORT = 60_000
+_LEAST_EFFORT, _MOST_EFFORT = 2_000, 60_000  # the least is what `timeline.bound` takes
 _IN_FULL = 4  # policies that are played in full, where they were compared on fewer microbatches
 
 
@@ -104,7 +104,7 @@ def search(
 def _examined(problems: list[Problem], seconds: float, iterations: int | None) -> list[Problem]:
     """The problems with better bounds, for which about a quarter of the budget may go."""
     effort = round(_EFFORT_A_SECOND * seconds) if iterations is None else _EFFORT * iterations
-    effort = min(_MOST_EFFORT, effort // len(problems))
+    effort = max(_LEAST_EFFORT, min(_MOST_EFFORT, effort // len(problems)))
     return [problem.examined(effort) for problem in problems]
 
 
