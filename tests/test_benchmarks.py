@@ -196,3 +196,11 @@ def test_split_runs(tmp_path: Path) -> None:
     options = ("--depth", "1", "--width", "64", "--length", "8", "--rows", "1")
     report = run_benchmark("benchmarks.split.run", tmp_path, *options, "--microbatches", "2")
     assert [row[0] for row in report["rows"]] == ["compiled autograd", "F+B", "F+I+W"]
+
+
+def test_ensemble_runs(tmp_path: Path) -> None:
+    options = ("--length", "4", "--rows", "2", "--microbatches", "2", "--members", "2")
+    report = run_benchmark("benchmarks.ensemble.run", tmp_path, *options, "--uncompiled")
+    ((members, *figures),) = report["rows"]
+    assert members == "2"
+    assert all(figure > 0 for figure in figures)
