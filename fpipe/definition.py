@@ -39,6 +39,7 @@ class Definition:
         out_dims: how what comes back for each microbatch is merged.
         has_aux: the loss comes with aux.
         has_key: one function is called with a key.
+        keyed: what one function draws, it draws from the key of the step.
         has_state: one function takes a state after the parameters, and returns it after the loss.
         trainable: which parameters get a gradient.
         reduction: how the losses of microbatches make the batch's.
@@ -69,6 +70,7 @@ class Definition:
     out_dims: Any = 0
     has_aux: bool = False
     has_key: bool = False
+    keyed: bool = False
     has_state: bool = False
     trainable: Trainable = ALL
     reduction: str = "mean"
@@ -190,7 +192,7 @@ class Definition:
     @property
     def reads_key(self) -> bool:
         """Whether anything reads the key of a step."""
-        return self.has_key or any(stage.reads_key for stage in self.stages)
+        return self.has_key or self.keyed or any(stage.reads_key for stage in self.stages)
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -205,7 +207,9 @@ class Definition:
             "loss reduction": self.reduction,
             "has_aux": str(self.has_aux),
             "trainable": _named(self.trainable.choice),
-            "readers of the key": repr((self.has_key, [s.reads_key for s in self.stages])),
+            "readers of the key": repr(
+                (self.has_key, self.keyed, [s.reads_key for s in self.stages])
+            ),
             "has_state": str((self.has_state, self.convention is DEFERRED)),
             "remat policy": self.remat if isinstance(self.remat, str) else Stage(self.remat).label,
             "accum_dtype": str(self.accum_dtype),

@@ -463,6 +463,7 @@ def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
             definition.returns,
             definition.has_key,
             definition.trainable,
+            keyed=definition.keyed,
         )
     return ChainTracer(
         definition.stages,

@@ -2,6 +2,7 @@
 
     y, stats = batch_norm(x, stats, weight, bias)            one layer
     y, state = call(module, params, state, x)                any module with buffers
+    with keyed(key): y = module(x)                           any module that draws
 
 A step whose statistics are those of the whole batch (``batch_norm="deferred"``) opens every
 `BatchStats` of the state before the first microbatch and closes it after the last:
@@ -21,6 +22,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from fpipe import tree
+from fpipe.draws import keyed as keyed
 
 
 class BatchStats(NamedTuple):

@@ -88,7 +88,7 @@ LAYERS: Final = (
     ("fpipe.schedule",),
     ("fpipe.schedules",),
     ("fpipe.cli",),
-    ("fpipe.microbatch", "fpipe.nn", "fpipe.parameters", "fpipe.random"),
+    ("fpipe.draws", "fpipe.microbatch", "fpipe.nn", "fpipe.parameters", "fpipe.random"),
     ("fpipe.shapes",),
     ("fpipe.checkpoint",),
     ("fpipe.stage",),

@@ -56,11 +56,12 @@ def as_number(words: Words | None) -> int:
 def keys_of(
     words: Words, places: Sequence[tuple[int, int]], device: torch.device
 ) -> Sequence[Tensor]:
-    """The keys of microbatches and stages, as `fpipe.random.fold_in` makes them.
+    """The keys of microbatches, and of stages or draws, as `fpipe.random.fold_in` makes them.
 
     Args:
         words: the caller's key.
-        places: microbatch and stage of each; the stage is -1 for the key of the microbatch itself.
+        places: the microbatch of each, and the number of the stage or of the draw; that is -1 for
+            the key of the microbatch itself.
         device: where they are read.
     """
     folded: dict[int, Words] = {}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fpipe import tree
+from fpipe import random, tree
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError
@@ -45,8 +45,9 @@ def measured(definition: Definition, batch: Any) -> Loads:
     def loads(parts: Sequence[Part]) -> Sequence[float]:
         cut = with_cuts(definition, [part.name for part in parts[:-1]])
         one = all_forwards_first((0,) * len(parts), 1, split=False)
+        key = random.key(0) if definition.reads_key else None
         probe = Pipeline(replace(cut, schedule=one, group=None))
-        cost = profile(probe, *held, microbatch).on(one.placement)
+        cost = profile(probe, *held, microbatch, key=key).on(one.placement)
         return [forward + backward for forward, backward in zip(cost.f, cost.b, strict=True)]
 
     return loads

@@ -153,6 +153,7 @@ def from_module(
     in_dims: Any = 0,
     out_dims: Any = 0,
     has_aux: bool = False,
+    has_key: bool = False,
     has_state: bool = False,
     batch_norm: str = "microbatch",
     reduction: str = "mean",
@@ -198,6 +199,11 @@ def from_module(
         in_dims: as for `fpipe.pipeline`, as are all arguments from here on.
         out_dims: how aux is merged.
         has_aux: `loss` returns ``(loss, aux)``, with logits or whatever else is to come back.
+        has_key: ``step(params, batch, key)`` takes a key, from which all that the forward draws is
+            drawn: dropout in ``module.train()``, and `torch.rand` and the like. The n-th op that
+            draws gets ``fold_in(fold_in(key, m), n)`` for microbatch `m`, so the numbers depend
+            neither on the schedule nor on the cuts; `fpipe.nn.keyed` draws them without a
+            pipeline. Without it they come from torch's generator, and are never drawn twice.
         has_state: ``step(params, state, batch)`` takes buffers and returns them as the forward
             has left them: ``fpipe.nn.state_of(module)``, or a part of it; the other buffers are
             constants. Those that do not change may be read in any stage.
@@ -254,6 +260,7 @@ def from_module(
         in_dims=in_dims,
         out_dims=out_dims,
         has_aux=has_aux,
+        keyed=has_key,
         has_state=has_state,
         batch_norm=batch_norm,
         reduction=reduction,

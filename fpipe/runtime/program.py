@@ -213,9 +213,9 @@ def describe(program: Program) -> str:
         bound.setdefault(f"microbatch {microbatch}", []).append(f"%{slot}={leaf}")
     for constant, slot in program.bindings.constants:
         bound.setdefault("constants", []).append(f"%{slot}={list(constant.shape)}")
-    for microbatch, stage, slot in program.bindings.keys:
-        of_stage = "" if stage < 0 else f" and stage {stage}"
-        lines.append(f"  %{slot} = key of microbatch {microbatch}{of_stage}")
+    for microbatch, number, slot in program.bindings.keys:
+        folded = "" if number < 0 else f" with {number} folded in"
+        lines.append(f"  %{slot} = key of microbatch {microbatch}{folded}")
     for microbatch, slot in program.bindings.seeds:
         bound.setdefault("loss weights", []).append(f"%{slot}={microbatch}")
     lines += [f"  {what}: {' '.join(slots)}" for what, slots in bound.items()]

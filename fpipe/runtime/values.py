@@ -49,10 +49,10 @@ class ConstantValue(NamedTuple):
 
 
 class KeyValue(NamedTuple):
-    """The key of a microbatch, with the number of a stage folded in, or -1 for none."""
+    """The key of a microbatch, with the number of a stage or of a draw folded in; -1 for none."""
 
     microbatch: int
-    stage: int
+    number: int
     kind: str = "key"
 
 
@@ -122,8 +122,8 @@ class Resolver:
                 return self(stage, microbatch - 1, before.updates[leaf])
             case Constant(number):
                 return ConstantValue(id(code.constants[number]))
-            case Key(of_stage):
-                return KeyValue(microbatch, stage if of_stage else -1)
+            case Key(of_stage, draw):
+                return KeyValue(microbatch, stage if of_stage else draw)
             case Seed():
                 return SeedValue(microbatch)
             case SumSoFar(leaf):

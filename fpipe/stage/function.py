@@ -36,6 +36,7 @@ from fpipe.stage.joint import (
     Upstream,
     is_differentiable,
 )
+from fpipe.stage.keyed import draw_from_keys
 from fpipe.stage.purity import WriteGuard
 from fpipe.stage.returns import Layout, Returns, check_state
 from fpipe.stage.rewrites import make_copies_differentiable, return_statistics
@@ -58,6 +59,7 @@ class FunctionTracer:
         returns: what it returns.
         has_key: it is called with the key of the microbatch, as the keyword argument ``key``.
         trainable: which parameters get a gradient.
+        keyed: what it draws, it draws from the key of the microbatch, which it is not called with.
     """
 
     def __init__(
@@ -68,12 +70,15 @@ class FunctionTracer:
         returns: Returns,
         has_key: bool = False,
         trainable: Trainable = ALL,
+        *,
+        keyed: bool = False,
     ) -> None:
         self._loss_fn = loss_fn
         self._num_stages = num_stages
         self._accum_dtype = accum_dtype
         self._returns = returns
         self._has_key = has_key
+        self._keyed = keyed
         # The state comes with the parameters, after them.
         self._trainable = replace(trainable, within=(0,)) if returns.state else trainable
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -100,7 +105,8 @@ class FunctionTracer:
             )
         params = Abstract.of(shapes[0], self._mode)
         batch = Abstract.of(microbatch, self._mode)
-        keys = [abstract_key(batch, self._mode)] if self._has_key else []
+        key = abstract_key(batch, self._mode)
+        keys = [key] if self._has_key else []
         parts, results, layout, changed = self._divide(name, params, batch, keys, goal)
         updates = self._updates(name, params, parts, results, changed)
         results = results[: len(results) - len(updates)]
@@ -110,12 +116,12 @@ class FunctionTracer:
         labels = [f"stage {index} ({name})" for index in range(len(parts))]
         known: dict[Hashable, tuple[Traced, tuple[Source, ...]]] = {}
         for label, part in zip(labels, parts, strict=True):
-            leaves = _leaves(part, params, self._paths(params), trained, batch, keys, traced)
-            key = likeness(part, leaves)
-            if key not in known:
+            leaves = _leaves(part, params, self._paths(params), trained, batch, key, traced)
+            kind = likeness(part, leaves)
+            if kind not in known:
                 own = self._trace(label, part, leaves, differentiate=goal == "step")
-                known[key] = own, part.sources
-            first, sources = known[key]
+                known[kind] = own, part.sources
+            first, sources = known[kind]
             traced.append(seen_from(first, sources, part))
         return Chain(tuple(traced), tuple(labels), goal, results, layout, updates)
 
@@ -256,6 +262,10 @@ class FunctionTracer:
         mark(graph.graph, marks)
         make_copies_differentiable(graph.graph)
         return_statistics(name, graph.graph)
+        draws: list[fx.Node] = []
+        if self._keyed:
+            key = abstract_key(batch, self._mode)
+            draws = draw_from_keys(name, graph.graph, key, self._mode)
         merge_constants(graph)
         placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
         changed = _keep_changed(graph.graph, placeholders[:count], states)
@@ -264,6 +274,7 @@ class FunctionTracer:
             *(StateLeaf(leaf) if leaf in changed else Param(leaf) for leaf in range(count)),
             *(BatchLeaf(number) for number in range(len(batch.values))),
             *(Key(of_stage=False) for _ in keys),
+            *(Key(of_stage=False, draw=number) for number in range(len(draws))),
         ]
         sources = {node.name: source for node, source in zip(placeholders, origins, strict=True)}
         layout = layouts[-1]
@@ -352,7 +363,7 @@ def _leaves(
     param_paths: Sequence[str],
     trained: Sequence[bool],
     batch: Abstract,
-    keys: Sequence[Tensor],
+    key: Tensor,
     before: Sequence[Traced],
 ) -> Leaves:
     """The abstract arguments of a segment."""
@@ -373,7 +384,7 @@ def _leaves(
                 paths.append("batch" + batch_paths[leaf])
                 differentiable.append(False)
             case Key():
-                values.append(keys[0])
+                values.append(key.clone())  # each is an argument of its own
                 paths.append("key")
                 differentiable.append(False)
             case Upstream(stage, leaf):

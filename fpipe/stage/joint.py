@@ -64,9 +64,11 @@ class Key(NamedTuple):
 
     Attributes:
         of_stage: with the number of the stage folded in.
+        draw: with the number of an op that draws folded in, -1 for none.
     """
 
     of_stage: bool
+    draw: int = -1
     kind: str = "key"
 
 

@@ -1,0 +1,161 @@
+"""What a module draws with torch's own operations is drawn from the key of the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fpipe
+from fpipe import Schedule, random, schedules
+from fpipe.nn import keyed
+from fpipe.runtime.program import Compute
+from tests.models import assert_identical, assert_same
+from tests.modules.dropping import CUTS, make_batch, make_module, squares, unpipelined
+from tests.modules.models import detached
+
+KEY = random.key(3)
+
+
+def make_pipe(schedule: Schedule, cuts: list[str], **options: Any) -> fpipe.ModulePipeline:
+    return fpipe.from_module(
+        make_module(),
+        schedule=schedule,
+        cuts=cuts,
+        loss=squares,
+        has_key=True,
+        **{"compile": False, **options},
+    )
+
+
+def test_same_numbers_on_every_schedule_and_remat_policy() -> None:
+    module, batch = make_module(), make_batch()
+    params = detached(module)
+    expected = unpipelined(module, params, batch, KEY)
+    for schedule, cuts, remat in (
+        (schedules.one_f_one_b(ranks=4, microbatches=4), CUTS, "none"),
+        (schedules.zb_h1(ranks=2, microbatches=4), CUTS[1:2], "full"),
+        (schedules.zbv(ranks=2, microbatches=4), CUTS, "full"),
+    ):
+        pipe = make_pipe(schedule, cuts, remat=remat)
+        assert_same(tuple(pipe.step(params, batch, KEY)), tuple(expected))
+    assert_identical(pipe.step(params, batch, KEY), pipe.step(params, batch, KEY))
+    assert_same(pipe.value(params, batch, key=KEY), expected.loss)
+    assert not torch.allclose(pipe.step(params, batch, random.key(4)).loss, expected.loss)
+    with pytest.raises(fpipe.BatchError, match="key=None, but the stages read a key"):
+        pipe.step(params, batch)
+
+
+def test_layers_that_draw_are_traced_once() -> None:
+    """A number of the draw in the graph, instead of a key that comes in, would tell them apart."""
+    pipe = make_pipe(schedules.one_f_one_b(ranks=4, microbatches=4), CUTS)
+    programs = pipe.programs(detached(pipe.module), make_batch())
+    calls = [
+        [i.call for i in p.instructions if isinstance(i, Compute) and i.action.op == fpipe.Op.F]
+        for p in programs
+    ]
+    assert calls[1][0] is calls[2][0] and calls[0][0] is not calls[1][0]
+
+
+def test_without_a_key_a_draw_is_kept_and_never_repeated() -> None:
+    """The loss is linear in the weight, so its gradient tells which mask the backward used."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x * self.weight, 0.5)
+
+    module = Masked()
+    pipe = fpipe.from_module(
+        nn.Sequential(module, nn.Identity()),
+        schedule=schedules.zb_h1(ranks=2, microbatches=2),
+        cuts=["0"],
+        loss=lambda output, batch: output.sum(),
+        reduction="sum",
+        remat="full",
+        compile=False,
+    )
+    params = {"0.weight": module.weight.detach()}
+    first, second = (pipe.step(params, {"input": torch.ones(2, 64)}) for _ in range(2))
+    for step in (first, second):
+        assert_same(step.grads["0.weight"].sum(), step.loss)
+    assert not torch.equal(first.grads["0.weight"], second.grads["0.weight"])
+
+
+def test_torch_draws_from_keys() -> None:
+    x = torch.full((200,), 0.25, dtype=torch.float64)
+    with keyed(KEY):
+        drawn = [
+            F.dropout(x.clone(), 0.5, inplace=True),
+            torch.bernoulli(x),
+            torch.empty(200).bernoulli_(x),
+            torch.empty(200).uniform_(-1, 1),
+            torch.empty(200).normal_(2, 0.5),
+            torch.empty(200).exponential_(),
+            torch.rand(200),
+            torch.randn(200),
+            torch.rand_like(x),
+            torch.randn_like(x),
+        ]
+    keys = [random.fold_in(KEY, number) for number in range(len(drawn))]
+    expected = [
+        random.dropout(keys[0], x, 0.5),
+        random.bernoulli(keys[1], x).double(),
+        random.bernoulli(keys[2], x).float(),
+        random.uniform(keys[3], (200,)) * 2 - 1,
+        random.normal(keys[4], (200,)) * 0.5 + 2,
+        -torch.log1p(-random.uniform(keys[5], (200,))),
+        random.uniform(keys[6], (200,)),
+        random.normal(keys[7], (200,)),
+        random.uniform(keys[8], (200,), torch.float64),
+        random.normal(keys[9], (200,), torch.float64),
+    ]
+    assert_same(drawn, expected)
+    x.requires_grad_()
+    with keyed(KEY):
+        (own,) = torch.ops.aten.native_dropout(x, 0.5, True)[:1]
+    assert_same(own, expected[0])
+
+
+class Choosing(nn.Module):
+    """Draws indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[:, torch.randperm(3)]
+
+
+def test_ops_without_a_key_are_refused() -> None:
+    module, x = Choosing(), torch.ones(4, 3)
+    pipe = fpipe.from_module(
+        nn.Sequential(module, nn.Identity()),
+        schedule=schedules.gpipe(ranks=2, microbatches=2),
+        cuts=["0"],
+        loss=squares,
+        has_key=True,
+        compile=False,
+    )
+    params = {f"0.{name}": value for name, value in detached(module).items()}
+    rule = r"draws with aten.randperm.default, of which there is no function of a key"
+    with pytest.raises(fpipe.StageError, match="Sequential " + rule):
+        pipe.step(params, {"input": x}, KEY)
+    with pytest.raises(fpipe.FpipeError, match="the block " + rule), keyed(KEY):
+        module(x)
+    with pytest.raises(fpipe.FpipeError, match="key is 3, a int"), keyed(3):  # type: ignore[arg-type]
+        module(x)
+
+    def mapped(key: Tensor) -> Tensor:
+        with keyed(key):
+            return F.dropout(x)
+
+    with pytest.raises(fpipe.FpipeError, match=r"key is mapped by torch\.func\.vmap"):
+        torch.func.vmap(mapped)(random.split(KEY))
