@@ -20,7 +20,8 @@ from fpipe.schedule.verifier import verify
 if TYPE_CHECKING:
     from fpipe import nn, random
     from fpipe.current import step, use
-    from fpipe.engine import Pipeline, pipeline
+    from fpipe.engine import Pipeline
+    from fpipe.entry import pipeline
     from fpipe.modules.balancing import Balance, balance
     from fpipe.modules.pipeline import ModulePipeline, from_module
     from fpipe.norms import Clipped, clip_by_global_norm, global_norm
@@ -119,7 +120,7 @@ _LAZY = {
     "jvp": "fpipe.transforms.directional",
     "per_example_grads": "fpipe.transforms.rows",
     "per_example_norms": "fpipe.transforms.rows",
-    "pipeline": "fpipe.engine",
+    "pipeline": "fpipe.entry",
     "profile": "fpipe.profiling",
     "step": "fpipe.current",
     "use": "fpipe.current",

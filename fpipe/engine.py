@@ -9,42 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
 from fpipe.checkpoint.loading import NO_NAMING, Naming, reading
-from fpipe.controller.controller import Controller, Finished
-from fpipe.controller.keys import read_key
-from fpipe.controller.multi import MultiController
-from fpipe.controller.single import SingleController
-from fpipe.convention import Convention, called
-from fpipe.definition import Definition, group_of, placed, stages_of, whole_loss
+from fpipe.controller.choosing import controller_of
+from fpipe.controller.controller import Finished
+from fpipe.convention import Convention
+from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError
 from fpipe.history import has_history, is_tracked, tracked_value
 from fpipe.holding import InitFn, Make, drawn, held
 from fpipe.levels import call_within, is_within
-from fpipe.parameters import Parameters, keep
-from fpipe.plan import Planner, batch_gradients, collected, gradients
+from fpipe.parameters import keep
+from fpipe.plan import batch_gradients, collected, gradients
 from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
-from fpipe.runtime.connect import device_of
-from fpipe.runtime.lower import lower
-from fpipe.runtime.order import lower_for_group
 from fpipe.runtime.program import Program
 from fpipe.schedule import Schedule
 from fpipe.shapes import Goal
-from fpipe.stage.chain import ChainTracer
-from fpipe.stage.compiler import Compile, Compiler
-from fpipe.stage.function import FunctionTracer
-from fpipe.stage.remat import Remat, policies
-from fpipe.stage.stage import Stage
-from fpipe.stage.trainable import Trainable
 
 OWN = object()
 """Stands for what the pipeline was made with."""
@@ -65,7 +51,7 @@ class Pipeline:
         self.schedule = definition.schedule
         self.rank = None if definition.group is None else definition.group.rank()
         self.derived: dict[Any, Pipeline] = {}
-        self._controller = _controller(definition)
+        self._controller = controller_of(definition)
 
     def __repr__(self) -> str:
         return f"<Pipeline of {self.schedule!r}>"
@@ -403,211 +389,4 @@ def _miscounted(arguments: Sequence[Any], definition: Definition) -> BatchError:
     names += ["vector"] * definition.convention.vectors
     return BatchError(
         f"the pipeline got {len(arguments)} arguments, but takes {len(names)}: {', '.join(names)}"
-    )
-
-
-def _controller(definition: Definition) -> Controller:
-    """Who drives the ranks of this process."""
-    schedule, devices, group = definition.schedule, definition.devices, definition.group
-    planner = Planner(
-        tracer=_tracer(definition),
-        compiler=Compiler(definition.compile),
-        schedule=schedule,
-        policies=policies(definition.remat),
-        mean=definition.reduction == "mean",
-        cotangent=definition.loss_cotangent,
-        lower=partial(
-            lower if group is None else partial(lower_for_group, rank=group.rank()),
-            tied=definition.function,
-            everywhere=definition.sink.everywhere,
-        ),
-        sink=definition.sink,
-    )
-
-    def read(params: Any) -> Parameters:
-        if definition.has_state:
-            return Parameters.with_state(params, schedule.num_stages)
-        if definition.function:
-            return Parameters.whole(params, schedule.num_stages)
-        if group is not None:
-            # Parts of other ranks' stages are neither looked at nor kept.
-            params = keep(params, schedule.stages_of(group.rank()))
-        return Parameters.read(params, schedule.num_stages)
-
-    key = partial(read_key, wanted=definition.reads_key)
-    if group is None:
-        return SingleController(
-            planner, read, definition.in_dims, schedule.num_microbatches, devices, key
-        )
-    return MultiController(
-        planner,
-        read,
-        schedule,
-        definition.in_dims,
-        group,
-        device_of(group),
-        definition.timeout,
-        definition.setup,
-        key,
-    )
-
-
-def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
-    """What turns the user's functions into a chain of graphs."""
-    schedule, devices = definition.schedule, definition.devices
-    if definition.function:
-        return FunctionTracer(
-            definition.loss,
-            schedule.num_stages,
-            definition.accum_dtype,
-            definition.returns,
-            definition.has_key,
-            definition.trainable,
-            keyed=definition.keyed,
-        )
-    return ChainTracer(
-        definition.stages,
-        definition.loss,
-        definition.loss_shape,
-        definition.accum_dtype,
-        None if devices is None else [devices[rank] for rank in schedule.placement],
-        definition.sink,
-        definition.wanted,
-        definition.returns,
-        definition.trainable,
-    )
-
-
-def pipeline(
-    stages: Sequence[Callable[..., Any] | Stage] | Callable[..., Any],
-    loss: Callable[[Any, Any], Any] | None = None,
-    schedule: Schedule | None = None,
-    *,
-    in_dims: Any = 0,
-    out_dims: Any = 0,
-    has_aux: bool = False,
-    has_key: bool = False,
-    has_state: bool = False,
-    batch_norm: str = "microbatch",
-    trainable: Any = None,
-    reduction: str = "mean",
-    remat: Remat = "none",
-    compile: Compile = True,
-    accum_dtype: torch.dtype | None = None,
-    devices: Sequence[torch.device | str | int] | None = None,
-    group: dist.ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
-    timeout: float = 60.0,
-) -> Pipeline:
-    """Make a pipeline of stage functions, in this process or over a process group.
-
-    Without `group` and `mesh` this process drives all ranks. With one of them every process of the
-    group makes the same pipeline and drives its own rank: it passes the parameters of its own
-    stages (`Pipeline.local` keeps those) and gets their gradients; the loss comes back everywhere.
-
-    Args:
-        stages: one function ``(params, x) -> y`` per stage of `schedule`, or `fpipe.Stage`. Pytrees
-            of tensors in and out; stage 0 gets the microbatch as ``x``. Or one function
-            ``loss_fn(params, batch) -> scalar`` of the whole model that executes `fpipe.cut`
-            between stages; `params` is then one pytree of its own structure, whose leaves any
-            stage may read, and there is no `loss`.
-        loss: ``(y, microbatch) -> scalar``, of the last stage's output. With ``reduction="mean"``
-            it must be the mean over the rows of the microbatch. It returns more where `has_aux` or
-            `reduction` declare it.
-        schedule: who does what in which order; its number of microbatches is how many parts each
-            batch is split into.
-        in_dims: pytree prefix of the batch: the dimension that is split, or None for a leaf that
-            every microbatch gets whole, as in `torch.func.vmap`.
-        out_dims: pytree prefix of aux: the dimension along which the leaves of the microbatches are
-            concatenated, or None to keep the last microbatch's leaf. A leaf without dimensions has
-            none to concatenate along: those of the microbatches are stacked, with one entry each.
-            The same for the output of `Pipeline.forward`.
-        has_aux: the loss function returns ``(loss, aux)``: aux is any pytree of tensors, made in
-            any stage. It comes back beside loss and gradients, and no gradient flows from it.
-        has_key: one function is ``loss_fn(params, batch, key)``, called with the keyword argument
-            ``key``, which is ``fpipe.random.fold_in(key, m)`` for microbatch `m`. Of stages each
-            says for itself whether it reads a key: ``fpipe.Stage(fn, reads_key=True)``.
-        has_state: the function is ``loss_fn(params, state, batch)`` and returns the new state after
-            the loss, ``(loss, state)`` or ``(loss, state, aux)``; ``step``, ``value`` and
-            ``forward`` take the state after the parameters. A state is any pytree of tensors, such
-            as running statistics: each microbatch begins with what the one before has left, and no
-            gradient flows through it. A leaf must be read and brought up to date in one stage, and
-            a stage's forwards must run in the order of the microbatches, as they do in all families
-            of `fpipe.schedules`: so the state is the same on every schedule, remat policy and
-            transport.
-        batch_norm: when the running statistics in a state, `fpipe.nn.BatchStats`, take in those of
-            the data. ``"microbatch"``: at each microbatch, as layers do that know of no
-            microbatches. ``"deferred"``: at the end of the step, those of the whole batch at once,
-            so that they are what they would be without microbatches (torchgpipe,
-            arXiv 2004.09910). In both each microbatch is normalised by its own.
-        trainable: which parameters get a gradient; None for all. A pytree prefix of bools over the
-            parameters, ``[False, {"w": False, "lora": True}]``, or a function of the path of a
-            leaf, a tuple of keys and indices: ``lambda path: "lora" in path``. The gradients of the
-            others are None, and nothing is computed, kept or sent for them: stages before the
-            first that is trained run no backward, and `schedule` may leave theirs out.
-        reduction: how the losses of microbatches make the batch's. ``"mean"`` weighs them by their
-            rows; ``"sum"`` adds them. With ``"weighted"`` the loss function returns
-            ``(sum, weight)`` in place of the loss, and the loss is the sum of all sums divided by
-            the sum of all weights, exactly, however the weight (such as a number of tokens) is
-            spread over the microbatches. A weight is one real number, and a constant to the
-            derivative: it should not depend on the parameters.
-        remat: ``"none"`` keeps what the backward reads; ``"full"`` keeps each stage's inputs and
-            computes the rest again; ``"except_last"`` is full but for the last microbatch of each
-            stage; a callable decides for each traced forward node whether its value may be kept.
-            The result never depends on it.
-        compile: True for Inductor; False to run the traced graphs uncompiled; a mapping with
-            ``backend``, ``mode`` and ``options`` as for `torch.compile`; or a callable from a
-            graph module and example inputs to a boxed callable.
-        accum_dtype: dtype in which gradients are summed over microbatches, None for that of each
-            parameter. Gradients are returned in the parameters' dtypes.
-        devices: the device of each rank, on which the parameters of its stages must lie. None
-            leaves everything on the device that it is on. Not with `group` or `mesh`.
-        group: a process group with one process per rank of the schedule (gloo or NCCL), such as
-            ``torch.distributed.group.WORLD``.
-        mesh: instead of `group`, a `DeviceMesh` whose dimension ``"pp"`` is the pipeline.
-        timeout: with a group, seconds after which a rank that does not respond is given up. A rank
-            that computes or compiles responds.
-
-    Returns:
-        A `Pipeline`, with ``step``, ``value`` and ``forward``.
-
-    Raises:
-        ScheduleError: the schedule cannot run.
-        StageError: an argument is wrong, or there is not one stage for each of the schedule's.
-
-    Example:
-        >>> import torch, fpipe
-        >>> stage = lambda w, x: torch.tanh(x["x"] @ w) if isinstance(x, dict) else x @ w
-        >>> loss = lambda y, microbatch: (y - microbatch["y"]).square().mean()
-        >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=4)
-        >>> pipe = fpipe.pipeline([stage, stage], loss, schedule, compile=False)
-        >>> params = [torch.eye(3), torch.ones(3, 1)]
-        >>> value, grads = pipe.step(params, {"x": torch.zeros(8, 3), "y": torch.ones(8, 1)})
-        >>> value.item(), [tuple(g.shape) for g in grads]
-        (1.0, [(3, 3), (3, 1)])
-    """
-    whole = callable(stages) and not isinstance(stages, Stage)
-    chosen_loss: Any = whole_loss(stages, loss) if whole else loss
-    chosen_schedule: Any = schedule
-    return Pipeline(
-        Definition(
-            stages=() if whole else stages_of(stages),
-            loss=chosen_loss,
-            function=whole,
-            schedule=chosen_schedule,
-            in_dims=in_dims,
-            out_dims=out_dims,
-            has_aux=has_aux,
-            has_key=has_key,
-            has_state=has_state,
-            convention=called(has_state, batch_norm),
-            trainable=Trainable(trainable),
-            reduction=reduction,
-            remat=remat,
-            compile=compile,
-            accum_dtype=accum_dtype,
-            devices=placed(devices),
-            group=group_of(group, mesh),
-            timeout=timeout,
-        )
     )

@@ -103,7 +103,7 @@ LAYERS: Final = (
         "fpipe.transforms.transformed",
     ),
     ("fpipe.call", "fpipe.history", "fpipe.holding", "fpipe.levels"),
-    ("fpipe.engine",),
+    ("fpipe.engine", "fpipe.entry"),
     ("fpipe.profiling",),
     ("fpipe.modules",),
     ("fpipe.current", "fpipe.norms", "fpipe.transforms"),

@@ -214,7 +214,7 @@ def _context() -> ForkServerContext:
     """New processes are forks of one that has imported everything and has no threads yet."""
     context = mp.get_context("forkserver")
     assert isinstance(context, ForkServerContext)
-    context.set_forkserver_preload(["torch", "fpipe.engine", "tests.models"])
+    context.set_forkserver_preload(["torch", "fpipe.entry", "tests.models"])
     return context
 
 

@@ -1,0 +1,96 @@
+"""Who drives the ranks of this process, by what a definition says.
+
+definition ──► tracer, compiler, policies, lowering ──► planner ──► controller
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from fpipe.controller.controller import Controller
+from fpipe.controller.keys import read_key
+from fpipe.controller.multi import MultiController
+from fpipe.controller.single import SingleController
+from fpipe.definition import Definition
+from fpipe.parameters import Parameters, keep
+from fpipe.plan import Planner
+from fpipe.runtime.connect import device_of
+from fpipe.runtime.lower import lower
+from fpipe.runtime.order import lower_for_group
+from fpipe.stage.chain import ChainTracer
+from fpipe.stage.compiler import Compiler
+from fpipe.stage.function import FunctionTracer
+from fpipe.stage.remat import policies
+
+
+def controller_of(definition: Definition) -> Controller:
+    """Who drives the ranks of this process."""
+    schedule, devices, group = definition.schedule, definition.devices, definition.group
+    planner = Planner(
+        tracer=_tracer(definition),
+        compiler=Compiler(definition.compile),
+        schedule=schedule,
+        policies=policies(definition.remat),
+        mean=definition.reduction == "mean",
+        cotangent=definition.loss_cotangent,
+        lower=partial(
+            lower if group is None else partial(lower_for_group, rank=group.rank()),
+            tied=definition.function,
+            everywhere=definition.sink.everywhere,
+        ),
+        sink=definition.sink,
+    )
+
+    def read(params: Any) -> Parameters:
+        if definition.has_state:
+            return Parameters.with_state(params, schedule.num_stages)
+        if definition.function:
+            return Parameters.whole(params, schedule.num_stages)
+        if group is not None:
+            # Parts of other ranks' stages are neither looked at nor kept.
+            params = keep(params, schedule.stages_of(group.rank()))
+        return Parameters.read(params, schedule.num_stages)
+
+    key = partial(read_key, wanted=definition.reads_key)
+    if group is None:
+        return SingleController(
+            planner, read, definition.in_dims, schedule.num_microbatches, devices, key
+        )
+    return MultiController(
+        planner,
+        read,
+        schedule,
+        definition.in_dims,
+        group,
+        device_of(group),
+        definition.timeout,
+        definition.setup,
+        key,
+    )
+
+
+def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
+    """What turns the user's functions into a chain of graphs."""
+    schedule, devices = definition.schedule, definition.devices
+    if definition.function:
+        return FunctionTracer(
+            definition.loss,
+            schedule.num_stages,
+            definition.accum_dtype,
+            definition.returns,
+            definition.has_key,
+            definition.trainable,
+            keyed=definition.keyed,
+        )
+    return ChainTracer(
+        definition.stages,
+        definition.loss,
+        definition.loss_shape,
+        definition.accum_dtype,
+        None if devices is None else [devices[rank] for rank in schedule.placement],
+        definition.sink,
+        definition.wanted,
+        definition.returns,
+        definition.trainable,
+    )
