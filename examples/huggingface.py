@@ -1,6 +1,6 @@
 """An unmodified Hugging Face Llama learns Python's manual, byte by byte, in four stages.
 
-    pip install transformers
+    pip install fpipe-torch "transformers>=5,<6"
     python examples/huggingface.py             # compiles first; under two minutes on two cores
     python examples/huggingface.py --smoke     # seconds: a tiny model, a few steps, uncompiled
 

@@ -70,7 +70,9 @@ def explain(name: str, error: Exception, given: str) -> StageError:
 
 def impure(name: str, where: str, op: str) -> StageError:
     """The refusal of a function that writes to `where`."""
-    module = "; a module whose buffers change needs module.eval()" if "closes over" in where else ""
+    module = ""
+    if "closes over" in where:
+        module = "; a module whose buffers change needs module.eval(), or has_state=True to train"
     return StageError(
         f"{name} writes in place to {where} ({op}): a stage is a pure function; work on a copy "
         f"(x = x.clone()), and return what is to be kept{module}"
