@@ -109,11 +109,11 @@ def draws(op: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool
     """Whether an operation draws from torch's generator, called like this."""
     if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    # Attention is tagged so, and draws only if it drops something.
-    given = {
-        declared.name: value
-        for declared, value in zip(op._schema.arguments, arguments, strict=False)
-    }
+    # Attention is tagged so, and draws only if it drops something. A tracer leaves out arguments
+    # that equal their defaults.
+    declared = op._schema.arguments
+    given = {each.name: each.default_value for each in declared if each.has_default_value()}
+    given |= {each.name: value for each, value in zip(declared, arguments, strict=False)}
     return bool({**given, **options}.get("dropout_p", True))
 
 

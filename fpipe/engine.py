@@ -215,7 +215,7 @@ class Pipeline:
             ([(3, 3), (3, 3)], False)
         """
         make = drawn(init_fn, key)
-        return held(self, lambda names: make, self._shapes(shapes), example)
+        return held(self, lambda names: make, self._shapes(shapes), self._traced_on(example))
 
     def load(
         self,
@@ -247,7 +247,7 @@ class Pipeline:
         def reader(names: Sequence[str]) -> Make:
             return reading(path, names, self._naming(), rename, strict)
 
-        return held(self, reader, self._shapes(shapes), example)
+        return held(self, reader, self._shapes(shapes), self._traced_on(example))
 
     def _shapes(self, shapes: Any) -> Any:
         """The shapes of the parameters."""
@@ -376,6 +376,11 @@ class Pipeline:
         if key is None and len(arguments) == 2 + self.definition.has_state:
             return arguments[:-1], arguments[-1]
         return arguments, key
+
+    def _traced_on(self, example: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a trace takes of what `step` takes: all but the key."""
+        keyed = self.definition.reads_key and not self._convention.vectors
+        return self._without_key(example, None)[0] if keyed else example
 
     def _run(self, arguments: Sequence[Any], goal: Goal, key: Tensor | None) -> Finished:
         if len(arguments) != 2 + self.definition.has_state + self._convention.vectors:

@@ -131,10 +131,14 @@ def held(
         flags = [stage in own for stage, size in enumerate(sizes) for _ in range(size)]
     likes = [torch.empty_like(leaf, device="meta") for leaf in leaves]
     wanted = {name: like for name, like, own in zip(names, likes, flags, strict=True) if own}
-    made: Mapping[str, Tensor] = {}
+    made: dict[str, Tensor] = {}
     problem: Exception | None = None
     try:
-        made = maker(names)(wanted)
+        made.update(maker(names)(wanted))
+        if group is not None:
+            device = device_of(group)
+            for name in made:
+                made[name] = made[name].to(device)
     except Exception as error:
         problem = error
     # A rank that went on alone would wait for the others in its next step.
@@ -143,9 +147,6 @@ def held(
             "another rank cannot make or read its parameters, so no rank has any: it says why"
         )
     filled = [made.get(name, like) for name, like in zip(names, likes, strict=True)]
-    if group is not None:
-        device = device_of(group)
-        filled = [leaf if leaf.is_meta else leaf.to(device) for leaf in filled]
     return pipe.local(tree.unflatten(spec, filled))
 
 

@@ -12,16 +12,19 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.errors import PipelineError
+from fpipe.runtime.transport import ConnectionLost
 from fpipe.shapes import TreeShape
 
-CALLS = ("pipe.step", "pipe.value", "pipe.forward", "pipe.add_up")
+T = TypeVar("T")
+
+CALLS = ("pipe.step", "pipe.value", "pipe.forward", "pipe.add_up", "pipe.programs")
 """What all ranks do together."""
 
 
@@ -105,6 +108,14 @@ def _start(own: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
         return everyone
 
     return wait
+
+
+def connected(operation: Callable[[], T]) -> T:
+    """Run an operation of all ranks; its failure is a lost connection."""
+    try:
+        return operation()
+    except RuntimeError as error:
+        raise ConnectionLost(None, str(error)) from error
 
 
 @lru_cache(maxsize=256)
@@ -259,3 +270,8 @@ def _rows(offer: Offer) -> str:
 def refusal(rank: int | None, text: str) -> PipelineError:
     """The error of a step that did not begin."""
     return PipelineError(f"{text}. The pipeline can be used again", rank=rank)
+
+
+def named(error: BaseException) -> str:
+    """The error's kind and text."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -3,14 +3,16 @@
     header ──► from and to all ranks ──────────────┐
     0F0 0F1 … up to the first message of the step ─┴─► agreed ──► the messages, and the rest
 
-A program computes until it needs a message or has one to send. None of that can be seen outside, so
-if the ranks agree on anything else than expected, it is dropped.
+A program computes until it needs a message or has one to send. None of that can be seen outside but
+torch's generator, so if the ranks agree on anything else than expected, it is dropped and the
+generator put back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from fpipe.plan import Plan
@@ -57,21 +59,33 @@ class Ahead:
         plan: that is expected.
         run: of this rank's program, loaded.
         until: the length of its program's prelude, as far as it goes now.
+        device: where it computes.
 
     Attributes:
         plan: as given.
         run: as given, at its first message or at the instruction that failed.
     """
 
-    def __init__(self, plan: Plan, run: Run, until: int) -> None:
+    def __init__(self, plan: Plan, run: Run, until: int, device: torch.device) -> None:
         self.plan = plan
         self.run = run
         self._held = Held()
         self._error: Exception | None = None
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+        self._states = [generator.get_state() for generator in self._generators]
         try:
             run.advance(self._held, until)
         except Exception as error:
             self._error = error
+
+    def drop(self) -> None:
+        """Leave everything as it was."""
+        self.run.slots.clear()
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
 
     def join(self, transport: Transport) -> None:
         """Do what had to wait for the other ranks.

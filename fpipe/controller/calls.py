@@ -7,7 +7,7 @@ read ──► header ──► all known ────────────�
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,11 @@ from fpipe.controller.agreement import (
     check_keys,
     check_offers,
     check_verdicts,
+    connected,
     digest,
     gather_objects,
     identity,
+    named,
     start_headers,
 )
 from fpipe.controller.keys import Words, as_number
@@ -31,11 +33,8 @@ from fpipe.parameters import Parameters
 from fpipe.plan import Plan, Planner
 from fpipe.recording import active
 from fpipe.runtime.program import Program
-from fpipe.runtime.transport import ConnectionLost
 from fpipe.schedule import Schedule
 from fpipe.shapes import Goal, Signature, TreeShape, ambient, batch_shapes
-
-T = TypeVar("T")
 
 NOWHERE = torch.device("meta")
 """Stands for every rank's own device in what ranks compare."""
@@ -137,16 +136,29 @@ class Calls:
         self._expected: dict[tuple[int, int, int], Plan] = {}
 
     def announce(
-        self, params: Any, batch: Any, goal: Goal, key: Callable[[], Words | None]
+        self,
+        params: Any,
+        batch: Any,
+        goal: Goal,
+        key: Callable[[], Words | None],
+        name: str | None = None,
     ) -> Call:
-        """Read what this rank was called with, and tell the others."""
+        """Read what this rank was called with, and tell the others.
+
+        Args:
+            params: as the caller passed them.
+            batch: likewise.
+            goal: what is asked for.
+            key: reads the key.
+            name: what was called, if not the method of the goal.
+        """
         given: Given | None = None
         problem: Exception | None = None
         try:
             given = self._read(params, batch, key())
         except Exception as error:
             problem = error
-        header = _header(given, goal)
+        header = _header(given, name or f"pipe.{goal}")
         headers = connected(lambda: start_headers(header, self._control))
         return Call(goal, given, problem, header, lambda: connected(headers))
 
@@ -224,25 +236,12 @@ class Calls:
         return self._expected.get(call.kind)
 
 
-def connected(operation: Callable[[], T]) -> T:
-    """Run an operation of all ranks; its failure is a lost connection."""
-    try:
-        return operation()
-    except RuntimeError as error:
-        raise ConnectionLost(None, str(error)) from error
-
-
-def _header(given: Given | None, goal: Goal) -> Header:
+def _header(given: Given | None, name: str) -> Header:
     if given is None:
-        return Header(1, CALLS.index(f"pipe.{goal}"), 0, 0, 0)
+        return Header(1, CALLS.index(name), 0, 0, 0)
     batch = 0
     if given.parts is not None:
         batch = identity((given.parts.rows, given.batch))
     own = identity((*given.shapes.items(), ambient()))
     records = int(active() is not None)
-    return Header(0, CALLS.index(f"pipe.{goal}"), batch, own, records, as_number(given.key))
-
-
-def named(error: BaseException) -> str:
-    """The error's kind and text."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return Header(0, CALLS.index(name), batch, own, records, as_number(given.key))

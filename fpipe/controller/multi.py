@@ -22,14 +22,16 @@ import torch.distributed as dist
 
 from fpipe import tree
 from fpipe.controller.agreement import (
+    connected,
     gather,
     gather_headers,
     gather_objects,
+    named,
     of_number,
     sum_of,
 )
 from fpipe.controller.ahead import Ahead, prelude
-from fpipe.controller.calls import Agreed, Call, Calls, Given, connected, named
+from fpipe.controller.calls import Agreed, Call, Calls, Given
 from fpipe.controller.controller import Finished, load
 from fpipe.controller.fault import Fault
 from fpipe.controller.keys import Words
@@ -123,7 +125,16 @@ class MultiController:
         def work() -> Finished:
             call = self._calls.announce(params, batch, goal, lambda: self._read_key(key))
             ahead = self._run_ahead(call)
-            return self._execute(self._calls.agree(call), ahead)
+            try:
+                agreed = self._calls.agree(call)
+            except BaseException:
+                if ahead is not None:
+                    ahead.drop()
+                raise
+            if ahead is not None and (ahead.plan is not agreed.plan or agreed.records):
+                ahead.drop()
+                ahead = None
+            return self._execute(agreed, ahead)
 
         return self._together(work)
 
@@ -131,7 +142,7 @@ class MultiController:
         """The programs of all ranks for a training step; every rank must ask for them."""
 
         def work() -> tuple[Program, ...]:
-            call = self._calls.announce(params, batch, "step", lambda: None)
+            call = self._calls.announce(params, batch, "step", lambda: None, "pipe.programs")
             return self._calls.agree(call).plan.programs
 
         return self._together(work)
@@ -184,20 +195,19 @@ class MultiController:
                 run = self._load(program, plan, call.given)
             except Exception:
                 return None  # it fails again when all ranks are there to hear of it
-            return Ahead(plan, run, until)
+            return Ahead(plan, run, until, self._device)
 
     def _execute(self, agreed: Agreed, ahead: Ahead | None) -> Finished:
         given, plan, records = agreed
         marks: Marks | None = {} if records else None
-        run = Run(observed(plan.programs[self._rank], marks))
+        run = ahead.run if ahead else Run(observed(plan.programs[self._rank], marks))
         failure: PipelineError | None = None
         total: Total | None = None
         with torch.no_grad(), without_autocast():
             try:
-                if ahead is None or ahead.plan is not plan or records:
+                if ahead is None:
                     run = self._load(run.program, plan, given)
                 else:
-                    run = ahead.run
                     ahead.join(self._transport)
                 run.advance(self._transport)
                 total = plan.total([run])
@@ -226,14 +236,13 @@ class MultiController:
                 "the batch: pass it on this rank too",
                 rank=self._rank,
             )
-        if given.params.shared:
-            self._refuse_without_data(program, given.params)
+        self._refuse_without_data(program, given.params)
         return load(program, plan, given.params, given.parts, self._device, given.key)
 
     def _refuse_without_data(self, program: Program, params: Parameters) -> None:
         for stage, leaf, _ in program.bindings.params:
             if params.stages[stage][leaf].is_meta:
-                path = tree.paths(params.spec)[leaf]
+                path = tree.paths(params.specs[stage])[leaf]
                 raise PipelineError(
                     f"rank {self._rank} reads the parameter {path} in its stage {stage}, but what "
                     "it was given lies on the meta device and has no data: pipe.init and pipe.load "

@@ -119,7 +119,9 @@ def _once(
         if buffer is not None:
             memo[id(buffer)] = torch.full_like(buffer, fill, device=device)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        cuda = [device] if device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices=cuda):
+            torch.manual_seed(fill)  # numbers that are drawn differ, and so are not taken
             other = copy.deepcopy(owner, memo)
             make(other)
     except Exception:

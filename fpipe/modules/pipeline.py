@@ -61,7 +61,10 @@ class ModulePipeline(Pipeline):
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if first.setdefault(id(parameter), name) != name:
                 aliases.setdefault(first[id(parameter)], []).append(name)
-        return Naming(aliases, frozenset(name for name, _ in self.module.named_buffers()))
+        return Naming(
+            aliases,
+            frozenset(name for name, _ in self.module.named_buffers(remove_duplicate=False)),
+        )
 
     def load_into(
         self,
@@ -91,7 +94,7 @@ class ModulePipeline(Pipeline):
         group = self.definition.group
         # The order of the leaves: that in which trees are flattened, the same on all ranks.
         readers = self.readers()
-        names, _ = tree.flatten({name: name for name in params})
+        names = [path[0] for path in tree.structure(params).paths()]
         own = dict(module.named_parameters())
         with torch.no_grad():
             for leaf, name in enumerate(names):
@@ -125,6 +128,12 @@ def _misfit(module: nn.Module, params: Mapping[str, Tensor], state: Any) -> Batc
             f"params and {type(module).__name__} differ in {len(odd)} names, such as "
             f"{odd[0]!r}: load into a module with the parameters of the pipeline's"
         )
+    for name, tensor in (*own.items(), *(module.named_buffers() if state else ())):
+        if tensor.is_meta:
+            return BatchError(
+                f"{name!r} of {type(module).__name__} lies on the meta device, to which nothing "
+                "can be copied: call module.to_empty(device=...) first"
+            )
     for name, parameter in own.items():
         if parameter.shape != params[name].shape:
             return BatchError(
@@ -280,10 +289,10 @@ def from_module(
         _check_stages(stages, example, schedule)
         balance = chosen(definition, example, memory=memory, measure=measure)
         log.info("chose the cuts of %s:\n%s", type(module).__name__, balance)
-    elif stages is not None or example is not None:
+    elif stages is not None or example is not None or memory != inf or measure:
         raise StageError(
-            f"cuts={cuts!r:.60} is given beside stages or example, by which cuts are chosen: give "
-            "the cuts, or let them be chosen"
+            f"cuts={cuts!r:.60} is given beside stages, example, memory or measure, by which cuts "
+            "are chosen: give the cuts, or let them be chosen"
         )
     names: Any = cuts if balance is None else balance.cuts
     return ModulePipeline(with_cuts(definition, names), balance)

@@ -58,7 +58,7 @@ def scarce_bound(
     while best and not span and len(chosen) < ranks:
         joined = {
             tuple(sorted({*chosen, other}))
-            for other in ((chosen[0] - 1) % ranks, (chosen[-1] + 1) % ranks)
+            for other in {(rank + step) % ranks for rank in chosen for step in (-1, 1)} - {*chosen}
         }
         found = {ranks: bound(ranks, _WIDTH, effort - spent) for ranks in sorted(joined)}
         larger = max(found, key=lambda ranks: found[ranks][0])

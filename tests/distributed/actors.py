@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -222,6 +223,47 @@ def one_comes_late(
     step = pipe.step(params, model.batch)
     right = all(map(torch.equal, tree.flatten(step)[0], tree.flatten(before)[0]))
     return Entry(called, times[0], (kernels, len(times)), right)
+
+
+def generators(group: dist.ProcessGroup, schedule: Schedule, recorder: int) -> list[Tensor]:
+    """The losses of two steps of one seed; during the second rank `recorder` records."""
+    model = model_of("mlp", schedule.num_stages, 2 * schedule.num_microbatches)
+    first, *others = model.stages
+
+    def drop(p: Any, x: Any) -> Tensor:
+        return torch.dropout(first(p, x), 0.5, train=True)
+
+    model = model._replace(stages=[drop, *others])
+    pipe = pipeline(group, model, schedule)
+    params = pipe.local(model.params)
+    pipe.step(params, model.batch)
+    losses = []
+    for records in (False, group.rank() == recorder):
+        torch.manual_seed(group.rank())
+        with fpipe.record() if records else nullcontext():
+            losses.append(pipe.step(params, model.batch).loss)
+    return losses
+
+
+def programs_and_step(group: dist.ProcessGroup) -> list[Outcome]:
+    """Rank 1 asks for programs where the other steps; then both step."""
+    model = model_of("mlp", 2, 6)
+    pipe = pipeline(group, model, fpipe.schedules.gpipe(ranks=2, microbatches=2))
+    params = pipe.local(model.params)
+    call = pipe.programs if group.rank() == 1 else pipe.step
+    return [
+        attempt(call, params, model.batch),
+        attempt(lambda: pipe.step(params, model.batch).loss),
+    ]
+
+
+def without_data(group: dist.ProcessGroup) -> list[Outcome]:
+    """Rank 1 passes shapes in place of its parameters; then numbers."""
+    model = model_of("mlp", 2, 6)
+    pipe = pipeline(group, model, fpipe.schedules.gpipe(ranks=2, microbatches=2))
+    params = pipe.local(model.params)
+    empty = tree.tree_map(lambda leaf: leaf.to("meta"), params) if group.rank() == 1 else params
+    return [attempt(lambda p: pipe.step(p, model.batch).loss, p) for p in (empty, params)]
 
 
 def one_records(group: dist.ProcessGroup, schedule: Schedule, recorder: int) -> list[list[str]]:

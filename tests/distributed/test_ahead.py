@@ -10,6 +10,7 @@ from fpipe.runtime.program import Instruction, Recv, Send, WaitRecv
 from tests.distributed import actors
 from tests.distributed.crew import Crew, values
 from tests.distributed.test_order import BACK, DOWN, compute, program
+from tests.models import assert_identical
 
 
 @pytest.mark.parametrize(
@@ -41,3 +42,10 @@ def test_a_rank_that_ran_ahead_starts_again_when_another_one_records(crew: Crew)
     schedule = schedules.one_f_one_b(ranks=2, microbatches=3)
     _, seen = values(crew.run(actors.one_records, schedule, 1, ranks=range(2)))
     assert seen == [[str(action) for action in row] for row in schedule.actions]
+
+
+def test_what_is_dropped_has_drawn_nothing(crew: Crew) -> None:
+    """The generator went on, so a step that another rank records had another loss."""
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=3)
+    for before, again in values(crew.run(actors.generators, schedule, 1, ranks=range(2))):
+        assert_identical(before, again)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fpipe import Schedule, schedules
-from tests.distributed import traps
+from tests.distributed import actors, traps
 from tests.distributed.crew import Crew, Failure, Outcome, values
 
 SOON = 10.0
@@ -163,6 +163,22 @@ def test_a_rank_that_does_otherwise_is_named(crew: Crew, how: str) -> None:
 def test_a_rank_that_needs_the_batch_must_get_it(crew: Crew, given: list[int], text: str) -> None:
     answers = values(crew.run(traps.without_batch, given, ranks=range(3)))
     assert all(text in error.text for error in failures(answers, 0))
+    assert_good(answers, 1)
+
+
+def test_a_rank_that_asks_for_programs_is_named(crew: Crew) -> None:
+    """It waited for ever: both calls went by the name of a step."""
+    answers = values(crew.run(actors.programs_and_step, ranks=range(2)))
+    for error in failures(answers, 0):
+        assert "rank 1 called pipe.programs, but others called pipe.step" in error.text
+    assert_good(answers, 1)
+
+
+def test_parameters_without_data_are_refused_on_every_rank(crew: Crew) -> None:
+    answers = values(crew.run(actors.without_data, ranks=range(2)))
+    for error in failures(answers, 0):
+        assert error.rank == 1
+        assert "reads the parameter ['w'] in its stage 1, but what it was given lies" in error.text
     assert_good(answers, 1)
 
 

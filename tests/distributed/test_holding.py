@@ -16,9 +16,9 @@ from torch import Tensor
 import fpipe
 from fpipe import Schedule, random, schedules, tree
 from fpipe.checkpoint import safetensors_files
-from tests import state_model
+from tests import keyed_model, state_model
 from tests.distributed.crew import Crew, Outcome, attempt, values
-from tests.models import assert_identical
+from tests.models import assert_identical, mlp
 from tests.modules.models import CUTS, LanguageModel, detached, language_model, make_batch
 
 Group = dist.ProcessGroup | None
@@ -213,6 +213,25 @@ def with_state(group: Group, schedule: Schedule) -> tuple[dict[str, Tensor], fpi
     shapes = on_meta(state_model.make_params())
     params = pipe.init(normal, random.key(3), on_meta(state), on_meta(batch), shapes=shapes)
     return params, pipe.step(params, state, batch)
+
+
+def with_key(group: Group, schedule: Schedule) -> fpipe.Step:
+    """The example is what a step takes, its key included."""
+    pipe = fpipe.pipeline(
+        keyed_model.loss_fn, schedule=schedule, has_key=True, compile=False, group=group
+    )
+    model = mlp(4, 4)
+    shapes = tree.tree_map(lambda leaf: leaf.to("meta"), model.params)
+    key = random.key(3)
+    return pipe.step(pipe.init(normal, key, model.batch, key, shapes=shapes), model.batch, key)
+
+
+def test_ranks_make_what_a_function_with_a_key_reads(crew: Crew) -> None:
+    schedule = schedules.zbv(ranks=2, microbatches=2)
+    crew.start(with_key, schedule, ranks=range(2))
+    expected = with_key(None, schedule)
+    for found in values(crew.collect()):
+        assert torch.equal(found.loss, expected.loss)
 
 
 def test_ranks_make_what_a_function_with_a_state_reads(crew: Crew) -> None:

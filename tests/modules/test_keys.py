@@ -123,6 +123,36 @@ def test_torch_draws_from_keys() -> None:
     assert_same(own, expected[0])
 
 
+class Attending(nn.Module):
+    """Attention that drops nothing, of whose arguments a tracer leaves out the defaults."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.first(F.dropout(x, 0.5)).unflatten(-1, (2, 2)).transpose(0, 1)[None]
+        mask = torch.ones(x.shape[0], x.shape[0], dtype=torch.bool).tril()
+        plain = F.scaled_dot_product_attention(heads, heads, heads)
+        masked = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+        return self.second((plain + masked)[0].transpose(0, 1).flatten(1))
+
+
+def test_attention_without_dropout_needs_no_key() -> None:
+    module, batch = Attending(), {"x": torch.randn(6, 4)}
+    pipe = fpipe.from_module(
+        module,
+        schedule=schedules.zb_h1(ranks=2, microbatches=1),
+        cuts=["first"],
+        loss=squares,
+        has_key=True,
+        compile=False,
+    )
+    loss, _ = pipe.step(detached(module), batch, KEY)
+    with keyed(random.fold_in(KEY, 0)):
+        assert_same(loss, squares(module(**batch), batch).detach(), 1e-5)
+
+
 class Choosing(nn.Module):
     """Draws indices."""
 

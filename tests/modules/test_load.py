@@ -188,6 +188,19 @@ def test_missing_and_further_tensors_are_refused_by_name(tmp_path: Path) -> None
     assert torch.equal(loaded["embedding.weight"], table)
 
 
+def test_buffers_by_any_name_are_passed_over(tmp_path: Path) -> None:
+    """Of a submodule that comes twice, state_dict has the buffers under both names."""
+    shared = nn.BatchNorm1d(4)
+    module = nn.Sequential(nn.Linear(4, 4), shared, nn.Linear(4, 4), shared).eval()
+    schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
+    pipe = fpipe.from_module(
+        module, schedule=schedule, cuts=[], loss=lambda y, _: y.sum(), compile=False
+    )
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    assert pipe.load(tmp_path).keys() == dict(module.named_parameters()).keys()
+
+
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = pipe_of(language_model())
     with pytest.raises(fpipe.BatchError, match=r"holds neither: give a file of safetensors"):

@@ -118,6 +118,14 @@ class Kept(Scaled):
     reset_parameters = Resets.reset_parameters
 
 
+class Draws(Scaled):
+    """Each process would draw numbers of its own."""
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.scale.normal_()
+
+
 def squares(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return output.square().mean()
 
@@ -147,7 +155,7 @@ def test_buffer_is_made_by_the_module_and_nothing_else_is_touched() -> None:
     assert step_of(pipe_of(Scaled(), buffers={"scale": torch.zeros(3)})) != expected
 
 
-@pytest.mark.parametrize("kind", [Scaled, AddsUp, Kept])
+@pytest.mark.parametrize("kind", [Scaled, AddsUp, Kept, Draws])
 def test_buffer_that_nobody_makes_is_refused(kind: type[Scaled]) -> None:
     module = kind().to("meta")
     with pytest.raises(
@@ -176,6 +184,13 @@ def test_state_has_the_numbers_that_buffers_lack() -> None:
     part = {"1.num_batches_tracked": state["1.num_batches_tracked"]}
     with pytest.raises(fpipe.StageError, match=r"'1.running_mean' of Seq.* meta.*has_state=True"):
         steps[1].step(params, part, batch)
+
+
+def test_nothing_is_loaded_into_a_module_without_data() -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    pipe = fpipe.from_module(module, schedule=SCHEDULE, cuts=["0"], loss=squares, compile=False)
+    with pytest.raises(fpipe.BatchError, match=r"'0.weight' of Seq.* meta device.*to_empty"):
+        pipe.load_into(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to("meta"), detached(module))
 
 
 def test_wrong_buffers_are_refused() -> None:
