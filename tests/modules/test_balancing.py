@@ -153,7 +153,7 @@ def test_memory_moves_the_cuts() -> None:
         ({}, r"cuts and example are both missing: name the submodules"),
         ({"stages": 2}, r"cuts and example are both missing"),
         ({"stages": 3, "example": {}}, r"stages=3, but the schedule one_f_one_b has 2 on 2 ranks"),
-        ({"stages": 2, "cuts": ["layers.1"]}, r"cuts=\['layers.1'\] is given beside stages or exa"),
+        ({"stages": 2, "cuts": ["layers.1"]}, r"cuts=\['layers.1'\] is given beside stages, exa"),
     ],
 )
 def test_choice_without_what_it_takes_is_refused(options: dict[str, Any], message: str) -> None:

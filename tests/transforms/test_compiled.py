@@ -1,6 +1,6 @@
 """Every transform, compiled by Inductor: what the traced graphs give uncompiled.
 
-Ensembles, Hessian products and gradients by row of a transformer are compiled in the files of their
+Ensembles of a transformer, Hessian products and gradients by row are compiled in the files of their
 own; here are the others, of the smallest model.
 """
 

@@ -233,7 +233,7 @@ def test_operations_that_are_written_out(name: str) -> None:
 
 @pytest.mark.inductor
 def test_compiled_in_float32() -> None:
-    model = MODELS["gpt"](2, 6, torch.float32)
+    model = mlp(2, 6, torch.float32)
     vector = vector_like(model.params)
     pipe = pipe_of(model, schedules.zb_h1(ranks=2, microbatches=3), compile=True)
     found = fpipe.hvp(pipe).step(model.params, model.batch, vector)

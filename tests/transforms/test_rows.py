@@ -128,7 +128,7 @@ def test_of_hessian_products_in_either_order() -> None:
 
 @pytest.mark.inductor
 def test_compiled_in_float32() -> None:
-    model = MODELS["gpt"](2, 6, torch.float32)
+    model = mlp(2, 6, torch.float32)
     pipe = pipe_of(model, schedules.zb_h1(ranks=2, microbatches=3), compile=True)
     loss, grads = fpipe.per_example_grads(pipe).step(model.params, model.batch)
     for number in range(6):
