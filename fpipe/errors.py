@@ -6,6 +6,8 @@ callers may catch either. A message names the argument, its value, the rule and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class FpipeError(Exception):
     """Base of all fpipe exceptions."""
@@ -47,3 +49,14 @@ class PipelineError(FpipeError, RuntimeError):
         self.stage = stage
         self.microbatch = microbatch
         self.action = action
+
+
+def few(names: Sequence[str]) -> str:
+    """Some names for a message: three of them, and how many more there are.
+
+    Example:
+        >>> few(["a", "b"]), few([])
+        ("'a', 'b'", 'none')
+    """
+    shown = ", ".join(map(repr, names[:3])) or "none"
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

@@ -21,6 +21,7 @@ from fpipe.definition import Definition
 from fpipe.errors import BatchError, PipelineError, StageError
 from fpipe.parameters import check_parts
 from fpipe.runtime.connect import device_of
+from fpipe.shapes import in_words
 
 Make = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """From meta tensors of the shapes and dtypes of some leaves to the leaves, all by name."""
@@ -172,12 +173,8 @@ def _checked(name: str, value: Any, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         if not value.is_meta and (value.shape, value.dtype) == (like.shape, like.dtype):
             return value.detach()
-        found = f"{_in_words(value)} on {value.device}"
+        found = f"{in_words(value)} on {value.device}"
     raise BatchError(
-        f"init_fn made {found} of {name!r}, which is {_in_words(like)}: it must return a tensor "
+        f"init_fn made {found} of {name!r}, which is {in_words(like)}: it must return a tensor "
         "with data, of that shape and dtype"
     )
-
-
-def _in_words(value: Tensor) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

@@ -174,12 +174,13 @@ def _tree_difference(before: TreeShape, now: TreeShape) -> str:
         return "it has another structure"
     for path, old, new in zip(tree.paths(now.spec), before.leaves, now.leaves, strict=True):
         if old != new:
-            texts = [_in_words(leaf) for leaf in (new, old)]
+            texts = [f"{in_words(leaf)} on {leaf.device}" for leaf in (new, old)]
             if texts[0] == texts[1]:
-                texts = [f"{_in_words(leaf)} of strides {leaf.stride}" for leaf in (new, old)]
+                texts = [f"{texts[0]} of strides {leaf.stride}" for leaf in (new, old)]
             return f"{path or 'it'} is {texts[0]}, was {texts[1]}"
     return ""
 
 
-def _in_words(leaf: LeafShape) -> str:
-    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} on {leaf.device}"
+def in_words(leaf: Tensor | LeafShape) -> str:
+    """Dtype and shape for a message, such as ``float32[2, 3]``."""
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"

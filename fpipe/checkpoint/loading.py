@@ -12,7 +12,7 @@ from torch import Tensor
 from fpipe.checkpoint.distributed import HEAD, DistributedDirectory
 from fpipe.checkpoint.safetensors_files import INDEX, SafetensorsFiles
 from fpipe.checkpoint.source import Source
-from fpipe.errors import BatchError
+from fpipe.errors import BatchError, few
 
 
 class Naming(NamedTuple):
@@ -88,14 +88,14 @@ def stored_names(
     missing = [name for name in names if name not in found]
     extra = sorted(source.names - known)
     if missing:
-        beside = f"; it has {_few(extra)} beside what was looked for" if extra else ""
+        beside = f"; it has {few(extra)} beside what was looked for" if extra else ""
         raise BatchError(
-            f"the checkpoint lacks {_few(missing)}{beside}: where it has them by other names, pass "
+            f"the checkpoint lacks {few(missing)}{beside}: where it has them by other names, pass "
             "rename=, a function from the name of a parameter to that in the checkpoint"
         )
     if extra and strict:
         raise BatchError(
-            f"the checkpoint has {_few(extra)}, which are no parameters: pass strict=False to pass "
+            f"the checkpoint has {few(extra)}, which are no parameters: pass strict=False to pass "
             "over what is no parameter"
         )
     return found
@@ -121,8 +121,3 @@ def reading(
         return {name: found[stored[name]] for name in wanted}
 
     return read
-
-
-def _few(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:3]))
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fpipe.errors import PipelineError
 from fpipe.runtime.transport import ConnectionLost
-from fpipe.shapes import TreeShape
+from fpipe.shapes import TreeShape, in_words
 
 T = TypeVar("T")
 
@@ -260,10 +260,7 @@ def _check_problems(
 
 def _rows(offer: Offer) -> str:
     assert offer.rows is not None and offer.batch is not None
-    leaves = ", ".join(
-        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-        for leaf in offer.batch[0].leaves
-    )
+    leaves = ", ".join(in_words(leaf) for leaf in offer.batch[0].leaves)
     return f"{sum(offer.rows)} rows in microbatches of [{leaves}]"
 
 

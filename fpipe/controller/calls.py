@@ -170,7 +170,7 @@ class Calls:
         given = call.given
         shapes = (headers[0].call, *(word for h in headers for word in (h.batch, h.params)))
         if given is None or shapes not in self._agreed or any(h.failed for h in headers):
-            signature = self._make_signature(given, call.problem, call.goal)
+            signature = self._make_signature(call)
             assert given is not None
             # Kept only when made: what any rank refused is refused again, by all of them.
             self._agreed[shapes] = self._make_plan(signature)
@@ -189,10 +189,9 @@ class Calls:
         }
         return Given(own, parts, params_shapes, shapes, key)
 
-    def _make_signature(
-        self, given: Given | None, problem: Exception | None, goal: Goal
-    ) -> Signature:
+    def _make_signature(self, call: Call) -> Signature:
         """Exchange offers, and put together what all ranks were given."""
+        goal, given, problem = call.goal, call.given, call.problem
         offer = Offer(
             setup=self._setup,
             params={} if given is None else given.shapes,

@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from fpipe.convention import called
 from fpipe.definition import Definition
-from fpipe.errors import BatchError, StageError
+from fpipe.errors import BatchError, StageError, few
 from fpipe.modules.buffers import refuse_missing
 from fpipe.nn import buffers_of, call, state_of
 from fpipe.schedule import Schedule
@@ -143,7 +143,7 @@ class ModuleLoss:
                 sorted(params.keys() - self._names),
             )
             raise BatchError(
-                f"params lacks {_few(missing)} and has {_few(extra)} beside the parameters of "
+                f"params lacks {few(missing)} and has {few(extra)} beside the parameters of "
                 f"{self.__qualname__}: pass dict(module.named_parameters()), in which tied "
                 "parameters come once"
             )
@@ -304,8 +304,3 @@ def _nearest(name: str, known: set[str]) -> str:
 
     found = get_close_matches(name, sorted(known), n=3)
     return f" (near it: {', '.join(map(repr, found))})" if found else ""
-
-
-def _few(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:3])) or "none"
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

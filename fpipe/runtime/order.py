@@ -62,13 +62,13 @@ def lower_for_group(
         )
 
     programs = within(2, RUN_AHEAD)
-    nbytes = int(SHARE * max(program.peak_bytes for program in programs))
+    nbytes = max(RUN_AHEAD, int(SHARE * max(program.peak_bytes for program in programs)))
     if nbytes > RUN_AHEAD:
         programs = within(2, nbytes)
     for window in (8, sum(map(len, schedule.actions))):
         if not find_circle(programs):
             break
-        programs = within(window, max(nbytes, RUN_AHEAD))
+        programs = within(window, nbytes)
     prove(programs)
     return programs
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
 
 from fpipe import tree
 from fpipe.errors import StageError
+from fpipe.shapes import in_words
 
 # Frames of these are not the user's own.
 _MACHINERY = (
@@ -83,7 +84,7 @@ def describe(name: str, value: Any) -> str:
     """The tensors of a pytree as text, such as ``"x['a']: float32[3, 4]"``."""
     leaves, spec = tree.flatten(value)
     found = [
-        f"{name}{path}: {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        f"{name}{path}: {in_words(leaf)}"
         for path, leaf in zip(tree.paths(spec), leaves, strict=True)
         if isinstance(leaf, Tensor)
     ]
