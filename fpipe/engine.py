@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.checkpoint.loading import NO_NAMING, Naming, reading
 from fpipe.controller.choosing import controller_of
-from fpipe.controller.controller import Finished
+from fpipe.controller.controller import Finished, Gather
 from fpipe.convention import Convention
 from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError
@@ -31,6 +31,8 @@ from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
 from fpipe.runtime.program import Program
 from fpipe.schedule import Schedule
 from fpipe.shapes import Goal
+
+T = TypeVar("T")
 
 OWN = object()
 """Stands for what the pipeline was made with."""
@@ -278,6 +280,20 @@ class Pipeline:
             PipelineError: over a process group, as in `step`.
         """
         return self._controller.add_up(value)
+
+    def together(self, call: str, work: Callable[[Gather], T]) -> T:
+        """Do what all processes do at once, under the watch that steps have.
+
+        Args:
+            call: what it is, one of `fpipe.controller.agreement.CALLS`.
+            work: is given a function that takes a picklable value of each process and returns the
+                list of all. What it raises breaks the connections of the group.
+
+        Raises:
+            PipelineError: over a process group, on every rank, when any rank does something else,
+                raises or is lost.
+        """
+        return self._controller.together(call, work)
 
     def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The ranks that read a parameter, by stage and flat leaf, in any call so far.

@@ -24,7 +24,10 @@ from fpipe.shapes import TreeShape, in_words
 
 T = TypeVar("T")
 
-CALLS = ("pipe.step", "pipe.value", "pipe.forward", "pipe.add_up", "pipe.programs")
+CALLS = (
+    *("pipe.step", "pipe.value", "pipe.forward", "pipe.add_up", "pipe.programs"),
+    *("pipe.load_into", "fpipe.balance"),
+)
 """What all ranks do together."""
 
 
@@ -165,6 +168,16 @@ def check_keys(headers: Sequence[Header]) -> None:
             ready[odd],
             f"rank {ready[odd]} got another key than the other ranks: pass the same key on all",
         )
+
+
+def meet(call: str, group: dist.ProcessGroup) -> None:
+    """Wait for all ranks to come to the same call.
+
+    Raises:
+        PipelineError: a rank does something else.
+    """
+    own = Header(0, CALLS.index(call), 0, 0, 0)
+    check_calls(connected(lambda: gather_headers(own, group)))
 
 
 def of_number(value: float) -> Header:

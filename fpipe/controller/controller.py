@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -14,6 +14,11 @@ from fpipe.plan import Plan, Total
 from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Program
 from fpipe.shapes import Goal, device_of_keys
+
+T = TypeVar("T")
+
+Gather = Callable[[Any], list[Any]]
+"""From a picklable value of this process to those of all of them, by rank."""
 
 
 class Finished(NamedTuple):
@@ -45,6 +50,9 @@ class Controller(Protocol):
 
     def add_up(self, value: float) -> float:
         """The sum of a number over all processes."""
+
+    def together(self, call: str, work: Callable[[Gather], T]) -> T:
+        """Do what all processes do at once, under the watch; `call` says what it is."""
 
     def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The ranks that read a parameter, by stage and leaf, as far as was planned."""

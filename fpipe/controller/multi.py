@@ -26,13 +26,14 @@ from fpipe.controller.agreement import (
     gather,
     gather_headers,
     gather_objects,
+    meet,
     named,
     of_number,
     sum_of,
 )
 from fpipe.controller.ahead import Ahead, prelude
 from fpipe.controller.calls import Agreed, Call, Calls, Given
-from fpipe.controller.controller import Finished, load
+from fpipe.controller.controller import Finished, Gather, load
 from fpipe.controller.fault import Fault
 from fpipe.controller.keys import Words
 from fpipe.controller.single import without_autocast
@@ -152,6 +153,22 @@ class MultiController:
         return self._together(
             lambda: sum_of(connected(lambda: gather_headers(of_number(value), self._control)))
         )
+
+    def together(self, call: str, work: Callable[[Gather], T]) -> T:
+        """Do what all ranks do at once, under the watch, which ends it when one of them is lost.
+
+        Raises:
+            PipelineError: on every rank, when any rank does something else, raises or is lost.
+        """
+
+        def gather_all(value: Any) -> list[Any]:
+            return connected(lambda: gather_objects(value, self._control))
+
+        def checked() -> T:
+            meet(call, self._control)
+            return work(gather_all)
+
+        return self._together(checked)
 
     def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The ranks that read a parameter, by stage and leaf, as far as was planned."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from fpipe.controller.controller import Finished, load
+from fpipe.controller.controller import Finished, Gather, load
 from fpipe.controller.keys import Words
 from fpipe.microbatch import Microbatches, split
 from fpipe.parameters import Parameters
@@ -19,6 +19,8 @@ from fpipe.runtime.instrument import observed
 from fpipe.runtime.local import LocalTransport, run_together
 from fpipe.runtime.program import Program
 from fpipe.shapes import Goal, Signature, TreeShape, ambient, batch_shapes, with_data
+
+T = TypeVar("T")
 
 
 class SingleController:
@@ -77,6 +79,10 @@ class SingleController:
     def add_up(self, value: float) -> float:
         """The number itself: there is one process."""
         return value
+
+    def together(self, call: str, work: Callable[[Gather], T]) -> T:
+        """There is one process."""
+        return work(lambda value: [value])
 
     def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The ranks that read a parameter, by stage and leaf, as far as was planned."""

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
+from fpipe.controller.agreement import named
+from fpipe.controller.controller import Gather
 from fpipe.definition import Definition
+from fpipe.engine import Pipeline
 from fpipe.errors import PipelineError, StageError
 from fpipe.microbatch import split
 from fpipe.modules.costs import Loads, Part, counted, parts_of
@@ -206,24 +208,30 @@ def chosen(
         loads = measured(definition, batch)
         return _divided(definition, batch, loads, "s", candidates, memory, slack)
 
-    return by_time() if definition.group is None else _of_first(by_time, definition.group)
+    return by_time() if definition.group is None else _of_first(by_time, definition)
 
 
-def _of_first(choice: Callable[[], Balance], group: dist.ProcessGroup) -> Balance:
-    """What the first rank of a group chooses."""
-    box: list[Any] = [None]
+def _of_first(choice: Callable[[], Balance], definition: Definition) -> Balance:
+    """What the first rank of a group chooses, while the others wait and watch it."""
+    meeting = Pipeline(definition)  # it is not cut, and never runs
     failure: Exception | None = None
-    if group.rank() == 0:
-        try:
-            box = [choice()]
-        except Exception as error:
-            failure = error
-    dist.broadcast_object_list(box, group_src=0, group=group)
+
+    def work(gather: Gather) -> tuple[Balance | None, str]:
+        nonlocal failure
+        found, problem = None, ""
+        if meeting.rank == 0:
+            try:
+                found = choice()
+            except Exception as error:
+                failure, problem = error, named(error)
+        first: tuple[Balance | None, str] = gather((found, problem))[0]
+        return first
+
+    found, problem = meeting.together("fpipe.balance", work)
     if failure is not None:
         raise failure
-    if box[0] is None:
-        raise PipelineError("rank 0 could not measure the parts of the module: it says why")
-    found: Balance = box[0]
+    if found is None:
+        raise PipelineError(f"rank 0 could not measure the parts of the module: {problem}", rank=0)
     return found
 
 

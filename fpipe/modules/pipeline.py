@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
 from fpipe.checkpoint.loading import Naming
+from fpipe.controller.agreement import connected
 from fpipe.definition import Definition, group_of
 from fpipe.engine import Pipeline
 from fpipe.errors import BatchError, PipelineError, StageError
@@ -91,6 +92,12 @@ class ModulePipeline(Pipeline):
             raise problem or PipelineError(
                 "another rank cannot load its parameters, so nothing was copied on any: it says why"
             )
+        self.together("pipe.load_into", lambda _: self._copy(module, params, state or {}))
+
+    def _copy(
+        self, module: nn.Module, params: Mapping[str, Tensor], state: Mapping[str, Any]
+    ) -> None:
+        """Copy what fits; over a process group all ranks do so at once."""
         group = self.definition.group
         # The order of the leaves: that in which trees are flattened, the same on all ranks.
         readers = self.readers()
@@ -104,7 +111,7 @@ class ModulePipeline(Pipeline):
                 own[name].copy_(value)
             # Every rank gets the whole state of a step.
             buffers = dict(module.named_buffers())
-            for name, value in buffers_of(state or {}).items():
+            for name, value in buffers_of(state).items():
                 buffers[name].copy_(value)
 
 
@@ -115,7 +122,7 @@ def _received(value: Tensor, like: Tensor, source: int, group: dist.ProcessGroup
         sent = value.detach().to(device).contiguous()
     else:
         sent = torch.empty(like.shape, dtype=value.dtype, device=device)
-    dist.broadcast(sent, group_src=source, group=group)
+    connected(lambda: dist.broadcast(sent, group_src=source, group=group))
     return sent
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import fpipe
 from fpipe import Schedule, schedules
-from tests.distributed.crew import Crew, values
+from tests.distributed.crew import Crew, Outcome, attempt, values
+from tests.distributed.traps import DEEDS, Trap
 from tests.models import assert_identical
 from tests.modules.models import CUTS, detached, language_model, make_batch, unpipelined
 
@@ -74,18 +76,75 @@ def test_every_rank_takes_the_cuts_that_the_first_has_measured(crew: Crew) -> No
     torch.testing.assert_close(second[1].loss, expected.loss)
 
 
-def measure_nothing(group: dist.ProcessGroup, schedule: Schedule) -> None:
-    module = language_model().to("meta")
-    options: Any = {"example": make_batch(), "measure": True, "group": group}
-    options["buffers"] = {"mask": language_model().mask}
-    fpipe.from_module(module, schedule=schedule, **options)
+def measure_nothing(group: dist.ProcessGroup, schedule: Schedule) -> tuple[Outcome, Any]:
+    """Rank 0 has no numbers at first; then both choose."""
+    module = language_model()
+    options: Any = {"example": make_batch(), "measure": True, "group": group, "compile": False}
+
+    def choose(given: nn.Module) -> fpipe.ModulePipeline:
+        buffers = {"mask": module.mask}
+        return fpipe.from_module(given, schedule=schedule, buffers=buffers, **options)
+
+    return attempt(choose, language_model().to("meta")), choose(module).cuts
 
 
 def test_failure_to_measure_is_told_on_every_rank(crew: Crew) -> None:
     schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
-    here, there = crew.run(measure_nothing, schedule, ranks=range(2))
-    assert "measure=True runs the module, but module['blocks.0.norm.bias']" in here.error.text
-    assert "rank 0 could not measure the parts of the module" in there.error.text
+    here, there = values(crew.run(measure_nothing, schedule, ranks=range(2)))
+    said = "measure=True runs the module, but module['blocks.0.norm.bias']"
+    assert here[0].error.kind == "StageError" and said in here[0].error.text
+    assert there[0].error.kind == "PipelineError" and there[0].error.rank == 0
+    assert "rank 0 could not measure the parts of the module: StageError: " in there[0].error.text
+    assert said in there[0].error.text
+    assert here[1] == there[1]
+
+
+def lose_a_rank(group: dist.ProcessGroup, victim: int, deed: str, what: str) -> list[Outcome]:
+    """A rank is lost while cuts are measured, or while parameters are put together."""
+    schedule, module = schedules.one_f_one_b(ranks=2, microbatches=2), language_model()
+    trap = Trap()
+    trap.arm(deed, 0)
+    own = group.rank() == victim
+    options: Any = {"schedule": schedule, "compile": trap if own else False, "group": group}
+    if what == "measure":
+        options |= {"example": make_batch(), "measure": True}
+        return [attempt(lambda: fpipe.from_module(module, **options))]
+    pipe = fpipe.from_module(module, cuts=["blocks.1"], **options | {"compile": False})
+    pipe.programs(detached(module), make_batch())
+
+    def load() -> None:
+        if own:
+            DEEDS[deed]()
+        pipe.load_into(language_model(), detached(module))
+
+    return [attempt(load), attempt(load)]
+
+
+@pytest.mark.parametrize(("victim", "deed", "what"), [(0, "kill", "measure"), (1, "end", "load")])
+def test_lost_rank_leaves_nobody_waiting(victim: int, deed: str, what: str) -> None:
+    """What ranks told each other here went past the watch, and waited for half an hour."""
+    with Crew(2) as crew:
+        outcomes = crew.run(lose_a_rank, victim, deed, what, lost=[victim])
+        for outcome in outcomes[1 - victim].value:
+            assert outcome.error.kind == "PipelineError" and outcome.error.rank == victim
+            assert f"rank {victim} has ended or cannot be reached" in outcome.error.text
+            assert outcome.seconds < 10
+
+
+def go_apart(group: dist.ProcessGroup) -> None:
+    """One rank measures, the other takes a step."""
+    module, schedule = language_model(), schedules.one_f_one_b(ranks=2, microbatches=2)
+    options: Any = {"schedule": schedule, "compile": False, "group": group}
+    if group.rank():
+        pipe = fpipe.from_module(module, cuts=["blocks.1"], **options)
+        pipe.step(detached(module), make_batch())
+    else:
+        fpipe.from_module(module, example=make_batch(), measure=True, **options)
+
+
+def test_ranks_that_do_not_all_measure_are_named(crew: Crew) -> None:
+    for outcome in crew.run(go_apart, ranks=range(2)):
+        assert "rank 1 called pipe.step, but others called fpipe.balance" in outcome.error.text
 
 
 class Other(nn.Linear):
