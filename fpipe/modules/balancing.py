@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -74,8 +75,15 @@ class Balance:
     @property
     def evenness(self) -> float:
         """The mean load of a stage over the biggest: 1 if all are equal."""
-        loads = [stage.load for stage in self.stages]
-        return sum(loads) / len(loads) / (max(loads) or 1)
+        return _evenness([stage.load for stage in self.stages])
+
+    @property
+    def rank_evenness(self) -> float:
+        """The mean load of a rank, with all its stages, over the biggest."""
+        loads: dict[int, float] = defaultdict(float)
+        for stage in self.stages:
+            loads[stage.rank] += stage.load
+        return _evenness(list(loads.values()))
 
     def __str__(self) -> str:
         whole = sum(stage.load for stage in self.stages) or 1
@@ -93,7 +101,14 @@ class Balance:
             )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
-        return "\n".join([*lines, f"evenness {self.evenness:.1%}"])
+        summary = f"evenness {self.evenness:.1%}"
+        if len({stage.rank for stage in self.stages}) < len(self.stages):
+            summary += f", of ranks {self.rank_evenness:.1%}"
+        return "\n".join([*lines, summary])
+
+
+def _evenness(loads: Sequence[float]) -> float:
+    return sum(loads) / len(loads) / (max(loads) or 1)
 
 
 def balance(
@@ -116,9 +131,12 @@ def balance(
     """Choose the cuts of a module for a schedule, by what its parts cost.
 
     The module is recorded on abstract tensors, so it may be as big as it likes: its parameters,
-    and the batch, may lie on the meta device. Of all ways to divide the chain of candidates, the
-    one whose slowest stage is fastest is found exactly (dynamic programming); among those within
-    `slack` of it, the one that sends least between ranks.
+    and the batch, may lie on the meta device. Of all ways to divide the chain of candidates it
+    takes the one whose step is shortest, ``m * busiest rank + (p - 1) * slowest stage`` for `m`
+    microbatches on `p` ranks; among those within `slack` of it, the one that sends least between
+    ranks. With one stage a rank that is the one whose slowest stage is fastest, found exactly
+    (dynamic programming); on V-shaped and looped placements chains of some ten candidates are
+    divided exactly, and of longer ones the most promising ways are followed.
 
     Args:
         module: as for `from_module`.
@@ -259,7 +277,15 @@ def _divided(
 
     weighed = loads(parts)
     widths = [part.width for part in parts]
-    found = divide(weighed, widths, schedule.placement, memory=memory_of, limit=memory, slack=slack)
+    found = divide(
+        weighed,
+        widths,
+        schedule.placement,
+        microbatches=schedule.num_microbatches,
+        memory=memory_of,
+        limit=memory,
+        slack=slack,
+    )
     shares = []
     for stage, (first, end) in enumerate(zip((0, *found.ends), found.ends, strict=False)):
         own = parts[first:end]

@@ -1,19 +1,35 @@
-"""Divide a chain of parts into stages: exactly, under memory, on any placement.
+"""Divide a chain of parts into stages: for the shortest step, under memory, on any placement.
 
-Parts come in a row and stages are runs of them. A label of the search stands for one way to take
-the first few stages; of two that end at the same part, one that is as good in everything makes the
-other needless. Without a limit of memory this is the textbook's dynamic programming.
+Parts come in a row and stages are runs of them. A rank runs all its stages for each microbatch, so
+the busiest rank sets the pace of a step; until all ranks keep that pace, a microbatch goes from one
+to the next, each time held up by the slowest stage at most:
+
+    time = microbatches * busiest rank + (ranks - 1) * slowest stage
+
+With one stage a rank that is (m + p - 1) times the slowest stage, what GPipe and 1F1B take; with
+several that are even it is what interleaving promises (Narayanan et al., arXiv 2104.04473).
+
+A label of the search stands for one way to take the first few stages; of two that end at the same
+part, one that is as good in everything makes the other needless. Where each rank has one stage this
+is the textbook's dynamic programming.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from math import inf
+from operator import le
 from typing import NamedTuple
 
 from fpipe.errors import StageError
+
+Memory = Callable[[int, int, int], float]
+"""``(stage, first, end)`` to what a stage of these parts needs on its rank."""
+
+WIDTH = 32
+"""Labels that are kept for each part at which a stage may end, where ranks have several stages.
+Fewer are needed on chains of some ten parts, so that the search is exact there too."""
 
 
 class Division(NamedTuple):
@@ -22,11 +38,15 @@ class Division(NamedTuple):
     Attributes:
         ends: for each stage, how many parts it and all before it have.
         slowest: the biggest load of a stage.
+        busiest: the biggest load of a rank.
+        time: of a step, as above.
         crossing: what crosses the boundaries between stages on different ranks.
     """
 
     ends: tuple[int, ...]
     slowest: float
+    busiest: float
+    time: float
     crossing: float
 
 
@@ -35,13 +55,19 @@ class _Label(NamedTuple):
 
     Attributes:
         crossing: over the boundaries so far.
-        slowest: the biggest load so far.
-        memory: of each rank that comes again.
+        time: at least, whatever follows.
+        slowest: the biggest load of a stage so far.
+        busiest: the biggest load of a rank that does not come again.
+        loads: of each rank that comes again.
+        memory: likewise.
         ends: as in `Division`.
     """
 
     crossing: float
+    time: float
     slowest: float
+    busiest: float
+    loads: tuple[float, ...]
     memory: tuple[float, ...]
     ends: tuple[int, ...]
 
@@ -51,21 +77,23 @@ def divide(
     widths: Sequence[float],
     placement: Sequence[int],
     *,
-    memory: Callable[[int, int, int], float] = lambda stage, first, end: 0.0,
+    microbatches: int,
+    memory: Memory = lambda stage, first, end: 0.0,
     limit: float = inf,
     slack: float = 0.0,
 ) -> Division:
-    """The division whose slowest stage is fastest; among those, the one with narrowest boundaries.
+    """The division whose step is shortest; among those, the one with the narrowest boundaries.
 
     Args:
         loads: of each part.
         widths: what crosses the boundary after each part but the last.
         placement: the rank of each stage. Every stage has at least one part, and what crosses
             between two stages on one rank costs nothing.
-        memory: ``(stage, first, end)`` to what a stage of these parts needs on its rank.
+        microbatches: of a step.
+        memory: what a stage needs.
         limit: of the memory of a rank.
-        slack: how much slower than necessary the slowest stage may be, as a fraction, if
-            boundaries are narrower then.
+        slack: how much longer than necessary the step may be, as a fraction, if boundaries are
+            narrower then.
 
     Raises:
         StageError: there are fewer parts than stages, or no division stays within the limit.
@@ -76,82 +104,156 @@ def divide(
             f"{len(placement)} stages of the schedule: name more candidates, or choose a schedule "
             "with fewer stages"
         )
-    search = partial(_search, loads, widths, placement, memory, limit)
-    # A bound close to the optimum leaves few labels: it starts at the least that there can be.
-    whole, spare = sum(loads), 0.1
-    bound, fastest = 0.0, None
-    while fastest is None and bound < whole:
-        bound = min(max(whole / len(placement), *loads) * (1 + spare), whole)
-        fastest = search(bound, narrow=False)
-        spare *= 3
+    search = _Search(loads, widths, placement, microbatches, memory, limit)
+    fastest = search.fastest()
     if fastest is None:
         raise StageError(
             f"no division into {len(placement)} stages keeps every rank within memory={limit:.4g}: "
             "allow more, or take more ranks or more candidates"
         )
-    found = search(fastest.slowest * (1 + slack), narrow=True)
-    assert found is not None
-    return found
+    found = search.within(fastest.time * (1 + slack), narrow=True) or fastest
+    return min(found, fastest, key=lambda division: (division.crossing, division.time))
 
 
-def _search(
-    loads: Sequence[float],
-    widths: Sequence[float],
-    placement: Sequence[int],
-    memory: Callable[[int, int, int], float],
-    limit: float,
-    bound: float,
-    *,
-    narrow: bool,
-) -> Division | None:
-    """The best division whose stages are all within `bound`: the narrowest, or the fastest."""
-    count, stages = len(loads), len(placement)
-    before = [0.0, *accumulate(loads)]
-    bound *= 1 + 1e-12  # a rounding error must not exclude the division that set the bound
-    nothing = (0.0,) * (max(placement) + 1)
-    reached: dict[int, list[_Label]] = {0: [_Label(0.0, 0.0, nothing, ())]}
-    for stage, rank in enumerate(placement):
-        left = stages - stage - 1
-        again = rank in placement[stage + 1 :]
-        hop = left and placement[stage + 1] != rank
-        following: dict[int, list[_Label]] = {}
-        for first, labels in reached.items():
-            for end in range(first + 1 if left else count, count - left + 1):
-                load = before[end] - before[first]
-                if load > bound:
-                    break
-                need = memory(stage, first, end) if limit < inf else 0.0
-                for label in labels:
-                    used = label.memory[rank] + need
-                    if used > limit:
-                        continue
-                    new = _Label(
-                        label.crossing + (widths[end - 1] if hop else 0.0),
-                        max(label.slowest, load),
-                        tuple(used * again if r == rank else m for r, m in enumerate(label.memory)),
-                        (*label.ends, end),
+class _Search:
+    """A chain that is to be divided; the arguments are those of `divide`."""
+
+    def __init__(
+        self,
+        loads: Sequence[float],
+        widths: Sequence[float],
+        placement: Sequence[int],
+        microbatches: int,
+        memory: Memory,
+        limit: float,
+    ) -> None:
+        self._before = [0.0, *accumulate(loads)]
+        self._biggest = max(loads)
+        self._widths = widths
+        self._placement = placement
+        self._microbatches = microbatches
+        self._memory = memory
+        self._limit = limit
+        self._ranks = max(placement) + 1
+        self._width = inf if self._ranks == len(placement) else WIDTH
+        self._has_left_out = False
+
+    def fastest(self) -> Division | None:
+        """The division whose step is shortest."""
+        whole = self._before[-1]
+        most = self._time(whole, whole)
+        # A bound close to the optimum leaves few labels: it starts at the least there can be.
+        least = self._time(*self._at_least(0.0, 0.0, whole, len(self._placement), self._ranks))
+        spare = 0.1
+        while (bound := min(least * (1 + spare), most)) < most:
+            if (found := self.within(bound)) is not None:
+                return found
+            spare *= 3
+        while (found := self.within(most)) is None and self._has_left_out:
+            self._width *= 4  # one that was left out may have fitted into memory
+        return found
+
+    def within(self, bound: float, *, narrow: bool = False) -> Division | None:
+        """The best division whose step is within `bound`: the narrowest, or the fastest."""
+        stages, count = len(self._placement), len(self._before) - 1
+        bound *= 1 + 1e-12  # a rounding error must not exclude the division that set the bound
+        nothing = (0.0,) * self._ranks
+        self._has_left_out = False
+        reached = {0: [_Label(0.0, 0.0, 0.0, 0.0, nothing, nothing, ())]}
+        for stage in range(stages):
+            left = stages - stage - 1
+            following: dict[int, list[_Label]] = {}
+            for first, labels in reached.items():
+                for end in range(first + 1 if left else count, count - left + 1):
+                    if self._time(*[self._before[end] - self._before[first]] * 2) > bound:
+                        break
+                    further = self._further(labels, stage, first, end)
+                    following.setdefault(end, []).extend(
+                        label for label in further if label.time <= bound
                     )
-                    _keep(following.setdefault(end, []), new, narrow=narrow)
-        reached = following
-    best = min(
-        reached.get(count, []),
-        key=lambda label: label[:2] if narrow else (label.slowest, label.crossing),
-        default=None,
-    )
-    return None if best is None else Division(best.ends, best.slowest, best.crossing)
+            reached = {end: self._kept(labels, narrow) for end, labels in following.items()}
+        best = min(
+            reached.get(count, []),
+            key=lambda label: label[:2] if narrow else (label.time, label.crossing),
+            default=None,
+        )
+        if best is None:
+            return None
+        return Division(best.ends, best.slowest, best.busiest, best.time, best.crossing)
+
+    def _further(
+        self, labels: Iterable[_Label], stage: int, first: int, end: int
+    ) -> Iterable[_Label]:
+        """Labels with one stage more, of the parts from `first` to `end`."""
+        rank, later = self._placement[stage], self._placement[stage + 1 :]
+        again, open_ranks = rank in later, len(set(later))
+        hop = self._widths[end - 1] if later and later[0] != rank else 0.0
+        load = self._before[end] - self._before[first]
+        rest = self._before[-1] - self._before[end]
+        need = self._memory(stage, first, end) if self._limit < inf else 0.0
+        for label in labels:
+            used, own = label.memory[rank] + need, label.loads[rank] + load
+            if used > self._limit:
+                continue
+            slowest, busiest = max(label.slowest, load), label.busiest
+            loads, memory = label.loads, label.memory
+            if again or loads[rank] or memory[rank]:
+                loads = (*loads[:rank], own * again, *loads[rank + 1 :])
+                memory = (*memory[:rank], used * again, *memory[rank + 1 :])
+            if not again:
+                busiest = max(busiest, own)
+            # What is left goes to the ranks that come again, at best so that they are even.
+            least = self._at_least(slowest, busiest, rest, len(later), open_ranks, sum(loads))
+            time = self._time(least[0], max(least[1], *loads))
+            yield _Label(
+                label.crossing + hop, time, slowest, busiest, loads, memory, (*label.ends, end)
+            )
+
+    def _at_least(
+        self,
+        slowest: float,
+        busiest: float,
+        rest: float,
+        stages: int,
+        ranks: int,
+        held: float = 0.0,
+    ) -> tuple[float, float]:
+        """The slowest stage and the busiest rank, at least, with so much left for so many."""
+        if not stages:
+            return slowest, busiest
+        slowest = max(slowest, self._biggest, rest / stages)
+        return slowest, max(busiest, slowest, (rest + held) / ranks)
+
+    def _time(self, slowest: float, busiest: float) -> float:
+        return self._microbatches * busiest + (self._ranks - 1) * slowest
+
+    def _kept(self, labels: list[_Label], narrow: bool) -> list[_Label]:
+        """The labels without those that others make needless, and not too many of them."""
+        kept: list[_Label] = []
+        for label in sorted(labels, key=_by_width if narrow else _by_time):
+            if not any(_covers(other, label, narrow=narrow) for other in kept):
+                if len(kept) >= self._width:
+                    self._has_left_out = True
+                    break
+                kept.append(label)
+        return kept
 
 
-def _keep(labels: list[_Label], new: _Label, *, narrow: bool) -> None:
-    """Add a label unless another is as good in everything; drop those that it makes needless."""
-    if not any(_covers(old, new, narrow=narrow) for old in labels):
-        labels[:] = [old for old in labels if not _covers(new, old, narrow=narrow)]
-        labels.append(new)
+def _by_time(label: _Label) -> tuple[float, float]:
+    # Of equal ones, those first whose ranks are even so far.
+    return label.time, sum(load * load for load in label.loads)
+
+
+def _by_width(label: _Label) -> tuple[float, float, float]:
+    return label.crossing, *_by_time(label)
 
 
 def _covers(one: _Label, other: _Label, *, narrow: bool) -> bool:
     """Whether `one` is as good as `other`, however they go on."""
     return (
         one.slowest <= other.slowest
+        and one.busiest <= other.busiest
         and (not narrow or one.crossing <= other.crossing)
-        and all(a <= b for a, b in zip(one.memory, other.memory, strict=True))
+        and all(map(le, one.loads, other.loads))
+        and all(map(le, one.memory, other.memory))
     )
