@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.convention import DEFERRED, PLAIN, STATE, Convention
+from fpipe.convention import DEFERRED, PLAIN, Convention
 from fpipe.errors import ScheduleError, StageError
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.verifier import verify
@@ -96,14 +96,10 @@ class Definition:
             )
         if not self.function:
             _check_stages(self.schedule, self.stages)
-        elif (
-            self.loss_shape
-            or not any(self.convention is own for own in self._conventions)
-            or "batch" in self.wanted
-        ):
+        elif self.sink is not SUM or "batch" in self.wanted:
             raise StageError(
-                "a transform of a pipeline transforms its stages, but this one is one function "
-                "that is cut when it is traced: pass the stages as functions, "
+                "gradients by row and by the batch are of stages, but this pipeline is one "
+                "function that is cut when it is traced: pass the stages as functions, "
                 "fpipe.pipeline([stage, ...], loss, schedule)"
             )
         elif self.devices is not None:
@@ -176,11 +172,6 @@ class Definition:
                 f"{self.schedule.name} has {self.schedule.num_ranks} ranks: start one process per "
                 "rank, or make the schedule for this number of ranks"
             )
-
-    @property
-    def _conventions(self) -> tuple[Convention, ...]:
-        """How one function may be called."""
-        return (STATE, DEFERRED) if self.has_state else (PLAIN,)
 
     @property
     def returns(self) -> Returns:

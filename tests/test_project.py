@@ -99,6 +99,7 @@ LAYERS: Final = (
         "fpipe.transforms.ensemble",
         "fpipe.transforms.mapping",
         "fpipe.transforms.members",
+        "fpipe.transforms.parts",
         "fpipe.transforms.plain",
         "fpipe.transforms.transformed",
     ),

@@ -82,6 +82,7 @@ def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
             definition.has_key,
             definition.trainable,
             keyed=definition.keyed,
+            loss_shape=definition.loss_shape,
         )
     return ChainTracer(
         definition.stages,

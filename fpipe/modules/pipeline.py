@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from inspect import unwrap
 from math import inf
 from typing import Any
 
@@ -40,7 +41,8 @@ class ModulePipeline(Pipeline):
     """
 
     def __init__(self, definition: Definition, balance: Balance | None = None) -> None:
-        whole, schedule = definition.loss, definition.schedule
+        # Beneath the functions that transforms have made of it.
+        whole, schedule = unwrap(definition.loss), definition.schedule
         assert isinstance(whole, ModuleLoss)
         if schedule.num_stages != len(whole.cuts) + 1:
             raise StageError(

@@ -60,6 +60,7 @@ class FunctionTracer:
         has_key: it is called with the key of the microbatch, as the keyword argument ``key``.
         trainable: which parameters get a gradient.
         keyed: what it draws, it draws from the key of the microbatch, which it is not called with.
+        loss_shape: shape of the loss, with None for a size that the arguments tell.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class FunctionTracer:
         trainable: Trainable = ALL,
         *,
         keyed: bool = False,
+        loss_shape: tuple[int | None, ...] = (),
     ) -> None:
         self._loss_fn = loss_fn
         self._num_stages = num_stages
@@ -79,6 +81,7 @@ class FunctionTracer:
         self._returns = returns
         self._has_key = has_key
         self._keyed = keyed
+        self._loss_shape = loss_shape
         # The state comes with the parameters, after them.
         self._trainable = replace(trainable, within=(0,)) if returns.state else trainable
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -218,7 +221,7 @@ class FunctionTracer:
                     mixed = _mixed(own, leaves[:count])
                     value = self._called(params, batch, [*mixed, *leaves[count:]])
                 subject = f"{name} returns"
-                taken = self._returns.take(subject, self._returns.call, value)
+                taken = self._returns.take(subject, self._returns.call, value, self._loss_shape)
                 if goal == "value":
                     taken = taken._replace(aux=None)
                 (first, *others), layout = taken.flat()

@@ -1,4 +1,4 @@
-"""Parameters paired with a direction: what dual stages take, made of a caller's vector."""
+"""Parameters paired with a direction: what dual functions take, made of a caller's vector."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.convention import Convention, Dual
 from fpipe.errors import BatchError
-from fpipe.parameters import check_parts
 from fpipe.stage.joint import is_differentiable
+from fpipe.transforms.parts import Parts
 
 HINT = "the gradients that step returns have the structure of a vector"
 
@@ -23,11 +23,11 @@ class Direction:
 
     Attributes:
         inner: convention of the pipeline whose derivative is taken.
-        num_stages: of the pipeline.
+        parts: of the pipeline's parameters.
     """
 
     inner: Convention
-    num_stages: int
+    parts: Parts
 
     @property
     def convention(self) -> Convention:
@@ -36,20 +36,14 @@ class Direction:
 
     def enter(self, params: Any, batch: Any, vector: Any) -> tuple[Any, Any]:
         """Give every stage its parameters, and the direction of each that can have one."""
-        for name, value in (("params", params), ("vector", vector)):
-            check_parts(name, value, self.num_stages)
-        filled = [
-            _filled(part, own, stage)
-            for stage, (part, own) in enumerate(zip(params, vector, strict=True))
-        ]
+        pairs = [self.parts.read(*pair) for pair in (("params", params), ("vector", vector))]
+        filled = self.parts.join([_filled(*own) for own in zip(*pairs, strict=True)])
         params, packed_batch = self.inner.enter(params, batch)
         # What happens to the parameters on the way to the stages happens to their direction too.
         directions, _ = self.inner.enter(filled, batch)
-        packed = [
-            (part, tuple(leaf for leaf in tree.flatten(own)[0] if is_differentiable(leaf)))
-            for part, own in zip(params, directions, strict=True)
-        ]
-        return packed, packed_batch
+        moving = tree.tree_map(lambda leaf: leaf if is_differentiable(leaf) else None, directions)
+        packed = list(zip(*map(self.parts.split, (params, moving)), strict=True))
+        return self.parts.join(packed), packed_batch
 
     def loss(self, loss: Tensor) -> Dual:
         """The loss and its derivative lie side by side in the last dimension."""
@@ -57,27 +51,29 @@ class Direction:
 
     def grads(self, grads: Any) -> Dual:
         """Gradients by the parameters, and by the vector in the structure of the former."""
-        primal = [part if part is None else part[0] for part in grads]
-        tangent = [
-            part if part is None else tree.unflatten(tree.structure(part[0]), part[1])
-            for part in grads
-        ]
-        return Dual(self.inner.grads(primal), self.inner.grads(tangent))
+        pairs = [(None, None) if part is None else part for part in self.parts.split(grads)]
+        sides = (list(side) for side in zip(*pairs, strict=True))
+        return Dual(*(self.inner.grads(self.parts.join(side)) for side in sides))
 
     def out_dims(self, out_dims: Any) -> Any:
         """The same for an output and its derivative."""
         return (self.inner.out_dims(out_dims),) * 2
 
 
-def _filled(params: Any, vector: Any, stage: int) -> Any:
-    """The vector of one stage in the structure of its parameters, and checked against them.
+def _filled(own: tuple[str, Any], other: tuple[str, Any]) -> Any:
+    """The vector's part in the structure of that of the parameters, and checked against it.
+
+    Args:
+        own: the part of the parameters, after its name.
+        other: that of the vector.
 
     A leaf that cannot have a gradient has no direction either: whatever stands there is not read.
     """
+    (name, params), (vector_name, vector) = own, other
     if params is None:
         return None
-    leaves, spec = tree.tensors(f"params[{stage}]", params, HINT)
-    given, given_spec = tree.tensors(f"vector[{stage}]", vector, HINT)
+    leaves, spec = tree.tensors(name, params, HINT)
+    given, given_spec = tree.tensors(vector_name, vector, HINT)
     trained = [is_differentiable(leaf) for leaf in leaves]
     if given_spec != spec:
         wanted = tree.unflatten(
@@ -85,13 +81,13 @@ def _filled(params: Any, vector: Any, stage: int) -> Any:
         )
         if given_spec != tree.structure(wanted):
             raise BatchError(
-                f"vector[{stage}] is {given_spec}, but params[{stage}] is {spec}: a vector has the "
-                f"structure of the parameters; {HINT}"
+                f"{vector_name} is {given_spec}, but {name} is {spec}: a vector has the structure "
+                f"of the parameters; {HINT}"
             )
         rest = iter(given)
         given = [next(rest) if flag else leaf for leaf, flag in zip(leaves, trained, strict=True)]
     for path in _misfits(leaves, given, trained, tree.paths(spec)):
-        raise BatchError(f"vector[{stage}]{path}: the two must agree")
+        raise BatchError(f"{vector_name}{path}: the two must agree")
     return tree.unflatten(spec, given)
 
 

@@ -16,7 +16,14 @@ from fpipe.runtime.program import Program
 from fpipe.schedule import Schedule
 from fpipe.stage.stage import Stage
 from fpipe.transforms.direction import Direction
-from fpipe.transforms.dual import dual_loss, dual_stage, gauss_newton_loss, load_rules
+from fpipe.transforms.dual import (
+    dual_function,
+    dual_loss,
+    dual_stage,
+    gauss_newton_loss,
+    load_rules,
+)
+from fpipe.transforms.parts import Parts
 from fpipe.transforms.transformed import check_pipeline, refuse_choice
 
 
@@ -235,6 +242,12 @@ def _directional(
             f"fpipe.{name} needs one loss, but this pipeline has several: transform first, and "
             f"stack afterwards, as in fpipe.{after}(fpipe.{name}(pipe))"
         )
+    if stop and definition.function:
+        raise StageError(
+            f"fpipe.{name} is about what the last stage returns and the loss of that, but this "
+            "pipeline is one function, which returns the loss alone: pass the stages as functions, "
+            "fpipe.pipeline([stage, ...], loss, schedule); fpipe.hvp takes one function as well"
+        )
     load_rules()
     made: dict[tuple[int, bool], Callable[..., Any]] = {}
 
@@ -249,9 +262,9 @@ def _directional(
         replace(
             definition,
             stages=tuple(dual(*pair) for pair in enumerate(definition.stages)),
-            loss=make_loss(definition.loss),
+            loss=(dual_function if definition.function else make_loss)(definition.loss),
             loss_shape=(*definition.loss_shape, 2),
             loss_cotangent=(0.0, 1.0),
-            convention=Direction(definition.convention, len(definition.stages)).convention,
+            convention=Direction(definition.convention, Parts.of(definition)).convention,
         )
     )

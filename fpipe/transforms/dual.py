@@ -50,12 +50,13 @@ def dual_stage(function: Callable[..., Any], *, first: bool, stop: bool) -> Call
         def run(p: Any, own: Any) -> Any:
             return function(p, own, *microbatch, **key)
 
+        tangents = tree.flatten((direction, x_dot))[0]
         with differentiable_twice():
             if not stop:
-                return _push(run, (params, x), [*direction, *tree.flatten(x_dot)[0]])
+                return _push(run, (params, x), tangents)
             y = run(params, x)
             fixed = tree.tree_map(torch.Tensor.detach, (params, x))
-            return y, _push(run, fixed, [*direction, *tree.flatten(x_dot)[0]])[1]
+            return y, _push(run, fixed, tangents)[1]
 
     return stage
 
@@ -69,6 +70,20 @@ def dual_loss(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Te
         with differentiable_twice():
             pair = _push(lambda own: function(own, microbatch), (y,), tree.flatten(y_dot)[0])
         return torch.stack(pair, -1)
+
+    return loss
+
+
+def dual_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A whole loss function and its directional derivative, along a new last dimension.
+
+    It is the first stage of a chain, and what it returns is the loss already.
+    """
+    pair = dual_stage(function, first=True, stop=False)
+
+    @wraps(function)
+    def loss(packed: Any, microbatch: Any, **key: Tensor) -> Tensor:
+        return torch.stack(pair(packed, microbatch, **key), -1)
 
     return loss
 

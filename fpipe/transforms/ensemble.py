@@ -17,6 +17,7 @@ from fpipe.stage.sink import Sink
 from fpipe.stage.stage import Stage
 from fpipe.transforms.mapping import join, over, prefix_map
 from fpipe.transforms.members import Members, behind
+from fpipe.transforms.parts import Parts
 from fpipe.transforms.plain import batched
 from fpipe.transforms.transformed import P, check_pipeline, check_randomness, refuse_choice
 
@@ -86,11 +87,10 @@ def ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) 
             made[key] = _stage(stage.fn, batch_dims if index == 0 else 0, batch_dims, randomness)
         return replace(stage, fn=made[key])
 
-    @wraps(definition.loss)
-    def loss(y: Any, microbatch: Any) -> Tensor:
-        result: Tensor = over(definition.loss, [y, microbatch], [0, batch_dims], randomness)
-        return result
-
+    loss = _loss(definition.loss, batch_dims, randomness)
+    if definition.function:
+        # It is a first stage that returns the loss already.
+        loss = _stage(definition.loss, batch_dims, batch_dims, randomness)
     return replace(
         definition,
         stages=tuple(mapped(*pair) for pair in enumerate(definition.stages)),
@@ -102,7 +102,7 @@ def ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) 
             ("in_dims[1]", "the pipeline's in_dims"),
         ),
         loss_shape=(None, *definition.loss_shape),
-        convention=Members(in_dims, definition.convention, len(definition.stages)).convention,
+        convention=Members(in_dims, definition.convention, Parts.of(definition)).convention,
         sink=_mapped_sink(definition.sink),
         # The members come first among a stage's parameters.
         trainable=replace(definition.trainable, within=(1, *definition.trainable.within)),
@@ -148,3 +148,13 @@ def _stage(
             )
 
     return stage
+
+
+def _loss(function: Callable[..., Any], batch_dims: Any, randomness: str) -> Callable[..., Any]:
+    """The losses of all members."""
+
+    @wraps(function)
+    def loss(y: Any, microbatch: Any) -> Any:
+        return over(function, [y, microbatch], [0, batch_dims], randomness)
+
+    return loss

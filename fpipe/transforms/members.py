@@ -1,8 +1,8 @@
 """Members of an ensemble: from the caller's stacked arguments to those of the stages, and back.
 
-Inside, every mapped dimension is the first one. Every stage gets, beside its parameters, a tensor
-without elements whose first dimension is the number of members, so that a stage without parameters
-that reads a shared batch still knows how many there are.
+Inside, every mapped dimension is the first one. Every stage (or the one function) gets, beside its
+parameters, a tensor without elements whose first dimension is the number of members, so that a
+stage without parameters that reads a shared batch still knows how many there are.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.convention import PLAIN, Convention, Dual
 from fpipe.errors import BatchError
-from fpipe.parameters import check_parts
 from fpipe.transforms.mapping import over, prefix_map
+from fpipe.transforms.parts import Parts
 
 HINT = "torch.stack makes one of the members' values"
 
@@ -31,12 +31,12 @@ class Members:
     Attributes:
         in_dims: of params, batch and vectors, as the caller gave them.
         inner: convention of one member's pipeline.
-        num_stages: of the pipeline.
+        parts: of the pipeline's parameters.
     """
 
     in_dims: tuple[Any, ...]
     inner: Convention
-    num_stages: int
+    parts: Parts
 
     @property
     def convention(self) -> Convention:
@@ -59,20 +59,21 @@ class Members:
         shared = _Stacked.read("batch", batch, self.in_dims[1])
         entries = [*(entry for parts in stacked for entry in parts), shared]
         size = _count(entries)
-        packed, *directions = ([entry.moved(size) for entry in parts] for parts in stacked)
+        packed, *directions = (
+            self.parts.join([entry.moved(size) for entry in parts]) for parts in stacked
+        )
         batch = shared.moved(None)
         if self.inner is not PLAIN:
             packed, batch = self._enter_one(packed, batch, directions, shared.dims)
-        device = next(leaf.device for entry in entries for leaf in entry.leaves)
-        members = torch.empty(size, 0, dtype=torch.bool, device=device)
-        return [(members, part) for part in packed], batch
+        members = torch.empty(size, 0, dtype=torch.bool, device=_device(entries))
+        return self.parts.join([(members, part) for part in self.parts.split(packed)]), batch
 
     def _read(self, name: str, value: Any, prefix: Any) -> list[_Stacked]:
-        """The parts of an argument that has one for each stage."""
-        check_parts(name, value, self.num_stages)
+        """The parts of an argument that has the structure of the parameters."""
+        named, prefixes = self.parts.read(name, value), self.parts.prefixes(prefix)
         return [
-            _Stacked.read(f"{name}[{stage}]", part, own)
-            for stage, (part, own) in enumerate(zip(value, _per_stage(prefix, value), strict=True))
+            _Stacked.read(own, part, dims)
+            for (own, part), dims in zip(named, prefixes, strict=True)
         ]
 
     def _enter_one(
@@ -101,7 +102,9 @@ class Members:
 
     def grads(self, grads: Any) -> Any:
         """Drop the tensors that told the number, and put the members where the caller has them."""
-        packed = [None if part is None else part[1] for part in grads]
+        packed = self.parts.join(
+            [None if part is None else part[1] for part in self.parts.split(grads)]
+        )
         if self.inner is not PLAIN:
             packed = over(self.inner.grads, [packed], [0])
         return self._restore(packed)
@@ -109,8 +112,8 @@ class Members:
     def _restore(self, grads: Any) -> Any:
         if isinstance(grads, Dual):
             return Dual(*map(self._restore, grads))
-        prefixes = _per_stage(self.in_dims[0], grads)
-        return [_restored(part, prefix) for part, prefix in zip(grads, prefixes, strict=True)]
+        pairs = zip(self.parts.split(grads), self.parts.prefixes(self.in_dims[0]), strict=True)
+        return self.parts.join([_restored(part, prefix) for part, prefix in pairs])
 
     def weigh(self, grads: Any, cotangent: Tensor) -> Any:
         """The gradients of a sum of all members' losses, each with its weight."""
@@ -118,7 +121,9 @@ class Members:
         leaves, spec = tree.flatten(grads)
         dims = [
             dim
-            for part, prefix in zip(grads, _per_stage(self.in_dims[0], grads), strict=True)
+            for part, prefix in zip(
+                self.parts.split(grads), self.parts.prefixes(self.in_dims[0]), strict=True
+            )
             for dim in _dims_of(part, prefix)
         ]
         fronted = [leaf.movedim(dim or 0, 0) for leaf, dim in zip(leaves, dims, strict=True)]
@@ -207,16 +212,10 @@ def _count(entries: Sequence[_Stacked]) -> int:
     return size
 
 
-def _per_stage(prefix: Any, value: Sequence[Any]) -> Sequence[Any]:
-    """One prefix per stage: parts that are None here may have a deep one."""
-    if isinstance(prefix, list | tuple) and len(prefix) == len(value):
-        return prefix
-    if isinstance(prefix, int) or prefix is None:
-        return [prefix] * len(value)
-    raise BatchError(
-        f"in_dims[0]={prefix!r:.60} must be an int, None, or a list with one pytree prefix for "
-        f"each of the {len(value)} stages"
-    )
+def _device(entries: Sequence[_Stacked]) -> torch.device:
+    """Where the first leaf lies that has data: those that another process reads may have none."""
+    found = [leaf.device for entry in entries for leaf in entry.leaves]
+    return next((device for device in found if device.type != "meta"), found[0])
 
 
 def _restored(part: Any, prefix: Any) -> Any:

@@ -205,10 +205,3 @@ def test_cut_function_compiles(params: Any, batch: Any) -> None:
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(grads["table"], expected_grads["table"])
     assert set(single) < set(grads)
-
-
-def test_transform_of_one_function_is_refused() -> None:
-    schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
-    pipe = fpipe.pipeline(language_model, schedule=schedule, compile=False)
-    with pytest.raises(fpipe.StageError, match=r"pass the stages as functions"):
-        fpipe.vmap(pipe)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import fpipe
 from fpipe import Schedule, tree
+from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
 from tests.models import MODELS
 
 
@@ -46,4 +47,21 @@ def run(group: dist.ProcessGroup | None, transform: str, schedule: Schedule) -> 
             loss = pipe.value(tracked, model.batch)
             (2 * loss).backward()
             return loss.detach(), tree.tree_map(lambda p: p.grad, tracked)
+    raise AssertionError(transform)
+
+
+def run_cut(group: dist.ProcessGroup | None, transform: str, schedule: Schedule) -> Any:
+    """The result of a transformed step of one function, on every rank."""
+    pipe = fpipe.pipeline(
+        language_model, schedule=schedule, in_dims=IN_DIMS, compile=False, group=group
+    )
+    params, batch = make_params(), make_batch()
+    trained = {name: value for name, value in params.items() if name != "count"}
+    match transform:
+        case "vmap":
+            members = tree.tree_map(lambda p: torch.stack([p, 0.9 * p]), trained)
+            return fpipe.vmap(pipe).step(members, batch)
+        case "hvp":
+            vector = tree.tree_map(torch.cos, trained)
+            return fpipe.hvp(pipe).step(params, batch, {**vector, "count": None})
     raise AssertionError(transform)
