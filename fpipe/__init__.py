@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from fpipe.engine import Pipeline
     from fpipe.entry import pipeline
     from fpipe.modules.balancing import Balance, balance
-    from fpipe.modules.pipeline import ModulePipeline, from_module
+    from fpipe.modules.entry import from_module
+    from fpipe.modules.pipeline import ModulePipeline
+    from fpipe.modules.stored import load_buffers
     from fpipe.norms import Clipped, clip_by_global_norm, global_norm
     from fpipe.profiling import profile
     from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
@@ -75,6 +77,7 @@ __all__ = [
     "grad",
     "hvp",
     "jvp",
+    "load_buffers",
     "lower_bound",
     "nn",
     "per_example_grads",
@@ -112,12 +115,13 @@ _LAZY = {
     "balance": "fpipe.modules.balancing",
     "clip_by_global_norm": "fpipe.norms",
     "cut": "fpipe.stage.cut",
-    "from_module": "fpipe.modules.pipeline",
+    "from_module": "fpipe.modules.entry",
     "ggnvp": "fpipe.transforms.directional",
     "grad": "fpipe.transforms.choice",
     "global_norm": "fpipe.norms",
     "hvp": "fpipe.transforms.directional",
     "jvp": "fpipe.transforms.directional",
+    "load_buffers": "fpipe.modules.stored",
     "per_example_grads": "fpipe.transforms.rows",
     "per_example_norms": "fpipe.transforms.rows",
     "pipeline": "fpipe.entry",

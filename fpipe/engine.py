@@ -21,9 +21,9 @@ from fpipe.controller.choosing import controller_of
 from fpipe.controller.controller import Finished, Gather
 from fpipe.convention import Convention
 from fpipe.definition import Definition
-from fpipe.errors import BatchError, StageError
+from fpipe.errors import BatchError
 from fpipe.history import has_history, is_tracked, tracked_value
-from fpipe.holding import InitFn, Make, drawn, held
+from fpipe.holding import InitFn, Make, drawn, held, whole
 from fpipe.levels import call_within, is_within
 from fpipe.parameters import keep
 from fpipe.plan import batch_gradients, collected, gradients
@@ -251,13 +251,38 @@ class Pipeline:
 
         return held(self, reader, self._shapes(shapes), self._traced_on(example))
 
+    def load_state(
+        self,
+        path: str | PathLike[str],
+        *,
+        shapes: Any = None,
+        rename: Callable[[str], str] | None = None,
+    ) -> Any:
+        """Read a state from files, all of it on each process, as `step` returns it.
+
+        Args:
+            path: as for `load`, as is `rename`. What else is there is passed over.
+            shapes: a state as for `step`, of which shapes and dtypes count. The pipeline of a
+                module knows it.
+            rename: from the name of a leaf to that in the checkpoint.
+
+        Returns:
+            The state in the structure of `shapes`, on the CPU or the device of the process group.
+
+        Raises:
+            BatchError: a leaf is missing or has another shape; says which.
+            StageError: `shapes` is missing, or the pipeline has no state.
+            PipelineError: over a process group, where all ranks must call this, another rank has
+                failed.
+        """
+
+        def reader(names: Sequence[str]) -> Make:
+            return reading(path, names, NO_NAMING, rename, strict=False)
+
+        return whole(self, reader, shapes)
+
     def _shapes(self, shapes: Any) -> Any:
         """The shapes of the parameters."""
-        if shapes is None:
-            raise StageError(
-                "shapes is missing: pass parameters as for step, of which only shapes and dtypes "
-                "count, such as those that are made under torch.device('meta')"
-            )
         return shapes
 
     def _naming(self) -> Naming:
@@ -282,16 +307,12 @@ class Pipeline:
         return self._controller.add_up(value)
 
     def together(self, call: str, work: Callable[[Gather], T]) -> T:
-        """Do what all processes do at once, under the watch that steps have.
+        """Do what all processes do at once; a rank that is lost is known as in `step`.
 
         Args:
-            call: what it is, one of `fpipe.controller.agreement.CALLS`.
-            work: is given a function that takes a picklable value of each process and returns the
-                list of all. What it raises breaks the connections of the group.
-
-        Raises:
-            PipelineError: over a process group, on every rank, when any rank does something else,
-                raises or is lost.
+            call: one of `fpipe.controller.agreement.CALLS`.
+            work: is given what takes a picklable value of each process and returns all of them.
+                What it raises breaks the connections of the group.
         """
         return self._controller.together(call, work)
 

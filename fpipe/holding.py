@@ -1,4 +1,4 @@
-"""Parameters that are made leaf by leaf, and only those that this process holds.
+"""Parameters that are made leaf by leaf, and only those that this process holds; states, whole.
 
     shapes ── which leaves are read here? ──► make(those)    others stay bare shapes
 
@@ -115,9 +115,10 @@ def held(
     Raises:
         BatchError: `shapes` is no such tree.
         PipelineError: another rank cannot make what it holds.
-        StageError: nothing is known yet of what a function reads, and there is no `example`.
+        StageError: nothing is known yet of what a function reads, and there is no `example`; or
+            `shapes` is missing.
     """
-    leaves, spec = tree.tensors("shapes", shapes, "torch.device('meta') makes them")
+    leaves, spec = _leaves("parameters", shapes)
     names = names_of(spec)
     definition = pipe.definition
     group, schedule = definition.group, definition.schedule
@@ -130,8 +131,58 @@ def held(
         own = schedule.stages_of(group.rank())
         sizes = [part.num_leaves for part in spec.children()]
         flags = [stage in own for stage, size in enumerate(sizes) for _ in range(size)]
+    filled = _filled(pipe, maker, names, leaves, flags, "parameters")
+    return pipe.local(tree.unflatten(spec, filled))
+
+
+def whole(pipe: Holder, maker: Callable[[Sequence[str]], Make], shapes: Any) -> Any:
+    """A state, of which every process holds all, as a step returns it.
+
+    Args:
+        pipe: over a process group all ranks call this.
+        maker: as for `held`.
+        shapes: pytree of tensors on any device, in the structure of the state.
+
+    Raises:
+        BatchError: `shapes` is no such tree.
+        PipelineError: another rank cannot make it.
+        StageError: the pipeline has no state, or `shapes` is missing.
+    """
+    if not pipe.definition.has_state:
+        raise StageError(
+            "the pipeline has no state, has_state=True is not declared: the buffers of a module "
+            "are constants then, from_module(..., buffers=fpipe.load_buffers(module, path))"
+        )
+    leaves, spec = _leaves("a state", shapes)
+    names = names_of(spec)
+    return tree.unflatten(spec, _filled(pipe, maker, names, leaves, [True] * len(names), "state"))
+
+
+def _leaves(what: str, shapes: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    if shapes is None:
+        raise StageError(
+            f"shapes is missing: pass {what} as for step, of which only shapes and dtypes count, "
+            "such as those that are made under torch.device('meta')"
+        )
+    return tree.tensors("shapes", shapes, "torch.device('meta') makes them")
+
+
+def _filled(
+    pipe: Holder,
+    maker: Callable[[Sequence[str]], Make],
+    names: Sequence[str],
+    leaves: Sequence[Tensor],
+    flags: Sequence[bool],
+    what: str,
+) -> list[Tensor]:
+    """The leaves with those made that have a flag, and bare shapes in place of the others.
+
+    Raises:
+        PipelineError: another rank cannot make its own.
+    """
     likes = [torch.empty_like(leaf, device="meta") for leaf in leaves]
     wanted = {name: like for name, like, own in zip(names, likes, flags, strict=True) if own}
+    group = pipe.definition.group
     made: dict[str, Tensor] = {}
     problem: Exception | None = None
     try:
@@ -145,10 +196,9 @@ def held(
     # A rank that went on alone would wait for the others in its next step.
     if pipe.add_up(problem is not None):
         raise problem or PipelineError(
-            "another rank cannot make or read its parameters, so no rank has any: it says why"
+            f"another rank cannot make or read its {what}, so no rank has any: it says why"
         )
-    filled = [made.get(name, like) for name, like in zip(names, likes, strict=True)]
-    return pipe.local(tree.unflatten(spec, filled))
+    return [made.get(name, like) for name, like in zip(names, likes, strict=True)]
 
 
 def _read_by(

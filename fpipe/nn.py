@@ -171,6 +171,27 @@ def buffers_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return found
 
 
+def with_buffers(state: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A state with other numbers.
+
+    Args:
+        state: as `state_of` makes it.
+        buffers: by their names in the module; what is not among them stays.
+
+    Example:
+        >>> state = state_of(nn.BatchNorm1d(1))
+        >>> with_buffers(state, {"running_mean": torch.ones(1)})[""].mean
+        tensor([1.])
+    """
+    own = {**buffers_of(state), **buffers}
+    return {
+        name: own[name]
+        if isinstance(part, Tensor)
+        else part._replace(**{f: own[_joined_name(name, b)] for f, b in _FIELDS.items()})
+        for name, part in state.items()
+    }
+
+
 _FIELDS = {"mean": "running_mean", "var": "running_var"}
 
 

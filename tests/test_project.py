@@ -50,6 +50,7 @@ PUBLIC_ON_TORCH: Final = frozenset(
         "global_norm",
         "hvp",
         "jvp",
+        "load_buffers",
         "per_example_grads",
         "per_example_norms",
         "pipeline",

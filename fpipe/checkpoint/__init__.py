@@ -1,1 +1,1 @@
-"""Parameters in files, of which each process reads its own."""
+"""Tensors in files, of which each process reads its own."""

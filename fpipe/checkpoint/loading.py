@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are which parameters, and reading those that are asked for."""
+"""Which tensors of a checkpoint are which of a model, and reading those that are asked for."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ class Naming(NamedTuple):
     """What a pipeline knows of the names in a checkpoint of its model.
 
     Attributes:
-        aliases: further names of tied parameters, of which a checkpoint may have any.
-        beside: what may be there and is no parameter.
+        aliases: further names of tensors that are tied, of which a checkpoint may have any.
+        beside: what may be there and is not asked for.
+        optional: what may be missing.
     """
 
     aliases: Mapping[str, Sequence[str]] = {}
     beside: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
 
 
 NO_NAMING = Naming()
@@ -64,17 +66,17 @@ def stored_names(
     rename: Callable[[str], str] | None,
     strict: bool,
 ) -> dict[str, str]:
-    """The name in the checkpoint of each parameter.
+    """The name in the checkpoint of each tensor, but for those that may be missing and are.
 
     Args:
         source: the checkpoint.
-        names: of all parameters, whoever holds them.
+        names: of all tensors, whoever holds them.
         naming: what is known of them.
-        rename: from the name of a parameter to that in the checkpoint; None for the same.
-        strict: refuse what is in the checkpoint and is no parameter.
+        rename: from the name of a tensor to that in the checkpoint; None for the same.
+        strict: refuse what is in the checkpoint and is none of them.
 
     Raises:
-        BatchError: a parameter is missing in the checkpoint, or has no counterpart.
+        BatchError: one is missing in the checkpoint, or has no counterpart.
     """
     renamed = rename or (lambda name: name)
     found: dict[str, str] = {}
@@ -85,13 +87,13 @@ def stored_names(
         there = [alias for alias in stored if alias in source.names]
         if there:
             found[name] = there[0]
-    missing = [name for name in names if name not in found]
+    missing = [name for name in names if name not in found and name not in naming.optional]
     extra = sorted(source.names - known)
     if missing:
         beside = f"; it has {few(extra)} beside what was looked for" if extra else ""
         raise BatchError(
             f"the checkpoint lacks {few(missing)}{beside}: where it has them by other names, pass "
-            "rename=, a function from the name of a parameter to that in the checkpoint"
+            "rename=, a function from the name in the model to that in the checkpoint"
         )
     if extra and strict:
         raise BatchError(
@@ -108,7 +110,7 @@ def reading(
     rename: Callable[[str], str] | None,
     strict: bool,
 ) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
-    """What reads parameters by name from a path; the names of all are checked at once.
+    """What reads tensors by name from a path; the names of all are checked at once.
 
     Raises:
         BatchError: as `source_of` and `stored_names` say.
@@ -117,7 +119,8 @@ def reading(
     stored = stored_names(source, names, naming, rename, strict)
 
     def read(wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = source.read({stored[name]: like for name, like in wanted.items()})
-        return {name: found[stored[name]] for name in wanted}
+        there = {name: like for name, like in wanted.items() if name in stored}
+        found = source.read({stored[name]: like for name, like in there.items()})
+        return {name: found[stored[name]] for name in there}
 
     return read

@@ -39,6 +39,6 @@ def check_shape(name: str, found: tuple[int, ...], like: Tensor) -> None:
     """
     if found != tuple(like.shape):
         raise BatchError(
-            f"the checkpoint's {name!r} has shape {found}, but the parameter has "
+            f"the checkpoint's {name!r} has shape {found}, but the model's has "
             f"{tuple(like.shape)}: it is of a model of another configuration"
         )

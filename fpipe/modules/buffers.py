@@ -19,7 +19,11 @@ from fpipe.errors import StageError
 
 
 def real_buffers(
-    module: nn.Module, given: Mapping[str, Tensor] | None, device: torch.device
+    module: nn.Module,
+    given: Mapping[str, Tensor] | None,
+    device: torch.device,
+    *,
+    stored: bool = False,
 ) -> dict[str, Tensor]:
     """What takes the place of a module's own buffers: those given, and those that it makes anew.
 
@@ -27,6 +31,7 @@ def real_buffers(
         module: it is not changed.
         given: by the names of ``module.named_buffers()``.
         device: where those are made that are not given.
+        stored: make those anew too that ``state_dict`` has, for which a checkpoint may have others.
 
     Raises:
         StageError: one that is given is no buffer or has another shape.
@@ -45,10 +50,18 @@ def real_buffers(
                 f"not on the meta device: it is {_in_words(value)}"
             )
     for name, buffer in own.items():
-        made = _made(module, name, device) if buffer.is_meta and name not in found else None
-        if made is not None:
-            found[name] = made
+        wanted = buffer.is_meta and name not in found
+        if wanted and (stored or not is_stored(module, name)):
+            made = _made(module, name, device)
+            if made is not None:
+                found[name] = made
     return found
+
+
+def is_stored(module: nn.Module, name: str) -> bool:
+    """Whether ``module.state_dict()`` has a buffer."""
+    path, _, own = name.rpartition(".")
+    return own not in module.get_submodule(path)._non_persistent_buffers_set
 
 
 def refuse_missing(module: nn.Module, given: Container[str]) -> None:
@@ -63,8 +76,9 @@ def refuse_missing(module: nn.Module, given: Container[str]) -> None:
                 f"the buffer {name!r} of {type(module).__name__} lies on the meta device and has "
                 "no data, and no _init_weights or reset_parameters of the module makes it anew: "
                 f"pass its {tuple(buffer.shape)} numbers, from_module(..., "
-                f"buffers={{{name!r}: tensor}}), take it into the state of a step, "
-                "has_state=True, or build that submodule outside torch.device('meta')"
+                f"buffers={{{name!r}: tensor}}), or those of a checkpoint, "
+                "buffers=fpipe.load_buffers(module, path); take it into the state of a step, "
+                "has_state=True; or build that submodule outside torch.device('meta')"
             )
 
 
@@ -81,12 +95,11 @@ def _made(module: nn.Module, name: str, device: torch.device) -> Tensor | None:
     """The buffer as the module itself makes it; None if it does not."""
     path, _, own = name.rpartition(".")
     owner = module.get_submodule(path)
-    if own in owner._non_persistent_buffers_set:
-        for make in _makers(module, path):
-            # Whatever was there before, a buffer that has been made is the same.
-            first, second = (_once(owner, own, fill, device, make) for fill in (0, 1))
-            if first is not None and second is not None and torch.equal(first, second):
-                return first
+    for make in _makers(module, path):
+        # Whatever was there before, a buffer that has been made is the same.
+        first, second = (_once(owner, own, fill, device, make) for fill in (0, 1))
+        if first is not None and second is not None and torch.equal(first, second):
+            return first
     return None
 
 

@@ -16,9 +16,11 @@ from torch import Tensor
 import fpipe
 from fpipe import Schedule, random, schedules, tree
 from fpipe.checkpoint import safetensors_files
+from fpipe.nn import buffers_of, state_of
 from tests import keyed_model, state_model
 from tests.distributed.crew import Crew, Outcome, attempt, values
 from tests.models import assert_identical, mlp
+from tests.modules import normed
 from tests.modules.models import CUTS, LanguageModel, detached, language_model, make_batch
 
 Group = dist.ProcessGroup | None
@@ -246,6 +248,79 @@ def test_ranks_make_what_a_function_with_a_state_reads(crew: Crew) -> None:
             assert_identical(here[name], params[name])
             assert_identical(part.grads[name], step.grads[name])
         assert_identical(part.state, step.state)
+
+
+def load_with_state(
+    group: Group, schedule: Schedule, path: Path
+) -> tuple[list[str], dict[str, Tensor], dict[str, Any], fpipe.StepState, dict[str, Any]]:
+    """A module without data, whole from a checkpoint: what was read, a step, and saved again."""
+    pipe = fpipe.from_module(
+        normed.without_data(),
+        schedule=schedule,
+        cuts=normed.CUTS,
+        loss=normed.squares,
+        has_state=True,
+        compile=False,
+        group=group,
+    )
+    batch = normed.make_batch()
+    read: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        state = pipe.load_state(path)
+        note_reads(patch, read)
+        params = pipe.load(path, state, batch)
+    step = pipe.step(params, state, batch)
+    own = {name: value for name, value in params.items() if not value.is_meta}
+    later = path.with_name("later")
+    if group is not None:
+        dcp.save({**own, **buffers_of(step.state)}, checkpoint_id=later, process_group=group)
+    return read, own, state, step, pipe.load_state(later)
+
+
+@pytest.mark.parametrize("write", normed.WRITERS)
+def test_ranks_read_their_parameters_and_the_whole_state(
+    write: Any, crew: Crew, tmp_path: Path
+) -> None:
+    schedule, module = schedules.zbv(ranks=2, microbatches=4), normed.make_module()
+    path = write(module, tmp_path)
+    parts = values(crew.run(load_with_state, schedule, path, ranks=range(2)))
+    _, params, state, step, later = load_with_state(None, schedule, path)
+    assert_identical(params, detached(module))
+    assert_identical(state, state_of(module))
+    for (read, own, held, part, again), mine in zip(parts, (("f", "l"), ("n", "s")), strict=True):
+        assert sorted(read) == sorted(own) == sorted(n for n in params if n[0] in mine)
+        assert_identical(own, {name: params[name] for name in own})
+        assert_identical(held, state)
+        assert_identical(part.loss, step.loss)
+        assert_identical(part.state, step.state)
+        assert_identical(again, step.state)
+    assert_identical(later, step.state)
+
+
+def load_state_on_one(group: dist.ProcessGroup, schedule: Schedule, path: Path) -> list[Outcome]:
+    """Rank 1 has no checkpoint at first; then both read it."""
+    pipe = fpipe.from_module(
+        normed.without_data(),
+        schedule=schedule,
+        cuts=normed.CUTS,
+        loss=normed.squares,
+        has_state=True,
+        compile=False,
+        group=group,
+    )
+    failed = attempt(pipe.load_state, path / "nowhere" if group.rank() else path)
+    return [failed, attempt(lambda: sorted(buffers_of(pipe.load_state(path))))]
+
+
+def test_rank_that_cannot_read_a_state_is_known_on_all(crew: Crew, tmp_path: Path) -> None:
+    path = normed.write_file(normed.make_module(), tmp_path)
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    here, there = values(crew.run(load_state_on_one, schedule, path, ranks=range(2)))
+    assert here[0].error.kind == "PipelineError"
+    assert "another rank cannot make or read its state" in here[0].error.text
+    assert there[0].error.kind == "BatchError" and "nowhere holds nothing" in there[0].error.text
+    names = ["calls", "norm.num_batches_tracked", "norm.running_mean", "norm.running_var"]
+    assert here[1].value == there[1].value == [*names, "scale", "table"]
 
 
 def load_on_one(
