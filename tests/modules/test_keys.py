@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import fpipe
 from fpipe import Schedule, random, schedules
 from fpipe.nn import keyed
 from fpipe.runtime.program import Compute
+from fpipe.stage.compiler import Call
 from tests.models import assert_identical, assert_same
 from tests.modules.dropping import CUTS, make_batch, make_module, squares, unpipelined
 from tests.modules.models import detached
@@ -47,6 +49,69 @@ def test_same_numbers_on_every_schedule_and_remat_policy() -> None:
     assert not torch.allclose(pipe.step(params, batch, random.key(4)).loss, expected.loss)
     with pytest.raises(fpipe.BatchError, match="key=None, but the stages read a key"):
         pipe.step(params, batch)
+
+
+class Draws:
+    """A ``compile=`` that counts the calls of kernels that draw."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: fx.GraphModule, examples: Sequence[Tensor]) -> Call:
+        draws = any("bitwise_xor" in str(node.target) for node in module.graph.nodes)
+
+        def call(inputs: list[Tensor]) -> Any:
+            self.calls += draws
+            return module(*inputs)
+
+        return call
+
+
+def small_and_expected(rows: int, microbatches: int) -> tuple[nn.Module, Any, tuple[Any, Any]]:
+    """Two stages, of which the first draws; a batch; and loss and gradients without a pipeline."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)).double()
+    x = torch.randn(rows, 3).double()
+    total = torch.zeros((), dtype=torch.float64)
+    for number, part in enumerate(x.chunk(microbatches)):
+        with keyed(random.fold_in(KEY, number)):
+            total = total + squares(module(part), {}) / microbatches
+    names, own = zip(*module.named_parameters(), strict=True)
+    grads = torch.autograd.grad(total, own)
+    return module, {"input": x}, (total.detach(), dict(zip(names, grads, strict=True)))
+
+
+def test_numbers_are_drawn_again_by_those_microbatches_that_keep_nothing() -> None:
+    module, batch, expected = small_and_expected(8, 4)
+    calls = {}
+    for remat in ("none", "full", "except_last"):
+        draws = Draws()
+        pipe = fpipe.from_module(
+            module,
+            schedule=schedules.one_f_one_b(ranks=2, microbatches=4),
+            cuts=["1"],
+            loss=squares,
+            has_key=True,
+            remat=remat,
+            compile=draws,
+        )
+        assert_same(tuple(pipe.step(detached(module), batch, KEY)), expected)
+        calls[remat] = draws.calls
+    # Forward alone; forward and backward of all; of all but the last.
+    assert calls == {"none": 4, "full": 8, "except_last": 7}
+
+
+@pytest.mark.inductor
+def test_compiled_module_draws_the_same_numbers() -> None:
+    module, batch, expected = small_and_expected(4, 2)
+    pipe = fpipe.from_module(
+        module,
+        schedule=schedules.one_f_one_b(ranks=2, microbatches=2),
+        cuts=["1"],
+        loss=squares,
+        has_key=True,
+    )
+    assert_same(tuple(pipe.step(detached(module), batch, KEY)), expected)
 
 
 def test_layers_that_draw_are_traced_once() -> None:
