@@ -96,12 +96,6 @@ class Definition:
             )
         if not self.function:
             _check_stages(self.schedule, self.stages)
-        elif self.sink is not SUM or "batch" in self.wanted:
-            raise StageError(
-                "gradients by row and by the batch are of stages, but this pipeline is one "
-                "function that is cut when it is traced: pass the stages as functions, "
-                "fpipe.pipeline([stage, ...], loss, schedule)"
-            )
         elif self.devices is not None:
             raise StageError(
                 "devices is for stages that are functions of their own, whose parameters lie on "

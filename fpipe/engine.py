@@ -322,9 +322,12 @@ class Pipeline:
         The leaves of one function's parameters are all counted as those of stage 0.
         """
         found: dict[tuple[int, int], tuple[int, ...]] = {}
+        # Each ensemble has put the number of its members before them.
+        before = len(self.definition.trainable.within)
         for (stage, leaf), ranks in self._controller.readers().items():
-            key = (0 if self.definition.function else stage, leaf)
-            found[key] = tuple(sorted({*found.get(key, ()), *ranks}))
+            if leaf >= before:
+                key = (0 if self.definition.function else stage, leaf - before)
+                found[key] = tuple(sorted({*found.get(key, ()), *ranks}))
         return found
 
     # ── for transforms, whose pipelines take vectors too and return other things ────────────────

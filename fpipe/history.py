@@ -48,10 +48,10 @@ def tracked_value(pipe: Any, params: Any, batch: Any, **options: Any) -> Tensor:
         if is_tracked(tree.flatten(argument)[0])
     )
     definition = pipe.definition
-    if "batch" in names and (definition.loss_shape or definition.function or pipe.rank is not None):
+    if "batch" in names and (definition.loss_shape or pipe.rank is not None):
         raise FpipeError(
-            "a leaf of the batch requires a gradient, but the value of a transformed pipeline, of "
-            "one function, or over processes can be differentiated by the parameters alone: detach "
+            "a leaf of the batch requires a gradient, but the value of a transformed pipeline, "
+            "or over processes, can be differentiated by the parameters alone: detach "
             'the leaf; fpipe.grad(pipe, "batch") returns gradients by the batch, and '
             "torch.func.vmap of torch.func.grad of pipe.value those of each member"
         )

@@ -60,3 +60,18 @@ def make_batch() -> dict[str, Tensor]:
         "targets": torch.randint(VOCABULARY, (9, LENGTH)),
         "visible": torch.tril(torch.ones(LENGTH, LENGTH, dtype=torch.bool)),
     }
+
+
+def network(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    """Four small stages: the first two read the inputs, and others share each matrix."""
+    h = fpipe.cut(torch.tanh(batch["x"] @ params["a"]))
+    h = fpipe.cut(torch.tanh(h @ params["b"]) + batch["x"])
+    h = fpipe.cut(h * params["b"].sum(0))
+    return (h @ params["a"] - batch["y"]).square().mean()
+
+
+def make_network(dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters and a batch of six rows."""
+    torch.manual_seed(2)
+    params = {name: torch.randn(3, 3, dtype=dtype) for name in "ab"}
+    return params, {name: torch.randn(6, 3, dtype=dtype) for name in "xy"}

@@ -37,7 +37,7 @@ def controller_of(definition: Definition) -> Controller:
         lower=partial(
             lower if group is None else partial(lower_for_group, rank=group.rank()),
             tied=definition.function,
-            everywhere=definition.sink.everywhere,
+            sink=definition.sink,
         ),
         sink=definition.sink,
     )
@@ -83,6 +83,8 @@ def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
             definition.trainable,
             keyed=definition.keyed,
             loss_shape=definition.loss_shape,
+            sink=definition.sink,
+            argnums=definition.wanted,
         )
     return ChainTracer(
         definition.stages,

@@ -52,7 +52,10 @@ class ModulePipeline(Pipeline):
         self.balance = balance
 
     def _shapes(self, shapes: Any) -> Any:
-        return dict(self.module.named_parameters()) if shapes is None else shapes
+        # Those of an ensemble are not the module's.
+        if shapes is None and not self.definition.trainable.within:
+            return dict(self.module.named_parameters())
+        return super()._shapes(shapes)
 
     def _naming(self) -> Naming:
         return naming_of_parameters(self.module)

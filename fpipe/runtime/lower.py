@@ -30,6 +30,7 @@ from fpipe.runtime.program import (
 )
 from fpipe.runtime.slots import Slots
 from fpipe.runtime.tasks import Task, tasks_of, tie
+from fpipe.runtime.tied import tie_apart
 from fpipe.runtime.values import (
     BatchValue,
     Codes,
@@ -43,6 +44,7 @@ from fpipe.runtime.values import (
     Value,
 )
 from fpipe.schedule import Schedule
+from fpipe.stage.sink import SUM, Sink
 
 
 class Windows(NamedTuple):
@@ -71,7 +73,7 @@ def lower(
     runs_here: Callable[[int], bool] = lambda rank: True,
     *,
     tied: bool = False,
-    everywhere: bool = False,
+    sink: Sink = SUM,
 ) -> tuple[Program, ...]:
     """Lower `schedule` to one program per rank.
 
@@ -82,20 +84,23 @@ def lower(
         runs_here: which ranks run in this process; the kernels of the others are not compiled, and
             their programs are there to be read.
         tied: stages number the leaves of one tree of parameters, and may share some.
-        everywhere: every rank gets the gradients of all stages.
+        sink: how gradients are collected, and who gets them.
     """
     resolve = Resolver(codes)
     tasks = tasks_of(schedule, codes, resolve)
     if tied:
-        apart = not all(map(runs_here, range(schedule.num_ranks)))
-        tasks = tie(tasks, schedule, codes, everywhere=apart)
+        several = not all(map(runs_here, range(schedule.num_ranks)))
+        if sink.join is None:
+            tasks = tie(tasks, schedule, codes, everywhere=several)
+        else:
+            tasks = tie_apart(tasks, schedule, codes, sink, everywhere=several)
     results: list[dict[Value, None]] = [{} for _ in schedule.actions]
     grads: list[list[tuple[SumValue, Value]]] = [[] for _ in schedule.actions]
     outputs: list[list[tuple[int, int, Value]]] = [[] for _ in schedule.actions]
     for total, value in tasks.sums.items():
         # What belongs to the batch is gathered where the batch comes in.
         stage = 0 if total.argument == "batch" else total.stage
-        ranks = range(schedule.num_ranks) if everywhere else [schedule.placement[stage]]
+        ranks = range(schedule.num_ranks) if sink.everywhere else [schedule.placement[stage]]
         for rank in ranks:
             grads[rank].append((total, value))
             results[rank][value] = None

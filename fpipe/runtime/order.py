@@ -24,6 +24,7 @@ from fpipe.runtime.program import (
 )
 from fpipe.runtime.values import Codes
 from fpipe.schedule import Schedule
+from fpipe.stage.sink import SUM, Sink
 
 Place = tuple[int, int]
 """A rank and the index of one of its instructions."""
@@ -37,7 +38,7 @@ which computes, makes its sender wait too."""
 
 
 def lower_for_group(
-    schedule: Schedule, codes: Codes, *, rank: int, tied: bool = False, everywhere: bool = False
+    schedule: Schedule, codes: Codes, *, rank: int, tied: bool = False, sink: Sink = SUM
 ) -> tuple[Program, ...]:
     """Lower a schedule for processes that each run one rank, and prove that they come to an end.
 
@@ -49,7 +50,7 @@ def lower_for_group(
         codes: the code of each stage and microbatch.
         rank: the rank of this process.
         tied: as for `lower`.
-        everywhere: as for `lower`.
+        sink: as for `lower`.
 
     Raises:
         ScheduleError: the programs would not come to an end.
@@ -57,9 +58,7 @@ def lower_for_group(
 
     def within(window: int, nbytes: int) -> tuple[Program, ...]:
         windows = Windows(window, window, nbytes)
-        return lower(
-            schedule, codes, windows, lambda r: r == rank, tied=tied, everywhere=everywhere
-        )
+        return lower(schedule, codes, windows, lambda r: r == rank, tied=tied, sink=sink)
 
     programs = within(2, RUN_AHEAD)
     nbytes = max(RUN_AHEAD, int(SHARE * max(program.peak_bytes for program in programs)))

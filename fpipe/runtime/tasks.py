@@ -78,7 +78,8 @@ def tie(tasks: Tasks, schedule: Schedule, codes: Codes, *, everywhere: bool) -> 
     """
     stages_of: dict[int, list[int]] = defaultdict(list)
     for total in sorted(tasks.sums):
-        stages_of[total.leaf].append(total.stage)
+        if total.argument == "params":
+            stages_of[total.leaf].append(total.stage)
     sums = dict(tasks.sums)
     for leaf, stages in stages_of.items():
         if len(stages) == 1:

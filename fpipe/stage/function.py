@@ -8,7 +8,8 @@ is one leaf with several contributors; a value may be read by any later stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,12 +41,10 @@ from fpipe.stage.keyed import draw_from_keys
 from fpipe.stage.purity import WriteGuard
 from fpipe.stage.returns import Layout, Returns, check_state
 from fpipe.stage.rewrites import make_copies_differentiable, return_statistics
+from fpipe.stage.sink import SUM, Sink
 from fpipe.stage.tracer import Leaves, Traced, trace
 from fpipe.stage.trainable import ALL, Trainable
-
-_COPIES = frozenset(
-    {torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default}
-)
+from fpipe.stage.updates import keep_changed, updates_of
 
 
 class FunctionTracer:
@@ -61,6 +60,8 @@ class FunctionTracer:
         trainable: which parameters get a gradient.
         keyed: what it draws, it draws from the key of the microbatch, which it is not called with.
         loss_shape: shape of the loss, with None for a size that the arguments tell.
+        sink: how parameter gradients are collected.
+        argnums: what gradients are taken by, ``"params"`` and ``"batch"``.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class FunctionTracer:
         *,
         keyed: bool = False,
         loss_shape: tuple[int | None, ...] = (),
+        sink: Sink = SUM,
+        argnums: Collection[str] = ("params",),
     ) -> None:
         self._loss_fn = loss_fn
         self._num_stages = num_stages
@@ -82,6 +85,8 @@ class FunctionTracer:
         self._has_key = has_key
         self._keyed = keyed
         self._loss_shape = loss_shape
+        self._sink = sink
+        self._argnums = frozenset(argnums)
         # The state comes with the parameters, after them.
         self._trainable = replace(trainable, within=(0,)) if returns.state else trainable
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -95,7 +100,7 @@ class FunctionTracer:
             shapes: the whole parameters, once for each stage; or the pair of parameters and state.
             microbatch: one microbatch.
             goal: what the chain is for.
-            rows: of the microbatch; the function is traced without it.
+            rows: of the microbatch.
 
         Raises:
             StageError: the function cannot be traced or executes another number of cuts.
@@ -110,19 +115,25 @@ class FunctionTracer:
         batch = Abstract.of(microbatch, self._mode)
         key = abstract_key(batch, self._mode)
         keys = [key] if self._has_key else []
-        parts, results, layout, changed = self._divide(name, params, batch, keys, goal)
-        updates = self._updates(name, params, parts, results, changed)
+        parts, results, layout, changed = self._divide(name, params, batch, keys, goal, rows)
+        updates = updates_of(name, self._paths(params), parts, results, changed)
         results = results[: len(results) - len(updates)]
         frozen = self.frozen(shapes)
-        trained = [(0, leaf) not in frozen for leaf in range(len(params.values))]
+        trained = [
+            "params" in self._argnums and (0, leaf) not in frozen
+            for leaf in range(len(params.values))
+        ]
+        tied = self._tied(parts)
         traced: list[Traced] = []
         labels = [f"stage {index} ({name})" for index in range(len(parts))]
         known: dict[Hashable, tuple[Traced, tuple[Source, ...]]] = {}
         for label, part in zip(labels, parts, strict=True):
-            leaves = _leaves(part, params, self._paths(params), trained, batch, key, traced)
-            kind = likeness(part, leaves)
+            leaves = self._leaves(part, params, trained, batch, key, traced)
+            kind = (likeness(part, leaves), tuple(source in tied for source in part.sources))
             if kind not in known:
-                own = self._trace(label, part, leaves, differentiate=goal == "step")
+                own = self._trace(
+                    label, part, leaves, tied, differentiate=goal == "step", rows=rows
+                )
                 known[kind] = own, part.sources
             first, sources = known[kind]
             traced.append(seen_from(first, sources, part))
@@ -140,41 +151,29 @@ class FunctionTracer:
         named = zip(("params", "state"), specs, strict=True)
         return [name + path for name, spec in named for path in tree.paths(spec)]
 
-    def _updates(
-        self,
-        name: str,
-        params: Abstract,
-        parts: Sequence[Segment],
-        results: Sequence[Upstream],
-        changed: Sequence[int],
-    ) -> dict[int, Upstream]:
-        """Where each leaf of the state that changes is brought up to date: where it is read.
-
-        Raises:
-            StageError: another stage reads it.
-        """
-        paths, count = self._paths(params), len(results) - len(changed)
-        updates: dict[int, Upstream] = {}
-        for leaf, source in zip(changed, results[count:], strict=True):
-            updates[leaf] = source
-            readers = [i for i, part in enumerate(parts) if StateLeaf(leaf) in part.sources]
-            if any(reader != source.stage for reader in readers):
-                raise StageError(
-                    f"{name} reads {paths[leaf]} in stage "
-                    f"{' and '.join(map(str, readers))} and makes its new value in stage "
-                    f"{source.stage}: a leaf of the state must be read and brought up to date in "
-                    "one stage, for the next microbatch begins with it there; move the work "
-                    "before or after the cut, or split the leaf"
-                )
-        return updates
-
     def frozen(self, shapes: Sequence[TreeShape]) -> frozenset[tuple[int, int]]:
         """Stage and leaf of what is not trained, the state's included; the stage is 0."""
         frozen = self._trainable.frozen([shapes[0].spec], shared=True)
         count, states = len(shapes[0].leaves), self._num_states(shapes[0].spec)
         return frozen | {(0, leaf) for leaf in range(count - states, count)}
 
-    def _trace(self, label: str, part: Segment, leaves: Leaves, *, differentiate: bool) -> Traced:
+    def _tied(self, parts: Sequence[Segment]) -> frozenset[Source]:
+        """The parameters that several parts read, where their gradients are not kept whole."""
+        if self._sink.fold is None:
+            return frozenset()
+        counts = Counter(source for part in parts for source in part.sources)
+        return frozenset(source for source, count in counts.items() if count > 1)
+
+    def _trace(
+        self,
+        label: str,
+        part: Segment,
+        leaves: Leaves,
+        tied: Collection[Source],
+        *,
+        differentiate: bool,
+        rows: int,
+    ) -> Traced:
         assert part.graph.owning_module is not None  # the recorded one, which has the constants
         module = fx.GraphModule(part.graph.owning_module, part.graph)
         return trace(
@@ -186,6 +185,50 @@ class FunctionTracer:
             accum_dtype=self._accum_dtype,
             origin=self._loss_fn,
             readers=part.readers.__getitem__,
+            sink=self._sink,
+            rows=rows,
+            tied=[source for source in part.sources if source in tied],
+        )
+
+    def _leaves(
+        self,
+        part: Segment,
+        params: Abstract,
+        trained: Sequence[bool],
+        batch: Abstract,
+        key: Tensor,
+        before: Sequence[Traced],
+    ) -> Leaves:
+        """The abstract arguments of a segment."""
+        values, paths, differentiable = [], [], []
+        param_paths, batch_paths = self._paths(params), tree.paths(batch.spec)
+        by_batch = "batch" in self._argnums
+        for source in part.sources:
+            match source:
+                case Param(leaf):
+                    values.append(params.values[leaf])
+                    paths.append(param_paths[leaf])
+                    differentiable.append(trained[leaf] and is_differentiable(params.values[leaf]))
+                case StateLeaf(leaf):
+                    values.append(params.values[leaf])
+                    paths.append(param_paths[leaf])
+                    differentiable.append(False)
+                case BatchLeaf(leaf):
+                    values.append(batch.values[leaf])
+                    paths.append("batch" + batch_paths[leaf])
+                    differentiable.append(by_batch and is_differentiable(batch.values[leaf]))
+                case Key():
+                    values.append(key.clone())  # each is an argument of its own
+                    paths.append("key")
+                    differentiable.append(False)
+                case Upstream(stage, leaf):
+                    values.append(before[stage].values[leaf])
+                    paths.append(f"value {leaf} of stage {stage}")
+                    differentiable.append(before[stage].carries_gradient[leaf])
+                case _:
+                    raise AssertionError(f"a segment reads {source}")
+        return Leaves(
+            tuple(values), part.sources, tuple(paths), tuple(differentiable), "what it reads"
         )
 
     def segments(self, params: TreeShape, microbatch: TreeShape) -> tuple[Segment, ...]:
@@ -199,14 +242,28 @@ class FunctionTracer:
         return getattr(self._loss_fn, "__qualname__", type(self._loss_fn).__name__)
 
     def _divide(
-        self, name: str, params: Abstract, batch: Abstract, keys: Sequence[Tensor], goal: Goal
+        self,
+        name: str,
+        params: Abstract,
+        batch: Abstract,
+        keys: Sequence[Tensor],
+        goal: Goal,
+        rows: int = 0,
     ) -> tuple[tuple[Segment, ...], tuple[Upstream, ...], Layout, list[int]]:
         """Record the forward graph, and divide it at its cuts.
 
         The results end with the new values of the leaves of the state that change, which come last.
         """
         count, states = len(params.values), self._num_states(params.spec)
+        params = self._lifted(params, rows)
         self._refuse_writes(name, params, batch, keys)
+        # Some ops record what a backward needs only where an input requires a gradient.
+        end = len(batch.values) if "batch" in self._argnums else 0
+        moving = [
+            index
+            for index, leaf in enumerate((*params.values, *batch.values[:end]))
+            if is_differentiable(leaf) and not count - states <= index < count
+        ]
         marks: list[int] = []
         layouts: list[Layout] = []
 
@@ -217,9 +274,11 @@ class FunctionTracer:
 
         def flat(*leaves: Tensor) -> list[Tensor]:
             def loss(*own: Tensor) -> tuple[Tensor, list[Tensor]]:
+                full = list(leaves)
+                for index, leaf in zip(moving, own, strict=True):
+                    full[index] = leaf
                 with noting(note):
-                    mixed = _mixed(own, leaves[:count])
-                    value = self._called(params, batch, [*mixed, *leaves[count:]])
+                    value = self._called(params, batch, full)
                 subject = f"{name} returns"
                 taken = self._returns.take(subject, self._returns.call, value, self._loss_shape)
                 if goal == "value":
@@ -231,12 +290,10 @@ class FunctionTracer:
                     others += check_state(subject, params.values[-states:], spec, taken.state)
                 return first, others
 
-            trained = [leaf for leaf in leaves[: count - states] if is_differentiable(leaf)]
-            if not trained:
+            if not moving:
                 first, others = loss()
             else:
-                # Some ops record what a backward needs only where an input requires a gradient.
-                result: Any = vjp(loss, *trained, has_aux=True)
+                result: Any = vjp(loss, *(leaves[index] for index in moving), has_aux=True)
                 first, _, others = result
             return [first, *others]
 
@@ -271,7 +328,7 @@ class FunctionTracer:
             draws = draw_from_keys(name, graph.graph, key, self._mode)
         merge_constants(graph)
         placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
-        changed = _keep_changed(graph.graph, placeholders[:count], states)
+        changed = keep_changed(graph.graph, placeholders[:count], states)
         # What never changes is read like a parameter, in any stage.
         origins: list[Source] = [
             *(StateLeaf(leaf) if leaf in changed else Param(leaf) for leaf in range(count)),
@@ -285,6 +342,17 @@ class FunctionTracer:
         for part in parts:
             part.graph.owning_module = graph
         return parts, results, layout, changed
+
+    def _lifted(self, params: Abstract, rows: int) -> Abstract:
+        """The parameters as the function takes them, which gradients are taken by."""
+        if self._sink.lift is None:
+            return params
+        with self._mode:
+            values = [
+                self._sink.lifted(leaf, rows) if is_differentiable(leaf) else leaf
+                for leaf in params.values
+            ]
+        return replace(params, values=tuple(values))
 
     def _called(self, params: Abstract, batch: Abstract, leaves: Sequence[Tensor]) -> Any:
         """What the function returns for flat arguments."""
@@ -323,77 +391,5 @@ class FunctionTracer:
                 return
 
 
-def _keep_changed(graph: fx.Graph, given: Sequence[fx.Node], states: int) -> list[int]:
-    """Return the leaves of the state that change alone, and say which they are.
-
-    Args:
-        graph: returns the new state last.
-        given: the placeholders of parameters and state.
-        states: how many leaves the state has, the last of `given` and of what is returned.
-    """
-    end = graph.output_node()
-    results: list[Any] = list(end.args[0])  # type: ignore[arg-type]
-    first, before = len(given) - states, len(results) - states
-    changed = [
-        leaf
-        for leaf in range(first, len(given))
-        if _copied(results[before + leaf - first]) is not given[leaf]
-    ]
-    end.args = ([*results[:before], *(results[before + leaf - first] for leaf in changed)],)
-    return changed
-
-
-def _copied(node: Any) -> Any:
-    """What `node` is a copy of, itself if it is none."""
-    while isinstance(node, fx.Node) and node.target in _COPIES:
-        node = node.args[0]
-    return node
-
-
 def _call(module: fx.GraphModule, values: Sequence[Any]) -> Any:
     return module(*values)
-
-
-def _mixed(own: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """All leaves, with the first that carry gradients taken from `own`."""
-    given = iter(own)
-    return [next(given, leaf) if is_differentiable(leaf) else leaf for leaf in leaves]
-
-
-def _leaves(
-    part: Segment,
-    params: Abstract,
-    param_paths: Sequence[str],
-    trained: Sequence[bool],
-    batch: Abstract,
-    key: Tensor,
-    before: Sequence[Traced],
-) -> Leaves:
-    """The abstract arguments of a segment."""
-    values, paths, differentiable = [], [], []
-    batch_paths = tree.paths(batch.spec)
-    for source in part.sources:
-        match source:
-            case Param(leaf):
-                values.append(params.values[leaf])
-                paths.append(param_paths[leaf])
-                differentiable.append(trained[leaf] and is_differentiable(params.values[leaf]))
-            case StateLeaf(leaf):
-                values.append(params.values[leaf])
-                paths.append(param_paths[leaf])
-                differentiable.append(False)
-            case BatchLeaf(leaf):
-                values.append(batch.values[leaf])
-                paths.append("batch" + batch_paths[leaf])
-                differentiable.append(False)
-            case Key():
-                values.append(key.clone())  # each is an argument of its own
-                paths.append("key")
-                differentiable.append(False)
-            case Upstream(stage, leaf):
-                values.append(before[stage].values[leaf])
-                paths.append(f"value {leaf} of stage {stage}")
-                differentiable.append(before[stage].carries_gradient[leaf])
-            case _:
-                raise AssertionError(f"a segment reads {source}")
-    return Leaves(tuple(values), part.sources, tuple(paths), tuple(differentiable), "what it reads")

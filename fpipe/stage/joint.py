@@ -105,11 +105,14 @@ class Sum(NamedTuple):
         so_far: placeholder for the sum of earlier microbatches; None where each microbatch's
             gradient is kept by itself.
         total: `so_far` plus the gradient of this one.
+        folded: whether it is what the sink keeps; if not, it is a part of a gradient of which other
+            stages have the rest, and folded when they have been added up.
     """
 
     start: str
     so_far: str | None
     total: str
+    folded: bool = True
 
 
 @dataclass(frozen=True, eq=False)

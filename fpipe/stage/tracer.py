@@ -7,7 +7,7 @@ into pure ops; what still writes to an input afterwards is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,7 @@ def trace(
     readers: Callable[[int], Sequence[int]],
     sink: Sink = SUM,
     rows: int = 0,
+    tied: Collection[Source] = (),
 ) -> Traced:
     """Trace `function`, which takes flat leaves and returns a pytree, into a `Joint`.
 
@@ -102,6 +103,7 @@ def trace(
         readers: the stages that read an output leaf, by its index; each hands a cotangent back.
         sink: how parameter gradients are collected.
         rows: of the microbatch, for a sink that repeats the parameters.
+        tied: parameters of whose gradients other stages have a part, so that it is not folded here.
 
     Raises:
         StageError: the function cannot be traced or is not pure; says which stage, op or leaf.
@@ -163,7 +165,9 @@ def trace(
             totals[leaf] = totals[leaf] + seed if leaf in totals else seed
         returned = [totals[leaf] for leaf, flag in enumerate(carries) if flag]
         found = [
-            sink.folded(gradient) if lifted[index] else gradient
+            sink.folded(gradient)
+            if lifted[index] and leaves.sources[index] not in tied
+            else gradient
             for index, gradient in zip(wanted, pullback(returned), strict=True)
         ]
         return [next(sides[flag]) for flag in carries], found
@@ -195,6 +199,7 @@ def trace(
             if isinstance(source, Param) and entry.so_far is not None
         }
     )
+    sums |= {source: sums[source]._replace(folded=False) for source in tied if source in sums}
     # Every microbatch has leaves of its own.
     sums |= {
         source: Sum(node.name, None, node.name)

@@ -33,7 +33,7 @@ def grad(pipe: Pipeline, argnums: Any = "params") -> Pipeline:
 
     Raises:
         StageError: `pipe` is no pipeline, `argnums` names anything else, or the pipeline takes a
-            vector, goes by rows, or is one function.
+            vector or goes by rows.
 
     Example:
         >>> import torch, fpipe

@@ -136,7 +136,8 @@ def jvp(pipe: Pipeline) -> Directional:
         the output with its derivative. It is that of `fpipe.hvp`.
 
     Raises:
-        StageError: `pipe` is no pipeline, or one that takes a vector already.
+        StageError: `pipe` is no pipeline, one that takes a vector already, has parameters that are
+            not trained, or whose loss function returns more than the loss.
 
     Example:
         >>> import torch, fpipe
@@ -165,7 +166,7 @@ def hvp(pipe: Pipeline) -> Directional:
         A `Directional`: ``step(params, batch, vector)`` returns ``(loss, grads, hvp)``.
 
     Raises:
-        StageError: `pipe` is no pipeline, or one that takes a vector already.
+        StageError: as for `jvp`.
 
     Example:
         >>> import torch, fpipe
@@ -196,7 +197,8 @@ def ggnvp(pipe: Pipeline) -> Directional:
         product under the name ``hvp``.
 
     Raises:
-        StageError: `pipe` is no pipeline, one that takes a vector already, or one of many losses.
+        StageError: as for `jvp`, or the pipeline has many losses, or is one function, which does
+            not say what its output is.
 
     Example:
         >>> import torch, fpipe

@@ -23,7 +23,7 @@ from fpipe.transforms.transformed import P, check_pipeline, check_randomness, re
 
 
 def vmap(pipe: P, in_dims: Any = (0, None), *, randomness: str = "error") -> P:
-    """A pipeline of an ensemble: every stage computes all members at once.
+    """A pipeline of an ensemble: every stage, or the one function, computes all members at once.
 
     The members are stacked along a dimension of the parameters and, if wanted, of the batch; the
     number of members is read from the arguments of each call. ``torch.func.stack_module_state``
@@ -44,7 +44,8 @@ def vmap(pipe: P, in_dims: Any = (0, None), *, randomness: str = "error") -> P:
         ``out_dims`` counting a member's own dimensions.
 
     Raises:
-        StageError: `pipe` is no pipeline, or an argument is wrong.
+        StageError: `pipe` is no pipeline, its loss function returns more than the loss, or an
+            argument is wrong.
         BatchError: `in_dims` does not fit the pipeline's own; or, when the pipeline is called, the
             arguments.
 

@@ -94,7 +94,8 @@ def per_example_grads(pipe: P, *, randomness: str = "error") -> P:
         batches of one, along a new first dimension too.
 
     Raises:
-        StageError: `pipe` is no pipeline, or goes by rows already.
+        StageError: `pipe` is no pipeline, goes by rows already, or its loss function returns more
+            than the loss.
 
     Example:
         >>> import torch, fpipe
@@ -115,7 +116,8 @@ def per_example_norms(pipe: Pipeline, *, randomness: str = "error") -> NormPipel
     """A pipeline that gives the loss of every example and the norm of its gradient.
 
     It is `fpipe.per_example_grads` of which each stage keeps the sums of squares alone: the
-    gradients of one stage and one microbatch exist at a time.
+    gradients of one stage and one microbatch exist at a time. Those of a parameter that several
+    stages of one function read are added up first, so they wait until the last stage has its part.
 
     Args:
         pipe: a pipeline, such as `fpipe.pipeline` or `fpipe.vmap` makes.
@@ -126,7 +128,7 @@ def per_example_norms(pipe: Pipeline, *, randomness: str = "error") -> NormPipel
         ensemble ``(rows, members)``.
 
     Raises:
-        StageError: `pipe` is no pipeline, takes a vector, or goes by rows already.
+        StageError: as for `per_example_grads`, or `pipe` takes a vector.
 
     Example:
         >>> import torch, fpipe
@@ -182,16 +184,10 @@ def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
             made[key] = _stage(stage.fn, in_dims, randomness, first=index == 0)
         return replace(stage, fn=made[key])
 
-    @wraps(definition.loss)
-    def loss(y: Any, microbatch: Any) -> Tensor:
-        result: Tensor = over(
-            lambda own, row: definition.loss(own, _whole(row, in_dims)),
-            [y, microbatch],
-            [0, in_dims],
-            randomness,
-        )
-        return result
-
+    loss = _loss(definition.loss, in_dims, randomness)
+    if definition.function:
+        # It is a first stage that returns the loss already.
+        loss = _stage(definition.loss, in_dims, randomness, first=True)
     inner = definition.convention
     convention = inner._replace(out_dims=_first, weigh=_weigh(inner))
     if inner is not PLAIN:
@@ -245,6 +241,21 @@ def _stage(
             )
 
     return stage
+
+
+def _loss(function: Callable[..., Any], in_dims: Any, randomness: str) -> Callable[..., Any]:
+    """The losses of all rows of a microbatch."""
+
+    @wraps(function)
+    def loss(y: Any, microbatch: Any) -> Any:
+        return over(
+            lambda own, row: function(own, _whole(row, in_dims)),
+            [y, microbatch],
+            [0, in_dims],
+            randomness,
+        )
+
+    return loss
 
 
 def _whole(row: Any, in_dims: Any) -> Any:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad, grad_and_value, jvp, stack_module_state, vmap
 
 import fpipe
-from fpipe import schedules, tree
+from fpipe import BatchError, StageError, schedules, tree
 from fpipe.transforms.plain import differentiable_twice
 from tests.models import assert_same
+from tests.modules.hugging_face import ARCHITECTURES, build, cross_entropy
+from tests.modules.hugging_face import make_batch as hugging_face_batch
 from tests.modules.models import CUTS, LanguageModel, detached, language_model, make_batch
 
 MODEL = language_model()
@@ -35,13 +38,95 @@ def test_an_ensemble_of_modules() -> None:
     assert ensemble.cuts == PIPE.cuts
     loss, grads = ensemble.step(members, BATCH)
     assert_same((grads, loss), vmap(grad_and_value(whole), (0, None))(members, BATCH))
+    # One member can be put into a module; all of them cannot, nor are their shapes the module's.
+    alone = LanguageModel().double()
+    ensemble.load_into(alone, {name: leaf[1] for name, leaf in members.items()})
+    assert_same(detached(alone), {name: leaf[1].detach() for name, leaf in members.items()})
+    with pytest.raises(BatchError, match="load into a module of the same configuration"):
+        ensemble.load_into(alone, members)
+    with pytest.raises(StageError, match="shapes is missing"):
+        ensemble.init(lambda key, name, like: torch.zeros(like.shape), fpipe.random.key(0))
 
 
 def test_a_product_with_the_hessian_of_a_module() -> None:
     params = detached(MODEL)
     vector = tree.tree_map(torch.cos, params)
     found = fpipe.hvp(PIPE).step(params, BATCH, vector)
-    with differentiable_twice():
-        pushed: Any = jvp(lambda own: grad(whole)(own, BATCH), (params,), (vector,))
     grads, loss = grad_and_value(whole)(params, BATCH)
-    assert_same(tuple(found), (loss, grads, pushed[1]), 1e-9)
+    assert_same(tuple(found), (loss, grads, product(whole, params, BATCH, vector)), 1e-9)
+
+
+def product(function: Any, params: Any, batch: Any, vector: Any) -> Any:
+    with differentiable_twice():
+        pushed: Any = jvp(lambda own: grad(function)(own, batch), (params,), (vector,))
+    return pushed[1]
+
+
+def test_single_examples_of_a_module() -> None:
+    """Its tied table has one gradient, whose parts are added up before the norm is taken."""
+    params, rows = detached(MODEL), {name: leaf[:, None] for name, leaf in BATCH.items()}
+    by_rows = fpipe.per_example_grads(PIPE)
+    assert isinstance(by_rows, fpipe.ModulePipeline)
+    loss, grads = by_rows.step(params, BATCH)
+    assert_same((grads, loss), vmap(grad_and_value(whole), (None, 0))(params, rows))
+    squares = torch.stack([g.flatten(1).square().sum(1) for g in grads.values()])
+    norms = fpipe.per_example_norms(PIPE).step(params, BATCH).norms
+    assert_same(norms, squares.sum(0).sqrt())
+
+
+def test_what_a_module_draws_is_the_same_for_all_members() -> None:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.Linear(3, 3)]
+    module = torch.nn.Sequential(*layers).double()
+    pipe = fpipe.from_module(
+        module,
+        schedule=schedules.zb_h1(ranks=2, microbatches=2),
+        cuts=["0"],
+        loss=lambda output, batch: output.square().mean(),
+        compile=False,
+        has_key=True,
+    )
+    params, batch = detached(module), {"input": torch.ones(4, 3, dtype=torch.float64)}
+    members = tree.tree_map(lambda p: torch.stack([p, 2 * p]), params)
+    key = fpipe.random.key(1)
+    found = fpipe.vmap(pipe, randomness="same").step(members, batch, key)
+    for number in range(2):
+        alone = pipe.step(tree.tree_map(lambda p, n=number: p[n], members), batch, key)
+        assert_same(tree.tree_map(lambda leaf, n=number: leaf[n], tuple(found)), tuple(alone))
+    with pytest.raises(StageError, match=r"randomness"):
+        fpipe.vmap(pipe).step(members, batch, key)
+
+
+def test_a_model_of_hugging_face() -> None:
+    module = build("gpt2", 2)
+    params, batch = detached(module), hugging_face_batch("gpt2", 4)
+    pipe = fpipe.from_module(
+        module,
+        schedule=schedules.zb_h1(ranks=2, microbatches=2),
+        cuts=ARCHITECTURES["gpt2"].cuts(2),
+        loss=cross_entropy,
+        compile=False,
+    )
+
+    def loss_of(own: Any, batch: Any) -> Tensor:
+        return cross_entropy(functional_call(module, own, (), batch), batch)
+
+    loss, grads = fpipe.per_example_grads(pipe).step(params, batch)
+    for number in range(4):
+        row = tree.tree_map(lambda leaf, n=number: leaf[n : n + 1], batch)
+        alone = grad_and_value(loss_of)(params, row)
+        assert_same((tree.tree_map(lambda g, n=number: g[n], grads), loss[number]), alone, 1e-9)
+    vector = tree.tree_map(torch.cos, params)
+    found = fpipe.hvp(pipe).step(params, batch, vector).hvp
+    assert_same(found, product(loss_of, params, batch, vector), 1e-9)
+
+
+def test_frozen_parameters_have_no_direction() -> None:
+    module = language_model()
+    module.embedding.requires_grad_(requires_grad=False)
+    pipe = fpipe.from_module(module, schedule=PIPE.schedule, cuts=CUTS, compile=False)
+    with pytest.raises(StageError, match=r"fpipe\.hvp of a pipeline with trainable=\.\.\."):
+        fpipe.hvp(pipe)
+    grads = fpipe.per_example_grads(pipe).step(detached(module), BATCH).grads
+    assert grads["embedding.weight"] is None
+    assert grads["blocks.0.qkv.weight"].shape == (6, 24, 8)

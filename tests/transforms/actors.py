@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import fpipe
 from fpipe import Schedule, tree
-from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
+from tests.cut_model import make_network, network
 from tests.models import MODELS
 
 
@@ -52,16 +52,19 @@ def run(group: dist.ProcessGroup | None, transform: str, schedule: Schedule) -> 
 
 def run_cut(group: dist.ProcessGroup | None, transform: str, schedule: Schedule) -> Any:
     """The result of a transformed step of one function, on every rank."""
-    pipe = fpipe.pipeline(
-        language_model, schedule=schedule, in_dims=IN_DIMS, compile=False, group=group
-    )
-    params, batch = make_params(), make_batch()
-    trained = {name: value for name, value in params.items() if name != "count"}
+    pipe = fpipe.pipeline(network, schedule=schedule, compile=False, group=group)
+    params, batch = make_network()
+    members = tree.tree_map(lambda p: torch.stack([p, 0.9 * p]), params)
     match transform:
         case "vmap":
-            members = tree.tree_map(lambda p: torch.stack([p, 0.9 * p]), trained)
             return fpipe.vmap(pipe).step(members, batch)
         case "hvp":
-            vector = tree.tree_map(torch.cos, trained)
-            return fpipe.hvp(pipe).step(params, batch, {**vector, "count": None})
+            return fpipe.hvp(pipe).step(params, batch, params)
+        case "rows of vmap":
+            return fpipe.per_example_grads(fpipe.vmap(pipe)).step(members, batch)
+        case "norms":
+            return fpipe.per_example_norms(pipe).step(params, batch)
+        case "grad":
+            loss, (by_batch, by_params) = fpipe.grad(pipe, ("batch", "params")).step(params, batch)
+            return loss, by_params, None if by_batch is None else by_batch["x"]
     raise AssertionError(transform)
