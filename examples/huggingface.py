@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fpipe
 
 SMOKE = "--smoke" in sys.argv
-WIDTH, LAYERS, LENGTH, ROWS, STEPS = (16, 5, 16, 8, 3) if SMOKE else (96, 9, 64, 32, 60)
+WIDTH, LAYERS, LENGTH, ROWS, STEPS = (16, 5, 16, 8, 3) if SMOKE else (64, 7, 64, 16, 160)
 
 # Every Python carries its language reference, for `help("if")`. A token is a byte.
 TEXT = torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
@@ -43,6 +43,7 @@ model = LlamaForCausalLM(
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=LENGTH,
+        initializer_range=0.12,  # the usual 0.02 is for models that are much wider
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -68,16 +69,16 @@ torch.testing.assert_close(loss, expected)
 torch.testing.assert_close(grads, expected_grads, rtol=1e-3, atol=1e-5)
 print(f"loss {loss:.5f}, without a pipeline {expected:.5f}; all gradients agree")
 
-optimizer = torch.optim.Adam(params.values(), lr=3e-3, betas=(0.9, 0.98))
+optimizer = torch.optim.Adam(params.values(), lr=5e-3, betas=(0.9, 0.98))
 start = time.perf_counter()
 for step in range(1, STEPS + 1):
     loss, grads = pipe.step(params, draw())
     for name, leaf in params.items():
         leaf.grad = grads[name]
     optimizer.step()
-    if step == 1 or step % 20 == 0 or step == STEPS:
+    if step == 1 or step % 40 == 0 or step == STEPS:
         print(f"step {step:4}   loss {loss:.3f}   {time.perf_counter() - start:5.1f} s")
-assert SMOKE or loss < 0.65 * expected, "the model has learnt nothing"
+assert SMOKE or loss < 0.5 * expected, "the model has learnt nothing"
 
 # Back into the module, which is an ordinary Hugging Face model again.
 pipe.load_into(model, params)

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from fpipe.current import step, use
     from fpipe.engine import Pipeline
     from fpipe.entry import pipeline
-    from fpipe.modules.balancing import Balance, balance
+    from fpipe.modules.balancing import balance
     from fpipe.modules.entry import from_module
     from fpipe.modules.pipeline import ModulePipeline
+    from fpipe.modules.shares import Balance
     from fpipe.modules.stored import load_buffers
     from fpipe.norms import Clipped, clip_by_global_norm, global_norm
     from fpipe.profiling import profile
@@ -97,7 +98,7 @@ __all__ = [
 
 # Schedules need no torch: what does is imported when it is first asked for.
 _LAZY = {
-    "Balance": "fpipe.modules.balancing",
+    "Balance": "fpipe.modules.shares",
     "Clipped": "fpipe.norms",
     "Directional": "fpipe.transforms.directional",
     "ExampleNorms": "fpipe.transforms.rows",

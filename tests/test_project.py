@@ -26,7 +26,6 @@ ROOT: Final = Path(__file__).parents[1]
 PUBLIC_MODULES: Final = frozenset({"nn", "random", "schedules"})
 PUBLIC_ON_TORCH: Final = frozenset(
     {
-        "Balance",
         "Clipped",
         "Directional",
         "ExampleNorms",
@@ -65,6 +64,7 @@ PUBLIC_ON_TORCH: Final = frozenset(
 PUBLIC_PURE: Final = frozenset(
     {
         "Action",
+        "Balance",
         "BatchError",
         "Cost",
         "FpipeError",

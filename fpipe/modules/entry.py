@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.definition import group_of
 from fpipe.errors import StageError
-from fpipe.modules.balancing import Balance, chosen
+from fpipe.modules.balancing import chosen
 from fpipe.modules.buffers import real_buffers, refuse_missing
 from fpipe.modules.loss import Loss, declared, with_buffers, with_cuts
 from fpipe.modules.pipeline import ModulePipeline
+from fpipe.modules.shares import Balance
 from fpipe.runtime.connect import device_of
 from fpipe.schedule import Schedule
 from fpipe.stage.compiler import Compile

@@ -18,9 +18,9 @@ from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import BatchError, PipelineError, StageError
 from fpipe.holding import Make, whole
-from fpipe.modules.balancing import Balance
 from fpipe.modules.buffers import real_buffers, refuse_missing
 from fpipe.modules.loss import ModuleLoss, check_state
+from fpipe.modules.shares import Balance
 from fpipe.modules.stored import naming_of_buffers, naming_of_parameters
 from fpipe.nn import buffers_of, state_of, with_buffers
 from fpipe.runtime.connect import device_of

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import fx
 
 from fpipe.stage.joint import Source, StateLeaf, Upstream, is_random
@@ -52,7 +53,8 @@ def cut(x: T) -> T:
         >>> torch.equal(loss, loss_fn(params, torch.ones(4, 3))), sorted(grads)
         (True, ['decode', 'encode'])
     """
-    note = _NOTE.get()
+    # What torch.compile makes has no stages, and it cannot read a context variable.
+    note = None if torch.compiler.is_dynamo_compiling() else _NOTE.get()
     if note is not None:
         note()
     return x

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from fpipe import Schedule, random, schedules, tree
@@ -133,6 +134,33 @@ def test_ranks_hold_what_they_read_and_train_as_one_process(
             assert_identical(part.steps[number].loss, step.loss)
             merged |= {n: g for n, g in part.steps[number].grads.items() if g is not None}
         assert_identical(merged, step.grads)
+
+
+def make_on_a_mesh(group: Group, mesh: bool) -> tuple[set[str], Tensor]:
+    """The names of what this rank makes, and the loss; each row of a mesh is a pipeline."""
+    with torch.device("meta"):
+        module = LanguageModel(blocks=2).double()
+    pipe = fpipe.from_module(
+        module,
+        schedule=schedules.one_f_one_b(ranks=2, microbatches=2),
+        cuts=["blocks.0"],
+        buffers={"mask": language_model().mask},
+        compile=False,
+        mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")) if mesh else None,
+    )
+    params = pipe.init(normal, random.key(3), make_batch())
+    real = {name for name, value in params.items() if not value.is_meta}
+    return real, pipe.value(params, make_batch())
+
+
+def test_ranks_of_a_mesh_hold_what_their_row_gives_them(crew: Crew) -> None:
+    crew.start(make_on_a_mesh, True)
+    names, expected = make_on_a_mesh(None, False)
+    inner = {name for name in names if name.startswith("blocks.0")}
+    outer = {name for name in names if name.startswith("blocks.1")}
+    for rank, (real, loss) in enumerate(values(crew.collect())):
+        assert real == names - (inner if rank % 2 else outer)
+        assert_identical(loss, expected)
 
 
 def save(group: dist.ProcessGroup, schedule: Schedule, path: Path) -> dict[str, Tensor]:

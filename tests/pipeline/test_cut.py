@@ -12,6 +12,7 @@ from torch import Tensor
 import fpipe
 from fpipe.runtime.program import Send
 from fpipe.schedule import Schedule
+from fpipe.transforms.dual import load_rules
 from tests.cut_model import IN_DIMS, VOCABULARY, WIDTH, language_model, make_batch, make_params
 
 
@@ -97,6 +98,40 @@ def test_cut_is_the_identity_under_transforms() -> None:
     torch.testing.assert_close(torch.func.grad(lambda v: fpipe.cut(v).square().sum())(x), 2 * x)
     tree = {"a": x, "b": None}
     assert fpipe.cut(tree) is tree
+
+    def function(v: Tensor) -> Tensor:
+        return fpipe.cut(v.sin()).square()
+
+    load_rules()  # the first jvp of a process makes torch warn of its own code
+    pushed: Any = torch.func.jvp(function, (x,), (x,))
+    torch.testing.assert_close(pushed, (x.sin().square(), (2 * x).sin() * x))
+    # It broke the graph: dynamo cannot read the variable in which a tracer says that it listens.
+    compiled: Any = torch.compile(function, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), x.sin().square())
+
+
+def mapped(w: Tensor, x: Tensor) -> Tensor:
+    return torch.func.vmap(lambda row: (fpipe.cut(row * w) * w).square().mean())(x).mean()
+
+
+def pushed(w: Tensor, x: Tensor) -> Tensor:
+    both: Any = torch.func.jvp(lambda v: fpipe.cut(x * v).square().mean(), (w,), (w,))
+    return sum(both)
+
+
+def differentiated(w: Tensor, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda v: fpipe.cut(x * v).sin().mean())(w).square().sum()
+
+
+@pytest.mark.parametrize("loss_fn", [mapped, pushed, differentiated])
+def test_cut_within_transforms_ends_a_stage(loss_fn: Any) -> None:
+    load_rules()
+    schedule = fpipe.schedules.gpipe(ranks=2, microbatches=1)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
+    torch.manual_seed(0)
+    w, x = torch.randn(3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    expected, value = torch.func.grad_and_value(loss_fn)(w, x)
+    torch.testing.assert_close(tuple(pipe.step(w, x)), (value, expected))
 
 
 def test_in_place_update_before_a_cut_belongs_to_the_stage_before() -> None:
