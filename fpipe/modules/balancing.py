@@ -121,14 +121,25 @@ def chosen(
     intensity: float = INTENSITY,
     slack: float = 0.02,
     measure: bool = False,
+    check: Callable[[], object] = lambda: None,
 ) -> Balance:
     """The cuts of a module that is declared and not cut; the other arguments are `balance`'s.
 
     Where times are measured over a process group, the first rank chooses.
 
+    Args:
+        definition: of the module.
+        batch: an example.
+        candidates: for cuts.
+        memory: of a rank.
+        intensity: FLOPs for each byte.
+        slack: fraction.
+        measure: time instead of counts.
+        check: raises what is wrong on this rank, of which the others must hear.
+
     Raises:
         StageError: as `balance` does.
-        PipelineError: the first rank cannot choose; it says why.
+        PipelineError: the first rank cannot choose, or another cannot take part; says why.
     """
     if intensity < 0 or slack < 0:
         raise StageError(
@@ -136,36 +147,48 @@ def chosen(
             "for each byte, slack a fraction such as 0.02"
         )
     if not measure:
+        check()
         return _divided(definition, batch, counted(intensity), "FLOP", candidates, memory, slack)
 
     def by_time() -> Balance:
         loads = measured(definition, batch)
         return _divided(definition, batch, loads, "s", candidates, memory, slack)
 
-    return by_time() if definition.group is None else _of_first(by_time, definition)
+    if definition.group is None:
+        check()
+        return by_time()
+    return _of_first(by_time, check, definition)
 
 
-def _of_first(choice: Callable[[], Balance], definition: Definition) -> Balance:
+def _of_first(
+    choice: Callable[[], Balance], check: Callable[[], object], definition: Definition
+) -> Balance:
     """What the first rank of a group chooses, while the others wait and watch it."""
     meeting = Pipeline(definition)  # it is not cut, and never runs
     failure: Exception | None = None
 
-    def work(gather: Gather) -> tuple[Balance | None, str]:
+    def tried(action: Callable[[], object]) -> tuple[Any, str]:
         nonlocal failure
-        found, problem = None, ""
-        if meeting.rank == 0:
-            try:
-                found = choice()
-            except Exception as error:
-                failure, problem = error, named(error)
-        first: tuple[Balance | None, str] = gather((found, problem))[0]
-        return first
+        try:
+            return action(), ""
+        except Exception as error:
+            failure = error
+            return None, named(error)
 
-    found, problem = meeting.together("fpipe.balance", work)
+    def work(gather: Gather) -> list[tuple[Any, str]]:
+        answers = gather(tried(check))
+        if not any(problem for _, problem in answers):
+            answers = gather(tried(choice if meeting.rank == 0 else lambda: None))
+        return answers
+
+    answers = meeting.together("fpipe.balance", work)
     if failure is not None:
         raise failure
-    if found is None:
-        raise PipelineError(f"rank 0 could not measure the parts of the module: {problem}", rank=0)
+    for rank, (_, problem) in enumerate(answers):
+        if problem:
+            deed = "make its pipeline" if rank else "measure the parts of the module"
+            raise PipelineError(f"rank {rank} could not {deed}: {problem}", rank=rank)
+    found: Balance = answers[0][0]
     return found
 
 

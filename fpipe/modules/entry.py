@@ -112,7 +112,8 @@ def from_module(
         ScheduleError: the schedule cannot run.
         StageError: an argument is wrong, there is not one cut between each two stages, none can be
             chosen, or a buffer has no data and cannot be made.
-        PipelineError: over a process group, the first rank cannot measure.
+        PipelineError: over a process group, the first rank cannot measure, or another cannot make
+            its pipeline meanwhile.
 
     Example:
         >>> import torch, fpipe
@@ -161,19 +162,25 @@ def from_module(
     )
     device = torch.device("cpu") if group is None else device_of(group)
     made = real_buffers(module, buffers, device)
-    if not has_state:  # which of them a state has is known when there is one
-        refuse_missing(module, made)
     definition = with_buffers(definition, made)
+
+    def check() -> None:
+        if not has_state:  # which of them a state has is known when there is one
+            refuse_missing(module, made)
+        if cuts is None:
+            _check_stages(stages, example, schedule)
+
     balance = cuts if isinstance(cuts, Balance) else None
     if cuts is None:
-        _check_stages(stages, example, schedule)
-        balance = chosen(definition, example, memory=memory, measure=measure)
+        balance = chosen(definition, example, memory=memory, measure=measure, check=check)
         log.info("chose the cuts of %s:\n%s", type(module).__name__, balance)
     elif stages is not None or example is not None or memory != inf or measure:
         raise StageError(
             f"cuts={cuts!r:.60} is given beside stages, example, memory or measure, by which cuts "
             "are chosen: give the cuts, or let them be chosen"
         )
+    else:
+        check()
     names: Any = cuts if balance is None else balance.cuts
     return ModulePipeline(with_cuts(definition, names), balance)
 

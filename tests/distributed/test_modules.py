@@ -128,7 +128,7 @@ def test_lost_rank_leaves_nobody_waiting(victim: int, deed: str, what: str) -> N
         for outcome in outcomes[1 - victim].value:
             assert outcome.error.kind == "PipelineError" and outcome.error.rank == victim
             assert f"rank {victim} has ended or cannot be reached" in outcome.error.text
-            assert outcome.seconds < 10
+            assert outcome.seconds < 20
 
 
 def go_apart(group: dist.ProcessGroup) -> None:
@@ -145,6 +145,30 @@ def go_apart(group: dist.ProcessGroup) -> None:
 def test_ranks_that_do_not_all_measure_are_named(crew: Crew) -> None:
     for outcome in crew.run(go_apart, ranks=range(2)):
         assert "rank 1 called pipe.step, but others called fpipe.balance" in outcome.error.text
+
+
+def wait_with_less(group: dist.ProcessGroup, how: str) -> tuple[Outcome, Any]:
+    """Rank 0 measures; rank 1, which need not, has no buffer or no example. Then both have them."""
+    module, schedule = language_model(), schedules.one_f_one_b(ranks=2, microbatches=2)
+    options: Any = {"schedule": schedule, "measure": True, "compile": False, "group": group}
+    shapes = language_model().to("meta") if how == "buffer" and group.rank() else module
+    example = None if how == "example" and group.rank() else make_batch()
+    failed = attempt(lambda: fpipe.from_module(shapes, example=example, **options))
+    return failed, fpipe.from_module(module, example=make_batch(), **options).cuts
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("buffer", "the buffer 'mask' of LanguageModel"), ("example", "cuts and example are both")],
+)
+def test_failure_of_a_rank_that_waits_is_told(crew: Crew, how: str, said: str) -> None:
+    """It raised before it met the others, which waited for it for half an hour."""
+    here, there = values(crew.run(wait_with_less, how, ranks=range(2)))
+    assert here[0].error.kind == "PipelineError" and here[0].error.rank == 1
+    assert "rank 1 could not make its pipeline: StageError: " in here[0].error.text
+    assert said in here[0].error.text and said in there[0].error.text
+    assert there[0].error.kind == "StageError" and here[0].seconds < 20
+    assert here[1] == there[1]
 
 
 class Other(nn.Linear):
