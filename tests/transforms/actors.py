@@ -68,3 +68,16 @@ def run_cut(group: dist.ProcessGroup | None, transform: str, schedule: Schedule)
             loss, (by_batch, by_params) = fpipe.grad(pipe, ("batch", "params")).step(params, batch)
             return loss, by_params, None if by_batch is None else by_batch["x"]
     raise AssertionError(transform)
+
+
+def make_ensemble(group: dist.ProcessGroup | None, schedule: Schedule) -> Any:
+    """The parameters that each rank makes for all members, and a step with them."""
+    pipe = fpipe.vmap(fpipe.pipeline(network, schedule=schedule, compile=False, group=group))
+    params, batch = make_network()
+    shapes = tree.tree_map(lambda p: torch.empty(2, *p.shape, dtype=p.dtype, device="meta"), params)
+
+    def normal(key: torch.Tensor, name: str, like: torch.Tensor) -> torch.Tensor:
+        return fpipe.random.normal(key, like.shape, like.dtype)
+
+    made = pipe.init(normal, fpipe.random.key(0), batch, shapes=shapes)
+    return made, pipe.step(made, batch)

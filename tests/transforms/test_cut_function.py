@@ -1,7 +1,6 @@
 """Transforms of one function that is cut: what torch.func gives of the function itself.
 
-The model has a skip value, a table that the first stage and the last one read, a parameter that
-nothing reads, and one that is no number to train.
+The function is a small network, which traces at once; a model is in test_cut_model.py.
 """
 
 from __future__ import annotations
@@ -14,22 +13,15 @@ from torch import Tensor
 from torch.func import grad, grad_and_value, jvp, vmap
 
 import fpipe
-from fpipe import BatchError, StageError, schedules, tree
-from fpipe.transforms.plain import differentiable_twice
-from tests.cut_model import (
-    IN_DIMS,
-    language_model,
-    make_batch,
-    make_network,
-    make_params,
-    network,
-)
+from fpipe import StageError, schedules, tree
+from fpipe.runtime.program import Compute
+from fpipe.schedule import Op
+from fpipe.transforms.dual import load_rules
+from tests.cut_model import make_network, network
 from tests.models import assert_identical, assert_same
 
-PARAMS = make_params()
-TRAINED = {name: value for name, value in PARAMS.items() if name != "count"}
-BATCH = {n: v[:6] if n != "visible" else v for n, v in make_batch().items()}
-VECTOR = tree.tree_map(torch.cos, TRAINED)
+load_rules()  # torch warns of its own code when it loads them
+
 SCHEDULES = {
     "zb_h1": schedules.zb_h1(ranks=4, microbatches=3),
     "zbv": schedules.zbv(ranks=2, microbatches=4),  # of two sizes
@@ -38,28 +30,8 @@ SCHEDULES = {
 }
 every_schedule = pytest.mark.parametrize("family", SCHEDULES)
 
-
-def pipe_of(family: str, **options: Any) -> fpipe.Pipeline:
-    options = {"in_dims": IN_DIMS, "compile": False, **options}
-    return fpipe.pipeline(language_model, schedule=SCHEDULES[family], **options)
-
-
-PIPE = pipe_of("zbv")
-
-
-def whole(params: Any, batch: Any) -> Tensor:
-    return language_model({**PARAMS, **params}, batch)
-
-
-def step(params: Any, batch: Any) -> tuple[Tensor, Any]:
-    grads, loss = grad_and_value(whole)(params, batch)
-    return loss, grads
-
-
-def product(params: Any, batch: Any, vector: Any) -> Any:
-    with differentiable_twice():
-        pushed: Any = jvp(lambda own: grad(whole)(own, batch), (params,), (vector,))
-    return pushed[1]
+WEIGHTS, ROWS = make_network()
+NETWORK = fpipe.pipeline(network, schedule=schedules.zbv(ranks=2, microbatches=2), compile=False)
 
 
 def stacked(value: Any, dim: int = 0) -> Any:
@@ -67,65 +39,48 @@ def stacked(value: Any, dim: int = 0) -> Any:
     return tree.tree_map(lambda leaf: torch.stack([leaf, 0.9 * leaf], dim), value)
 
 
-@every_schedule
-def test_vmap(family: str) -> None:
-    """Members along a dimension of their own, and a whole number that they share."""
-    ensemble = fpipe.vmap(pipe_of(family), ({**dict.fromkeys(TRAINED, -1), "count": None}, None))
-    members = {**stacked(TRAINED, -1), "count": PARAMS["count"]}
-    loss, grads = ensemble.step(members, BATCH)
-    assert grads.pop("count") is None
-    expected, moved = vmap(step, (-1, None))(stacked(TRAINED, -1), BATCH)
-    assert_same((loss, grads), (expected, tree.tree_map(lambda g: g.movedim(0, -1), moved)))
-    assert_same(ensemble.value(members, BATCH), expected)
-
-
-@every_schedule
-def test_hvp(family: str) -> None:
-    found = fpipe.hvp(pipe_of(family)).step(PARAMS, BATCH, {**VECTOR, "count": None})
-    assert found.grads.pop("count") is None
-    assert found.hvp.pop("count") is None
-    expected = (*step(TRAINED, BATCH), product(TRAINED, BATCH, VECTOR))
-    assert_same(tuple(found), expected, 1e-9)
-
-
-def test_jvp() -> None:
-    loss, grads = step(TRAINED, BATCH)
-    pairs = zip(*(tree.flatten(side)[0] for side in (grads, VECTOR)), strict=True)
-    slope = torch.stack([(g * v).sum() for g, v in pairs]).sum()
-    found = fpipe.jvp(pipe_of("zb_h1")).value(TRAINED, BATCH, VECTOR)
-    assert_same(tuple(found), (loss, slope))
-
-
-def rows() -> Any:
-    """The batch, each row a batch of one along a new first dimension."""
-    return {name: leaf if name == "visible" else leaf[:, None] for name, leaf in BATCH.items()}
-
-
-@every_schedule
-def test_per_example(family: str) -> None:
-    """The parts of the table's gradient are added up before anything is squared."""
-    pipe = pipe_of(family)
-    loss, grads = fpipe.per_example_grads(pipe).step(PARAMS, BATCH)
-    assert grads.pop("count") is None
-    assert_same((loss, grads), vmap(step, (None, IN_DIMS))(TRAINED, rows()))
-    squares = [g.flatten(1).square().sum(1) for g in tree.flatten(grads)[0]]
-    norms = fpipe.per_example_norms(pipe).step(PARAMS, BATCH)
-    assert_same(tuple(norms), (loss, torch.stack(squares).sum(0).sqrt()))
-
-
-# ── of a small network, which traces at once ────────────────────────────────────────────────────
-
-WEIGHTS, ROWS = make_network()
-NETWORK = fpipe.pipeline(network, schedule=schedules.zbv(ranks=2, microbatches=2), compile=False)
 MEMBERS, SINGLE = stacked(WEIGHTS), tree.tree_map(lambda leaf: leaf[:, None], ROWS)
+VECTOR = tree.tree_map(torch.cos, WEIGHTS)
 
 
-def network_step(params: Any, batch: Any) -> tuple[Tensor, Any]:
+def step(params: Any, batch: Any) -> tuple[Tensor, Any]:
     grads, loss = grad_and_value(network)(params, batch)
     return loss, grads
 
 
-@pytest.mark.parametrize("family", ["zb_h1", "zbv", "one_f_one_b"])
+def product(params: Any, batch: Any, vector: Any) -> tuple[Tensor, Any, Any]:
+    pushed: Any = jvp(lambda own: step(own, batch), (params,), (vector,))
+    return *step(params, batch), pushed[1][1]
+
+
+@every_schedule
+def test_vmap(family: str) -> None:
+    ensemble = fpipe.vmap(NETWORK.with_schedule(SCHEDULES[family]))
+    assert_same(tuple(ensemble.step(MEMBERS, ROWS)), vmap(step, (0, None))(MEMBERS, ROWS))
+
+
+@every_schedule
+def test_hvp_and_jvp(family: str) -> None:
+    pipe = NETWORK.with_schedule(SCHEDULES[family])
+    loss, grads, expected = product(WEIGHTS, ROWS, VECTOR)
+    found = fpipe.hvp(pipe).step(WEIGHTS, ROWS, VECTOR)
+    assert_same(tuple(found), (loss, grads, expected), 1e-9)
+    slope = torch.stack([(grads[name] * VECTOR[name]).sum() for name in "ab"]).sum()
+    assert_same(tuple(fpipe.jvp(pipe).value(WEIGHTS, ROWS, VECTOR)), (loss, slope))
+
+
+@every_schedule
+def test_per_example(family: str) -> None:
+    """The parts of a shared matrix's gradient are added up before anything is squared."""
+    pipe = NETWORK.with_schedule(SCHEDULES[family])
+    loss, grads = fpipe.per_example_grads(pipe).step(WEIGHTS, ROWS)
+    assert_same((loss, grads), vmap(step, (None, 0))(WEIGHTS, SINGLE))
+    squares = torch.stack([g.flatten(1).square().sum(1) for g in grads.values()])
+    norms = fpipe.per_example_norms(pipe).step(WEIGHTS, ROWS)
+    assert_same(tuple(norms), (loss, squares.sum(0).sqrt()))
+
+
+@every_schedule
 def test_gradients_by_the_batch(family: str) -> None:
     """Of inputs that two stages read."""
     pipe = NETWORK.with_schedule(SCHEDULES[family])
@@ -152,14 +107,13 @@ def test_transforms_of_transforms() -> None:
         return vmap(function, (None, 0))
 
     def hvp(params: Any, batch: Any) -> Any:
-        pushed: Any = jvp(lambda own: network_step(own, batch), (params,), (params,))
-        return *network_step(params, batch), pushed[1][1]
+        return product(params, batch, params)
 
-    members = vmap(network_step, (0, None))
+    members = vmap(step, (0, None))
     rows_of_members = fpipe.per_example_grads(fpipe.vmap(NETWORK)).step(MEMBERS, ROWS)
     assert_same(tuple(rows_of_members), by_row(members)(MEMBERS, SINGLE))
     members_of_rows = fpipe.vmap(fpipe.per_example_grads(NETWORK)).step(MEMBERS, ROWS)
-    assert_same(tuple(members_of_rows), vmap(by_row(network_step), (0, None))(MEMBERS, SINGLE))
+    assert_same(tuple(members_of_rows), vmap(by_row(step), (0, None))(MEMBERS, SINGLE))
     norms = fpipe.per_example_norms(fpipe.vmap(NETWORK)).step(MEMBERS, ROWS).norms
     squares = [g.square().sum((2, 3)) for g in rows_of_members.grads.values()]
     assert_same(norms, torch.stack(squares).sum(0).sqrt())
@@ -171,6 +125,61 @@ def test_transforms_of_transforms() -> None:
     assert_same(tuple(found), by_row(hvp)(WEIGHTS, SINGLE), 1e-9)
     by_batch = fpipe.grad(fpipe.vmap(NETWORK, (0, 0)), "batch").step(MEMBERS, stacked(ROWS))
     assert_same(by_batch.grads, vmap(grad(network, 1))(MEMBERS, stacked(ROWS)))
+
+
+def test_parts_of_a_gradient_go_when_their_microbatch_is_done() -> None:
+    pipe = fpipe.per_example_norms(NETWORK.with_schedule(SCHEDULES["one_f_one_b"]))
+    program = pipe.programs(WEIGHTS, ROWS)[0]
+    done = [i.action.op for i in program.instructions if isinstance(i, Compute)]
+    assert [op for op in done if op != Op.F] == [Op.B, Op.REDUCE_GRAD] * 3
+
+
+def test_a_sweep_over_a_number_of_the_batch() -> None:
+    def scaled(params: Any, batch: Any) -> Tensor:
+        return network(params, batch) * batch["scale"]
+
+    dims = {"x": 0, "y": 0, "scale": None}
+    pipe = fpipe.pipeline(scaled, schedule=SCHEDULES["zb_h1"], in_dims=dims, compile=False)
+    scales = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    sweep = fpipe.vmap(pipe, (None, {"x": None, "y": None, "scale": 0}))
+    loss, grads = step(WEIGHTS, ROWS)
+    found = sweep.step(WEIGHTS, {**ROWS, "scale": scales})
+    expected = tree.tree_map(lambda g: scales[:, None, None] * g, grads)
+    assert_same(tuple(found), (scales * loss, expected))
+
+
+def test_an_update_in_place_before_a_cut() -> None:
+    def shifted(params: Any, batch: Any) -> Tensor:
+        h = batch["x"] @ params["a"]
+        h[:, 0] += 1.0
+        return (fpipe.cut(h) @ params["b"]).square().mean()
+
+    pipe = fpipe.pipeline(shifted, schedule=schedules.zb_h1(ranks=2, microbatches=2), compile=False)
+    found = fpipe.vmap(pipe).step(MEMBERS, ROWS).grads
+    assert_same(found, vmap(grad(shifted), (0, None))(MEMBERS, ROWS))
+    pushed: Any = jvp(lambda own: grad(shifted)(own, ROWS), (WEIGHTS,), (WEIGHTS,))
+    assert_same(fpipe.hvp(pipe).step(WEIGHTS, ROWS, WEIGHTS).hvp, pushed[1], 1e-9)
+
+
+def test_random_numbers_of_members_and_rows() -> None:
+    def dropping(params: Any, batch: Any) -> Tensor:
+        h = fpipe.cut(torch.dropout(batch["x"] @ params["a"], 0.5, train=True))
+        return (h @ params["b"]).square().mean()
+
+    pipe = fpipe.pipeline(
+        dropping, schedule=schedules.zb_h1(ranks=2, microbatches=2), compile=False
+    )
+    twice, row = stacked(WEIGHTS), ROWS["x"][:1].expand(4, 3)
+    twice = tree.tree_map(lambda leaf: leaf[:1].expand_as(leaf), twice)
+    torch.manual_seed(0)
+    for randomness, equal in (("same", True), ("different", False)):
+        first, second = fpipe.vmap(pipe, randomness=randomness).value(twice, ROWS)
+        assert bool(first == second) is equal
+        rows_of_one = fpipe.per_example_grads(pipe, randomness=randomness)
+        first, second, *_ = rows_of_one.value(WEIGHTS, {"x": row, "y": row})
+        assert bool(first == second) is equal
+    with pytest.raises(StageError, match="called random operation while in randomness error mode"):
+        fpipe.vmap(pipe).value(twice, ROWS)
 
 
 def test_within_transforms_of_torch() -> None:
@@ -241,11 +250,11 @@ def test_compiled_in_float32() -> None:
     compiled, plain = (
         fpipe.pipeline(tied, schedule=schedule, compile=flag) for flag in (True, False)
     )
-    for call in (
-        lambda pipe: fpipe.hvp(pipe).step(params, batch, params),
-        lambda pipe: fpipe.per_example_norms(fpipe.vmap(pipe)).step(stacked(params), batch),
-    ):
-        assert_same(tuple(call(compiled)), tuple(call(plain)), 1e-4)
+    found, expected = (
+        fpipe.per_example_norms(fpipe.vmap(pipe)).step(stacked(params), batch)
+        for pipe in (compiled, plain)
+    )
+    assert_same(tuple(found), tuple(expected), 1e-4)
 
 
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────
@@ -253,23 +262,12 @@ def test_compiled_in_float32() -> None:
 
 def test_gauss_newton_is_refused_because_there_is_no_output() -> None:
     with pytest.raises(StageError, match=r"is one function, which returns the loss alone: pass"):
-        fpipe.ggnvp(PIPE)
-
-
-def test_arguments_that_do_not_fit_are_named() -> None:
-    with pytest.raises(
-        BatchError, match=r"params\['table'\] of shape \(11, 8\): it must be the dim"
-    ):
-        fpipe.vmap(PIPE, ({**dict.fromkeys(PARAMS), "table": 2}, None)).step(PARAMS, BATCH)
-    with pytest.raises(BatchError, match=r"vector\['unused'\] is torch.float64 of shape \(11, 8\)"):
-        fpipe.hvp(PIPE).step(TRAINED, BATCH, {**VECTOR, "unused": VECTOR["table"]})
-    with pytest.raises(BatchError, match=r"vector is .*, but params is .*: a vector has the struc"):
-        fpipe.hvp(PIPE).step(TRAINED, BATCH, {"table": VECTOR["table"]})
+        fpipe.ggnvp(NETWORK)
 
 
 @pytest.mark.parametrize("options", [{"has_aux": True}, {"has_state": True}])
 def test_what_comes_beside_the_loss_is_refused(options: Any) -> None:
-    pipe = pipe_of("zb_h1", **options)
+    pipe = fpipe.pipeline(network, schedule=SCHEDULES["zb_h1"], **options)
     for transform in (fpipe.vmap, fpipe.hvp, fpipe.per_example_grads):
         with pytest.raises(StageError, match=f"transform a pipeline without {next(iter(options))}"):
             transform(pipe)

@@ -9,7 +9,7 @@ import pytest
 from fpipe import schedules
 from tests.distributed.crew import Crew, values
 from tests.models import assert_identical
-from tests.transforms.actors import run, run_cut
+from tests.transforms.actors import make_ensemble, run, run_cut
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,18 @@ def compare(found: Any, expected: Any, own: set[int]) -> None:
         return
     for stage, (mine, all_of_it) in enumerate(zip(found, expected, strict=True)):
         assert_identical(mine, all_of_it if stage in own else None)
+
+
+def test_each_rank_makes_the_members_of_what_it_reads(pair: Crew) -> None:
+    """One matrix is read on the first rank, the other on the second: the rest has no data."""
+    schedule = schedules.zbv(ranks=2, microbatches=2)
+    parts = values(pair.run(make_ensemble, schedule))
+    params, whole = make_ensemble(None, schedule)
+    for (made, found), own, other in zip(parts, "ab", "ba", strict=True):
+        assert_identical(made[own], params[own])
+        assert made[other].is_meta
+        assert_identical(found.loss, whole.loss)
+        assert_identical(found.grads, {own: whole.grads[own], other: None})
 
 
 def test_gradients_of_the_batch_lie_on_the_first_stage(pair: Crew) -> None:
