@@ -92,6 +92,37 @@ def test_division_is_the_best_of_all(
         assert fastest == min(o.slowest for o in options) * (microbatches + len(placement) - 1)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    parts=st.lists(st.tuples(SIZES, SIZES), min_size=6, max_size=9),
+    placement=st.sampled_from([vee(2), vee(3), looped(2, 2), looped(2, 3)]),
+    share=st.sampled_from([0.55, 0.6, 1.0]),
+)
+def test_what_is_left_out_is_looked_for_again_where_memory_is_scarce(
+    parts: list[tuple[float, float]], placement: tuple[int, ...], share: float
+) -> None:
+    """One label for each end is too few to find the best, and no reason to find nothing."""
+    loads, needs = (list(column) for column in zip(*parts, strict=True))
+    limit = share * sum(needs)
+    everything = every_division(loads, loads, placement, needs, 4)
+    options = {division.ends: division for division, used in everything if used <= limit}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fpipe.modules.division.WIDTH", 1)
+        try:
+            got = divide(
+                loads,
+                [0.0] * len(loads),
+                placement,
+                microbatches=4,
+                memory=lambda stage, first, end: sum(needs[first:end]),
+                limit=limit,
+            )
+        except fpipe.StageError:
+            assert not options
+        else:
+            assert got.time == options[got.ends].time
+
+
 @pytest.mark.parametrize(
     "schedule",
     [
