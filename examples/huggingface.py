@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fpipe
 
 SMOKE = "--smoke" in sys.argv
-WIDTH, LAYERS, LENGTH, ROWS, STEPS = (16, 5, 16, 8, 3) if SMOKE else (64, 7, 64, 16, 160)
+WIDTH, LAYERS, LENGTH, ROWS, STEPS = (16, 5, 16, 8, 3) if SMOKE else (64, 7, 64, 16, 240)
 
 # Every Python carries its language reference, for `help("if")`. A token is a byte.
 TEXT = torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
@@ -85,6 +85,6 @@ pipe.load_into(model, params)
 prompt = torch.tensor([list(b"The ")])
 mask = torch.ones_like(prompt)
 written = model.eval().generate(
-    prompt, attention_mask=mask, max_new_tokens=LENGTH - 4, do_sample=False, pad_token_id=0
+    prompt, attention_mask=mask, max_new_tokens=LENGTH - 4, do_sample=True, top_k=3, pad_token_id=0
 )
 print(bytes(written[0].tolist()).decode(errors="replace"))
