@@ -85,8 +85,10 @@ def _measure(
         for _ in range(rounds):
             pipe.step(params, batch)
     measured = median(timeline.makespan for timeline in recording.timelines)
-    own = float(pipe.programs(params, batch)[rank].peak_bytes)
-    real = float(memory.peak(lambda: pipe.step(params, batch)))
+    # Its first step, so that the receive buffers, which are kept from step to step, count too.
+    fresh = pipeline_of(problem, schedule, compile=not sleeps)
+    own = float(fresh.programs(params, batch)[rank].peak_bytes)
+    real = float(memory.peak(lambda: fresh.step(params, batch)))
     peaks = torch.tensor([own, real], dtype=torch.float64)
     everyone = [torch.empty_like(peaks) for _ in range(world)]
     dist.all_gather(everyone, peaks)

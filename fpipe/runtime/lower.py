@@ -232,6 +232,7 @@ def _assemble(
     bindings = _bind(bound, steps, slots)
     instructions: list[Instruction] = []
     sizes: dict[tuple[int, int], int] = {}
+    needs: dict[int, int] = {}
     for number, step in enumerate(steps):
         ending = [v for v in dict.fromkeys(step.reads) if slots.ends(v, number)]
         reads = tuple(slots[v] for v in step.reads)
@@ -243,6 +244,8 @@ def _assemble(
             last = tuple(slots.release(v) for v in ending)
             instructions.append(Compute(call, reads, last, made, task.action))
             weights = [spec.nbytes for spec in task.specs]
+            handed = {slot: number for number, slot in enumerate(reads) if slot in last}
+            needs[place] = task.footprint(frozenset(handed.values()))
         else:
             message = step.subject
             weights = [spec.nbytes for spec in message.specs]
@@ -279,6 +282,7 @@ def _assemble(
         ),
         num_slots=slots.count,
         sizes=sizes,
+        needs=needs,
     )
 
 

@@ -142,6 +142,8 @@ class Program:
         num_slots: how many slots there are.
         sizes: bytes of the value that each instruction puts into each slot, in the order of the
             instructions: ``{(instruction index, slot): bytes}``.
+        needs: bytes that each `Compute` holds at most while it runs, beyond what was held when it
+            started: ``{instruction index: bytes}``.
     """
 
     rank: int
@@ -150,16 +152,18 @@ class Program:
     results: Results
     num_slots: int
     sizes: dict[tuple[int, int], int] = field(repr=False)
+    needs: dict[int, int] = field(repr=False)
 
     def __str__(self) -> str:
         return describe(self)
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes that slots, receive buffers and gradient sums hold at one time.
+        """Most bytes that slots, receive buffers, gradient sums and running kernels hold at once.
 
-        The caller's parameters and batch, and tensors that stages close over, are not counted,
-        nor is what a kernel uses while it runs.
+        The caller's parameters and batch, and tensors that stages close over, are not counted. What
+        a kernel needs while it runs is read off its graph, so it is close, not exact: a compiler
+        may fuse more or less, and a library may take memory for itself.
         """
         return max(memory_curve(self), default=0)
 
@@ -181,12 +185,12 @@ def memory_curve(program: Program) -> list[int]:
             gone = instruction.last_use
         elif isinstance(instruction, Free):
             gone = instruction.slots
+        within = total + program.needs.get(index, 0)
+        total -= sum(held.pop(slot, 0) for slot in gone)
         for slot in _written(instruction):
             held[slot] = program.sizes[index, slot]
             total += held[slot]
-        # A kernel's outputs exist before its last inputs are gone: both are counted.
-        curve.append(total)
-        total -= sum(held.pop(slot, 0) for slot in gone)
+        curve.append(max(within, total))
     return curve
 
 

@@ -25,6 +25,8 @@ class Task(NamedTuple):
         inputs: values read, in the kernel's order.
         outputs: values computed, in the kernel's order.
         specs: shape and dtype of each output.
+        footprint: bytes that a call needs beyond what is held when it starts, given the numbers of
+            the inputs that it alone holds.
         constants: tensors among the inputs that a stage function closes over.
     """
 
@@ -33,6 +35,7 @@ class Task(NamedTuple):
     inputs: tuple[Value, ...]
     outputs: tuple[Computed, ...]
     specs: tuple[Spec, ...]
+    footprint: Callable[[frozenset[int]], int]
     constants: tuple[Tensor, ...] = ()
 
 
@@ -96,7 +99,8 @@ def tie(tasks: Tasks, schedule: Schedule, codes: Codes, *, everywhere: bool) -> 
         for rank, stage in sorted(holders.items()):
             whole = Computed(stage, -1, f"whole gradient of leaf {leaf}")
             action = Action(stage, Op.REDUCE_GRAD, None)
-            tasks.rows[rank].append(Task(action, lambda: _add_up, parts, (whole,), (spec,)))
+            needs = footprint_of_sum(spec, len(parts))
+            tasks.rows[rank].append(Task(action, lambda: _add_up, parts, (whole,), (spec,), needs))
             sums[SumValue(stage, leaf)] = whole
     return Tasks(tasks.rows, sums)
 
@@ -108,6 +112,11 @@ def _add_up(values: list[Tensor]) -> list[Tensor]:
         total = total + value
     values.clear()
     return [total]
+
+
+def footprint_of_sum(spec: Spec, terms: int) -> Callable[[frozenset[int]], int]:
+    """The `Task.footprint` of a sum from left to right: a new tensor, beside the one before it."""
+    return lambda handed: spec.nbytes * min(2, terms - 1)
 
 
 def _sum_of(stage: int, source: Source) -> SumValue:
@@ -151,5 +160,6 @@ def _task_of(
         read,
         outputs,
         tuple(code.specs[name] for name in piece.outputs),
+        partial(code.footprint, key),
         code.constants,
     )

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fpipe.runtime.tasks import Task, Tasks
+from fpipe.runtime.tasks import Task, Tasks, footprint_of_sum
 from fpipe.runtime.values import Codes, Computed, SumValue, Value
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.shapes import Spec
@@ -65,6 +65,7 @@ def tie_apart(
                 parts,
                 (whole,),
                 (_folded(code.specs[entry.start], fold),),
+                footprint_of_sum(code.specs[entry.start], len(parts) + (fold is not None)),
             )
             added[place].append((rank, task))
             sums[SumValue(stage, leaf, microbatch)] = whole

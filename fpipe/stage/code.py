@@ -52,3 +52,10 @@ class StageCode:
     def call(self, op: str) -> Call:
         """The compiled piece of `op`."""
         return self.compiler(self.pieces[op], f"{op} of {self.label}")
+
+    def footprint(self, op: str, handed: frozenset[int]) -> int:
+        """Bytes that the piece of `op` needs beyond what is held when it starts.
+
+        `handed` are the numbers of its inputs that nothing else reads afterwards.
+        """
+        return self.pieces[op].footprint(handed, fuses=self.compiler.fuses)

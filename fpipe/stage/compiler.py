@@ -26,7 +26,13 @@ Compile = bool | str | Mapping[str, Any] | Callable[[fx.GraphModule, Sequence[Te
 
 # Checks of sizes cost a microsecond an input; strides are settled at each stage boundary instead.
 # They stay on in debug runs: TORCH_LOGS=output_code or compile={"options": {"size_asserts": True}}.
-_FAST = {"size_asserts": False, "nan_asserts": False, "scalar_asserts": False}
+_OPTIONS = {
+    "size_asserts": False,
+    "nan_asserts": False,
+    "scalar_asserts": False,
+    # It would compute the gradients of parameters at the end, and keep all that they read.
+    "reorder_for_locality": False,
+}
 
 
 class Compiler:
@@ -38,12 +44,16 @@ class Compiler:
             or a callable from a `GraphModule` and its example inputs (fake tensors) to a boxed
             callable: one that takes a list, which it may empty, and returns a sequence.
 
+    Attributes:
+        fuses: elementwise operations are taken to run where their results are read.
+
     Raises:
         StageError: `compile` is none of these.
     """
 
     def __init__(self, compile: Compile) -> None:
         self._make = _maker(compile)
+        self.fuses = compile is not False
         self._artefacts: dict[tuple[str, int], Call] = {}
 
     def __call__(self, piece: Piece, label: str) -> Call:
@@ -137,7 +147,7 @@ def _inductor(module: fx.GraphModule, examples: list[Tensor], patches: dict[str,
 
     with torch.no_grad():
         wrapped: Any = compile_fx(
-            module, examples, inner_compile=capture, config_patches=_FAST | patches
+            module, examples, inner_compile=capture, config_patches=_OPTIONS | patches
         )
     if len(captured) == 1 and captured[0][1:] == (len(examples), _num_outputs(module.graph)):
         call: Call = captured[0][0].current_callable

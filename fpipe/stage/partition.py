@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from fpipe.stage.fingerprint import fingerprint
+from fpipe.stage.footprint import footprint
 from fpipe.stage.joint import Cotangent, Joint, Source, Upstream, is_random, is_view
 
 Policy = Callable[[fx.Node], bool]
@@ -39,11 +40,18 @@ class Piece:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     graph: fx.Graph
+    _footprints: dict[tuple[frozenset[int], bool], int] = field(default_factory=dict, repr=False)
 
     @cached_property
     def fingerprint(self) -> str:
         """Equal for pieces that compute the same."""
         return fingerprint(self.graph)
+
+    def footprint(self, handed: frozenset[int], *, fuses: bool) -> int:
+        """Bytes that a call needs beyond what is held when it starts; see `footprint`."""
+        if (handed, fuses) not in self._footprints:
+            self._footprints[handed, fuses] = footprint(self.graph, handed, fuses=fuses)
+        return self._footprints[handed, fuses]
 
 
 def live_gradients(joint: Joint) -> frozenset[Source]:

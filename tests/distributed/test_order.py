@@ -28,7 +28,7 @@ from tests.distributed.crew import Crew, values
 
 
 def program(rank: int, *instructions: Instruction) -> Program:
-    return Program(rank, instructions, Bindings((), (), (), ()), Results((), ()), 1, {})
+    return Program(rank, instructions, Bindings((), (), (), ()), Results((), ()), 1, {}, {})
 
 
 def message(action: str, source: int, target: int, number: int = 0) -> Message:

@@ -115,12 +115,15 @@ def test_a_frozen_end_passes_gradients_on_and_has_none() -> None:
 
 def test_frozen_parameters_need_no_memory_for_gradients() -> None:
     params, batch = adapters()
-    peaks = [
-        [program.peak_bytes for program in make(ONE_F_ONE_B, choice).programs(params, batch)]
-        for choice in (None, lambda path: "lora" in path)
-    ]
+    sums = []
+    for choice in (None, lambda path: "lora" in path):
+        programs = make(ONE_F_ONE_B, choice).programs(params, batch)
+        slots = [{slot for *_, slot in program.results.grads} for program in programs]
+        # A slot is filled again and again; what is in it at the end was put there last.
+        last = [{slot: size for (_, slot), size in p.sizes.items()} for p in programs]
+        sums.append([sum(last[rank][s] for s in own) for rank, own in enumerate(slots)])
     # A gradient of w has 9 numbers.
-    assert all(full - some >= 9 * 8 for full, some in zip(*peaks, strict=True))
+    assert all(full - some >= 9 * 8 for full, some in zip(*sums, strict=True))
 
 
 def test_a_schedule_may_leave_out_what_nobody_needs() -> None:

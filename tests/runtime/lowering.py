@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from fpipe.runtime.program import Compute, Message, Program
 from fpipe.shapes import TreeShape
 from fpipe.stage.chain import ChainTracer, assemble, live_leaves
 from fpipe.stage.code import StageCode
-from fpipe.stage.compiler import Compiler
+from fpipe.stage.compiler import Call, Compiler
 from fpipe.stage.partition import Policy
 from fpipe.stage.remat import save_all
 from fpipe.stage.stage import Stage
@@ -70,15 +71,15 @@ class Mailbox:
         return self._mail.pop(message, None)
 
 
-Observe = Callable[[int, list[Tensor], list[Tensor]], None]
-"""Called when a kernel has returned: with the rank, the inputs, and the outputs that get a slot."""
+Around = Callable[[int, Call, list[Tensor]], Sequence[Tensor]]
+"""Calls a kernel of a rank with its inputs."""
 
 
 def drive(
     programs: Sequence[Program],
     model: Model,
     transports: Sequence[Mailbox],
-    observe: Observe = lambda rank, inputs, outputs: None,
+    around: Around = lambda rank, call, inputs: call(inputs),
 ) -> list[Run]:
     """Run all programs to their end, each on its own transport."""
     microbatches = 1 + max(index for p in programs for index, _, _ in p.results.outputs)
@@ -86,7 +87,7 @@ def drive(
     seed = torch.tensor(1 / microbatches, dtype=torch.float64)
     runs = []
     for program in programs:
-        run = Run(_observed(program, observe))
+        run = Run(_wrapped(program, around))
         bindings = program.bindings
         for stage, leaf, slot in bindings.params:
             run.slots[slot] = params.stages[stage][leaf]
@@ -106,16 +107,9 @@ def drive(
     return runs
 
 
-def _observed(program: Program, observe: Observe) -> Program:
-    def wrap(instruction: Compute) -> Compute:
-        def call(inputs: list[Tensor]) -> Sequence[Tensor]:
-            kept = list(inputs)
-            outputs = instruction.call(inputs)
-            slots = zip(instruction.outputs, outputs, strict=True)
-            observe(program.rank, kept, [value for slot, value in slots if slot >= 0])
-            return outputs
-
-        return instruction._replace(call=call)
-
-    instructions = tuple(wrap(i) if isinstance(i, Compute) else i for i in program.instructions)
+def _wrapped(program: Program, around: Around) -> Program:
+    instructions = tuple(
+        i._replace(call=partial(around, program.rank, i.call)) if isinstance(i, Compute) else i
+        for i in program.instructions
+    )
     return replace(program, instructions=instructions)
