@@ -38,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 demo: $(STAMP)
 	$(LAUNCH) examples/gpt.py

@@ -12,8 +12,16 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# Of the schedule side alone: many short tests, none of which starts a process or compiles.
+SHORT = {"cli", "exchange", "laboratory", "picture", "schedule"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need a CUDA device where there is none."""
+    """Skip the tests that need a CUDA device where there is none, and leave short ones to the end.
+
+    Files are handed out in this order, so no process waits for the last long file of another.
+    """
+    items.sort(key=lambda item: item.path.parent.name in SHORT)
     marked = [item for item in items if item.get_closest_marker("cuda")]
     if not marked:
         return  # the schedule side's tests start without the second that importing torch takes

@@ -91,7 +91,7 @@ def test_evaluation_equals_the_unpipelined_function(family: str) -> None:
 @pytest.mark.inductor
 @pytest.mark.parametrize(
     ("name", "family", "remat"),
-    [("gpt", "zbv", "none"), ("conv", "one_f_one_b", "full")],
+    [("gpt", "zb_h1", "none"), ("conv", "one_f_one_b", "full")],
 )
 def test_compiled_step_in_float32(name: str, family: str, remat: str) -> None:
     schedule = schedules.get(family, ranks=2, microbatches=3)
