@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
@@ -72,7 +73,8 @@ def stored_names(
         source: the checkpoint.
         names: of all tensors, whoever holds them.
         naming: what is known of them.
-        rename: from the name of a tensor to that in the checkpoint; None for the same.
+        rename: from the name of a tensor to that in the checkpoint; None for the same. It need not
+            know aliases and what is beside: those that it raises for are not looked for.
         strict: refuse what is in the checkpoint and is none of them.
 
     Raises:
@@ -80,14 +82,16 @@ def stored_names(
     """
     renamed = rename or (lambda name: name)
     found: dict[str, str] = {}
-    known = {renamed(name) for name in naming.beside}
+    known: set[str] = set()
     for name in names:
-        stored = [renamed(alias) for alias in (name, *naming.aliases.get(name, ()))]
+        stored = [renamed(name), *_those_renamed(naming.aliases.get(name, ()), renamed)]
         known.update(stored)
         there = [alias for alias in stored if alias in source.names]
         if there:
             found[name] = there[0]
     missing = [name for name in names if name not in found and name not in naming.optional]
+    if strict or missing:
+        known.update(_those_renamed(naming.beside, renamed))
     extra = sorted(source.names - known)
     if missing:
         beside = f"; it has {few(extra)} beside what was looked for" if extra else ""
@@ -101,6 +105,14 @@ def stored_names(
             "over what is no parameter"
         )
     return found
+
+
+def _those_renamed(names: Iterable[str], rename: Callable[[str], str]) -> Iterator[str]:
+    """The names in the checkpoint of those that `rename` knows."""
+    for name in names:
+        # Its author was asked for the names of what is read, and may raise anything for others.
+        with suppress(Exception):
+            yield rename(name)
 
 
 def reading(

@@ -90,6 +90,28 @@ def test_names_of_a_checkpoint_may_be_others(tmp_path: Path) -> None:
     assert torch.equal(found["scale"], module.scale)
 
 
+def test_rename_need_not_know_what_is_not_read(tmp_path: Path) -> None:
+    module = make_module()
+    path = tmp_path / "model.safetensors"
+    save_file({f"model.{name}": value for name, value in module.state_dict().items()}, path)
+    of_params = {name: f"model.{name}" for name, _ in module.named_parameters()}
+    of_buffers = {name: f"model.{name}" for name, _ in module.named_buffers()}
+    found = fpipe.load_buffers(without_data(), path, rename=of_buffers.__getitem__)
+    assert torch.equal(found["scale"], module.scale)
+    pipe = pipe_of(without_data(), has_state=True)
+    state = pipe.load_state(path, rename=of_buffers.__getitem__)
+    assert_identical(buffers_of(state), dict(module.named_buffers()))
+    batch = make_batch()
+    params = pipe.load(path, state, batch, rename=of_params.__getitem__, strict=False)
+    assert_identical(params, detached(module))
+    # What it does not know is not known to be a buffer, and is refused where all must be known.
+    with pytest.raises(fpipe.BatchError, match=r"has 'model\.\w.*, which are no parameters"):
+        pipe.load(path, state, batch, rename=of_params.__getitem__)
+    # It must know what is read: its own error says what it lacks.
+    with pytest.raises(KeyError, match="first"):
+        pipe.load(path, state, batch, rename=of_buffers.__getitem__, strict=False)
+
+
 def test_state_to_begin_with_is_that_of_a_new_module() -> None:
     torch.manual_seed(0)
     fresh, pipe = Normed().double(), pipe_of(without_data(), has_state=True)
