@@ -25,11 +25,18 @@ from typing import NamedTuple
 from fpipe.errors import StageError
 
 Memory = Callable[[int, int, int], float]
-"""``(stage, first, end)`` to what a stage of these parts needs on its rank."""
+"""``(stage, first, end)`` to what a stage of these parts needs on its rank.
+
+Parts need together at most what they need one by one, and the stage that needs least for some of
+them needs least for all: so there is a least that any division needs of the parts that are left.
+"""
 
 WIDTH = 32
 """Labels that are kept for each part at which a stage may end, where ranks have several stages.
 Fewer are needed on chains of some ten parts, so that the search is exact there too."""
+
+WIDEST = 16 * WIDTH
+"""As many, at most, where none of the fewer that were kept fits into memory."""
 
 
 class Division(NamedTuple):
@@ -107,16 +114,24 @@ def divide(
     search = _Search(loads, widths, placement, microbatches, memory, limit)
     fastest = search.fastest()
     if fastest is None:
+        none = f"no division into {len(placement)} stages"
+        if search.has_left_out:
+            none += f" among the {search.width} most promising ways to each part"
         raise StageError(
-            f"no division into {len(placement)} stages keeps every rank within memory={limit:.4g}: "
-            "allow more, or take more ranks or more candidates"
+            f"{none} keeps every rank within memory={limit:.4g}: allow more, or take more ranks or "
+            "more candidates"
         )
     found = search.within(fastest.time * (1 + slack), narrow=True) or fastest
     return min(found, fastest, key=lambda division: (division.crossing, division.time))
 
 
 class _Search:
-    """A chain that is to be divided; the arguments are those of `divide`."""
+    """A chain that is to be divided; the arguments are those of `divide`.
+
+    Attributes:
+        width: how many labels are kept for each part at which a stage may end.
+        has_left_out: whether there were more in the last search.
+    """
 
     def __init__(
         self,
@@ -135,8 +150,9 @@ class _Search:
         self._memory = memory
         self._limit = limit
         self._ranks = max(placement) + 1
-        self._width = inf if self._ranks == len(placement) else WIDTH
-        self._has_left_out = False
+        self.width = inf if self._ranks == len(placement) else WIDTH
+        self.has_left_out = False
+        self._left = self._least_memory()
 
     def fastest(self) -> Division | None:
         """The division whose step is shortest."""
@@ -149,8 +165,9 @@ class _Search:
             if (found := self.within(bound)) is not None:
                 return found
             spare *= 3
-        while (found := self.within(most)) is None and self._has_left_out:
-            self._width *= 4  # one that was left out may have fitted into memory
+        while (found := self.within(most)) is None and self.has_left_out and self.width < WIDEST:
+            # One that was left out may have fitted into memory.
+            self.width = min(4 * self.width, WIDEST)
         return found
 
     def within(self, bound: float, *, narrow: bool = False) -> Division | None:
@@ -158,7 +175,7 @@ class _Search:
         stages, count = len(self._placement), len(self._before) - 1
         bound *= 1 + 1e-12  # a rounding error must not exclude the division that set the bound
         nothing = (0.0,) * self._ranks
-        self._has_left_out = False
+        self.has_left_out = False
         reached = {0: [_Label(0.0, 0.0, 0.0, 0.0, nothing, nothing, ())]}
         for stage in range(stages):
             left = stages - stage - 1
@@ -171,7 +188,7 @@ class _Search:
                     following.setdefault(end, []).extend(
                         label for label in further if label.time <= bound
                     )
-            reached = {end: self._kept(labels, narrow) for end, labels in following.items()}
+            reached = {end: self._kept(found, narrow) for end, found in following.items() if found}
         best = min(
             reached.get(count, []),
             key=lambda label: label[:2] if narrow else (label.time, label.crossing),
@@ -200,6 +217,9 @@ class _Search:
             if again or loads[rank] or memory[rank]:
                 loads = (*loads[:rank], own * again, *loads[rank + 1 :])
                 memory = (*memory[:rank], used * again, *memory[rank + 1 :])
+            # What is left must fit into the ranks that come again, but for a rounding error.
+            if sum(memory) + self._left[stage][end] > open_ranks * self._limit * (1 + 1e-12):
+                continue
             if not again:
                 busiest = max(busiest, own)
             # What is left goes to the ranks that come again, at best so that they are even.
@@ -208,6 +228,18 @@ class _Search:
             yield _Label(
                 label.crossing + hop, time, slowest, busiest, loads, memory, (*label.ends, end)
             )
+
+    def _least_memory(self) -> list[list[float]]:
+        """For each stage, and each part where it may end: what the parts that are left need."""
+        stages, count = len(self._placement), len(self._before) - 1
+        left = [[0.0] * (count + 1) for _ in range(stages)]
+        if self._limit < inf:
+            for end in range(count):
+                least = inf
+                for stage in range(stages - 1, 0, -1):
+                    least = min(least, self._memory(stage, end, count))
+                    left[stage - 1][end] = least
+        return left
 
     def _at_least(
         self,
@@ -232,8 +264,8 @@ class _Search:
         kept: list[_Label] = []
         for label in sorted(labels, key=_by_width if narrow else _by_time):
             if not any(_covers(other, label, narrow=narrow) for other in kept):
-                if len(kept) >= self._width:
-                    self._has_left_out = True
+                if len(kept) >= self.width:
+                    self.has_left_out = True
                     break
                 kept.append(label)
         return kept

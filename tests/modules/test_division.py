@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import combinations, pairwise
+from random import Random
 from statistics import mean
 
 import pytest
@@ -196,6 +197,44 @@ def test_long_chains_on_many_ranks_are_divided_evenly() -> None:
         limit=9.0,
     )
     assert max(b - a for a, b in pairwise((0, *tight.ends))) <= 9 and tight.busiest <= 9.5
+
+
+def test_memory_that_is_too_small_is_refused_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On ranks of several stages there are more ways than can be followed until none is left."""
+    draws = Random(1)
+    loads, needs = ([draws.random() for _ in range(48)] for _ in range(2))
+    calls: list[tuple[int, int, int]] = []
+
+    def divided(share: float, placement: tuple[int, ...]) -> Division:
+        def memory(stage: int, first: int, end: int) -> float:
+            calls.append((stage, first, end))
+            return sum(needs[first:end])
+
+        calls.clear()
+        limit = share * sum(needs) / (max(placement) + 1)
+        return divide(loads, loads, placement, microbatches=8, memory=memory, limit=limit)
+
+    for placement in (looped(4, 2), vee(4)):
+        with pytest.raises(fpipe.StageError, match="no division into 8 stages keeps every rank w"):
+            divided(0.9, placement)
+        assert len(calls) < 2_000  # the first stage shows it, whatever it takes
+        assert max(division_memory(divided(1.1, placement), needs, placement)) <= (
+            1.1 * sum(needs) / 4
+        )
+    # So even a division may or may not be there: the search ends, and says that it was cut off.
+    monkeypatch.setattr("fpipe.modules.division.WIDEST", 64)
+    with pytest.raises(fpipe.StageError, match=r"among the 64 most promising ways .* keeps every"):
+        divided(1.0001, looped(4, 2))
+
+
+def division_memory(
+    division: Division, needs: list[float], placement: tuple[int, ...]
+) -> list[float]:
+    """What each rank needs."""
+    used = [0.0] * (max(placement) + 1)
+    for rank, (first, end) in zip(placement, pairwise((0, *division.ends)), strict=True):
+        used[rank] += sum(needs[first:end])
+    return used
 
 
 def test_fewer_parts_than_stages_are_refused() -> None:
