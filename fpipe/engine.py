@@ -296,7 +296,7 @@ class Pipeline:
         Tensors on the meta device will do; a step on real tensors of those shapes, which lie on the
         CPU or on the devices of the pipeline, then runs these programs.
         """
-        return self._controller.programs(*self._convention.enter(params, batch, *vectors))
+        return self._controller.programs(lambda: self._convention.enter(params, batch, *vectors))
 
     def add_up(self, value: float) -> float:
         """The sum of a number over the processes, the same in each: all of them must call it.
@@ -423,10 +423,12 @@ class Pipeline:
         return self._without_key(example, None)[0] if keyed else example
 
     def _run(self, arguments: Sequence[Any], goal: Goal, key: Tensor | None) -> Finished:
-        if len(arguments) != 2 + self.definition.has_state + self._convention.vectors:
-            raise _miscounted(arguments, self.definition)
-        params, batch = self._convention.enter(*arguments)
-        return self._controller.run(params, batch, goal, key)._replace(batch=batch)
+        def enter() -> tuple[Any, Any]:
+            if len(arguments) != 2 + self.definition.has_state + self._convention.vectors:
+                raise _miscounted(arguments, self.definition)
+            return self._convention.enter(*arguments)
+
+        return self._controller.run(enter, goal, key)
 
 
 def _miscounted(arguments: Sequence[Any], definition: Definition) -> BatchError:

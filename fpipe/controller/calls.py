@@ -27,12 +27,13 @@ from fpipe.controller.agreement import (
     named,
     start_headers,
 )
+from fpipe.controller.controller import Enter
 from fpipe.controller.keys import Words, as_number
 from fpipe.microbatch import Microbatches, split
 from fpipe.parameters import Parameters
 from fpipe.plan import Plan, Planner
 from fpipe.recording import active
-from fpipe.runtime.program import Program
+from fpipe.runtime.program import Program, describe
 from fpipe.schedule import Schedule
 from fpipe.shapes import Goal, Signature, TreeShape, ambient, batch_shapes
 
@@ -49,6 +50,7 @@ class Given(NamedTuple):
         shapes: the parameters of each of its stages.
         batch: the batch's shapes.
         key: of the step, None for none.
+        whole: the batch, as stages take it.
     """
 
     params: Parameters
@@ -56,6 +58,7 @@ class Given(NamedTuple):
     shapes: Mapping[int, TreeShape]
     batch: tuple[TreeShape, ...] | None
     key: Words | None
+    whole: Any
 
 
 class Call(NamedTuple):
@@ -137,8 +140,7 @@ class Calls:
 
     def announce(
         self,
-        params: Any,
-        batch: Any,
+        enter: Enter,
         goal: Goal,
         key: Callable[[], Words | None],
         name: str | None = None,
@@ -146,8 +148,7 @@ class Calls:
         """Read what this rank was called with, and tell the others.
 
         Args:
-            params: as the caller passed them.
-            batch: likewise.
+            enter: makes parameters and batch of what the caller passed.
             goal: what is asked for.
             key: reads the key.
             name: what was called, if not the method of the goal.
@@ -155,7 +156,7 @@ class Calls:
         given: Given | None = None
         problem: Exception | None = None
         try:
-            given = self._read(params, batch, key())
+            given = self._read(*enter(), key())
         except Exception as error:
             problem = error
         header = _header(given, name or f"pipe.{goal}")
@@ -187,7 +188,7 @@ class Calls:
             stage: TreeShape.of(own.specs[stage], own.stages[stage]).on(NOWHERE)
             for stage in self._stages
         }
-        return Given(own, parts, params_shapes, shapes, key)
+        return Given(own, parts, params_shapes, shapes, key, batch)
 
     def _make_signature(self, call: Call) -> Signature:
         """Exchange offers, and put together what all ranks were given."""
@@ -221,7 +222,9 @@ class Calls:
         text = ""
         try:
             plan = self._planner(signature)
-            text = digest("\n".join((*map(str, plan.programs), plan.fingerprint)))
+            # Not how much they hold: one rank may run uncompiled, to be looked at.
+            texts = [describe(program, weighed=False) for program in plan.programs]
+            text = digest("\n".join((*texts, plan.fingerprint)))
         except Exception as error:
             problem = error
             text = named(error)

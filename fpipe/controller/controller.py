@@ -21,6 +21,10 @@ Gather = Callable[[Any], list[Any]]
 """From a picklable value of this process to those of all of them, by rank."""
 
 
+Enter = Callable[[], tuple[Any, Any]]
+"""Makes parameters and batch, as stages take them, of the caller's arguments; may refuse them."""
+
+
 class Finished(NamedTuple):
     """A step that ran.
 
@@ -29,7 +33,7 @@ class Finished(NamedTuple):
         plan: what it ran by.
         runs: the runs of this process's ranks, with their results in their slots.
         total: what the loss of the batch is made of, where the goal has one.
-        batch: as it was passed.
+        batch: as stages take it.
     """
 
     params: Parameters
@@ -42,10 +46,10 @@ class Finished(NamedTuple):
 class Controller(Protocol):
     """Drives the ranks that belong to this process."""
 
-    def run(self, params: Any, batch: Any, goal: Goal, key: Any = None) -> Finished:
+    def run(self, enter: Enter, goal: Goal, key: Any = None) -> Finished:
         """Plan, if the shapes are new, and run all programs to their end."""
 
-    def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
+    def programs(self, enter: Enter) -> tuple[Program, ...]:
         """The programs of a training step on arguments of these shapes."""
 
     def add_up(self, value: float) -> float:

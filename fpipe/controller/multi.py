@@ -33,7 +33,7 @@ from fpipe.controller.agreement import (
 )
 from fpipe.controller.ahead import Ahead, prelude
 from fpipe.controller.calls import Agreed, Call, Calls, Given
-from fpipe.controller.controller import Finished, Gather, load
+from fpipe.controller.controller import Enter, Finished, Gather, load
 from fpipe.controller.fault import Fault
 from fpipe.controller.keys import Words
 from fpipe.controller.single import without_autocast
@@ -116,7 +116,7 @@ class MultiController:
             self._transport.open,
         )
 
-    def run(self, params: Any, batch: Any, goal: Goal, key: Any = None) -> Finished:
+    def run(self, enter: Enter, goal: Goal, key: Any = None) -> Finished:
         """Run this rank's program to its end, in step with the other ranks.
 
         Raises:
@@ -124,7 +124,7 @@ class MultiController:
         """
 
         def work() -> Finished:
-            call = self._calls.announce(params, batch, goal, lambda: self._read_key(key))
+            call = self._calls.announce(enter, goal, lambda: self._read_key(key))
             ahead = self._run_ahead(call)
             try:
                 agreed = self._calls.agree(call)
@@ -139,11 +139,11 @@ class MultiController:
 
         return self._together(work)
 
-    def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
+    def programs(self, enter: Enter) -> tuple[Program, ...]:
         """The programs of all ranks for a training step; every rank must ask for them."""
 
         def work() -> tuple[Program, ...]:
-            call = self._calls.announce(params, batch, "step", lambda: None, "pipe.programs")
+            call = self._calls.announce(enter, "step", lambda: None, "pipe.programs")
             return self._calls.agree(call).plan.programs
 
         return self._together(work)
@@ -244,7 +244,7 @@ class MultiController:
             recording = active()
             if recording is not None:
                 recording.timelines.append(timeline_of(plan.schedule, everyone))
-        return Finished(given.params, plan, [run], total)
+        return Finished(given.params, plan, [run], total, given.whole)
 
     def _load(self, program: Program, plan: Plan, given: Given) -> Run:
         if program.bindings.batch and given.parts is None:

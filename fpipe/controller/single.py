@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fpipe.controller.controller import Finished, Gather, load
+from fpipe.controller.controller import Enter, Finished, Gather, load
 from fpipe.controller.keys import Words
 from fpipe.microbatch import Microbatches, split
 from fpipe.parameters import Parameters
@@ -52,8 +52,9 @@ class SingleController:
         self._transport = LocalTransport(devices)
         self._running = threading.Lock()  # the transport serves one step at a time
 
-    def run(self, params: Any, batch: Any, goal: Goal, key: Any = None) -> Finished:
+    def run(self, enter: Enter, goal: Goal, key: Any = None) -> Finished:
         """Run every rank's program to its end."""
+        params, batch = enter()
         words = self._read_key(key)
         leaves, parts, plan = self._plan(params, batch, goal)
         with torch.no_grad(), without_autocast():
@@ -68,11 +69,11 @@ class SingleController:
             total = plan.total(runs)
         if recording is not None:
             recording.timelines.append(timeline_of(plan.schedule, [own or {} for own in marks]))
-        return Finished(leaves, plan, runs, total)
+        return Finished(leaves, plan, runs, total, batch)
 
-    def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
+    def programs(self, enter: Enter) -> tuple[Program, ...]:
         """The programs of a training step on arguments of these shapes."""
-        _, _, signature = self._signature(params, batch, "step")
+        _, _, signature = self._signature(*enter(), "step")
         devices = self._devices and [self._devices[rank] for rank in self._planner.placement]
         return self._planner(with_data(signature, devices)).programs
 

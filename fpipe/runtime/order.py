@@ -21,6 +21,7 @@ from fpipe.runtime.program import (
     Send,
     WaitRecv,
     WaitSend,
+    memory_curve,
 )
 from fpipe.runtime.values import Codes
 from fpipe.schedule import Schedule
@@ -61,7 +62,9 @@ def lower_for_group(
         return lower(schedule, codes, windows, lambda r: r == rank, tied=tied, sink=sink)
 
     programs = within(2, RUN_AHEAD)
-    nbytes = max(RUN_AHEAD, int(SHARE * max(program.peak_bytes for program in programs)))
+    # The same on all ranks, whichever of them are compiled.
+    peak = max(max(memory_curve(program, running=False), default=0) for program in programs)
+    nbytes = max(RUN_AHEAD, int(SHARE * peak))
     if nbytes > RUN_AHEAD:
         programs = within(2, nbytes)
     for window in (8, sum(map(len, schedule.actions))):

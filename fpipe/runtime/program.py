@@ -168,8 +168,14 @@ class Program:
         return max(memory_curve(self), default=0)
 
 
-def memory_curve(program: Program) -> list[int]:
-    """Bytes held during each instruction of `program`, as `Program.peak_bytes` counts them."""
+def memory_curve(program: Program, *, running: bool = True) -> list[int]:
+    """Bytes held during each instruction of `program`, as `Program.peak_bytes` counts them.
+
+    Args:
+        program: of one rank.
+        running: count what kernels need while they run, which depends on how they are compiled, or
+            only their arguments and results.
+    """
     curve = []
     held: dict[int, int] = {}
     posted: dict[Message, int] = {}
@@ -185,12 +191,12 @@ def memory_curve(program: Program) -> list[int]:
             gone = instruction.last_use
         elif isinstance(instruction, Free):
             gone = instruction.slots
-        within = total + program.needs.get(index, 0)
-        total -= sum(held.pop(slot, 0) for slot in gone)
-        for slot in _written(instruction):
-            held[slot] = program.sizes[index, slot]
-            total += held[slot]
-        curve.append(max(within, total))
+        made = {slot: program.sizes[index, slot] for slot in _written(instruction)}
+        needed = program.needs.get(index, 0) if running else sum(made.values())
+        during = total + needed
+        total += sum(made.values()) - sum(held.pop(slot, 0) for slot in gone)
+        held |= made
+        curve.append(max(during, total))
     return curve
 
 
@@ -204,11 +210,17 @@ def _written(instruction: Instruction) -> tuple[int, ...]:
             return ()
 
 
-def describe(program: Program) -> str:
-    """The program as text, one instruction a line; ``!`` marks the last use of a slot."""
+def describe(program: Program, *, weighed: bool = True) -> str:
+    """The program as text, one instruction a line; ``!`` marks the last use of a slot.
+
+    Args:
+        program: of one rank.
+        weighed: say what it holds at most; without it, the text is the same however it is compiled.
+    """
+    peak = f", peak {program.peak_bytes:,} bytes" if weighed else ""
     lines = [
         f"program of rank {program.rank}: {len(program.instructions)} instructions, "
-        f"{program.num_slots} slots, peak {program.peak_bytes:,} bytes"
+        f"{program.num_slots} slots{peak}"
     ]
     bound: dict[str, list[str]] = {}
     for stage, leaf, slot in program.bindings.params:

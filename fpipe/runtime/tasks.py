@@ -71,7 +71,8 @@ def tie(tasks: Tasks, schedule: Schedule, codes: Codes, *, everywhere: bool) -> 
 
     Stages number the leaves of one and the same tree, so sums of one leaf belong together. They are
     added in the order of the stages, at the end: by each rank that reads the parameter, which all
-    get the same bits, or by the first of them alone.
+    get the same bits, or by the first of them alone. A rank that reads it where no gradient flows
+    gets the sum too, or its copy would stay what it was.
 
     Args:
         tasks: of a function that was cut.
@@ -84,16 +85,15 @@ def tie(tasks: Tasks, schedule: Schedule, codes: Codes, *, everywhere: bool) -> 
         if total.argument == "params":
             stages_of[total.leaf].append(total.stage)
     sums = dict(tasks.sums)
+    readers = readers_of(schedule, codes)
     for leaf, stages in stages_of.items():
-        if len(stages) == 1:
+        first = {schedule.placement[stages[0]]: stages[0]}
+        holders = readers[leaf] if everywhere else first
+        if len(stages) == 1 and holders.keys() == first.keys():
             continue
         parts = tuple(tasks.sums[SumValue(stage, leaf)] for stage in stages)
         code = codes(stages[0], 0)
         spec = code.specs[code.sums[Param(leaf)].start]
-        # The first stage of each rank stands for the rank.
-        holders = {schedule.placement[s]: s for s in reversed(stages)}
-        if not everywhere:
-            holders = {schedule.placement[stages[0]]: stages[0]}
         for stage in stages:
             del sums[SumValue(stage, leaf)]
         for rank, stage in sorted(holders.items()):
@@ -103,6 +103,18 @@ def tie(tasks: Tasks, schedule: Schedule, codes: Codes, *, everywhere: bool) -> 
             tasks.rows[rank].append(Task(action, lambda: _add_up, parts, (whole,), (spec,), needs))
             sums[SumValue(stage, leaf)] = whole
     return Tasks(tasks.rows, sums)
+
+
+def readers_of(schedule: Schedule, codes: Codes) -> dict[int, dict[int, int]]:
+    """The ranks that read each leaf of shared parameters, each with the first stage that does."""
+    found: dict[int, dict[int, int]] = defaultdict(dict)
+    for stage, rank in enumerate(schedule.placement):
+        code = codes(stage, 0)
+        for name in (name for piece in code.pieces.values() for name in piece.inputs):
+            source = code.sources.get(name)
+            if isinstance(source, Param):
+                found[source.leaf].setdefault(rank, stage)
+    return found
 
 
 def _add_up(values: list[Tensor]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fpipe.runtime.tasks import Task, Tasks, footprint_of_sum
+from fpipe.runtime.tasks import Task, Tasks, footprint_of_sum, readers_of
 from fpipe.runtime.values import Codes, Computed, SumValue, Value
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.shapes import Spec
@@ -43,19 +43,18 @@ def tie_apart(
     for total in sorted(tasks.sums):
         stages_of[total.leaf, total.microbatch].append(total.stage)
     sums = dict(tasks.sums)
+    readers = readers_of(schedule, codes)
     added: dict[Place, list[tuple[int, Task]]] = {}
     for place, stages in stages_of.items():
         leaf, microbatch = place
         code = codes(stages[0], microbatch)
         entry: Sum = code.sums[Param(leaf)]
-        if len(stages) == 1 and entry.folded:
+        first = {schedule.placement[stages[0]]: stages[0]}
+        holders = readers[leaf] if everywhere and not sink.everywhere else first
+        if len(stages) == 1 and entry.folded and holders.keys() == first.keys():
             continue
         fold = None if entry.folded else sink.fold
         parts = tuple(sums.pop(SumValue(stage, leaf, microbatch)) for stage in stages)
-        # The first stage of each rank stands for the rank.
-        holders = {schedule.placement[stage]: stage for stage in reversed(stages)}
-        if not everywhere or sink.everywhere:
-            holders = {schedule.placement[stages[0]]: stages[0]}
         added[place] = []
         for rank, stage in sorted(holders.items()):
             whole = Computed(stage, microbatch, f"whole gradient of leaf {leaf}")

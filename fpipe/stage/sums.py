@@ -45,12 +45,10 @@ def add_sums(
         so_far[source].meta["val"] = value_of(gradient).to(types[source])
 
     def append(after: fx.Node, target: OpOverload, *arguments: Any, **options: Any) -> fx.Node:
-        # Right where the gradient is made: what waits for its sum takes memory.
-        with (
-            graph.inserting_before(first)
-            if after.op == "placeholder"
-            else graph.inserting_after(after)
-        ):
+        # Right where the gradient is made: what waits for its sum takes memory. A gradient is never
+        # a placeholder; one that would be is copied, to be the caller's own.
+        assert after.op == "call_function", after
+        with graph.inserting_after(after):
             return graph.call_function(target, arguments, options)
 
     sums: dict[Source, Sum] = {}

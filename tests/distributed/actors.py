@@ -64,6 +64,14 @@ def one_step(
     return [pipe.step(pipe.local(model.params), model.batch)]
 
 
+def one_uncompiled(group: Group, schedule: Schedule) -> list[Any]:
+    """A single step, of which rank 0 runs the graphs as they are and the others by a backend."""
+    model = mlp(schedule.num_stages, 8)
+    plain = group is None or group.rank() == 0
+    pipe = pipeline(group, model, schedule, compile=False if plain else {"backend": "eager"})
+    return [pipe.step(pipe.local(model.params), model.batch)]
+
+
 def every_call(group: Group, name: str, schedule: Schedule, sizes: Sequence[int]) -> list[Any]:
     """Training and evaluation in turn, on batches of changing shapes, all results kept."""
     results: list[Any] = []

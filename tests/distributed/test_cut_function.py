@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 import fpipe
 from fpipe import Schedule, schedules, tree
 from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
 from tests.distributed.crew import Crew, values
-from tests.models import assert_identical
+from tests.models import assert_identical, rand
 
 
 def step(group: dist.ProcessGroup | None, schedule: Schedule) -> fpipe.Step:
@@ -49,6 +50,37 @@ def test_shared_parameter_has_the_same_bits_on_every_rank(crew: Crew, schedule: 
     readers = {schedule.placement[0], schedule.placement[-1]}
     assert len(held["['table']"]) == len(readers)
     assert all(len(held[path]) == 1 for path in held if "blocks" in path)
+
+
+def apart(params: Any, batch: Tensor) -> Tensor:
+    """Two stages read one scale, and the first lets no gradient through."""
+    h = fpipe.cut(batch @ params["a"] * params["scale"].detach())
+    return (h * params["scale"]).square().mean()
+
+
+def trained(group: dist.ProcessGroup | None) -> list[Any]:
+    """Two steps of descent, with what each rank has of the gradients, and the losses by row."""
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(apart, schedule=schedule, compile=False, group=group)
+    params, batch = {"a": rand(2, 2), "scale": rand(2)}, rand(4, 2)
+    found: list[Any] = []
+    for _ in range(2):
+        loss, grads = pipe.step(params, batch)
+        found += [loss, grads["scale"], fpipe.per_example_grads(pipe).step(params, batch)]
+        params = {k: p if grads[k] is None else p - grads[k] for k, p in params.items()}
+    return found
+
+
+def test_parameter_that_is_read_without_a_gradient_is_kept_up_to_date(crew: Crew) -> None:
+    crew.start(trained, ranks=range(2))
+    parts = values(crew.collect())
+    for index, expected in enumerate(trained(None)):
+        for part in parts:
+            found, wanted = part[index], expected
+            if isinstance(found, fpipe.Step):
+                assert_identical(found.loss, wanted.loss)
+                found, wanted = found.grads["scale"], wanted.grads["scale"]
+            assert_identical(found, wanted)
 
 
 def leaves(grads: Any) -> list[Any]:

@@ -152,6 +152,12 @@ def test_profilers_show_every_action(crew: Crew) -> None:
         assert labels == [f"PP:{action}" for action in schedule.actions[rank]]
 
 
+def test_one_rank_may_run_uncompiled(crew: Crew) -> None:
+    """To be looked at: how much a kernel needs while it runs is no matter of agreement."""
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    check(crew, actors.one_uncompiled, schedule, schedule)
+
+
 @pytest.mark.inductor
 def test_compiled(crew: Crew) -> None:
     schedule = schedules.zbv(ranks=2, microbatches=2)

@@ -90,12 +90,11 @@ def test_evaluation_equals_the_unpipelined_function(family: str) -> None:
 
 @pytest.mark.inductor
 @pytest.mark.parametrize(
-    ("name", "family", "remat"),
-    [("gpt", "zb_h1", "none"), ("conv", "one_f_one_b", "full")],
+    ("make", "family", "remat"), [(gpt, "zb_h1", "none"), (mlp, "one_f_one_b", "full")]
 )
-def test_compiled_step_in_float32(name: str, family: str, remat: str) -> None:
+def test_compiled_step_in_float32(make: Any, family: str, remat: str) -> None:
     schedule = schedules.get(family, ranks=2, microbatches=3)
-    model = MODELS[name](schedule.num_stages, 6, torch.float32)
+    model = make(schedule.num_stages, 6, torch.float32)
     step = run(model, schedule, remat=remat, compile=True)
     assert_same(step, unpipelined(*model), tolerance=2e-5)
 

@@ -10,12 +10,14 @@ import torch.distributed as dist
 import fpipe
 from fpipe import Schedule, tree
 from tests.cut_model import make_network, network
-from tests.models import MODELS
+from tests.distributed.crew import attempt
+from tests.models import conv, gpt, mlp
 
 
 def run(group: dist.ProcessGroup | None, transform: str, schedule: Schedule) -> Any:
     """The result of a transformed step, on every rank; in one process without a group."""
-    model = MODELS["gpt" if transform != "grad" else "conv"](schedule.num_stages, 5)
+    make = {"vmap": gpt, "grad": conv}.get(transform, mlp)
+    model = make(schedule.num_stages, 5)
     pipe = fpipe.pipeline(model.stages, model.loss, schedule, group=group, compile=False)
     params = pipe.local(model.params)
     vector = pipe.local(tree.tree_map(torch.cos, model.params))
@@ -81,3 +83,13 @@ def make_ensemble(group: dist.ProcessGroup | None, schedule: Schedule) -> Any:
 
     made = pipe.init(normal, fpipe.random.key(0), batch, shapes=shapes)
     return made, pipe.step(made, batch)
+
+
+def wrong_vector(group: dist.ProcessGroup) -> list[Any]:
+    """What comes of a vector that is wrong on rank 1, and of a right one afterwards."""
+    model = mlp(2, 4)
+    schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.hvp(fpipe.pipeline(model.stages, model.loss, schedule, group=group, compile=False))
+    params = pipe.local(model.params)
+    wrong = tree.tree_map(lambda p: p[:1], params) if group.rank() == 1 else params
+    return [attempt(pipe.step, params, model.batch, vector) for vector in (wrong, params)]

@@ -9,7 +9,7 @@ import pytest
 from fpipe import schedules
 from tests.distributed.crew import Crew, values
 from tests.models import assert_identical
-from tests.transforms.actors import make_ensemble, run, run_cut
+from tests.transforms.actors import make_ensemble, run, run_cut, wrong_vector
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,10 @@ def test_two_ranks_of_a_cut_function(pair: Crew, transform: str) -> None:
             # The gradients of the batch lie where it comes in.
             elsewhere = (transform, number, rank) == ("grad", 2, 1)
             assert_identical(part[number], None if elsewhere else expected)
+
+
+def test_a_wrong_argument_of_one_rank_is_known_on_all(pair: Crew) -> None:
+    for failed, worked in values(pair.run(wrong_vector)):
+        assert failed.error.rank == 1
+        assert "vector[1]" in failed.error.text
+        assert worked.failure is None

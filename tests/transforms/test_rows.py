@@ -114,7 +114,7 @@ def test_of_ensembles_in_either_order() -> None:
 
 
 def test_of_hessian_products_in_either_order() -> None:
-    model = MODELS["gpt"](2, 3)
+    model = mlp(2, 3)
     pipe = pipe_of(model, schedules.zb_h1(ranks=2, microbatches=2))
     vector = tree.tree_map(torch.ones_like, model.params)
     inside = fpipe.per_example_grads(fpipe.hvp(pipe)).step(model.params, model.batch, vector)
