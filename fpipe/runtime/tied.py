@@ -7,16 +7,11 @@ there, so that they can go, and folded only then.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
-import torch
-from torch import Tensor
-
-from fpipe.runtime.tasks import Task, Tasks, footprint_of_sum, readers_of
+from fpipe.runtime.tasks import Task, Tasks, holders_of, reading_stages, sum_task
 from fpipe.runtime.values import Codes, Computed, SumValue, Value
-from fpipe.schedule import Action, Op, Schedule
-from fpipe.shapes import Spec
+from fpipe.schedule import Schedule
 from fpipe.stage.joint import Param, Sum
 from fpipe.stage.sink import Sink
 
@@ -43,31 +38,23 @@ def tie_apart(
     for total in sorted(tasks.sums):
         stages_of[total.leaf, total.microbatch].append(total.stage)
     sums = dict(tasks.sums)
-    readers = readers_of(schedule, codes)
+    every = everywhere and not sink.everywhere
+    reading = reading_stages(schedule, codes) if every else None
     added: dict[Place, list[tuple[int, Task]]] = {}
-    for place, stages in stages_of.items():
-        leaf, microbatch = place
+    for (leaf, microbatch), stages in stages_of.items():
         code = codes(stages[0], microbatch)
         entry: Sum = code.sums[Param(leaf)]
-        first = {schedule.placement[stages[0]]: stages[0]}
-        holders = readers[leaf] if everywhere and not sink.everywhere else first
-        if len(stages) == 1 and entry.folded and holders.keys() == first.keys():
+        holders = holders_of(leaf, stages, reading, schedule)
+        if len(stages) == len(holders) == 1 and entry.folded:
             continue
         fold = None if entry.folded else sink.fold
         parts = tuple(sums.pop(SumValue(stage, leaf, microbatch)) for stage in stages)
-        added[place] = []
+        group = added[leaf, microbatch] = []
         for rank, stage in sorted(holders.items()):
-            whole = Computed(stage, microbatch, f"whole gradient of leaf {leaf}")
-            task = Task(
-                Action(stage, Op.REDUCE_GRAD, None),
-                partial(_adder, fold),
-                parts,
-                (whole,),
-                (_folded(code.specs[entry.start], fold),),
-                footprint_of_sum(code.specs[entry.start], len(parts) + (fold is not None)),
-            )
-            added[place].append((rank, task))
-            sums[SumValue(stage, leaf, microbatch)] = whole
+            total = SumValue(stage, leaf, microbatch)
+            task = sum_task(total, parts, code.specs[entry.start], fold)
+            group.append((rank, task))
+            sums[total] = task.outputs[0]
     return Tasks(_woven(tasks.rows, added), sums)
 
 
@@ -113,24 +100,3 @@ def _in_one_order(rows: Sequence[list[Task]]) -> Iterator[tuple[int, Task]]:
                 places[rank] += 1
                 going = True
                 yield rank, task
-
-
-def _folded(spec: Spec, fold: Callable[[Tensor], Tensor] | None) -> Spec:
-    """What is kept of a value."""
-    if fold is None:
-        return spec
-    kept = fold(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
-    return Spec(tuple(kept.shape), kept.dtype)
-
-
-def _adder(fold: Callable[[Tensor], Tensor] | None) -> Callable[[list[Tensor]], list[Tensor]]:
-    """A kernel: what is kept of the sum of all inputs, from left to right."""
-
-    def add_up(values: list[Tensor]) -> list[Tensor]:
-        total = values[0]
-        for value in values[1:]:
-            total = total + value
-        values.clear()
-        return [total if fold is None else fold(total)]
-
-    return add_up

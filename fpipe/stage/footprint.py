@@ -13,9 +13,8 @@ from collections.abc import Collection
 
 import torch
 from torch import Tensor, fx
-from torch.utils.flop_counter import flop_registry
 
-from fpipe.stage.joint import is_random, is_view
+from fpipe.stage.joint import is_product, is_random, is_view
 
 aten = torch.ops.aten
 
@@ -74,8 +73,8 @@ def footprint(graph: fx.Graph, handed: Collection[int], *, fuses: bool) -> int:
         held += _nbytes(node)
         gone = ending[node]
         # Fused code writes over what it reads for the last time, if that is not the caller's.
-        if fuses and not _is_of_library(node):
-            over = [n for n in gone if n not in inputs and _nbytes(n) == _nbytes(node)][:1]
+        if fuses and not is_product(node):
+            over = [n for n in gone if n.op != "placeholder" and _nbytes(n) == _nbytes(node)][:1]
             held -= sum(map(_nbytes, over))
             gone = [n for n in gone if n not in over]
         peak = max(peak, held)
@@ -114,13 +113,9 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 def _reads_by_element(node: fx.Node) -> bool:
     """Whether generated code can compute what `node` reads at the place where it reads it."""
-    if node.op == "output" or _is_of_library(node):
+    if node.op == "output" or is_product(node):
         return False
     return not is_view(node) or all(map(_reads_by_element, node.users))
-
-
-def _is_of_library(node: fx.Node) -> bool:
-    return getattr(node.target, "overloadpacket", None) in flop_registry
 
 
 def _nbytes(node: fx.Node) -> int:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
 
 
 class Param(NamedTuple):
@@ -175,6 +176,11 @@ def is_view(node: fx.Node) -> bool:
         return True  # a view in fact; its schema keeps silent about it
     first = target._schema.arguments[0].alias_info if target._schema.arguments else None
     return first is not None and not first.is_write
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether a library computes `node`: a matrix product, a convolution, attention."""
+    return getattr(node.target, "overloadpacket", None) in flop_registry
 
 
 def _producer(node: fx.Node) -> fx.Node:

@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor, fx
-from torch.utils.flop_counter import flop_registry
 
 from fpipe.stage.fingerprint import fingerprint
 from fpipe.stage.footprint import footprint
-from fpipe.stage.joint import Cotangent, Joint, Source, Upstream, is_random, is_view
+from fpipe.stage.joint import Cotangent, Joint, Source, Upstream, is_product, is_random, is_view
 
 Policy = Callable[[fx.Node], bool]
 
@@ -166,7 +165,7 @@ def _choose_input_grad(
     # JaxPP's rule: what is no matrix product, waits for nothing deferred and returns no more than
     # it reads costs less memory when it is done at once than when its inputs are kept.
     for node in whole:
-        if node in chosen or node not in backward or _is_product(node) or is_view(node):
+        if node in chosen or node not in backward or is_product(node) or is_view(node):
             continue
         waits = any(n in inside and n not in chosen for n in node.all_input_nodes)
         if not waits and _size(node) <= sum(_size(n) for n in node.all_input_nodes):
@@ -240,10 +239,6 @@ def _reads(nodes: Collection[fx.Node]) -> list[fx.Node]:
 def _can_hold(node: fx.Node) -> bool:
     """Whether a value is worth a slot: a tensor, and no view (its base is held instead)."""
     return isinstance(node.meta.get("val"), Tensor) and not is_view(node)
-
-
-def _is_product(node: fx.Node) -> bool:
-    return getattr(node.target, "overloadpacket", None) in flop_registry
 
 
 def _size(node: fx.Node) -> int:
