@@ -180,6 +180,13 @@ class Definition:
         return self.has_key or self.keyed or any(stage.reads_key for stage in self.stages)
 
     @property
+    def stage_devices(self) -> tuple[torch.device, ...] | None:
+        """The device of each stage, None to leave values where they lie."""
+        if self.devices is None:
+            return None
+        return tuple(self.devices[rank] for rank in self.schedule.placement)
+
+    @property
     def wanted(self) -> tuple[str, ...]:
         """The names in `argnums`."""
         return (self.argnums,) if isinstance(self.argnums, str) else self.argnums

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.checkpoint.loading import NO_NAMING, Naming, reading
-from fpipe.controller.choosing import controller_of
+from fpipe.controller.choosing import controller_of, workshop_of
 from fpipe.controller.controller import Finished, Gather
 from fpipe.convention import Convention
 from fpipe.definition import Definition
@@ -31,6 +31,7 @@ from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
 from fpipe.runtime.program import Program
 from fpipe.schedule import Schedule
 from fpipe.shapes import Goal
+from fpipe.stage.workshop import Workshop
 
 T = TypeVar("T")
 
@@ -41,19 +42,26 @@ OWN = object()
 class Pipeline:
     """A pipeline-parallel step as a pure function; `fpipe.pipeline` makes one.
 
+    Args:
+        definition: all that it is made from.
+        workshop: of a pipeline that differs in its schedule alone, whose traces and kernels serve
+            this one too; None for one of its own.
+
     Attributes:
         definition: all that it was made from.
         schedule: what it runs.
         rank: the rank that this process drives; None if it drives all of them.
         derived: pipelines that calls of this one within autograd and `torch.func` have made.
+        workshop: what traces and compiles the stages, and keeps them.
     """
 
-    def __init__(self, definition: Definition) -> None:
+    def __init__(self, definition: Definition, workshop: Workshop | None = None) -> None:
         self.definition = definition
         self.schedule = definition.schedule
         self.rank = None if definition.group is None else definition.group.rank()
         self.derived: dict[Any, Pipeline] = {}
-        self._controller = controller_of(definition)
+        self.workshop = workshop or workshop_of(definition)
+        self._controller = controller_of(definition, self.workshop)
 
     def __repr__(self) -> str:
         return f"<Pipeline of {self.schedule!r}>"
@@ -155,6 +163,10 @@ class Pipeline:
     def with_schedule(self, schedule: Schedule) -> Self:
         """The same stages, loss and options under another schedule.
 
+        What this pipeline has traced and compiled serves the new one too, and the other way round,
+        so many schedules of one model cost little more than one. Only if a stage moves to another
+        one of the `devices` is all made anew.
+
         Args:
             schedule: with as many stages.
 
@@ -162,7 +174,12 @@ class Pipeline:
             ScheduleError: the schedule cannot run.
             StageError: it has another number of stages, or of ranks than the process group.
         """
-        return type(self)(replace(self.definition, schedule=schedule))
+        definition = replace(self.definition, schedule=schedule)
+        shares = (
+            schedule.num_stages == self.schedule.num_stages
+            and definition.stage_devices == self.definition.stage_devices
+        )
+        return type(self)(definition, workshop=self.workshop if shares else None)
 
     def local(self, params: Any) -> Any:
         """`params` with None in place of the parts that belong to other processes.

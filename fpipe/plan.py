@@ -20,14 +20,11 @@ from fpipe.runtime.program import Program
 from fpipe.runtime.values import Codes
 from fpipe.schedule import Op, Schedule
 from fpipe.shapes import Signature, difference, distinct, refuse_without_data
-from fpipe.stage.chain import Chain, ChainTracer, assemble, live_leaves
 from fpipe.stage.code import StageCode
-from fpipe.stage.compiler import Compiler
-from fpipe.stage.function import FunctionTracer
 from fpipe.stage.joint import is_differentiable
-from fpipe.stage.partition import Policy
 from fpipe.stage.returns import Layout
 from fpipe.stage.sink import Sink
+from fpipe.stage.workshop import Made, Workshop
 
 log = logging.getLogger("fpipe")
 
@@ -219,10 +216,8 @@ class Planner:
     """Makes plans, and keeps each for the next call with the same shapes.
 
     Args:
-        tracer: traces the chain of stages.
-        compiler: compiles their pieces.
+        workshop: makes the code of the stages; other planners may use it too.
         schedule: the training schedule; its forwards alone serve evaluation.
-        policies: remat policy of every microbatch, and of each stage's last.
         mean: the loss is the mean over rows, so a microbatch counts by its rows.
         cotangent: what of the losses is differentiated, None for all of them.
         lower: makes the programs; it knows the transport.
@@ -232,20 +227,16 @@ class Planner:
     def __init__(
         self,
         *,
-        tracer: ChainTracer | FunctionTracer,
-        compiler: Compiler,
+        workshop: Workshop,
         schedule: Schedule,
-        policies: tuple[Policy, Policy],
         mean: bool,
         cotangent: tuple[float, ...] | None,
         lower: Callable[[Schedule, Codes], tuple[Program, ...]],
         sink: Sink,
     ) -> None:
-        self._tracer = tracer
-        self._compiler = compiler
+        self._workshop = workshop
         self._schedule = schedule
         self._forwards = forwards_of(schedule)
-        self._policies = policies
         self._mean = mean
         self._cotangent = cotangent
         self._lower = lower
@@ -279,48 +270,24 @@ class Planner:
 
     def _make(self, signature: Signature) -> Plan:
         start = time.perf_counter()
-        goal, params, rows, batch, _ = signature
+        goal, _, rows, _, _ = signature
         refuse_without_data(signature)
-        sizes = distinct(rows)
         log.info(
-            "tracing %s for microbatches of %s rows%s",
+            "%s %s for microbatches of %s rows%s",
+            "planning" if signature in self._workshop else "tracing",
             goal,
-            " and ".join(map(str, sizes)),
+            " and ".join(map(str, distinct(rows))),
             self._why(signature),
         )
-        chains = {
-            size: self._tracer(params, shape, goal, size)
-            for size, shape in zip(sizes, batch, strict=True)
-        }
-        usual, last = self._policies
-        trained = live_leaves(chains.values())
-        codes = {
-            (size, policy): assemble(chain, trained, policy, self._compiler)
-            for size, chain in chains.items()
-            for policy in {usual, last}
-        }
+        made = self._workshop(signature)
         schedule = self._schedule if goal == "step" else self._forwards
         finals = _last_forwards(schedule)
 
         def code_of(stage: int, microbatch: int) -> StageCode:
-            policy = last if finals[stage] == microbatch else usual
-            return codes[rows[microbatch], policy][stage]
+            codes = made.last if finals[stage] == microbatch else made.usual
+            return codes[rows[microbatch]][stage]
 
-        programs = self._lower(schedule, code_of)
-        graphs = (
-            piece.fingerprint
-            for stages in codes.values()
-            for code in stages
-            for piece in code.pieces.values()
-        )
-        plan = self._with_weights(
-            schedule,
-            programs,
-            [chains[size] for size in rows],
-            rows,
-            "\n".join(sorted(graphs)),
-            self._tracer.frozen(params),
-        )
+        plan = self._with_weights(schedule, self._lower(schedule, code_of), made, rows)
         log.info("ready for %s after %.1f s", goal, time.perf_counter() - start)
         return plan
 
@@ -335,12 +302,11 @@ class Planner:
         self,
         schedule: Schedule,
         programs: tuple[Program, ...],
-        chains: Sequence[Chain],
+        made: Made,
         rows: Sequence[int],
-        graphs: str,
-        frozen: frozenset[tuple[int, int]],
     ) -> Plan:
-        heads = chains[0].layout.heads
+        chains = [made.chains[size] for size in rows]
+        layout = chains[0].layout
         weighted = self._mean and self._sink.join is None
         shares = [size / sum(rows) if weighted else 1.0 for size in rows]
         # Where there is no loss, the numbers are not read.
@@ -348,12 +314,19 @@ class Planner:
         dtype = values[0].dtype if is_differentiable(values[0]) else None
         weights = torch.tensor(shares, dtype=dtype, device=values[0].device)
         seeds = tuple(
-            weight * self._chosen(weight.new_ones(value.shape if heads else ()))
+            weight * self._chosen(weight.new_ones(value.shape if layout.heads else ()))
             for weight, value in zip(weights, values, strict=True)
         )
-        layout = chains[0].layout
         return Plan(
-            schedule, programs, seeds, weights, layout, graphs, sum(rows), self._sink, frozen
+            schedule,
+            programs,
+            seeds,
+            weights,
+            layout,
+            "\n".join(sorted(made.fingerprints())),
+            sum(rows),
+            self._sink,
+            made.frozen,
         )
 
     def _chosen(self, ones: Tensor) -> Tensor:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad_and_value
 
-from fpipe import Pipeline, Stage, Step, pipeline, schedules, tree
+from fpipe import Pipeline, Schedule, Stage, Step, pipeline, schedules, tree
 
 
 class Model(NamedTuple):
@@ -277,6 +279,29 @@ def _ends(blocks: list[Any], embed: Any, head: Any) -> list[Any]:
         return [{"block": blocks[0], "embed": embed, "head": head}]
     first, *middle, last = blocks
     return [{"block": first, "embed": embed}, *middle, {"block": last, "head": head}]
+
+
+@cache
+def _traced(make: Callable[..., Model], *kind: Any, **options: Any) -> tuple[Model, Pipeline]:
+    model = make(*kind)
+    schedule = schedules.gpipe(ranks=len(model.stages), microbatches=1)
+    return model, pipeline(model.stages, model.loss, schedule, **options)
+
+
+def piped(
+    make: Callable[..., Model],
+    schedule: Schedule,
+    rows: int,
+    dtype: torch.dtype = torch.float64,
+    *,
+    group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> tuple[Model, Pipeline]:
+    """A model and its pipeline; those of one model that have equal options share their traces."""
+    options = {"compile": False} | options
+    model, first = _traced(make, schedule.num_stages, rows, dtype, **options)
+    definition = replace(first.definition, schedule=schedule, group=group)
+    return model, Pipeline(definition, first.workshop)
 
 
 def plain_pipeline(

@@ -1,6 +1,7 @@
 """Who drives the ranks of this process, by what a definition says.
 
-definition ──► tracer, compiler, policies, lowering ──► planner ──► controller
+definition ──► tracer, compiler, policies ──► workshop ──┐
+     └──────────── schedule, lowering ───────────────────┴──► planner ──► controller
 """
 
 from __future__ import annotations
@@ -22,16 +23,29 @@ from fpipe.stage.chain import ChainTracer
 from fpipe.stage.compiler import Compiler
 from fpipe.stage.function import FunctionTracer
 from fpipe.stage.remat import policies
+from fpipe.stage.workshop import Workshop
 
 
-def controller_of(definition: Definition) -> Controller:
-    """Who drives the ranks of this process."""
+def workshop_of(definition: Definition) -> Workshop:
+    """What makes the code of the stages.
+
+    Of the schedule it depends on the number of stages, and on the device of each, alone.
+    """
+    compiler = Compiler(definition.compile)
+    return Workshop(_tracer(definition), compiler, policies(definition.remat))
+
+
+def controller_of(definition: Definition, workshop: Workshop) -> Controller:
+    """Who drives the ranks of this process.
+
+    Args:
+        definition: of the pipeline.
+        workshop: that of this definition, or of one that differs in what it does not depend on.
+    """
     schedule, devices, group = definition.schedule, definition.devices, definition.group
     planner = Planner(
-        tracer=_tracer(definition),
-        compiler=Compiler(definition.compile),
+        workshop=workshop,
         schedule=schedule,
-        policies=policies(definition.remat),
         mean=definition.reduction == "mean",
         cotangent=definition.loss_cotangent,
         lower=partial(
@@ -72,11 +86,10 @@ def controller_of(definition: Definition) -> Controller:
 
 def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
     """What turns the user's functions into a chain of graphs."""
-    schedule, devices = definition.schedule, definition.devices
     if definition.function:
         return FunctionTracer(
             definition.loss,
-            schedule.num_stages,
+            definition.schedule.num_stages,
             definition.accum_dtype,
             definition.returns,
             definition.has_key,
@@ -91,7 +104,7 @@ def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
         definition.loss,
         definition.loss_shape,
         definition.accum_dtype,
-        None if devices is None else [devices[rank] for rank in schedule.placement],
+        definition.stage_devices,
         definition.sink,
         definition.wanted,
         definition.returns,

@@ -24,6 +24,7 @@ from fpipe.modules.shares import Balance
 from fpipe.modules.stored import naming_of_buffers, naming_of_parameters
 from fpipe.nn import buffers_of, state_of, with_buffers
 from fpipe.runtime.connect import device_of
+from fpipe.stage.workshop import Workshop
 
 
 class ModulePipeline(Pipeline):
@@ -35,7 +36,12 @@ class ModulePipeline(Pipeline):
         balance: how they were chosen, to be printed; None if they were named.
     """
 
-    def __init__(self, definition: Definition, balance: Balance | None = None) -> None:
+    def __init__(
+        self,
+        definition: Definition,
+        balance: Balance | None = None,
+        workshop: Workshop | None = None,
+    ) -> None:
         # Beneath the functions that transforms have made of it.
         loss, schedule = unwrap(definition.loss), definition.schedule
         assert isinstance(loss, ModuleLoss)
@@ -45,7 +51,7 @@ class ModulePipeline(Pipeline):
                 f"the schedule {schedule.name} has {schedule.num_stages}: name one submodule "
                 "between each two stages"
             )
-        super().__init__(definition)
+        super().__init__(definition, workshop)
         self.module = loss.module
         self.cuts = loss.cuts
         self._buffers = loss.buffers

@@ -77,7 +77,7 @@ def abstract_key(batch: Abstract, mode: FakeTensorMode) -> Tensor:
         return torch.empty(2, dtype=torch.int64, device=device_of_keys(batch.values))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chain:
     """Traced stages.
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fpipe.convention import Dual
-from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError
 from fpipe.runtime.program import Program
@@ -64,9 +63,9 @@ class Directional:
         pipeline: the pipeline of dual stages that it runs.
     """
 
-    def __init__(self, definition: Definition) -> None:
-        self.definition = definition
-        self.pipeline = Pipeline(definition)
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.definition = pipeline.definition
+        self.pipeline = pipeline
 
     def __repr__(self) -> str:
         return f"<Directional {self.pipeline!r}>"
@@ -110,7 +109,7 @@ class Directional:
 
     def with_schedule(self, schedule: Schedule) -> Directional:
         """The same under another schedule, as `Pipeline.with_schedule`."""
-        return Directional(self.pipeline.with_schedule(schedule).definition)
+        return Directional(self.pipeline.with_schedule(schedule))
 
     def local(self, params: Any) -> Any:
         """As `Pipeline.local`, of parameters or a vector."""
@@ -260,13 +259,12 @@ def _directional(
             made[key] = dual_stage(stage.fn, first=index == 0, stop=stop)
         return replace(stage, fn=made[key])
 
-    return Directional(
-        replace(
-            definition,
-            stages=tuple(dual(*pair) for pair in enumerate(definition.stages)),
-            loss=(dual_function if definition.function else make_loss)(definition.loss),
-            loss_shape=(*definition.loss_shape, 2),
-            loss_cotangent=(0.0, 1.0),
-            convention=Direction(definition.convention, Parts.of(definition)).convention,
-        )
+    transformed = replace(
+        definition,
+        stages=tuple(dual(*pair) for pair in enumerate(definition.stages)),
+        loss=(dual_function if definition.function else make_loss)(definition.loss),
+        loss_shape=(*definition.loss_shape, 2),
+        loss_cotangent=(0.0, 1.0),
+        convention=Direction(definition.convention, Parts.of(definition)).convention,
     )
+    return Directional(Pipeline(transformed))

@@ -45,9 +45,9 @@ class NormPipeline:
         pipeline: the pipeline that it runs.
     """
 
-    def __init__(self, definition: Definition) -> None:
-        self.definition = definition
-        self.pipeline = Pipeline(definition)
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.definition = pipeline.definition
+        self.pipeline = pipeline
 
     def __repr__(self) -> str:
         return f"<NormPipeline {self.pipeline!r}>"
@@ -66,7 +66,7 @@ class NormPipeline:
 
     def with_schedule(self, schedule: Schedule) -> NormPipeline:
         """The same under another schedule, as `Pipeline.with_schedule`."""
-        return NormPipeline(self.pipeline.with_schedule(schedule).definition)
+        return NormPipeline(self.pipeline.with_schedule(schedule))
 
     def local(self, params: Any) -> Any:
         """As `Pipeline.local`."""
@@ -149,13 +149,12 @@ def per_example_norms(pipe: Pipeline, *, randomness: str = "error") -> NormPipel
         )
     kept = 1 + len(definition.loss_shape)
     by_rows = _by_rows("per_example_norms", definition, randomness)
-    return NormPipeline(
-        replace(
-            by_rows,
-            sink=replace(by_rows.sink, fold=partial(_squares, kept), everywhere=True),
-            convention=by_rows.convention._replace(grads=_norms, weigh=None),
-        )
+    squared = replace(
+        by_rows,
+        sink=replace(by_rows.sink, fold=partial(_squares, kept), everywhere=True),
+        convention=by_rows.convention._replace(grads=_norms, weigh=None),
     )
+    return NormPipeline(Pipeline(squared))
 
 
 def _squares(kept: int, gradient: Tensor) -> Tensor:

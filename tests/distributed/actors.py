@@ -24,7 +24,7 @@ from fpipe.runtime.group import GroupTransport
 from fpipe.runtime.program import Program, Send, WaitSend
 from fpipe.stage.compiler import Call
 from tests.distributed.crew import Outcome, attempt
-from tests.models import MODELS, Model, mlp
+from tests.models import MODELS, Model, mlp, piped
 
 Group = dist.ProcessGroup | None
 
@@ -37,8 +37,7 @@ class Output(NamedTuple):
 
 def model_of(name: str, stages: int, rows: int, dtype: torch.dtype = torch.float64) -> Model:
     """One of the tests' models; the same in every process."""
-    makers: dict[str, Callable[..., Model]] = {**MODELS, "mlp": mlp, "plumbing": plumbing}
-    return makers[name](stages, rows, dtype)
+    return MAKERS[name](stages, rows, dtype)
 
 
 def pipeline(group: Group, model: Model, schedule: Schedule, **options: Any) -> fpipe.Pipeline:
@@ -59,8 +58,7 @@ def one_step(
     group: Group, name: str, schedule: Schedule, rows: int, dtype: torch.dtype, options: Any
 ) -> list[Any]:
     """A single step."""
-    model = model_of(name, schedule.num_stages, rows, dtype)
-    pipe = pipeline(group, model, schedule, **options)
+    model, pipe = piped(MAKERS[name], schedule, rows, dtype, group=group, **options)
     return [pipe.step(pipe.local(model.params), model.batch)]
 
 
@@ -416,3 +414,6 @@ def plumbing(num_stages: int, rows: int, dtype: torch.dtype = torch.float64) -> 
     stages = [fill, view, identity, *[identity] * extra, unview, close]
     params = [make(3, 3), None, None, *[None] * extra, make(3, 3), make(3, 3)]
     return Model(stages, plumbing_loss, params, {"x": make(rows, 3)})
+
+
+MAKERS: dict[str, Callable[..., Model]] = {**MODELS, "mlp": mlp, "plumbing": plumbing}

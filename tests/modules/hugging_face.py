@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
+import fpipe
+from fpipe.profiling import all_forwards_first
+from tests.modules.models import detached, unpipelined
+
 LIBRARY: Any = transformers  # its configurations are typed by what they happen to need
 
-VOCABULARY, LENGTH = 31, 7
+VOCABULARY, LENGTH, ROWS = 31, 7, 8
 DECODER = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -128,3 +134,30 @@ def cross_entropy(output: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> 
     """Of the logits in float64; the models' own loss turns them to float32."""
     logits, labels = output["logits"].flatten(0, -2), batch["labels"].flatten()
     return nn.functional.cross_entropy(logits, labels)
+
+
+@cache
+def traced(
+    name: str, stages: int, group: dist.ProcessGroup | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor], fpipe.ModulePipeline]:
+    """Parameters, batch and pipeline of a model; all schedules of so many stages share its traces.
+
+    Each of its layers is a stage.
+    """
+    module = build(name, stages)
+    pipe = fpipe.from_module(
+        module,
+        schedule=all_forwards_first([stage % 2 for stage in range(stages)], 1, split=False),
+        cuts=ARCHITECTURES[name].cuts(stages),
+        loss=cross_entropy,
+        compile=False,
+        group=group,
+    )
+    return detached(module), make_batch(name, ROWS), pipe
+
+
+@cache
+def expected_of(name: str, layers: int) -> fpipe.Step:
+    """Loss and gradients of the module as it is."""
+    module = build(name, layers)
+    return unpipelined(module, detached(module), make_batch(name, ROWS), cross_entropy)

@@ -227,6 +227,49 @@ def test_stages_that_differ_do_not_share() -> None:
     assert compiled_graphs(different, 8) > compiled_graphs(different, 4)
 
 
+def test_schedules_share_what_was_traced_and_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+    model, spy = mlp(4, 8), Spy()
+    chain = [counted(calls), *model.stages[1:]]
+    pipe = fpipe.pipeline(chain, model.loss, schedules.gpipe(ranks=4, microbatches=4), compile=spy)
+    expected = unpipelined(*model)
+    assert_same(pipe.step(model.params, model.batch), expected)
+    split = pipe.with_schedule(schedules.zbv(ranks=2, microbatches=4))
+    with retraces(calls, False):
+        assert_same(split.step(model.params, model.batch), expected)
+    # GPipe has B for I and W; now there is nothing left to compile.
+    compiled = spy.compiled
+    with retraces(calls, False), caplog.at_level(logging.INFO, "fpipe"):
+        for name, ranks in (("zb_h1", 4), ("interleaved_1f1b", 2), ("gpipe", 4)):
+            again = split.with_schedule(schedules.get(name, ranks=ranks, microbatches=4))
+            assert_same(again.step(model.params, model.batch), expected)
+    assert spy.compiled == compiled
+    said = [record.message for record in caplog.records if record.name == "fpipe"]
+    assert said[0] == "planning step for microbatches of 2 rows"
+    # What is new to one of them is new to all, once.
+    with retraces(calls, True):
+        split.value(model.params, model.batch)
+    with retraces(calls, False):
+        pipe.value(model.params, model.batch)
+
+
+def test_schedules_share_what_a_transform_has_traced() -> None:
+    calls: list[int] = []
+    model = mlp(2, 4)
+    pipe = plain_pipeline([counted(calls), mlp_layer])
+    vector = tree.tree_map(torch.ones_like, model.params)
+    one = schedules.one_f_one_b(ranks=2, microbatches=2)
+    product = fpipe.hvp(pipe)
+    norms = fpipe.per_example_norms(pipe)
+    first = product.step(model.params, model.batch, vector)
+    of_rows = norms.step(model.params, model.batch)
+    with retraces(calls, False):
+        again = product.with_schedule(one).step(model.params, model.batch, vector)
+        rows_again = norms.with_schedule(one).step(model.params, model.batch)
+    assert_same(again, first)
+    assert_same(rows_again, of_rows)
+
+
 def test_remat_of_the_last_microbatch_alone_adds_graphs() -> None:
     model = mlp(2, 4)
     counts = {}

@@ -5,6 +5,8 @@ A family joins by existing: the tests run over `fpipe.schedules.FAMILIES`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from tests.models import (
     conv,
     gpt,
     mlp,
+    piped,
     unpipelined,
 )
 
@@ -41,6 +44,17 @@ REMAT: dict[str, Any] = {
 }
 
 
+@cache
+def expected_of(make: Callable[..., Model], num_stages: int, rows: int) -> fpipe.Step:
+    return unpipelined(*make(num_stages, rows))
+
+
+def check(make: Callable[..., Model], schedule: Schedule, rows: int, remat: Any) -> None:
+    model, pipe = piped(make, schedule, rows, remat=remat)
+    expected = expected_of(make, schedule.num_stages, rows)
+    assert_same(pipe.step(model.params, model.batch), expected)
+
+
 def run(model: Model, schedule: Schedule, **options: Any) -> fpipe.Step:
     options = {"compile": False} | options
     pipe = fpipe.pipeline(model.stages, model.loss, schedule, **options)
@@ -51,16 +65,14 @@ def run(model: Model, schedule: Schedule, **options: Any) -> fpipe.Step:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gpt_equals_the_unpipelined_function(family: str, remat: str) -> None:
     schedule = schedules.get(family, ranks=2, microbatches=4)
-    model = gpt(schedule.num_stages, 8)
-    assert_same(run(model, schedule, remat=REMAT[remat]), unpipelined(*model))
+    check(gpt, schedule, 8, REMAT[remat])
 
 
 @pytest.mark.parametrize("remat", ["except_last", "callable"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_conv_equals_the_unpipelined_function(family: str, remat: str) -> None:
     schedule = schedules.get(family, ranks=2, microbatches=3)
-    model = conv(schedule.num_stages, 6)
-    assert_same(run(model, schedule, remat=REMAT[remat]), unpipelined(*model))
+    check(conv, schedule, 6, REMAT[remat])
 
 
 @pytest.mark.parametrize("remat", ["none", "except_last"])
@@ -73,16 +85,14 @@ def test_other_sizes_equal_the_unpipelined_function(
 ) -> None:
     """One rank, one microbatch, fewer microbatches than ranks, microbatches of two sizes."""
     schedule = schedules.get(family, ranks=ranks, microbatches=microbatches)
-    model = mlp(schedule.num_stages, rows)
-    assert_same(run(model, schedule, remat=REMAT[remat]), unpipelined(*model))
+    check(mlp, schedule, rows, REMAT[remat])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_evaluation_equals_the_unpipelined_function(family: str) -> None:
     """`value` and `forward`, for every placement: V-shaped ones and several stages a rank too."""
     schedule = schedules.get(family, ranks=2, microbatches=2)
-    model = conv(schedule.num_stages, 5)
-    pipe = fpipe.pipeline(model.stages, model.loss, schedule, compile=False)
+    model, pipe = piped(conv, schedule, 5)
     expected = apply(model.stages, model.params, model.batch)
     assert_same(pipe.forward(model.params, model.batch), expected)
     assert_same(pipe.value(model.params, model.batch), model.loss(expected, model.batch))

@@ -1,0 +1,106 @@
+"""From shapes to code: traces all stages, cuts them into pieces, and keeps what it made.
+
+    shapes ── trace ──► chains ── cut by the remat policies ──► code of every stage
+
+Nothing here knows a schedule, so pipelines that differ in their schedule alone share a workshop:
+what one of them has traced and compiled serves the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from fpipe.shapes import Signature, TreeShape, distinct
+from fpipe.stage.chain import Chain, ChainTracer, assemble, live_leaves
+from fpipe.stage.code import StageCode
+from fpipe.stage.compiler import Compiler
+from fpipe.stage.function import FunctionTracer
+from fpipe.stage.joint import Source
+from fpipe.stage.partition import Policy
+
+Trained = tuple[frozenset[Source], ...]
+
+
+class Made(NamedTuple):
+    """The code of all stages for the microbatches of one batch, by their number of rows.
+
+    Attributes:
+        chains: the traces.
+        usual: the code for all microbatches but a stage's last.
+        last: the code for the microbatch that a stage runs forward last; often the same.
+        frozen: stage and leaf of the parameters that are not trained.
+    """
+
+    chains: Mapping[int, Chain]
+    usual: Mapping[int, tuple[StageCode, ...]]
+    last: Mapping[int, tuple[StageCode, ...]]
+    frozen: frozenset[tuple[int, int]]
+
+    def fingerprints(self) -> Iterator[str]:
+        """Of every piece: equal for pieces that compute the same."""
+        for codes in (self.usual, self.last):
+            for stages in codes.values():
+                for code in stages:
+                    yield from (piece.fingerprint for piece in code.pieces.values())
+
+
+class Workshop:
+    """Makes the code of all stages for a kind of batch, once.
+
+    Args:
+        tracer: traces the chain of stages.
+        compiler: makes pieces callable.
+        policies: the remat policy of every microbatch, and that of each stage's last.
+    """
+
+    def __init__(
+        self,
+        tracer: ChainTracer | FunctionTracer,
+        compiler: Compiler,
+        policies: tuple[Policy, Policy],
+    ) -> None:
+        self._tracer = tracer
+        self._compiler = compiler
+        self._policies = policies
+        self._chains: dict[Any, Chain] = {}
+        self._codes: dict[tuple[Chain, Trained, Policy], tuple[StageCode, ...]] = {}
+
+    def __call__(self, signature: Signature) -> Made:
+        """The code for arguments of these shapes.
+
+        Raises:
+            StageError: a stage cannot be traced on them.
+        """
+        goal, params, rows, batch, _ = signature
+        chains: dict[int, Chain] = {}
+        for size, shape in zip(distinct(rows), batch, strict=True):
+            key = _key(signature, size, shape)
+            if key not in self._chains:
+                self._chains[key] = self._tracer(params, shape, goal, size)
+            chains[size] = self._chains[key]
+        trained = live_leaves(chains.values())
+        usual, last = (
+            {size: self._cut(chain, trained, policy) for size, chain in chains.items()}
+            for policy in self._policies
+        )
+        return Made(chains, usual, last, self._tracer.frozen(params))
+
+    def __contains__(self, signature: Signature) -> bool:
+        """Whether all of its microbatches were traced before."""
+        sizes = distinct(signature.rows)
+        return all(
+            _key(signature, size, shape) in self._chains
+            for size, shape in zip(sizes, signature.batch, strict=True)
+        )
+
+    def _cut(self, chain: Chain, trained: Trained, policy: Policy) -> tuple[StageCode, ...]:
+        key = (chain, trained, policy)
+        if key not in self._codes:
+            self._codes[key] = assemble(chain, trained, policy, self._compiler)
+        return self._codes[key]
+
+
+def _key(signature: Signature, size: int, shape: TreeShape) -> tuple[Any, ...]:
+    """All that the trace of a microbatch depends on."""
+    return signature.goal, signature.params, size, shape, signature.ambient
