@@ -121,7 +121,7 @@ def chosen(
     intensity: float = INTENSITY,
     slack: float = 0.02,
     measure: bool = False,
-    check: Callable[[], object] = lambda: None,
+    finished: Callable[[], Definition] | None = None,
 ) -> Balance:
     """The cuts of a module that is declared and not cut; the other arguments are `balance`'s.
 
@@ -135,7 +135,8 @@ def chosen(
         intensity: FLOPs for each byte.
         slack: fraction.
         measure: time instead of counts.
-        check: raises what is wrong on this rank, of which the others must hear.
+        finished: gives the definition with all that this rank has for it, the same at each call,
+            or raises what is wrong, of which the others must hear. None for `definition`.
 
     Raises:
         StageError: as `balance` does.
@@ -146,22 +147,22 @@ def chosen(
             f"intensity={intensity!r} and slack={slack!r} must not be negative: intensity is FLOPs "
             "for each byte, slack a fraction such as 0.02"
         )
+    whole = finished or (lambda: definition)
     if not measure:
-        check()
-        return _divided(definition, batch, counted(intensity), "FLOP", candidates, memory, slack)
+        return _divided(whole(), batch, counted(intensity), "FLOP", candidates, memory, slack)
 
     def by_time() -> Balance:
-        loads = measured(definition, batch)
-        return _divided(definition, batch, loads, "s", candidates, memory, slack)
+        loads = measured(whole(), batch)
+        return _divided(whole(), batch, loads, "s", candidates, memory, slack)
 
-    if definition.group is None:
-        check()
-        return by_time()
-    return _of_first(by_time, check, definition)
+    def check() -> None:
+        whole()
+
+    return by_time() if definition.group is None else _of_first(by_time, check, definition)
 
 
 def _of_first(
-    choice: Callable[[], Balance], check: Callable[[], object], definition: Definition
+    choice: Callable[[], Balance], check: Callable[[], None], definition: Definition
 ) -> Balance:
     """What the first rank of a group chooses, while the others wait and watch it."""
     meeting = Pipeline(definition)  # it is not cut, and never runs
@@ -175,18 +176,18 @@ def _of_first(
             failure = error
             return None, named(error)
 
-    def work(gather: Gather) -> list[tuple[Any, str]]:
+    def work(gather: Gather) -> tuple[str, list[tuple[Any, str]]]:
         answers = gather(tried(check))
-        if not any(problem for _, problem in answers):
-            answers = gather(tried(choice if meeting.rank == 0 else lambda: None))
-        return answers
+        if any(problem for _, problem in answers):
+            return "make its pipeline", answers
+        answers = gather(tried(choice if meeting.rank == 0 else lambda: None))
+        return "measure the parts of the module", answers
 
-    answers = meeting.together("fpipe.balance", work)
+    deed, answers = meeting.together("fpipe.balance", work)
     if failure is not None:
         raise failure
     for rank, (_, problem) in enumerate(answers):
         if problem:
-            deed = "make its pipeline" if rank else "measure the parts of the module"
             raise PipelineError(f"rank {rank} could not {deed}: {problem}", rank=rank)
     found: Balance = answers[0][0]
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import inf
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.definition import group_of
+from fpipe.definition import Definition, group_of
 from fpipe.errors import StageError
 from fpipe.modules.balancing import chosen
 from fpipe.modules.buffers import real_buffers, refuse_missing
@@ -160,29 +161,29 @@ def from_module(
         group=group,
         timeout=timeout,
     )
-    device = torch.device("cpu") if group is None else device_of(group)
-    made = real_buffers(module, buffers, device)
-    definition = with_buffers(definition, made)
 
-    def check() -> None:
+    @cache
+    def finished() -> Definition:
+        # What may be wrong on this rank alone: where times are measured, the others hear of it.
+        device = torch.device("cpu") if group is None else device_of(group)
+        made = real_buffers(module, buffers, device)
         if not has_state:  # which of them a state has is known when there is one
             refuse_missing(module, made)
         if cuts is None:
             _check_stages(stages, example, schedule)
+        return with_buffers(definition, made)
 
     balance = cuts if isinstance(cuts, Balance) else None
     if cuts is None:
-        balance = chosen(definition, example, memory=memory, measure=measure, check=check)
+        balance = chosen(definition, example, memory=memory, measure=measure, finished=finished)
         log.info("chose the cuts of %s:\n%s", type(module).__name__, balance)
     elif stages is not None or example is not None or memory != inf or measure:
         raise StageError(
             f"cuts={cuts!r:.60} is given beside stages, example, memory or measure, by which cuts "
             "are chosen: give the cuts, or let them be chosen"
         )
-    else:
-        check()
     names: Any = cuts if balance is None else balance.cuts
-    return ModulePipeline(with_cuts(definition, names), balance)
+    return ModulePipeline(with_cuts(finished(), names), balance)
 
 
 def _check_stages(stages: int | None, example: Any, schedule: Schedule) -> None:

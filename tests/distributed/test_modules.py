@@ -147,25 +147,35 @@ def test_ranks_that_do_not_all_measure_are_named(crew: Crew) -> None:
         assert "rank 1 called pipe.step, but others called fpipe.balance" in outcome.error.text
 
 
-def wait_with_less(group: dist.ProcessGroup, how: str) -> tuple[Outcome, Any]:
-    """Rank 0 measures; rank 1, which need not, has no buffer or no example. Then both have them."""
+def meet_with_less(group: dist.ProcessGroup, how: str, victim: int) -> tuple[Outcome, Any]:
+    """One rank lacks a buffer or an example, or names a wrong buffer. Then both have them."""
     module, schedule = language_model(), schedules.one_f_one_b(ranks=2, microbatches=2)
     options: Any = {"schedule": schedule, "measure": True, "compile": False, "group": group}
-    shapes = language_model().to("meta") if how == "buffer" and group.rank() else module
-    example = None if how == "example" and group.rank() else make_batch()
-    failed = attempt(lambda: fpipe.from_module(shapes, example=example, **options))
+    own = how if group.rank() == victim else ""
+    shapes = language_model().to("meta") if own == "buffer" else module
+    example = None if own == "example" else make_batch()
+    buffers = {"nothing": module.mask} if own == "name" else None
+    failed = attempt(lambda: fpipe.from_module(shapes, example=example, buffers=buffers, **options))
     return failed, fpipe.from_module(module, example=make_batch(), **options).cuts
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
-    [("buffer", "the buffer 'mask' of LanguageModel"), ("example", "cuts and example are both")],
+    ("how", "victim", "said"),
+    [
+        ("buffer", 1, "the buffer 'mask' of LanguageModel"),
+        ("example", 1, "cuts and example are both"),
+        ("name", 1, "buffers names 'nothing', which is no buffer"),
+        ("name", 0, "buffers names 'nothing', which is no buffer"),
+    ],
 )
-def test_failure_of_a_rank_that_waits_is_told(crew: Crew, how: str, said: str) -> None:
+def test_failure_of_a_rank_before_it_measures_is_told(
+    crew: Crew, how: str, victim: int, said: str
+) -> None:
     """It raised before it met the others, which waited for it for half an hour."""
-    here, there = values(crew.run(wait_with_less, how, ranks=range(2)))
-    assert here[0].error.kind == "PipelineError" and here[0].error.rank == 1
-    assert "rank 1 could not make its pipeline: StageError: " in here[0].error.text
+    outcomes = values(crew.run(meet_with_less, how, victim, ranks=range(2)))
+    here, there = outcomes[1 - victim], outcomes[victim]
+    assert here[0].error.kind == "PipelineError" and here[0].error.rank == victim
+    assert f"rank {victim} could not make its pipeline: StageError: " in here[0].error.text
     assert said in here[0].error.text and said in there[0].error.text
     assert there[0].error.kind == "StageError" and here[0].seconds < 20
     assert here[1] == there[1]
