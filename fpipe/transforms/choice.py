@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fpipe.engine import Pipeline
 from fpipe.errors import StageError
-from fpipe.transforms.transformed import check_pipeline
+from fpipe.transforms.transformed import P, check_pipeline
 
 ARGUMENTS = ("params", "batch")
 
 
-def grad(pipe: Pipeline, argnums: Any = "params") -> Pipeline:
+def grad(pipe: P, argnums: Any = "params") -> P:
     """A pipeline whose ``step`` differentiates by what `argnums` names.
 
     Gradients by the batch serve saliency and adversarial training. They flow through every stage
@@ -24,12 +23,13 @@ def grad(pipe: Pipeline, argnums: Any = "params") -> Pipeline:
             nothing.
 
     Returns:
-        A pipeline whose ``step`` returns ``(loss, grads)``: one gradient for a name, a tuple of
-        them for a tuple. That of the batch has its structure, with None for leaves that are no
-        floating-point or complex numbers; the rows of a leaf that is split are the gradients of the
-        (weighted) loss of the batch by those rows, and a leaf that is not split gets the sum over
-        all microbatches. In an ensemble, a leaf that members share gets the sum over the members.
-        Over a process group it is returned on the rank of the first stage, and None on the others.
+        A pipeline of the same kind whose ``step`` returns ``(loss, grads)``: one gradient for a
+        name, a tuple of them for a tuple. That of the batch has its structure, with None for leaves
+        that are no floating-point or complex numbers; the rows of a leaf that is split are the
+        gradients of the (weighted) loss of the batch by those rows, and a leaf that is not split
+        gets the sum over all microbatches. In an ensemble, a leaf that members share gets the sum
+        over the members. Over a process group it is returned on the rank of the first stage, and
+        None on the others.
 
     Raises:
         StageError: `pipe` is no pipeline, `argnums` names anything else, or the pipeline takes a
@@ -58,4 +58,4 @@ def grad(pipe: Pipeline, argnums: Any = "params") -> Pipeline:
             "fpipe.grad of a pipeline that takes a vector or goes by rows is not defined: choose "
             "argnums for fpipe.pipeline's own pipeline, or for fpipe.vmap of it"
         )
-    return Pipeline(replace(definition, argnums=argnums))
+    return type(pipe)(replace(definition, argnums=argnums))

@@ -106,6 +106,27 @@ def test_of_an_ensemble() -> None:
     assert_same(grads["y"], own[0]["y"] + own[1]["y"])
 
 
+def test_pipeline_of_a_module_stays_one() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)).double()
+    pipe = fpipe.from_module(
+        module,
+        schedule=schedules.zb_h1(ranks=2, microbatches=2),
+        cuts=["0"],
+        loss=lambda output, batch: output.square().mean(),
+        compile=False,
+    )
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    x = torch.randn(4, 2).double()
+    chosen = fpipe.grad(pipe, ("batch", "params"))
+    (by_batch, by_params) = chosen.step(params, {"input": x}).grads
+    expected = torch.func.grad(lambda x: module(x).square().mean())(x)
+    assert_same(by_batch, {"input": expected})
+    assert isinstance(chosen, fpipe.ModulePipeline) and chosen.cuts == ("0",)
+    trained = {name: p - 0.1 * by_params[name] for name, p in params.items()}
+    chosen.load_into(module, trained)
+    assert_same({name: p.detach() for name, p in module.named_parameters()}, trained)
+
+
 def test_programs_say_what_they_return() -> None:
     model = mlp(2, 4)
     pipe = fpipe.pipeline(
