@@ -161,15 +161,35 @@ class ModulePipeline(Pipeline):
             state: as for `step`; None leaves the module's buffers as they are.
 
         Raises:
-            BatchError: the names or shapes differ; nothing has been copied then.
+            BatchError: the names or shapes differ, or a parameter has no data where it is read,
+                or it is not known yet where that is; nothing has been copied then.
             PipelineError: over a process group, they differ on another rank.
         """
-        problem = _misfit(module, params, state)
+        problem = _misfit(module, params, state) or self._missing(params)
         if self.add_up(problem is not None):
             raise problem or PipelineError(
                 "another rank cannot load its parameters, so nothing was copied on any: it says why"
             )
         self.together("pipe.load_into", lambda _: self._copy(module, params, state or {}))
+
+    def _missing(self, params: Mapping[str, Tensor]) -> BatchError | None:
+        """Which of the parameters that this process has to give has no data."""
+        readers = self.readers()
+        for leaf, path in enumerate(tree.structure(params).paths()):
+            ranks = readers.get((0, leaf), (self.rank,))
+            if ranks[0] == self.rank and params[path[0]].is_meta:
+                known = (
+                    ""
+                    if readers
+                    else (
+                        ", and this pipeline, which has not run, does not know on which rank it has "
+                        "some: call pipe.programs(params, batch) on all ranks first"
+                    )
+                )
+                return BatchError(
+                    f"params[{path[0]!r}] lies on the meta device and has no data{known}"
+                )
+        return None
 
     def _copy(
         self, module: nn.Module, params: Mapping[str, Tensor], state: Mapping[str, Any]

@@ -199,6 +199,33 @@ def test_module_that_fits_on_one_rank_only_is_refused_on_both(crew: Crew) -> Non
     assert "params and Other differ in 19 names" in there.error.text
 
 
+def load_shapes(group: dist.ProcessGroup, schedule: Schedule) -> tuple[Outcome, dict[str, Tensor]]:
+    """Rank 1 has no data of what rank 0 reads; at first it does not know that rank 0 does."""
+    module, target = language_model(), language_model()
+    pipe = fpipe.from_module(
+        module, schedule=schedule, cuts=["blocks.1"], compile=False, group=group
+    )
+    params = {name: value + 1 for name, value in detached(module).items()}
+    if group.rank():
+        params["blocks.0.norm.bias"] = params["blocks.0.norm.bias"].to("meta")
+    early = attempt(lambda: pipe.load_into(target, params))
+    pipe.programs(params, make_batch())
+    pipe.load_into(target, params)
+    return early, detached(target)
+
+
+def test_parameters_without_data_are_refused_until_it_is_known_who_has_them(crew: Crew) -> None:
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    (here, first), (there, second) = values(crew.run(load_shapes, schedule, ranks=range(2)))
+    assert "another rank cannot load its parameters" in here.error.text
+    assert there.error.kind == "BatchError"
+    assert "params['blocks.0.norm.bias'] lies on the meta device" in there.error.text
+    assert "call pipe.programs(params, batch) on all ranks first" in there.error.text
+    expected = {name: value + 1 for name, value in detached(language_model()).items()}
+    assert_identical(first, expected)
+    assert_identical(second, expected)
+
+
 def step_on_every_schedule(group: dist.ProcessGroup, name: str) -> list[fpipe.Step]:
     """One step of a Hugging Face model on each schedule for two ranks."""
     # Not at the head of the file: only ranks that do this take the seconds of the import.

@@ -192,3 +192,6 @@ def test_wrong_params_and_batches_are_refused() -> None:
         pipe.load_into(Lagging(), params)
     with pytest.raises(fpipe.BatchError, match=r"params\['embedding.weight'\] has shape \(3,\)"):
         pipe.load_into(module, params | {"embedding.weight": torch.ones(3)})
+    with pytest.raises(fpipe.BatchError, match=r"\['embedding.weight'\] lies on the meta device"):
+        shape = params["embedding.weight"].to("meta")
+        pipe.load_into(module, params | {"embedding.weight": shape})

@@ -153,10 +153,10 @@ def test_argnums_are_names(argnums: Any) -> None:
 
 def test_what_does_not_compose() -> None:
     with pytest.raises(StageError, match=r"is a int: fpipe\.grad takes a pipeline"):
-        fpipe.grad(3)  # type: ignore[arg-type]
+        fpipe.grad(3)  # type: ignore[type-var]
     for other in (fpipe.hvp(PIPE), fpipe.per_example_grads(PIPE)):
         with pytest.raises(StageError, match="takes a vector or goes by rows is not defined"):
-            fpipe.grad(other, "batch")  # type: ignore[arg-type]
+            fpipe.grad(other, "batch")
     chosen = fpipe.grad(PIPE, "batch")
     for transform in (fpipe.vmap, fpipe.hvp, fpipe.per_example_grads):
         with pytest.raises(StageError, match=rf"{transform.__name__} of a pipeline whose argnums"):
