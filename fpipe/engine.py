@@ -395,7 +395,7 @@ class Pipeline:
             aux = done.plan.outputs(done.runs, self.definition.out_dims, "aux")
         if not self.definition.has_state:
             return StepAux(loss, grads, aux)
-        leaves = done.plan.state(done.runs, done.params)
+        leaves = done.plan.state(done.runs, done.params, done.batch)
         with torch.no_grad():
             state = self._convention.state(tree.unflatten(done.params.spec.children()[1], leaves))
         if self.definition.has_aux:

@@ -109,19 +109,19 @@ class Plan:
         columns = self._columns(runs, start, start + spec.num_leaves)
         return merge_columns(columns, spec, out_dims, name)
 
-    def state(self, runs: Sequence[Run], params: Parameters) -> list[Tensor]:
-        """The leaves of the state that the last microbatch has left; `params` has those given."""
+    def state(self, runs: Sequence[Run], params: Parameters, batch: Any) -> list[Tensor]:
+        """The leaves of the state that the last microbatch has left; `params` has those given.
+
+        Each has memory of its own, though what a function returns may be what it was given.
+        """
         given, slots = params.stages[0], dict(runs[0].program.results.states)
-        first = params.spec.children()[0].num_leaves
-        values = [
-            runs[0].slots[slots[leaf]] if leaf in slots else given[leaf]
-            for leaf in range(first, len(given))
-        ]
-        # What nothing has changed is the caller's own tensor.
-        return [
-            value.clone() if value is own else value
-            for value, own in zip(values, given[first:], strict=True)
-        ]
+        taken = {_memory(leaf) for leaf in (*given, *tree.flatten(batch)[0])}
+        values: list[Tensor] = []
+        for leaf in range(params.spec.children()[0].num_leaves, len(given)):
+            value = runs[0].slots[slots[leaf]] if leaf in slots else given[leaf]
+            values.append(value.clone() if _memory(value) in taken else value)
+            taken.add(_memory(values[-1]))
+        return values
 
     def _columns(self, runs: Sequence[Run], start: int, end: int) -> list[list[Any]]:
         """For each of the numbered values, those of all microbatches."""
@@ -131,6 +131,11 @@ class Plan:
                 if start <= number < end:
                     columns[number - start][microbatch] = run.slots[slot]
         return columns
+
+
+def _memory(value: Tensor) -> int:
+    """Equal for tensors that share their memory."""
+    return value.untyped_storage().data_ptr()
 
 
 def collected(plan: Plan, runs: Sequence[Run]) -> dict[tuple[int, int], Tensor]:

@@ -178,17 +178,13 @@ class ModulePipeline(Pipeline):
         for leaf, path in enumerate(tree.structure(params).paths()):
             ranks = readers.get((0, leaf), (self.rank,))
             if ranks[0] == self.rank and params[path[0]].is_meta:
-                known = (
-                    ""
-                    if readers
-                    else (
-                        ", and this pipeline, which has not run, does not know on which rank it has "
+                text = f"params[{path[0]!r}] lies on the meta device and has no data"
+                if not readers:
+                    text += (
+                        ", and this pipeline has not run, so it is not known on which rank it has "
                         "some: call pipe.programs(params, batch) on all ranks first"
                     )
-                )
-                return BatchError(
-                    f"params[{path[0]!r}] lies on the meta device and has no data{known}"
-                )
+                return BatchError(text)
         return None
 
     def _copy(

@@ -100,3 +100,4 @@ def _in_one_order(rows: Sequence[list[Task]]) -> Iterator[tuple[int, Task]]:
                 places[rank] += 1
                 going = True
                 yield rank, task
+    assert places == list(map(len, rows)), "the tasks wait for each other"

@@ -83,6 +83,26 @@ def test_state_of_one_step_begins_the_next() -> None:
     assert state["count"] == 15
 
 
+def turning(params: Tensor, state: Any, batch: Any) -> tuple[Tensor, Any]:
+    """Leaves change places; one becomes a leaf of the batch, and another the same."""
+    a, b, _, _ = state
+    return (params * a * batch).sum(), (b, a, batch, batch)
+
+
+def test_state_has_memory_of_its_own() -> None:
+    pipe = fpipe.pipeline(turning, schedule=schedules.gpipe(ranks=1, microbatches=1),
+                          has_state=True, in_dims=None, compile=False)  # fmt: skip
+    params, batch = torch.tensor(2.0), torch.ones(3)
+    state = (torch.zeros(3), torch.ones(3), torch.zeros(3), torch.zeros(3))
+    found = pipe.step(params, state, batch).state
+    assert_identical(found, (torch.ones(3), torch.zeros(3), batch, batch))
+    for leaf in found:
+        leaf.add_(5)
+    assert_identical(state, (torch.zeros(3), torch.ones(3), torch.zeros(3), torch.zeros(3)))
+    assert_identical(batch, torch.ones(3))
+    assert not torch.equal(*found[:2]) and torch.equal(found[2], torch.full((3,), 6.0))
+
+
 @pytest.mark.inductor
 def test_state_of_compiled_stages() -> None:
     schedule = schedules.one_f_one_b(ranks=4, microbatches=4)
