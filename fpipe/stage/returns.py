@@ -111,9 +111,12 @@ class Returns:
             hint = ""
             if not self.declared and isinstance(loss, tuple | list):
                 hint = ", or declare what comes beside it: has_aux=True for (loss, aux)"
+            found = _found(loss)
+            if shape and isinstance(loss, Tensor):
+                found += f" under a transform, which has added {len(shape)} of these dimensions"
             form = f"{self.form}, whose {'sum' if self.weighted else 'loss'} is "
             raise StageError(
-                f"{subject} {_found(loss)}: {call} must return {form if self.declared else ''}one "
+                f"{subject} {found}: {call} must return {form if self.declared else ''}one "
                 f"floating-point scalar (take .mean() or .sum() of it{hint})"
             )
         for weight in heads[1:]:

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fpipe.convention import Dual
+from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError
 from fpipe.runtime.program import Program
 from fpipe.schedule import Schedule
 from fpipe.stage.stage import Stage
+from fpipe.stage.workshop import Workshop
 from fpipe.transforms.direction import Direction
 from fpipe.transforms.dual import (
     dual_function,
@@ -63,9 +65,9 @@ class Directional:
         pipeline: the pipeline of dual stages that it runs.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.definition = pipeline.definition
-        self.pipeline = pipeline
+    def __init__(self, definition: Definition, workshop: Workshop | None = None) -> None:
+        self.definition = definition
+        self.pipeline = Pipeline(definition, workshop)
 
     def __repr__(self) -> str:
         return f"<Directional {self.pipeline!r}>"
@@ -109,7 +111,8 @@ class Directional:
 
     def with_schedule(self, schedule: Schedule) -> Directional:
         """The same under another schedule, as `Pipeline.with_schedule`."""
-        return Directional(self.pipeline.with_schedule(schedule))
+        pipe = self.pipeline.with_schedule(schedule)
+        return Directional(pipe.definition, pipe.workshop)
 
     def local(self, params: Any) -> Any:
         """As `Pipeline.local`, of parameters or a vector."""
@@ -267,4 +270,4 @@ def _directional(
         loss_cotangent=(0.0, 1.0),
         convention=Direction(definition.convention, Parts.of(definition)).convention,
     )
-    return Directional(Pipeline(transformed))
+    return Directional(transformed)

@@ -20,6 +20,7 @@ from fpipe.schedule import Schedule
 from fpipe.stage.joint import is_differentiable
 from fpipe.stage.sink import Sink
 from fpipe.stage.stage import Stage
+from fpipe.stage.workshop import Workshop
 from fpipe.transforms.mapping import over, prefix_map
 from fpipe.transforms.plain import batched
 from fpipe.transforms.transformed import P, check_pipeline, check_randomness, refuse_choice
@@ -45,9 +46,9 @@ class NormPipeline:
         pipeline: the pipeline that it runs.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.definition = pipeline.definition
-        self.pipeline = pipeline
+    def __init__(self, definition: Definition, workshop: Workshop | None = None) -> None:
+        self.definition = definition
+        self.pipeline = Pipeline(definition, workshop)
 
     def __repr__(self) -> str:
         return f"<NormPipeline {self.pipeline!r}>"
@@ -66,7 +67,8 @@ class NormPipeline:
 
     def with_schedule(self, schedule: Schedule) -> NormPipeline:
         """The same under another schedule, as `Pipeline.with_schedule`."""
-        return NormPipeline(self.pipeline.with_schedule(schedule))
+        pipe = self.pipeline.with_schedule(schedule)
+        return NormPipeline(pipe.definition, pipe.workshop)
 
     def local(self, params: Any) -> Any:
         """As `Pipeline.local`."""
@@ -154,7 +156,7 @@ def per_example_norms(pipe: Pipeline, *, randomness: str = "error") -> NormPipel
         sink=replace(by_rows.sink, fold=partial(_squares, kept), everywhere=True),
         convention=by_rows.convention._replace(grads=_norms, weigh=None),
     )
-    return NormPipeline(Pipeline(squared))
+    return NormPipeline(squared)
 
 
 def _squares(kept: int, gradient: Tensor) -> Tensor:
