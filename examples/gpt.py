@@ -149,11 +149,14 @@ class Size(NamedTuple):
     rows: int  # in a batch
     microbatches: int
     steps: int
+    tested: int | None  # batches of the text that is held out, None for all of it
     written: int  # characters of the sample
 
 
-FULL = Size(width=128, blocks=1, length=128, rows=16, microbatches=8, steps=500, written=500)
-SMOKE = Size(width=16, blocks=1, length=16, rows=8, microbatches=4, steps=20, written=50)
+FULL = Size(
+    width=128, blocks=1, length=128, rows=16, microbatches=8, steps=500, tested=None, written=500
+)
+SMOKE = Size(width=16, blocks=1, length=16, rows=8, microbatches=4, steps=20, tested=10, written=50)
 
 
 def init(size: Size, generator: torch.Generator) -> list[Params]:
@@ -249,7 +252,8 @@ def held_out_loss(pipe: fpipe.Pipeline, params: list[Params], text: Tensor, size
     """Mean loss over `text`, cut into batches of the shape that the pipeline is compiled for."""
     starts = torch.arange(0, len(text) - size.length, size.length)
     batches = starts[: len(starts) // size.rows * size.rows].split(size.rows)
-    losses = [pipe.value(params, windows(text, batch, size.length)) for batch in batches]
+    chosen = batches[: size.tested]
+    losses = [pipe.value(params, windows(text, batch, size.length)) for batch in chosen]
     return torch.stack(losses).mean().item()
 
 

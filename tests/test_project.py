@@ -234,6 +234,16 @@ def test_import_loads_torch_only_when_a_name_needs_it() -> None:
     """)
 
 
+def test_making_a_pipeline_imports_no_checkpoints() -> None:
+    # A second of every start.
+    run_python("""
+        import sys
+        import fpipe
+        fpipe.pipeline
+        assert "torch.distributed.checkpoint" not in sys.modules
+    """)
+
+
 def test_unknown_attribute_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
         getattr(fpipe, "no_such_name")  # noqa: B009 (a type checker refuses the plain form)

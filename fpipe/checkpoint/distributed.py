@@ -13,8 +13,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fpipe.checkpoint.source import check_shape
 
-HEAD = ".metadata"
-
 
 class DistributedDirectory:
     """Tensors in a directory that ``torch.distributed.checkpoint.save`` has written.

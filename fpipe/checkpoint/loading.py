@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fpipe.checkpoint.distributed import HEAD, DistributedDirectory
 from fpipe.checkpoint.safetensors_files import INDEX, SafetensorsFiles
 from fpipe.checkpoint.source import Source
 from fpipe.errors import BatchError, few
+
+HEAD = ".metadata"
+"""What a directory of `torch.distributed.checkpoint` has."""
 
 
 class Naming(NamedTuple):
@@ -47,6 +49,9 @@ def source_of(path: str | PathLike[str]) -> Source:
     if place.is_file() and place.suffix == ".safetensors":
         return SafetensorsFiles.listed([place])
     if (place / HEAD).is_file():
+        # It imports for a second, and few pipelines are loaded from such a directory.
+        from fpipe.checkpoint.distributed import DistributedDirectory
+
         return DistributedDirectory(place)
     indices, files = sorted(place.glob(INDEX)), sorted(place.glob("*.safetensors"))
     if len(indices) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -31,6 +32,27 @@ SCHEDULES = [
 ]
 
 
+# All schedules share the traces of these.
+
+
+@cache
+def of_weights() -> fpipe.Pipeline:
+    return fpipe.pipeline(weighted_sum, schedule=SCHEDULES[0], reduction="weighted", compile=False)
+
+
+@cache
+def of_aux() -> fpipe.Pipeline:
+    return fpipe.pipeline(
+        weighted_model,
+        schedule=SCHEDULES[0],
+        reduction="weighted",
+        has_aux=True,
+        out_dims=OUT_DIMS,
+        remat="full",
+        compile=False,
+    )
+
+
 def expected_step() -> tuple[Any, Tensor]:
     result: tuple[Any, Tensor] = torch.func.grad_and_value(by_microbatch)(
         make_params(), make_batch()
@@ -45,7 +67,7 @@ def expected_step() -> tuple[Any, Tensor]:
 def test_weighted_loss_is_exact_over_microbatches_of_different_weight(
     schedule: fpipe.Schedule,
 ) -> None:
-    pipe = fpipe.pipeline(weighted_sum, schedule=schedule, reduction="weighted", compile=False)
+    pipe = of_weights().with_schedule(schedule)
     params, batch = make_params(), make_batch()
     weights = [int((part["targets"] >= 0).sum()) for part in microbatches(batch)]
     assert weights == [15, 1, 5, 4]  # the mean of means would be far from the mean
@@ -127,15 +149,7 @@ def test_weights_that_are_all_zero_make_no_number() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
 def test_aux_of_every_stage_comes_back_merged(schedule: fpipe.Schedule) -> None:
-    pipe = fpipe.pipeline(
-        weighted_model,
-        schedule=schedule,
-        reduction="weighted",
-        has_aux=True,
-        out_dims=OUT_DIMS,
-        remat="full",
-        compile=False,
-    )
+    pipe = of_aux().with_schedule(schedule)
     params, batch = make_params(), make_batch()
     grads, loss = expected_step()
     found = pipe.step(params, batch)

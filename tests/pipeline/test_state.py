@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -34,6 +34,14 @@ def unpipelined() -> tuple[Tensor, Any, Any, Any]:
     return loss, grads, state, aux
 
 
+@cache
+def traced(remat: str) -> fpipe.Pipeline:
+    """All schedules share its traces."""
+    schedule = schedules.gpipe(ranks=4, microbatches=1)
+    options: Any = {"has_state": True, "has_aux": True, "remat": remat, "compile": False}
+    return fpipe.pipeline(stateful_model, schedule=schedule, **options)
+
+
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize(
     "schedule",
@@ -48,14 +56,7 @@ def unpipelined() -> tuple[Tensor, Any, Any, Any]:
 def test_state_is_what_the_microbatches_leave_one_after_the_other(
     schedule: Schedule, remat: str
 ) -> None:
-    pipe = fpipe.pipeline(
-        stateful_model,
-        schedule=schedule,
-        has_state=True,
-        has_aux=True,
-        remat=remat,
-        compile=False,
-    )
+    pipe = traced(remat).with_schedule(schedule)
     params, state, batch = make_params(), make_state(), make_batch()
     found = pipe.step(params, state, batch)
     assert isinstance(found, fpipe.StepStateAux)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +29,21 @@ from tests.models import Model
 def codes_of(model: Model, microbatches: int, policy: Policy = save_all) -> tuple[StageCode, ...]:
     """The code of each stage, for microbatches of one size."""
     params, parts = read(model, microbatches)
-    tracer = ChainTracer([Stage(stage) for stage in model.stages], model.loss, (), None)
-    shapes = [TreeShape.of(*part) for part in zip(params.specs, params.stages, strict=True)]
-    chain = tracer(shapes, TreeShape.of(parts.spec, parts.leaves[0]), "step")
+    shapes = tuple(TreeShape.of(*part) for part in zip(params.specs, params.stages, strict=True))
+    microbatch = TreeShape.of(parts.spec, parts.leaves[0])
+    return _codes(tuple(model.stages), model.loss, shapes, microbatch, policy)
+
+
+@cache
+def _codes(
+    stages: tuple[Callable[..., Any], ...],
+    loss: Callable[[Any, Any], Tensor],
+    shapes: tuple[TreeShape, ...],
+    microbatch: TreeShape,
+    policy: Policy,
+) -> tuple[StageCode, ...]:
+    tracer = ChainTracer([Stage(stage) for stage in stages], loss, (), None)
+    chain = tracer(shapes, microbatch, "step")
     return assemble(chain, live_leaves([chain]), policy, Compiler(False))
 
 
