@@ -63,8 +63,7 @@ class Compiler:
         if key not in self._artefacts:
             examples = [value_of(n) for n in piece.graph.nodes if n.op == "placeholder"]
             log.info("compiling %s", label)
-            module = fx.GraphModule(torch.nn.Module(), piece.graph)
-            self._artefacts[key] = self._make(module, examples)
+            self._artefacts[key] = self._make(piece.graph, examples)
         return self._artefacts[key]
 
     @property
@@ -73,13 +72,18 @@ class Compiler:
         return len(self._artefacts)
 
 
-def _maker(compile: Compile) -> Callable[[fx.GraphModule, list[Tensor]], Call]:
+def _maker(compile: Compile) -> Callable[[fx.Graph, list[Tensor]], Call]:
+    if compile is False:
+        return lambda graph, examples: _uncompiled(graph)
+    make = _maker_of_modules(compile)
+    return lambda graph, examples: make(_module(graph), examples)
+
+
+def _maker_of_modules(compile: Compile) -> Callable[[fx.GraphModule, list[Tensor]], Call]:
     if compile is True:
         return lambda module, examples: _inductor(module, examples, {})
-    if compile is False:
-        return lambda module, examples: _uncompiled(module)
     if isinstance(compile, str):
-        return _maker({"backend": compile})
+        return _maker_of_modules({"backend": compile})
     if isinstance(compile, Mapping):
         return _maker_from_options(dict(compile))
     if callable(compile):
@@ -113,11 +117,14 @@ def _maker_from_options(options: dict[str, Any]) -> Callable[[fx.GraphModule, li
     return lambda module, examples: _inductor(module, examples, patches)
 
 
-def _uncompiled(module: fx.GraphModule) -> Call:
+def _module(graph: fx.Graph) -> fx.GraphModule:
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _uncompiled(graph: fx.Graph) -> Call:
     """The graph as Python, taking its inputs from a list and dropping each after its last use."""
-    module.graph.set_codegen(_BoxedCodeGen())
-    module.recompile()
-    call: Call = module.forward
+    graph.set_codegen(_BoxedCodeGen())
+    call: Call = _module(graph).forward
     return call
 
 
