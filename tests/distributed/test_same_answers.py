@@ -160,7 +160,7 @@ def test_one_rank_may_run_uncompiled(crew: Crew) -> None:
 
 @pytest.mark.inductor
 def test_compiled(crew: Crew) -> None:
-    schedule = schedules.zbv(ranks=2, microbatches=2)
+    schedule = schedules.zb_h1(ranks=2, microbatches=2)
     check_step(crew, "mlp", schedule, 4, torch.float32, compile=True)
 
 

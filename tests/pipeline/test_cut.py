@@ -232,7 +232,7 @@ def test_cut_function_compiles(params: Any, batch: Any) -> None:
     single = {key: value for key, value in params.items() if key != "count"}
     pipe = fpipe.pipeline(
         language_model,
-        schedule=fpipe.schedules.zbv(ranks=2, microbatches=1),
+        schedule=fpipe.schedules.one_f_one_b(ranks=4, microbatches=1),
         in_dims=IN_DIMS,
     )
     loss, grads = pipe.step(params, batch)
