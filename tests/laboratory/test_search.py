@@ -14,6 +14,7 @@ import fpipe
 from fpipe import Cost, ScheduleError, schedules, search, simulate
 from fpipe.schedule.bound import Objective
 from fpipe.schedule.placements import linear, looped, vee
+from fpipe.schedule.searching import seeds
 from fpipe.schedule.searching.annealing import anneal
 from fpipe.schedule.searching.budget import Budget
 from fpipe.schedule.searching.evaluator import make_evaluator
@@ -53,6 +54,29 @@ def test_it_is_never_worse_than_a_family_in_the_same_memory(
     check(found, max(timeline.peak))
     family = timeline.makespan if objective == "makespan" else timeline.span
     assert found.value <= family * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "stages"), [(4, 6, 2), (4, 13, 2), (3, 5, 3)])
+@pytest.mark.parametrize("large", [False, True])
+def test_groups_of_any_size_are_among_the_families(
+    ranks: int, microbatches: int, stages: int, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Only groups of p/2 and p were tried: with 13 microbatches on 4 ranks that left one after the
+    # other, and in a large case, where that had not been compared, nothing at all.
+    if large:
+        monkeypatch.setattr(seeds, "LARGE", 0)
+    family = schedules.group_1f1b(ranks=ranks, microbatches=microbatches, stages_per_rank=stages)
+    timeline = simulate(family, UNEVEN)
+    found = search(
+        ranks=ranks,
+        microbatches=microbatches,
+        cost=UNEVEN,
+        memory=timeline.peak,
+        placement=family.placement,
+        iterations=0,
+    )
+    check(found, max(timeline.peak))
+    assert found.value <= timeline.makespan
 
 
 def test_it_repeats_itself_for_a_seed_and_a_count() -> None:

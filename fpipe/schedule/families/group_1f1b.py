@@ -43,7 +43,7 @@ def group_1f1b(
         1F0 3F0 3I0 3W0 1F1 1I0 1W0 3F1 3I1 3W1 1I1 1W1
     """
     check_counts(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-    size = _nearest(ranks, microbatches) if group is None else group
+    size = group_size(ranks=ranks, microbatches=microbatches) if group is None else group
     check_counts(group=size)
     if microbatches % size:
         raise ScheduleError(
@@ -68,7 +68,13 @@ def group_1f1b(
     return Schedule(placement, rows, name="group_1f1b")
 
 
-def _nearest(ranks: int, microbatches: int) -> int:
+def group_size(*, ranks: int, microbatches: int) -> int:
+    """The group that `group_1f1b` takes where none is told.
+
+    Example:
+        >>> group_size(ranks=4, microbatches=6), group_size(ranks=4, microbatches=7)
+        (3, 7)
+    """
     divisors = [size for size in range(1, microbatches + 1) if microbatches % size == 0]
     fitting = [size for size in divisors if ranks // 2 <= size <= ranks]
     return (

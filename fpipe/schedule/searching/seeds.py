@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
@@ -10,7 +11,7 @@ from fpipe.schedule.cost import StageCosts
 from fpipe.schedule.families.dualpipev import dualpipev
 from fpipe.schedule.families.eager_1f1b import eager_1f1b
 from fpipe.schedule.families.gpipe import gpipe
-from fpipe.schedule.families.group_1f1b import group_1f1b
+from fpipe.schedule.families.group_1f1b import group_1f1b, group_size
 from fpipe.schedule.families.interleaved_1f1b import interleaved_1f1b
 from fpipe.schedule.families.interleaved_zero_bubble import interleaved_zero_bubble
 from fpipe.schedule.families.looped_bfs import looped_bfs
@@ -26,44 +27,63 @@ from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.problem import Order, Problem, to_order
 from fpipe.schedule.simulator import run_rows
 
-Maker = Callable[[int], Schedule]  # from a number of microbatches
 LARGE = 100_000  # actions: above it, families are compared on fewer microbatches
 _IN_FULL = 2
 
 
+class Maker(NamedTuple):
+    """A family on a placement, as a function of the number of microbatches alone.
+
+    Attributes:
+        make: the function.
+        step: it makes a schedule of the same kind only of multiples of that many microbatches.
+    """
+
+    make: Callable[[int], Schedule]
+    step: int = 1
+
+
 def makers(problem: Problem) -> list[Maker]:
-    """The families of a placement, as functions of the number of microbatches alone.
+    """The families of a placement.
 
     The last is one microbatch after the other: the slowest, and possible wherever anything is.
     """
     families = _families(problem)
-    return [*families, lambda count: _one_by_one(problem.placement, count)]
+    return [*families, Maker(lambda count: _one_by_one(problem.placement, count))]
 
 
 def _families(problem: Problem) -> list[Maker]:
-    ranks, placement = problem.ranks, problem.placement
+    ranks, placement, count = problem.ranks, problem.placement, problem.microbatches
     stages = len(placement) // ranks
+    found: list[Maker] = []
 
-    def plain(family: Callable[..., Schedule], **arguments: int) -> Maker:
-        return lambda count: family(ranks=ranks, microbatches=count, **arguments)
+    def add(family: Callable[..., Schedule], step: int = 1, **arguments: int) -> None:
+        found.append(
+            Maker(lambda count: family(ranks=ranks, microbatches=count, **arguments), step)
+        )
 
     if placement == linear(ranks):
-        return [
-            *(plain(family) for family in (one_f_one_b, zb_h1, zb_h2, eager_1f1b, gpipe)),
-            lambda count: zb_auto(
-                ranks=ranks, microbatches=count, memory=problem.memory, cost=problem.cost
-            ),
-        ]
+        for family in (one_f_one_b, zb_h1, zb_h2, eager_1f1b, gpipe):
+            add(family)
+        found.append(
+            Maker(
+                lambda count: zb_auto(
+                    ranks=ranks, microbatches=count, memory=problem.memory, cost=problem.cost
+                )
+            )
+        )
     if placement == vee(ranks):
-        return [plain(family) for family in (zbv, v_half, v_min, dualpipev)]
-    if placement != looped(ranks, stages):
-        return []
-    families = (interleaved_zero_bubble, interleaved_1f1b, looped_bfs)
-    groups = sorted({max(1, ranks // 2), (ranks + 1) // 2, ranks})
-    return [
-        *(plain(family, stages_per_rank=stages) for family in families),
-        *(plain(group_1f1b, stages_per_rank=stages, group=group) for group in groups),
-    ]
+        for family in (zbv, v_half, v_min, dualpipev):
+            add(family)
+    if placement == looped(ranks, stages):
+        if stages > 1:  # with one stage they are `zb_h1` and `eager_1f1b`
+            add(interleaved_zero_bubble, stages_per_rank=stages)
+            add(interleaved_1f1b, stages_per_rank=stages)
+        add(looped_bfs, stages_per_rank=stages)
+        groups = [size for size in range(max(1, ranks // 2), ranks + 1) if count % size == 0]
+        for size in sorted({*groups, group_size(ranks=ranks, microbatches=count)}):
+            add(group_1f1b, step=size, stages_per_rank=stages, group=size)
+    return found
 
 
 def seeds(problems: Sequence[Problem]) -> Iterator[tuple[Problem, Order]]:
@@ -73,12 +93,20 @@ def seeds(problems: Sequence[Problem]) -> Iterator[tuple[Problem, Order]]:
     grows evenly with the microbatches, so two smaller sizes tell what the full one will take.
     """
     pairs = [(problem, maker) for problem in problems for maker in makers(problem)]
-    if any(3 * len(p.placement) * p.microbatches > LARGE for p in problems):
-        guesses = sorted((_guess(*pair), at) for at, pair in enumerate(pairs))
-        chosen = [at for guess, at in guesses if guess <= 1.01 * guesses[0][0]]
-        pairs = [pairs[at] for at in chosen[:_IN_FULL]]
-    for problem, maker in pairs:
+    if all(3 * len(p.placement) * p.microbatches <= LARGE for p in problems):
+        for problem, maker in pairs:
+            if (order := _made(problem, maker)) is not None:
+                yield problem, order
+        return
+    guesses = sorted((_guess(*pair), at) for at, pair in enumerate(pairs))
+    yielded, best = 0, 0.0
+    for guess, at in guesses:
+        if yielded == _IN_FULL or (yielded and guess > 1.01 * best):
+            return
+        # A family may be there, and fit, in the smaller sizes alone.
+        problem, maker = pairs[at]
         if (order := _made(problem, maker)) is not None:
+            yielded, best = yielded + 1, best or guess
             yield problem, order
 
 
@@ -94,13 +122,19 @@ def _one_by_one(placement: tuple[int, ...], microbatches: int) -> Schedule:
 
 
 def _guess(problem: Problem, maker: Maker) -> float:
-    sizes = (2 * problem.ranks, 3 * problem.ranks)
+    step = maker.step
+    first = -(-2 * problem.ranks // step) * step
+    sizes = (first, first + max(1, problem.ranks // step) * step)
+    if sizes[1] >= problem.microbatches:
+        sizes = (problem.microbatches,) * 2
     values = []
-    for size in sizes:
+    for size in dict.fromkeys(sizes):
         order = _made(problem.resized(size), maker)
         if order is None:
             return float("inf")
         values.append(order.value)
+    if len(values) == 1:
+        return values[0]
     slope = (values[1] - values[0]) / (sizes[1] - sizes[0])
     return values[1] + slope * (problem.microbatches - sizes[1])
 
@@ -108,7 +142,7 @@ def _guess(problem: Problem, maker: Maker) -> float:
 def _made(problem: Problem, maker: Maker) -> Order | None:
     """The family's schedule in the search's form, or None where it does not exist or fit."""
     try:
-        schedule = maker(problem.microbatches)
+        schedule = maker.make(problem.microbatches)
     except ScheduleError:
         return None
     # Not by `simulate`, whose timeline would cost more than all the rest.
