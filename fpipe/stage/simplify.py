@@ -1,10 +1,10 @@
 """Small rewrites of a freshly traced joint graph.
 
-Three aims: no op that computes nothing (uncompiled runs pay for each); no op that computes input
-and weight gradient at once, because such an op could not be split between I and W; and results
-that are fit to leave: a parameter's gradient shares memory with nothing, because it becomes the
-caller's, an input's is contiguous, as every value at a stage boundary is, and none of them keeps
-more alive than itself.
+Four aims: no op that computes nothing (uncompiled runs pay for each); no op that computes input
+and weight gradient at once, because such an op could not be split between I and W; no value without
+memory; and results that are fit to leave: a parameter's gradient shares memory with nothing,
+because it becomes the caller's, an input's is contiguous, as every value at a stage boundary is,
+and none of them keeps more alive than itself.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def simplify(
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
+        _give_memory(node)
         if node.target in _IDENTITIES:
             _replace(node, node.args[0])
         elif node.target is aten.t.default and _is_transpose(node.args[0]):
@@ -120,6 +121,21 @@ def _is_dense(value: Tensor) -> bool:
 
 def _is_transpose(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is aten.t.default
+
+
+def _give_memory(node: fx.Node) -> None:
+    """Let zeros have memory: forward mode makes some without, and products with them have none.
+
+    Inductor takes them for buffers, which it writes to; a caller could not update them.
+    """
+    if node.target is aten._efficientzerotensor.default:
+        node.target = aten.zeros.default
+    value: Any = node.meta.get("val")
+    if isinstance(value, Tensor) and value._is_zerotensor():
+        with value.fake_mode:  # type: ignore[attr-defined]
+            node.meta["val"] = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            )
 
 
 def _replace(node: fx.Node, by: fx.Node) -> None:
