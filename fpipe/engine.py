@@ -179,7 +179,10 @@ class Pipeline:
             schedule.num_stages == self.schedule.num_stages
             and definition.stage_devices == self.definition.stage_devices
         )
-        return type(self)(definition, workshop=self.workshop if shares else None)
+        moved = type(self)(definition, workshop=self.workshop if shares else None)
+        if shares:
+            moved.derived = {key: own.with_schedule(schedule) for key, own in self.derived.items()}
+        return moved
 
     def local(self, params: Any) -> Any:
         """`params` with None in place of the parts that belong to other processes.

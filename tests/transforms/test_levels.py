@@ -64,9 +64,11 @@ def test_is_the_pipeline_of_fpipe_vmap_traced_once() -> None:
         found = vmap(fpipe.step, (0, None))(STACKED, BATCH)
         traced = len(made)
         again = vmap(lambda own: fpipe.step(own, BATCH))(STACKED)
+    moved = vmap(pipe.with_schedule(SCHEDULE).step, (0, None))(STACKED, BATCH)
     assert traced
     assert len(made) == traced
     assert_identical(tuple(found), tuple(again))
+    assert_identical(tuple(found), tuple(moved))
     assert_identical(tuple(found), tuple(fpipe.vmap(PIPE).step(STACKED, BATCH)))
 
 
@@ -213,16 +215,6 @@ def test_randomness_is_that_of_the_level() -> None:
     assert different.loss[0] != different.loss[1]
     with pytest.raises(StageError, match=r"stage 0 .*randomness"):
         vmap(pipe.step, (0, None))(params, x)
-
-
-@pytest.mark.inductor
-def test_compiled_in_float32() -> None:
-    model = mlp(4, 6, torch.float32)
-    stacked = members(of=model.params)
-    stacked = tree.tree_map(lambda leaf: leaf.float(), stacked)
-    pipe = fpipe.pipeline(model.stages, model.loss, SCHEDULE)
-    assert_same(tuple(vmap(pipe.step, (0, None))(stacked, model.batch)),
-                vmap(plain_step, (0, None))(stacked, model.batch), 2e-5)  # fmt: skip
 
 
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────
