@@ -58,6 +58,26 @@ def test_a_product_with_the_hessian_of_a_module() -> None:
     assert_same(tuple(found), (loss, grads, pushed[1]), 1e-9)
 
 
+@pytest.mark.inductor
+def test_compiled_derivatives_of_a_module() -> None:
+    module = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(2)))
+    params, batch = detached(module.double()), {"input": torch.eye(3, dtype=torch.float64)}
+    compiled, plain = (
+        fpipe.from_module(
+            module,
+            schedule=schedules.zb_h1(ranks=2, microbatches=1),
+            cuts=["0"],
+            loss=lambda output, _: output.square().mean(),
+            compile=flag,
+        )
+        for flag in (True, False)
+    )
+    ours, theirs = (fpipe.hvp(pipe).step(params, batch, params) for pipe in (compiled, plain))
+    assert_same(tuple(ours), tuple(theirs))
+    slope, expected = (fpipe.jvp(pipe).value(params, batch, params) for pipe in (compiled, plain))
+    assert_same(tuple(slope), tuple(expected))
+
+
 def test_single_examples_of_a_module() -> None:
     """Its tied table has one gradient, whose parts are added up before the norm is taken."""
     params, rows = detached(MODEL), {name: leaf[:, None] for name, leaf in BATCH.items()}

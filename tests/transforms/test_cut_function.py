@@ -5,6 +5,7 @@ The function is a small network, which traces at once; a model is in test_cut_mo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -250,11 +251,13 @@ def test_compiled_in_float32() -> None:
     compiled, plain = (
         fpipe.pipeline(tied, schedule=schedule, compile=flag) for flag in (True, False)
     )
-    found, expected = (
-        fpipe.per_example_norms(fpipe.vmap(pipe)).step(stacked(params), batch)
-        for pipe in (compiled, plain)
+    calls: tuple[Callable[[Any], Any], ...] = (
+        lambda pipe: fpipe.per_example_norms(fpipe.vmap(pipe)).step(stacked(params), batch),
+        lambda pipe: fpipe.hvp(pipe).step(params, batch, params),
+        lambda pipe: fpipe.jvp(pipe).value(params, batch, params),
     )
-    assert_same(tuple(found), tuple(expected), 1e-4)
+    for call in calls:
+        assert_same(tuple(call(compiled)), tuple(call(plain)), 1e-4)
 
 
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────
