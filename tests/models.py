@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -332,11 +332,3 @@ def check(
 def rand(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """The same numbers for the same shape."""
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(len(shape)))
-
-
-def cases(names: Iterable[str], families: Sequence[str]) -> list[tuple[str, str]]:
-    """Models and schedules to go together: every model on the last schedule, the mlp on all.
-
-    A transform is one of stages, so what a schedule could spoil it spoils for the smallest model.
-    """
-    return [("mlp", family) for family in families[:-1]] + [(name, families[-1]) for name in names]

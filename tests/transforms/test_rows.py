@@ -1,4 +1,7 @@
-"""Losses, gradients and norms of single examples: each row runs as a batch of one."""
+"""Losses, gradients and norms of single examples: each row runs as a batch of one.
+
+Every schedule is in test_every_schedule.py, with a small model.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,8 @@ from torch import Tensor
 
 import fpipe
 from fpipe import Stage, StageError, schedules, tree
-from tests.models import MODELS, Model, assert_same, cases, mlp, unpipelined
+from tests.models import MODELS, Model, assert_same, mlp, unpipelined
 
-ALL = {**MODELS, "mlp": mlp}
-FAMILIES = ("one_f_one_b", "zb_h1", "zbv", "interleaved_1f1b")
 ROWS = 7
 
 
@@ -36,12 +37,11 @@ def norms_of(grads: Any) -> Tensor:
     return torch.stack(squares).sum(0).sqrt()
 
 
-@pytest.mark.parametrize(("name", "family"), cases(ALL, FAMILIES))
-def test_each_example_is_a_batch_of_one(name: str, family: str) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_each_example_is_a_batch_of_one(name: str) -> None:
     """Microbatches of two sizes; no weight of theirs is in the result."""
-    schedule = schedules.get(family, ranks=2, microbatches=3)
-    model = ALL[name](schedule.num_stages, ROWS)
-    pipe = pipe_of(model, schedule)
+    model = MODELS[name](4, ROWS)
+    pipe = pipe_of(model, schedules.interleaved_1f1b(ranks=2, microbatches=3))
     by_rows = fpipe.per_example_grads(pipe)
     loss, grads = by_rows.step(model.params, model.batch)
     assert loss.shape == (ROWS,)
@@ -124,16 +124,6 @@ def test_of_hessian_products_in_either_order() -> None:
     for number in range(3):
         alone = single.step(model.params, row(model, number).batch, vector)
         assert_same(pick(tuple(inside), number), tuple(alone), 1e-9)
-
-
-@pytest.mark.inductor
-def test_compiled_in_float32() -> None:
-    model = mlp(2, 6, torch.float32)
-    pipe = pipe_of(model, schedules.zb_h1(ranks=2, microbatches=3), compile=True)
-    loss, grads = fpipe.per_example_grads(pipe).step(model.params, model.batch)
-    for number in range(6):
-        alone = unpipelined(*row(model, number))
-        assert_same(fpipe.Step(loss[number], pick(grads, number)), alone, 5e-5)
 
 
 def test_other_things_keep_working() -> None:

@@ -1,0 +1,135 @@
+"""Every transform on every schedule: in float64 what torch.func gives of the unpipelined model.
+
+In one process, compiled by Inductor and not; over two processes bit for bit what one process gives.
+Families and transforms join by existing: the tests run over `fpipe.schedules.FAMILIES` and
+`TRANSFORMS`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fpipe
+from fpipe import Schedule, schedules
+from tests.distributed.crew import Crew, values
+from tests.models import assert_identical, assert_same
+from tests.transforms import grid
+from tests.transforms.grid import MICROBATCHES, TRANSFORMS, bare, check, run
+
+FAMILIES = list(schedules.FAMILIES)
+every_schedule = pytest.mark.parametrize("family", FAMILIES)
+every_transform = pytest.mark.parametrize("name", TRANSFORMS)
+
+
+def on_two_ranks(family: str) -> Schedule:
+    return schedules.get(family, ranks=2, microbatches=MICROBATCHES)
+
+
+def of_four_stages(family: str) -> Schedule:
+    """So that one set of kernels serves all families."""
+    two = on_two_ranks(family)
+    return two if two.num_stages == 4 else schedules.get(family, ranks=4, microbatches=MICROBATCHES)
+
+
+@every_transform
+@every_schedule
+def test_equals_torch_func(family: str, name: str) -> None:
+    check(name, on_two_ranks(family))
+
+
+@pytest.mark.inductor
+@every_transform
+def test_compiled(name: str) -> None:
+    """One after the other, for the kernels are compiled once.
+
+    Zeros without memory, which forward mode makes, once ended the process where I and W are apart.
+    """
+    for family in FAMILIES:
+        check(name, of_four_stages(family), bare, True)
+
+
+# ── over two processes ──────────────────────────────────────────────────────────────────────────
+
+
+def on_every_schedule(group: dist.ProcessGroup | None, name: str) -> list[Any]:
+    return [run(group, name, on_two_ranks(family)) for family in FAMILIES]
+
+
+def compare(rank: int, schedule: Schedule, found: Any, whole: Any) -> None:
+    """A rank has the gradients of its own stages, and by the batch on that of the first stage."""
+    for part, expected in zip(found, whole, strict=True):
+        if isinstance(expected, list):
+            own = schedule.stages_of(rank)
+            expected = [leaf if stage in own else None for stage, leaf in enumerate(expected)]
+        elif isinstance(expected, dict) and rank != schedule.placement[0]:
+            expected = None
+        assert_identical(part, expected)
+
+
+OVER_RANKS = [name for name in TRANSFORMS if name != "torch.func.vmap"]  # is refused there
+
+
+@pytest.mark.parametrize("name", OVER_RANKS)
+def test_two_ranks(pair: Crew, name: str) -> None:
+    pair.start(on_every_schedule, name)
+    wholes = on_every_schedule(None, name)
+    for rank, parts in enumerate(values(pair.collect())):
+        for family, part, whole in zip(FAMILIES, parts, wholes, strict=True):
+            compare(rank, on_two_ranks(family), part, whole)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", ["vmap", "per_example_norms", "hvp"])
+def test_two_ranks_compiled(pair: Crew, name: str) -> None:
+    schedule = on_two_ranks("zbv")
+    whole = run(None, name, schedule, bare, True)
+    for rank, part in enumerate(values(pair.run(run, name, schedule, bare, True))):
+        compare(rank, schedule, part, whole)
+
+
+# ── random numbers ──────────────────────────────────────────────────────────────────────────────
+
+
+def dropping(weight: Tensor, x: Tensor) -> Tensor:
+    return torch.dropout(x @ weight, 0.5, train=True)
+
+
+def ensembles(group: dist.ProcessGroup | None, randomness: str) -> list[tuple[Tensor, list[Any]]]:
+    """Of two equal members, and on every schedule, their losses and the products ⟨grads, params⟩.
+
+    The model is linear in the parameters of each stage, so such a product is the loss, if the same
+    numbers were drawn forwards and backwards.
+    """
+    torch.manual_seed(3)
+    pipes, params, found = {}, {}, []
+    x = torch.linspace(1, 2, 48, dtype=torch.float64).sqrt().view(6, 8)
+    for num_stages, schedule in grid.BASES.items():
+        pipe = fpipe.pipeline(
+            [dropping] * num_stages, lambda y, _: y.mean(), schedule, compile=False, group=group
+        )
+        pipes[num_stages] = fpipe.vmap(pipe, randomness=randomness)
+        weight = torch.rand(8, 8, dtype=torch.float64).expand(2, 8, 8)
+        params[num_stages] = [weight] * num_stages
+    for family in FAMILIES:
+        schedule = on_two_ranks(family)
+        pipe = pipes[schedule.num_stages].with_schedule(schedule)
+        own = pipe.local(params[schedule.num_stages])
+        loss, grads = pipe.step(own, x)
+        products = [(g * p).sum((1, 2)) for g, p in zip(grads, own, strict=True) if p is not None]
+        found.append((loss, products))
+    return found
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_random_numbers_are_drawn_once(pair: Crew, randomness: str) -> None:
+    for found in (ensembles(None, randomness), *values(pair.run(ensembles, randomness))):
+        for loss, products in found:
+            assert bool(loss[0] == loss[1]) is (randomness == "same")
+            assert products
+            for product in products:
+                assert_same(product, loss)
