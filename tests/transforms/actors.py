@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import fpipe
-from fpipe import Schedule, tree
+from fpipe import Schedule, schedules, tree
 from tests.cut_model import make_network, network
 from tests.distributed.crew import attempt
 from tests.models import conv, gpt, mlp
@@ -17,7 +19,7 @@ from tests.models import conv, gpt, mlp
 def run(group: dist.ProcessGroup | None, transform: str, schedule: Schedule) -> Any:
     """The result of a transformed step, on every rank; in one process without a group."""
     make = {"vmap": gpt, "grad": conv}[transform]
-    model = make(schedule.num_stages, 5)
+    model = make(schedule.num_stages, 6)
     pipe = fpipe.pipeline(model.stages, model.loss, schedule, group=group, compile=False)
     params = pipe.local(model.params)
     if transform == "vmap":
@@ -27,24 +29,49 @@ def run(group: dist.ProcessGroup | None, transform: str, schedule: Schedule) -> 
     return fpipe.grad(pipe, ("batch", "params")).step(params, batch)
 
 
-def run_cut(group: dist.ProcessGroup | None, transform: str, schedule: Schedule) -> Any:
-    """The result of a transformed step of one function, on every rank."""
-    pipe = fpipe.pipeline(network, schedule=schedule, compile=False, group=group)
+def shorter(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    """Two stages, each of which reads both matrices and the inputs."""
+    h = fpipe.cut(torch.tanh(batch["x"] @ params["a"] @ params["b"]))
+    return ((h @ params["b"] + batch["x"]) @ params["a"] - batch["y"]).square().mean()
+
+
+CUT: dict[str, Callable[[Any], Any]] = {
+    "vmap": fpipe.vmap,
+    "hvp": fpipe.hvp,
+    "rows of vmap": lambda pipe: fpipe.per_example_grads(fpipe.vmap(pipe)),
+    "norms": fpipe.per_example_norms,
+    "grad": lambda pipe: fpipe.grad(pipe, ("batch", "params")),
+}
+
+
+def run_cut(group: dist.ProcessGroup | None, transform: str) -> list[Any]:
+    """The results of a transformed step of one function, on every schedule for two ranks."""
     params, batch = make_network()
-    members = tree.tree_map(lambda p: torch.stack([p, 0.9 * p]), params)
-    match transform:
-        case "vmap":
-            return fpipe.vmap(pipe).step(members, batch)
-        case "hvp":
-            return fpipe.hvp(pipe).step(params, batch, params)
-        case "rows of vmap":
-            return fpipe.per_example_grads(fpipe.vmap(pipe)).step(members, batch)
-        case "norms":
-            return fpipe.per_example_norms(pipe).step(params, batch)
-        case "grad":
-            loss, (by_batch, by_params) = fpipe.grad(pipe, ("batch", "params")).step(params, batch)
-            return loss, by_params, None if by_batch is None else by_batch["x"]
-    raise AssertionError(transform)
+    own = tree.tree_map(lambda p: torch.stack([p, 0.9 * p]), params)
+    if "vmap" not in transform:
+        own = params
+    made = {
+        2: schedules.gpipe(ranks=2, microbatches=3),
+        4: schedules.looped_bfs(ranks=2, microbatches=3),
+    }
+    pipes = {
+        stages: CUT[transform](
+            fpipe.pipeline(
+                shorter if stages == 2 else network, schedule=base, compile=False, group=group
+            )
+        )
+        for stages, base in made.items()
+    }
+    results: list[Any] = []
+    for family in schedules.FAMILIES.values():
+        schedule = family(ranks=2, microbatches=3)
+        pipe = pipes[schedule.num_stages].with_schedule(schedule)
+        found = pipe.step(own, batch, *[params] * (transform == "hvp"))
+        if transform == "grad":
+            loss, (by_batch, by_params) = found
+            found = loss, by_params, None if by_batch is None else by_batch["x"]
+        results.append(tuple(found))
+    return results
 
 
 def make_ensemble(group: dist.ProcessGroup | None, schedule: Schedule) -> Any:
@@ -63,7 +90,7 @@ def make_ensemble(group: dist.ProcessGroup | None, schedule: Schedule) -> Any:
 def wrong_vector(group: dist.ProcessGroup) -> list[Any]:
     """What comes of a vector that is wrong on rank 1, and of a right one afterwards."""
     model = mlp(2, 4)
-    schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
     pipe = fpipe.hvp(fpipe.pipeline(model.stages, model.loss, schedule, group=group, compile=False))
     params = pipe.local(model.params)
     wrong = tree.tree_map(lambda p: p[:1], params) if group.rank() == 1 else params

@@ -6,6 +6,7 @@ The function is a small network, which traces at once; a model is in test_cut_mo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.func import grad, grad_and_value, jvp, vmap
 
 import fpipe
-from fpipe import StageError, schedules, tree
+from fpipe import Schedule, StageError, schedules, tree
 from fpipe.runtime.program import Compute
 from fpipe.schedule import Op
 from fpipe.transforms.dual import load_rules
@@ -23,16 +24,36 @@ from tests.models import assert_identical, assert_same
 
 load_rules()  # torch warns of its own code when it loads them
 
-SCHEDULES = {
-    "zb_h1": schedules.zb_h1(ranks=4, microbatches=3),
-    "zbv": schedules.zbv(ranks=2, microbatches=4),  # of two sizes
-    "one_f_one_b": schedules.one_f_one_b(ranks=4, microbatches=3),
-    "interleaved_1f1b": schedules.interleaved_1f1b(ranks=2, microbatches=2),
-}
+
+def of_four_stages(family: str, microbatches: int) -> Schedule:
+    two = schedules.get(family, ranks=2, microbatches=microbatches)
+    return two if two.num_stages == 4 else schedules.get(family, ranks=4, microbatches=microbatches)
+
+
+SCHEDULES = {family: of_four_stages(family, 3) for family in schedules.FAMILIES}
+SCHEDULES["zbv"] = of_four_stages("zbv", 4)  # of two sizes
 every_schedule = pytest.mark.parametrize("family", SCHEDULES)
 
 WEIGHTS, ROWS = make_network()
 NETWORK = fpipe.pipeline(network, schedule=schedules.zbv(ranks=2, microbatches=2), compile=False)
+
+
+@cache
+def made(transform: Callable[[Any], Any]) -> Any:
+    return transform(NETWORK)
+
+
+def moved(transform: Callable[[Any], Any], family: str) -> Any:
+    """The transform on a schedule; all of them share its traces."""
+    return made(transform).with_schedule(SCHEDULES[family])
+
+
+def by_both(pipe: Any) -> Any:
+    return fpipe.grad(pipe, ("batch", "params"))
+
+
+def by_batch_alone(pipe: Any) -> Any:
+    return fpipe.grad(pipe, "batch")
 
 
 def stacked(value: Any, dim: int = 0) -> Any:
@@ -56,39 +77,37 @@ def product(params: Any, batch: Any, vector: Any) -> tuple[Tensor, Any, Any]:
 
 @every_schedule
 def test_vmap(family: str) -> None:
-    ensemble = fpipe.vmap(NETWORK.with_schedule(SCHEDULES[family]))
+    ensemble = moved(fpipe.vmap, family)
     assert_same(tuple(ensemble.step(MEMBERS, ROWS)), vmap(step, (0, None))(MEMBERS, ROWS))
 
 
 @every_schedule
 def test_hvp_and_jvp(family: str) -> None:
-    pipe = NETWORK.with_schedule(SCHEDULES[family])
     loss, grads, expected = product(WEIGHTS, ROWS, VECTOR)
-    found = fpipe.hvp(pipe).step(WEIGHTS, ROWS, VECTOR)
+    found = moved(fpipe.hvp, family).step(WEIGHTS, ROWS, VECTOR)
     assert_same(tuple(found), (loss, grads, expected), 1e-9)
     slope = torch.stack([(grads[name] * VECTOR[name]).sum() for name in "ab"]).sum()
-    assert_same(tuple(fpipe.jvp(pipe).value(WEIGHTS, ROWS, VECTOR)), (loss, slope))
+    pushed = moved(fpipe.jvp, family).value(WEIGHTS, ROWS, VECTOR)
+    assert_same(tuple(pushed), (loss, slope))
 
 
 @every_schedule
 def test_per_example(family: str) -> None:
     """The parts of a shared matrix's gradient are added up before anything is squared."""
-    pipe = NETWORK.with_schedule(SCHEDULES[family])
-    loss, grads = fpipe.per_example_grads(pipe).step(WEIGHTS, ROWS)
+    loss, grads = moved(fpipe.per_example_grads, family).step(WEIGHTS, ROWS)
     assert_same((loss, grads), vmap(step, (None, 0))(WEIGHTS, SINGLE))
     squares = torch.stack([g.flatten(1).square().sum(1) for g in grads.values()])
-    norms = fpipe.per_example_norms(pipe).step(WEIGHTS, ROWS)
+    norms = moved(fpipe.per_example_norms, family).step(WEIGHTS, ROWS)
     assert_same(tuple(norms), (loss, squares.sum(0).sqrt()))
 
 
 @every_schedule
 def test_gradients_by_the_batch(family: str) -> None:
     """Of inputs that two stages read."""
-    pipe = NETWORK.with_schedule(SCHEDULES[family])
-    found = fpipe.grad(pipe, ("batch", "params")).step(WEIGHTS, ROWS)
+    found = moved(by_both, family).step(WEIGHTS, ROWS)
     by_params, by_batch = grad(network, (0, 1))(WEIGHTS, ROWS)
     assert_same(tuple(found), (network(WEIGHTS, ROWS), (by_batch, by_params)))
-    assert_same(fpipe.grad(pipe, "batch").step(WEIGHTS, ROWS).grads, by_batch)
+    assert_same(moved(by_batch_alone, family).step(WEIGHTS, ROWS).grads, by_batch)
 
 
 def test_gradients_by_the_batch_beside_a_state_and_aux() -> None:

@@ -12,7 +12,7 @@ import pytest
 from fpipe import schedules
 from tests.distributed.crew import Crew, values
 from tests.models import assert_identical
-from tests.transforms.actors import make_ensemble, run, run_cut, wrong_vector
+from tests.transforms.actors import CUT, make_ensemble, run, run_cut, wrong_vector
 
 
 def test_an_ensemble_of_language_models(pair: Crew) -> None:
@@ -56,19 +56,28 @@ def test_gradients_of_the_batch_lie_on_the_first_stage(pair: Crew) -> None:
     compare(last.grads[1], whole.grads[1], {1})
 
 
-@pytest.mark.parametrize("transform", ["vmap", "hvp", "rows of vmap", "norms", "grad"])
-def test_two_ranks_of_a_cut_function(pair: Crew, transform: str) -> None:
-    """Both matrices are read on both ranks, which get the whole gradients, bit for bit."""
-    schedule = schedules.interleaved_zero_bubble(ranks=2, microbatches=4)
-    parts = values(pair.run(run_cut, transform, schedule))
-    loss, *wholes = run_cut(None, transform, schedule)
-    for own_loss, *_ in parts:
-        assert_identical(own_loss, loss)
-    for rank, part in enumerate(parts):
-        for number, expected in enumerate(wholes, 1):
-            # The gradients of the batch lie where it comes in.
-            elsewhere = (transform, number, rank) == ("grad", 2, 1)
-            assert_identical(part[number], None if elsewhere else expected)
+# Of each matrix the stages that read it, by the number of all stages.
+READERS = {2: {"a": (0, 1), "b": (0, 1)}, 4: {"a": (0, 3), "b": (1, 2)}}
+
+
+@pytest.mark.parametrize("transform", CUT)
+def test_a_cut_function_on_every_schedule(pair: Crew, transform: str) -> None:
+    """The whole gradient of a matrix is on all ranks that read it; on V-shaped ones that is one."""
+    pair.start(run_cut, transform)
+    wholes = run_cut(None, transform)
+    for rank, parts in enumerate(values(pair.collect())):
+        for family, part, whole in zip(schedules.FAMILIES, parts, wholes, strict=True):
+            placement = schedules.get(family, ranks=2, microbatches=3).placement
+            here = {
+                name: rank in {placement[stage] for stage in stages}
+                for name, stages in READERS[len(placement)].items()
+            }
+            for number, (found, expected) in enumerate(zip(part, whole, strict=True)):
+                if isinstance(expected, dict):
+                    expected = {name: g if here[name] else None for name, g in expected.items()}
+                elif (transform, number, rank) == ("grad", 2, 1):
+                    expected = None  # the gradients of the batch lie where it comes in
+                assert_identical(found, expected)
 
 
 def test_a_wrong_argument_of_one_rank_is_known_on_all(pair: Crew) -> None:
