@@ -85,7 +85,7 @@ def test_hvp_is_that_of_torch_func(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_jvp_runs_forward_only(name: str) -> None:
     schedule = schedules.zbv(ranks=2, microbatches=3)
-    model = MODELS[name](4, 7)
+    model = MODELS[name](4, 6)
     vector = vector_like(model.params)
     pipe = fpipe.jvp(pipe_of(model, schedule))
     flat = Flat(model)
