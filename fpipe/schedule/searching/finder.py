@@ -1,4 +1,4 @@
-"""The search itself: seeds, beams, random policies, mutation, annealing."""
+"""The search itself: seeds, tightened; beams, random policies, mutation, annealing."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from fpipe.schedule.searching.pool import Breeder, Candidate, played_in_full, re
 from fpipe.schedule.searching.problem import Problem, make_problem, to_schedule
 from fpipe.schedule.searching.result import SearchResult
 from fpipe.schedule.searching.seeds import seeds
+from fpipe.schedule.searching.tightening import tighten
 from fpipe.schedule.simulator import simulate
 
 _EFFORT_A_SECOND = 6_000  # states to look at for a bound, in a second of search
+_SEARCHED = 0.75  # of the seconds; the bound takes about as much as is left
 _EFFORT = 10  # the same in an iteration
 _LEAST_EFFORT, _MOST_EFFORT = 2_000, 60_000  # the least is what `timeline.bound` takes
 _IN_FULL = 4  # policies that are played in full, where they were compared on fewer microbatches
@@ -41,11 +43,12 @@ def search(
 ) -> SearchResult:
     """The best schedule that can be found for these costs within this memory.
 
-    Starts from every family that fits, so it is never worse than the best of them; then sends beams
-    through the states that can be, which finds the best of all where memory leaves few, draws and
-    mutates policies of a list scheduler, and anneals the best order. It ends early when it meets
-    the lower bound, which proves that there is nothing better. Large cases (more than some ten
-    thousand actions) are tuned on fewer microbatches, and the best policies are played in full.
+    Starts from every family that fits, so it is never worse than the best of them, and moves their
+    actions into the gaps that they leave; then sends beams through the states that can be, which
+    finds the best of all where memory leaves few, draws and mutates policies of a list scheduler,
+    and anneals the best order. It ends early when it meets the lower bound, which proves that there
+    is nothing better. Large cases (more than some ten thousand actions) are tuned on fewer
+    microbatches, and the best policies are played in full.
 
     Args:
         ranks: number of ranks.
@@ -84,20 +87,23 @@ def search(
     candidates = [Candidate(problem, order) for problem, order in seeds(problems)]
     best = min(candidates, key=lambda found: found.value)
     bound = min(problem.bound for problem in problems)
-    random, budget = Random(seed), Budget(seconds, iterations)
+    spent = 0.0
     if best.value > bound * (1 + 1e-9):
         problems = _examined(problems, seconds, iterations)
         bound = min(problem.bound for problem in problems)
         hopeful = [problem for problem in problems if not problem.solved(best.value)]
         if best.value > bound * (1 + 1e-9):
-            best = _improved(hopeful, best, random, budget)
+            # From here on the clock runs: a machine that is slow at bounds searches all the same.
+            budget = Budget(_SEARCHED * seconds, iterations)
+            best = _improved(hopeful, candidates, Random(seed), budget)
+            spent = budget.spent
     schedule = to_schedule(best.problem, best.order, name=f"searched_{objective}")
     return SearchResult(
         schedule=schedule,
         timeline=simulate(schedule, cost),
         objective=objective,
         bound=bound,
-        iterations=round(budget.spent),
+        iterations=round(spent),
     )
 
 
@@ -109,18 +115,22 @@ def _examined(problems: list[Problem], seconds: float, iterations: int | None) -
 
 
 def _improved(
-    problems: list[Problem], best: Candidate, random: Random, budget: Budget
+    problems: list[Problem], families: list[Candidate], random: Random, budget: Budget
 ) -> Candidate:
     """Something better than the best family, if the budget suffices to find it."""
     small = reduced(problems)
     large = small[0].microbatches < problems[0].microbatches
+    best = min(families, key=lambda found: found.value)
     if not large:
+        budget.share = 0.1
+        best = _tightened(problems, families, best, budget)
+        begun = budget.progress
         for turn, problem in enumerate(problems, 1):
-            budget.share = 0.2 + 0.15 * turn / len(problems)
+            budget.share = min(1.0, begun + 0.35 * turn / len(problems))
             if (order := beam(problem, best.value, budget)) is not None:
                 best = Candidate(problem, order)
     breeder = Breeder(small, random, budget, best=math.inf if large else best.value)
-    budget.share = 0.5
+    budget.share = 0.55
     bred = breeder.draw()
     budget.share = 0.8
     bred = breeder.mutate(bred)
@@ -128,9 +138,25 @@ def _improved(
     best = min(found, key=lambda candidate: candidate.value)
     if large:
         return best
+    budget.share = 0.85
+    best = _tightened(problems, found, best, budget)
     budget.share = 1.0
     order = anneal(make_evaluator(best.problem), best.order, random, budget)
     return Candidate(best.problem, order)
+
+
+def _tightened(
+    problems: list[Problem], found: list[Candidate], best: Candidate, budget: Budget
+) -> Candidate:
+    """The best of all when each is tightened, from the least value on."""
+    evaluators = {problem.placement: make_evaluator(problem) for problem in problems}
+    for candidate in sorted(found, key=lambda candidate: candidate.value):
+        evaluator = evaluators.get(candidate.problem.placement)
+        if evaluator is not None and not evaluator.problem.solved(best.value):
+            order = tighten(evaluator, candidate.order, budget)
+            if order.value < best.value:
+                best = Candidate(evaluator.problem, order)
+    return best
 
 
 def _check_budget(seconds: float, iterations: int | None) -> None:

@@ -1,0 +1,129 @@
+"""Tightening: every action into the first gap that it fits, and weight gradients where others wait.
+
+An order that repeats a pattern wastes time where it fills and drains: the gaps there are as in the
+steady state, though nobody needs them. "Pipeline Parallelism with Controllable Memory" (Qi et al.,
+https://arxiv.org/abs/2405.15362) moves actions of equal length into free slots of its pattern
+before it runs it. Here the same is done to any order, in the time that actions take, as long as it
+helps.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fpipe.schedule.searching.budget import Budget
+from fpipe.schedule.searching.evaluator import Evaluator
+from fpipe.schedule.searching.problem import FORWARD, GRADIENT, WEIGHT, Order
+
+_NONE: Final[frozenset[int]] = frozenset()  # no full backward
+# How much of a weight gradient must fit into a wait, for it to run there.
+_PARTS: Final = (1.0, 0.5, 0.01, 2.0)
+_PATIENCE: Final = 3  # rounds that bring nothing
+_COST: Final = 2.0  # of a round, in evaluations
+
+
+def tighten(evaluator: Evaluator, order: Order, budget: Budget) -> Order:
+    """Tighten an order round by round, until that brings nothing, or the budget is spent.
+
+    Returns:
+        The best order met, `order` itself if none was better, or if it has full backwards.
+    """
+    best = order
+    for part in () if order.fused else _PARTS:
+        rows, fruitless = order.rows, 0
+        while fruitless < _PATIENCE:
+            if budget.over or evaluator.problem.solved(best.value):
+                return best
+            rows = _lazily(evaluator, _sooner(evaluator, rows), part)
+            value, _ = evaluator.times(rows, _NONE)
+            budget.spend(_COST)
+            fruitless += 1
+            if value < best.value * (1 - 1e-12):
+                best, fruitless = Order(value, rows), 0
+    return best
+
+
+def _sooner(evaluator: Evaluator, rows: list[list[int]]) -> list[list[int]]:
+    """Each action, first to last, in the first gap of its rank after its input has arrived that is
+    long enough, if the memory allows."""
+    duration, change, problem = evaluator.duration, evaluator.change, evaluator.problem
+    rows = [row.copy() for row in rows]
+    _, ends = evaluator.times(rows, _NONE)
+    starts = [end - time for end, time in zip(ends, duration, strict=True)]
+    for action in sorted((action for row in rows for action in row), key=starts.__getitem__):
+        source = evaluator.source[action]
+        ready = ends[source] + evaluator.delay[action] if source >= 0 else 0.0
+        if ready >= starts[action] - 1e-9:
+            continue
+        rank = problem.placement[action // (3 * problem.microbatches)]
+        row = rows[rank]
+        here = row.index(action)
+        least = _first_that_fits(evaluator, rank, row, here) if change[action] > 0 else 0
+        found = None
+        for at in range(here, least - 1, -1):
+            free = ends[row[at - 1]] if at else 0.0
+            start = max(free, ready)
+            if start + duration[action] <= (starts[row[at]] if at < here else ends[action]) + 1e-9:
+                found = at, start
+            if free <= ready:
+                break
+        if found is not None and found[1] < starts[action] - 1e-9:
+            at, start = found
+            row.insert(at, row.pop(here))
+            starts[action], ends[action] = start, start + duration[action]
+    return rows
+
+
+def _first_that_fits(evaluator: Evaluator, rank: int, row: list[int], here: int) -> int:
+    """The first place to which the memory allows the forward at `here` to move."""
+    change, most = evaluator.change, evaluator.problem.memory[rank] * (1 + 1e-9) + 1e-9
+    held = sum(change[action] for action in row[:here])
+    at = here
+    while at and held + change[row[here]] <= most:
+        at -= 1
+        held -= change[row[at]]
+    # The loop ends one place too far where it was the memory that ended it.
+    return at if held + change[row[here]] <= most else at + 1
+
+
+def _lazily(evaluator: Evaluator, rows: list[list[int]], part: float) -> list[list[int]]:
+    """The same order of forwards and input gradients; a weight gradient runs where so much of it
+    fits into a wait, or where only it makes room for a forward, oldest first, or at the end."""
+    duration, change, source = evaluator.duration, evaluator.change, evaluator.source
+    problem = evaluator.problem
+    count, memory = problem.microbatches, problem.memory
+    todo = [[action for action in row if action // count % 3 != WEIGHT] for row in rows]
+    made: list[list[int]] = [[] for _ in rows]
+    owed: list[list[int]] = [[] for _ in rows]  # weight gradients, the oldest last
+    ends: dict[int, float] = {}
+    clocks, places, held = [0.0] * len(rows), [0] * len(rows), [0.0] * len(rows)
+
+    def run(rank: int, action: int, start: float) -> None:
+        clocks[rank] = ends[action] = start + duration[action]
+        held[rank] += change[action]
+        made[rank].append(action)
+
+    waiting: dict[int, int] = {}
+    ready = list(range(len(rows)))
+    while ready:
+        rank = ready.pop()
+        late, most = owed[rank], memory[rank] * (1 + 1e-9) + 1e-9
+        for action in todo[rank][places[rank] :]:
+            arrival = 0.0
+            if (needed := source[action]) >= 0:
+                if needed not in ends:
+                    waiting[needed] = rank
+                    break
+                arrival = ends[needed] + evaluator.delay[action]
+            while late and clocks[rank] + part * duration[late[-1]] <= arrival:
+                run(rank, late.pop(), clocks[rank])
+            kind = action // count % 3
+            while late and kind == FORWARD and held[rank] + change[action] > most:
+                run(rank, late.pop(), clocks[rank])
+            run(rank, action, max(clocks[rank], arrival))
+            if kind == GRADIENT:
+                late.insert(0, action + (WEIGHT - GRADIENT) * count)
+            places[rank] += 1
+            if action in waiting:
+                ready.append(waiting.pop(action))
+    return [[*done, *reversed(late)] for done, late in zip(made, owed, strict=True)]
