@@ -1,0 +1,43 @@
+"""What a search finds, for costs that were told or measured, runs, and is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import fpipe
+from fpipe import Cost, schedules
+from fpipe.schedule.placements import linear, looped, vee
+from tests.models import assert_same, gpt, mlp, piped, unpipelined
+
+
+@pytest.mark.parametrize(
+    ("make", "memory"), [(linear, 1.5), (linear, 4), (vee, 1), (vee, 3), (looped, 2)]
+)
+def test_searched_schedules_equal_the_unpipelined_function(make: Any, memory: float) -> None:
+    placement = make(2, 2) if make is looped else make(2)
+    found = fpipe.search(
+        ranks=2,
+        microbatches=5,
+        cost=Cost(10, 12, 8, comm=1),
+        memory=memory,
+        placement=placement,
+        iterations=40,
+    )
+    fpipe.verify(found.schedule)
+    model, pipe = piped(mlp, found.schedule, 7)
+    assert_same(pipe.step(model.params, model.batch), unpipelined(*model))
+
+
+def test_from_measured_costs_to_a_schedule_that_runs() -> None:
+    model, pipe = piped(gpt, schedules.one_f_one_b(ranks=2, microbatches=4), 8)
+    cost = fpipe.profile(pipe, model.params, model.batch, steps=2)
+    plain = fpipe.simulate(schedules.gpipe(ranks=2, microbatches=4), cost)
+    found = fpipe.search(
+        ranks=2, microbatches=4, cost=cost, memory=0.75 * max(plain.peak), iterations=40
+    )
+    assert found.schedule.num_stages == 2  # the cost has a value for each stage
+    assert max(found.timeline.peak) <= 0.75 * max(plain.peak)
+    searched = pipe.with_schedule(found.schedule)
+    assert_same(searched.step(model.params, model.batch), unpipelined(*model))
