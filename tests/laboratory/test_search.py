@@ -79,6 +79,14 @@ def test_groups_of_any_size_are_among_the_families(
     assert found.value <= timeline.makespan
 
 
+def test_more_memory_is_not_worse_than_the_family_in_less() -> None:
+    # `zb_auto` does with much memory what is worse here than what it does with that of p.
+    cost = Cost([9, 10, 7, 6, 4, 6, 9], [9, 7, 1, 3, 9, 6, 5], [8, 5, 5, 7, 9, 7, 2])
+    family = simulate(schedules.zb_auto(ranks=7, microbatches=6), cost)
+    found = search(ranks=7, microbatches=6, cost=cost, placement=linear(7), iterations=0)
+    assert found.value <= family.makespan
+
+
 def test_it_repeats_itself_for_a_seed_and_a_count() -> None:
     def one(seed: int) -> fpipe.SearchResult:
         return search(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
@@ -57,7 +57,7 @@ def _families(problem: Problem) -> list[Maker]:
     stages = len(placement) // ranks
     found: list[Maker] = []
 
-    def add(family: Callable[..., Schedule], step: int = 1, **arguments: int) -> None:
+    def add(family: Callable[..., Schedule], step: int = 1, **arguments: Any) -> None:
         found.append(
             Maker(lambda count: family(ranks=ranks, microbatches=count, **arguments), step)
         )
@@ -65,13 +65,10 @@ def _families(problem: Problem) -> list[Maker]:
     if placement == linear(ranks):
         for family in (one_f_one_b, zb_h1, zb_h2, eager_1f1b, gpipe):
             add(family)
-        found.append(
-            Maker(
-                lambda count: zb_auto(
-                    ranks=ranks, microbatches=count, memory=problem.memory, cost=problem.cost
-                )
-            )
-        )
+        add(zb_auto)
+        # For these costs, in all the memory there is and in the usual: more is not always better.
+        for memory in (problem.memory, None):
+            add(zb_auto, memory=memory, cost=problem.cost)
     if placement == vee(ranks):
         for family in (zbv, v_half, v_min, dualpipev):
             add(family)
