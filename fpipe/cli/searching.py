@@ -66,6 +66,9 @@ def _run(options: argparse.Namespace) -> None:
             raise ScheduleError(
                 f"--output {options.output}: the suffix must be one of {', '.join(_FORMS)}"
             )
+        # Before it searches, not after.
+        if not Path(options.output).parent.is_dir():
+            raise ScheduleError(f"--output {options.output}: there is no such directory")
     found = search(
         ranks=options.ranks,
         microbatches=options.microbatches,

@@ -10,7 +10,9 @@ from fpipe.schedule.bound_area import area_bound
 from fpipe.schedule.bound_rank import RankProblem, rank_problem
 from fpipe.schedule.bound_scarce import scarce_bound
 from fpipe.schedule.bound_turns import turns_bound
-from fpipe.schedule.cost import Cost, StageCosts
+from fpipe.schedule.cost import Cost, StageCosts, check_cost
+from fpipe.schedule.families.arguments import check_counts
+from fpipe.schedule.placements import check_placement
 
 Objective: TypeAlias = Literal["makespan", "span"]
 Memory: TypeAlias = float | Iterable[float] | None
@@ -75,8 +77,9 @@ def lower_bound(
     """
     if objective not in ("makespan", "span"):
         raise ScheduleError(f"objective={objective!r} must be 'makespan' or 'span'")
-    if microbatches < 1:
-        raise ScheduleError(f"microbatches={microbatches!r} must be at least 1")
+    check_counts(microbatches=microbatches)
+    check_cost(cost)
+    check_placement(placement)
     if not isinstance(effort, int) or effort < 0:
         raise ScheduleError(f"effort={effort!r} must be an integer, 0 or more")
     costs = cost.on(placement)

@@ -132,6 +132,18 @@ class Cost:
         return self.comm[source][target]
 
 
+def check_cost(cost: object) -> None:
+    """Refuse what is no `Cost`.
+
+    Raises:
+        ScheduleError: says how one is made.
+    """
+    if not isinstance(cost, Cost):
+        raise ScheduleError(
+            f"cost={cost!r:.60} is a {type(cost).__name__}: make one with fpipe.Cost(f=1, i=1, w=1)"
+        )
+
+
 @dataclass(frozen=True)
 class StageCosts:
     """A `Cost` on one placement: a value per stage, and one per boundary between stages.

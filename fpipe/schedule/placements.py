@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from fpipe.errors import ScheduleError
+
 
 def linear(ranks: int) -> tuple[int, ...]:
     """One stage per rank: stage s on rank s.
@@ -31,3 +35,20 @@ def vee(ranks: int) -> tuple[int, ...]:
         (0, 1, 2, 2, 1, 0)
     """
     return (*range(ranks), *reversed(range(ranks)))
+
+
+def check_placement(placement: Sequence[int]) -> None:
+    """Refuse what does not name a rank for each of one stage or more.
+
+    Raises:
+        ScheduleError: naming the placement and the rule.
+
+    Example:
+        >>> check_placement(vee(3))
+    """
+    whole = [isinstance(rank, int) and rank >= 0 for rank in placement]
+    if not all(whole) or not whole:
+        raise ScheduleError(
+            f"placement={tuple(placement)!r} must have the rank of each stage, an integer, 0 or "
+            "more, and at least one stage"
+        )

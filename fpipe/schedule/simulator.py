@@ -7,7 +7,7 @@ from itertools import repeat
 from typing import NamedTuple
 
 from fpipe.schedule.action import WHOLE_STAGE_OPS, Action, Op
-from fpipe.schedule.cost import Cost, StageCosts
+from fpipe.schedule.cost import Cost, StageCosts, check_cost
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.timeline import Event, Timeline
 from fpipe.schedule.verifier import verify
@@ -30,8 +30,8 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
         The timeline, which computes makespan, span, bubbles, peaks and the critical path on demand.
 
     Raises:
-        ScheduleError: the schedule cannot run (the error of `fpipe.verify`), or the cost does not
-            fit its placement.
+        ScheduleError: the schedule cannot run (the error of `fpipe.verify`), or the cost is none or
+            does not fit its placement.
 
     Example:
         >>> import fpipe
@@ -42,6 +42,7 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
         >>> timeline.peak
         (4, 3, 2, 1)
     """
+    check_cost(cost)
     if _misplaced(schedule):
         verify(schedule)
     run = run_rows(schedule.actions, cost.on(schedule.placement), schedule.num_microbatches)

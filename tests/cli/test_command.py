@@ -220,6 +220,7 @@ def test_verify_says_what_is_owed(capsys: pytest.CaptureFixture[str], tmp_path: 
         ("compare", "fpipe compare: error: give --ranks and --microbatches, or a file"),
         ("compare zbv", "zbv is a family: give --ranks and --microbatches"),
         ("search -p 2", "the following arguments are required: -m/--microbatches"),
+        ("search -p 2 -m 4 -o nowhere/best.csv", "--output nowhere/best.csv: there is no such dir"),
         ("search -p 2 -m 4 -o best.png", "--output best.png: the suffix must be one of .csv"),
         ("search -p 2 -m 4 --placement w", "--placement 'w' must be linear, looped or v"),
         ("search -p 2 -m 4 --memory 1,x", "'1,x' must be a number, or several with a comma"),

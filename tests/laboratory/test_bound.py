@@ -120,7 +120,11 @@ def test_unequal_activations_fall_back_on_the_plain_area() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"microbatches": 0}, "microbatches=0 must be at least 1"),
+        ({"microbatches": 0}, "microbatches=0 must be an integer, 1 or more"),
+        ({"microbatches": True}, "microbatches=True must be an integer, 1 or more"),
+        ({"placement": []}, r"placement=\(\) must have the rank of each stage"),
+        ({"placement": [0, 1.0]}, r"placement=\(0, 1.0\) must have the rank of each stage"),
+        ({"cost": 3}, "cost=3 is a int: make one with fpipe.Cost"),
         ({"objective": "time"}, "objective='time' must be 'makespan' or 'span'"),
         ({"memory": [1]}, "memory has 1 values for 2 ranks"),
         ({"memory": 0}, "memory=0 of rank 0 must be a number above 0"),

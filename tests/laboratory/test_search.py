@@ -272,6 +272,8 @@ def test_memory_may_be_in_bytes() -> None:
         ({"iterations": -1}, "iterations=-1 must be an integer, 0 or more, or None"),
         ({"objective": "speed"}, "objective='speed' must be 'makespan' or 'span'"),
         ({"placement": [0, 1, 2]}, r"placement=\(0, 1, 2\) must put a stage on each of the ranks"),
+        ({"placement": [0, 1, 2, 3.0]}, r"placement=\(0, 1, 2, 3.0\) must have the rank of each"),
+        ({"cost": None}, "cost=None is a NoneType: make one with fpipe.Cost"),
         ({"cost": Cost([1] * 6, 1, 1)}, r"the cost has values for \[6\] stages"),
         ({"cost": Cost([1] * 4, [1] * 8, 1)}, r"the cost has values for \[4, 8\] stages"),
     ],

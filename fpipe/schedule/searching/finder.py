@@ -8,9 +8,9 @@ from random import Random
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.bound import Memory, Objective
-from fpipe.schedule.cost import Cost
+from fpipe.schedule.cost import Cost, check_cost
 from fpipe.schedule.families.arguments import check_counts
-from fpipe.schedule.placements import linear, looped, vee
+from fpipe.schedule.placements import check_placement, linear, looped, vee
 from fpipe.schedule.searching.annealing import anneal
 from fpipe.schedule.searching.beam import beam
 from fpipe.schedule.searching.budget import Budget
@@ -82,6 +82,7 @@ def search(
         (45.0, 0.0)
     """
     check_counts(ranks=ranks, microbatches=microbatches)
+    check_cost(cost)
     _check_budget(seconds, iterations)
     problems = _problems(ranks, microbatches, cost, memory, placement, objective)
     candidates = [Candidate(problem, order) for problem, order in seeds(problems)]
@@ -178,6 +179,7 @@ def _problems(
     if memory is not None and not isinstance(memory, int | float):
         memory = tuple(memory)  # it is read once per placement
     if placement is not None:
+        check_placement(placement)
         if set(placement) != set(range(ranks)):
             raise ScheduleError(
                 f"placement={tuple(placement)!r} must put a stage on each of the ranks 0 to "
