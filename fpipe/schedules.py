@@ -120,7 +120,7 @@ def get(
 def _find(name: str) -> Callable[..., Schedule]:
     known = {_plain(own): own for own in FAMILIES}
     known |= {_plain(torch): own for torch, own in _TORCH_NAMES.items()}
-    if (plain := _plain(name)) in known:
+    if (plain := _plain(str(name))) in known:
         return FAMILIES[known[plain]]
     close = difflib.get_close_matches(plain, known, n=1)
     hint = f" Did you mean {known[close[0]]!r}?" if close else ""

@@ -41,12 +41,11 @@ def tensors(name: str, tree: Any, hint: str) -> tuple[list[Tensor], optree.PyTre
     """
     leaves, spec = flatten(tree)
     for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
-            found = (
-                f" has layout {leaf.layout}"
-                if isinstance(leaf, Tensor)
-                else f"={leaf!r:.60} is a {type(leaf).__name__}"
-            )
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
+            if not isinstance(leaf, Tensor):
+                found = f"={leaf!r:.60} is a {type(leaf).__name__}"
+            else:
+                found = " is nested" if leaf.is_nested else f" has layout {leaf.layout}"
             raise BatchError(
                 f"{name}{paths(spec)[index]}{found}: every leaf of {name} must be a dense tensor "
                 f"({hint})"

@@ -100,3 +100,10 @@ def test_leaves_that_are_no_dense_tensors(leaf: Any, found: str) -> None:
     rule = found + r": every leaf of batch must be a dense tensor \(a hint\)"
     with pytest.raises(BatchError, match=rule):
         tree.tensors("batch", {"k": [torch.ones(1), leaf]}, "a hint")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    with pytest.raises(BatchError, match=r"batch\['k'\] is nested: every leaf"):
+        tree.tensors("batch", {"k": nested}, "a hint")

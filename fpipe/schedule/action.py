@@ -75,7 +75,7 @@ class Action(NamedTuple):
             "must be a stage, an op and a microbatch, such as '2F0' "
             f"(ops: {', '.join(op.value for op in Op)}; whole-stage ops take no microbatch)"
         )
-        match = _TEXT.fullmatch(text.strip())
+        match = _TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None or match[2] not in Op.__members__:
             raise ScheduleError(f"text={text!r} is not an action: it {rule}")
         op = Op[match[2]]

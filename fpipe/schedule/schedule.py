@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
@@ -227,6 +227,10 @@ class Schedule:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What is kept stays here: another process hashes text differently.
+        return type(self), (self.placement, self.actions, self.name)
 
     def __repr__(self) -> str:
         return f"<Schedule {self._summary}>"

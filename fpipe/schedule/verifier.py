@@ -48,8 +48,9 @@ def verify(schedule: Schedule, requires: Requires | None = None) -> None:
             model with more or fewer trained parameters.
 
     Raises:
-        ScheduleError: a rule is broken. The text names the action, its rank, its place in
-            `schedule.actions` and the rule; for ranks that wait for each other, all of them.
+        ScheduleError: `schedule` is none, or a rule is broken. The text names the action, its rank,
+            its place in `schedule.actions` and the rule; for ranks that wait for each other, all of
+            them.
 
     Example:
         >>> parse = lambda text: [Action.parse(word) for word in text.split()]
@@ -61,6 +62,11 @@ def verify(schedule: Schedule, requires: Requires | None = None) -> None:
         fpipe.errors.ScheduleError: rank 1 runs 1B0 (actions[1][0]) before 1F0 (actions[1][1]), \
 whose result it reads: move 1F0 before it
     """
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(
+            f"schedule={schedule!r:.60} is a {type(schedule).__name__}: it must be a "
+            "fpipe.Schedule, such as fpipe.schedules.zbv(ranks=2, microbatches=4)"
+        )
     reads = chain(schedule.num_stages)
     owed = owed_by_stage(requires, reads)
     for rank, row in enumerate(schedule.actions):

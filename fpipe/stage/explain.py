@@ -61,6 +61,12 @@ def explain(name: str, error: Exception, given: str) -> StageError:
             f"{name} closes over a tensor that a transform of torch.func maps or differentiates"
             f"{at}: pass it in the parameters or in the batch, where transforms can see it"
         )
+    if "does not require grad" in text or "have been used in the graph" in text:
+        return StageError(
+            f"{name} differentiates with torch.autograd ({text}){at}: a stage is traced without "
+            "autograd's own history, so take derivatives inside of it with torch.func.grad or "
+            "torch.func.vjp"
+        )
     if _passed_through(error, "torch/utils/checkpoint.py") or "saved tensor hooks" in text:
         return StageError(
             f"{name} uses torch.utils.checkpoint or other saved-tensor hooks{at}: call the "

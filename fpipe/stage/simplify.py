@@ -32,8 +32,8 @@ def simplify(
     Args:
         graph: returns ``(outputs, gradients)``, two lists of nodes.
         owned: for each gradient, whether it is a parameter's and so becomes the caller's.
-        private: placeholders that other stages cannot read, the parameters. Returned as an output,
-            one of them is copied.
+        private: placeholders that other stages cannot read: the parameters, and what the stage
+            closes over. Returned as an output, one of them is copied.
     """
     for node in list(graph.nodes):
         if node.op != "call_function":

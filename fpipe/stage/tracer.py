@@ -24,6 +24,7 @@ from fpipe.stage.closure import lift_constants
 from fpipe.stage.explain import explain
 from fpipe.stage.joint import (
     BatchLeaf,
+    Constant,
     Cotangent,
     Joint,
     Param,
@@ -183,7 +184,7 @@ def trace(
     }
     sources.update(constant_sources)
     owned = [isinstance(source, Param | BatchLeaf) for source in places]
-    private = {n for n in argument_nodes if isinstance(sources[n.name], Param)}
+    private = {n for n in placeholders if isinstance(sources.get(n.name), Param | Constant)}
     output_nodes, gradient_nodes = simplify(graph.graph, owned, private)
     gradients = dict(zip(places, gradient_nodes, strict=False))
     sums = add_sums(

@@ -280,6 +280,17 @@ def uses_checkpoint(p: Any, x: Tensor) -> Tensor:
     return checkpoint(torch.tanh, x @ p["w"], use_reentrant=False)
 
 
+def uses_autograd(p: Any, x: Tensor) -> Tensor:
+    energy = (x @ p["w"]).square().sum()
+    return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def test_autograd_within_a_stage() -> None:
+    rule = r"with torch.autograd .* at .*test_refusals.* torch.func.grad"
+    with pytest.raises(StageError, match=rule):
+        step(*after_first(uses_autograd))
+
+
 def test_checkpoint_within_a_stage() -> None:
     with pytest.raises(StageError, match=r"uses torch.utils.checkpoint .* remat= of"):
         step(*after_first(uses_checkpoint))

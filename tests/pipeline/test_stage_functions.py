@@ -294,6 +294,22 @@ def test_closed_over_tensors() -> None:
 SHIFT = rand(1)
 
 
+def test_closed_over_tensor_returned_as_an_output() -> None:
+    # Only the stage that closes over it knows it: lowering looked for it at its readers.
+    def first(p: Any, batch: Any) -> Any:
+        return mlp_first(p, batch), SHIFT, torch.tensor(2)
+
+    check([first, lambda p, x: mlp_layer(p, x[0]) * x[1] * x[2]], MODEL.params, MODEL.batch)
+    loss, grads = plain_pipeline([mlp_first, mlp_layer], loss=lambda y, b: SHIFT[0] + 0).step(
+        MODEL.params, MODEL.batch
+    )
+    assert_same(loss, SHIFT[0])
+    assert not any(leaf.any() for part in grads for leaf in part.values())
+    constant = torch.tensor(3.0)
+    pipe = plain_pipeline([mlp_first, mlp_layer], loss=lambda y, b: constant)
+    assert pipe.step(MODEL.params, MODEL.batch).loss == 3
+
+
 def test_forward_needs_only_what_the_stages_read() -> None:
     pipe = plain_pipeline(MODEL.stages)
     output = pipe.forward(MODEL.params, {"x": MODEL.batch["x"]})

@@ -31,6 +31,11 @@ def test_what_is_no_action_is_refused(text: str) -> None:
         Action.parse(text)
 
 
+def test_what_is_no_text_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="text=3 is not an action"):
+        Action.parse(3)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("text", "fault"),
     [("2F", "F with no microbatch"), ("2UNSHARD0", "UNSHARD with a microbatch")],

@@ -24,6 +24,13 @@ def test_it_is_a_value() -> None:
         schedule.name = "changed"  # type: ignore[misc]
 
 
+def test_its_hash_is_made_where_it_is_asked_for() -> None:
+    # A hash that came with a pickle was that of a process which hashes text in another way.
+    schedule = Schedule([0], [ROW])
+    assert schedule in {schedule} and schedule.num_microbatches == 1
+    assert vars(pickle.loads(pickle.dumps(schedule))).keys() == {"placement", "actions", "name"}
+
+
 def test_what_it_tells() -> None:
     schedule = Schedule([0, 1, 0], [ROW, [Action(1, Op.I, 4)]], name="mine")
     assert (schedule.num_ranks, schedule.num_stages, schedule.num_microbatches) == (2, 3, 5)

@@ -56,6 +56,11 @@ def test_ops_may_be_plain_text() -> None:
 # ── each action once ────────────────────────────────────────────────────────────────────────────
 
 
+def test_what_is_no_schedule() -> None:
+    with pytest.raises(ScheduleError, match=r"schedule='zbv' is a str: it must be a fpipe"):
+        verify("zbv")  # type: ignore[arg-type]
+
+
 def test_nothing_to_do() -> None:
     refused(read("", ""), "actions names no microbatch")
     refused(read("0REDUCE_GRAD"), "actions names no microbatch")
