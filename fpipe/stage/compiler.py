@@ -53,17 +53,34 @@ class Compiler:
 
     def __init__(self, compile: Compile) -> None:
         self._make = _maker(compile)
+        self._name = getattr(compile, "__qualname__", repr(compile))
         self.fuses = compile is not False
         self._artefacts: dict[tuple[str, int], Call] = {}
 
     def __call__(self, piece: Piece, label: str) -> Call:
-        """The boxed callable of `piece`; `label` names it in the log."""
+        """The boxed callable of `piece`; `label` names it in the log and in errors.
+
+        Raises:
+            StageError: it cannot be compiled; the cause is what the compiler raised.
+        """
         # Inductor writes the number of threads into its loops.
         key = (piece.fingerprint, torch.get_num_threads())
         if key not in self._artefacts:
             examples = [value_of(n) for n in piece.graph.nodes if n.op == "placeholder"]
             log.info("compiling %s", label)
-            self._artefacts[key] = self._make(piece.graph, examples)
+            try:
+                made = self._make(piece.graph, examples)
+            except Exception as error:
+                raise StageError(
+                    f"{label} cannot be compiled: {type(error).__name__}: {error} (compile=False "
+                    "runs it uncompiled)"
+                ) from error
+            if not callable(made):
+                raise StageError(
+                    f"compile={self._name} made {made!r:.60} of {label}: it must return a boxed "
+                    "callable, which takes a list of inputs and returns a sequence of outputs"
+                )
+            self._artefacts[key] = made
         return self._artefacts[key]
 
     @property

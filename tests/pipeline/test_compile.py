@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fpipe import StageError
 from tests.models import assert_same, check, gpt, mlp, plain_pipeline, unpipelined
 
 MODEL = mlp(2, 4)
@@ -84,6 +85,27 @@ def test_options_of_inductor(compile: Any) -> None:
 def test_unknown_backend() -> None:
     pipe = plain_pipeline(MODEL.stages, compile="no_such_backend")
     with pytest.raises(Exception, match="no_such_backend"):
+        pipe.step(MODEL.params, MODEL.batch)
+
+
+def test_a_compiler_that_fails() -> None:
+    def broken(module: Any, examples: Any) -> Any:
+        return examples[7]
+
+    pipe = plain_pipeline(MODEL.stages, compile=broken)
+    rule = r"F of stage 0 \(mlp_first\) cannot be compiled: IndexError: .* \(compile=False runs"
+    with pytest.raises(StageError, match=rule) as caught:
+        pipe.step(MODEL.params, MODEL.batch)
+    assert isinstance(caught.value.__cause__, IndexError)
+
+
+def test_a_compiler_that_makes_nothing() -> None:
+    def forgetful(module: Any, examples: Any) -> Any:
+        return None
+
+    pipe = plain_pipeline(MODEL.stages, compile=forgetful)
+    rule = r"compile=.*forgetful made None of F of stage 0 .*: it must return a boxed callable"
+    with pytest.raises(StageError, match=rule):
         pipe.step(MODEL.params, MODEL.batch)
 
 
