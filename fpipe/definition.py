@@ -112,11 +112,6 @@ class Definition:
             raise StageError(
                 f"reduction={self.reduction!r} must be one of {', '.join(map(repr, REDUCTIONS))}"
             )
-        if self.returns.declared and (self.loss_shape or self.sink is not SUM):
-            raise StageError(
-                f"a transform of a pipeline whose loss function returns {self.returns.form} is not "
-                f"defined: transform a pipeline without {self.returns.declared}"
-            )
         if self.accum_dtype is not None and not (
             isinstance(self.accum_dtype, torch.dtype)
             and (self.accum_dtype.is_floating_point or self.accum_dtype.is_complex)
@@ -178,6 +173,12 @@ class Definition:
     def reads_key(self) -> bool:
         """Whether anything reads the key of a step."""
         return self.has_key or self.keyed or any(stage.reads_key for stage in self.stages)
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The names of what a step takes, without a key."""
+        vectors = ("vector",) * self.convention.vectors
+        return ("params", *("state",) * self.has_state, "batch", *vectors)
 
     @property
     def stage_devices(self) -> tuple[torch.device, ...] | None:

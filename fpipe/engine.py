@@ -26,7 +26,7 @@ from fpipe.history import has_history, is_tracked, tracked_value
 from fpipe.holding import InitFn, Make, drawn, held, whole
 from fpipe.levels import call_within, is_within
 from fpipe.parameters import keep
-from fpipe.plan import batch_gradients, collected, gradients
+from fpipe.plan import batch_gradients, collected, divided, gradients
 from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
 from fpipe.runtime.program import Program
 from fpipe.schedule import Schedule
@@ -371,7 +371,7 @@ class Pipeline:
             return call_within(self, "run_forward", *arguments, key=key, out_dims=out_dims)
         done = self._run(arguments, "forward", key)
         if self.definition.function:
-            return ForwardAux(self._loss_of(done), done.plan.outputs(done.runs, out_dims, "aux"))
+            return ForwardAux(self._loss_of(done), self._aux_of(done, out_dims))
         if self.rank not in (None, done.plan.last_rank):
             return None
         return done.plan.outputs(done.runs, self._convention.out_dims(out_dims), "output")
@@ -380,12 +380,11 @@ class Pipeline:
         """The gradients, as the convention returns them."""
         if self.definition.argnums != "params":
             return self._chosen_grads(done)
-        grads: Any
         if self.definition.sink.everywhere:
-            grads = list(collected(done.plan, done.runs).values())
-        else:
-            grads = tree.unflatten(done.params.spec, self._flat_grads(done))
-        return self._convention.grads(grads)
+            assert done.total is not None
+            parts = list(collected(done.plan, done.runs).values())
+            return divided(self._convention.grads(parts), done.total.weight).abs()
+        return self._convention.grads(tree.unflatten(done.params.spec, self._flat_grads(done)))
 
     def _flat_grads(self, done: Finished) -> list[Tensor | None]:
         assert done.total is not None
@@ -395,7 +394,7 @@ class Pipeline:
         """The result of a step that returns state or aux."""
         aux = None
         if self.definition.has_aux:
-            aux = done.plan.outputs(done.runs, self.definition.out_dims, "aux")
+            aux = self._aux_of(done, self.definition.out_dims)
         if not self.definition.has_state:
             return StepAux(loss, grads, aux)
         leaves = done.plan.state(done.runs, done.params, done.batch)
@@ -404,6 +403,9 @@ class Pipeline:
         if self.definition.has_aux:
             return StepStateAux(loss, grads, state, aux)
         return StepState(loss, grads, state)
+
+    def _aux_of(self, done: Finished, out_dims: Any) -> Any:
+        return done.plan.outputs(done.runs, self._convention.out_dims(out_dims), "aux")
 
     def _chosen_grads(self, done: Finished) -> Any:
         """Gradients by what was chosen, one or a tuple."""
@@ -444,16 +446,14 @@ class Pipeline:
 
     def _run(self, arguments: Sequence[Any], goal: Goal, key: Tensor | None) -> Finished:
         def enter() -> tuple[Any, Any]:
-            if len(arguments) != 2 + self.definition.has_state + self._convention.vectors:
-                raise _miscounted(arguments, self.definition)
+            if len(arguments) != len(self.definition.takes):
+                raise _miscounted(arguments, self.definition.takes)
             return self._convention.enter(*arguments)
 
         return self._controller.run(enter, goal, key)
 
 
-def _miscounted(arguments: Sequence[Any], definition: Definition) -> BatchError:
-    names = ["params", *["state"] * definition.has_state, "batch"]
-    names += ["vector"] * definition.convention.vectors
+def _miscounted(arguments: Sequence[Any], takes: Sequence[str]) -> BatchError:
     return BatchError(
-        f"the pipeline got {len(arguments)} arguments, but takes {len(names)}: {', '.join(names)}"
+        f"the pipeline got {len(arguments)} arguments, but takes {len(takes)}: {', '.join(takes)}"
     )

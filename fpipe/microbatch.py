@@ -121,6 +121,19 @@ def _has_dim(leaf: Tensor, dim: Any) -> bool:
     return type(dim) is int and -leaf.dim() <= dim < leaf.dim()
 
 
+@dataclass(frozen=True)
+class Beneath:
+    """A dimension to merge along, of tensors that transforms have put dimensions in front of.
+
+    Attributes:
+        levels: how many there are in front.
+        dim: counted without them.
+    """
+
+    levels: int
+    dim: int
+
+
 def merge(outputs: Sequence[Any], out_dims: Any = 0) -> Any:
     """Concatenate the outputs of microbatches, the inverse of `split` for a stage's output.
 
@@ -151,7 +164,7 @@ def merge_columns(
         columns: for each leaf, one value per microbatch, or None for a leaf that another process
             has, which stays None.
         spec: structure of an output.
-        out_dims: as in `merge`.
+        out_dims: as in `merge`, or with `Beneath` in place of a dimension.
         name: what they are, for messages.
     """
     whole = tree.unflatten(spec, range(spec.num_leaves))
@@ -163,14 +176,17 @@ def merge_columns(
             merged.append(None)
         elif dim is None:
             merged.append(parts[-1].clone())  # it may be a leaf of the caller's, passed through
-        elif not parts[0].dim() and type(dim) is int and dim in (0, -1):
-            merged.append(torch.stack(parts))
-        elif not _has_dim(parts[0], dim):
-            raise BatchError(
-                f"out_dims is {dim!r} for {name}{tree.paths(spec)[index]} of shape "
-                f"{tuple(parts[0].shape)} per microbatch: it must be one of its dimensions, or "
-                "None to keep the last microbatch's"
-            )
         else:
-            merged.append(torch.cat(parts, dim))
+            levels, own = (dim.levels, dim.dim) if isinstance(dim, Beneath) else (0, dim)
+            shape = tuple(parts[0].shape[levels:])
+            if not shape and type(own) is int and own in (0, -1):
+                merged.append(torch.stack(parts, levels))
+            elif type(own) is int and -len(shape) <= own < len(shape):
+                merged.append(torch.cat(parts, own % len(shape) + levels))
+            else:
+                raise BatchError(
+                    f"out_dims is {own!r} for {name}{tree.paths(spec)[index]} of shape {shape} per "
+                    "microbatch: it must be one of its dimensions, or None to keep the last "
+                    "microbatch's"
+                )
     return tree.unflatten(spec, merged)

@@ -97,6 +97,13 @@ def batch_norm(
     if isinstance(stats, Deferred):
         y = F.batch_norm(x, None, None, weight, bias, True, momentum, eps)
         return y, _joined(stats, x.detach(), momentum)
+    if torch._C._functorch.is_batchedtensor(stats.mean):
+        # Under vmap the kernel would write to views of what all members share.
+        y = F.batch_norm(x, None, None, weight, bias, True, momentum, eps)
+        var, mean = torch.var_mean(x.detach().to(stats.mean.dtype), [0, *range(2, x.dim())])
+        return y, stats._replace(
+            mean=stats.mean.lerp(mean, momentum), var=stats.var.lerp(var, momentum)
+        )
     mean, var = stats.mean.clone(), stats.var.clone()
     y = F.batch_norm(x, mean, var, weight, bias, True, momentum, eps)
     return y, stats._replace(mean=mean, var=var)

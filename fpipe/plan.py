@@ -37,7 +37,8 @@ class Total(NamedTuple):
 
     Attributes:
         loss: the weighted sum of them, or all of them.
-        weight: what loss and gradients are to be divided by; None for nothing.
+        weight: what loss and gradients are to be divided by, one number for each of several losses;
+            None for nothing.
     """
 
     loss: Tensor
@@ -48,7 +49,7 @@ class Total(NamedTuple):
         """The loss of the batch."""
         if self.weight is None:
             return self.loss
-        return (self.loss / self.weight).to(self.loss.dtype)
+        return divided(self.loss, self.weight).to(self.loss.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +61,7 @@ class Plan:
         programs: one per rank.
         seeds: the cotangent of each microbatch's loss, in its shape and dtype.
         weights: the weight of each microbatch's loss.
+        losses: how many dimensions of the loss count losses with a weight of their own.
         layout: how the values that come back from each microbatch are numbered.
         fingerprint: equal for plans that compute the same.
         rows: of the batch.
@@ -71,6 +73,7 @@ class Plan:
     programs: tuple[Program, ...]
     seeds: tuple[Tensor, ...]
     weights: Tensor
+    losses: int
     layout: Layout
     fingerprint: str
     rows: int
@@ -82,9 +85,10 @@ class Plan:
         if not self.layout.heads or not any(run.program.rank == self.last_rank for run in runs):
             return None
         losses, *weights = self._columns(runs, 0, self.layout.heads)
-        weight = torch.stack(weights[0]).double().sum() if weights else None
         if self.sink.join is not None:
+            weight = torch.cat(weights[0], self.sink.join).double() if weights else None
             return Total(torch.cat(losses, self.sink.join), weight)
+        weight = torch.stack(weights[0]).double().sum(0) if weights else None
         stacked = torch.stack(losses)
         if stacked.dim() == 1:
             return Total(self.weights.dot(stacked), weight)
@@ -102,6 +106,11 @@ class Plan:
         if self.sink.join is not None:
             shape[self.sink.join] = sum(seed.shape[self.sink.join] for seed in self.seeds)
         return tuple(shape)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...] | None:
+        """The shape of what they are divided by; None for nothing."""
+        return None if self.layout.heads < 2 else self.loss_shape[: self.losses]
 
     def outputs(self, runs: Sequence[Run], out_dims: Any, name: str) -> Any:
         """The outputs or aux of all microbatches, merged; None for leaves of other processes."""
@@ -176,7 +185,7 @@ def gradients(
     for stage, leaves in enumerate(params.stages[:1] if params.shared else params.stages):
         for index, leaf in enumerate(leaves):
             if (stage, index) in found:
-                grads.append(_divided(found[stage, index], weight).to(leaf.dtype))
+                grads.append(divided(found[stage, index], weight).to(leaf.dtype))
             elif index in elsewhere or (stage, index) in plan.frozen or not is_differentiable(leaf):
                 grads.append(None)
             else:
@@ -184,8 +193,12 @@ def gradients(
     return grads
 
 
-def _divided(gradient: Tensor, weight: Tensor | None) -> Tensor:
-    return gradient if weight is None else gradient / weight
+def divided(value: Tensor, weight: Tensor | None) -> Tensor:
+    """A loss or a gradient over its weight; where there are several, they come first in both."""
+    if weight is None or not weight.dim():
+        return value if weight is None else value / weight
+    wide = weight.to(torch.promote_types(value.dtype, torch.float32))
+    return value / wide.reshape(*wide.shape, *(1 for _ in value.shape[wide.dim() :]))
 
 
 def batch_gradients(runs: Sequence[Run], batch: Any, in_dims: Any, weight: Tensor | None) -> Any:
@@ -213,7 +226,7 @@ def batch_gradients(runs: Sequence[Run], batch: Any, in_dims: Any, weight: Tenso
             found.append(torch.zeros_like(leaf))
         else:
             whole = torch.stack(rows).sum(0) if dim is None else torch.cat(rows, dim)
-            found.append(_divided(whole, weight).to(leaf.dtype))
+            found.append(divided(whole, weight).to(leaf.dtype))
     return tree.unflatten(spec, found)
 
 
@@ -327,6 +340,7 @@ class Planner:
             programs,
             seeds,
             weights,
+            chains[0].value(chains[0].results[1]).dim() if layout.heads > 1 else 0,
             layout,
             "\n".join(sorted(made.fingerprints())),
             sum(rows),

@@ -296,20 +296,23 @@ class MultiController:
 
     def _finish(self, plan: Plan, total: Total | None, *, failed: bool) -> Total | None:
         """Give every rank the loss, and know whether all ranks came to their end."""
-        size, heads = prod(plan.loss_shape), plan.layout.heads
-        word = torch.zeros(1 + size + (heads > 1), dtype=torch.float64)
+        size, several = prod(plan.loss_shape), plan.weight_shape
+        word = torch.zeros(
+            1 + size + (0 if several is None else prod(several)), dtype=torch.float64
+        )
         word[0] = failed
         if total is not None:
             word[1 : 1 + size] = total.loss.flatten()
             if total.weight is not None:
-                word[1 + size] = total.weight
+                word[1 + size :] = total.weight.flatten()
         word = connected(lambda: gather(word, self._control)).sum(0)
         if word[0] > 0 and not failed:
             raise self._reported()
-        if not heads:
+        if not plan.layout.heads:
             return None
         loss = word[1 : 1 + size].reshape(plan.loss_shape).to(self._device, plan.weights.dtype)
-        return Total(loss, word[1 + size].to(self._device) if heads > 1 else None)
+        weight = None if several is None else word[1 + size :].reshape(several).to(self._device)
+        return Total(loss, weight)
 
     def _interrupted(self) -> bool:
         return self._watch.fault is not None and not self._draining

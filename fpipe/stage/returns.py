@@ -95,7 +95,8 @@ class Returns:
             subject: the function in messages, with a verb, such as ``"loss_fn returns"``.
             call: how it is called, such as ``"loss_fn(params, batch)"``.
             value: what it returned.
-            shape: of the loss, with None for a size that the arguments tell.
+            shape: of the loss, with None for a size that the arguments tell: for how many losses
+                there are under a transform, each of which has a weight of its own.
 
         Raises:
             StageError: it is not what was declared.
@@ -105,7 +106,7 @@ class Returns:
             whole = self._several(subject, call, value, 1 + self.beside)
         state = whole[1] if self.state else None
         aux = whole[-1] if self.aux else None
-        heads = self._several(subject, call, whole[0], 2) if self.weighted else (whole[0],)
+        heads = self.heads(subject, call, whole[0])
         loss = heads[0]
         if not isinstance(loss, Tensor) or not _fits(loss, shape) or not _is_real(loss):
             hint = ""
@@ -119,8 +120,9 @@ class Returns:
                 f"{subject} {found}: {call} must return {form if self.declared else ''}one "
                 f"floating-point scalar (take .mean() or .sum() of it{hint})"
             )
+        several = tuple(size for size in shape if size is None)
         for weight in heads[1:]:
-            if not isinstance(weight, Tensor) or weight.dim() or weight.is_complex():
+            if not isinstance(weight, Tensor) or not _fits(weight, several) or weight.is_complex():
                 raise StageError(
                     f"{subject} a sum with the weight {_found(weight)}: {call} must return "
                     f"{self.form}, whose weight is one real number, a tensor without dimensions "
@@ -134,6 +136,19 @@ class Returns:
                         "must be a pytree of tensors (torch.as_tensor makes one)"
                     )
         return Taken(heads, state, aux)
+
+    def heads(self, subject: str, call: str, value: Any) -> tuple[Any, ...]:
+        """Of what is returned as the loss: the loss alone, or the sum and its weight.
+
+        Args:
+            subject: as in `take`, as are the others.
+            call: how it is called.
+            value: what was returned as the loss.
+
+        Raises:
+            StageError: there is no weight.
+        """
+        return self._several(subject, call, value, 2) if self.weighted else (value,)
 
     def _several(self, subject: str, call: str, value: Any, count: int) -> tuple[Any, ...]:
         if not isinstance(value, tuple | list) or len(value) != count:

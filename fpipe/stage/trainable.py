@@ -118,6 +118,8 @@ class Trainable:
     def _of(
         self, name: str, choice: Any, spec: optree.PyTreeSpec, before: tuple[int, ...]
     ) -> tuple[bool, ...]:
+        if not spec.num_leaves:
+            return ()  # such as a part of another process, which is None
         if callable(choice):
             decide: Callable[[tuple[Any, ...]], Any] = choice
             return tuple(bool(decide((*before, *path))) for path in spec.paths())

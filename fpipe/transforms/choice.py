@@ -33,7 +33,7 @@ def grad(pipe: P, argnums: Any = "params") -> P:
 
     Raises:
         StageError: `pipe` is no pipeline, `argnums` names anything else, or the pipeline takes a
-            vector or goes by rows.
+            vector, goes by rows, or is an ensemble of weighted losses.
 
     Example:
         >>> import torch, fpipe
@@ -57,5 +57,11 @@ def grad(pipe: P, argnums: Any = "params") -> P:
         raise StageError(
             "fpipe.grad of a pipeline that takes a vector or goes by rows is not defined: choose "
             "argnums for fpipe.pipeline's own pipeline, or for fpipe.vmap of it"
+        )
+    if "batch" in chosen and definition.loss_shape and definition.reduction == "weighted":
+        raise StageError(
+            'fpipe.grad by the batch of an ensemble with reduction="weighted" is not defined: '
+            "members who share a leaf weigh its gradients differently; torch.func.vmap of "
+            "torch.func.grad of pipe.value gives each member its own"
         )
     return type(pipe)(replace(definition, argnums=argnums))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from fpipe import tree
 from fpipe.convention import Convention, Dual
 from fpipe.errors import BatchError
 from fpipe.stage.joint import is_differentiable
+from fpipe.stage.trainable import Trainable
 from fpipe.transforms.parts import Parts
 
 HINT = "the gradients that step returns have the structure of a vector"
@@ -24,10 +25,12 @@ class Direction:
     Attributes:
         inner: convention of the pipeline whose derivative is taken.
         parts: of the pipeline's parameters.
+        trainable: which of them are trained; the others have no direction.
     """
 
     inner: Convention
     parts: Parts
+    trainable: Trainable
 
     @property
     def convention(self) -> Convention:
@@ -37,13 +40,23 @@ class Direction:
     def enter(self, params: Any, batch: Any, vector: Any) -> tuple[Any, Any]:
         """Give every stage its parameters, and the direction of each that can have one."""
         pairs = [self.parts.read(*pair) for pair in (("params", params), ("vector", vector))]
-        filled = self.parts.join([_filled(*own) for own in zip(*pairs, strict=True)])
+        flags = self._trained([part for _, part in pairs[0]], replace(self.trainable, within=()))
+        filled = self.parts.join([_filled(*own) for own in zip(*pairs, flags, strict=True)])
         params, packed_batch = self.inner.enter(params, batch)
         # What happens to the parameters on the way to the stages happens to their direction too.
-        directions, _ = self.inner.enter(filled, batch)
-        moving = tree.tree_map(lambda leaf: leaf if is_differentiable(leaf) else None, directions)
-        packed = list(zip(*map(self.parts.split, (params, moving)), strict=True))
+        directions = self.parts.split(self.inner.enter(filled, batch)[0])
+        moving = map(_chosen, directions, self._trained(directions, self.trainable))
+        packed = list(zip(self.parts.split(params), moving, strict=True))
         return self.parts.join(packed), packed_batch
+
+    def _trained(self, parts: Sequence[Any], trainable: Trainable) -> list[list[bool]]:
+        """For each leaf of each part, whether it has a direction."""
+        trees = [tree.flatten(part) for part in parts]
+        flags = trainable.flags([spec for _, spec in trees], shared=self.parts.stages is None)
+        return [
+            [flag and is_differentiable(leaf) for flag, leaf in zip(own, leaves, strict=True)]
+            for own, (leaves, _) in zip(flags, trees, strict=True)
+        ]
 
     def loss(self, loss: Tensor) -> Dual:
         """The loss and its derivative lie side by side in the last dimension."""
@@ -60,21 +73,27 @@ class Direction:
         return (self.inner.out_dims(out_dims),) * 2
 
 
-def _filled(own: tuple[str, Any], other: tuple[str, Any]) -> Any:
+def _chosen(part: Any, flags: Sequence[bool]) -> Any:
+    """The part with None in place of the leaves that are not chosen."""
+    leaves, spec = tree.flatten(part)
+    chosen = [leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)]
+    return tree.unflatten(spec, chosen)
+
+
+def _filled(own: tuple[str, Any], other: tuple[str, Any], trained: Sequence[bool]) -> Any:
     """The vector's part in the structure of that of the parameters, and checked against it.
 
     Args:
         own: the part of the parameters, after its name.
         other: that of the vector.
-
-    A leaf that cannot have a gradient has no direction either: whatever stands there is not read.
+        trained: whether each leaf of the parameters has a direction. Whatever the vector has for
+            one that has none is not read.
     """
     (name, params), (vector_name, vector) = own, other
     if params is None:
         return None
     leaves, spec = tree.tensors(name, params, HINT)
     given, given_spec = tree.tensors(vector_name, vector, HINT)
-    trained = [is_differentiable(leaf) for leaf in leaves]
     if given_spec != spec:
         wanted = tree.unflatten(
             spec, [leaf if flag else None for leaf, flag in zip(leaves, trained, strict=True)]
@@ -88,11 +107,12 @@ def _filled(own: tuple[str, Any], other: tuple[str, Any]) -> Any:
         given = [next(rest) if flag else leaf for leaf, flag in zip(leaves, trained, strict=True)]
     for path in _misfits(leaves, given, trained, tree.paths(spec)):
         raise BatchError(f"{vector_name}{path}: the two must agree")
-    return tree.unflatten(spec, given)
+    filled = [own if flag else leaf for leaf, own, flag in zip(leaves, given, trained, strict=True)]
+    return tree.unflatten(spec, filled)
 
 
 def _misfits(
-    leaves: list[Tensor], given: list[Tensor], trained: list[bool], paths: list[str]
+    leaves: list[Tensor], given: list[Tensor], trained: Sequence[bool], paths: list[str]
 ) -> Iterator[str]:
     for leaf, own, flag, path in zip(leaves, given, trained, paths, strict=True):
         if flag and (own.shape, own.dtype) != (leaf.shape, leaf.dtype):

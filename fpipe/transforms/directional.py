@@ -14,6 +14,7 @@ from fpipe.engine import Pipeline
 from fpipe.errors import StageError
 from fpipe.runtime.program import Program
 from fpipe.schedule import Schedule
+from fpipe.stage.returns import Returns
 from fpipe.stage.stage import Stage
 from fpipe.stage.workshop import Workshop
 from fpipe.transforms.direction import Direction
@@ -25,7 +26,7 @@ from fpipe.transforms.dual import (
     load_rules,
 )
 from fpipe.transforms.parts import Parts
-from fpipe.transforms.transformed import check_pipeline, refuse_choice
+from fpipe.transforms.transformed import check_pipeline, refuse_aux, refuse_choice
 
 
 class Jvp(NamedTuple):
@@ -58,7 +59,8 @@ class Directional:
     """A pipeline whose methods take a vector beside parameters and batch; `fpipe.hvp` makes one.
 
     A vector has the structure, shapes and dtypes of the parameters, or of the gradients, which have
-    None for what has no derivative.
+    None for what has no derivative. What it has for a parameter that is not trained is not read:
+    the direction of that is 0.
 
     Attributes:
         definition: all that it was made from.
@@ -138,8 +140,7 @@ def jvp(pipe: Pipeline) -> Directional:
         the output with its derivative. It is that of `fpipe.hvp`.
 
     Raises:
-        StageError: `pipe` is no pipeline, one that takes a vector already, has parameters that are
-            not trained, or whose loss function returns more than the loss.
+        StageError: `pipe` is no pipeline, takes a vector already, has a state, or returns aux.
 
     Example:
         >>> import torch, fpipe
@@ -218,17 +219,19 @@ def ggnvp(pipe: Pipeline) -> Directional:
 def _directional(
     name: str,
     pipe: Pipeline,
-    make_loss: Callable[[Callable[[Any, Any], Tensor]], Callable[[Any, Any], Tensor]],
+    make_loss: Callable[[Callable[[Any, Any], Any], Returns], Callable[[Any, Any], Any]],
     *,
     stop: bool,
 ) -> Directional:
     check_pipeline(name, pipe)
     definition = pipe.definition
     refuse_choice(name, definition)
-    if definition.trainable.choice is not None:
+    refuse_aux(name, definition)
+    if definition.has_state:
         raise StageError(
-            f"fpipe.{name} of a pipeline with trainable=... is not defined: a direction has a part "
-            "for every parameter; close over those that are fixed, or give them the direction 0"
+            f"fpipe.{name} of a pipeline with has_state=True is not defined: what a state owes to "
+            "the parameters has no derivative; pass the state with the parameters or the batch, "
+            "and evaluate with it (training=False, module.eval())"
         )
     if definition.convention.vectors:
         raise StageError(
@@ -265,9 +268,15 @@ def _directional(
     transformed = replace(
         definition,
         stages=tuple(dual(*pair) for pair in enumerate(definition.stages)),
-        loss=(dual_function if definition.function else make_loss)(definition.loss),
+        loss=(dual_function if definition.function else make_loss)(
+            definition.loss, definition.returns
+        ),
         loss_shape=(*definition.loss_shape, 2),
         loss_cotangent=(0.0, 1.0),
-        convention=Direction(definition.convention, Parts.of(definition)).convention,
+        convention=Direction(
+            definition.convention, Parts.of(definition), definition.trainable
+        ).convention,
+        # A stage's parameters come first in the pair with their direction.
+        trainable=replace(definition.trainable, within=(0, *definition.trainable.within)),
     )
     return Directional(transformed)

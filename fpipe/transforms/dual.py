@@ -23,6 +23,7 @@ from torch.func import grad, jvp
 
 from fpipe import tree
 from fpipe.stage.joint import is_differentiable
+from fpipe.stage.returns import Returns
 from fpipe.transforms.plain import differentiable_twice
 
 
@@ -50,45 +51,64 @@ def dual_stage(function: Callable[..., Any], *, first: bool, stop: bool) -> Call
         def run(p: Any, own: Any) -> Any:
             return function(p, own, *microbatch, **key)
 
-        tangents = tree.flatten((direction, x_dot))[0]
         with differentiable_twice():
             if not stop:
-                return _push(run, (params, x), tangents)
+                return _push(run, (params, x), (direction, x_dot))
             y = run(params, x)
             fixed = tree.tree_map(torch.Tensor.detach, (params, x))
-            return y, _push(run, fixed, tangents)[1]
+            return y, _push(run, fixed, (direction, x_dot))[1]
 
     return stage
 
 
-def dual_loss(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-    """The loss and its directional derivative, along a new last dimension."""
+def dual_loss(function: Callable[[Any, Any], Any], returns: Returns) -> Callable[[Any, Any], Any]:
+    """The loss and its directional derivative, along a new last dimension; a weight stays."""
 
     @wraps(function)
-    def loss(value: Any, microbatch: Any) -> Tensor:
+    def loss(value: Any, microbatch: Any) -> Any:
         y, y_dot = value
+
+        def run(own: Any) -> tuple[Any, ...]:
+            return returns.heads("the loss is", "loss(y, microbatch)", function(own, microbatch))
+
         with differentiable_twice():
-            pair = _push(lambda own: function(own, microbatch), (y,), tree.flatten(y_dot)[0])
-        return torch.stack(pair, -1)
+            heads, derivatives = _push(run, (y,), (y_dot,))
+        return _paired(heads, derivatives[0])
 
     return loss
 
 
-def dual_function(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def dual_function(function: Callable[..., Any], returns: Returns) -> Callable[..., Any]:
     """A whole loss function and its directional derivative, along a new last dimension.
 
-    It is the first stage of a chain, and what it returns is the loss already.
+    It is the first stage of a chain, and what it returns is the loss already; a weight stays.
     """
-    pair = dual_stage(function, first=True, stop=False)
+
+    name = getattr(function, "__qualname__", type(function).__name__)
+
+    def heads(params: Any, microbatch: Any, **key: Tensor) -> tuple[Any, ...]:
+        value = function(params, microbatch, **key)
+        return returns.heads(f"{name} returns", returns.call, value)
+
+    pair = dual_stage(heads, first=True, stop=False)
 
     @wraps(function)
-    def loss(packed: Any, microbatch: Any, **key: Tensor) -> Tensor:
-        return torch.stack(pair(packed, microbatch, **key), -1)
+    def loss(packed: Any, microbatch: Any, **key: Tensor) -> Any:
+        values, derivatives = pair(packed, microbatch, **key)
+        return _paired(values, derivatives[0])
 
     return loss
 
 
-def gauss_newton_loss(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+def _paired(heads: Sequence[Tensor], derivative: Tensor) -> Any:
+    """A loss with its derivative, in place of the loss."""
+    pair = torch.stack([heads[0], derivative], -1)
+    return (pair, *heads[1:]) if len(heads) > 1 else pair
+
+
+def gauss_newton_loss(
+    function: Callable[[Any, Any], Any], returns: Returns
+) -> Callable[[Any, Any], Any]:
     """What `dual_loss` returns, with other gradients: of y the product with the loss's Hessian.
 
     The gradient by ẏ is that of the loss, and the gradient by y is Hẏ, H the second derivative of
@@ -96,18 +116,23 @@ def gauss_newton_loss(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, 
     """
 
     @wraps(function)
-    def loss(value: Any, microbatch: Any) -> Tensor:
+    def loss(value: Any, microbatch: Any) -> Any:
         y, y_dot = value
         leaves, spec = tree.flatten(y)
         chosen = [index for index, leaf in enumerate(leaves) if is_differentiable(leaf)]
         point = tuple(leaves[index] for index in chosen)
         tangents = tuple(tree.flatten(y_dot)[0])
 
-        def at(*own: Tensor) -> Tensor:
+        def heads(*own: Tensor) -> tuple[Any, ...]:
             full = list(leaves)
             for index, leaf in zip(chosen, own, strict=True):
                 full[index] = leaf
-            return function(tree.unflatten(spec, full), microbatch)
+            found = function(tree.unflatten(spec, full), microbatch)
+            return returns.heads("the loss is", "loss(y, microbatch)", found)
+
+        def at(*own: Tensor) -> Tensor:
+            one: Tensor = heads(*own)[0]
+            return one
 
         with differentiable_twice():
             here = tuple(leaf.detach() for leaf in point)
@@ -118,24 +143,25 @@ def gauss_newton_loss(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, 
             derivative = _dot(slopes, tangents)
             # Nothing in value, but the gradient by y.
             bend = _dot(products, point)
-            return torch.stack([at(*point), derivative + bend - bend.detach()], -1)
+            return _paired(heads(*point), derivative + bend - bend.detach())
 
     return loss
 
 
 def _push(
-    function: Callable[..., Any], arguments: tuple[Any, ...], tangents: Sequence[Tensor]
+    function: Callable[..., Any], arguments: tuple[Any, ...], directions: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     """`function` of pytrees, and its derivative in a direction, None for leaves without one.
 
     Args:
         function: from pytrees to a pytree.
         arguments: its arguments.
-        tangents: the direction of the first leaves that can have one; the others have none.
+        directions: of each argument, with None for a leaf that has none, or for all of them.
     """
     leaves, spec = tree.flatten(arguments)
-    chosen = [index for index, leaf in enumerate(leaves) if is_differentiable(leaf)]
-    chosen = chosen[: len(tangents)]
+    along = [d for own in zip(arguments, directions, strict=True) for d in _aligned(*own)]
+    chosen = [index for index, direction in enumerate(along) if direction is not None]
+    tangents = [direction for direction in along if direction is not None]
     made: list[Any] = []
 
     def flat(*own: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -160,6 +186,13 @@ def _push(
     rest = iter(derivatives)
     tangent = [next(rest) if flag else None for flag in flags]
     return tree.unflatten(structure, outputs), tree.unflatten(structure, tangent)
+
+
+def _aligned(value: Any, direction: Any) -> list[Tensor | None]:
+    """The direction of each leaf, None for one that has none."""
+    leaves = tree.flatten_prefix(value)
+    found = [None] * len(leaves) if direction is None else tree.flatten_prefix(direction)
+    return [d for leaf, d in zip(leaves, found, strict=True) if leaf is not None]
 
 
 def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -25,27 +25,28 @@ from fpipe.transforms.transformed import P, check_pipeline, check_randomness, re
 def vmap(pipe: P, in_dims: Any = (0, None), *, randomness: str = "error") -> P:
     """A pipeline of an ensemble: every stage, or the one function, computes all members at once.
 
-    The members are stacked along a dimension of the parameters and, if wanted, of the batch; the
-    number of members is read from the arguments of each call. ``torch.func.stack_module_state``
-    returns parameters that can be passed as they are. Attention on the CPU is traced as plain
-    mathematics, because its fused kernel would run member by member.
+    The members are stacked along a dimension of the parameters and, if wanted, of the batch and of
+    a state; the number of members is read from the arguments of each call.
+    ``torch.func.stack_module_state`` returns parameters that can be passed as they are. Attention
+    on the CPU is traced as plain mathematics, because its fused kernel would run member by member.
 
     Args:
         pipe: the pipeline of one member. Its own ``in_dims`` describe one member's batch.
         in_dims: one entry for each argument of ``pipe.step``, a pytree prefix as in
             `torch.func.vmap`: the dimension that holds the members, or None for leaves that they
-            share. A mapped batch leaf may be one number per member: a temperature, a weight.
+            share. A mapped batch leaf may be one number per member: a temperature, a weight. With
+            ``has_state`` there are three, such as ``(0, 0, None)``.
         randomness: ``"different"`` or ``"same"`` for all members; ``"error"`` refuses random ops.
 
     Returns:
         A pipeline of the same kind. ``step`` returns a loss per member, shape ``(members,)``, and
-        gradients stacked as the parameters are (along dimension 0 where those are shared);
-        ``value`` the losses; ``forward`` outputs with the members along dimension 0, its
-        ``out_dims`` counting a member's own dimensions.
+        gradients, and a state, stacked as the parameters and the state are (along dimension 0 where
+        those are shared); ``value`` the losses; ``forward`` outputs, and ``step`` aux, with the
+        members along dimension 0, ``out_dims`` counting a member's own dimensions. Where the loss
+        function returns a sum and its weight, each member's loss is over its own weights.
 
     Raises:
-        StageError: `pipe` is no pipeline, its loss function returns more than the loss, or an
-            argument is wrong.
+        StageError: `pipe` is no pipeline, or an argument is wrong.
         BatchError: `in_dims` does not fit the pipeline's own; or, when the pipeline is called, the
             arguments.
 
@@ -62,23 +63,25 @@ def vmap(pipe: P, in_dims: Any = (0, None), *, randomness: str = "error") -> P:
     check_pipeline("vmap", pipe)
     definition = pipe.definition
     refuse_choice("vmap", definition)
-    _check(in_dims, randomness, 2 + definition.convention.vectors)
+    _check(in_dims, randomness, definition.takes)
     return type(pipe)(ensemble(definition, tuple(in_dims), randomness))
 
 
-def _check(in_dims: Any, randomness: str, arguments: int) -> None:
-    if not isinstance(in_dims, list | tuple) or len(in_dims) != arguments:
-        names = ", ".join(["params", "batch", *["vector"] * (arguments - 2)])
+def _check(in_dims: Any, randomness: str, takes: Sequence[str]) -> None:
+    if not isinstance(in_dims, list | tuple) or len(in_dims) != len(takes):
+        example = tuple(None if name == "batch" else 0 for name in takes)
         raise StageError(
-            f"in_dims={in_dims!r:.60} must be a tuple of {arguments}, one entry for each of "
-            f"({names}), such as {(0, None, 0)[:arguments]}"
+            f"in_dims={in_dims!r:.60} must be a tuple of {len(takes)}, one entry for each of "
+            f"({', '.join(takes)}), such as {example}"
         )
     check_randomness(randomness)
 
 
 def ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) -> Definition:
     """The definition of the pipeline of all members; the arguments are those of `vmap`."""
-    batch_dims = prefix_map(lambda dim: None if dim is None else 0, in_dims[1])
+    place = definition.takes.index("batch")
+    given = in_dims[place]
+    batch_dims = prefix_map(lambda dim: None if dim is None else 0, given)
     made: dict[tuple[int, bool], Callable[..., Any]] = {}
 
     def mapped(index: int, stage: Stage) -> Stage:
@@ -90,20 +93,23 @@ def ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) 
 
     loss = _loss(definition.loss, batch_dims, randomness)
     if definition.function:
-        # It is a first stage that returns the loss already.
-        loss = _stage(definition.loss, batch_dims, batch_dims, randomness)
+        # It is a first stage that returns the loss already; a state comes before the batch.
+        first = 0 if definition.has_state else batch_dims
+        loss = _stage(definition.loss, first, batch_dims, randomness)
     return replace(
         definition,
         stages=tuple(mapped(*pair) for pair in enumerate(definition.stages)),
         loss=loss,
         in_dims=join(
-            in_dims[1],
+            given,
             definition.in_dims,
             lambda member, row: row if member is None else behind(row),
-            ("in_dims[1]", "the pipeline's in_dims"),
+            (f"in_dims[{place}]", "the pipeline's in_dims"),
         ),
         loss_shape=(None, *definition.loss_shape),
-        convention=Members(in_dims, definition.convention, Parts.of(definition)).convention,
+        convention=Members(
+            in_dims, definition.convention, Parts.of(definition), definition.has_state
+        ).convention,
         sink=_mapped_sink(definition.sink),
         # The members come first among a stage's parameters.
         trainable=replace(definition.trainable, within=(1, *definition.trainable.within)),

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.convention import PLAIN, Convention, Dual
+from fpipe.convention import PLAIN, STATE, Convention, Dual
 from fpipe.errors import BatchError
+from fpipe.microbatch import Beneath
 from fpipe.transforms.mapping import over, prefix_map
 from fpipe.transforms.parts import Parts
 
@@ -29,14 +30,16 @@ class Members:
     """How the arguments of an ensemble are stacked.
 
     Attributes:
-        in_dims: of params, batch and vectors, as the caller gave them.
+        in_dims: of params, state, batch and vectors, as the caller gave them.
         inner: convention of one member's pipeline.
         parts: of the pipeline's parameters.
+        has_state: whether there is a state.
     """
 
     in_dims: tuple[Any, ...]
     inner: Convention
     parts: Parts
+    has_state: bool = False
 
     @property
     def convention(self) -> Convention:
@@ -49,24 +52,36 @@ class Members:
             self.batch,
             vectors=self.inner.vectors,
             weigh=None if self.inner.weigh is None else self.weigh,
+            state=self.state if self.has_state else self.inner.state,
         )
 
-    def enter(self, params: Any, batch: Any, *vectors: Any) -> tuple[Any, Any]:
+    def enter(self, params: Any, *arguments: Any) -> tuple[Any, Any]:
         """Move the mapped dimensions to the front, and give every stage the number of members."""
+        (state, batch, vectors), (state_dims, batch_dims, vector_dims) = map(
+            self._apart, (arguments, self.in_dims[1:])
+        )
         names = ("params", *(f"vectors[{number}]" for number in range(len(vectors))))
-        dims = (self.in_dims[0], *self.in_dims[2:])
-        stacked = list(map(self._read, names, (params, *vectors), dims))
-        shared = _Stacked.read("batch", batch, self.in_dims[1])
-        entries = [*(entry for parts in stacked for entry in parts), shared]
+        stacked = list(map(self._read, names, (params, *vectors), (self.in_dims[0], *vector_dims)))
+        states = [_Stacked.read("state", *pair) for pair in zip(state, state_dims, strict=True)]
+        shared = _Stacked.read("batch", batch, batch_dims)
+        entries = [*(entry for parts in stacked for entry in parts), *states, shared]
         size = _count(entries)
         packed, *directions = (
             self.parts.join([entry.moved(size) for entry in parts]) for parts in stacked
         )
         batch = shared.moved(None)
         if self.inner is not PLAIN:
-            packed, batch = self._enter_one(packed, batch, directions, shared.dims)
+            more = [state.moved(size) for state in states]
+            packed, batch = self._enter_one([packed, *more], batch, directions, shared.dims)
         members = torch.empty(size, 0, dtype=torch.bool, device=_device(entries))
+        if self.has_state:
+            # The state stays beside the parameters, however many levels of members there are.
+            return ((members, packed[0]), packed[1]), batch
         return self.parts.join([(members, part) for part in self.parts.split(packed)]), batch
+
+    def _apart(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[Any]]:
+        """What comes after the parameters: the state, if there is one, the batch, the vectors."""
+        return values[: self.has_state], values[self.has_state], values[self.has_state + 1 :]
 
     def _read(self, name: str, value: Any, prefix: Any) -> list[_Stacked]:
         """The parts of an argument that has the structure of the parameters."""
@@ -77,16 +92,19 @@ class Members:
         ]
 
     def _enter_one(
-        self, params: Any, batch: Any, vectors: Sequence[Any], dims: Sequence[int | None]
+        self, before: Sequence[Any], batch: Any, vectors: Sequence[Any], dims: Sequence[int | None]
     ) -> tuple[Any, Any]:
-        """The convention of one member, for all members at once."""
-        leaves, spec = tree.flatten((params, tuple(vectors), batch))
+        """The convention of one member, for all members at once; `before` comes before the batch.
+
+        The leaves of the batch are mapped along `dims`, all others along their first dimension.
+        """
+        leaves, spec = tree.flatten((tuple(before), tuple(vectors), batch))
         mapped = tuple(None if dim is None else 0 for dim in dims)
         specs: list[optree.PyTreeSpec] = []
 
         def one(*values: Tensor) -> tuple[tuple[Any, ...], ...]:
             own, own_vectors, own_batch = tree.unflatten(spec, values)
-            packed = [tree.flatten(e) for e in self.inner.enter(own, own_batch, *own_vectors)]
+            packed = [tree.flatten(e) for e in self.inner.enter(*own, own_batch, *own_vectors)]
             specs[:] = [made for _, made in packed]
             return tuple(tuple(found) for found, _ in packed)
 
@@ -102,9 +120,14 @@ class Members:
 
     def grads(self, grads: Any) -> Any:
         """Drop the tensors that told the number, and put the members where the caller has them."""
-        packed = self.parts.join(
-            [None if part is None else part[1] for part in self.parts.split(grads)]
-        )
+        packed: Any
+        if self.has_state:
+            (_, own), state = grads
+            packed = own, state
+        else:
+            packed = self.parts.join(
+                [None if part is None else part[1] for part in self.parts.split(grads)]
+            )
         if self.inner is not PLAIN:
             packed = over(self.inner.grads, [packed], [0])
         return self._restore(packed)
@@ -134,10 +157,19 @@ class Members:
         ]
         return tree.unflatten(spec, summed)
 
+    def state(self, state: Any) -> Any:
+        """The state of each member, with the members where the caller had them."""
+        own = state if self.inner is STATE else over(self.inner.state, [state], [0])
+        leaves, spec = tree.flatten(own)
+        dims = tree.broadcast_prefix("in_dims[1]", self.in_dims[1], own, "state")
+        moved = [leaf.movedim(0, dim or 0) for leaf, dim in zip(leaves, dims, strict=True)]
+        return tree.unflatten(spec, moved)
+
     def batch(self, grads: Any) -> Any:
         """Put the members of the batch's gradients where the caller has them."""
         leaves, spec = tree.flatten(grads)
-        dims = tree.broadcast_prefix("in_dims[1]", self.in_dims[1], grads, "batch")
+        place = 1 + self.has_state
+        dims = tree.broadcast_prefix(f"in_dims[{place}]", self.in_dims[place], grads, "batch")
         moved = [
             leaf if dim is None else leaf.movedim(0, dim)
             for leaf, dim in zip(leaves, dims, strict=True)
@@ -145,8 +177,8 @@ class Members:
         return tree.unflatten(spec, moved)
 
     def out_dims(self, out_dims: Any) -> Any:
-        """Behind the dimension of the members."""
-        return behind(self.inner.out_dims(out_dims))
+        """Beneath the dimension of the members."""
+        return prefix_map(_beneath, self.inner.out_dims(out_dims))
 
 
 class _Stacked(NamedTuple):
@@ -231,6 +263,12 @@ def _restored(part: Any, prefix: Any) -> Any:
 def _dims_of(part: Any, prefix: Any) -> list[int | None]:
     """The mapped dimension of every leaf of a stage's gradients."""
     return [] if part is None else tree.broadcast_prefix("in_dims[0]", prefix, part, "params")
+
+
+def _beneath(dim: Any) -> Any:
+    if isinstance(dim, Beneath):
+        return Beneath(dim.levels + 1, dim.dim)
+    return Beneath(1, dim) if type(dim) is int else dim
 
 
 def behind(dims: Any) -> Any:

@@ -23,7 +23,13 @@ from fpipe.stage.stage import Stage
 from fpipe.stage.workshop import Workshop
 from fpipe.transforms.mapping import over, prefix_map
 from fpipe.transforms.plain import batched
-from fpipe.transforms.transformed import P, check_pipeline, check_randomness, refuse_choice
+from fpipe.transforms.transformed import (
+    P,
+    check_pipeline,
+    check_randomness,
+    refuse_aux,
+    refuse_choice,
+)
 
 
 class ExampleNorms(NamedTuple):
@@ -91,13 +97,13 @@ def per_example_grads(pipe: P, *, randomness: str = "error") -> P:
         randomness: ``"different"`` or ``"same"`` for all rows; ``"error"`` refuses random ops.
 
     Returns:
-        A pipeline of the same kind. ``step`` returns losses and gradients with the rows of the
-        batch along a new first dimension; ``value`` the losses; ``forward`` the outputs of the
-        batches of one, along a new first dimension too.
+        A pipeline of the same kind. ``step`` returns losses and gradients, and aux, with the rows
+        of the batch along a new first dimension; ``value`` the losses; ``forward`` the outputs of
+        the batches of one, along a new first dimension too. Where the loss function returns a sum
+        and its weight, the loss of a row is its sum over its weight.
 
     Raises:
-        StageError: `pipe` is no pipeline, goes by rows already, or its loss function returns more
-            than the loss.
+        StageError: `pipe` is no pipeline, goes by rows already, or has a state.
 
     Example:
         >>> import torch, fpipe
@@ -130,7 +136,7 @@ def per_example_norms(pipe: Pipeline, *, randomness: str = "error") -> NormPipel
         ensemble ``(rows, members)``.
 
     Raises:
-        StageError: as for `per_example_grads`, or `pipe` takes a vector.
+        StageError: as for `per_example_grads`, or `pipe` takes a vector or returns aux.
 
     Example:
         >>> import torch, fpipe
@@ -149,6 +155,7 @@ def per_example_norms(pipe: Pipeline, *, randomness: str = "error") -> NormPipel
             "fpipe.per_example_norms of a pipeline that takes a vector would mix the norms of two "
             "products: take fpipe.per_example_grads of it, or the norms of the pipeline itself"
         )
+    refuse_aux("per_example_norms", definition)
     kept = 1 + len(definition.loss_shape)
     by_rows = _by_rows("per_example_norms", definition, randomness)
     squared = replace(
@@ -174,6 +181,12 @@ def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
     if definition.sink.join is not None:
         raise StageError(f"fpipe.{name} of a pipeline that goes by rows already: apply it once")
     refuse_choice(name, definition)
+    if definition.has_state:
+        raise StageError(
+            f"fpipe.{name} of a pipeline with has_state=True is not defined: rows that are batches "
+            "of one would each leave another state; pass the state with the parameters or the "
+            "batch, and evaluate with it (training=False, module.eval())"
+        )
     check_randomness(randomness)
     in_dims = definition.in_dims
     made: dict[tuple[int, bool], Callable[..., Any]] = {}

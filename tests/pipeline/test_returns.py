@@ -271,14 +271,3 @@ def test_aux_that_cannot_be_merged_is_refused() -> None:
     )  # fmt: skip
     with pytest.raises(fpipe.BatchError, match=r"out_dims is 1 for aux\['y'\] of shape \(2,\)"):
         pipe.step(torch.tensor(1.0), torch.ones(4))
-
-
-@pytest.mark.parametrize("transform", [fpipe.vmap, fpipe.hvp, fpipe.per_example_grads])
-def test_transform_of_a_loss_with_more_is_refused(transform: Any) -> None:
-    model = mlp(1, 4)
-    schedule = schedules.gpipe(ranks=1, microbatches=2)
-    pipe = fpipe.pipeline(
-        model.stages, lambda y, _: (y.sum(), {}), schedule, has_aux=True, compile=False
-    )
-    with pytest.raises(fpipe.StageError, match=r"returns \(loss, aux\) is not defined: .*has_aux"):
-        transform(pipe)

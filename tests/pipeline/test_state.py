@@ -308,8 +308,6 @@ def test_wrong_options_are_refused() -> None:
     pipe = state_pipe(without_aux)
     with pytest.raises(fpipe.BatchError, match=r"got 2 arguments, but takes 3: params, sta"):
         pipe.step(make_params(), make_batch())
-    with pytest.raises(fpipe.StageError, match=r"transform a pipeline without has_state=True"):
-        fpipe.vmap(pipe)
 
 
 def test_state_leaf_that_is_no_tensor_is_refused() -> None:

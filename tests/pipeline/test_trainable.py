@@ -261,5 +261,3 @@ def test_refusals() -> None:
         make(ONE_F_ONE_B, {"w": True}).step(params, batch)
     with pytest.raises(BatchError, match=r"trainable\[1\] must be a pytree prefix of params"):
         make(ONE_F_ONE_B, [True, {"v": True}, True, True]).step(params, batch)
-    with pytest.raises(StageError, match=r"fpipe.hvp of a pipeline with trainable="):
-        fpipe.hvp(make(ONE_F_ONE_B, False))

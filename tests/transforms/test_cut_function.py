@@ -285,11 +285,3 @@ def test_compiled_in_float32() -> None:
 def test_gauss_newton_is_refused_because_there_is_no_output() -> None:
     with pytest.raises(StageError, match=r"is one function, which returns the loss alone: pass"):
         fpipe.ggnvp(NETWORK)
-
-
-@pytest.mark.parametrize("options", [{"has_aux": True}, {"has_state": True}])
-def test_what_comes_beside_the_loss_is_refused(options: Any) -> None:
-    pipe = fpipe.pipeline(network, schedule=SCHEDULES["zb_h1"], **options)
-    for transform in (fpipe.vmap, fpipe.hvp, fpipe.per_example_grads):
-        with pytest.raises(StageError, match=f"transform a pipeline without {next(iter(options))}"):
-            transform(pipe)

@@ -1,0 +1,557 @@
+"""Transforms of pipelines that declare more than a loss: a weight, aux, a state, what is trained.
+
+Sums of microbatches are over sums of weights, which differ from row to row and member to member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import grad, grad_and_value, jvp, stack_module_state, vjp, vmap
+
+import fpipe
+from fpipe import BatchError, Schedule, StageError, schedules, tree
+from fpipe.nn import BatchStats
+from fpipe.transforms.dual import load_rules
+from tests import returns_model, state_model
+from tests.distributed.crew import Crew, values
+from tests.models import apply, assert_identical, assert_same, mlp
+
+ROWS, MICROBATCHES = 6, 3
+FAMILIES = list(schedules.FAMILIES)
+
+
+def stacked(params: Any, members: int = 2) -> Any:
+    return tree.tree_map(lambda p: torch.stack([p * (1 + 0.1 * i) for i in range(members)]), params)
+
+
+# ── stages with a loss that weighs every row ────────────────────────────────────────────────────
+
+
+def weighted(y: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Rows count by their weight, of which the first few have little."""
+    own = (y - batch["y"]).square().mean(-1)
+    return (batch["weight"] * own).sum(), batch["weight"].sum()
+
+
+def divided(heads: tuple[Tensor, Tensor]) -> Tensor:
+    return heads[0] / heads[1]
+
+
+class Given:
+    """A model of so many stages with this loss."""
+
+    def __init__(self, stages: int) -> None:
+        model = mlp(stages, ROWS)
+        self.stages, self.params = model.stages, model.params
+        self.batch = {**model.batch, "weight": torch.arange(1, ROWS + 1).double()}
+        self.vector = tree.tree_map(torch.cos, self.params)
+
+    def loss(self, params: Any, batch: Any) -> Tensor:
+        return divided(weighted(apply(self.stages, params, batch), batch))
+
+    def step(self, params: Any, batch: Any) -> tuple[Tensor, Any]:
+        grads, loss = grad_and_value(self.loss)(params, batch)
+        return loss, grads
+
+    def product(self, params: Any, batch: Any, vector: Any) -> tuple[Tensor, Any, Any]:
+        pushed: Any = jvp(lambda own: self.step(own, batch), (params,), (vector,))
+        (loss, grads), (_, found) = pushed
+        return loss, grads, found
+
+    def gauss_newton(self) -> tuple[Tensor, Any, Any]:
+        def output(params: Any) -> Any:
+            return apply(self.stages, params, self.batch)
+
+        def of_output(y: Tensor) -> Tensor:
+            return divided(weighted(y, self.batch))
+
+        pushed: Any = jvp(output, (self.params,), (self.vector,))
+        bent: Any = jvp(grad(of_output), pushed[:1], pushed[1:])
+        return *self.step(self.params, self.batch), vjp(output, self.params)[1](bent[1])[0]
+
+    def by_row(self, function: Callable[[Any, Any], Any], params: Any) -> Any:
+        rows = tree.tree_map(lambda leaf: leaf[:, None], self.batch)
+        return vmap(function, (None, 0))(params, rows)
+
+
+def norms_of(found: tuple[Tensor, Any]) -> tuple[Tensor, Tensor]:
+    loss, grads = found
+    squares = [g.flatten(loss.dim()).square().sum(-1) for g in tree.flatten(grads)[0]]
+    return loss, torch.stack(squares).sum(0).sqrt()
+
+
+Called = Callable[[Any, Given], Any]
+CASES: dict[str, tuple[Callable[[Any], Any], Called, Callable[[Given], Any]]] = {
+    "vmap": (
+        fpipe.vmap,
+        lambda pipe, own: pipe.step(stacked(own.params), own.batch),
+        lambda own: vmap(own.step, (0, None))(stacked(own.params), own.batch),
+    ),
+    "vmap with a weight for each member": (
+        lambda pipe: fpipe.vmap(pipe, (0, {"x": None, "y": None, "weight": 0})),
+        lambda pipe, own: pipe.step(stacked(own.params), of_members(own.batch)),
+        lambda own: vmap(own.step, (0, {"x": None, "y": None, "weight": 0}))(
+            stacked(own.params), of_members(own.batch)
+        ),
+    ),
+    "per_example_grads": (
+        fpipe.per_example_grads,
+        lambda pipe, own: pipe.step(own.params, own.batch),
+        lambda own: own.by_row(own.step, own.params),
+    ),
+    "per_example_norms": (
+        fpipe.per_example_norms,
+        lambda pipe, own: pipe.step(own.params, own.batch),
+        lambda own: norms_of(own.by_row(own.step, own.params)),
+    ),
+    "per_example_norms of vmap": (
+        lambda pipe: fpipe.per_example_norms(fpipe.vmap(pipe)),
+        lambda pipe, own: pipe.step(stacked(own.params), own.batch),
+        lambda own: norms_of(own.by_row(vmap(own.step, (0, None)), stacked(own.params))),
+    ),
+    "jvp": (
+        fpipe.jvp,
+        lambda pipe, own: pipe.value(own.params, own.batch, own.vector),
+        lambda own: jvp(lambda p: own.loss(p, own.batch), (own.params,), (own.vector,)),
+    ),
+    "hvp": (
+        fpipe.hvp,
+        lambda pipe, own: pipe.step(own.params, own.batch, own.vector),
+        lambda own: own.product(own.params, own.batch, own.vector),
+    ),
+    "ggnvp": (
+        fpipe.ggnvp,
+        lambda pipe, own: pipe.step(own.params, own.batch, own.vector),
+        lambda own: own.gauss_newton(),
+    ),
+    "vmap of hvp": (
+        lambda pipe: fpipe.vmap(fpipe.hvp(pipe), (0, None, None)),
+        lambda pipe, own: pipe.step(stacked(own.params), own.batch, own.vector),
+        lambda own: vmap(own.product, (0, None, None))(stacked(own.params), own.batch, own.vector),
+    ),
+    "hvp of vmap": (
+        lambda pipe: fpipe.hvp(fpipe.vmap(pipe)),
+        lambda pipe, own: pipe.step(stacked(own.params), own.batch, stacked(own.vector)),
+        lambda own: vmap(own.product, (0, None, 0))(
+            stacked(own.params), own.batch, stacked(own.vector)
+        ),
+    ),
+    "per_example_grads of hvp": (
+        lambda pipe: fpipe.per_example_grads(fpipe.hvp(pipe)),
+        lambda pipe, own: pipe.step(own.params, own.batch, own.vector),
+        lambda own: own.by_row(lambda p, row: own.product(p, row, own.vector), own.params),
+    ),
+    "vmap of vmap": (
+        lambda pipe: fpipe.vmap(fpipe.vmap(pipe)),
+        lambda pipe, own: pipe.step(stacked(stacked(own.params), 3), own.batch),
+        lambda own: vmap(vmap(own.step, (0, None)), (0, None))(
+            stacked(stacked(own.params), 3), own.batch
+        ),
+    ),
+}
+
+
+def of_members(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**batch, "weight": torch.stack([batch["weight"], batch["weight"].flip(0)])}
+
+
+@cache
+def made(name: str, stages: int, compile: bool = False) -> Any:
+    ranks = {2: schedules.gpipe, 4: schedules.looped_bfs}[stages]
+    schedule = ranks(ranks=2, microbatches=MICROBATCHES)
+    pipe = fpipe.pipeline(
+        Given(stages).stages, weighted, schedule, reduction="weighted", compile=compile
+    )
+    return CASES[name][0](pipe)
+
+
+@cache
+def expected(name: str, stages: int) -> Any:
+    return tuple(CASES[name][2](Given(stages)))
+
+
+def check(name: str, schedule: Schedule, compile: bool = False) -> None:
+    own = Given(schedule.num_stages)
+    pipe = made(name, schedule.num_stages, compile).with_schedule(schedule)
+    assert_same(tuple(CASES[name][1](pipe, own)), expected(name, schedule.num_stages), 1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_loss_is_over_its_own_weight(name: str) -> None:
+    for family in FAMILIES:
+        check(name, schedules.get(family, ranks=2, microbatches=MICROBATCHES))
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", ["vmap of hvp", "per_example_norms of vmap"])
+def test_compiled(name: str) -> None:
+    check(name, schedules.zb_h1(ranks=2, microbatches=MICROBATCHES), compile=True)
+
+
+def test_within_torch_func() -> None:
+    """Calls of the pipeline in torch's own transforms, by parameters and by leaves of the batch."""
+    own = Given(2)
+    schedule = schedules.zb_h1(ranks=2, microbatches=MICROBATCHES)
+    pipe = fpipe.pipeline(own.stages, weighted, schedule, reduction="weighted", compile=False)
+    params = stacked(own.params)
+    found = vmap(pipe.step, (0, None))(params, own.batch)
+    assert_same(tuple(found), vmap(own.step, (0, None))(params, own.batch))
+
+    def ours(params: Any, x: Tensor) -> Tensor:
+        return pipe.value(params, {**own.batch, "x": x})
+
+    def theirs(params: Any, x: Tensor) -> Tensor:
+        return own.loss(params, {**own.batch, "x": x})
+
+    by_both = (
+        vmap(grad(function, (0, 1)), (0, None))(params, own.batch["x"])
+        for function in (ours, theirs)
+    )
+    assert_same(*by_both)
+    ensemble, weights = fpipe.vmap(pipe), torch.tensor([2.0, -1.0]).double()
+    pulled = grad(lambda p: ensemble.value(p, own.batch).dot(weights))(params)
+    assert_same(
+        pulled, grad(lambda p: vmap(own.loss, (0, None))(p, own.batch).dot(weights))(params)
+    )
+
+
+def test_a_weight_must_be_one_for_each_loss() -> None:
+    schedule = schedules.gpipe(ranks=1, microbatches=2)
+    pipe = fpipe.pipeline(
+        [lambda w, x: x * w], lambda y, _: (y.sum(), y), schedule, reduction="weighted",
+        compile=False,
+    )  # fmt: skip
+    for transform in (fpipe.vmap, fpipe.per_example_grads):
+        with pytest.raises(StageError, match="whose weight is one real number"):
+            transform(pipe).step([torch.ones(3)], torch.ones(4))
+    alone = fpipe.pipeline(
+        [lambda w, x: x * w], lambda y, _: y.sum(), schedule, reduction="weighted", compile=False
+    )
+    for direction in (fpipe.hvp, fpipe.ggnvp):
+        with pytest.raises(StageError, match=r"must return \(sum, weight\)"):
+            direction(alone).step([torch.ones(())], torch.ones(4), [torch.ones(())])
+
+
+# ── one function with a weight and aux ──────────────────────────────────────────────────────────
+
+
+@cache
+def with_aux() -> fpipe.Pipeline:
+    return fpipe.pipeline(
+        returns_model.weighted_model,
+        schedule=schedules.gpipe(ranks=4, microbatches=4),
+        reduction="weighted", has_aux=True, out_dims=returns_model.OUT_DIMS, compile=False,
+    )  # fmt: skip
+
+
+def test_aux_of_an_ensemble_has_the_members_in_front() -> None:
+    one = with_aux()
+    ensemble = fpipe.vmap(one)
+    params, batch = stacked(returns_model.make_params(), 3), returns_model.make_batch()
+    loss, grads, aux = ensemble.step(params, batch)
+    theirs = vmap(grad_and_value(returns_model.by_microbatch), (0, None))(params, batch)
+    assert_same((grads, loss), theirs)
+    each = [one.step(tree.tree_map(lambda p, m=m: p[m], params), batch).aux for m in range(3)]
+    assert_same(aux, tree.tree_map(lambda *own: torch.stack(own), *each))
+    assert_same(ensemble.forward(params, batch).aux, aux)
+    for family in ("zb_h1", "interleaved_1f1b", "zbv"):
+        ranks = 2 if family != "zb_h1" else 4
+        moved = ensemble.with_schedule(schedules.get(family, ranks=ranks, microbatches=4))
+        assert_same(tuple(moved.step(params, batch)), (loss, grads, aux))
+    again = vmap(one.step, (0, None))(params, batch)
+    assert_same(tuple(again), (loss, grads, aux))
+
+
+def test_aux_of_each_row() -> None:
+    params, batch = returns_model.make_params(), returns_model.make_batch()
+    # A row without tokens has no loss of its own.
+    batch["targets"][4, 0] = batch["targets"][7, 0] = 1
+    loss, grads, aux = fpipe.per_example_grads(with_aux()).step(params, batch)
+    rows = [tree.tree_map(lambda leaf, r=r: leaf[r : r + 1], batch) for r in range(9)]
+    for r, row in enumerate(rows):
+        theirs, (value, own) = grad_and_value(returns_model.plain_loss, has_aux=True)(params, row)
+        assert_same((loss[r], tree.tree_map(lambda g, r=r: g[r], grads)), (value, theirs))
+        kept = {name for name, dim in returns_model.OUT_DIMS.items() if dim is not None}
+        assert_same({name: aux[name][r] for name in kept}, {name: own[name] for name in kept})
+
+
+def test_hvp_of_one_function() -> None:
+    params, batch = returns_model.make_params(), returns_model.make_batch()
+    vector = tree.tree_map(torch.sin, params)
+    pipe = fpipe.hvp(
+        fpipe.pipeline(
+            returns_model.weighted_sum,
+            schedule=schedules.zb_h1(ranks=4, microbatches=4),
+            reduction="weighted", compile=False,
+        )
+    )  # fmt: skip
+    loss, grads, product = pipe.step(params, batch, vector)
+
+    def step(own: Any) -> Any:
+        found, value = grad_and_value(returns_model.by_microbatch)(own, batch)
+        return value, found
+
+    pushed: Any = jvp(step, (params,), (vector,))
+    theirs, (_, bent) = pushed
+    assert_same((loss, grads, product), (*theirs, bent), 1e-9)
+
+
+# ── a state ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@cache
+def stateful(batch_norm: str = "microbatch") -> fpipe.Pipeline:
+    return fpipe.pipeline(
+        state_model.stateful_model,
+        schedule=schedules.one_f_one_b(ranks=4, microbatches=4),
+        has_state=True, has_aux=True, batch_norm=batch_norm, compile=False,
+    )  # fmt: skip
+
+
+def one_by_one(pipe: Any, params: Any, states: Any, members: int) -> Any:
+    """The steps of each member alone, stacked."""
+    batch = state_model.make_batch()
+    results = []
+    for m in range(members):
+        own, state = (tree.tree_map(lambda leaf, m=m: leaf[m], part) for part in (params, states))
+        results.append(tuple(pipe.step(own, state, batch)))
+    return tree.tree_map(lambda *own: torch.stack(own), *results)
+
+
+@pytest.mark.parametrize("batch_norm", ["microbatch", "deferred"])
+def test_each_member_has_a_state(batch_norm: str) -> None:
+    one = stateful(batch_norm)
+    params, states = stacked(state_model.make_params()), stacked(state_model.make_state())
+    batch = state_model.make_batch()
+    wanted = one_by_one(one, params, states, 2)
+    ensemble = fpipe.vmap(one, (0, 0, None))
+    for family, ranks in (("one_f_one_b", 4), ("zb_h1", 4), ("interleaved_1f1b", 2), ("zbv", 2)):
+        moved = ensemble.with_schedule(schedules.get(family, ranks=ranks, microbatches=4))
+        assert_same(tuple(moved.step(params, states, batch)), wanted)
+    assert_same(tuple(vmap(one.step, (0, 0, None))(params, states, batch)), wanted)
+
+
+def test_members_may_begin_with_one_state_and_may_lie_anywhere() -> None:
+    params, state = stacked(state_model.make_params()), state_model.make_state()
+    batch = state_model.make_batch()
+    both = tree.tree_map(lambda leaf: torch.stack([leaf, leaf]), state)
+    wanted = one_by_one(stateful(), params, both, 2)
+    shared = fpipe.vmap(stateful(), (0, None, None)).step(params, state, batch)
+    assert_same(tuple(shared), wanted)
+    last = tree.tree_map(lambda leaf: leaf.movedim(0, -1), both)
+    found = fpipe.vmap(stateful(), (0, -1, None)).step(params, last, batch)
+    moved = tree.tree_map(lambda leaf: leaf.movedim(-1, 0), found.state)
+    assert_same((found.loss, found.grads, moved), wanted[:3])
+
+
+def test_ensembles_of_ensembles_have_states() -> None:
+    params = stacked(stacked(state_model.make_params()), 3)
+    states = stacked(stacked(state_model.make_state()), 3)
+    found = fpipe.vmap(fpipe.vmap(stateful(), (0, 0, None)), (0, 0, None)).step(
+        params, states, state_model.make_batch()
+    )
+    for m in range(3):
+        own, state = (tree.tree_map(lambda leaf, m=m: leaf[m], p) for p in (params, states))
+        wanted = one_by_one(stateful(), own, state, 2)
+        assert_same(tree.tree_map(lambda leaf, m=m: leaf[m], tuple(found)), wanted)
+
+
+def test_an_ensemble_of_modules_with_batch_norm() -> None:
+    """What `torch.func.stack_module_state` returns is accepted as it is, its buffers too."""
+    torch.manual_seed(0)
+    modules = [
+        nn.Sequential(
+            nn.Linear(2, 3, bias=False), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1)
+        ).double()
+        for _ in range(3)
+    ]
+    one = fpipe.from_module(
+        modules[0], cuts=["1"], schedule=schedules.zb_h1(ranks=2, microbatches=2),
+        loss=lambda y, batch: y.square().mean(), has_state=True, compile=False,
+    )  # fmt: skip
+    params, buffers = stack_module_state(modules)
+    batch = {"input": torch.randn(6, 2).double()}
+    states = {
+        "1": BatchStats(buffers["1.running_mean"], buffers["1.running_var"]),
+        "1.num_batches_tracked": buffers["1.num_batches_tracked"],
+    }
+    found = fpipe.vmap(one, (0, 0, None)).step(params, states, batch)
+    for m, module in enumerate(modules):
+        own = {name: p.detach() for name, p in module.named_parameters()}
+        wanted = one.step(own, fpipe.nn.state_of(module), batch)
+        assert_same(tree.tree_map(lambda leaf, m=m: leaf[m], tuple(found)), tuple(wanted))
+
+
+def test_the_members_of_a_state_are_counted() -> None:
+    pipe = fpipe.vmap(stateful(), (0, 0, None))
+    params, states = stacked(state_model.make_params()), stacked(state_model.make_state(), 3)
+    with pytest.raises(BatchError, match=r"state\['count'\] has 3 members .* has 2"):
+        pipe.step(params, states, state_model.make_batch())
+    with pytest.raises(StageError, match=r"each of \(params, state, batch\), such as \(0, 0, None"):
+        fpipe.vmap(stateful())
+
+
+# ── parameters that are not trained ─────────────────────────────────────────────────────────────
+
+
+def frozen(part: str, path: tuple[Any, ...]) -> bool:
+    return part not in map(str, path)
+
+
+@pytest.mark.parametrize("choice", ["function", "prefix", "whole stages"])
+@pytest.mark.parametrize("transform", [fpipe.hvp, fpipe.ggnvp], ids=["hvp", "ggnvp"])
+def test_what_is_not_trained_has_no_direction(transform: Any, choice: str) -> None:
+    """As if it were closed over."""
+    model = mlp(4, 6)
+    flags = [
+        tree.unflatten(tree.structure(part), [i != index % 2 for i in range(leaves)])
+        for index, part in enumerate(model.params)
+        for leaves in [len(tree.flatten(part)[0])]
+    ]
+    if choice == "whole stages":
+        flags = [False, True, False, True]
+    given: Any = flags
+    chosen = fpipe.stage.trainable.Trainable(flags).flags(
+        [tree.structure(part) for part in model.params], shared=False
+    )
+    if choice == "function":
+        known = {
+            (stage, *path)
+            for stage, part in enumerate(model.params)
+            for flag, path in zip(chosen[stage], tree.structure(part).paths(), strict=True)
+            if flag
+        }
+        given = lambda path: path in known  # noqa: E731
+    flat, spec = tree.flatten(model.params)
+    keep = [flag for row in chosen for flag in row]
+    vector = [torch.cos(leaf) for leaf in flat]
+    pipe = transform(
+        fpipe.pipeline(
+            model.stages, model.loss, schedules.zb_h1(ranks=4, microbatches=3),
+            trainable=given, compile=False,
+        )
+    )  # fmt: skip
+    found = pipe.step(model.params, model.batch, tree.unflatten(spec, vector))
+    zeroed = [v if flag else torch.zeros_like(v) for v, flag in zip(vector, keep, strict=True)]
+    whole = transform(
+        fpipe.pipeline(
+            model.stages, model.loss, schedules.zb_h1(ranks=4, microbatches=3), compile=False
+        )
+    ).step(model.params, model.batch, tree.unflatten(spec, zeroed))
+
+    def trained(grads: Any) -> Any:
+        own = [g if flag else None for g, flag in zip(tree.flatten(grads)[0], keep, strict=True)]
+        return tree.unflatten(spec, own)
+
+    assert_same(tuple(found), (whole.loss, trained(whole.grads), trained(whole.hvp)))
+    # A vector as the gradients are, with None for what is not trained.
+    again = pipe.step(model.params, model.batch, trained(tree.unflatten(spec, vector)))
+    assert_identical(tuple(again), tuple(found))
+    slope = fpipe.jvp(
+        fpipe.pipeline(
+            model.stages, model.loss, schedules.zb_h1(ranks=4, microbatches=3),
+            trainable=given, compile=False,
+        )
+    ).value(model.params, model.batch, tree.unflatten(spec, vector))  # fmt: skip
+    dot = sum((g * v).sum() for g, v in zip(tree.flatten(whole.grads)[0], zeroed, strict=True))
+    assert_same(slope.jvp, dot)
+
+
+def test_directions_of_an_ensemble_with_frozen_parameters() -> None:
+    """One function, of whose two matrices one is trained."""
+
+    def loss(params: Any, batch: Tensor) -> Tensor:
+        return (fpipe.cut(torch.tanh(batch @ params["base"])) @ params["head"]).square().mean()
+
+    load_rules()
+    torch.manual_seed(0)
+    params = {
+        "base": torch.randn(2, 3, 3).double(),
+        "head": torch.randn(2, 3, 2).double(),
+    }
+    batch, along = torch.randn(6, 3).double(), torch.randn(2, 3, 2).double()
+    one = fpipe.pipeline(
+        loss, schedule=schedules.zb_h1(ranks=2, microbatches=3),
+        trainable={"base": False, "head": True}, compile=False,
+    )  # fmt: skip
+
+    def product(base: Tensor, head: Tensor, along: Tensor) -> Any:
+        own = lambda h: loss({"base": base, "head": h}, batch)  # noqa: E731
+        return jvp(grad(own), (head,), (along,))[1]
+
+    wanted = vmap(product)(params["base"], params["head"], along)
+    for pipe in (fpipe.hvp(fpipe.vmap(one)), fpipe.vmap(fpipe.hvp(one), (0, None, 0))):
+        found = pipe.step(params, batch, {"base": torch.ones_like(params["base"]), "head": along})
+        assert_same(found.hvp, {"base": None, "head": wanted}, 1e-9)
+
+
+# ── over two processes ──────────────────────────────────────────────────────────────────────────
+
+
+def over_ranks(group: dist.ProcessGroup | None) -> list[Any]:
+    results: list[Any] = []
+    schedule = schedules.zb_h1(ranks=2, microbatches=MICROBATCHES)
+    own = Given(2)
+    one = fpipe.pipeline(
+        own.stages, weighted, schedule, reduction="weighted", group=group, compile=False,
+        trainable=[False, True],
+    )  # fmt: skip
+    own.params, own.vector = one.local(own.params), one.local(own.vector)
+    for name in ("vmap", "per_example_norms of vmap", "per_example_grads", "hvp of vmap", "ggnvp"):
+        make, call, _ = CASES[name]
+        results.append(tuple(call(make(one), own)))
+    state = fpipe.vmap(
+        fpipe.pipeline(
+            state_model.stateful_model,
+            schedule=schedules.interleaved_1f1b(ranks=2, microbatches=4),
+            has_state=True, has_aux=True, group=group, compile=False,
+        ),
+        (0, None, None),
+    )  # fmt: skip
+    params, given = stacked(state_model.make_params()), state_model.make_state()
+    found = state.step(params, given, state_model.make_batch())
+    return [*results, (found.loss, found.state)]
+
+
+def test_over_two_processes(pair: Crew) -> None:
+    pair.start(over_ranks)
+    whole = over_ranks(None)
+    for rank, parts in enumerate(values(pair.collect())):
+        for part, all_of_it in zip(parts, whole, strict=True):
+            for mine, theirs in zip(part, all_of_it, strict=True):
+                if isinstance(theirs, list):
+                    theirs = [own if s == rank else None for s, own in enumerate(theirs)]
+                assert_identical(mine, theirs)
+
+
+# ── what is not defined ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("transform", "options", "rule"),
+    [
+        (fpipe.per_example_grads, {"has_state": True}, "per_example_grads of .*has_state=True"),
+        (fpipe.per_example_norms, {"has_state": True}, "per_example_norms of .*has_state=True"),
+        (fpipe.hvp, {"has_state": True}, r"fpipe\.hvp of a pipeline with has_state=True"),
+        (fpipe.hvp, {"has_aux": True}, r"fpipe\.hvp of a pipeline with has_aux=True"),
+        (fpipe.per_example_norms, {"has_aux": True}, "per_example_norms of .*has_aux=True"),
+        (
+            lambda pipe: fpipe.grad(fpipe.vmap(pipe), "batch"),
+            {"reduction": "weighted"},
+            "members who share a leaf weigh its gradients differently",
+        ),
+    ],
+)
+def test_is_refused_when_it_is_made(transform: Any, options: Any, rule: str) -> None:
+    pipe = fpipe.pipeline(
+        lambda *arguments: None, schedule=schedules.gpipe(ranks=1, microbatches=1), **options
+    )
+    with pytest.raises(StageError, match=rule):
+        transform(pipe)
