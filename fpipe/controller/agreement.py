@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.errors import PipelineError
+from fpipe import tree
+from fpipe.errors import BatchError, PipelineError
 from fpipe.runtime.transport import ConnectionLost
 from fpipe.shapes import TreeShape, in_words
 
@@ -237,6 +238,18 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
         )
 
 
+def unsendable(offer: Offer) -> BatchError | None:
+    """Why other processes could not read an offer, None if they can."""
+    try:
+        pickle.dumps(offer)
+    except Exception as error:
+        return BatchError(
+            "params or batch have a container whose type other processes cannot import "
+            f"({error}): define the type at the top level of a module"
+        )
+    return None
+
+
 def check_verdicts(
     verdicts: Sequence[tuple[bool, str]], own: int, problem: Exception | None
 ) -> None:
@@ -273,7 +286,9 @@ def _check_problems(
 
 def _rows(offer: Offer) -> str:
     assert offer.rows is not None and offer.batch is not None
-    leaves = ", ".join(in_words(leaf) for leaf in offer.batch[0].leaves)
+    spec, shapes = offer.batch[0]
+    named_leaves = zip(tree.paths(spec), shapes, strict=True)
+    leaves = ", ".join(f"batch{path}: {in_words(leaf)}" for path, leaf in named_leaves)
     return f"{sum(offer.rows)} rows in microbatches of [{leaves}]"
 
 

@@ -26,6 +26,7 @@ from fpipe.controller.agreement import (
     identity,
     named,
     start_headers,
+    unsendable,
 )
 from fpipe.controller.controller import Enter
 from fpipe.controller.keys import Words, as_number
@@ -201,6 +202,8 @@ class Calls:
             ambient=ambient()[:-1],
             problem=None if problem is None else named(problem),
         )
+        if problem is None and (problem := unsendable(offer)) is not None:
+            offer = offer._replace(params={}, batch=None, problem=named(problem))
         offers: list[Offer] = connected(lambda: gather_objects(offer, self._control))
         check_offers(offers, self._rank, problem)
         reader = next(o for o in offers if o.batch is not None)

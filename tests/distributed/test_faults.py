@@ -133,6 +133,8 @@ SAID = {
     "rows": "rank 2 got a batch of another shape, 6 rows",
     "dtype": r"rank 2 got a batch of another shape, .*float32\[2, 3\].* than rank 0, .*float64",
     "leaves": "rank 2 got a batch of another shape",
+    "structure": r"rank 2 got .*\[batch\[0\]: float64.* than rank 0, .*batch\['x'\]: float64",
+    "local type": "rank 2 cannot run this step: BatchError: .* cannot import .*LocalBatch.* top",
     "too few rows": "rank 2 cannot run this step: BatchError: .*1 row",
     "no tensor": "rank 2 cannot run this step: BatchError: .*'text'",
     "params": "rank 2 cannot run this step: BatchError: params .* 3 pytrees",

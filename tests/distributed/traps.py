@@ -218,12 +218,23 @@ CALLED_OTHERWISE: dict[str, Callable[[Setting], Setting]] = {
     "rows": lambda s: with_batch(s, model_of("mlp", 3, 6).batch),
     "dtype": lambda s: with_batch(s, {k: v.float() for k, v in s.model.batch.items()}),
     "leaves": lambda s: with_batch(s, {**s.model.batch, "more": torch.ones(4)}),
+    "structure": lambda s: with_batch(s, [s.model.batch["x"], s.model.batch["y"]]),
+    "local type": lambda s: with_batch(s, local_batch()),
     "too few rows": lambda s: with_batch(s, {k: v[:1] for k, v in s.model.batch.items()}),
     "no tensor": lambda s: with_batch(s, {**s.model.batch, "x": "text"}),
     "params": lambda s: with_params(s, s.model.params[:2]),
     "params' shape": lambda s: with_params(s, [{"w": torch.ones(5, 7), "b": torch.ones(2)}] * 3),
     "autocast": lambda s: s._replace(autocast=True),
 }
+
+
+def local_batch() -> Any:
+    """A batch of a type that no other process can import."""
+
+    class LocalBatch(NamedTuple):
+        x: Tensor
+
+    return LocalBatch(torch.ones(4, 3))
 
 
 def disagree(group: dist.ProcessGroup, how: str, odd: int) -> list[Outcome]:
