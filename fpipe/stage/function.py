@@ -38,9 +38,14 @@ from fpipe.stage.joint import (
     is_differentiable,
 )
 from fpipe.stage.keyed import draw_from_keys
+from fpipe.stage.nograd import keeping_detached
 from fpipe.stage.purity import WriteGuard
 from fpipe.stage.returns import Layout, Returns, check_state
-from fpipe.stage.rewrites import make_copies_differentiable, return_statistics
+from fpipe.stage.rewrites import (
+    free_views_of_layout,
+    make_copies_differentiable,
+    return_statistics,
+)
 from fpipe.stage.sink import SUM, Sink
 from fpipe.stage.tracer import Leaves, Traced, trace
 from fpipe.stage.trainable import ALL, Trainable
@@ -256,7 +261,6 @@ class FunctionTracer:
         """
         count, states = len(params.values), self._num_states(params.spec)
         params = self._lifted(params, rows)
-        self._refuse_writes(name, params, batch, keys)
         # Some ops record what a backward needs only where an input requires a gradient.
         end = len(batch.values) if "batch" in self._argnums else 0
         moving = [
@@ -264,6 +268,7 @@ class FunctionTracer:
             for index, leaf in enumerate((*params.values, *batch.values[:end]))
             if is_differentiable(leaf) and not count - states <= index < count
         ]
+        self._refuse_writes(name, params, batch, keys, moving)
         marks: list[int] = []
         layouts: list[Layout] = []
 
@@ -277,7 +282,7 @@ class FunctionTracer:
                 full = list(leaves)
                 for index, leaf in zip(moving, own, strict=True):
                     full[index] = leaf
-                with noting(note):
+                with noting(note), keeping_detached():
                     value = self._called(params, batch, full)
                 subject = f"{name} returns"
                 taken = self._returns.take(subject, self._returns.call, value, self._loss_shape)
@@ -321,6 +326,7 @@ class FunctionTracer:
             )
         mark(graph.graph, marks)
         make_copies_differentiable(graph.graph)
+        free_views_of_layout(graph.graph)
         return_statistics(name, graph.graph)
         draws: list[fx.Node] = []
         if self._keyed:
@@ -366,15 +372,24 @@ class FunctionTracer:
         )
 
     def _refuse_writes(
-        self, name: str, params: Abstract, batch: Abstract, keys: Sequence[Tensor]
+        self,
+        name: str,
+        params: Abstract,
+        batch: Abstract,
+        keys: Sequence[Tensor],
+        moving: Collection[int],
     ) -> None:
         """Run the function once under guard, before anything could be written to.
 
         Raises:
-            StageError: it writes to a parameter, to the batch or to what it closes over.
+            StageError: it writes to a parameter, to the batch or to what it closes over, or unseen
+                by autograd to what depends on the leaves that are `moving`.
         """
-        with self._mode, torch.no_grad():
-            inputs = [value.clone() for value in (*params.values, *batch.values, *keys)]
+        with self._mode, torch.enable_grad():
+            inputs = [
+                value.clone().requires_grad_(index in moving).view_as(value)
+                for index, value in enumerate((*params.values, *batch.values, *keys))
+            ]
             paths = [
                 *self._paths(params),
                 *("batch" + path for path in tree.paths(batch.spec)),

@@ -1,6 +1,7 @@
 """Refuse stages that write to what is not theirs: their inputs, and tensors that they close over.
 
-In-place ops on a stage's own intermediate values are fine; tracing turns them into pure ones.
+In-place ops on a stage's own intermediate values are fine; tracing turns them into pure ones. But
+one within ``torch.no_grad()`` leaves the gradient of a value as it was: no pure op does that.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class WriteGuard(TorchDispatchMode):
         """Check the arguments that `func` writes to, then call it."""
         arguments = list(_arguments(func, args, kwargs or {}))
         for declared, value in arguments:
-            if declared.is_write and (owner := self._owner(value)) is not None:
+            if declared.is_write and (owner := self._owner(value) or _unseen(value)) is not None:
                 raise ImpureError(owner, str(func))
         result = func(*args, **(kwargs or {}))
         for declared, value in arguments:
@@ -58,6 +59,12 @@ class WriteGuard(TorchDispatchMode):
         if not isinstance(value, FakeTensor):
             return f"a tensor that it closes over ({name_in_closure(value, self._origin)})"
         return self._foreign.get(_memory(value))
+
+
+def _unseen(value: Any) -> str | None:
+    if isinstance(value, Tensor) and value.requires_grad and not torch.is_grad_enabled():
+        return "a value that carries a gradient, within torch.no_grad()"
+    return None
 
 
 def refuse_writes(name: str, graph: fx.Graph) -> None:

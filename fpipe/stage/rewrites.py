@@ -1,5 +1,5 @@
-"""Rewrites of a recorded forward graph, for what functionalisation leaves: ops that cannot be
-differentiated, or that write to their arguments and do not say so.
+"""Rewrites of a recorded forward graph: of ops that cannot be differentiated, that write to their
+arguments and do not say so, or that rely on the layout which their argument had while recorded.
 
 A new node takes the mark of the stage of the node that it replaces.
 """
@@ -39,6 +39,16 @@ def make_copies_differentiable(graph: fx.Graph) -> None:
             new.meta |= {"val": target, STAGE: node.meta[STAGE]}
         node.replace_all_uses_with(shaped)
         graph.erase_node(node)
+
+
+def free_views_of_layout(graph: fx.Graph) -> None:
+    """Replace ``view`` by ``reshape``: what crosses a boundary becomes contiguous.
+
+    A value that was transposed before a boundary and is transposed back behind it, as a recurrent
+    layer does with batches, can be viewed no more.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default
 
 
 def return_statistics(name: str, graph: fx.Graph) -> None:

@@ -14,7 +14,15 @@ import fpipe
 from fpipe.runtime.program import Send
 from fpipe.schedule import Schedule
 from fpipe.transforms.dual import load_rules
-from tests.cut_model import IN_DIMS, VOCABULARY, WIDTH, language_model, make_batch, make_params
+from tests.cut_model import (
+    IN_DIMS,
+    VOCABULARY,
+    WIDTH,
+    language_model,
+    make_batch,
+    make_network,
+    make_params,
+)
 
 
 @pytest.fixture
@@ -148,6 +156,89 @@ def test_in_place_update_before_a_cut_belongs_to_the_stage_before() -> None:
     expected_grads, expected = torch.func.grad_and_value(loss_fn)(w, x)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(grads, expected_grads)
+
+
+@torch.no_grad()
+def averaged(params: Any) -> Tensor:
+    return params["a"] * 0.5 + params["b"] * 0.5
+
+
+def target(params: Any, batch: Any) -> Tensor:
+    x = fpipe.cut(torch.tanh(batch["x"] @ params["a"]))
+    with torch.no_grad():
+        aim = torch.tanh(x @ params["b"])
+    return (x @ averaged(params) - aim).square().mean()
+
+
+def rounded(params: Any, batch: Any) -> Tensor:
+    x = fpipe.cut(batch["x"] @ params["a"])
+    return (x + (x.round() - x).data).square().mean() + (x * x.data).mean()
+
+
+def parts(params: Any, batch: Any) -> Tensor:
+    x = fpipe.cut(batch["x"] @ params["a"])
+    seen = x.view(-1)
+    x.mul_(2)
+    with torch.no_grad():
+        size = seen.sum() * 0  # the first look at what is new in `seen`, which has a gradient still
+        column = x[:, :1]
+    return (x * column).mean() + seen.square().mean() + size
+
+
+def learned(params: Any, batch: Any) -> Tensor:
+    x = fpipe.cut(batch["x"] @ params["a"])
+    with torch.no_grad():
+        gradient = torch.func.grad(lambda w: torch.tanh(x @ w).square().mean())(params["b"])
+    return (x @ (params["b"] - gradient)).square().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [target, rounded, parts, learned])
+def test_what_has_no_gradient_has_none_in_a_pipeline(loss_fn: Any) -> None:
+    # Only the forward is recorded, which says nothing of the grad mode: gradients came through.
+    params, batch = make_network()
+    pipe = fpipe.pipeline(
+        loss_fn, schedule=fpipe.schedules.zb_h1(ranks=2, microbatches=1), compile=False
+    )
+    step = pipe.step(params, batch)
+    grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
+    torch.testing.assert_close(step.loss, loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(step.grads, grads, rtol=1e-12, atol=1e-12)
+
+
+def test_write_that_autograd_does_not_see_is_refused() -> None:
+    def clipped(params: Any, batch: Any) -> Tensor:
+        x = fpipe.cut(batch["x"] @ params["a"])
+        with torch.no_grad():
+            x.clamp_(-1, 1)
+        return x.square().mean()
+
+    params, batch = make_network()
+    pipe = fpipe.pipeline(
+        clipped, schedule=fpipe.schedules.gpipe(ranks=2, microbatches=1), compile=False
+    )
+    with pytest.raises(
+        fpipe.StageError,
+        match=r"test_cut\.py:\d+ writes in place to a value that carries a gradient, within "
+        r"torch\.no_grad\(\) \(aten\.clamp_",
+    ):
+        pipe.step(params, batch)
+
+
+def test_value_that_is_transposed_across_a_cut() -> None:
+    # What crosses a boundary is contiguous, and a view of its transpose was refused behind it.
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        x = torch.tanh(batch["x"] @ params["a"])
+        x = fpipe.cut(torch.stack([x, x @ params["b"]]).transpose(0, 1))
+        return (x.transpose(0, 1).view(-1, 3) @ params["b"]).square().mean()
+
+    params, batch = make_network()
+    pipe = fpipe.pipeline(
+        loss_fn, schedule=fpipe.schedules.gpipe(ranks=2, microbatches=2), compile=False
+    )
+    step = pipe.step(params, batch)
+    grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
+    torch.testing.assert_close(step.loss, loss)
+    torch.testing.assert_close(step.grads, grads)
 
 
 def test_assignment_to_a_slice_moves_no_cut() -> None:

@@ -1,0 +1,87 @@
+"""Keep what `torch.no_grad` says of a function whose forward alone is recorded.
+
+A graph of operations does not tell within which grad mode they ran, and its derivative is taken
+later. So what is computed within ``torch.no_grad()`` is recorded as detached, and ``x.data`` too,
+which is no operation at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fpipe import tree
+from fpipe.stage.joint import is_differentiable
+
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+@contextmanager
+def keeping_detached() -> Iterator[None]:
+    """Within it operations are recorded so that what carries no gradient is seen to carry none."""
+    with _AsCalled(), _DetachWithoutGrad():
+        yield
+
+
+class _AsCalled(TorchFunctionMode):
+    """What has to be known of calls, before they are operations.
+
+    ``x.data`` becomes the operation ``x.detach()``. A view of what has been updated in place is
+    made anew when it is read next. So what a call is given while gradients are disabled is read
+    before with gradients, for it is no less differentiable for being read there, and what it
+    returns is read once without, however often it is read with gradients later.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`."""
+        if func == _DATA:
+            return args[0].detach()
+        if torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
+        with torch.enable_grad():
+            tree.tree_map(_read, (args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        tree.tree_map(_read, result)
+        return result
+
+
+class _DetachWithoutGrad(TorchDispatchMode):
+    """Detaches what operations return while gradients are disabled.
+
+    It stands below the transforms of `torch.func`, which hand down the grad mode that holds for
+    those outside of them: so a gradient that is taken within is not lost, and is detached itself.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`."""
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() or func._schema.is_mutable:
+            return result
+        return tree.tree_map(_detached, result)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) and is_differentiable(value) else value
+
+
+def _read(value: Any) -> None:
+    if isinstance(value, Tensor):
+        value.clone()
