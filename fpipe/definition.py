@@ -153,7 +153,7 @@ class Definition:
                 "devices is for a pipeline in one process; with group or mesh each process "
                 "computes on its own device (torch.cuda.set_device chooses it)"
             )
-        if not self.timeout > 0:
+        if not isinstance(self.timeout, int | float) or not self.timeout > 0:
             raise StageError(f"timeout={self.timeout!r} must be a positive number of seconds")
         if group.size() != self.schedule.num_ranks:
             raise StageError(
@@ -289,10 +289,22 @@ def group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.P
     """The process group that `group` or `mesh` names, None for neither.
 
     Raises:
-        StageError: both are given, or the mesh has no dimension ``"pp"``.
+        StageError: both are given, or the mesh has no dimension ``"pp"``, or one of them is
+            something else.
     """
     if mesh is None:
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise StageError(
+                f"group={group!r:.60} is no process group of which this process is a member: "
+                "dist.group.WORLD is that of all processes; only the ranks in "
+                "dist.new_group(ranks) get one from it"
+            )
         return group
+    if not isinstance(mesh, DeviceMesh):
+        raise StageError(
+            f"mesh={mesh!r:.60} is a {type(mesh).__name__}: it must be a DeviceMesh, which "
+            "init_device_mesh makes"
+        )
     if group is not None:
         raise StageError("group and mesh are both given: give one of them")
     if "pp" not in (mesh.mesh_dim_names or ()):

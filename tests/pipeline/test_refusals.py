@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
@@ -57,6 +59,27 @@ def test_wrong_argument(options: Any, rule: str) -> None:
     right = {"stages": MODEL.stages, "loss": mean_square, "schedule": schedule}
     with pytest.raises(StageError, match=rule):
         fpipe.pipeline(**(right | options))
+
+
+ALONE = dist.ProcessGroup(dist.HashStore(), 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"group": -100}, r"group=-100 is no process group .* dist.group.WORLD"),
+        ({"mesh": 3}, "mesh=3 is a int: it must be a DeviceMesh"),
+        ({"group": ALONE, "mesh": object.__new__(DeviceMesh)}, "group and mesh are both given"),
+        ({"group": ALONE, "timeout": 0}, "timeout=0 must be a positive number of seconds"),
+        ({"group": ALONE, "timeout": "3"}, "timeout='3' must be a positive number of seconds"),
+        ({"group": ALONE}, "the process group has 1 processes, but the schedule zb_h1 has 2 ranks"),
+        ({"group": ALONE, "devices": ["cpu"] * 2}, "devices is for a pipeline in one process"),
+    ],
+)
+def test_wrong_group(options: Any, rule: str) -> None:
+    schedule = schedules.zb_h1(ranks=2, microbatches=2)
+    with pytest.raises(StageError, match=rule):
+        fpipe.pipeline(MODEL.stages, mean_square, schedule, **options)
 
 
 def test_schedule_that_cannot_run() -> None:
