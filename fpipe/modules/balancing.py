@@ -37,6 +37,7 @@ def balance(
     has_aux: bool = False,
     has_state: bool = False,
     reduction: str = "mean",
+    is_compiling: bool = False,
     candidates: Sequence[str] | None = None,
     memory: float = inf,
     intensity: float = INTENSITY,
@@ -64,6 +65,7 @@ def balance(
         has_aux: the loss function returns aux.
         has_state: buffers that change are a state.
         reduction: what the loss function returns.
+        is_compiling: as for `from_module`.
         candidates: names of submodules after which a cut may be; None takes the children of the
             outermost `ModuleList`s and `Sequential`s. Those not called exactly once are left out.
         memory: bytes that a rank may hold: parameters and their gradients, and for every
@@ -99,6 +101,7 @@ def balance(
         has_aux=has_aux,
         has_state=has_state,
         reduction=reduction,
+        is_compiling=is_compiling,
         compile=compile,
     )
     return chosen(

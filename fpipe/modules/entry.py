@@ -39,6 +39,7 @@ def from_module(
     measure: bool = False,
     loss: Loss | None = None,
     buffers: Mapping[str, Tensor] | None = None,
+    is_compiling: bool = False,
     in_dims: Any = 0,
     out_dims: Any = 0,
     has_aux: bool = False,
@@ -86,6 +87,9 @@ def from_module(
             that lie on the meta device and are not given are made anew, as the module's
             ``_init_weights`` (of Hugging Face models) or ``reset_parameters`` makes them.
             `fpipe.load_buffers` reads those that a checkpoint has.
+        is_compiling: what ``torch.compiler.is_compiling()`` says while the forward is traced. True
+            makes Hugging Face models do without looks at data, such as whether a padding mask
+            masks anything, that cannot be traced.
         in_dims: as for `fpipe.pipeline`, as are all arguments from here on.
         out_dims: how aux is merged.
         has_aux: `loss` returns ``(loss, aux)``, with logits or whatever else is to come back.
@@ -154,6 +158,7 @@ def from_module(
         keyed=has_key,
         has_state=has_state,
         batch_norm=batch_norm,
+        is_compiling=is_compiling,
         reduction=reduction,
         remat=remat,
         compile=compile,

@@ -14,17 +14,16 @@ from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.func import functional_call
 
 from fpipe.convention import called
 from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError, few
 from fpipe.modules.buffers import refuse_missing
+from fpipe.modules.tracing import explaining
 from fpipe.nn import buffers_of, call, state_of
 from fpipe.schedule import Schedule
 from fpipe.stage.cut import cut
-from fpipe.stage.explain import place
 from fpipe.stage.returns import LOSS, Returns
 from fpipe.stage.trainable import Trainable
 
@@ -43,6 +42,7 @@ class ModuleLoss:
         loss: ``(output, batch) -> scalar``; None takes the attribute ``loss`` of the output.
         returns: what it returns beside the loss. Aux, and a weight, come from `loss`.
         buffers: what takes the place of the module's own, by name.
+        is_compiling: what `torch.compiler.is_compiling` says while the forward is traced.
 
     Raises:
         StageError: an argument is wrong, or names no submodule.
@@ -55,6 +55,8 @@ class ModuleLoss:
         loss: Loss | None,
         returns: Returns = LOSS,
         buffers: Mapping[str, Tensor] | None = None,
+        *,
+        is_compiling: bool = False,
     ) -> None:
         self.module = module
         self.cuts = _checked_cuts(module, cuts)
@@ -70,7 +72,7 @@ class ModuleLoss:
                 f"{more.declared} is about what the loss function returns, and loss=None: give "
                 f"from_module a loss=(output, batch) -> {more.form}"
             )
-        self._loss, self._returns = loss, returns
+        self._loss, self._returns, self._is_compiling = loss, returns, is_compiling
         self.buffers = buffers or {}
         takes = signature(module.forward).parameters
         leaves_some = loss is not None and all(p.kind != p.VAR_KEYWORD for p in takes.values())
@@ -88,25 +90,19 @@ class ModuleLoss:
         """
         *states, batch = arguments
         self._check(params, batch)
-        try:
-            with self._cutting():
-                given = {**self.buffers, **params}
-                taken = {n: v for n, v in batch.items() if self._takes is None or n in self._takes}
-                if not states:
-                    output = functional_call(self.module, given, (), taken)
-                    return self._loss_of(output, batch)
+        named = self.__qualname__
+        with explaining(named, is_compiling=self._is_compiling), self._cutting():
+            given = {**self.buffers, **params}
+            taken = {n: v for n, v in batch.items() if self._takes is None or n in self._takes}
+            if not states:
+                output = functional_call(self.module, given, (), taken)
+            else:
                 check_state(self.module, states[0])
                 refuse_missing(self.module, {*self.buffers, *buffers_of(states[0])})
                 output, state = call(self.module, given, states[0], **taken)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise StageError(
-                f"{self.__qualname__} branches on data ({error}){place(error)}, which a pipeline "
-                "that is traced once cannot: of a Hugging Face model this is most often the "
-                "padding mask; pass the mask with four dimensions, bool[batch, 1, query, key], or "
-                'load the model with attn_implementation="eager" (experts: '
-                'experts_implementation="batched_mm")'
-            ) from error
         loss = self._loss_of(output, batch)
+        if not states:
+            return loss
         if not self._returns.aux:
             return loss, state
         # What is wrong with the loss is said by whoever takes it apart.
@@ -119,12 +115,16 @@ class ModuleLoss:
         Raises:
             StageError: one of them names no submodule.
         """
-        return ModuleLoss(self.module, cuts, self._loss, self._returns, self.buffers)
+        return self._with(cuts, self.buffers)
 
     def with_buffers(self, buffers: Mapping[str, Tensor]) -> ModuleLoss:
         """The same with other buffers, unless it has some of these names."""
-        own = {**buffers, **self.buffers}
-        return ModuleLoss(self.module, self.cuts, self._loss, self._returns, own)
+        return self._with(self.cuts, {**buffers, **self.buffers})
+
+    def _with(self, cuts: Sequence[str], buffers: Mapping[str, Tensor]) -> ModuleLoss:
+        return ModuleLoss(
+            self.module, cuts, self._loss, self._returns, buffers, is_compiling=self._is_compiling
+        )
 
     def _check(self, params: Any, batch: Any) -> None:
         if not isinstance(params, Mapping):
@@ -223,6 +223,7 @@ def declared(
     schedule: Schedule,
     *,
     batch_norm: str = "microbatch",
+    is_compiling: bool = False,
     **options: Any,
 ) -> Definition:
     """The definition of a pipeline of a module that is not cut yet.
@@ -232,6 +233,7 @@ def declared(
         loss: as for `ModuleLoss`.
         schedule: of the pipeline.
         batch_norm: as for `fpipe.pipeline`.
+        is_compiling: as for `ModuleLoss`.
         options: other fields of the definition.
 
     Raises:
@@ -253,7 +255,8 @@ def declared(
         convention=called(options.get("has_state", False), batch_norm),
         **options,
     )
-    return replace(definition, loss=ModuleLoss(module, (), loss, definition.returns))
+    own = ModuleLoss(module, (), loss, definition.returns, is_compiling=is_compiling)
+    return replace(definition, loss=own)
 
 
 def held_by(definition: Definition) -> tuple[Any, ...]:

@@ -68,14 +68,22 @@ def test_padding_mask_is_refused_with_the_place_and_the_way_round() -> None:
     with pytest.raises(
         fpipe.StageError,
         match=r"LlamaForCausalLM branches on data .* at .*masking_utils\.py:\d+.*"
-        r'four dimensions.*attn_implementation="eager"',
+        r'four dimensions.*attn_implementation="eager".*is_compiling=True',
     ):
         pipe.step(detached(module), batch | {"attention_mask": present.long()})
 
 
-@pytest.mark.parametrize("way", ["four dimensions", "eager"])
-def test_ways_round_the_padding_mask(way: str) -> None:
-    module: Any = build("llama", 2)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("llama", "four dimensions"),
+        ("llama", "eager"),
+        ("llama", "is_compiling"),
+        ("bert", "is_compiling"),  # which looks at its mask under "eager" too
+    ],
+)
+def test_ways_round_the_padding_mask(name: str, way: str) -> None:
+    module: Any = build(name, 2)
     batch, present = padded_batch()
     params, mask = detached(module), present.long()
     if way == "eager":
@@ -87,12 +95,44 @@ def test_ways_round_the_padding_mask(way: str) -> None:
     pipe = fpipe.from_module(
         module,
         schedule=fpipe.schedules.zb_h1(ranks=2, microbatches=5),
-        cuts=["model.layers.0"],
+        cuts=ARCHITECTURES[name].cuts(2),
         loss=summed,
         reduction="sum",
+        is_compiling=way == "is_compiling",
         compile=False,
     )
     assert_equal_steps(pipe.step(params, batch | {"attention_mask": mask}), expected)
+
+
+def test_cuts_are_chosen_beside_a_padding_mask() -> None:
+    batch, present = padded_batch()
+    found = fpipe.balance(
+        build("bert", 2),
+        fpipe.schedules.gpipe(ranks=2, microbatches=1),
+        batch | {"attention_mask": present.long()},
+        loss=summed,
+        reduction="sum",
+        is_compiling=True,
+    )
+    assert found.cuts == ("bert.encoder.layer.0",)
+
+
+def test_experts_that_cannot_be_traced_are_refused_with_the_way_round() -> None:
+    module: Any = build("mixtral", 2)
+    module.set_experts_implementation("grouped_mm")
+    pipe = fpipe.from_module(
+        module,
+        schedule=fpipe.schedules.gpipe(ranks=2, microbatches=1),
+        cuts=["model.layers.0"],
+        loss=cross_entropy,
+        compile=False,
+    )
+    with pytest.raises(
+        fpipe.StageError,
+        match=r"MixtralForCausalLM chose an implementation of its experts .* at .*moe\.py:\d+ .*"
+        r'experts_implementation="batched_mm"',
+    ):
+        pipe.step(detached(module), make_batch("mixtral"))
 
 
 def summed(output: Any, batch: Any) -> Tensor:
