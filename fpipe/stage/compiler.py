@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 
 from fpipe.errors import StageError
@@ -159,6 +161,7 @@ def _by_torch_compile(module: fx.GraphModule, options: dict[str, Any]) -> Call:
 
 def _inductor(module: fx.GraphModule, examples: list[Tensor], patches: dict[str, Any]) -> Call:
     """Inductor's own boxed callable, without the wrappers around it where they do nothing."""
+    from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     captured: list[Any] = []
@@ -169,9 +172,15 @@ def _inductor(module: fx.GraphModule, examples: list[Tensor], patches: dict[str,
         captured.append((artefact, len(inner), _num_outputs(graph.graph)))
         return artefact
 
-    with torch.no_grad():
+    # What is compiled for a number of threads is kept under it, by every version of torch.
+    threads = {"cpp.threads": torch.get_num_threads()}
+    # The other cache, of autograd's, would bring back the wrappers and pass over `capture`.
+    with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
         wrapped: Any = compile_fx(
-            module, examples, inner_compile=capture, config_patches=_OPTIONS | patches
+            module,
+            _kept(examples),
+            inner_compile=capture,
+            config_patches=_OPTIONS | threads | patches,
         )
     if len(captured) == 1 and captured[0][1:] == (len(examples), _num_outputs(module.graph)):
         call: Call = captured[0][0].current_callable
@@ -186,6 +195,22 @@ def _inductor(module: fx.GraphModule, examples: list[Tensor], patches: dict[str,
         return outputs
 
     return call_wrapped
+
+
+def _kept(examples: Sequence[Tensor]) -> list[Tensor]:
+    """The same examples, of a kind for which Inductor keeps what it makes from run to run.
+
+    It looks into its cache on disk only where there is an environment of symbolic shapes; there are
+    no symbols in it.
+    """
+    mode = FakeTensorMode(
+        shape_env=ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    )
+    with mode:
+        return [
+            torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device)
+            for e in examples
+        ]
 
 
 def _num_outputs(graph: fx.Graph) -> int:

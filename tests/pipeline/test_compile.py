@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe import StageError
@@ -66,6 +68,22 @@ def test_a_callable_need_not_empty_its_inputs(remat: str) -> None:
 @pytest.mark.parametrize("compile", ["eager", {"backend": "eager"}, {"backend": "aot_eager"}])
 def test_backends_of_torch_compile(compile: Any) -> None:
     check(MODEL.stages, MODEL.params, MODEL.batch, compile=compile)
+
+
+@pytest.mark.inductor
+def test_what_inductor_made_is_there_for_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pipeline asks for itself, as another process would; what is kept is for some threads."""
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", str(tmp_path))
+    found = []
+    for threads in (1, 1, 2):
+        counters.clear()
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        check(MODEL.stages, MODEL.params, MODEL.batch, compile=True)
+        made = counters["inductor"]
+        found.append((made["fxgraph_cache_miss"] > 0, made["fxgraph_cache_hit"] > 0))
+    assert found == [(True, False), (False, True), (True, False)]
 
 
 @pytest.mark.inductor
