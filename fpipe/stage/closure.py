@@ -30,7 +30,7 @@ def lift_constants(
         origin: the user's own function.
 
     Raises:
-        StageError: one of them requires grad, and is not detached where it is used.
+        StageError: one of them is sparse, or requires grad and is not detached where it is used.
     """
     graph = module.graph
     found: dict[str, fx.Node] = {}
@@ -44,6 +44,12 @@ def lift_constants(
             raise StageError(
                 f"{name} closes over a {type(value).__name__} that the tracer keeps as an "
                 "attribute: use plain tensor operations in a stage"
+            )
+        if value.layout is not torch.strided:
+            raise StageError(
+                f"{name} closes over a sparse tensor ({name_in_closure(value, origin)}, layout "
+                f"{value.layout}), which cannot be traced: close over a dense one (.to_dense()), "
+                "or over its indices and values, and use index_add or scatter_add"
             )
         if value.requires_grad and not all(user.target is _DETACH for user in node.users):
             raise StageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ _MACHINERY = (
     "<eval_with_key>",
     "<frozen ",
 )
+
+_HIGHER_ORDER = re.compile(r"no rule registered for HigherOrderOperator (\w+)")
 
 
 class ImpureError(Exception):
@@ -55,6 +58,17 @@ def explain(name: str, error: Exception, given: str) -> StageError:
             f"{name} branches on data or reads a value back into Python ({text}){at}: a stage is "
             "traced once with abstract tensors, so use torch.where or a mask, or pass the choice "
             "as a Python value bound with functools.partial"
+        )
+    if (operator := _HIGHER_ORDER.search(text)) is not None:
+        return StageError(
+            f"{name} uses torch's higher-order operator {operator[1]}{at}, which torch.func does "
+            "not differentiate: use plain operations, such as torch.where for a choice, a Python "
+            "loop for a scan, scaled_dot_product_attention for flex_attention"
+        )
+    if "dynamo-optimized function" in text:
+        return StageError(
+            f"{name} is compiled by torch.compile{at}: pass the function as it is, which "
+            "fpipe.pipeline compiles (compile=)"
         )
     if "inside a function being vmapped" in text or "functorch/Interpreter.cpp" in text:
         return StageError(

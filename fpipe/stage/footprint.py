@@ -121,4 +121,6 @@ def _reads_by_element(node: fx.Node) -> bool:
 def _nbytes(node: fx.Node) -> int:
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else (value,)
-    return sum(v.nbytes for v in values if isinstance(v, Tensor))
+    # How many elements a sparse tensor has is data.
+    dense = (v for v in values if isinstance(v, Tensor) and v.layout is torch.strided)
+    return sum(v.nbytes for v in dense)

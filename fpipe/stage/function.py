@@ -39,6 +39,7 @@ from fpipe.stage.joint import (
 )
 from fpipe.stage.keyed import draw_from_keys
 from fpipe.stage.nograd import keeping_detached
+from fpipe.stage.peeking import WithoutPeeking
 from fpipe.stage.purity import WriteGuard
 from fpipe.stage.returns import Layout, Returns, check_state
 from fpipe.stage.rewrites import (
@@ -303,7 +304,7 @@ class FunctionTracer:
             return [first, *others]
 
         try:
-            with self._mode, torch.enable_grad():
+            with self._mode, torch.enable_grad(), WithoutPeeking():
                 graph = make_fx(functionalize(flat), tracing_mode="fake")(
                     *params.values, *batch.values, *keys
                 )

@@ -73,10 +73,16 @@ def refuse_writes(name: str, graph: fx.Graph) -> None:
     Raises:
         StageError: names the op.
     """
+    for node in writes(graph):
+        where = "an intermediate value of a function with an autograd.Function of its own"
+        raise impure(name, where, str(node.target))
+
+
+def writes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes that write to one of their inputs."""
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            where = "an intermediate value of a function with an autograd.Function of its own"
-            raise impure(name, where, str(node.target))
+            yield node
 
 
 def _arguments(

@@ -33,7 +33,8 @@ from fpipe.stage.joint import (
     SumSoFar,
     is_differentiable,
 )
-from fpipe.stage.purity import WriteGuard, refuse_writes
+from fpipe.stage.peeking import WithoutPeeking
+from fpipe.stage.purity import WriteGuard, refuse_writes, writes
 from fpipe.stage.simplify import simplify
 from fpipe.stage.sink import SUM, Sink
 from fpipe.stage.sums import add_sums
@@ -284,9 +285,14 @@ def _record(
 
     arguments = (*leaves.values, *cotangents)
     try:
-        with mode, torch.enable_grad():
+        with mode, torch.enable_grad(), WithoutPeeking():
             try:
-                return make_fx(functionalize(flat), tracing_mode="fake")(*arguments)
+                graph = make_fx(functionalize(flat), tracing_mode="fake")(*arguments)
+                # Where nothing is differentiated, composite ops are taken apart after they have
+                # been made functional, and may write to what they have made themselves.
+                if any(writes(graph.graph)):
+                    graph = make_fx(functionalize(graph), tracing_mode="fake")(*arguments)
+                return graph
             except Exception as error:
                 # functionalize does not know a custom autograd.Function; plain vjp does.
                 if "Functionalize rule" not in str(error):

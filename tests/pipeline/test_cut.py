@@ -8,6 +8,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
@@ -239,6 +240,21 @@ def test_value_that_is_transposed_across_a_cut() -> None:
     grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
     torch.testing.assert_close(step.loss, loss)
     torch.testing.assert_close(step.grads, grads)
+
+
+def test_one_hot_looks_at_no_data() -> None:
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        kinds = F.one_hot(batch["kind"], 3).to(torch.float64)
+        hidden = fpipe.cut(kinds @ params["w"])
+        return (hidden.sin() * kinds).square().mean()
+
+    w, kind = torch.eye(3, dtype=torch.float64) * 2, torch.tensor([0, 2, 1, 1])
+    pipe = fpipe.pipeline(
+        loss_fn, schedule=fpipe.schedules.gpipe(ranks=2, microbatches=2), compile=False
+    )
+    loss, grads = pipe.step({"w": w}, {"kind": kind})
+    expected, value = torch.func.grad_and_value(loss_fn)({"w": w}, {"kind": kind})
+    torch.testing.assert_close((loss, grads), (value, expected))
 
 
 def test_assignment_to_a_slice_moves_no_cut() -> None:

@@ -314,6 +314,30 @@ def test_autograd_within_a_stage() -> None:
         step(*after_first(uses_autograd))
 
 
+EDGES = torch.eye(3, dtype=torch.float64).to_sparse()
+
+
+def closes_over_sparse(p: Any, x: Tensor) -> Tensor:
+    return torch.sparse.mm(EDGES, x.T).T @ p["w"]
+
+
+def chooses(p: Any, x: Tensor) -> Any:
+    return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+
+@pytest.mark.parametrize(
+    ("stage", "rule"),
+    [
+        (closes_over_sparse, r"closes over a sparse tensor \('EDGES', .* close over a dense one"),
+        (chooses, "uses torch's higher-order operator cond at .*test_refusals.* torch.where"),
+        (torch.compile(mlp_layer, backend="eager"), "is compiled by torch.compile.* pass the func"),
+    ],
+)
+def test_what_cannot_be_traced(stage: Any, rule: str) -> None:
+    with pytest.raises(StageError, match=rule):
+        step(*after_first(stage))
+
+
 def test_checkpoint_within_a_stage() -> None:
     with pytest.raises(StageError, match=r"uses torch.utils.checkpoint .* remat= of"):
         step(*after_first(uses_checkpoint))

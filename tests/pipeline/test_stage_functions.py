@@ -13,7 +13,16 @@ from torch import Tensor
 from torch.func import functional_call, grad, jvp, vmap
 
 from fpipe import Stage
-from tests.models import assert_same, check, mlp, mlp_first, mlp_layer, plain_pipeline, rand
+from tests.models import (
+    assert_same,
+    check,
+    mlp,
+    mlp_first,
+    mlp_layer,
+    plain_pipeline,
+    rand,
+    unpipelined,
+)
 
 MODEL = mlp(2, 4)
 
@@ -91,6 +100,10 @@ def solves(x: Tensor) -> Tensor:
     return torch.linalg.solve(x.t() @ x + torch.eye(3, dtype=x.dtype), x.t()).t()
 
 
+def one_hot(x: Tensor) -> Tensor:
+    return x * F.one_hot(x.argmax(1), 3)
+
+
 def selects(x: Tensor) -> Tensor:
     return torch.where(x > 0, x, x.exp())
 
@@ -122,6 +135,7 @@ USES_JIT = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
         of_grad,
         pytest.param(of_jvp, marks=USES_JIT),
         solves,
+        one_hot,
         selects,
         without_gradient,
         default_dtype,
@@ -292,6 +306,18 @@ def test_closed_over_tensors() -> None:
 
 
 SHIFT = rand(1)
+
+
+def test_composite_operation_that_writes_within() -> None:
+    # Where nothing is differentiated it came out of the trace with the write, and was refused.
+    def smooth(y: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(y, batch["target"], label_smoothing=0.1)
+
+    batch = MODEL.batch | {"target": torch.tensor([0, 2, 1, 1])}
+    pipe = plain_pipeline(MODEL.stages, smooth)
+    expected = unpipelined(MODEL.stages, smooth, MODEL.params, batch)
+    assert_same(pipe.step(MODEL.params, batch), expected)
+    assert_same(pipe.value(MODEL.params, batch), expected.loss)
 
 
 def test_closed_over_tensor_returned_as_an_output() -> None:
