@@ -22,7 +22,7 @@ from fpipe.errors import StageError
 from fpipe.modules.buffers import shaped_buffers
 from fpipe.modules.loss import ModuleLoss, held_by
 from fpipe.shapes import TreeShape
-from fpipe.stage.chain import Abstract
+from fpipe.stage.abstract import Abstract
 from fpipe.stage.cut import Segment
 from fpipe.stage.function import FunctionTracer
 from fpipe.stage.joint import Param, Upstream, is_view

@@ -1,9 +1,8 @@
-"""A chain of stage functions, traced on abstract inputs and cut into pieces.
+"""A chain of stage functions, each traced on what the one before it returns.
 
     microbatch ─► stage 0 ─► stage 1 ─► … ─► last stage, fused with the loss
 
-Demand travels once along the chain: a stage computes the gradient of an input only if an earlier
-stage needs it, so the gradient of a batch leaf or of an integer is never computed or sent.
+Stages with one function and one kind of inputs share a trace.
 """
 
 from __future__ import annotations
@@ -12,69 +11,29 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe import tree
 from fpipe.errors import StageError
-from fpipe.shapes import Goal, Spec, TreeShape, ambient, device_of_keys
-from fpipe.stage.code import StageCode
-from fpipe.stage.compiler import Compiler
+from fpipe.shapes import Goal, TreeShape, ambient
+from fpipe.stage.abstract import Abstract, abstract_key
 from fpipe.stage.explain import describe, explain
 from fpipe.stage.joint import (
     BatchLeaf,
     Joint,
     Key,
     Param,
-    Seed,
     Source,
     Upstream,
     is_differentiable,
-)
-from fpipe.stage.partition import (
-    Piece,
-    Policy,
-    forward_piece,
-    live_cotangents,
-    live_gradients,
-    partition,
 )
 from fpipe.stage.returns import LOSS, Layout, Returns, Taken
 from fpipe.stage.sink import SUM, Sink
 from fpipe.stage.stage import Stage
 from fpipe.stage.tracer import Leaves, Traced, check_output, trace
 from fpipe.stage.trainable import ALL, Trainable
-
-
-@dataclass(frozen=True)
-class Abstract:
-    """A pytree of fake tensors, flat."""
-
-    values: tuple[Tensor, ...]
-    spec: optree.PyTreeSpec
-
-    @classmethod
-    def of(cls, shape: TreeShape, mode: FakeTensorMode) -> Abstract:
-        """Fake tensors of these shapes."""
-        with mode:
-            values = tuple(
-                torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
-                for leaf in shape.leaves
-            )
-        return cls(values, shape.spec)
-
-    @property
-    def key(self) -> TreeShape:
-        """Equal for trees that a stage cannot tell apart when it is traced."""
-        return TreeShape.of(self.spec, self.values)
-
-
-def abstract_key(batch: Abstract, mode: FakeTensorMode) -> Tensor:
-    """A fake key, on the device of the microbatch."""
-    with mode:
-        return torch.empty(2, dtype=torch.int64, device=device_of_keys(batch.values))
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,90 +292,3 @@ def _seen_from(joint: Joint, index: int) -> Joint:
             tuple(c._replace(reader=index + 1) for c in group) for group in joint.cotangents
         ),
     )
-
-
-def live_leaves(chains: Collection[Chain]) -> tuple[frozenset[Source], ...]:
-    """For each stage, the caller's leaves whose gradient is not zero in every one of `chains`.
-
-    A stage may read a parameter for some sizes of microbatch only; its gradient is then summed over
-    all of them, zeros included.
-    """
-    return tuple(
-        frozenset(
-            source
-            for traced in stages
-            for source in live_gradients(traced.joint)
-            if isinstance(source, Param | BatchLeaf)
-        )
-        for stages in zip(*(chain.stages for chain in chains), strict=True)
-    )
-
-
-def assemble(
-    chain: Chain, trained: Sequence[Collection[Source]], policy: Policy, compiler: Compiler
-) -> tuple[StageCode, ...]:
-    """Cut every stage of `chain` under `policy` and name what connects them.
-
-    Args:
-        chain: the traced stages.
-        trained: for each stage, the caller's leaves whose gradients are collected.
-        policy: the remat policy.
-        compiler: makes pieces callable.
-    """
-    codes: list[StageCode] = []
-    # Stages that share a trace share its pieces where the same gradients are wanted of them.
-    cut: dict[Any, Mapping[str, Piece]] = {}
-    for index, (traced, label) in enumerate(zip(chain.stages, chain.labels, strict=True)):
-        joint = traced.joint
-        last = index == len(chain.stages) - 1
-        inputs: list[Upstream] = []
-        params: list[Source] = []
-        if chain.goal == "step":
-            params = [s for s in joint.gradients if s in trained[index]]
-            inputs = [
-                s
-                for s in joint.gradients
-                if isinstance(s, Upstream)
-                and any(c.reader == index for c in codes[s.stage].cotangents[s.leaf])
-            ]
-        wanted = [[joint.gradients[source] for source in part] for part in (inputs, params)]
-        key = (joint.graph, *map(tuple, wanted))
-        if key not in cut:
-            cut[key] = (
-                partition(joint, outputs=joint.outputs, inputs=inputs, params=params, policy=policy)
-                if chain.goal == "step"
-                else forward_piece(joint, joint.outputs)
-            )
-        cotangents = live_cotangents(joint, [*params, *inputs])
-        sources = dict(joint.sources)
-        if last and chain.goal == "step":
-            sources |= {c.name: Seed() for group in cotangents for c in group}
-        codes.append(
-            StageCode(
-                label=label,
-                pieces=cut[key],
-                sources=sources,
-                constants=joint.constants,
-                outputs=joint.outputs,
-                cotangents=cotangents,
-                input_grads={s: joint.gradients[s] for s in inputs},
-                sums={source: joint.sums[source] for source in params},
-                specs={
-                    node.name: Spec(tuple(node.meta["val"].shape), node.meta["val"].dtype)
-                    for node in joint.graph.nodes
-                    if isinstance(node.meta.get("val"), Tensor)
-                },
-                compiler=compiler,
-                returned=tuple(
-                    (number, joint.outputs[source.leaf])
-                    for number, source in enumerate(chain.results)
-                    if source.stage == index
-                ),
-                updates={
-                    leaf: joint.outputs[source.leaf]
-                    for leaf, source in chain.updates.items()
-                    if source.stage == index
-                },
-            )
-        )
-    return tuple(codes)

@@ -24,8 +24,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from fpipe import tree
 from fpipe.errors import FpipeError, StageError
 from fpipe.shapes import Goal, TreeShape
+from fpipe.stage.abstract import Abstract, abstract_key
 from fpipe.stage.alike import likeness, merge_constants, seen_from
-from fpipe.stage.chain import Abstract, Chain, abstract_key
+from fpipe.stage.chain import Chain
 from fpipe.stage.cut import Segment, mark, noting, segments
 from fpipe.stage.explain import ImpureError, describe, explain
 from fpipe.stage.joint import (

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from fpipe.shapes import Signature, TreeShape, distinct
-from fpipe.stage.chain import Chain, ChainTracer, assemble, live_leaves
+from fpipe.stage.assembling import assemble, live_leaves
+from fpipe.stage.chain import Chain, ChainTracer
 from fpipe.stage.code import StageCode
 from fpipe.stage.compiler import Compiler
 from fpipe.stage.function import FunctionTracer

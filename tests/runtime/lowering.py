@@ -17,7 +17,8 @@ from fpipe.runtime.interpreter import Run
 from fpipe.runtime.lower import DIRECT, Windows, lower
 from fpipe.runtime.program import Compute, Message, Program
 from fpipe.shapes import TreeShape
-from fpipe.stage.chain import ChainTracer, assemble, live_leaves
+from fpipe.stage.assembling import assemble, live_leaves
+from fpipe.stage.chain import ChainTracer
 from fpipe.stage.code import StageCode
 from fpipe.stage.compiler import Call, Compiler
 from fpipe.stage.partition import Policy

@@ -1,0 +1,41 @@
+"""Abstract arguments: fake tensors in place of those that a step will be called with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import optree
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fpipe.shapes import TreeShape, device_of_keys
+
+
+@dataclass(frozen=True)
+class Abstract:
+    """A pytree of fake tensors, flat."""
+
+    values: tuple[Tensor, ...]
+    spec: optree.PyTreeSpec
+
+    @classmethod
+    def of(cls, shape: TreeShape, mode: FakeTensorMode) -> Abstract:
+        """Fake tensors of these shapes."""
+        with mode:
+            values = tuple(
+                torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
+                for leaf in shape.leaves
+            )
+        return cls(values, shape.spec)
+
+    @property
+    def key(self) -> TreeShape:
+        """Equal for trees that a stage cannot tell apart when it is traced."""
+        return TreeShape.of(self.spec, self.values)
+
+
+def abstract_key(batch: Abstract, mode: FakeTensorMode) -> Tensor:
+    """A fake key, on the device of the microbatch."""
+    with mode:
+        return torch.empty(2, dtype=torch.int64, device=device_of_keys(batch.values))
