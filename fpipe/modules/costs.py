@@ -26,6 +26,7 @@ from fpipe.stage.abstract import Abstract
 from fpipe.stage.cut import Segment
 from fpipe.stage.function import FunctionTracer
 from fpipe.stage.joint import Param, Upstream, is_view
+from fpipe.stage.known import Known
 from fpipe.stage.purity import WriteGuard
 
 _CPU = torch.device("cpu")
@@ -146,7 +147,7 @@ def _called_once(
         own, batch = Abstract.of(given, mode), Abstract.of(microbatch, mode)
         params = tree.unflatten(own.spec, own.values)
         # Without the guard a buffer on the CPU would really be written to.
-        with mode, torch.no_grad(), WriteGuard({}, whole):
+        with mode, torch.no_grad(), WriteGuard({}, whole), Known():
             whole(
                 *(params if has_state else (params,)),
                 tree.unflatten(batch.spec, batch.values),

@@ -141,7 +141,13 @@ def _module(graph: fx.Graph) -> fx.GraphModule:
 
 
 def _uncompiled(graph: fx.Graph) -> Call:
-    """The graph as Python, taking its inputs from a list and dropping each after its last use."""
+    """The graph as Python, taking its inputs from a list and dropping each after its last use.
+
+    Some kernels lay their result out otherwise than the abstract ones with which the graph was
+    traced, so that a view of it might fail where a reshape copies.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
     graph.set_codegen(_BoxedCodeGen())
     call: Call = _module(graph).forward
     return call

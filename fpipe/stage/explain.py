@@ -53,6 +53,7 @@ def explain(name: str, error: Exception, given: str) -> StageError:
         isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
         or "data-dependent" in text
         or ".numpy()" in text
+        or "tolist()" in text
     ):
         return StageError(
             f"{name} branches on data or reads a value back into Python ({text}){at}: a stage is "
@@ -80,6 +81,13 @@ def explain(name: str, error: Exception, given: str) -> StageError:
             f"{name} differentiates with torch.autograd ({text}){at}: a stage is traced without "
             "autograd's own history, so take derivatives inside of it with torch.func.grad or "
             "torch.func.vjp"
+        )
+    if "requires_grad_()" in text:
+        return StageError(
+            f"{name} calls requires_grad_(){at}, and a stage is traced without autograd's own "
+            "history: take derivatives inside of it with torch.func.grad; of a Hugging Face model, "
+            "which does so for gradient checkpointing, call gradient_checkpointing_disable() and "
+            "disable_input_require_grads(), and choose remat= of fpipe.pipeline"
         )
     if _passed_through(error, "torch/utils/checkpoint.py") or "saved tensor hooks" in text:
         return StageError(

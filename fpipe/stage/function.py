@@ -39,6 +39,7 @@ from fpipe.stage.joint import (
     is_differentiable,
 )
 from fpipe.stage.keyed import draw_from_keys
+from fpipe.stage.known import Known
 from fpipe.stage.nograd import keeping_detached
 from fpipe.stage.peeking import WithoutPeeking
 from fpipe.stage.purity import WriteGuard
@@ -284,7 +285,7 @@ class FunctionTracer:
                 full = list(leaves)
                 for index, leaf in zip(moving, own, strict=True):
                     full[index] = leaf
-                with noting(note), keeping_detached():
+                with noting(note), keeping_detached(), Known():
                     value = self._called(params, batch, full)
                 subject = f"{name} returns"
                 taken = self._returns.take(subject, self._returns.call, value, self._loss_shape)
@@ -399,7 +400,7 @@ class FunctionTracer:
             ]
             guard = WriteGuard(dict(zip(paths, inputs, strict=True)), self._loss_fn)
             try:
-                with guard:
+                with guard, Known():
                     self._called(params, batch, inputs)
             except ImpureError as error:
                 raise explain(name, error, "") from error

@@ -33,6 +33,7 @@ from fpipe.stage.joint import (
     SumSoFar,
     is_differentiable,
 )
+from fpipe.stage.known import Known
 from fpipe.stage.peeking import WithoutPeeking
 from fpipe.stage.purity import WriteGuard, refuse_writes, writes
 from fpipe.stage.simplify import simplify
@@ -236,7 +237,7 @@ def _run_abstractly(
         with mode, torch.no_grad():
             # Clones, because one leaf may come in by several names.
             inputs = [value.clone() for value in leaves.values]
-            with WriteGuard(dict(zip(leaves.paths, inputs, strict=True)), origin):
+            with WriteGuard(dict(zip(leaves.paths, inputs, strict=True)), origin), Known():
                 output = function(inputs)
     except StageError:
         raise
@@ -281,7 +282,8 @@ def _record(
 ) -> fx.GraphModule:
     def flat(*arguments: Tensor) -> Any:
         count = len(leaves.values)
-        return joint(arguments[:count], arguments[count:])
+        with Known():
+            return joint(arguments[:count], arguments[count:])
 
     arguments = (*leaves.values, *cotangents)
     try:

@@ -48,6 +48,21 @@ def test_the_loss_of_the_model_itself() -> None:
     assert_equal_steps(pipe.step(params, batch), expected)
 
 
+def test_model_may_look_at_the_positions_that_it_makes() -> None:
+    module: Any = build("llama", 2)
+    module.config.use_cache = False  # it then looks whether several texts are packed into a row
+    params, batch = detached(module), make_batch("llama")
+    pipe = fpipe.from_module(
+        module,
+        schedule=fpipe.schedules.gpipe(ranks=2, microbatches=1),
+        stages=2,
+        example=batch,
+        loss=cross_entropy,
+        compile=False,
+    )
+    assert_equal_steps(pipe.step(params, batch), unpipelined(module, params, batch, cross_entropy))
+
+
 def padded_batch() -> tuple[dict[str, Tensor], Tensor]:
     """A batch whose rows end early, and which of its tokens are there."""
     batch = make_batch("llama")

@@ -245,7 +245,13 @@ def leaves_torch(p: Any, x: Tensor) -> Tensor:
     return torch.from_numpy(x.detach().numpy()) @ p["w"]
 
 
-@pytest.mark.parametrize("stage", [branches, reads_a_value, selects_rows, leaves_torch])
+def lists_values(p: Any, x: Tensor) -> Tensor:
+    return x @ p["w"] * x.tolist()[0][0]
+
+
+@pytest.mark.parametrize(
+    "stage", [branches, reads_a_value, selects_rows, leaves_torch, lists_values]
+)
 def test_stage_that_depends_on_data(stage: Callable[..., Any]) -> None:
     rule = rf"stage 1 \({stage.__name__}\) branches on data .*test_refusals.py:\d+.* torch.where"
     with pytest.raises(StageError, match=rule):

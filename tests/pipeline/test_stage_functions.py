@@ -116,6 +116,21 @@ def default_dtype(x: Tensor) -> Tensor:
     return x * torch.arange(3) + torch.full((), 0.5)
 
 
+def branches_on_its_own_values(x: Tensor) -> Tensor:
+    mask = torch.ones(3, dtype=torch.bool)
+    mask[0] = False
+    places = torch.arange(3).unsqueeze(0).expand(2, 3)
+    if mask.all() or torch.equal(mask, ~mask) or (places.diff() != 1).sum().item():
+        raise AssertionError("these do not depend on x")
+    return x * mask * places.tril()[1, 1].item()
+
+
+def loses_its_layout(x: Tensor) -> Tensor:
+    # The backward of mse_loss has other strides than torch's abstract one, and a view of it failed.
+    rows = x.reshape(-1, 1, 3).expand(-1, 2, 3) * 2
+    return x + F.mse_loss(rows.transpose(1, 2), torch.ones(len(x), 3, 2, dtype=x.dtype))
+
+
 # torch's own forward-mode formulas are still scripted.
 USES_JIT = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
@@ -139,6 +154,8 @@ USES_JIT = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
         selects,
         without_gradient,
         default_dtype,
+        branches_on_its_own_values,
+        loses_its_layout,
     ],
 )
 def test_operations_within_a_stage(op: Callable[[Tensor], Tensor]) -> None:

@@ -1,0 +1,75 @@
+"""Values that depend on no argument are known while a function is traced, and may be branched on.
+
+Code that was written to be run asks such questions of masks and positions that it makes itself:
+``if mask.all()``. On abstract tensors there is no answer, but ``torch.ones(3).all()`` is True
+whatever the arguments are, so that the trace may take the branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fpipe import tree
+
+_MOST = 2**20
+"""Elements of a value that is kept: bigger ones are masks of long sequences, and cost time."""
+
+_ANSWERS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default})
+_LITERAL = torch.ops.aten.lift_fresh.default  # of what torch.tensor has made
+
+
+class Known(TorchDispatchMode):
+    """Computes beside the abstract values those that no argument goes into, and reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`; what it says of known values in Python is read off them."""
+        options = dict(kwargs or {})
+        leaves, spec = tree.flatten((args, options))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if func is _LITERAL and not isinstance(args[0], FakeTensor):
+            self._values[args[0]] = args[0]
+        known = all(tensor in self._values for tensor in tensors)
+        if func in _ANSWERS and known:
+            with no_dispatch():
+                return func(*(self._values[tensor] for tensor in tensors))
+        result = func(*args, **options)
+        if func._schema.is_mutable and not known:
+            # Other values may look at the memory that was written to.
+            self._values.clear()
+        elif known and torch.Tag.nondeterministic_seeded not in func.tags:
+            real = [self._values[v] if isinstance(v, Tensor) else v for v in leaves]
+            self._keep(result, func, *tree.unflatten(spec, real))
+        return result
+
+    def _keep(
+        self, result: Any, func: Any, args: Sequence[Any], options: Mapping[str, Any]
+    ) -> None:
+        abstract = tree.flatten(result)[0]
+        if any(not isinstance(v, Tensor) or v.is_meta or v.numel() > _MOST for v in abstract):
+            return
+        try:
+            with no_dispatch(), torch.no_grad():
+                values = tree.flatten(func(*args, **options))[0]
+        except Exception:
+            # For one on a device that is not there; it is as if an argument went into it.
+            return
+        for place, value in zip(abstract, values, strict=True):
+            self._values[place] = value
