@@ -259,7 +259,7 @@ class ChainTracer:
             self._mode,
             differentiate=differentiate,
             accum_dtype=self._accum_dtype,
-            origin=stage.fn,
+            origin=(stage.fn, self._loss) if with_loss else stage.fn,
             # Of what comes with the loss the loss alone is differentiated.
             readers=lambda leaf: () if with_loss and leaf else (NEXT,),
             sink=self._sink,

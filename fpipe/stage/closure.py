@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -13,12 +9,13 @@ from torch import Tensor, fx
 
 from fpipe.errors import StageError
 from fpipe.stage.joint import Constant, Source
+from fpipe.stage.names import name_in_closure
 
 _DETACH = torch.ops.aten.detach.default
 
 
 def lift_constants(
-    name: str, module: fx.GraphModule, origin: Callable[..., Any]
+    name: str, module: fx.GraphModule, origin: Any
 ) -> tuple[tuple[Tensor, ...], dict[str, Source]]:
     """Turn tensors that the function closes over into placeholders.
 
@@ -27,7 +24,7 @@ def lift_constants(
     Args:
         name: the stage in messages.
         module: the traced stage; its graph is changed in place.
-        origin: the user's own function.
+        origin: the user's own function, or several.
 
     Raises:
         StageError: one of them is sparse, or requires grad and is not detached where it is used.
@@ -68,42 +65,6 @@ def lift_constants(
         node.replace_all_uses_with(found[node.target])
         graph.erase_node(node)
     return tuple(constants), sources
-
-
-def name_in_closure(value: Tensor, origin: Callable[..., Any]) -> str:
-    """What the user calls a tensor that a function closes over, as far as can be seen."""
-    for scope in _scopes(origin):
-        for key, candidate in scope.items():
-            if candidate is value:
-                return repr(key)
-            if isinstance(candidate, torch.nn.Module):
-                for path, tensor in _tensors(candidate):
-                    if tensor is value:
-                        return repr(f"{key}.{path}")
-    return "an unnamed tensor"
-
-
-def _scopes(function: Any) -> Iterator[Mapping[str, Any]]:
-    """The names that a function sees, with its bound arguments."""
-    if isinstance(function, partial):
-        bound = inspect.signature(function.func).bind_partial(*function.args, **function.keywords)
-        yield bound.arguments
-        function = function.func
-    function = inspect.unwrap(function)
-    owner = getattr(function, "__self__", function)
-    if isinstance(owner, torch.nn.Module):
-        yield {type(owner).__name__: owner}
-        function = owner.forward
-    if inspect.isroutine(function):
-        closure = inspect.getclosurevars(function)
-        yield closure.nonlocals
-        yield closure.globals
-    elif not isinstance(owner, torch.nn.Module):
-        yield getattr(owner, "__dict__", {})
-
-
-def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(module.named_parameters(), module.named_buffers())
 
 
 def _first_computation(graph: fx.Graph) -> fx.Node:

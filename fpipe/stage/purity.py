@@ -6,7 +6,7 @@ one within ``torch.no_grad()`` leaves the gradient of a value as it was: no pure
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fpipe.stage.closure import name_in_closure
 from fpipe.stage.explain import ImpureError, impure
+from fpipe.stage.names import name_in_closure
 
 
 class WriteGuard(TorchDispatchMode):
@@ -23,10 +23,10 @@ class WriteGuard(TorchDispatchMode):
 
     Args:
         inputs: fake inputs by how a user would write them.
-        origin: the stage function, searched for the name of a closed-over tensor.
+        origin: the user's function, or several, searched for the name of a closed-over tensor.
     """
 
-    def __init__(self, inputs: Mapping[str, Tensor], origin: Callable[..., Any]) -> None:
+    def __init__(self, inputs: Mapping[str, Tensor], origin: Any) -> None:
         super().__init__()
         self._origin = origin
         self._foreign = {_memory(v): f"its input {path}" for path, v in inputs.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fpipe.errors import StageError
@@ -53,4 +54,7 @@ class Stage:
     @property
     def label(self) -> str:
         """The function's name, for messages."""
-        return getattr(self.fn, "__qualname__", type(self.fn).__name__)
+        fn: Any = self.fn
+        while isinstance(fn, partial):
+            fn = fn.func
+        return getattr(fn, "__qualname__", type(fn).__name__)

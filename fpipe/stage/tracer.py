@@ -87,7 +87,7 @@ def trace(
     *,
     differentiate: bool,
     accum_dtype: torch.dtype | None,
-    origin: Callable[..., Any],
+    origin: Any,
     readers: Callable[[int], Sequence[int]],
     sink: Sink = SUM,
     rows: int = 0,
@@ -102,7 +102,8 @@ def trace(
         mode: the fake-tensor mode that they live in.
         differentiate: record the backward too.
         accum_dtype: dtype to sum parameter gradients in, None for their own.
-        origin: the user's own function, searched for the name of a closed-over tensor.
+        origin: the user's own function, or several in a tuple, searched for the name of a
+            closed-over tensor.
         readers: the stages that read an output leaf, by its index; each hands a cotangent back.
         sink: how parameter gradients are collected.
         rows: of the microbatch, for a sink that repeats the parameters.
@@ -230,7 +231,7 @@ def _run_abstractly(
     function: Callable[[Sequence[Any]], Any],
     leaves: Leaves,
     mode: FakeTensorMode,
-    origin: Callable[..., Any],
+    origin: Any,
 ) -> tuple[list[Tensor], optree.PyTreeSpec]:
     """What the function returns on fake tensors, or a clear refusal."""
     try:

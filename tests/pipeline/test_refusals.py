@@ -388,6 +388,22 @@ def bound(scale: Tensor, p: Any, x: Tensor) -> Tensor:
     return x @ p["w"] * scale
 
 
+def helped(x: Tensor) -> Tensor:
+    return x * TRAINED
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.tables = {"scale": TRAINED}
+
+    def stage(self, p: Any, x: Tensor) -> Tensor:
+        return x @ p["w"] * self.tables["scale"]
+
+
+def by_default(p: Any, x: Tensor, scale: Tensor = TRAINED) -> Tensor:
+    return x @ p["w"] * scale
+
+
 def make_closure() -> Callable[..., Any]:
     layer = Layer()
     return lambda p, x: layer(p, x)
@@ -401,12 +417,25 @@ def make_closure() -> Callable[..., Any]:
         (Layer().forward, "'Layer.linear.weight'"),
         (make_closure(), "'layer.linear.weight'"),
         (partial(bound, TRAINED), "'scale'"),
+        (Holder().stage, r"\"Holder.tables\['scale'\]\""),
+        (by_default, "'scale'"),
+        (lambda p, x: helped(x @ p["w"]), "'TRAINED'"),
     ],
 )
 def test_closed_over_tensor_that_requires_grad(stage: Callable[..., Any], name: str) -> None:
     rule = rf"closes over a tensor that requires grad \({name}, shape .* pass it as a parameter"
     with pytest.raises(StageError, match=rule):
         step(*after_first(stage))
+
+
+def test_loss_closes_over_a_tensor_that_requires_grad() -> None:
+    with pytest.raises(StageError, match=r"closes over a tensor that requires grad \('TRAINED'"):
+        step(mlp_first, mlp_layer, loss=lambda y, batch: (y * TRAINED).sum())
+
+
+def test_a_partial_is_called_by_the_name_of_its_function() -> None:
+    with pytest.raises(StageError, match=r"stage 1 \(bound\) cannot be traced"):
+        step(*after_first(partial(bound, None)))  # type: ignore[arg-type]
 
 
 # ── the loss ────────────────────────────────────────────────────────────────────────────────────
