@@ -33,10 +33,11 @@ if TYPE_CHECKING:
     from fpipe.stage.cut import cut
     from fpipe.stage.stage import Stage
     from fpipe.transforms.choice import grad
-    from fpipe.transforms.directional import Directional, Hvp, Jvp, ggnvp, hvp, jvp
+    from fpipe.transforms.directional import Directional, Hvp, HvpAux, Jvp, ggnvp, hvp, jvp
     from fpipe.transforms.ensemble import vmap
     from fpipe.transforms.rows import (
         ExampleNorms,
+        ExampleNormsAux,
         NormPipeline,
         per_example_grads,
         per_example_norms,
@@ -50,9 +51,11 @@ __all__ = [
     "Cost",
     "Directional",
     "ExampleNorms",
+    "ExampleNormsAux",
     "ForwardAux",
     "FpipeError",
     "Hvp",
+    "HvpAux",
     "Jvp",
     "ModulePipeline",
     "NormPipeline",
@@ -102,8 +105,10 @@ _LAZY = {
     "Clipped": "fpipe.norms",
     "Directional": "fpipe.transforms.directional",
     "ExampleNorms": "fpipe.transforms.rows",
+    "ExampleNormsAux": "fpipe.transforms.rows",
     "ForwardAux": "fpipe.results",
     "Hvp": "fpipe.transforms.directional",
+    "HvpAux": "fpipe.transforms.directional",
     "Jvp": "fpipe.transforms.directional",
     "ModulePipeline": "fpipe.modules.pipeline",
     "NormPipeline": "fpipe.transforms.rows",

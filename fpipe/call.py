@@ -96,7 +96,7 @@ class Call:
     def weighed(self, cotangent: Tensor, grads: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradient by each leaf of the arguments, of the losses weighed by `cotangent`."""
         definition: Definition = self.pipe.definition
-        _, found = self.result([cotangent, *grads])
+        _, found, *_ = self.result([cotangent, *grads])
         by_name = dict(zip(definition.wanted, found, strict=True))
         arguments = tree.unflatten(self.spec, range(self.spec.num_leaves))
         leaves: list[Tensor | None] = []

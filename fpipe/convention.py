@@ -49,6 +49,7 @@ class Convention(NamedTuple):
         grads: from gradients in the structure of the stages' params to what is returned.
         batch: from gradients in the structure of the stages' batch to what is returned.
         out_dims: from the caller's dimensions of an output to those of what the last stage returns.
+        aux_dims: the same for aux.
         vectors: how many arguments there are beside params and batch.
         weigh: from the gradients as `grads` returns them, and a weight for each of the losses, to
             the gradients of the weighted sum; None where the losses cannot be differentiated.
@@ -59,6 +60,7 @@ class Convention(NamedTuple):
     loss: Callable[[Tensor], Any] = _identity
     grads: Callable[[Any], Any] = _identity
     out_dims: Callable[[Any], Any] = _identity
+    aux_dims: Callable[[Any], Any] = _identity
     batch: Callable[[Any], Any] = _identity
     vectors: int = 0
     weigh: Callable[[Any, Tensor], Any] | None = None

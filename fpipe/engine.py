@@ -352,12 +352,15 @@ class Pipeline:
 
     # ── for transforms, whose pipelines take vectors too and return other things ────────────────
 
-    def run_step(self, *arguments: Any, key: Tensor | None = None) -> tuple[Any, Any]:
-        """The loss and the gradients, as the convention returns them."""
+    def run_step(self, *arguments: Any, key: Tensor | None = None) -> tuple[Any, ...]:
+        """The loss and the gradients, as the convention returns them, and aux if there is any."""
         if is_within():
             return call_within(self, "run_step", *arguments, key=key)
         done = self._run(arguments, "step", key)
-        return self._loss_of(done), self._grads_of(done)
+        found = self._loss_of(done), self._grads_of(done)
+        if self.definition.has_aux:
+            return *found, self._aux_of(done, self.definition.out_dims)
+        return found
 
     def run_value(self, *arguments: Any, key: Tensor | None = None) -> Any:
         """The loss, as the convention returns it."""
@@ -405,7 +408,7 @@ class Pipeline:
         return StepState(loss, grads, state)
 
     def _aux_of(self, done: Finished, out_dims: Any) -> Any:
-        return done.plan.outputs(done.runs, self._convention.out_dims(out_dims), "aux")
+        return done.plan.outputs(done.runs, self._convention.aux_dims(out_dims), "aux")
 
     def _chosen_grads(self, done: Finished) -> Any:
         """Gradients by what was chosen, one or a tuple."""

@@ -106,7 +106,7 @@ class Returns:
             whole = self._several(subject, call, value, 1 + self.beside)
         state = whole[1] if self.state else None
         aux = whole[-1] if self.aux else None
-        heads = self.heads(subject, call, whole[0])
+        heads = self._several(subject, call, whole[0], 2) if self.weighted else (whole[0],)
         loss = heads[0]
         if not isinstance(loss, Tensor) or not _fits(loss, shape) or not _is_real(loss):
             hint = ""
@@ -137,18 +137,12 @@ class Returns:
                     )
         return Taken(heads, state, aux)
 
-    def heads(self, subject: str, call: str, value: Any) -> tuple[Any, ...]:
-        """Of what is returned as the loss: the loss alone, or the sum and its weight.
-
-        Args:
-            subject: as in `take`, as are the others.
-            call: how it is called.
-            value: what was returned as the loss.
-
-        Raises:
-            StageError: there is no weight.
-        """
-        return self._several(subject, call, value, 2) if self.weighted else (value,)
+    def written(self, taken: Taken) -> Any:
+        """The inverse of `take`: what a function returns that returns these."""
+        loss = taken.heads if self.weighted else taken.heads[0]
+        if not self.beside:
+            return loss
+        return (loss, *(taken.state,) * self.state, *(taken.aux,) * self.aux)
 
     def _several(self, subject: str, call: str, value: Any, count: int) -> tuple[Any, ...]:
         if not isinstance(value, tuple | list) or len(value) != count:

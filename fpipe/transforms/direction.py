@@ -35,7 +35,9 @@ class Direction:
     @property
     def convention(self) -> Convention:
         """This pairing as a convention."""
-        return Convention(self.enter, self.loss, self.grads, self.out_dims, vectors=1)
+        return Convention(
+            self.enter, self.loss, self.grads, self.out_dims, self.inner.aux_dims, vectors=1
+        )
 
     def enter(self, params: Any, batch: Any, vector: Any) -> tuple[Any, Any]:
         """Give every stage its parameters, and the direction of each that can have one."""

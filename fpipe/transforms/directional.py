@@ -14,11 +14,11 @@ from fpipe.engine import Pipeline
 from fpipe.errors import StageError
 from fpipe.runtime.program import Program
 from fpipe.schedule import Schedule
-from fpipe.stage.returns import Returns
 from fpipe.stage.stage import Stage
 from fpipe.stage.workshop import Workshop
 from fpipe.transforms.direction import Direction
 from fpipe.transforms.dual import (
+    Takes,
     dual_function,
     dual_loss,
     dual_stage,
@@ -26,7 +26,7 @@ from fpipe.transforms.dual import (
     load_rules,
 )
 from fpipe.transforms.parts import Parts
-from fpipe.transforms.transformed import check_pipeline, refuse_aux, refuse_choice
+from fpipe.transforms.transformed import check_pipeline, refuse_choice
 
 
 class Jvp(NamedTuple):
@@ -55,6 +55,22 @@ class Hvp(NamedTuple):
     hvp: Any
 
 
+class HvpAux(NamedTuple):
+    """The same where ``has_aux=True`` was declared.
+
+    Attributes:
+        loss: as in `Hvp`.
+        grads: as in `Hvp`.
+        hvp: as in `Hvp`.
+        aux: as `Pipeline.step` returns it.
+    """
+
+    loss: Tensor
+    grads: Any
+    hvp: Any
+    aux: Any
+
+
 class Directional:
     """A pipeline whose methods take a vector beside parameters and batch; `fpipe.hvp` makes one.
 
@@ -74,7 +90,7 @@ class Directional:
     def __repr__(self) -> str:
         return f"<Directional {self.pipeline!r}>"
 
-    def step(self, params: Any, batch: Any, vector: Any, key: Tensor | None = None) -> Hvp:
+    def step(self, params: Any, batch: Any, vector: Any, key: Tensor | None = None) -> Any:
         """Loss, gradients and the product with the vector, from one forward and one backward.
 
         Args:
@@ -83,13 +99,17 @@ class Directional:
             vector: the vector of the product.
             key: as in `Pipeline.step`.
 
+        Returns:
+            An `Hvp`; with ``has_aux`` an `HvpAux`.
+
         Raises:
             BatchError: as in `Pipeline.step`, or `vector` does not fit `params`.
             StageError: a stage cannot be traced; an op may lack a forward-mode rule.
             PipelineError: an action failed.
         """
-        loss, grads = self.pipeline.run_step(params, batch, vector, key=key)
-        return Hvp(loss.primal, grads.tangent, grads.primal)
+        loss, grads, *aux = self.pipeline.run_step(params, batch, vector, key=key)
+        found = Hvp(loss.primal, grads.tangent, grads.primal)
+        return HvpAux(*found, *aux) if aux else found
 
     def value(self, params: Any, batch: Any, vector: Any, key: Tensor | None = None) -> Jvp:
         """The loss and its derivative in the direction of `vector`; runs forward only."""
@@ -107,9 +127,11 @@ class Directional:
     ) -> Any:
         """The last stage's output and its derivative, a pair; otherwise as `Pipeline.forward`.
 
-        The derivative has None for leaves of an integer dtype.
+        The derivative has None for leaves of an integer dtype. Of one function it is the loss, as
+        `value` returns it, and aux.
         """
-        return self.pipeline.run_forward(params, batch, vector, key=key, out_dims=out_dims)
+        found = self.pipeline.run_forward(params, batch, vector, key=key, out_dims=out_dims)
+        return found._replace(loss=Jvp(*found.loss)) if self.definition.function else found
 
     def with_schedule(self, schedule: Schedule) -> Directional:
         """The same under another schedule, as `Pipeline.with_schedule`."""
@@ -140,7 +162,7 @@ def jvp(pipe: Pipeline) -> Directional:
         the output with its derivative. It is that of `fpipe.hvp`.
 
     Raises:
-        StageError: `pipe` is no pipeline, takes a vector already, has a state, or returns aux.
+        StageError: `pipe` is no pipeline, takes a vector already, or has a state.
 
     Example:
         >>> import torch, fpipe
@@ -219,14 +241,13 @@ def ggnvp(pipe: Pipeline) -> Directional:
 def _directional(
     name: str,
     pipe: Pipeline,
-    make_loss: Callable[[Callable[[Any, Any], Any], Returns], Callable[[Any, Any], Any]],
+    make_loss: Callable[[Callable[..., Any], Takes], Callable[..., Any]],
     *,
     stop: bool,
 ) -> Directional:
     check_pipeline(name, pipe)
     definition = pipe.definition
     refuse_choice(name, definition)
-    refuse_aux(name, definition)
     if definition.has_state:
         raise StageError(
             f"fpipe.{name} of a pipeline with has_state=True is not defined: what a state owes to "
@@ -269,7 +290,7 @@ def _directional(
         definition,
         stages=tuple(dual(*pair) for pair in enumerate(definition.stages)),
         loss=(dual_function if definition.function else make_loss)(
-            definition.loss, definition.returns
+            definition.loss, Takes(definition.returns, definition.loss_shape)
         ),
         loss_shape=(*definition.loss_shape, 2),
         loss_cotangent=(0.0, 1.0),

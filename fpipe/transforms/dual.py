@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.func import grad, jvp
 
 from fpipe import tree
 from fpipe.stage.joint import is_differentiable
-from fpipe.stage.returns import Returns
+from fpipe.stage.returns import Returns, Taken
 from fpipe.transforms.plain import differentiable_twice
 
 
@@ -61,53 +61,66 @@ def dual_stage(function: Callable[..., Any], *, first: bool, stop: bool) -> Call
     return stage
 
 
-def dual_loss(function: Callable[[Any, Any], Any], returns: Returns) -> Callable[[Any, Any], Any]:
-    """The loss and its directional derivative, along a new last dimension; a weight stays."""
+class Takes(NamedTuple):
+    """How what a loss function returns is taken apart.
+
+    Attributes:
+        returns: what it declares.
+        shape: of its loss, with None for a size that the arguments tell.
+    """
+
+    returns: Returns
+    shape: tuple[int | None, ...]
+
+    def paired(self, taken: Taken, derivative: Tensor) -> Any:
+        """What the function returns, with the derivative beside the loss."""
+        pair = torch.stack([taken.heads[0], derivative], -1)
+        return self.returns.written(taken._replace(heads=(pair, *taken.heads[1:])))
+
+
+def dual_loss(function: Callable[[Any, Any], Any], takes: Takes) -> Callable[[Any, Any], Any]:
+    """The loss and its directional derivative, along a new last dimension; the rest stays."""
 
     @wraps(function)
     def loss(value: Any, microbatch: Any) -> Any:
         y, y_dot = value
-
-        def run(own: Any) -> tuple[Any, ...]:
-            return returns.heads("the loss is", "loss(y, microbatch)", function(own, microbatch))
-
         with differentiable_twice():
-            heads, derivatives = _push(run, (y,), (y_dot,))
-        return _paired(heads, derivatives[0])
+            taken, derivatives = _push(
+                lambda own: _taken(function, takes, own, microbatch), (y,), (y_dot,)
+            )
+        return takes.paired(taken, derivatives.heads[0])
 
     return loss
 
 
-def dual_function(function: Callable[..., Any], returns: Returns) -> Callable[..., Any]:
+def _taken(function: Callable[[Any, Any], Any], takes: Takes, y: Any, microbatch: Any) -> Taken:
+    found = function(y, microbatch)
+    return takes.returns.take("the loss is", "loss(y, microbatch)", found, takes.shape)
+
+
+def dual_function(function: Callable[..., Any], takes: Takes) -> Callable[..., Any]:
     """A whole loss function and its directional derivative, along a new last dimension.
 
-    It is the first stage of a chain, and what it returns is the loss already; a weight stays.
+    It is the first stage of a chain, and what it returns is the loss already; the rest stays.
     """
+    name, returns = getattr(function, "__qualname__", type(function).__name__), takes.returns
 
-    name = getattr(function, "__qualname__", type(function).__name__)
+    def run(params: Any, microbatch: Any, **key: Tensor) -> Taken:
+        found = function(params, microbatch, **key)
+        return returns.take(f"{name} returns", returns.call, found, takes.shape)
 
-    def heads(params: Any, microbatch: Any, **key: Tensor) -> tuple[Any, ...]:
-        value = function(params, microbatch, **key)
-        return returns.heads(f"{name} returns", returns.call, value)
-
-    pair = dual_stage(heads, first=True, stop=False)
+    pair = dual_stage(run, first=True, stop=False)
 
     @wraps(function)
     def loss(packed: Any, microbatch: Any, **key: Tensor) -> Any:
-        values, derivatives = pair(packed, microbatch, **key)
-        return _paired(values, derivatives[0])
+        taken, derivatives = pair(packed, microbatch, **key)
+        return takes.paired(taken, derivatives.heads[0])
 
     return loss
 
 
-def _paired(heads: Sequence[Tensor], derivative: Tensor) -> Any:
-    """A loss with its derivative, in place of the loss."""
-    pair = torch.stack([heads[0], derivative], -1)
-    return (pair, *heads[1:]) if len(heads) > 1 else pair
-
-
 def gauss_newton_loss(
-    function: Callable[[Any, Any], Any], returns: Returns
+    function: Callable[[Any, Any], Any], takes: Takes
 ) -> Callable[[Any, Any], Any]:
     """What `dual_loss` returns, with other gradients: of y the product with the loss's Hessian.
 
@@ -123,27 +136,24 @@ def gauss_newton_loss(
         point = tuple(leaves[index] for index in chosen)
         tangents = tuple(tree.flatten(y_dot)[0])
 
-        def heads(*own: Tensor) -> tuple[Any, ...]:
+        def taken(*own: Tensor) -> Taken:
             full = list(leaves)
             for index, leaf in zip(chosen, own, strict=True):
                 full[index] = leaf
-            found = function(tree.unflatten(spec, full), microbatch)
-            return returns.heads("the loss is", "loss(y, microbatch)", found)
-
-        def at(*own: Tensor) -> Tensor:
-            one: Tensor = heads(*own)[0]
-            return one
+            return _taken(function, takes, tree.unflatten(spec, full), microbatch)
 
         with differentiable_twice():
             here = tuple(leaf.detach() for leaf in point)
             bent: Any = jvp(
-                grad(at, tuple(range(len(here)))), here, tuple(t.detach() for t in tangents)
+                grad(lambda *own: taken(*own).heads[0], tuple(range(len(here)))),
+                here,
+                tuple(t.detach() for t in tangents),
             )
             slopes, products = bent
             derivative = _dot(slopes, tangents)
             # Nothing in value, but the gradient by y.
             bend = _dot(products, point)
-            return _paired(heads(*point), derivative + bend - bend.detach())
+            return takes.paired(taken(*point), derivative + bend - bend.detach())
 
     return loss
 

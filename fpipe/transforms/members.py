@@ -49,6 +49,7 @@ class Members:
             self.loss,
             self.grads,
             self.out_dims,
+            self.aux_dims,
             self.batch,
             vectors=self.inner.vectors,
             weigh=None if self.inner.weigh is None else self.weigh,
@@ -179,6 +180,10 @@ class Members:
     def out_dims(self, out_dims: Any) -> Any:
         """Beneath the dimension of the members."""
         return prefix_map(_beneath, self.inner.out_dims(out_dims))
+
+    def aux_dims(self, out_dims: Any) -> Any:
+        """Beneath the dimension of the members."""
+        return prefix_map(_beneath, self.inner.aux_dims(out_dims))
 
 
 class _Stacked(NamedTuple):

@@ -23,13 +23,7 @@ from fpipe.stage.stage import Stage
 from fpipe.stage.workshop import Workshop
 from fpipe.transforms.mapping import over, prefix_map
 from fpipe.transforms.plain import batched
-from fpipe.transforms.transformed import (
-    P,
-    check_pipeline,
-    check_randomness,
-    refuse_aux,
-    refuse_choice,
-)
+from fpipe.transforms.transformed import P, check_pipeline, check_randomness, refuse_choice
 
 
 class ExampleNorms(NamedTuple):
@@ -42,6 +36,20 @@ class ExampleNorms(NamedTuple):
 
     loss: Tensor
     norms: Tensor
+
+
+class ExampleNormsAux(NamedTuple):
+    """The same where ``has_aux=True`` was declared.
+
+    Attributes:
+        loss: as in `ExampleNorms`.
+        norms: as in `ExampleNorms`.
+        aux: as `fpipe.per_example_grads` returns it.
+    """
+
+    loss: Tensor
+    norms: Tensor
+    aux: Any
 
 
 class NormPipeline:
@@ -59,13 +67,17 @@ class NormPipeline:
     def __repr__(self) -> str:
         return f"<NormPipeline {self.pipeline!r}>"
 
-    def step(self, params: Any, batch: Any, key: Tensor | None = None) -> ExampleNorms:
+    def step(self, params: Any, batch: Any, key: Tensor | None = None) -> Any:
         """Loss and gradient norm of each example, in the order of the rows of the batch.
 
         Arguments and errors are those of `Pipeline.step`. Over a process group every rank gets the
         norms, over the parameters of all ranks.
+
+        Returns:
+            An `ExampleNorms`; with ``has_aux`` an `ExampleNormsAux`.
         """
-        return ExampleNorms(*self.pipeline.run_step(params, batch, key=key))
+        loss, norms, *aux = self.pipeline.run_step(params, batch, key=key)
+        return ExampleNormsAux(loss, norms, *aux) if aux else ExampleNorms(loss, norms)
 
     def value(self, params: Any, batch: Any, key: Tensor | None = None) -> Tensor:
         """The loss of each example; runs forward only."""
@@ -136,7 +148,7 @@ def per_example_norms(pipe: Pipeline, *, randomness: str = "error") -> NormPipel
         ensemble ``(rows, members)``.
 
     Raises:
-        StageError: as for `per_example_grads`, or `pipe` takes a vector or returns aux.
+        StageError: as for `per_example_grads`, or `pipe` takes a vector.
 
     Example:
         >>> import torch, fpipe
@@ -155,7 +167,6 @@ def per_example_norms(pipe: Pipeline, *, randomness: str = "error") -> NormPipel
             "fpipe.per_example_norms of a pipeline that takes a vector would mix the norms of two "
             "products: take fpipe.per_example_grads of it, or the norms of the pipeline itself"
         )
-    refuse_aux("per_example_norms", definition)
     kept = 1 + len(definition.loss_shape)
     by_rows = _by_rows("per_example_norms", definition, randomness)
     squared = replace(
@@ -203,12 +214,13 @@ def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
         # It is a first stage that returns the loss already.
         loss = _stage(definition.loss, in_dims, randomness, first=True)
     inner = definition.convention
-    convention = inner._replace(out_dims=_first, weigh=_weigh(inner))
+    convention = inner._replace(out_dims=_first, aux_dims=_first, weigh=_weigh(inner))
     if inner is not PLAIN:
         convention = Convention(
             inner.enter,
             lambda loss: over(inner.loss, [loss], [0]),
             lambda grads: over(inner.grads, [grads], [0]),
+            _first,
             _first,
             vectors=inner.vectors,
             weigh=_weigh(inner),

@@ -46,19 +46,6 @@ def refuse_choice(transform: str, definition: Definition) -> None:
         )
 
 
-def refuse_aux(transform: str, definition: Definition) -> None:
-    """Refuse a pipeline that returns aux, where a transform returns other things.
-
-    Raises:
-        StageError: names the transform.
-    """
-    if definition.has_aux:
-        raise StageError(
-            f"fpipe.{transform} of a pipeline with has_aux=True is not defined, for it returns no "
-            "aux: transform a pipeline of the loss alone, and take aux from the step of this one"
-        )
-
-
 def check_pipeline(transform: str, pipe: Any) -> None:
     """Refuse what is no pipeline.
 

@@ -274,6 +274,8 @@ def test_aux_of_each_row() -> None:
     # A row without tokens has no loss of its own.
     batch["targets"][4, 0] = batch["targets"][7, 0] = 1
     loss, grads, aux = fpipe.per_example_grads(with_aux()).step(params, batch)
+    norms = fpipe.per_example_norms(with_aux()).step(params, batch)
+    assert_same(tuple(norms), (*norms_of((loss, grads)), aux))
     rows = [tree.tree_map(lambda leaf, r=r: leaf[r : r + 1], batch) for r in range(9)]
     for r, row in enumerate(rows):
         theirs, (value, own) = grad_and_value(returns_model.plain_loss, has_aux=True)(params, row)
@@ -282,17 +284,15 @@ def test_aux_of_each_row() -> None:
         assert_same({name: aux[name][r] for name in kept}, {name: own[name] for name in kept})
 
 
-def test_hvp_of_one_function() -> None:
+def test_directions_of_one_function() -> None:
     params, batch = returns_model.make_params(), returns_model.make_batch()
     vector = tree.tree_map(torch.sin, params)
-    pipe = fpipe.hvp(
-        fpipe.pipeline(
-            returns_model.weighted_sum,
-            schedule=schedules.zb_h1(ranks=4, microbatches=4),
-            reduction="weighted", compile=False,
-        )
-    )  # fmt: skip
-    loss, grads, product = pipe.step(params, batch, vector)
+    pipe = fpipe.hvp(with_aux())
+    loss, grads, product, aux = pipe.step(params, batch, vector)
+    assert_same(aux, with_aux().step(params, batch).aux)
+    value, slope = pipe.value(params, batch, vector)
+    forward = pipe.forward(params, batch, vector, out_dims=returns_model.OUT_DIMS)
+    assert_same((tuple(forward.loss), forward.aux), ((value, slope), aux))
 
     def step(own: Any) -> Any:
         found, value = grad_and_value(returns_model.by_microbatch)(own, batch)
@@ -301,6 +301,33 @@ def test_hvp_of_one_function() -> None:
     pushed: Any = jvp(step, (params,), (vector,))
     theirs, (_, bent) = pushed
     assert_same((loss, grads, product), (*theirs, bent), 1e-9)
+    dots = [
+        (g * v).sum() for g, v in zip(*(tree.flatten(t)[0] for t in (grads, vector)), strict=True)
+    ]
+    assert_same((value, slope), (loss, torch.stack(dots).sum()))
+
+
+def test_aux_of_stages_in_a_direction() -> None:
+    """The loss function after the stages declares it, and Gauss–Newton products have it too."""
+    own = Given(2)
+
+    def loss(y: Tensor, batch: Any) -> Any:
+        return weighted(y, batch), {"y": y, "most": y.amax()}
+
+    pipe = fpipe.pipeline(
+        own.stages, loss, schedules.zb_h1(ranks=2, microbatches=MICROBATCHES),
+        reduction="weighted", has_aux=True, compile=False,
+    )  # fmt: skip
+    aux = pipe.step(own.params, own.batch).aux
+    for name, transform in (("hvp", fpipe.hvp), ("ggnvp", fpipe.ggnvp)):
+        found = transform(pipe).step(own.params, own.batch, own.vector)
+        assert_same(tuple(found), (*expected(name, 2), aux), 1e-9)
+    several = fpipe.vmap(fpipe.hvp(pipe), (0, None, None)).step(
+        stacked(own.params), own.batch, own.vector
+    )
+    each = fpipe.vmap(pipe).step(stacked(own.params), own.batch)
+    assert_same(tuple(several), (*expected("vmap of hvp", 2), each.aux), 1e-9)
+    assert several.aux["most"].shape == (2, MICROBATCHES)
 
 
 # ── a state ─────────────────────────────────────────────────────────────────────────────────────
@@ -540,8 +567,6 @@ def test_over_two_processes(pair: Crew) -> None:
         (fpipe.per_example_grads, {"has_state": True}, "per_example_grads of .*has_state=True"),
         (fpipe.per_example_norms, {"has_state": True}, "per_example_norms of .*has_state=True"),
         (fpipe.hvp, {"has_state": True}, r"fpipe\.hvp of a pipeline with has_state=True"),
-        (fpipe.hvp, {"has_aux": True}, r"fpipe\.hvp of a pipeline with has_aux=True"),
-        (fpipe.per_example_norms, {"has_aux": True}, "per_example_norms of .*has_aux=True"),
         (
             lambda pipe: fpipe.grad(fpipe.vmap(pipe), "batch"),
             {"reduction": "weighted"},
