@@ -138,7 +138,7 @@ def call(
     buffers = {name: part.clone() for name, part in state.items() if isinstance(part, Tensor)}
     given = {**params, **buffers, **buffers_of(stats)}
     with _Statistics(stats):
-        output = functional_call(module, given, arguments, options)
+        output = called_with(module, given, arguments, options)
     for name, part in state.items():
         count = _joined_name(name, "num_batches_tracked")
         if isinstance(part, Deferred) and count in buffers:
@@ -146,6 +146,26 @@ def call(
             first = part.elements == 0
             buffers[count] = torch.where(first, buffers[count], state[count])
     return output, {name: stats.get(name, buffers.get(name)) for name in state}
+
+
+def called_with(
+    module: nn.Module,
+    given: Mapping[str, Tensor],
+    arguments: tuple[Any, ...],
+    options: Mapping[str, Any],
+) -> Any:
+    """`torch.func.functional_call`, which leaves what it was given in submodules of two names."""
+    held = (*module.named_parameters(), *module.named_buffers())
+    own = {id(tensor): given[name] for name, tensor in held if name in given}
+    places = {
+        _joined_name(prefix, name): own[id(tensor)]
+        for prefix, part in module.named_modules()  # each once, by its first name
+        for name, tensor in (*part._parameters.items(), *part._buffers.items())
+        if id(tensor) in own
+    }
+    unknown = {name: given[name] for name in given.keys() - {name for name, _ in held}}
+    chosen = {**places, **unknown}
+    return functional_call(module, chosen, arguments, dict(options), tie_weights=False)
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """An unmodified module as a loss function that is cut after some of its submodules.
 
-params, batch ── functional_call ──► output ── output.loss | loss(output, batch) ──► scalar
+params, batch ── called_with ──► output ── output.loss | loss(output, batch) ──► scalar
                       └── forward hooks on the named submodules execute fpipe.cut
 """
 
@@ -14,14 +14,13 @@ from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fpipe.convention import called
 from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError, few
 from fpipe.modules.buffers import refuse_missing
 from fpipe.modules.tracing import explaining
-from fpipe.nn import buffers_of, call, state_of
+from fpipe.nn import buffers_of, call, called_with, state_of
 from fpipe.schedule import Schedule
 from fpipe.stage.cut import cut
 from fpipe.stage.returns import LOSS, Returns
@@ -95,7 +94,7 @@ class ModuleLoss:
             given = {**self.buffers, **params}
             taken = {n: v for n, v in batch.items() if self._takes is None or n in self._takes}
             if not states:
-                output = functional_call(self.module, given, (), taken)
+                output = called_with(self.module, given, (), taken)
             else:
                 check_state(self.module, states[0])
                 refuse_missing(self.module, {*self.buffers, *buffers_of(states[0])})

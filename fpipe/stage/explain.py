@@ -26,6 +26,7 @@ _MACHINERY = (
 )
 
 _HIGHER_ORDER = re.compile(r"no rule registered for HigherOrderOperator (\w+)")
+_LAYERS = str(Path(torch.nn.__file__).parent)
 
 
 class ImpureError(Exception):
@@ -82,6 +83,12 @@ def explain(name: str, error: Exception, given: str) -> StageError:
             "autograd's own history, so take derivatives inside of it with torch.func.grad or "
             "torch.func.vjp"
         )
+    if "setup_context" in text:
+        return StageError(
+            f"{name} uses a torch.autograd.Function whose forward takes ctx{at}, or a module with "
+            "backward hooks: torch.func takes neither; write setup_context beside forward, remove "
+            "the hooks, or compute it in plain operations"
+        )
     if "requires_grad_()" in text:
         return StageError(
             f"{name} calls requires_grad_(){at}, and a stage is traced without autograd's own "
@@ -120,15 +127,20 @@ def describe(name: str, value: Any) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Where in the user's own code an error came from, as the middle of a sentence."""
-    found = ""
+    """Where in the user's own code an error came from, as the middle of a sentence.
+
+    Within a module of torch's that nobody's code has called, it is there.
+    """
+    found = layer = ""
     traceback = error.__traceback__
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
         if not file.startswith(_MACHINERY):
             found = f" at {file}:{traceback.tb_lineno}"
+        elif file.startswith(_LAYERS):
+            layer = f" at {file}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
-    return found
+    return found or layer
 
 
 def _passed_through(error: BaseException, file: str) -> bool:

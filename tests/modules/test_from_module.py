@@ -195,3 +195,68 @@ def test_wrong_params_and_batches_are_refused() -> None:
     with pytest.raises(fpipe.BatchError, match=r"\['embedding.weight'\] lies on the meta device"):
         shape = params["embedding.weight"].to("meta")
         pipe.load_into(module, params | {"embedding.weight": shape})
+
+
+class Twice(nn.Module):
+    """A submodule of two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(3, 3)
+        self.bridge = nn.Linear(3, 3)
+        self.decoder = self.encoder
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The first layer again at the end."""
+        hidden: Tensor = self.decoder(torch.tanh(self.bridge(torch.tanh(self.encoder(x)))))
+        return hidden
+
+
+def test_submodule_of_two_names_stays_as_it_is() -> None:
+    # torch.func.functional_call put what it was given into it for good: abstract tensors.
+    module = Twice().double()
+    params, batch = detached(module), {"x": torch.randn(4, 3, dtype=torch.float64)}
+    held = dict(module.named_parameters())
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return output.square().mean()
+
+    schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
+    pipe = fpipe.from_module(module, schedule=schedule, cuts=["bridge"], loss=loss, compile=False)
+    step = pipe.step(params, batch)
+    assert all(held[name] is tensor for name, tensor in module.named_parameters())
+    loss(module(batch["x"]), batch).backward()
+    for name, tensor in held.items():
+        torch.testing.assert_close(step.grads[name], tensor.grad)
+
+
+def test_place_in_a_layer_of_torch_is_named() -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    module = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    batch = {"src": torch.ones(2, 3, 4), "mask": torch.zeros(3, 3)}
+    pipe = fpipe.from_module(
+        module,
+        schedule=fpipe.schedules.gpipe(ranks=2, microbatches=1),
+        cuts=["layers.0"],
+        loss=lambda output, _: output.mean(),
+        in_dims={"src": 0, "mask": None},
+        compile=False,
+    )
+    with pytest.raises(fpipe.StageError, match=r"branches on data .* at .*/transformer\.py:\d+"):
+        pipe.step(detached(module), batch)
+
+
+def test_backward_hooks_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module[1].register_full_backward_hook(lambda *_: None)
+    pipe = fpipe.from_module(
+        module,
+        schedule=fpipe.schedules.gpipe(ranks=2, microbatches=1),
+        cuts=["0"],
+        loss=lambda output, _: output.mean(),
+        compile=False,
+    )
+    with pytest.raises(
+        fpipe.StageError, match=r"or a module with backward hooks: .* remove the hooks"
+    ):
+        pipe.step(detached(module), {"input": torch.ones(2, 3)})
