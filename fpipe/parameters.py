@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,5 +94,11 @@ def keep(params: Any, stages: Collection[int]) -> Any:
     """
     if not isinstance(params, list | tuple):
         return params
-    kept = [part if index in stages else None for index, part in enumerate(params)]
-    return kept if isinstance(params, list) else tuple(kept)
+    return contained([part if n in stages else None for n, part in enumerate(params)], params)
+
+
+def contained(parts: Sequence[Any], like: Any) -> Any:
+    """`parts` in a container of the same kind as `like`: a list, a tuple or a named tuple."""
+    if isinstance(like, list):
+        return list(parts)
+    return tuple(parts) if type(like) is tuple else like._make(parts)

@@ -43,13 +43,14 @@ class Direction:
         """Give every stage its parameters, and the direction of each that can have one."""
         pairs = [self.parts.read(*pair) for pair in (("params", params), ("vector", vector))]
         flags = self._trained([part for _, part in pairs[0]], replace(self.trainable, within=()))
-        filled = self.parts.join([_filled(*own) for own in zip(*pairs, flags, strict=True)])
+        own = [_filled(*own) for own in zip(*pairs, flags, strict=True)]
+        filled = self.parts.join(own, params)
         params, packed_batch = self.inner.enter(params, batch)
         # What happens to the parameters on the way to the stages happens to their direction too.
         directions = self.parts.split(self.inner.enter(filled, batch)[0])
         moving = map(_chosen, directions, self._trained(directions, self.trainable))
         packed = list(zip(self.parts.split(params), moving, strict=True))
-        return self.parts.join(packed), packed_batch
+        return self.parts.join(packed, params), packed_batch
 
     def _trained(self, parts: Sequence[Any], trainable: Trainable) -> list[list[bool]]:
         """For each leaf of each part, whether it has a direction."""
@@ -68,7 +69,7 @@ class Direction:
         """Gradients by the parameters, and by the vector in the structure of the former."""
         pairs = [(None, None) if part is None else part for part in self.parts.split(grads)]
         sides = (list(side) for side in zip(*pairs, strict=True))
-        return Dual(*(self.inner.grads(self.parts.join(side)) for side in sides))
+        return Dual(*(self.inner.grads(self.parts.join(side, grads)) for side in sides))
 
     def out_dims(self, out_dims: Any) -> Any:
         """The same for an output and its derivative."""

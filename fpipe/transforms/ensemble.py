@@ -22,7 +22,7 @@ from fpipe.transforms.plain import batched
 from fpipe.transforms.transformed import P, check_pipeline, check_randomness, refuse_choice
 
 
-def vmap(pipe: P, in_dims: Any = (0, None), *, randomness: str = "error") -> P:
+def vmap(pipe: P, in_dims: Any = None, *, randomness: str = "error") -> P:
     """A pipeline of an ensemble: every stage, or the one function, computes all members at once.
 
     The members are stacked along a dimension of the parameters and, if wanted, of the batch and of
@@ -35,7 +35,9 @@ def vmap(pipe: P, in_dims: Any = (0, None), *, randomness: str = "error") -> P:
         in_dims: one entry for each argument of ``pipe.step``, a pytree prefix as in
             `torch.func.vmap`: the dimension that holds the members, or None for leaves that they
             share. A mapped batch leaf may be one number per member: a temperature, a weight. With
-            ``has_state`` there are three, such as ``(0, 0, None)``.
+            ``has_state`` there are three, such as ``(0, 0, None)``, as there are where a vector
+            follows the batch. By default ``(0, None)``: all are stacked but the batch, and so are
+            a state and a vector.
         randomness: ``"different"`` or ``"same"`` for all members; ``"error"`` refuses random ops.
 
     Returns:
@@ -63,16 +65,17 @@ def vmap(pipe: P, in_dims: Any = (0, None), *, randomness: str = "error") -> P:
     check_pipeline("vmap", pipe)
     definition = pipe.definition
     refuse_choice("vmap", definition)
-    _check(in_dims, randomness, definition.takes)
-    return type(pipe)(ensemble(definition, tuple(in_dims), randomness))
+    usual = tuple(None if name == "batch" else 0 for name in definition.takes)
+    chosen = usual if in_dims is None else in_dims
+    _check(chosen, randomness, definition.takes, usual)
+    return type(pipe)(ensemble(definition, tuple(chosen), randomness))
 
 
-def _check(in_dims: Any, randomness: str, takes: Sequence[str]) -> None:
+def _check(in_dims: Any, randomness: str, takes: Sequence[str], usual: tuple[Any, ...]) -> None:
     if not isinstance(in_dims, list | tuple) or len(in_dims) != len(takes):
-        example = tuple(None if name == "batch" else 0 for name in takes)
         raise StageError(
             f"in_dims={in_dims!r:.60} must be a tuple of {len(takes)}, one entry for each of "
-            f"({', '.join(takes)}), such as {example}"
+            f"({', '.join(takes)}), such as {usual}"
         )
     check_randomness(randomness)
 

@@ -62,13 +62,15 @@ class Members:
             self._apart, (arguments, self.in_dims[1:])
         )
         names = ("params", *(f"vectors[{number}]" for number in range(len(vectors))))
-        stacked = list(map(self._read, names, (params, *vectors), (self.in_dims[0], *vector_dims)))
+        given = (params, *vectors)
+        stacked = list(map(self._read, names, given, (self.in_dims[0], *vector_dims)))
         states = [_Stacked.read("state", *pair) for pair in zip(state, state_dims, strict=True)]
         shared = _Stacked.read("batch", batch, batch_dims)
         entries = [*(entry for parts in stacked for entry in parts), *states, shared]
         size = _count(entries)
         packed, *directions = (
-            self.parts.join([entry.moved(size) for entry in parts]) for parts in stacked
+            self.parts.join([entry.moved(size) for entry in parts], own)
+            for parts, own in zip(stacked, given, strict=True)
         )
         batch = shared.moved(None)
         if self.inner is not PLAIN:
@@ -78,7 +80,8 @@ class Members:
         if self.has_state:
             # The state stays beside the parameters, however many levels of members there are.
             return ((members, packed[0]), packed[1]), batch
-        return self.parts.join([(members, part) for part in self.parts.split(packed)]), batch
+        pairs = [(members, part) for part in self.parts.split(packed)]
+        return self.parts.join(pairs, packed), batch
 
     def _apart(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[Any]]:
         """What comes after the parameters: the state, if there is one, the batch, the vectors."""
@@ -127,7 +130,7 @@ class Members:
             packed = own, state
         else:
             packed = self.parts.join(
-                [None if part is None else part[1] for part in self.parts.split(grads)]
+                [None if part is None else part[1] for part in self.parts.split(grads)], grads
             )
         if self.inner is not PLAIN:
             packed = over(self.inner.grads, [packed], [0])
@@ -137,7 +140,7 @@ class Members:
         if isinstance(grads, Dual):
             return Dual(*map(self._restore, grads))
         pairs = zip(self.parts.split(grads), self.parts.prefixes(self.in_dims[0]), strict=True)
-        return self.parts.join([_restored(part, prefix) for part, prefix in pairs])
+        return self.parts.join([_restored(part, prefix) for part, prefix in pairs], grads)
 
     def weigh(self, grads: Any, cotangent: Tensor) -> Any:
         """The gradients of a sum of all members' losses, each with its weight."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from fpipe.definition import Definition
 from fpipe.errors import BatchError
-from fpipe.parameters import check_parts
+from fpipe.parameters import check_parts, contained
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Parts:
         """The parts of parameters, or of what has their structure."""
         return [value] if self.stages is None else value
 
-    def join(self, parts: Sequence[Any]) -> Any:
-        """The inverse of `split`."""
-        return parts[0] if self.stages is None else parts
+    def join(self, parts: Sequence[Any], like: Any) -> Any:
+        """The inverse of `split`; `like` is the container that the parts come in."""
+        return parts[0] if self.stages is None else contained(parts, like)
 
     def read(self, name: str, value: Any) -> list[tuple[str, Any]]:
         """The parts of an argument of the caller's, each with its name.

@@ -5,7 +5,7 @@ Every schedule is in test_every_schedule.py, with a small model.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -142,6 +142,29 @@ def test_stack_module_state_is_accepted_as_it_is() -> None:
         alone.backward()
         assert_same(loss[number], alone, 1e-5)
         assert_same(grads[0][0]["weight"][number], own[0].weight.grad, 1e-5)
+
+
+class Halves(NamedTuple):
+    """Parameters of two stages, by name."""
+
+    lower: Any
+    upper: Any
+
+
+@pytest.mark.parametrize("container", [tuple, Halves._make])
+def test_gradients_come_in_the_container_of_the_parameters(container: Any) -> None:
+    model = mlp(2, 4)
+    pipe = pipe_of(model, schedules.one_f_one_b(ranks=2, microbatches=2))
+    params, members = container(model.params), container(members_of(model.params))
+    found = [
+        (pipe.step(params, model.batch).grads, params),
+        (fpipe.vmap(pipe).step(members, model.batch).grads, members),
+        (torch.vmap(torch.func.grad(pipe.value), (0, None))(members, model.batch), members),
+        (fpipe.hvp(pipe).step(params, model.batch, params).hvp, params),
+        (fpipe.vmap(fpipe.hvp(pipe)).step(members, model.batch, members).hvp, members),
+    ]
+    for grads, given in found:
+        assert tree.structure(grads) == tree.structure(given)
 
 
 def test_ensembles_of_ensembles() -> None:
