@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from torch.distributed import DistNetworkError
+
 from fpipe.controller.fault import Fault
 
 BEAT = 0.5
@@ -79,6 +81,7 @@ class Watch:
         self._topic: str | None = None
         self._own: Fault | None = None
         self._suspicion: str | None = None
+        self._lost: Fault | None = None
         self._known = threading.Event()
         self._wake = threading.Event()
         self.fault: Fault | None = None
@@ -135,26 +138,35 @@ class Watch:
     def beat(self) -> float:
         """One round: beat, look at the next rank, look for a fault; returns when to come again."""
         topic = self._topic
-        fault: Fault | None = None
-        try:
-            self._beats += 1
-            self._store.set(self._keys[self._rank], str(self._beats))
-            following = (self._rank + 1) % len(self._keys)
-            silence = self._silence(following)
-            if topic is not None:
-                fault = self._look(topic)
-            # A rank that has never beaten may be a long time on its way to its pipeline.
-            silent = silence.has_beaten and silence.seconds > self._timeout
-            if topic is not None and fault is None and silent:
-                fault = self._tell(topic, _silent(following, silence.seconds))
-        except RuntimeError as error:
-            fault = _store_lost(error)
+        fault = self._lost
+        if fault is None:
+            try:
+                fault = self._round(topic)
+            except RuntimeError as error:
+                fault = _store_lost(error)
+                # It does not come back, and torch logs a page for each further question.
+                self._lost = fault if isinstance(error, DistNetworkError) else None
         self._missed = 0
         if topic is not None and fault is not None:
             self._note(topic, fault)
             if fault.breaks and topic == self._topic:
                 self._ring()
         return BEAT if self._suspicion is None else BEAT / 5
+
+    def _round(self, topic: str | None) -> Fault | None:
+        """Ask the store all there is to ask; returns the fault of the step, if there is one."""
+        self._beats += 1
+        self._store.set(self._keys[self._rank], str(self._beats))
+        following = (self._rank + 1) % len(self._keys)
+        silence = self._silence(following)
+        if topic is None:
+            return None
+        # A rank that has never beaten may be a long time on its way to its pipeline.
+        silent = silence.has_beaten and silence.seconds > self._timeout
+        fault = self._look(topic)
+        if fault is None and silent:
+            fault = self._tell(topic, _silent(following, silence.seconds))
+        return fault
 
     def _look(self, topic: str) -> Fault | None:
         """The fault of a step, if there is one; who has ended is only asked when a wait broke."""

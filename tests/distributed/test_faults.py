@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from fpipe import Schedule, schedules
+from fpipe.controller.watch import Watch
 from tests.distributed import actors, traps
 from tests.distributed.crew import Crew, Failure, Outcome, values
 
@@ -253,3 +255,41 @@ def test_the_rank_that_hosts_the_store(deed: str) -> None:
         for error in failures(answers, 0, within=2.0 + SOON):
             assert error.text.endswith(GONE)
             assert "rank 0" in error.text
+
+
+class LostStore:
+    """A store whose host has ended."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.asked += 1
+        raise dist.DistNetworkError("Broken pipe")
+
+    def get(self, key: str) -> bytes:
+        raise AssertionError
+
+    def check(self, keys: list[str]) -> bool:
+        raise AssertionError
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        raise AssertionError
+
+
+def test_a_lost_store_is_asked_no_more() -> None:
+    """Of each question torch logs a page, and there were two a second until the script ended."""
+    store = LostStore()
+    watch = Watch(store, ["0", "1"], 0, 60.0, ring=lambda: None)
+    try:
+        for step in ("first", "second"):
+            watch.begin(step)
+            fault = watch.await_fault()
+            assert fault is not None and fault.breaks
+            assert "the process that hosts it (the launcher, or rank 0) has ended" in fault.text
+            watch.end()
+        asked = store.asked
+        watch.beat()
+        assert store.asked == asked
+    finally:
+        watch.close()
