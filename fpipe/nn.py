@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fpipe import tree
 from fpipe.draws import keyed as keyed
+from fpipe.errors import StageError
 
 
 class BatchStats(NamedTuple):
@@ -136,9 +137,9 @@ def call(
     """
     stats = {name: part for name, part in state.items() if not isinstance(part, Tensor)}
     buffers = {name: part.clone() for name, part in state.items() if isinstance(part, Tensor)}
-    given = {**params, **buffers, **buffers_of(stats)}
+    given = {**params, **buffers_of(stats)}
     with _Statistics(stats):
-        output = called_with(module, given, arguments, options)
+        output = called_with(module, given, buffers, arguments, options)
     for name, part in state.items():
         count = _joined_name(name, "num_batches_tracked")
         if isinstance(part, Deferred) and count in buffers:
@@ -151,21 +152,47 @@ def call(
 def called_with(
     module: nn.Module,
     given: Mapping[str, Tensor],
+    buffers: dict[str, Tensor],
     arguments: tuple[Any, ...],
     options: Mapping[str, Any],
 ) -> Any:
-    """`torch.func.functional_call`, which leaves what it was given in submodules of two names."""
-    held = (*module.named_parameters(), *module.named_buffers())
-    own = {id(tensor): given[name] for name, tensor in held if name in given}
+    """`torch.func.functional_call`, after which the module holds what it held before.
+
+    Of submodules that have two names it would keep what it was given, and of buffers that the
+    forward assigns to the new value.
+
+    Args:
+        module: called with the arguments and options.
+        given: parameters and buffers by their names, in place of the module's own.
+        buffers: others that are given; those that the forward assigns to are brought up to date.
+
+    Raises:
+        StageError: the forward assigns to another buffer.
+    """
+    own = dict(module.named_buffers())
+    held = {**dict(module.named_parameters()), **own}
+    chosen = {**own, **given, **buffers}
+    values = {id(tensor): (name, chosen[name]) for name, tensor in held.items() if name in chosen}
     places = {
-        _joined_name(prefix, name): own[id(tensor)]
+        _joined_name(prefix, name): values[id(tensor)]
         for prefix, part in module.named_modules()  # each once, by its first name
         for name, tensor in (*part._parameters.items(), *part._buffers.items())
-        if id(tensor) in own
+        if id(tensor) in values
     }
-    unknown = {name: given[name] for name in given.keys() - {name for name, _ in held}}
-    chosen = {**places, **unknown}
-    return functional_call(module, chosen, arguments, dict(options), tie_weights=False)
+    passed = {place: value for place, (_, value) in places.items()}
+    passed |= {name: chosen[name] for name in chosen.keys() - held.keys()}
+    output = functional_call(module, passed, arguments, dict(options), tie_weights=False)
+    for place, (name, value) in places.items():
+        if passed[place] is value:  # torch writes into it what the module has in the end
+            continue
+        if name not in buffers:
+            raise StageError(
+                f"{type(module).__name__} assigns to its buffer {name!r} in its forward: a stage "
+                "is a pure function; call module.eval(), or take the buffer into the state of a "
+                "step, has_state=True"
+            )
+        buffers[name] = passed[place]
+    return output
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:

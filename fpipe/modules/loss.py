@@ -94,7 +94,7 @@ class ModuleLoss:
             given = {**self.buffers, **params}
             taken = {n: v for n, v in batch.items() if self._takes is None or n in self._takes}
             if not states:
-                output = called_with(self.module, given, (), taken)
+                output = called_with(self.module, given, {}, (), taken)
             else:
                 check_state(self.module, states[0])
                 refuse_missing(self.module, {*self.buffers, *buffers_of(states[0])})

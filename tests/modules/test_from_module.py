@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
+from fpipe.nn import state_of
 from fpipe.schedule import Schedule
 from tests.modules.models import (
     CUTS,
@@ -197,6 +198,24 @@ def test_wrong_params_and_batches_are_refused() -> None:
         pipe.load_into(module, params | {"embedding.weight": shape})
 
 
+class Averaging(nn.Module):
+    """Assigns to its buffer."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.register_buffer("average", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Less what has been the mean so far."""
+        x = self.first(x)
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        y: Tensor = self.second(x - self.average)
+        return y
+
+
 class Twice(nn.Module):
     """A submodule of two names."""
 
@@ -228,6 +247,30 @@ def test_submodule_of_two_names_stays_as_it_is() -> None:
     loss(module(batch["x"]), batch).backward()
     for name, tensor in held.items():
         torch.testing.assert_close(step.grads[name], tensor.grad)
+
+
+def test_assignment_to_a_buffer_that_is_no_state_is_refused() -> None:
+    module = Averaging()
+    before = module.average
+    pipe = fpipe.from_module(module, schedule=TWO, cuts=["first"], loss=squares, compile=False)
+    with pytest.raises(
+        fpipe.StageError, match=r"Averaging assigns to its buffer 'average' .*has_state=True"
+    ):
+        pipe.step(detached(module), {"x": torch.ones(4, 3)})
+    assert module.average is before
+
+
+def test_assignment_to_a_buffer_is_a_new_state() -> None:
+    # It was lost: the state of a step was the one before.
+    module = Averaging()
+    params, x = detached(module), torch.randn(4, 3)
+    pipe = fpipe.from_module(
+        module, schedule=TWO, cuts=["first"], loss=squares, has_state=True, compile=False
+    )
+    state = pipe.step(params, state_of(module), {"x": x}).state
+    for rows in x.chunk(TWO.num_microbatches):
+        module(rows)
+    torch.testing.assert_close(state["average"], module.average.detach())
 
 
 def test_place_in_a_layer_of_torch_is_named() -> None:
