@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.apart import apart
 from fpipe.checkpoint.loading import NO_NAMING, Naming, reading
 from fpipe.controller.choosing import controller_of, workshop_of
 from fpipe.controller.controller import Finished, Gather
@@ -66,6 +67,7 @@ class Pipeline:
     def __repr__(self) -> str:
         return f"<Pipeline of {self.schedule!r}>"
 
+    @apart
     def step(self, params: Any, *arguments: Any, key: Tensor | None = None) -> Any:
         """Loss and gradients of one batch.
 
@@ -107,6 +109,7 @@ class Pipeline:
             return self._with_more(loss, grads, done)
         return Step(loss, grads)
 
+    @apart
     def value(self, params: Any, *arguments: Any, key: Tensor | None = None) -> Tensor:
         """The loss of one batch alone: runs forward only and keeps nothing for a backward.
 
@@ -129,6 +132,7 @@ class Pipeline:
         loss: Tensor = self.run_value(params, *arguments, key=key)
         return loss
 
+    @apart
     def forward(
         self, params: Any, *arguments: Any, key: Tensor | None = None, out_dims: Any = OWN
     ) -> Any:

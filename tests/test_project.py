@@ -106,7 +106,7 @@ LAYERS: Final = (
         "fpipe.transforms.plain",
         "fpipe.transforms.transformed",
     ),
-    ("fpipe.call", "fpipe.history", "fpipe.holding", "fpipe.levels"),
+    ("fpipe.apart", "fpipe.call", "fpipe.history", "fpipe.holding", "fpipe.levels"),
     ("fpipe.engine", "fpipe.entry"),
     ("fpipe.profiling",),
     ("fpipe.modules",),

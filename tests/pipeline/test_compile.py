@@ -133,3 +133,15 @@ def test_trace_does_not_depend_on_grad_mode() -> None:
     with torch.no_grad():
         step = pipe.step(MODEL.params, MODEL.batch)
     assert_same(step, unpipelined(*MODEL))
+
+
+@pytest.mark.parametrize("method", ["step", "value", "forward"])
+def test_a_call_within_a_compiled_function(method: str) -> None:
+    """torch.compile went into the pipeline, and failed there."""
+    pipe = plain_pipeline(MODEL.stages)
+
+    def whole(params: Any, batch: Any) -> Any:
+        return getattr(pipe, method)(params, {k: v * 2 for k, v in batch.items()})
+
+    compiled = torch.compile(whole, backend="eager")
+    assert_same(compiled(MODEL.params, MODEL.batch), whole(MODEL.params, MODEL.batch))
