@@ -32,8 +32,9 @@ def owed_by_stage(requires: Requires | None, reads: Reads) -> Owed:
         reads: per stage, the stages whose output it reads.
 
     Raises:
-        ScheduleError: `requires` has another length than there are stages, an entry is not F with
-            or without I and W, or a stage owes a gradient that no stage after it passes back.
+        ScheduleError: `requires` is no sequence or has another length than there are stages, an
+            entry is not F with or without I and W, or a stage owes a gradient that no stage after
+            it passes back.
 
     Example:
         >>> [" ".join(sorted(owed)) for owed in owed_by_stage(["F", "FW"], ((), (0,)))]
@@ -43,6 +44,11 @@ def owed_by_stage(requires: Requires | None, reads: Reads) -> Owed:
         requires = "FIW"
     if isinstance(requires, str):
         requires = [requires] * len(reads)
+    if not isinstance(requires, Sequence):
+        raise ScheduleError(
+            f"requires={requires!r:.60} is a {type(requires).__name__}: give one entry per stage, "
+            "such as 'FIW', or one string for them all"
+        )
     if len(requires) != len(reads):
         raise ScheduleError(
             f"requires has {len(requires)} entries and the schedule {len(reads)} stages: give one "
@@ -61,7 +67,7 @@ def owed_by_stage(requires: Requires | None, reads: Reads) -> Owed:
 
 
 def _entry(stage: int, entry: str | Collection[str]) -> frozenset[Op]:
-    ops = frozenset(entry)
+    ops = frozenset(entry) if isinstance(entry, Collection) else frozenset()
     if Op.F not in ops or not ops <= {Op.F, Op.I, Op.W}:
         raise ScheduleError(
             f"requires[{stage}]={entry!r} must be one of 'F', 'FI', 'FW' and 'FIW': forward, input "
