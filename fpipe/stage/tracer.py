@@ -235,7 +235,7 @@ def _run_abstractly(
 ) -> tuple[list[Tensor], optree.PyTreeSpec]:
     """What the function returns on fake tensors, or a clear refusal."""
     try:
-        with mode, torch.no_grad():
+        with mode, torch.no_grad(), WithoutPeeking():
             # Clones, because one leaf may come in by several names.
             inputs = [value.clone() for value in leaves.values]
             with WriteGuard(dict(zip(leaves.paths, inputs, strict=True)), origin), Known():

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call, grad, jvp, vmap
 
-from fpipe import Stage
+from fpipe import Stage, hvp
 from tests.models import (
     assert_same,
     check,
@@ -188,6 +188,16 @@ def check_convolutions(**options: Any) -> None:
     ]
     x = rand(4, 2, 9, 9).to(memory_format=torch.channels_last)
     check([convolutions] * 2, params, x, lambda y, _: y.square().mean(), **options)
+
+
+@USES_JIT
+def test_one_hot_of_a_transformed_stage_looks_at_no_data() -> None:
+    def first(p: Any, batch: Any) -> Tensor:
+        return one_hot(mlp_first(p, batch))
+
+    pipe = plain_pipeline([first, mlp_layer])
+    product = hvp(pipe).step(MODEL.params, MODEL.batch, MODEL.params)
+    assert_same(product.grads, pipe.step(MODEL.params, MODEL.batch).grads)
 
 
 def test_convolutions_in_any_memory_format() -> None:
