@@ -138,8 +138,19 @@ def test_frozen_parameters_have_no_direction() -> None:
     module = language_model()
     module.embedding.requires_grad_(requires_grad=False)
     pipe = fpipe.from_module(module, schedule=PIPE.schedule, cuts=CUTS, compile=False)
-    with pytest.raises(StageError, match=r"fpipe\.hvp of a pipeline with trainable=\.\.\."):
-        fpipe.hvp(pipe)
-    grads = fpipe.per_example_grads(pipe).step(detached(module), BATCH).grads
+    params = detached(module)
+    vector = tree.tree_map(torch.cos, params) | {"embedding.weight": None}
+    found = fpipe.hvp(pipe).step(params, BATCH, vector)
+    trained = {name: leaf for name, leaf in params.items() if name != "embedding.weight"}
+
+    def whole_of(own: Any) -> Tensor:
+        return whole(params | own, BATCH)
+
+    with differentiable_twice():
+        pushed: Any = jvp(grad(whole_of), (trained,), ({n: vector[n] for n in trained},))
+    grads, loss = grad_and_value(whole_of)(trained)
+    none = {"embedding.weight": None}
+    assert_same(tuple(found), (loss, grads | none, pushed[1] | none), 1e-9)
+    grads = fpipe.per_example_grads(pipe).step(params, BATCH).grads
     assert grads["embedding.weight"] is None
     assert grads["blocks.0.qkv.weight"].shape == (6, 24, 8)
