@@ -98,20 +98,32 @@ def _filled(own: tuple[str, Any], other: tuple[str, Any], trained: Sequence[bool
     leaves, spec = tree.tensors(name, params, HINT)
     given, given_spec = tree.tensors(vector_name, vector, HINT)
     if given_spec != spec:
-        wanted = tree.unflatten(
-            spec, [leaf if flag else None for leaf, flag in zip(leaves, trained, strict=True)]
-        )
-        if given_spec != tree.structure(wanted):
+        along = _along(tree.unflatten(given_spec, given), params, trained)
+        if along is None:
             raise BatchError(
                 f"{vector_name} is {given_spec}, but {name} is {spec}: a vector has the structure "
-                f"of the parameters; {HINT}"
+                f"of the parameters, or None for what is not trained; {HINT}"
             )
-        rest = iter(given)
-        given = [next(rest) if flag else leaf for leaf, flag in zip(leaves, trained, strict=True)]
+        given = [leaf if own is None else own for leaf, own in zip(leaves, along, strict=True)]
     for path in _misfits(leaves, given, trained, tree.paths(spec)):
         raise BatchError(f"{vector_name}{path}: the two must agree")
     filled = [own if flag else leaf for leaf, own, flag in zip(leaves, given, trained, strict=True)]
     return tree.unflatten(spec, filled)
+
+
+def _along(vector: Any, params: Any, trained: Sequence[bool]) -> list[Tensor | None] | None:
+    """The direction of each leaf of a vector with None for leaves, or for whole subtrees.
+
+    Returns:
+        None for a leaf that is not trained, and in place of all if the vector does not fit.
+    """
+    try:
+        along = tree.broadcast_prefix("vector", vector, params, "params")
+    except BatchError:
+        return None
+    once = len(tree.flatten(vector)[0]) == sum(own is not None for own in along)
+    missing = any(flag and own is None for own, flag in zip(along, trained, strict=True))
+    return along if once and not missing else None
 
 
 def _misfits(

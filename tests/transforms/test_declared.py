@@ -481,6 +481,13 @@ def test_what_is_not_trained_has_no_direction(transform: Any, choice: str) -> No
     # A vector as the gradients are, with None for what is not trained.
     again = pipe.step(model.params, model.batch, trained(tree.unflatten(spec, vector)))
     assert_identical(tuple(again), tuple(found))
+    if choice == "whole stages":
+        parts = tree.unflatten(spec, vector)
+        short = [own if flag else None for own, flag in zip(parts, flags, strict=True)]
+        again = pipe.step(model.params, model.batch, short)
+        assert_identical(tuple(again), tuple(found))
+        with pytest.raises(BatchError, match=r"or None for what is not trained"):
+            pipe.step(model.params, model.batch, [None] * 4)
     slope = fpipe.jvp(
         fpipe.pipeline(
             model.stages, model.loss, schedules.zb_h1(ranks=4, microbatches=3),
