@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 import optree
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from fpipe import tree
 from fpipe.convention import scaled
@@ -27,8 +28,8 @@ INSTEAD: Final = {
     "every rank",
     "Grad": "torch.func.grad or vjp: pipe.step returns the gradients already, pipe.value can be "
     "differentiated by parameters and batch, and fpipe.hvp(pipe) gives second derivatives",
-    "Jvp": "torch.func.jvp or jacfwd: fpipe.jvp(pipe) is the pipeline of the derivatives, and "
-    "fpipe.hvp(pipe) that of second ones",
+    "Jvp": "torch.func.jvp or jacfwd, or forward-mode autograd: fpipe.jvp(pipe) is the pipeline of "
+    "the derivatives, and fpipe.hvp(pipe) that of second ones",
     "Functionalize": "torch.func.functionalize: a step is pure already, call it outside",
 }
 
@@ -175,6 +176,7 @@ class _Operation(torch.autograd.Function):
             ctx.save_for_backward(*output[1:])
 
     @staticmethod
+    @_disable_dynamo
     def backward(ctx: Any, cotangent: Tensor | None, *further: Tensor | None) -> Any:
         if not ctx.call.tracked:
             raise refuse("Grad")

@@ -3,7 +3,10 @@
 vmap        the call of the pipeline of all members, below this level
 grad, vjp   of `value` a loss with history; whatever does not depend on what is differentiated
             by is called below this level
-jvp, ...    refused, with the transform of ours to use
+jvp, ...    refused, with the transform of ours to use, where the call depends on the level
+
+Forward-mode autograd without `torch.func` is refused likewise. `torch.compile` around a call leaves
+it out of its graph: the stages are compiled already.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from fpipe import tree
@@ -22,10 +27,19 @@ _functorch = torch._C._functorch
 
 
 def is_within() -> bool:
-    """Whether any transform of `torch.func` is at work."""
-    return _functorch.peek_interpreter_stack() is not None
+    """Whether `torch.func`, forward-mode autograd or `torch.compile` is at work."""
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or _functorch.peek_interpreter_stack() is not None
+        or _is_forward_mode()
+    )
 
 
+def _is_forward_mode() -> bool:
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+
+
+@_disable_dynamo
 def call_within(pipe: Any, method: str, *arguments: Any, **options: Any) -> Any:
     """Call a method of a pipeline within the innermost transform of `torch.func`.
 
@@ -38,6 +52,8 @@ def call_within(pipe: Any, method: str, *arguments: Any, **options: Any) -> Any:
     Raises:
         FpipeError: it cannot run there; names the transform of ours to use instead.
     """
+    if _functorch.peek_interpreter_stack() is None:
+        return _call_outside(pipe, method, *arguments, **options)
     interpreter = retrieve_current_functorch_interpreter()
     kind, level = interpreter.key().name, interpreter.level()
     leaves, spec = tree.flatten(arguments)
@@ -49,15 +65,30 @@ def call_within(pipe: Any, method: str, *arguments: Any, **options: Any) -> Any:
             if method != "value" or not has_history(pipe):
                 raise refuse(kind)
             return tracked_value(pipe, *arguments, **options)
+    elif kind != "Jvp" or any(map(_has_tangent, leaves)):
+        raise refuse(kind)
+    if kind != "Vmap":
         leaves = [
             _functorch._unwrap_for_grad(leaf, level) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         ]
-    else:
-        raise refuse(kind)
     # Nothing depends on this level: what is below it answers.
     with interpreter.lower():
         return getattr(pipe, method)(*tree.unflatten(spec, leaves), **options)
+
+
+def _call_outside(pipe: Any, method: str, *arguments: Any, **options: Any) -> Any:
+    """Call a method where no transform of `torch.func` is at work."""
+    if not _is_forward_mode():
+        return getattr(pipe, method)(*arguments, **options)
+    if any(map(_has_tangent, tree.flatten(arguments)[0])):
+        raise refuse("Jvp")
+    with forward_ad._set_fwd_grad_enabled(False):
+        return getattr(pipe, method)(*arguments, **options)
+
+
+def _has_tangent(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and forward_ad.unpack_dual(leaf, level=0).tangent is not None
 
 
 def _is_mapped(leaf: Any, level: int) -> bool:

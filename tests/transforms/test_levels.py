@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.func import grad, grad_and_value, jacrev, vmap
 
 import fpipe
@@ -234,6 +235,36 @@ def test_other_transforms_are_refused_with_the_one_to_use() -> None:
         grad(lambda p: vmap(PIPE.step, (0, None))(p, BATCH).loss.sum())(STACKED)
     with pytest.raises(FpipeError, match="a step is pure already"):
         torch.func.functionalize(lambda p: PIPE.step(p, BATCH).loss)(MODEL.params)
+
+
+def test_forward_mode_is_refused_only_for_what_depends_on_it() -> None:
+    fpipe.jvp(PIPE)  # torch warns of its own code when it first loads its rules
+    two, one = torch.tensor(2.0, dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    found = torch.func.jvp(lambda z: PIPE.value(MODEL.params, BATCH) * z, (two,), (one,))
+    assert_same(found[1], whole(MODEL.params, BATCH))
+    with forward_ad.dual_level():
+        assert_same(PIPE.step(MODEL.params, BATCH).loss, whole(MODEL.params, BATCH))
+        moving = [{**MODEL.params[0], "b": forward_ad.make_dual(*[MODEL.params[0]["b"]] * 2)}]
+        for method in (PIPE.value, PIPE.step, PIPE.forward):
+            with pytest.raises(
+                FpipeError, match=r"fpipe\.jvp\(pipe\) is the pipeline of the deriv"
+            ):
+                method([*moving, *MODEL.params[1:]], BATCH)
+
+
+def test_torch_compile_leaves_a_pipeline_out_of_its_graph() -> None:
+    def trained(params: Any) -> Any:
+        loss, grads = PIPE.step(params, BATCH)
+        return 2 * loss, tree.tree_map(lambda p, g: p - 0.1 * g, params, grads)
+
+    calls = (
+        (trained, (MODEL.params,)),
+        (lambda p: vmap(PIPE.value, (0, None))(p, BATCH) + 1, (STACKED,)),
+        (lambda p: grad(PIPE.value)(p, BATCH), (MODEL.params,)),
+    )
+    for function, arguments in calls:
+        compiled = torch.compile(function, backend="eager")
+        assert_same(compiled(*arguments), function(*arguments))
 
 
 def test_second_derivatives_are_refused_across_levels() -> None:
