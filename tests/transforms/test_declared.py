@@ -422,7 +422,9 @@ def test_the_members_of_a_state_are_counted() -> None:
     with pytest.raises(BatchError, match=r"state\['count'\] has 3 members .* has 2"):
         pipe.step(params, states, state_model.make_batch())
     with pytest.raises(StageError, match=r"each of \(params, state, batch\), such as \(0, 0, None"):
-        fpipe.vmap(stateful())
+        fpipe.vmap(stateful(), (0, None))
+    with pytest.raises(BatchError, match=r"state\['count'\] has 3 members .* has 2"):
+        fpipe.vmap(stateful()).step(params, states, state_model.make_batch())
 
 
 # ── parameters that are not trained ─────────────────────────────────────────────────────────────
