@@ -106,7 +106,8 @@ def per_example_grads(pipe: P, *, randomness: str = "error") -> P:
 
     Args:
         pipe: a pipeline, such as `fpipe.pipeline`, `fpipe.vmap` or `fpipe.hvp` makes.
-        randomness: ``"different"`` or ``"same"`` for all rows; ``"error"`` refuses random ops.
+        randomness: ``"different"`` or ``"same"`` for all rows of a microbatch; ``"error"`` refuses
+            random ops.
 
     Returns:
         A pipeline of the same kind. ``step`` returns losses and gradients, and aux, with the rows
