@@ -17,12 +17,12 @@ is the textbook's dynamic programming.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
-from operator import le
 from typing import NamedTuple
 
 from fpipe.errors import StageError
+from fpipe.modules.labels import Label, Want, best, kept, no_worse
 
 Memory = Callable[[int, int, int], float]
 """``(stage, first, end)`` to what a stage of these parts needs on its rank.
@@ -56,27 +56,10 @@ class Division(NamedTuple):
     time: float
     crossing: float
 
-
-class _Label(NamedTuple):
-    """One way to take the first few stages.
-
-    Attributes:
-        crossing: over the boundaries so far.
-        time: at least, whatever follows.
-        slowest: the biggest load of a stage so far.
-        busiest: the biggest load of a rank that does not come again.
-        loads: of each rank that comes again.
-        memory: likewise.
-        ends: as in `Division`.
-    """
-
-    crossing: float
-    time: float
-    slowest: float
-    busiest: float
-    loads: tuple[float, ...]
-    memory: tuple[float, ...]
-    ends: tuple[int, ...]
+    @property
+    def figures(self) -> tuple[float, float, float, float]:
+        """Time, slowest, busiest and crossing."""
+        return self.time, self.slowest, self.busiest, self.crossing
 
 
 def divide(
@@ -90,6 +73,9 @@ def divide(
     slack: float = 0.0,
 ) -> Division:
     """The division whose step is shortest; among those, the one with the narrowest boundaries.
+
+    One part may be so dear that the others can be divided in many ways that are as good: then they
+    are divided evenly.
 
     Args:
         loads: of each part.
@@ -121,8 +107,10 @@ def divide(
             f"{none} keeps every rank within memory={limit:.4g}: allow more, or take more ranks or "
             "more candidates"
         )
-    found = search.within(fastest.time * (1 + slack), narrow=True) or fastest
-    return min(found, fastest, key=lambda division: (division.crossing, division.time))
+    found = search.within(fastest.time * (1 + slack), Want.NARROWEST) or fastest
+    found = min(found, fastest, key=lambda division: (division.crossing, division.time))
+    evenest = search.within(found.time, Want.EVENEST, no_worse_than=found) or found
+    return min(evenest, found, key=search.squares)
 
 
 class _Search:
@@ -170,37 +158,45 @@ class _Search:
             self.width = min(4 * self.width, WIDEST)
         return found
 
-    def within(self, bound: float, *, narrow: bool = False) -> Division | None:
-        """The best division whose step is within `bound`: the narrowest, or the fastest."""
+    def squares(self, division: Division) -> float:
+        """The sum of squares of the loads of its stages."""
+        ends = pairwise((0, *division.ends))
+        return sum((self._before[end] - self._before[first]) ** 2 for first, end in ends)
+
+    def within(
+        self, bound: float, want: Want = Want.FASTEST, no_worse_than: Division | None = None
+    ) -> Division | None:
+        """The best division whose step is within `bound`, and all of it that of another."""
         stages, count = len(self._placement), len(self._before) - 1
         bound *= 1 + 1e-12  # a rounding error must not exclude the division that set the bound
+        limits = (bound, inf, inf, inf) if no_worse_than is None else no_worse_than.figures
         nothing = (0.0,) * self._ranks
         self.has_left_out = False
-        reached = {0: [_Label(0.0, 0.0, 0.0, 0.0, nothing, nothing, ())]}
+        reached = {0: [Label(0.0, 0.0, 0.0, 0.0, nothing, nothing, 0.0, ())]}
         for stage in range(stages):
             left = stages - stage - 1
-            following: dict[int, list[_Label]] = {}
+            following: dict[int, list[Label]] = {}
             for first, labels in reached.items():
                 for end in range(first + 1 if left else count, count - left + 1):
                     if self._time(*[self._before[end] - self._before[first]] * 2) > bound:
                         break
                     further = self._further(labels, stage, first, end)
                     following.setdefault(end, []).extend(
-                        label for label in further if label.time <= bound
+                        label for label in further if no_worse(label, *limits)
                     )
-            reached = {end: self._kept(found, narrow) for end, found in following.items() if found}
-        best = min(
-            reached.get(count, []),
-            key=lambda label: label[:2] if narrow else (label.time, label.crossing),
-            default=None,
-        )
-        if best is None:
+            reached = {}
+            for end, found in following.items():
+                if found:
+                    reached[end], left_out = kept(found, want, self.width)
+                    self.has_left_out |= left_out
+        whole = best(reached.get(count, []), want)
+        if whole is None:
             return None
-        return Division(best.ends, best.slowest, best.busiest, best.time, best.crossing)
+        return Division(whole.ends, whole.slowest, whole.busiest, whole.time, whole.crossing)
 
     def _further(
-        self, labels: Iterable[_Label], stage: int, first: int, end: int
-    ) -> Iterable[_Label]:
+        self, labels: Iterable[Label], stage: int, first: int, end: int
+    ) -> Iterable[Label]:
         """Labels with one stage more, of the parts from `first` to `end`."""
         rank, later = self._placement[stage], self._placement[stage + 1 :]
         again, open_ranks = rank in later, len(set(later))
@@ -225,8 +221,15 @@ class _Search:
             # What is left goes to the ranks that come again, at best so that they are even.
             least = self._at_least(slowest, busiest, rest, len(later), open_ranks, sum(loads))
             time = self._time(least[0], max(least[1], *loads))
-            yield _Label(
-                label.crossing + hop, time, slowest, busiest, loads, memory, (*label.ends, end)
+            yield Label(
+                label.crossing + hop,
+                time,
+                slowest,
+                busiest,
+                loads,
+                memory,
+                label.squares + load * load,
+                (*label.ends, end),
             )
 
     def _least_memory(self) -> list[list[float]]:
@@ -258,34 +261,3 @@ class _Search:
 
     def _time(self, slowest: float, busiest: float) -> float:
         return self._microbatches * busiest + (self._ranks - 1) * slowest
-
-    def _kept(self, labels: list[_Label], narrow: bool) -> list[_Label]:
-        """The labels without those that others make needless, and not too many of them."""
-        kept: list[_Label] = []
-        for label in sorted(labels, key=_by_width if narrow else _by_time):
-            if not any(_covers(other, label, narrow=narrow) for other in kept):
-                if len(kept) >= self.width:
-                    self.has_left_out = True
-                    break
-                kept.append(label)
-        return kept
-
-
-def _by_time(label: _Label) -> tuple[float, float]:
-    # Of equal ones, those first whose ranks are even so far.
-    return label.time, sum(load * load for load in label.loads)
-
-
-def _by_width(label: _Label) -> tuple[float, float, float]:
-    return label.crossing, *_by_time(label)
-
-
-def _covers(one: _Label, other: _Label, *, narrow: bool) -> bool:
-    """Whether `one` is as good as `other`, however they go on."""
-    return (
-        one.slowest <= other.slowest
-        and one.busiest <= other.busiest
-        and (not narrow or one.crossing <= other.crossing)
-        and all(map(le, one.loads, other.loads))
-        and all(map(le, one.memory, other.memory))
-    )

@@ -34,7 +34,7 @@ class Schedule:
 
     Raises:
         ScheduleError: there is no rank or no stage, a placement names a rank that does not exist,
-            or an entry is not an `Action`.
+            an entry is not an `Action`, or an argument is no sequence.
 
     Example:
         >>> from fpipe.schedule import Action, Schedule
@@ -54,8 +54,15 @@ class Schedule:
         actions: Iterable[Iterable[Action]],
         name: str = "custom",
     ) -> None:
-        object.__setattr__(self, "placement", tuple(placement))
-        object.__setattr__(self, "actions", tuple(tuple(row) for row in actions))
+        try:
+            ranks, rows = tuple(placement), tuple(tuple(row) for row in actions)
+        except TypeError as error:
+            raise ScheduleError(
+                f"placement={placement!r:.60} must be a sequence with the rank of each stage, and "
+                f"actions={actions!r:.60} one with the actions of each rank ({error})"
+            ) from error
+        object.__setattr__(self, "placement", ranks)
+        object.__setattr__(self, "actions", rows)
         object.__setattr__(self, "name", name)
         _check_form(self.placement, self.actions)
 

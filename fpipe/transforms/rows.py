@@ -113,7 +113,7 @@ def per_example_grads(pipe: P, *, randomness: str = "error") -> P:
         A pipeline of the same kind. ``step`` returns losses and gradients, and aux, with the rows
         of the batch along a new first dimension; ``value`` the losses; ``forward`` the outputs of
         the batches of one, along a new first dimension too. Where the loss function returns a sum
-        and its weight, the loss of a row is its sum over its weight.
+        and its weight, the loss of a row is its sum over its weight: NaN where that is 0.
 
     Raises:
         StageError: `pipe` is no pipeline, goes by rows already, or has a state.

@@ -41,8 +41,9 @@ def refuse_choice(transform: str, definition: Definition) -> None:
     """
     if definition.argnums != "params":
         raise StageError(
-            f"fpipe.{transform} of a pipeline whose argnums are {definition.argnums!r}: choose "
-            "what to differentiate by last, as in fpipe.grad(fpipe.vmap(pipe), argnums)"
+            f"fpipe.{transform} of a pipeline whose argnums are {definition.argnums!r}: transform "
+            "one whose gradients are by the parameters (an ensemble can choose what to "
+            "differentiate by last, as in fpipe.grad(fpipe.vmap(pipe), argnums))"
         )
 
 
