@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.apart import apart
 from fpipe.checkpoint.loading import NO_NAMING, Naming, reading
 from fpipe.controller.choosing import controller_of, workshop_of
 from fpipe.controller.controller import Finished, Gather
@@ -67,7 +66,6 @@ class Pipeline:
     def __repr__(self) -> str:
         return f"<Pipeline of {self.schedule!r}>"
 
-    @apart
     def step(self, params: Any, *arguments: Any, key: Tensor | None = None) -> Any:
         """Loss and gradients of one batch.
 
@@ -109,7 +107,6 @@ class Pipeline:
             return self._with_more(loss, grads, done)
         return Step(loss, grads)
 
-    @apart
     def value(self, params: Any, *arguments: Any, key: Tensor | None = None) -> Tensor:
         """The loss of one batch alone: runs forward only and keeps nothing for a backward.
 
@@ -132,7 +129,6 @@ class Pipeline:
         loss: Tensor = self.run_value(params, *arguments, key=key)
         return loss
 
-    @apart
     def forward(
         self, params: Any, *arguments: Any, key: Tensor | None = None, out_dims: Any = OWN
     ) -> Any:
@@ -442,7 +438,7 @@ class Pipeline:
         self, arguments: tuple[Any, ...], key: Tensor | None
     ) -> tuple[tuple[Any, ...], Tensor | None]:
         """Take the key from the end of the arguments after params, if it came there."""
-        if key is None and len(arguments) == 2 + self.definition.has_state:
+        if key is None and len(arguments) == len(self.definition.takes):
             return arguments[:-1], arguments[-1]
         return arguments, key
 

@@ -106,7 +106,7 @@ LAYERS: Final = (
         "fpipe.transforms.plain",
         "fpipe.transforms.transformed",
     ),
-    ("fpipe.apart", "fpipe.call", "fpipe.history", "fpipe.holding", "fpipe.levels"),
+    ("fpipe.call", "fpipe.history", "fpipe.holding", "fpipe.levels"),
     ("fpipe.engine", "fpipe.entry"),
     ("fpipe.profiling",),
     ("fpipe.modules",),
