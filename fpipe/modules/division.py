@@ -22,7 +22,7 @@ from math import inf
 from typing import NamedTuple
 
 from fpipe.errors import StageError
-from fpipe.modules.labels import Label, Want, best, kept, no_worse
+from fpipe.modules.labels import Label, Want, best, exceeds, is_within, kept
 
 Memory = Callable[[int, int, int], float]
 """``(stage, first, end)`` to what a stage of these parts needs on its rank.
@@ -107,9 +107,9 @@ def divide(
             f"{none} keeps every rank within memory={limit:.4g}: allow more, or take more ranks or "
             "more candidates"
         )
-    found = search.within(fastest.time * (1 + slack), Want.NARROWEST) or fastest
+    found = search.within(Want.NARROWEST, fastest.time * (1 + slack)) or fastest
     found = min(found, fastest, key=lambda division: (division.crossing, division.time))
-    evenest = search.within(found.time, Want.EVENEST, no_worse_than=found) or found
+    evenest = search.within(Want.EVENEST, *found.figures) or found
     return min(evenest, found, key=search.squares)
 
 
@@ -150,10 +150,14 @@ class _Search:
         least = self._time(*self._at_least(0.0, 0.0, whole, len(self._placement), self._ranks))
         spare = 0.1
         while (bound := min(least * (1 + spare), most)) < most:
-            if (found := self.within(bound)) is not None:
+            if (found := self.within(Want.FASTEST, bound)) is not None:
                 return found
             spare *= 3
-        while (found := self.within(most)) is None and self.has_left_out and self.width < WIDEST:
+        while (
+            (found := self.within(Want.FASTEST, most)) is None
+            and self.has_left_out
+            and self.width < WIDEST
+        ):
             # One that was left out may have fitted into memory.
             self.width = min(4 * self.width, WIDEST)
         return found
@@ -164,12 +168,15 @@ class _Search:
         return sum((self._before[end] - self._before[first]) ** 2 for first, end in ends)
 
     def within(
-        self, bound: float, want: Want = Want.FASTEST, no_worse_than: Division | None = None
+        self,
+        want: Want,
+        time: float,
+        slowest: float = inf,
+        busiest: float = inf,
+        crossing: float = inf,
     ) -> Division | None:
-        """The best division whose step is within `bound`, and all of it that of another."""
+        """The best division each of whose figures is within these."""
         stages, count = len(self._placement), len(self._before) - 1
-        bound *= 1 + 1e-12  # a rounding error must not exclude the division that set the bound
-        limits = (bound, inf, inf, inf) if no_worse_than is None else no_worse_than.figures
         nothing = (0.0,) * self._ranks
         self.has_left_out = False
         reached = {0: [Label(0.0, 0.0, 0.0, 0.0, nothing, nothing, 0.0, ())]}
@@ -178,11 +185,13 @@ class _Search:
             following: dict[int, list[Label]] = {}
             for first, labels in reached.items():
                 for end in range(first + 1 if left else count, count - left + 1):
-                    if self._time(*[self._before[end] - self._before[first]] * 2) > bound:
+                    if exceeds(self._time(*[self._before[end] - self._before[first]] * 2), time):
                         break
                     further = self._further(labels, stage, first, end)
                     following.setdefault(end, []).extend(
-                        label for label in further if no_worse(label, *limits)
+                        label
+                        for label in further
+                        if is_within(label, time, slowest, busiest, crossing)
                     )
             reached = {}
             for end, found in following.items():

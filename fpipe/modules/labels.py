@@ -40,14 +40,18 @@ class Label(NamedTuple):
     ends: tuple[int, ...]
 
 
-def no_worse(label: Label, time: float, slowest: float, busiest: float, crossing: float) -> bool:
-    """Whether each figure of a label is within these, but for a rounding error."""
-    most = 1 + 1e-12
-    return (
-        label.time <= time * most
-        and label.slowest <= slowest * most
-        and max(label.busiest, *label.loads) <= busiest * most
-        and label.crossing <= crossing * most
+def exceeds(figure: float, limit: float) -> bool:
+    """Whether it does by more than a rounding error, for a limit is what another way has taken."""
+    return figure > limit * (1 + 1e-12)
+
+
+def is_within(label: Label, time: float, slowest: float, busiest: float, crossing: float) -> bool:
+    """Whether no figure of a label exceeds these."""
+    return not (
+        exceeds(label.time, time)
+        or exceeds(label.slowest, slowest)
+        or exceeds(max(label.busiest, *label.loads), busiest)
+        or exceeds(label.crossing, crossing)
     )
 
 
