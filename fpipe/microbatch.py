@@ -86,7 +86,7 @@ def _count_rows(
     for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if dim is None:
             continue
-        if not _has_dim(leaf, dim):
+        if not _is_dim(dim, leaf.dim()):
             raise BatchError(
                 f"in_dims is {dim!r} for batch{tree.paths(spec)[index]} of shape "
                 f"{tuple(leaf.shape)}: it must be one of its dimensions, or None for a leaf that "
@@ -117,8 +117,9 @@ def _count_rows(
     return rows
 
 
-def _has_dim(leaf: Tensor, dim: Any) -> bool:
-    return type(dim) is int and -leaf.dim() <= dim < leaf.dim()
+def _is_dim(dim: Any, dims: int) -> bool:
+    """Whether a tensor of so many dimensions has this one."""
+    return type(dim) is int and -dims <= dim < dims
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def merge_columns(
             shape = tuple(parts[0].shape[levels:])
             if not shape and type(own) is int and own in (0, -1):
                 merged.append(torch.stack(parts, levels))
-            elif type(own) is int and -len(shape) <= own < len(shape):
+            elif _is_dim(own, len(shape)):
                 merged.append(torch.cat(parts, own % len(shape) + levels))
             else:
                 raise BatchError(

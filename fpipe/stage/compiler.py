@@ -20,6 +20,7 @@ from torch.fx.graph import _BoxedCodeGen
 from fpipe.errors import StageError
 from fpipe.stage.joint import value_of
 from fpipe.stage.partition import Piece
+from fpipe.stage.rewrites import free_views_of_layout
 
 log = logging.getLogger("fpipe")
 
@@ -146,8 +147,7 @@ def _uncompiled(graph: fx.Graph) -> Call:
     Some kernels lay their result out otherwise than the abstract ones with which the graph was
     traced, so that a view of it might fail where a reshape copies.
     """
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        node.target = torch.ops.aten.reshape.default
+    free_views_of_layout(graph)
     graph.set_codegen(_BoxedCodeGen())
     call: Call = _module(graph).forward
     return call

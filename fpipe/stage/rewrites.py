@@ -42,10 +42,10 @@ def make_copies_differentiable(graph: fx.Graph) -> None:
 
 
 def free_views_of_layout(graph: fx.Graph) -> None:
-    """Replace ``view`` by ``reshape``: what crosses a boundary becomes contiguous.
+    """Replace ``view`` by ``reshape``, which copies where a layout is not that of the trace.
 
-    A value that was transposed before a boundary and is transposed back behind it, as a recurrent
-    layer does with batches, can be viewed no more.
+    What crosses a boundary becomes contiguous: a value that was transposed before a boundary and is
+    transposed back behind it, as a recurrent layer does with batches, can be viewed no more.
     """
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
         node.target = aten.reshape.default

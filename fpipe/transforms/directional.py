@@ -26,7 +26,7 @@ from fpipe.transforms.dual import (
     load_rules,
 )
 from fpipe.transforms.parts import Parts
-from fpipe.transforms.transformed import check_pipeline, refuse_choice
+from fpipe.transforms.transformed import check_pipeline, refuse_choice, refuse_state
 
 
 class Jvp(NamedTuple):
@@ -248,12 +248,7 @@ def _directional(
     check_pipeline(name, pipe)
     definition = pipe.definition
     refuse_choice(name, definition)
-    if definition.has_state:
-        raise StageError(
-            f"fpipe.{name} of a pipeline with has_state=True is not defined: what a state owes to "
-            "the parameters has no derivative; pass the state with the parameters or the batch, "
-            "and evaluate with it (training=False, module.eval())"
-        )
+    refuse_state(name, definition, "what a state owes to the parameters has no derivative")
     if definition.convention.vectors:
         raise StageError(
             f"fpipe.{name} of a pipeline that takes a vector already would be a third derivative: "

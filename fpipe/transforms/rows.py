@@ -23,7 +23,13 @@ from fpipe.stage.stage import Stage
 from fpipe.stage.workshop import Workshop
 from fpipe.transforms.mapping import over, prefix_map
 from fpipe.transforms.plain import batched
-from fpipe.transforms.transformed import P, check_pipeline, check_randomness, refuse_choice
+from fpipe.transforms.transformed import (
+    P,
+    check_pipeline,
+    check_randomness,
+    refuse_choice,
+    refuse_state,
+)
 
 
 class ExampleNorms(NamedTuple):
@@ -193,12 +199,7 @@ def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
     if definition.sink.join is not None:
         raise StageError(f"fpipe.{name} of a pipeline that goes by rows already: apply it once")
     refuse_choice(name, definition)
-    if definition.has_state:
-        raise StageError(
-            f"fpipe.{name} of a pipeline with has_state=True is not defined: rows that are batches "
-            "of one would each leave another state; pass the state with the parameters or the "
-            "batch, and evaluate with it (training=False, module.eval())"
-        )
+    refuse_state(name, definition, "rows that are batches of one would each leave another state")
     check_randomness(randomness)
     in_dims = definition.in_dims
     made: dict[tuple[int, bool], Callable[..., Any]] = {}

@@ -47,6 +47,20 @@ def refuse_choice(transform: str, definition: Definition) -> None:
         )
 
 
+def refuse_state(transform: str, definition: Definition, why: str) -> None:
+    """Refuse a pipeline that threads a state; `why` says what the state would come to.
+
+    Raises:
+        StageError: names the transform.
+    """
+    if definition.has_state:
+        raise StageError(
+            f"fpipe.{transform} of a pipeline with has_state=True is not defined: {why}; pass the "
+            "state with the parameters or the batch, and evaluate with it (training=False, "
+            "module.eval())"
+        )
+
+
 def check_pipeline(transform: str, pipe: Any) -> None:
     """Refuse what is no pipeline.
 
