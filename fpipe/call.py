@@ -9,6 +9,7 @@ once: its backward scales them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
@@ -67,6 +68,7 @@ class Call:
         options: further arguments by name, which are the same for all members.
         tracked: the method is ``run_step``, and the loss may be differentiated.
         made: the structure of the result, from when it has run.
+        device: the default one where the call is made; within an operation torch forgets it.
     """
 
     pipe: Any
@@ -75,6 +77,7 @@ class Call:
     options: dict[str, Any] = field(default_factory=dict)
     tracked: bool = False
     made: optree.PyTreeSpec | None = None
+    device: torch.device = field(default_factory=torch.get_default_device)
 
     def enter(self, leaves: Sequence[Tensor]) -> Any:
         """Make the call as an operation; returns what the method does."""
@@ -89,9 +92,9 @@ class Call:
     def run(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Make the call where autograd and `torch.func` do not look."""
         arguments = tree.unflatten(self.spec, leaves)
-        outputs, self.made = tree.flatten(
-            getattr(self.pipe, self.method)(*arguments, **self.options)
-        )
+        with nullcontext() if self.device.type == "cpu" else self.device:
+            made = getattr(self.pipe, self.method)(*arguments, **self.options)
+        outputs, self.made = tree.flatten(made)
         return tuple(outputs)
 
     def weighed(self, cotangent: Tensor, grads: Sequence[Tensor]) -> list[Tensor | None]:

@@ -217,7 +217,8 @@ class Pipeline:
         Returns:
             Parameters in the structure of `shapes`. Over a process group there is None in place of
             other processes' stages, and of one function a meta tensor for each leaf that this
-            process does not read: `step` takes such parameters.
+            process does not read: `step` takes such parameters. They lie on the device of the
+            process group or of each rank, if it has one, and else where `init_fn` made them.
 
         Raises:
             BatchError: `shapes` is no such tree, or `init_fn` returns something else.
@@ -259,7 +260,7 @@ class Pipeline:
                 other names of tied parameters, are no more.
 
         Returns:
-            As `init`, on the CPU or the device of the process group.
+            As `init`, on the CPU, the device of each rank or that of the process group.
 
         Raises:
             BatchError: a parameter is missing or has another shape, or there are more; says which.

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import optree
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fpipe import random, tree
@@ -122,16 +123,21 @@ def held(
     names = names_of(spec)
     definition = pipe.definition
     group, schedule = definition.group, definition.schedule
-    if group is None:
-        flags = [True] * len(names)
-    elif definition.function:
-        flags = _read_by(pipe, group.rank(), shapes, example, len(names))
+    flags = [True] * len(names)
+    devices = [_device(group)] * len(names)
+    if definition.function:
+        if group is not None:
+            flags = _read_by(pipe, group.rank(), shapes, example, len(names))
     else:
         check_parts("shapes", shapes, schedule.num_stages)
-        own = schedule.stages_of(group.rank())
         sizes = [part.num_leaves for part in spec.children()]
-        flags = [stage in own for stage, size in enumerate(sizes) for _ in range(size)]
-    filled = _filled(pipe, maker, names, leaves, flags, "parameters")
+        stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+        if group is not None:
+            own = schedule.stages_of(group.rank())
+            flags = [stage in own for stage in stages]
+        if definition.stage_devices is not None:
+            devices = [definition.stage_devices[stage] for stage in stages]
+    filled = _filled(pipe, maker, names, leaves, flags, devices, "parameters")
     return pipe.local(tree.unflatten(spec, filled))
 
 
@@ -155,7 +161,13 @@ def whole(pipe: Holder, maker: Callable[[Sequence[str]], Make], shapes: Any) -> 
         )
     leaves, spec = _leaves("a state", shapes)
     names = names_of(spec)
-    return tree.unflatten(spec, _filled(pipe, maker, names, leaves, [True] * len(names), "state"))
+    flags, devices = [True] * len(names), [_device(pipe.definition.group)] * len(names)
+    return tree.unflatten(spec, _filled(pipe, maker, names, leaves, flags, devices, "state"))
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device | None:
+    """Where leaves are to lie; None to leave them where they were made."""
+    return None if group is None else device_of(group)
 
 
 def _leaves(what: str, shapes: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
@@ -173,6 +185,7 @@ def _filled(
     names: Sequence[str],
     leaves: Sequence[Tensor],
     flags: Sequence[bool],
+    devices: Sequence[torch.device | None],
     what: str,
 ) -> list[Tensor]:
     """The leaves with those made that have a flag, and bare shapes in place of the others.
@@ -182,14 +195,12 @@ def _filled(
     """
     likes = [torch.empty_like(leaf, device="meta") for leaf in leaves]
     wanted = {name: like for name, like, own in zip(names, likes, flags, strict=True) if own}
-    group = pipe.definition.group
     made: dict[str, Tensor] = {}
     problem: Exception | None = None
     try:
         made.update(maker(names)(wanted))
-        if group is not None:
-            device = device_of(group)
-            for name in made:
+        for name, device in zip(names, devices, strict=True):
+            if device is not None and name in made:
                 made[name] = made[name].to(device)
     except Exception as error:
         problem = error

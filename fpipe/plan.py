@@ -328,7 +328,8 @@ class Planner:
         weighted = self._mean and self._sink.join is None
         shares = [size / sum(rows) if weighted else 1.0 for size in rows]
         # Where there is no loss, the numbers are not read.
-        values = [c.value(c.results[0]) if c.results else torch.empty(()) for c in chains]
+        none = torch.empty((), device="cpu")
+        values = [c.value(c.results[0]) if c.results else none for c in chains]
         dtype = values[0].dtype if is_differentiable(values[0]) else None
         weights = torch.tensor(shares, dtype=dtype, device=values[0].device)
         seeds = tuple(

@@ -75,7 +75,7 @@ class Offer(NamedTuple):
 
 def start_headers(header: Header, group: dist.ProcessGroup) -> Callable[[], list[Header]]:
     """Send the header of this rank; what comes back waits for those of all ranks."""
-    rows = _start(torch.tensor(list(header)), group)
+    rows = _start(torch.tensor(list(header), device="cpu"), group)
     return lambda: [Header(*row) for row in rows().tolist()]
 
 
@@ -87,7 +87,7 @@ def gather_headers(header: Header, group: dist.ProcessGroup) -> list[Header]:
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """One picklable value of each rank."""
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = [int(size) for size in gather(torch.tensor(len(data)), group)]
+    sizes = [int(size) for size in gather(torch.tensor(len(data), device="cpu"), group)]
     padded = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
     return [
         pickle.loads(bytes(row[:size].tolist()))

@@ -88,7 +88,10 @@ def load(
     for microbatch, leaf, slot in bindings.batch:
         assert parts is not None
         value = parts.leaves[microbatch][leaf]
-        slots[slot] = value if device is None else value.to(device, non_blocking=True)
+        # A copy to the CPU must have arrived before it is read; on CUDA the stream sees to that.
+        if device is not None:
+            value = value.to(device, non_blocking=device.type == "cuda")
+        slots[slot] = value
     for constant, slot in bindings.constants:
         slots[slot] = constant
     for microbatch, slot in bindings.seeds:

@@ -71,4 +71,6 @@ def keys_of(
             folded[microbatch] = random.threefry2x32(words, (0, microbatch))
         own = folded[microbatch]
         found.append(own if stage < 0 else random.threefry2x32(own, (0, stage)))
-    return torch.tensor(found, dtype=torch.int64, device=device).unbind()
+    # Made on the CPU, so that nobody waits until the device has done what was asked of it before.
+    keys = torch.tensor(found, dtype=torch.int64, device="cpu")
+    return keys.to(device, non_blocking=True).unbind()

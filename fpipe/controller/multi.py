@@ -297,9 +297,8 @@ class MultiController:
     def _finish(self, plan: Plan, total: Total | None, *, failed: bool) -> Total | None:
         """Give every rank the loss, and know whether all ranks came to their end."""
         size, several = prod(plan.loss_shape), plan.weight_shape
-        word = torch.zeros(
-            1 + size + (0 if several is None else prod(several)), dtype=torch.float64
-        )
+        length = 1 + size + (0 if several is None else prod(several))
+        word = torch.zeros(length, dtype=torch.float64, device="cpu")
         word[0] = failed
         if total is not None:
             word[1 : 1 + size] = total.loss.flatten()

@@ -85,7 +85,7 @@ def refuse_missing(module: nn.Module, given: Container[str]) -> None:
 def shaped_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Stand-ins for buffers on the meta device, where numbers do not count: one element each."""
     return {
-        name: torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
+        name: torch.zeros((), dtype=buffer.dtype, device="cpu").expand(buffer.shape)
         for name, buffer in module.named_buffers()
         if buffer.is_meta
     }

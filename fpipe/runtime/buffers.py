@@ -26,7 +26,7 @@ class Buffers:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: dict[Spec, list[Tensor]] = defaultdict(list)
-        self._alone = _references(torch.empty(1))
+        self._alone = _references(torch.empty(1, device=device))
 
     def take(self, spec: Spec) -> Tensor:
         """A contiguous tensor with arbitrary contents."""

@@ -7,14 +7,24 @@ are named by their purpose, are known to their members alone, and are forgotten 
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
 
 # Tags, so that a bell is never taken for a message.
 MESSAGE, BELL = 0, 1
+
+# What torch reads when an NCCL group is made. The watch of the ranks aborts it after a fault, on
+# which torch would end the process; and that messages of a channel follow each other is meant.
+_NCCL: Final = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+}
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
@@ -45,17 +55,34 @@ def connect(
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        carrier = dist.ProcessGroupNCCL(store, rank, size, options)
-        kind, device = dist.ProcessGroup.BackendType.NCCL, torch.device("cuda")
+        with _environment(_NCCL):
+            carrier = dist.ProcessGroupNCCL(store, rank, size, options)
+        kind = dist.ProcessGroup.BackendType.NCCL
         group._set_default_backend(kind)
-        group._register_backend(device, kind, carrier)
-        # A communicator is made by its first operation, in which all of its ranks wait.
-        group.allreduce([torch.zeros(1, device=device)]).wait()
+        group._register_backend(torch.device("cuda"), kind, carrier)
+        # All ranks wait in here for each other. Left to itself the first send would make a
+        # communicator, and wait until its receiver comes to the very same message.
+        carrier.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
     else:
         kind, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
         group._set_default_backend(kind)
         group._register_backend(device, kind, dist.ProcessGroupGloo(store, rank, size, timeout))
     return group
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for the time of a block, after which they are as before."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def ring(group: dist.ProcessGroup) -> None:
@@ -72,4 +99,5 @@ def ring(group: dist.ProcessGroup) -> None:
     for peer in range(group.size()):
         if peer != group.rank():
             with suppress(RuntimeError):
-                group.recv([torch.empty(1)], peer, BELL).wait(timedelta(milliseconds=1))
+                bell = group.recv([torch.empty(1, device="cpu")], peer, BELL)
+                bell.wait(timedelta(milliseconds=1))

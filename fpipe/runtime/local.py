@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +13,25 @@ from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Message
 
 
+class Lane(NamedTuple):
+    """Where copies from one CUDA device to another run.
+
+    A copy between devices takes the current streams of both, so both are apart from computation.
+
+    Attributes:
+        leaving: the stream of the device they come from.
+        arriving: that of the device they go to.
+    """
+
+    leaving: torch.cuda.Stream
+    arriving: torch.cuda.Stream
+
+
 class LocalTransport:
     """Hands values over by reference, or copies them where ranks have devices of their own.
 
-    Copies to a CUDA device run on a stream of that device apart from its computation, ordered by
-    events, so that they overlap with it.
+    Copies between CUDA devices have a lane for each direction, ordered by events, so that they
+    overlap with the computation of either device.
 
     Args:
         devices: the device of each rank, or None where all values stay on the device they are on.
@@ -25,7 +40,7 @@ class LocalTransport:
     def __init__(self, devices: Sequence[torch.device] | None = None) -> None:
         self._devices = devices
         self._mail: dict[Message, Sequence[Tensor]] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._lanes: dict[tuple[torch.device, torch.device], Lane] = {}
 
     def post(self, message: Message) -> None:
         """Nothing: the values come with their own memory."""
@@ -33,7 +48,12 @@ class LocalTransport:
     def send(self, message: Message, values: Sequence[Tensor]) -> None:
         """Put the values where the other rank finds them."""
         if self._devices is not None:
-            values = [self._move(value, self._devices[message.target]) for value in values]
+            source, target = self._devices[message.source], self._devices[message.target]
+            lane = self._lane(source, target)
+            if lane is None:
+                values = [value.to(target) for value in values]
+            else:
+                values = _copied(values, source, target, lane)
         self._mail[message] = values
 
     def wait_sent(self, message: Message) -> None:
@@ -43,37 +63,45 @@ class LocalTransport:
         """The values, once they have been sent."""
         values = self._mail.pop(message, None)
         if values is not None and self._devices is not None:
-            self._await(values, self._devices[message.target])
+            source, target = self._devices[message.source], self._devices[message.target]
+            lane = self._lane(source, target)
+            if lane is not None:
+                _await(values, target, lane)
         return values
 
     def clear(self) -> None:
         """Forget messages of a step that failed."""
         self._mail.clear()
 
-    def _move(self, value: Tensor, device: torch.device) -> Tensor:
-        if value.device == device:
-            return value
-        if device.type != "cuda" or value.device.type != "cuda":
-            return value.to(device)
-        stream = self._stream(device)
-        stream.wait_stream(torch.cuda.current_stream(value.device))
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            moved = value.to(device, non_blocking=True)
+    def _lane(self, source: torch.device, target: torch.device) -> Lane | None:
+        """None where nothing is copied, or the copy is waited for, as from and to the CPU."""
+        if source == target or {source.type, target.type} != {"cuda"}:
+            return None
+        if (source, target) not in self._lanes:
+            self._lanes[source, target] = Lane(torch.cuda.Stream(source), torch.cuda.Stream(target))
+        return self._lanes[source, target]
+
+
+def _copied(
+    values: Sequence[Tensor], source: torch.device, target: torch.device, lane: Lane
+) -> list[Tensor]:
+    """The values on another device, once `arriving` has come to its end."""
+    lane.leaving.wait_stream(torch.cuda.current_stream(source))
+    with torch.cuda.stream(lane.leaving), torch.cuda.stream(lane.arriving):
+        moved = [value.to(target, non_blocking=True) for value in values]
+    for value in values:
         # The sender's allocator must not reuse the memory before the copy has read it.
-        value.record_stream(stream)
-        return moved
+        value.record_stream(lane.leaving)
+    return moved
 
-    def _await(self, values: Sequence[Tensor], device: torch.device) -> None:
-        if device in self._streams:
-            compute = torch.cuda.current_stream(device)
-            compute.wait_stream(self._streams[device])
-            for value in values:
-                value.record_stream(compute)
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
+def _await(values: Sequence[Tensor], target: torch.device, lane: Lane) -> None:
+    """Let the computation that follows on `target` begin when the copies are there."""
+    compute = torch.cuda.current_stream(target)
+    compute.wait_stream(lane.arriving)
+    for value in values:
+        # They lie in memory of the lane's, which must not be reused before they have been read.
+        value.record_stream(compute)
 
 
 def run_together(runs: Sequence[Run], transport: LocalTransport) -> None:

@@ -31,7 +31,8 @@ def load_rules() -> None:
     """Let torch load its forward-mode rules now: it warns of its own code when it does so."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        jvp(torch.sin, (torch.zeros(()),), (torch.zeros(()),))
+        zero = torch.zeros((), device="cpu")
+        jvp(torch.sin, (zero,), (zero,))
 
 
 def dual_stage(function: Callable[..., Any], *, first: bool, stop: bool) -> Callable[..., Any]:

@@ -299,6 +299,14 @@ def profiled(group: Group, schedule: Schedule) -> list[str]:
     return [event.name for event in events if event.name.startswith("PP:")]
 
 
+def with_default_device(group: Group, name: str, schedule: Schedule, rows: int) -> list[Any]:
+    """Where new tensors go to a device that is not that of the stages."""
+    model = model_of(name, schedule.num_stages, rows)
+    with torch.device("meta"):
+        pipe = pipeline(group, model, schedule)
+        return [pipe.step(pipe.local(model.params), model.batch) for _ in range(2)]
+
+
 def by_channels(group: dist.ProcessGroup, name: str, schedule: Schedule, rows: int) -> list[Any]:
     """A step with a group of its own for each channel, as NCCL needs them."""
     store = dist.PrefixStore(f"channels/{schedule!r}", dist.distributed_c10d._get_default_store())

@@ -139,6 +139,11 @@ def test_a_mesh_beside_another_dimension(crew: Crew) -> None:
         assert_merged(parts, [expected], schedule)
 
 
+def test_default_device_is_not_that_of_the_stages(crew: Crew) -> None:
+    schedule = schedules.zb_h1(ranks=2, microbatches=3)
+    check(crew, actors.with_default_device, schedule, "mlp", schedule, 6)
+
+
 def test_a_group_for_each_channel(crew: Crew) -> None:
     """What NCCL needs, over gloo: in the middle of a pipeline a rank makes more of them."""
     schedule = schedules.interleaved_1f1b(ranks=4, microbatches=4)

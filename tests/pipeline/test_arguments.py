@@ -139,6 +139,46 @@ def test_a_device_for_each_rank() -> None:
     check(MODEL.stages, MODEL.params, MODEL.batch, devices=["cpu", torch.device("cpu")])
 
 
+def test_parameters_are_made_on_the_devices_of_their_stages() -> None:
+    """The meta device stands for one that is not the CPU's."""
+    pipe = plain_pipeline(MODEL.stages, devices=["cpu", "meta"])
+    made = pipe.init(
+        lambda key, _, like: fpipe.random.normal(key, like.shape, like.dtype),
+        fpipe.random.key(0),
+        shapes=MODEL.params,
+    )
+    found = [{leaf.device.type for leaf in tree.flatten(part)[0]} for part in made]
+    assert found == [{"cpu"}, {"meta"}]
+
+
+def test_default_device_is_the_callers_alone() -> None:
+    """Stages follow it; what the pipeline makes for itself does not."""
+
+    seen: set[str] = set()
+
+    def layer(w: Tensor, x: Tensor) -> Tensor:
+        seen.add(torch.empty(0).device.type)
+        return torch.tanh(x @ w)
+
+    def square(y: Tensor, _: Any) -> Tensor:
+        return y.square().mean()
+
+    weights, x = [rand(3, 3), rand(3, 3)], rand(6, 3)
+    stages = [layer, layer]
+    expected = unpipelined(stages, square, weights, x)
+    seen.clear()
+    tracked = [w.clone().requires_grad_() for w in weights]
+    with torch.device("meta"):
+        step = plain_pipeline(stages, square).step(weights, x)
+        plain_pipeline(stages, square).value(tracked, x).backward()
+        stacked = [torch.stack([w, w]) for w in weights]
+        both = torch.func.vmap(plain_pipeline(stages, square).step, in_dims=(0, None))(stacked, x)
+    assert_same(step, expected)
+    assert_same([w.grad for w in tracked], expected.grads)
+    assert_same(tree.tree_map(lambda leaf: leaf[1], both), expected)
+    assert seen == {"meta"}
+
+
 @pytest.mark.cuda
 def test_cuda_and_cpu() -> None:
     """Ranks on two devices: parameters lie there, gradients come back there."""
