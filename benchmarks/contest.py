@@ -215,8 +215,21 @@ class StageModule(nn.Module):
         return self._function(self._params[0], x)
 
 
-def torch_pipeline(problem: Problem, name: str, schedule: fpipe.Schedule, compile: bool) -> Case:
+def torch_pipeline(
+    problem: Problem,
+    name: str,
+    schedule: fpipe.Schedule,
+    compile: bool,
+    backend: str = "inductor",
+) -> Case:
     """A step of torch's schedule `name` on the placement of `schedule`.
+
+    Args:
+        problem: what is computed.
+        name: of a schedule of `SHARED`.
+        schedule: the same as a value.
+        compile: whether the stages are compiled.
+        backend: of `torch.compile`.
 
     Raises:
         RuntimeError: the schedule does not take compiled stages.
@@ -229,7 +242,7 @@ def torch_pipeline(problem: Problem, name: str, schedule: fpipe.Schedule, compil
     stages = [
         PipelineStage(
             # torch.compile of a module returns a module, which its signature does not say.
-            torch.compile(module) if compile else module,  # type: ignore[arg-type]
+            torch.compile(module, backend=backend) if compile else module,  # type: ignore[arg-type]
             stage,
             schedule.num_stages,
             CPU,

@@ -127,6 +127,11 @@ def add_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write it as Markdown")
 
 
+def add_uncompiled(parser: argparse.ArgumentParser) -> None:
+    """The option to compile nothing: its figures mean little, but show soon that all of it runs."""
+    parser.add_argument("--uncompiled", action="store_true", help="to see that it runs, sooner")
+
+
 def publish(report: Report, arguments: argparse.Namespace) -> None:
     """Print the report, and write the files that were asked for."""
     print(report.markdown())

@@ -10,6 +10,9 @@ import pytest
 # busy machine threads that wait for one another make a test ten times slower. Examples and
 # benchmarks that a test starts inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Compiling takes most of the time of the tests, and kernels without vector instructions take a
+# third less of it. The conformance suite compiles with them, as users do.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 
 # Of the schedule side alone: many short tests, none of which starts a process or compiles.

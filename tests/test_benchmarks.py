@@ -100,7 +100,9 @@ def test_overhead_runs_on_ranks(tmp_path: Path) -> None:
 
 def test_efficiency_runs(tmp_path: Path) -> None:
     options = ("--ranks", "2", "--microbatches", "4", "--milliseconds", "2")
-    report = run_benchmark("benchmarks.efficiency.run", tmp_path, *options, "--schedule", "1F1B")
+    report = run_benchmark(
+        "benchmarks.efficiency.run", tmp_path, *options, "--uncompiled", "--schedule", "1F1B"
+    )
     ((name, ideal, *shares, _, _),) = report["rows"]
     assert (name, ideal) == ("1F1B", pytest.approx(30))
     assert all(0 < share < 1 for share in shares)
@@ -129,11 +131,10 @@ def test_naps_put_one_sleep_into_each_piece() -> None:
     assert sleeps == {("nap",), ("late_nap",)}
 
 
-@pytest.mark.inductor
 def test_versus_torch_runs(tmp_path: Path) -> None:
     size = {"layers": 2, "width": 64, "length": 8, "vocabulary": 16, "rows": 4, "microbatches": 2}
     options = [part for name, value in size.items() for part in (f"--{name}", str(value))]
-    options += ["--schedule", "1F1B", "--unpipelined", "eager, whole"]
+    options += ["--schedule", "1F1B", "--unpipelined", "eager, whole", "--uncompiled"]
     report = run_benchmark("benchmarks.versus_torch.run", tmp_path, *options)
     assert report["settings"]["speed-up over"] == "unpipelined, eager, whole, 1 thread"
     ((name, *figures),) = report["rows"]
@@ -189,10 +190,11 @@ def test_a_case_takes_until_the_last_rank_has_ended() -> None:
     assert values == [1.0, 0.0]
 
 
-@pytest.mark.inductor
 def test_split_runs(tmp_path: Path) -> None:
     options = ("--depth", "1", "--width", "64", "--length", "8", "--rows", "1")
-    report = run_benchmark("benchmarks.split.run", tmp_path, *options, "--microbatches", "2")
+    report = run_benchmark(
+        "benchmarks.split.run", tmp_path, *options, "--microbatches", "2", "--uncompiled"
+    )
     assert [row[0] for row in report["rows"]] == ["compiled autograd", "F+B", "F+I+W"]
 
 

@@ -28,7 +28,15 @@ from benchmarks.contest import (
     torch_pipeline,
 )
 from benchmarks.efficiency import naps
-from benchmarks.harness import Cell, Report, add_arguments, command, machine, publish
+from benchmarks.harness import (
+    Cell,
+    Report,
+    add_arguments,
+    add_uncompiled,
+    command,
+    machine,
+    publish,
+)
 from benchmarks.ranks import interleave_ranks, on_ranks
 from fpipe.schedule import Op
 
@@ -66,21 +74,27 @@ def make_problem(schedule: fpipe.Schedule, seconds: float) -> Problem:
 
 
 def measure(
-    rank: int, world: int, names: Sequence[str], microbatches: int, seconds: float, rounds: int
+    rank: int,
+    world: int,
+    names: Sequence[str],
+    microbatches: int,
+    seconds: float,
+    rounds: int,
+    compile: bool,
 ) -> list[list[Cell]]:
     """On each rank: the rows of the table."""
     return [
-        _measure(name, schedule_of(name, world, microbatches), rank, seconds, rounds)
+        _measure(name, schedule_of(name, world, microbatches), rank, seconds, rounds, compile)
         for name in names
     ]
 
 
 def _measure(
-    name: str, schedule: fpipe.Schedule, rank: int, seconds: float, rounds: int
+    name: str, schedule: fpipe.Schedule, rank: int, seconds: float, rounds: int, compile: bool
 ) -> list[Cell]:
     problem, ideal = make_problem(schedule, seconds), allowed(schedule, seconds)
     cases = {
-        "fpipe": fpipe_pipeline(problem, schedule, compile=True),
+        "fpipe": fpipe_pipeline(problem, schedule, compile),
         "fpipe uncompiled": fpipe_pipeline(problem, schedule, compile=False),
         "torch": torch_pipeline(problem, name, schedule, compile=False),
     }
@@ -114,13 +128,15 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--milliseconds", type=float, default=10.0, help="of each F, I and W")
     parser.add_argument("--schedule", choices=SHARED, action="append", help="only this one")
+    add_uncompiled(parser)
     add_arguments(parser, rounds=15)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     ranks, microbatches, rounds = arguments.ranks, arguments.microbatches, arguments.rounds
     names = list(arguments.schedule or SHARED)
     seconds = arguments.milliseconds / 1e3
-    rows: Any = on_ranks(ranks, measure, ranks, names, microbatches, seconds, rounds)
+    compile = not arguments.uncompiled
+    rows: Any = on_ranks(ranks, measure, ranks, names, microbatches, seconds, rounds, compile)
     report = Report(
         title="The time that a schedule allows over the time that it takes",
         command=command("benchmarks.efficiency.run"),

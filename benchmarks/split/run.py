@@ -20,6 +20,7 @@ from benchmarks.harness import (
     Cell,
     Report,
     add_arguments,
+    add_uncompiled,
     command,
     interleave,
     machine,
@@ -61,7 +62,7 @@ def schedule_of(pattern: str, microbatches: int) -> fpipe.Schedule:
 
 
 def autograd_step(
-    params: list[Block], batch: Tensor, microbatches: int
+    params: list[Block], batch: Tensor, microbatches: int, backend: str
 ) -> tuple[Step, Callable[[], int]]:
     """The unpipelined step: one compiled function, gradients accumulated by autograd.
 
@@ -72,7 +73,7 @@ def autograd_step(
     leaves = [leaf for block in params for leaf in block.values()]
     chunks = batch.chunk(microbatches)
 
-    @torch.compile(fullgraph=True)
+    @torch.compile(fullgraph=True, backend=backend)
     def loss(params: list[Block], x: Tensor) -> Tensor:
         return mean_square(blocks(params, x), x) / microbatches
 
@@ -148,7 +149,7 @@ def check(steps: dict[str, Step], params: list[Block], tolerance: float) -> None
                 assert difference < tolerance, f"{name}: {leaf} differs by {difference:.1e}"
 
 
-def measure(size: Size, device: torch.device, rounds: int) -> list[list[Cell]]:
+def measure(size: Size, device: torch.device, rounds: int, compile: bool) -> list[list[Cell]]:
     """The rows of the table."""
     generator = torch.Generator(device).manual_seed(1)
     rows = size.rows * size.microbatches
@@ -157,10 +158,13 @@ def measure(size: Size, device: torch.device, rounds: int) -> list[list[Cell]]:
     params = init_blocks(size.depth, size.width, device, size.dtype)
 
     pipes = {
-        pattern: fpipe.pipeline([blocks], mean_square, schedule_of(pattern, size.microbatches))
+        pattern: fpipe.pipeline(
+            [blocks], mean_square, schedule_of(pattern, size.microbatches), compile=compile
+        )
         for pattern in ("FB", "FIW")
     }
-    peer, peer_saved = autograd_step(params, batch, size.microbatches)
+    backend = "inductor" if compile else "aot_eager"
+    peer, peer_saved = autograd_step(params, batch, size.microbatches, backend)
     steps: dict[str, Step] = {
         "compiled autograd": peer,
         "F+B": lambda: pipes["FB"].step([params], batch),
@@ -207,6 +211,7 @@ def main() -> None:
     parser.add_argument("--device", choices=SIZES, default="cpu")
     for name in SHAPES:
         parser.add_argument(f"--{name}", type=int)
+    add_uncompiled(parser)
     add_arguments(parser, rounds=30)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -214,7 +219,7 @@ def main() -> None:
     size = SIZES[arguments.device]
     given = {name: getattr(arguments, name) for name in SHAPES}
     size = size._replace(**{name: value for name, value in given.items() if value is not None})
-    rows = measure(size, device, arguments.rounds)
+    rows = measure(size, device, arguments.rounds, not arguments.uncompiled)
     report = Report(
         title="A backward pass in one piece and in two",
         command=command("benchmarks.split.run"),

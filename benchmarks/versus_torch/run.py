@@ -31,6 +31,7 @@ from benchmarks.harness import (
     Report,
     Timings,
     add_arguments,
+    add_uncompiled,
     command,
     machine,
     publish,
@@ -133,7 +134,13 @@ def peak_mebibytes(case: Case, before: int) -> float:
 
 
 def measure(
-    rank: int, world: int, names: Sequence[str], ways: Sequence[str], size: Size, rounds: int
+    rank: int,
+    world: int,
+    names: Sequence[str],
+    ways: Sequence[str],
+    size: Size,
+    rounds: int,
+    compile: bool,
 ) -> Found:
     """On each rank: everything."""
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
@@ -141,7 +148,7 @@ def measure(
     rows, refusals = [], {}
     for name in names:
         schedule = schedule_of(name, world, size.microbatches)
-        row, refusal = _measure(name, schedule, size, base, rounds)
+        row, refusal = _measure(name, schedule, size, base, rounds, compile)
         rows.append(row)
         if refusal is not None:
             refusals[name] = refusal
@@ -149,7 +156,7 @@ def measure(
 
 
 def _measure(
-    name: str, schedule: fpipe.Schedule, size: Size, base: str, rounds: int
+    name: str, schedule: fpipe.Schedule, size: Size, base: str, rounds: int, compile: bool
 ) -> tuple[list[Cell], str | None]:
     """One row of the table, and why torch refused compiled stages, if it did."""
     problem = make_problem(size, schedule.num_stages)
@@ -157,6 +164,7 @@ def _measure(
     cases: dict[str, Case] = {}
     peaks: dict[str, Cell] = dict.fromkeys(PIPELINES)
     refusal = None
+    backend = "inductor" if compile else "eager"
 
     def add(case_name: str, make: Callable[[], Case]) -> None:
         before = memory.held()
@@ -164,11 +172,14 @@ def _measure(
         check(problem, own, {case_name: case})
         cases[case_name], peaks[case_name] = case, peak_mebibytes(case, before)
 
-    add("fpipe", lambda: fpipe_pipeline(problem, schedule, compile=True))
+    add("fpipe", lambda: fpipe_pipeline(problem, schedule, compile))
     if name in SHARED:
         add("torch eager", lambda: torch_pipeline(problem, name, schedule, compile=False))
         try:
-            add("torch compiled", lambda: torch_pipeline(problem, name, schedule, compile=True))
+            add(
+                "torch compiled",
+                lambda: torch_pipeline(problem, name, schedule, compile=True, backend=backend),
+            )
         except RuntimeError as error:
             refusal, peaks["torch compiled"] = str(error), REFUSED
     planned = None if (ask := cases["fpipe"].planned) is None else ask() / MEBI
@@ -204,14 +215,16 @@ def main() -> None:
     parser.add_argument(
         "--unpipelined", choices=WAYS, action="append", help="only this way without a pipeline"
     )
+    add_uncompiled(parser)
     add_arguments(parser, rounds=9)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     size = Size(*(getattr(arguments, field) for field in Size._fields))
     names = list(arguments.schedule or NAMES)
     ways = arguments.unpipelined or WAYS
+    compile = not arguments.uncompiled
     found: Any = on_ranks(
-        arguments.ranks, measure, arguments.ranks, names, ways, size, arguments.rounds
+        arguments.ranks, measure, arguments.ranks, names, ways, size, arguments.rounds, compile
     )
     report = Report(
         title="A GPT on two ranks beside torch.distributed.pipelining",

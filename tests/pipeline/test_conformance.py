@@ -5,7 +5,7 @@ A family joins by existing: the tests run over `fpipe.schedules.FAMILIES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -98,7 +98,19 @@ def test_evaluation_equals_the_unpipelined_function(family: str) -> None:
     assert_same(pipe.value(model.params, model.batch), model.loss(expected, model.batch))
 
 
+@pytest.fixture
+def vectors() -> Iterator[None]:
+    """Inductor uses the vector instructions of this machine, which tests/conftest.py turns off."""
+    from torch._inductor import config, cpu_vec_isa
+
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    with config.patch({"cpp.vec_isa_ok": None}):
+        yield
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+
+
 @pytest.mark.inductor
+@pytest.mark.usefixtures("vectors")
 @pytest.mark.parametrize(
     ("make", "family", "remat"), [(gpt, "zb_h1", "none"), (mlp, "one_f_one_b", "full")]
 )
