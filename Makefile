@@ -5,6 +5,7 @@
 #                   make demo PROCESSES=2 with a process for each of its two ranks
 #   make examples   run every file of examples/ whole
 #   make soak       random schedules with random faults on real processes; ROUNDS=300 SEED=0
+#   make emulate    the tests of CUDA, on a device that is made of the CPU
 #   make lint       ruff and mypy alone
 #   make format     let ruff rewrite the files
 #   make clean      remove .venv, the caches and build outputs
@@ -28,7 +29,7 @@ WORKERS ?= 2
 ROUNDS ?= 300
 SEED ?= 0
 
-.PHONY: test demo examples soak lint format clean
+.PHONY: test demo examples soak emulate lint format clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml constraints.txt
@@ -48,6 +49,9 @@ examples: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m tests.soak.soak --rounds $(ROUNDS) --seed $(SEED)
+
+emulate: $(STAMP)
+	$(BIN)/python -m pytest -p tests.device.emulated -m "cuda and not real_device"
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

@@ -82,8 +82,10 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "uniform64": lambda key: random.uniform(key, (7,), torch.float64),
     "normal": lambda key: random.normal(key, (7,)),
     "bernoulli": lambda key: random.bernoulli(key, 0.3, (40,)),
-    "bernoulli_tensor": lambda key: random.bernoulli(key, torch.tensor([[0.0], [0.5]]), (2, 9)),
-    "dropout": lambda key: random.dropout(key, torch.linspace(-1, 1, 12), 0.4),
+    "bernoulli_tensor": lambda key: random.bernoulli(
+        key, torch.tensor([[0.0], [0.5]], device=key.device), (2, 9)
+    ),
+    "dropout": lambda key: random.dropout(key, torch.linspace(-1, 1, 12, device=key.device), 0.4),
 }
 
 
@@ -109,12 +111,19 @@ def test_compiled() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", DRAWS)
 def test_on_cuda(name: str) -> None:
     key, draw = random.key(3), DRAWS[name]
-    found: Any = draw(key.cuda())
+    found = draw(key.cuda())
+    assert found.is_cuda
     assert torch.equal(found.cpu(), draw(key))
+
+
+@pytest.mark.cuda
+@pytest.mark.real_device
+@pytest.mark.parametrize("name", DRAWS)
+def test_compiled_on_cuda(name: str) -> None:
+    key, draw = random.key(3), DRAWS[name]
     compiled: Any = torch.compile(draw)
     assert torch.equal(compiled(key.cuda()).cpu(), draw(key))
 

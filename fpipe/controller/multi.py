@@ -253,20 +253,30 @@ class MultiController:
                 "the batch: pass it on this rank too",
                 rank=self._rank,
             )
-        self._refuse_without_data(program, given.params)
+        self._check_params(program, given.params)
         return load(program, plan, given.params, given.parts, self._device, given.key)
 
-    def _refuse_without_data(self, program: Program, params: Parameters) -> None:
+    def _check_params(self, program: Program, params: Parameters) -> None:
+        """Refuse parameters that do not lie where this rank computes."""
         for stage, leaf, _ in program.bindings.params:
-            if params.stages[stage][leaf].is_meta:
-                path = tree.paths(params.specs[stage])[leaf]
-                raise PipelineError(
-                    f"rank {self._rank} reads the parameter {path} in its stage {stage}, but what "
-                    "it was given lies on the meta device and has no data: pipe.init and pipe.load "
-                    "make those that a rank reads",
-                    rank=self._rank,
-                    stage=stage,
-                )
+            device = params.stages[stage][leaf].device
+            if device == self._device:
+                continue
+            problem = (
+                "and has no data: pipe.init and pipe.load make those that a rank reads"
+                if device.type == "meta"
+                else f"while the rank computes on {self._device}, where its process group moves "
+                "values: move it there (NCCL moves those of CUDA, of the device that "
+                "torch.cuda.set_device has chosen before the pipeline is made)"
+            )
+            path = tree.paths(params.specs[stage])[leaf]
+            raise PipelineError(
+                f"rank {self._rank} reads the parameter {path} in its stage {stage}, but what it "
+                f"was given lies on {'the meta device' if device.type == 'meta' else device} "
+                f"{problem}",
+                rank=self._rank,
+                stage=stage,
+            )
 
     def _blame(self, error: Exception) -> PipelineError:
         """Tell all ranks what failed here."""

@@ -8,7 +8,7 @@ captured inner compile hands it over without the wrappers that cost 10 to 30 mic
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class Compiler:
         self._make = _maker(compile)
         self._name = getattr(compile, "__qualname__", repr(compile))
         self.fuses = compile is not False
-        self._artefacts: dict[tuple[str, int], Call] = {}
+        self._artefacts: dict[Hashable, Call] = {}
 
     def __call__(self, piece: Piece, label: str) -> Call:
         """The boxed callable of `piece`; `label` names it in the log and in errors.
@@ -67,7 +67,7 @@ class Compiler:
             StageError: it cannot be compiled; the cause is what the compiler raised.
         """
         # Inductor writes the number of threads into its loops.
-        key = (piece.fingerprint, torch.get_num_threads())
+        key = (piece.fingerprint, piece.devices, torch.get_num_threads())
         if key not in self._artefacts:
             examples = [value_of(n) for n in piece.graph.nodes if n.op == "placeholder"]
             log.info("compiling %s", label)

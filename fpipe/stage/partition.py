@@ -17,9 +17,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor, fx
 
-from fpipe.stage.fingerprint import fingerprint
+from fpipe.stage.fingerprint import devices_of, fingerprint
 from fpipe.stage.footprint import footprint
 from fpipe.stage.joint import Cotangent, Joint, Source, Upstream, is_product, is_random, is_view
 
@@ -43,8 +44,13 @@ class Piece:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for pieces that compute the same."""
+        """Equal for pieces that compute the same, on whatever devices."""
         return fingerprint(self.graph)
+
+    @cached_property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Those that its graph names."""
+        return devices_of(self.graph)
 
     def footprint(self, handed: frozenset[int], *, fuses: bool) -> int:
         """Bytes that a call needs beyond what is held when it starts; see `footprint`."""

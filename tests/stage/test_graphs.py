@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe import StageError
-from fpipe.stage.fingerprint import fingerprint
+from fpipe.stage.fingerprint import devices_of, fingerprint
 from fpipe.stage.joint import Param
 from fpipe.stage.remat import policies, save_all, save_nothing
 from fpipe.stage.simplify import simplify
@@ -156,6 +157,21 @@ def test_which_value_is_read_counts() -> None:
         return a * a
 
     assert fingerprint(traced(one, X)) != fingerprint(traced(other, X))
+
+
+def test_numbers_of_devices_do_not_count() -> None:
+    """Ranks with a device each make the same graphs; what mixes devices is another one."""
+
+    def on(*devices: str) -> fx.Graph:
+        with FakeTensorMode():
+            x = torch.empty(3, device=devices[0])
+        places = devices[-1]
+        return traced(lambda x: (x + 1, torch.ones(3, device=places)), x)
+
+    assert fingerprint(on("cuda:0")) == fingerprint(on("cuda:1"))
+    assert devices_of(on("cuda:0", "cpu")) == (torch.device("cuda", 0), torch.device("cpu"))
+    different = [on("cuda:0"), on("cpu"), on("cuda:0", "cuda:1"), on("cuda:0", "cpu")]
+    assert len({fingerprint(graph) for graph in different}) == len(different)
 
 
 def test_strings_are_told_from_nodes() -> None:

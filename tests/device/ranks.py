@@ -1,0 +1,114 @@
+"""What ranks with a CUDA device each do: ``torchrun --nproc-per-node 2 -m tests.device.ranks``.
+
+With ``EMULATED=1`` in the environment the devices are made of the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+if os.environ.get("EMULATED"):
+    import tests.device.emulated  # noqa: F401
+
+import torch
+import torch.distributed as dist
+
+import fpipe
+from fpipe import schedules, tree
+from tests.models import assert_same, gpt, mlp, unpipelined
+
+
+def main() -> None:
+    """Steps against the function without a pipeline, and a fault, after which ranks go on."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    for family in ("gpipe", "zb_h1", "zbv"):
+        schedule = schedules.get(family, ranks=2, microbatches=4)
+        model = gpt(schedule.num_stages, 8)
+        pipe = fpipe.pipeline(
+            model.stages, model.loss, schedule, compile=False, group=dist.group.WORLD, timeout=30
+        )
+        expected = unpipelined(*model)
+        whole = tree.tree_map(lambda leaf: leaf.to(device), (model.params, model.batch))
+        params, batch = pipe.local(whole[0]), whole[1]
+        for _ in range(2):
+            step = pipe.step(params, batch)
+        assert step.loss.device == device
+        assert_same(step.loss.cpu(), expected.loss)
+        for stage in schedule.stages_of(rank):
+            grads = tree.tree_map(lambda leaf: leaf.cpu(), step.grads[stage])
+            assert_same(grads, expected.grads[stage])
+        assert_same(pipe.value(params, batch).cpu(), expected.loss)
+        norm = torch.stack([leaf.norm() for leaf in tree.flatten(expected.grads)[0]]).norm()
+        assert_same(
+            torch.as_tensor(fpipe.global_norm(step.grads, pipeline=pipe)).cpu().double(), norm
+        )
+    refuses_parameters_that_lie_elsewhere(device)
+    fails_on_one_microbatch(device)
+    dist.destroy_process_group()
+
+
+def refuses_parameters_that_lie_elsewhere(device: torch.device) -> None:
+    """Both ranks are told, and by name."""
+    schedule = schedules.zb_h1(ranks=2, microbatches=4)
+    model = mlp(2, 8)
+    pipe = fpipe.pipeline(
+        model.stages, model.loss, schedule, compile=False, group=dist.group.WORLD, timeout=30
+    )
+    try:
+        pipe.step(pipe.local(model.params), model.batch)
+    except fpipe.PipelineError as error:
+        assert f"lies on cpu while the rank computes on {device}" in str(error), error
+    else:
+        raise AssertionError("was not refused")
+
+
+def fails_on_one_microbatch(device: torch.device) -> None:
+    """Every rank hears of it, and the pipeline can be used again."""
+
+    def stage(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return x @ w
+
+    def loss(y: torch.Tensor, _: object) -> torch.Tensor:
+        return y.square().mean()
+
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(
+        [stage, stage], loss, schedule, compile=fails_when_told, group=dist.group.WORLD, timeout=30
+    )
+    params = pipe.local([torch.eye(3, device=device)] * 2)
+    x = torch.ones(4, 3, device=device)
+    for number in range(3):
+        Fails.now = number == 1 and dist.get_rank() == 1
+        try:
+            found = pipe.step(params, x).loss.item()
+            assert number != 1 and found == 1.0, found
+        except fpipe.PipelineError as error:
+            assert number == 1 and error.rank == 1 and "on purpose" in str(error), error
+
+
+class Fails:
+    """Whether the code of `fails_when_told` does so."""
+
+    now = False
+
+
+def fails_when_told(graph: torch.fx.GraphModule, _: object) -> Any:
+    """A compiler."""
+
+    def run(arguments: list[torch.Tensor]) -> Any:
+        if Fails.now:
+            raise RuntimeError("fails on purpose")
+        given = list(arguments)
+        arguments.clear()
+        return graph(*given)
+
+    return run
+
+
+if __name__ == "__main__":
+    main()

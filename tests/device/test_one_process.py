@@ -1,0 +1,268 @@
+"""A pipeline in one process on CUDA: where everything lies, and that nobody waits.
+
+``make emulate`` runs these tests on a device that is made of the CPU, but for those that compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fpipe
+from fpipe import schedules, tree
+from tests.models import assert_same, conv, gpt, mean_square, mlp, unpipelined
+from tests.state_model import make_batch, make_params, make_state, without_aux
+
+pytestmark = pytest.mark.cuda
+
+compiles = pytest.mark.real_device
+
+
+def moved(values: Any, device: Any) -> Any:
+    """A tree on a device."""
+    return tree.tree_map(lambda leaf: leaf.to(device), values)
+
+
+def pairs() -> list[Sequence[str]]:
+    """Devices for two ranks: one of them the CPU, and two of CUDA where there are two."""
+    several = [("cuda:0", "cuda:1")] if torch.cuda.device_count() > 1 else []
+    return [("cuda", "cpu"), ("cpu", "cuda"), *several]
+
+
+@contextmanager
+def without_waiting() -> Iterator[None]:
+    """Refuse to wait for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("family", ["gpipe", "one_f_one_b", "interleaved_1f1b", "zb_h1", "zbv"])
+def test_equal_to_the_cpu(family: str, remat: str) -> None:
+    schedule = schedules.get(family, ranks=2, microbatches=4)
+    model = gpt(schedule.num_stages, 7)
+    pipe = fpipe.pipeline(model.stages, model.loss, schedule, compile=False, remat=remat)
+    params, batch = moved(model.params, "cuda"), moved(model.batch, "cuda")
+    step, value = pipe.step(params, batch), pipe.value(params, batch)
+    assert all(leaf.is_cuda for leaf in tree.flatten((step, value))[0])
+    assert_same(moved(step, "cpu"), unpipelined(*model))
+    assert_same(value, step.loss)
+
+
+@compiles
+@pytest.mark.parametrize("name", ["gpt", "conv"])
+def test_compiled(name: str) -> None:
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    model = (gpt if name == "gpt" else conv)(schedule.num_stages, 8, torch.float32)
+    pipe = fpipe.pipeline(model.stages, model.loss, schedule)
+    step = pipe.step(moved(model.params, "cuda"), moved(model.batch, "cuda"))
+    assert_same(moved(step, "cpu"), unpipelined(*model), 1e-4)
+
+
+def test_a_device_for_each_rank() -> None:
+    """Copies go both ways; the batch comes from either device."""
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    model = mlp(schedule.num_stages, 9)
+    for devices in pairs():
+        where = [devices[rank] for rank in schedule.placement]
+        params = [moved(part, device) for part, device in zip(model.params, where, strict=True)]
+        pipe = fpipe.pipeline(model.stages, model.loss, schedule, compile=False, devices=devices)
+        for origin in ("cpu", "cuda"):
+            step = pipe.step(params, moved(model.batch, origin))
+            for part, own in zip(step.grads, params, strict=True):
+                assert part["w"].device == own["w"].device
+            assert_same(moved(step, "cpu"), unpipelined(*model))
+
+
+def test_stages_of_one_kind_on_two_devices() -> None:
+    """What a stage makes itself lies on its own device."""
+
+    def layer(w: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(x @ w + torch.arange(3, device=x.device))
+
+    def loss(y: Tensor, x: Tensor) -> Tensor:
+        return (y - x).square().mean()
+
+    schedule = schedules.interleaved_1f1b(ranks=2, microbatches=4)
+    weights = [torch.randn(3, 3, dtype=torch.float64) for _ in range(4)]
+    x = torch.randn(8, 3, dtype=torch.float64)
+    for devices in pairs():
+        pipe = fpipe.pipeline([layer] * 4, loss, schedule, compile=False, devices=devices)
+        where = [devices[rank] for rank in schedule.placement]
+        params = [w.to(device) for w, device in zip(weights, where, strict=True)]
+        expected = unpipelined([layer] * 4, loss, weights, x)
+        assert_same(moved(pipe.step(params, x), "cpu"), expected)
+
+
+def test_a_step_waits_for_nothing() -> None:
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    model = gpt(schedule.num_stages, 8)
+    pipe = fpipe.pipeline(model.stages, model.loss, schedule, compile=False)
+    params, batch = moved(model.params, "cuda"), moved(model.batch, "cuda")
+    pipe.step(params, batch)
+    with without_waiting():
+        pipe.step(params, batch)
+        pipe.value(params, batch)
+        pipe.forward(params, batch)
+
+
+@compiles
+def test_a_compiled_step_synchronizes_no_device() -> None:
+    schedule = schedules.zb_h1(ranks=2, microbatches=4)
+    model = gpt(schedule.num_stages, 8, torch.float32)
+    pipe = fpipe.pipeline(model.stages, model.loss, schedule)
+    params, batch = moved(model.params, "cuda"), moved(model.batch, "cuda")
+    pipe.step(params, batch)
+    with without_waiting(), torch.profiler.profile() as profile:
+        pipe.step(params, batch)
+    assert "cudaDeviceSynchronize" not in {event.key for event in profile.key_averages()}
+
+
+def test_default_device_is_that_of_the_stages() -> None:
+    def scaled(w: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(x @ w) * torch.arange(1, 4)
+
+    def loss(y: Tensor, _: Any) -> Tensor:
+        return y.square().mean()
+
+    schedule = schedules.zb_h1(ranks=2, microbatches=2)
+    weights = [torch.randn(3, 3, dtype=torch.float64) for _ in range(2)]
+    x = torch.randn(6, 3, dtype=torch.float64)
+    expected = unpipelined([scaled] * 2, loss, weights, x)
+    params = [w.cuda().requires_grad_() for w in weights]
+    stacked = [torch.stack([w, w]) for w in weights]
+    with torch.device("cuda"):
+        pipes = [fpipe.pipeline([scaled] * 2, loss, schedule, compile=False) for _ in range(3)]
+        assert_same(moved(pipes[0].step(params, x.cuda()), "cpu"), expected)
+        pipes[1].value(params, x.cuda()).backward()
+        step = torch.func.vmap(pipes[2].step, in_dims=(0, None))(moved(stacked, "cuda"), x.cuda())
+    assert_same([w.grad.cpu() for w in params if w.grad is not None], expected.grads)
+    assert_same(moved(tree.tree_map(lambda leaf: leaf[1], step), "cpu"), expected)
+
+
+def test_keys_may_lie_anywhere() -> None:
+    def dropped(w: Tensor, x: Tensor, key: Tensor) -> Tensor:
+        return fpipe.random.dropout(key, x @ w, 0.5)
+
+    schedule = schedules.zb_h1(ranks=2, microbatches=3)
+    stages = [fpipe.Stage(dropped, reads_key=True)] * 2
+    weights = [torch.randn(3, 3, dtype=torch.float64) for _ in range(2)]
+    x = torch.randn(6, 3, dtype=torch.float64)
+    pipe = fpipe.pipeline(stages, lambda y, _: y.square().mean(), schedule, compile=False)
+    key = fpipe.random.key(5)
+    expected = pipe.step(weights, x, key)
+    params, batch = moved(weights, "cuda"), x.cuda()
+    for own in (key, key.cuda()):
+        assert_same(moved(pipe.step(params, batch, own), "cpu"), expected)
+    with without_waiting():
+        pipe.step(params, batch, key)
+
+
+@pytest.mark.parametrize("batch_norm", ["microbatch", "deferred"])
+def test_state(batch_norm: Any) -> None:
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    pipe = fpipe.pipeline(
+        without_aux, schedule=schedule, has_state=True, batch_norm=batch_norm, compile=False
+    )
+    arguments = make_params(), make_state(), make_batch()
+    expected = pipe.step(*arguments)
+    found = pipe.step(*moved(arguments, "cuda"))
+    assert all(leaf.is_cuda for leaf in tree.flatten(found)[0])
+    assert_same(moved(tuple(found), "cpu"), tuple(expected))
+
+
+def test_transforms() -> None:
+    schedule = schedules.zbv(ranks=2, microbatches=2)
+    model = mlp(schedule.num_stages, 4)
+    pipe = fpipe.pipeline(model.stages, model.loss, schedule, compile=False)
+    vector = tree.tree_map(torch.ones_like, model.params)
+    arguments: dict[str, Sequence[Any]] = {
+        "per_example_grads": (model.params, model.batch),
+        "per_example_norms": (model.params, model.batch),
+        "jvp": (model.params, model.batch, vector),
+        "hvp": (model.params, model.batch, vector),
+    }
+    for name, own in arguments.items():
+        derived = getattr(fpipe, name)(pipe)
+        expected = derived.step(*own)
+        assert_same(tuple(moved(tuple(derived.step(*moved(own, "cuda"))), "cpu")), tuple(expected))
+
+
+class Net(nn.Module):
+    """A buffer and a norm between two layers."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)
+        self.register_buffer("scale", torch.linspace(1, 2, 4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        """The loss."""
+        h = self.norm(self.first(x)) * self.scale
+        return {"loss": F.mse_loss(self.last(torch.tanh(h)), y)}
+
+
+def test_module() -> None:
+    torch.manual_seed(0)
+    module = Net().double()
+    batch = {"x": torch.randn(6, 3).double(), "y": torch.randn(6, 2).double()}
+    schedule = schedules.zb_h1(ranks=2, microbatches=2)
+    steps = []
+    for device in ("cpu", "cuda"):
+        module.to(device)
+        pipe = fpipe.from_module(module, cuts=["norm"], schedule=schedule, compile=False)
+        params = {name: p.detach().clone() for name, p in module.named_parameters()}
+        steps.append(pipe.step(params, moved(batch, device)))
+        pipe.load_into(module, tree.tree_map(torch.zeros_like, params))
+        assert all(p.device.type == device and not p.any() for p in module.parameters())
+        module.load_state_dict(params, strict=False)
+    assert_same(moved(steps[1], "cpu"), steps[0])
+
+
+def test_parameters_are_made_and_read_where_they_belong(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    schedule = schedules.zb_h1(ranks=2, microbatches=2)
+    model = mlp(2, 4)
+    names = ("0.w", "0.b", "1.w", "1.b")
+    leaves = [part[name] for part in model.params for name in ("w", "b")]
+    save_file(dict(zip(names, leaves, strict=True)), tmp_path / "model.safetensors")
+    for devices in pairs():
+        pipe = fpipe.pipeline(model.stages, mean_square, schedule, compile=False, devices=devices)
+        read = pipe.load(tmp_path / "model.safetensors", shapes=model.params)
+        drawn = pipe.init(
+            lambda key, _, like: fpipe.random.normal(key, like.shape, like.dtype),
+            fpipe.random.key(0),
+            shapes=model.params,
+        )
+        for params in (read, drawn):
+            for part, device in zip(params, devices, strict=True):
+                assert {leaf.device.type for leaf in tree.flatten(part)[0]} == {
+                    torch.device(device).type
+                }
+        assert_same(moved(pipe.step(read, model.batch), "cpu"), unpipelined(*model))
+
+
+def test_costs_and_records() -> None:
+    schedule = schedules.zb_h1(ranks=2, microbatches=3)
+    model = mlp(2, 6)
+    pipe = fpipe.pipeline(model.stages, model.loss, schedule, compile=False)
+    params, batch = moved(model.params, "cuda"), moved(model.batch, "cuda")
+    cost = fpipe.profile(pipe, params, batch)
+    assert fpipe.simulate(schedule, cost).makespan > 0
+    with fpipe.record() as recording:
+        step = pipe.step(params, batch)
+    assert_same(moved(step, "cpu"), unpipelined(*model))
+    assert len(recording.timeline.events) == 2

@@ -1,0 +1,47 @@
+"""Ranks that have a CUDA device each, and what carries their messages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fpipe.runtime.connect import connect
+
+pytestmark = pytest.mark.cuda
+
+
+def test_two_ranks() -> None:
+    """Steps, values and norms over NCCL, and a fault."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices: NCCL has one rank on each")
+    emulated = {"EMULATED": "1"} if "tests.device.emulated" in sys.modules else {}
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m tests.device.ranks"
+    done = subprocess.run(
+        [sys.executable, *command.split()],
+        env=os.environ | emulated,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.real_device
+def test_a_channel_of_nccl() -> None:
+    """A world of one rank, which sends to itself: what is to be sent and received at once."""
+    store = dist.HashStore()
+    channel = connect("nccl", store, 0, 1, timedelta(seconds=30))
+    carrier = channel._get_backend(torch.device("cuda"))
+    sent, received = torch.arange(5.0, device="cuda"), torch.zeros(5, device="cuda")
+    carrier._group_start()  # type: ignore[attr-defined]
+    works = [channel.recv([received], 0, 0), channel.send([sent], 0, 0)]
+    carrier._group_end()  # type: ignore[attr-defined]
+    for work in works:
+        work.wait()
+    assert torch.equal(received, sent)
