@@ -118,9 +118,8 @@ def conjugate_gradient(product: Callable[[Any], Any], target: Any) -> Any:
     return solution
 
 
-def train(pipe: fpipe.Pipeline, params: Params, batch: Batch) -> Params:
+def train(pipe: fpipe.Pipeline, hessian: Any, params: Params, batch: Batch) -> Params:
     """Newton's method: steps by conjugate gradient, halved until they help."""
-    hessian = fpipe.hvp(pipe)
     for _ in range(60):
         value, grads = pipe.step(params, batch)
         if dot(grads, grads) < 1e-16:
@@ -159,7 +158,8 @@ def main() -> None:
     ]  # fmt: skip
     schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
     pipe = fpipe.pipeline([hidden, output], loss, schedule, compile=False)
-    params = train(pipe, params, training)
+    hessian = fpipe.hvp(pipe)  # made once, so traced once
+    params = train(pipe, hessian, params, training)
     logits = pipe.forward(params, held_out)[:, 0]
     right = ((logits > 0) == (held_out["y"] > 0)).double().mean()
     print(f"{rows} paragraphs learnt; code and prose told apart in {right:.0%} of the others\n")
@@ -170,7 +170,6 @@ def main() -> None:
     alone = pipe.with_schedule(fpipe.schedules.zb_h1(ranks=2, microbatches=1))
     before, gradient = alone.step(params, question)
 
-    hessian = fpipe.hvp(pipe)
     solution = conjugate_gradient(lambda v: hessian.step(params, training, v).hvp, gradient)
     each = fpipe.jvp(fpipe.per_example_grads(pipe)).value(params, training, solution).jvp
     # The penalty is in every row and stays when the row's surprise goes.
@@ -188,7 +187,7 @@ def main() -> None:
     for index in [*order[:tried], order[rows // 2], *order[-tried:]]:
         without = {**training, "weight": training["weight"].clone()}
         without["weight"][index] = 0
-        after = alone.value(train(pipe, params, without), question)
+        after = alone.value(train(pipe, hessian, params, without), question)
         pairs.append((predicted[index].item(), (after - before).item()))
         print(f"without example {index:3}   {pairs[-1][0]:+.5f}     {pairs[-1][1]:+.5f}")
     correlation = torch.corrcoef(torch.tensor(pairs).T)[0, 1]
