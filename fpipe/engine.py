@@ -28,6 +28,7 @@ from fpipe.levels import call_within, is_within
 from fpipe.parameters import keep
 from fpipe.plan import batch_gradients, collected, divided, gradients
 from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
+from fpipe.runtime.connect import device_of
 from fpipe.runtime.program import Program
 from fpipe.schedule import Schedule
 from fpipe.shapes import Goal
@@ -237,8 +238,10 @@ class Pipeline:
             >>> [tuple(leaf.shape) for leaf in params], torch.equal(*params)
             ([(3, 3), (3, 3)], False)
         """
-        make = drawn(init_fn, key)
-        return held(self, lambda names: make, self._shapes(shapes), self._traced_on(example))
+        make, group = drawn(init_fn, key), self.definition.group
+        home = None if group is None else device_of(group)
+        likes, traced_on = self._shapes(shapes), self._traced_on(example)
+        return held(self, lambda names: make, likes, traced_on, home=home)
 
     def load(
         self,
@@ -260,7 +263,7 @@ class Pipeline:
                 other names of tied parameters, are no more.
 
         Returns:
-            As `init`, on the CPU, the device of each rank or that of the process group.
+            As `init`, on the default device, that of each rank or that of the process group.
 
         Raises:
             BatchError: a parameter is missing or has another shape, or there are more; says which.
@@ -270,7 +273,8 @@ class Pipeline:
         def reader(names: Sequence[str]) -> Make:
             return reading(path, names, self._naming(), rename, strict)
 
-        return held(self, reader, self._shapes(shapes), self._traced_on(example))
+        likes, traced_on = self._shapes(shapes), self._traced_on(example)
+        return held(self, reader, likes, traced_on, home=device_of(self.definition.group))
 
     def load_state(
         self,
@@ -288,7 +292,8 @@ class Pipeline:
             rename: from the name of a leaf to that in the checkpoint.
 
         Returns:
-            The state in the structure of `shapes`, on the CPU or the device of the process group.
+            The state in the structure of `shapes`, on the default device or that of the process
+            group.
 
         Raises:
             BatchError: a leaf is missing or has another shape; says which.

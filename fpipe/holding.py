@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import optree
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fpipe import random, tree
@@ -100,7 +99,12 @@ def drawn(init_fn: InitFn, key: Tensor) -> Make:
 
 
 def held(
-    pipe: Holder, maker: Callable[[Sequence[str]], Make], shapes: Any, example: Sequence[Any]
+    pipe: Holder,
+    maker: Callable[[Sequence[str]], Make],
+    shapes: Any,
+    example: Sequence[Any],
+    *,
+    home: torch.device | None,
 ) -> Any:
     """Parameters of a pipeline, real where this process holds them.
 
@@ -109,6 +113,7 @@ def held(
         maker: from the names of all leaves to what makes those that are held.
         shapes: pytree of tensors on any device, as the pipeline's step takes them.
         example: what comes after the parameters, on any device; may be empty.
+        home: where leaves are to lie, unless each rank has a device; None for where they are made.
 
     Returns:
         As `Pipeline.init`.
@@ -124,7 +129,7 @@ def held(
     definition = pipe.definition
     group, schedule = definition.group, definition.schedule
     flags = [True] * len(names)
-    devices = [_device(group)] * len(names)
+    devices = [home] * len(names)
     if definition.function:
         if group is not None:
             flags = _read_by(pipe, group.rank(), shapes, example, len(names))
@@ -161,13 +166,8 @@ def whole(pipe: Holder, maker: Callable[[Sequence[str]], Make], shapes: Any) -> 
         )
     leaves, spec = _leaves("a state", shapes)
     names = names_of(spec)
-    flags, devices = [True] * len(names), [_device(pipe.definition.group)] * len(names)
+    flags, devices = [True] * len(names), [device_of(pipe.definition.group)] * len(names)
     return tree.unflatten(spec, _filled(pipe, maker, names, leaves, flags, devices, "state"))
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device | None:
-    """Where leaves are to lie; None to leave them where they were made."""
-    return None if group is None else device_of(group)
 
 
 def _leaves(what: str, shapes: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:

@@ -170,8 +170,7 @@ def from_module(
     @cache
     def finished() -> Definition:
         # What may be wrong on this rank alone: where times are measured, the others hear of it.
-        device = torch.device("cpu") if group is None else device_of(group)
-        made = real_buffers(module, buffers, device)
+        made = real_buffers(module, buffers, device_of(group))
         if not has_state:  # which of them a state has is known when there is one
             refuse_missing(module, made)
         if cuts is None:

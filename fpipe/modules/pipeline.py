@@ -70,7 +70,7 @@ class ModulePipeline(Pipeline):
         """The state to begin with: ``fpipe.nn.state_of(module)``, of a meta module made anew.
 
         Returns:
-            What ``has_state=True`` lets `step` take, on the CPU or the device of the process
+            What ``has_state=True`` lets `step` take, on the default device or that of the process
             group, where all ranks call this. Buffers on the meta device are as `from_module` was
             given them, or as the module's ``_init_weights`` or ``reset_parameters`` makes them.
 
@@ -137,8 +137,7 @@ class ModulePipeline(Pipeline):
 
     def _fresh(self, names: Iterable[str], *, stored: bool) -> dict[str, Tensor]:
         """Buffers of these names without a checkpoint: given, the module's own, or made anew."""
-        group = self.definition.group
-        device = torch.device("cpu") if group is None else device_of(group)
+        device = device_of(self.definition.group)
         found = real_buffers(self.module, self._buffers, device, stored=stored)
         own, names = dict(self.module.named_buffers()), set(names)
         refuse_missing(self.module, found.keys() | (own.keys() - names))

@@ -27,8 +27,15 @@ _NCCL: Final = {
 }
 
 
-def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where the values that a group moves lie: CUDA if it has NCCL and a device, else the CPU."""
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the values that a group moves lie: CUDA if it has NCCL and a device, else the CPU.
+
+    In one process, where there is no group, it is the default device of torch, and the CPU if that
+    is the meta device.
+    """
+    if group is None:
+        default = torch.get_default_device()
+        return torch.device("cpu") if default.type == "meta" else default
     if "nccl" in carriers(group).values() and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -198,6 +198,50 @@ def test_transforms() -> None:
         assert_same(tuple(moved(tuple(derived.step(*moved(own, "cuda"))), "cpu")), tuple(expected))
 
 
+class Rotated(nn.Linear):
+    """A buffer that no checkpoint has, which the module makes itself."""
+
+    angles: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.register_buffer("angles", torch.empty(width), persistent=False)
+
+    def reset_parameters(self) -> None:
+        """As torch calls it when the module is made, before it has a buffer."""
+        super().reset_parameters()
+        if hasattr(self, "angles"):
+            self.angles.copy_(torch.arange(self.in_features) / 10)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Turned a little."""
+        return torch.tanh(super().forward(input)) * self.angles.cos()
+
+
+def test_module_without_data_is_made_on_the_default_device(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return output.square().mean()
+
+    schedule = schedules.zb_h1(ranks=2, microbatches=2)
+    with torch.device("meta"):
+        module = nn.Sequential(Rotated(3), Rotated(3))
+    stored = {name: torch.rand(p.shape) for name, p in module.named_parameters()}
+    save_file(stored, tmp_path / "model.safetensors")
+    batch = {"input": torch.rand(4, 3)}
+    steps = []
+    for device in ("cpu", "cuda"):
+        with torch.device(device):
+            pipe = fpipe.from_module(
+                module, loss=loss, cuts=["0"], schedule=schedule, compile=False
+            )
+            params = pipe.load(tmp_path / "model.safetensors")
+            steps.append(pipe.step(params, moved(batch, device)))
+        assert {p.device.type for p in params.values()} == {device}
+    assert_same(moved(steps[1], "cpu"), steps[0], 1e-6)
+
+
 class Net(nn.Module):
     """A buffer and a norm between two layers."""
 
