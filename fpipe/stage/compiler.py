@@ -20,7 +20,7 @@ from torch.fx.graph import _BoxedCodeGen
 from fpipe.errors import StageError
 from fpipe.stage.joint import value_of
 from fpipe.stage.partition import Piece
-from fpipe.stage.rewrites import free_views_of_layout
+from fpipe.stage.rewrites import free_views_of_layout, with_uniform_draws
 
 log = logging.getLogger("fpipe")
 
@@ -168,9 +168,12 @@ def _by_torch_compile(module: fx.GraphModule, options: dict[str, Any]) -> Call:
 def _inductor(module: fx.GraphModule, examples: list[Tensor], patches: dict[str, Any]) -> Call:
     """Inductor's own boxed callable, without the wrappers around it where they do nothing."""
     from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     captured: list[Any] = []
+    if not patches.get("fallback_random", inductor_config.fallback_random):
+        module = _module(with_uniform_draws(module.graph))
 
     def capture(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         artefact = compile_fx_inner(graph, inputs, **options)

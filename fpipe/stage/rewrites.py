@@ -1,7 +1,7 @@
-"""Rewrites of a recorded forward graph: of ops that cannot be differentiated, that write to their
-arguments and do not say so, or that rely on the layout which their argument had while recorded.
+"""Rewrites of recorded graphs: of ops that cannot be differentiated, that write to their arguments
+and do not say so, that rely on the layout which their argument had while recorded, or that draw.
 
-A new node takes the mark of the stage of the node that it replaces.
+In a forward graph a new node takes the mark of the stage of the node that it replaces.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ aten = torch.ops.aten
 
 # Their schemas keep silent about the running statistics, which they write to.
 _BATCH_NORMS = frozenset({aten.native_batch_norm.default, aten.cudnn_batch_norm.default})
+
+
+# With a probability given beside the tensor whose shape they take.
+_BERNOULLIS = frozenset({aten.bernoulli.p, aten.bernoulli.Tensor})
 
 
 def make_copies_differentiable(graph: fx.Graph) -> None:
@@ -49,6 +53,30 @@ def free_views_of_layout(graph: fx.Graph) -> None:
     """
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
         node.target = aten.reshape.default
+
+
+def with_uniform_draws(graph: fx.Graph) -> fx.Graph:
+    """The graph with dropout drawn from uniform numbers, which Inductor draws itself.
+
+    On the CPU it leaves ``bernoulli`` to a kernel that draws from the generator which seeds its own
+    draws, too, and in an order that depends on what else a graph returns: with another remat policy
+    it would draw other numbers.
+    """
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    for node in list(copied.nodes):
+        if node.target not in _BERNOULLIS or node.kwargs.get("generator") is not None:
+            continue
+        like = node.meta["val"]
+        with copied.inserting_before(node):
+            place = {"dtype": torch.float32, "device": like.device}
+            uniform = copied.call_function(aten.rand.default, (list(like.shape),), place)
+            compare = aten.lt.Tensor if isinstance(node.args[1], fx.Node) else aten.lt.Scalar
+            drawn = copied.call_function(compare, (uniform, node.args[1]))
+            cast = copied.call_function(aten._to_copy.default, (drawn,), {"dtype": like.dtype})
+        node.replace_all_uses_with(cast)
+        copied.erase_node(node)
+    return copied
 
 
 def return_statistics(name: str, graph: fx.Graph) -> None:
