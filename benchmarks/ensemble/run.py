@@ -21,6 +21,7 @@ from benchmarks.harness import (
     Cell,
     Report,
     add_arguments,
+    add_uncompiled,
     command,
     interleave,
     machine,
@@ -139,7 +140,7 @@ def main() -> None:
     for name, value in Size._field_defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--members", type=int, nargs="+", default=list(MEMBERS))
-    parser.add_argument("--uncompiled", action="store_true", help="all of them")
+    add_uncompiled(parser)
     add_arguments(parser, rounds=30)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -262,18 +262,18 @@ class MultiController:
             device = params.stages[stage][leaf].device
             if device == self._device:
                 continue
-            problem = (
-                "and has no data: pipe.init and pipe.load make those that a rank reads"
+            place = (
+                "the meta device and has no data: pipe.init and pipe.load make those that a rank "
+                "reads"
                 if device.type == "meta"
-                else f"while the rank computes on {self._device}, where its process group moves "
-                "values: move it there (NCCL moves those of CUDA, of the device that "
+                else f"{device} while the rank computes on {self._device}, where its process group "
+                "moves values: move it there (NCCL moves those of CUDA, of the device that "
                 "torch.cuda.set_device has chosen before the pipeline is made)"
             )
             path = tree.paths(params.specs[stage])[leaf]
             raise PipelineError(
                 f"rank {self._rank} reads the parameter {path} in its stage {stage}, but what it "
-                f"was given lies on {'the meta device' if device.type == 'meta' else device} "
-                f"{problem}",
+                f"was given lies on {place}",
                 rank=self._rank,
                 stage=stage,
             )

@@ -50,10 +50,7 @@ class LocalTransport:
         if self._devices is not None:
             source, target = self._devices[message.source], self._devices[message.target]
             lane = self._lane(source, target)
-            if lane is None:
-                values = [value.to(target) for value in values]
-            else:
-                values = _copied(values, source, target, lane)
+            values = [v.to(target) for v in values] if lane is None else _copied(values, lane)
         self._mail[message] = values
 
     def wait_sent(self, message: Message) -> None:
@@ -63,10 +60,9 @@ class LocalTransport:
         """The values, once they have been sent."""
         values = self._mail.pop(message, None)
         if values is not None and self._devices is not None:
-            source, target = self._devices[message.source], self._devices[message.target]
-            lane = self._lane(source, target)
+            lane = self._lane(self._devices[message.source], self._devices[message.target])
             if lane is not None:
-                _await(values, target, lane)
+                _await(values, lane)
         return values
 
     def clear(self) -> None:
@@ -82,22 +78,20 @@ class LocalTransport:
         return self._lanes[source, target]
 
 
-def _copied(
-    values: Sequence[Tensor], source: torch.device, target: torch.device, lane: Lane
-) -> list[Tensor]:
-    """The values on another device, once `arriving` has come to its end."""
-    lane.leaving.wait_stream(torch.cuda.current_stream(source))
+def _copied(values: Sequence[Tensor], lane: Lane) -> list[Tensor]:
+    """The values on the device that a lane leads to, once `arriving` has come to its end."""
+    lane.leaving.wait_stream(torch.cuda.current_stream(lane.leaving.device))
     with torch.cuda.stream(lane.leaving), torch.cuda.stream(lane.arriving):
-        moved = [value.to(target, non_blocking=True) for value in values]
+        moved = [value.to(lane.arriving.device, non_blocking=True) for value in values]
     for value in values:
         # The sender's allocator must not reuse the memory before the copy has read it.
         value.record_stream(lane.leaving)
     return moved
 
 
-def _await(values: Sequence[Tensor], target: torch.device, lane: Lane) -> None:
-    """Let the computation that follows on `target` begin when the copies are there."""
-    compute = torch.cuda.current_stream(target)
+def _await(values: Sequence[Tensor], lane: Lane) -> None:
+    """Let the computation that follows where a lane leads to begin when the copies are there."""
+    compute = torch.cuda.current_stream(lane.arriving.device)
     compute.wait_stream(lane.arriving)
     for value in values:
         # They lie in memory of the lane's, which must not be reused before they have been read.

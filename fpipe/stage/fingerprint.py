@@ -20,18 +20,20 @@ def fingerprint(graph: fx.Graph) -> str:
     each compute the same.
     """
     number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}
-    order = {device: f"{device.type}#{index}" for index, device in enumerate(devices_of(graph))}
+    devices: dict[torch.device, str] = {}
 
     def bare(value: Any) -> Any:
         if isinstance(value, fx.Node):
             return _Bare(number[value])
-        return _Bare(order[value]) if isinstance(value, torch.device) else value
+        if isinstance(value, torch.device):
+            return _Bare(devices.setdefault(value, f"{value.type}#{len(devices)}"))
+        return value
 
     lines = []
     for node in graph.nodes:
         if node.op == "placeholder":
             v = value_of(node)
-            lines.append(f"{v.dtype} {tuple(v.shape)} {v.stride()} {order[v.device]}")
+            lines.append(f"{v.dtype} {tuple(v.shape)} {v.stride()} {bare(v.device)}")
         else:
             arguments = map_aggregate((node.args, node.kwargs), bare)
             lines.append(f"{node.op} {node.target} {arguments!r}")

@@ -21,7 +21,6 @@ aten = torch.ops.aten
 # Their schemas keep silent about the running statistics, which they write to.
 _BATCH_NORMS = frozenset({aten.native_batch_norm.default, aten.cudnn_batch_norm.default})
 
-
 # With a probability given beside the tensor whose shape they take.
 _BERNOULLIS = frozenset({aten.bernoulli.p, aten.bernoulli.Tensor})
 
