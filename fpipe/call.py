@@ -1,9 +1,8 @@
 """A call of a pipeline as one operation of torch: what autograd and `torch.func` see of it.
 
 The operation takes the flat tensors of the arguments and returns those of the result. Mapped by
-`torch.func.vmap` it is the same call of the pipeline of all members, so what runs is always a plan,
-traced and compiled as any other. A call whose gradients are among its results can be differentiated
-once: its backward scales them.
+`torch.func.vmap` it is the same call of the pipeline of all members, and differentiated it is that
+of a derived pipeline, so what runs is always a plan, traced and compiled as any other.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import optree
 import torch
@@ -19,36 +18,20 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from fpipe import tree
-from fpipe.convention import scaled
-from fpipe.definition import Definition
+from fpipe.derived import of_members
 from fpipe.errors import FpipeError
-from fpipe.transforms.ensemble import ensemble
+from fpipe.rules import pull_back, push_forward
 
 INSTEAD: Final = {
     "Vmap": "torch.func.vmap over processes: fpipe.vmap(pipe) is the pipeline of all members, on "
     "every rank",
-    "Grad": "torch.func.grad or vjp: pipe.step returns the gradients already, pipe.value can be "
-    "differentiated by parameters and batch, and fpipe.hvp(pipe) gives second derivatives",
-    "Jvp": "torch.func.jvp or jacfwd, or forward-mode autograd: fpipe.jvp(pipe) is the pipeline of "
-    "the derivatives, and fpipe.hvp(pipe) that of second ones",
+    "Grad": "torch.func.grad or vjp here: they know pipe.value, and in one process pipe.step, of "
+    "pipelines without a state; fpipe.hvp(pipe) gives second derivatives over processes too",
+    "Jvp": "torch.func.jvp or jacfwd, or forward-mode autograd, here: they know pipe.value and "
+    "pipe.step in one process, of pipelines without a state; fpipe.jvp(pipe) gives derivatives "
+    "over processes too, and those of outputs",
     "Functionalize": "torch.func.functionalize: a step is pure already, call it outside",
 }
-
-
-class Callee(Protocol):
-    """What a pipeline is to this module.
-
-    Attributes:
-        definition: all that it was made from.
-        rank: as in `Pipeline`.
-        derived: pipelines that calls of this one need, by what makes them differ.
-    """
-
-    definition: Definition
-    rank: int | None
-    derived: dict[Any, Any]
-
-    def __init__(self, definition: Definition) -> None: ...
 
 
 def refuse(kind: str) -> FpipeError:
@@ -66,8 +49,10 @@ class Call:
         method: the name of the method.
         spec: the structure of its arguments.
         options: further arguments by name, which are the same for all members.
-        tracked: the method is ``run_step``, and the loss may be differentiated.
+        differentiable: the method is ``run_value`` or ``run_step``, and the operation knows its
+            derivatives; otherwise the method itself sees to what may be differentiated.
         made: the structure of the result, from when it has run.
+        drew: whether it drew from torch's generator, when it ran.
         device: the default one where the call is made; within an operation torch forgets it.
     """
 
@@ -75,8 +60,9 @@ class Call:
     method: str
     spec: optree.PyTreeSpec
     options: dict[str, Any] = field(default_factory=dict)
-    tracked: bool = False
+    differentiable: bool = False
     made: optree.PyTreeSpec | None = None
+    drew: bool = False
     device: torch.device = field(default_factory=torch.get_default_device)
 
     def enter(self, leaves: Sequence[Tensor]) -> Any:
@@ -92,25 +78,13 @@ class Call:
     def run(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Make the call where autograd and `torch.func` do not look."""
         arguments = tree.unflatten(self.spec, leaves)
+        before = _generators(leaves) if self.differentiable else []
         with nullcontext() if self.device.type == "cpu" else self.device:
             made = getattr(self.pipe, self.method)(*arguments, **self.options)
+        after = _generators(leaves) if self.differentiable else []
+        self.drew = not all(map(torch.equal, before, after))
         outputs, self.made = tree.flatten(made)
         return tuple(outputs)
-
-    def weighed(self, cotangent: Tensor, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradient by each leaf of the arguments, of the losses weighed by `cotangent`."""
-        definition: Definition = self.pipe.definition
-        _, found, *_ = self.result([cotangent, *grads])
-        by_name = dict(zip(definition.wanted, found, strict=True))
-        arguments = tree.unflatten(self.spec, range(self.spec.num_leaves))
-        leaves: list[Tensor | None] = []
-        for name, argument in zip(("params", "batch"), arguments, strict=True):
-            weigh = definition.convention.weigh if name == "params" else scaled
-            assert weigh is not None
-            own = weigh(by_name[name], cotangent) if name in by_name else None
-            # Parts of other processes have no gradient here.
-            leaves += tree.broadcast_prefix("grads", own, argument, name)
-        return leaves
 
     def of_members(
         self, leaves: Sequence[Tensor], dims: Sequence[int | None], size: int, randomness: str
@@ -142,30 +116,20 @@ class Call:
         mapped = tuple(
             None if dim is None and index < first else 0 for index, dim in enumerate(dims)
         )
-        key = (mapped, self.spec, randomness)
-        derived = self.pipe.derived
-        if key not in derived:
-            in_dims = tree.unflatten(self.spec, mapped)
-            derived[key] = _ensemble_of(self.pipe, in_dims, randomness)
-        return replace(self, pipe=derived[key]), stacked
+        in_dims, key = tree.unflatten(self.spec, mapped), (mapped, self.spec, randomness)
+        return replace(self, pipe=of_members(self.pipe, in_dims, randomness, key)), stacked
 
 
-def choosing(pipe: Callee, names: tuple[str, ...]) -> Any:
-    """The pipeline whose gradients are those by the arguments that `names` has, as a tuple."""
-    if names not in pipe.derived:
-        pipe.derived[names] = type(pipe)(replace(pipe.definition, argnums=names))
-    return pipe.derived[names]
-
-
-def _ensemble_of(pipe: Callee, in_dims: tuple[Any, ...], randomness: str) -> Any:
-    # What is differentiated by is chosen last.
-    chosen = pipe.definition.argnums
-    made = ensemble(replace(pipe.definition, argnums="params"), in_dims, randomness)
-    return type(pipe)(replace(made, argnums=chosen))
+def _generators(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The states of the generators that a step on these tensors may draw from."""
+    generators = [torch.default_generator]
+    indices = {leaf.device.index for leaf in leaves if leaf.device.type == "cuda"}
+    generators += [torch.cuda.default_generators[index] for index in sorted(indices)]
+    return [generator.get_state() for generator in generators]
 
 
 class _Operation(torch.autograd.Function):
-    """The operation; of a tracked call's results only the loss may be differentiated."""
+    """The operation; one that is not differentiable says so where a derivative is taken."""
 
     @staticmethod
     def forward(call: Call, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -173,34 +137,40 @@ class _Operation(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.call = inputs[0]
+        ctx.call = call = inputs[0]
         ctx.set_materialize_grads(False)
-        if ctx.call.tracked:
-            ctx.save_for_backward(*output[1:])
+        if call.differentiable:
+            result = call.result(output)
+            if call.method == "run_step":
+                ctx.mark_non_differentiable(*tree.flatten(result[2:])[0])
+            # The gradients among the results, which a second derivative is about.
+            kept = output if call.method == "run_step" else ()
+            ctx.save_for_backward(*inputs[1:], *kept)
+            ctx.save_for_forward(*inputs[1:])
 
     @staticmethod
     @_disable_dynamo
-    def backward(ctx: Any, cotangent: Tensor | None, *further: Tensor | None) -> Any:
-        if not ctx.call.tracked:
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        call: Call = ctx.call
+        count = call.spec.num_leaves
+        if not call.differentiable:
             raise refuse("Grad")
-        # The gradients are outputs so that a second derivative arrives here, and is not lost.
-        if any(own is not None for own in further):
-            raise FpipeError(
-                "pipe.value was differentiated twice, but its backward only scales gradients that "
-                "are already there: fpipe.hvp(pipe) gives products with the second derivative"
-            )
-        if cotangent is None:
-            return None, *(None for _ in range(ctx.call.spec.num_leaves))
-        return None, *ctx.call.weighed(cotangent, ctx.saved_tensors)
+        if all(cotangent is None for cotangent in cotangents):
+            return None, *(None for _ in range(count))
+        leaves, outputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        return None, *pull_back(call, leaves, outputs, cotangents, ctx.needs_input_grad[1:])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, *leaves: Tensor) -> Any:
         whole, stacked = call.of_members(leaves, in_dims[1:], info.batch_size, info.randomness)
-        # Below this level there may be others, for which a tracked call is an operation again.
-        outputs = _Operation.apply(whole, *stacked) if call.tracked else whole.run(stacked)
-        call.made = whole.made
+        # Below this level there may be others, for which such a call is an operation again.
+        outputs = _Operation.apply(whole, *stacked) if call.differentiable else whole.run(stacked)
+        call.made, call.drew = whole.made, whole.drew
         return outputs, tuple(0 for _ in outputs)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise refuse("Jvp")
+    @_disable_dynamo
+    def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> Any:
+        if not ctx.call.differentiable:
+            raise refuse("Jvp")
+        return tuple(push_forward(ctx.call, ctx.saved_tensors, tangents))

@@ -50,9 +50,10 @@ class Convention(NamedTuple):
         batch: from gradients in the structure of the stages' batch to what is returned.
         out_dims: from the caller's dimensions of an output to those of what the last stage returns.
         aux_dims: the same for aux.
-        vectors: how many arguments there are beside params and batch.
-        weigh: from the gradients as `grads` returns them, and a weight for each of the losses, to
-            the gradients of the weighted sum; None where the losses cannot be differentiated.
+        vectors: for each argument beside params and batch, the one of these along which it points.
+        weigh: from gradients of the losses by the parameters, in the caller's view, and a weight
+            for each of the losses, to the gradients of the weighted sum; None where the losses
+            cannot be differentiated.
         state: from the state that the last microbatch has left to what is returned.
     """
 
@@ -62,7 +63,7 @@ class Convention(NamedTuple):
     out_dims: Callable[[Any], Any] = _identity
     aux_dims: Callable[[Any], Any] = _identity
     batch: Callable[[Any], Any] = _identity
-    vectors: int = 0
+    vectors: tuple[str, ...] = ()
     weigh: Callable[[Any, Tensor], Any] | None = None
     state: Callable[[Any], Any] = _identity
 

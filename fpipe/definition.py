@@ -57,6 +57,7 @@ class Definition:
         convention: how it is called, and what is returned.
         sink: how gradients and losses are collected over microbatches.
         argnums: what gradients are taken by: ``"params"``, ``"batch"``, or a tuple of both.
+        alone: of an ensemble the definition of one member, and the other arguments of `ensemble`.
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -86,6 +87,7 @@ class Definition:
     convention: Convention = PLAIN
     sink: Sink = SUM
     argnums: str | tuple[str, ...] = "params"
+    alone: tuple[Definition, tuple[Any, ...], str] | None = None
 
     def __post_init__(self) -> None:
         _check_schedule(self.schedule, None if self.function else self.trainable)
@@ -177,7 +179,7 @@ class Definition:
     @property
     def takes(self) -> tuple[str, ...]:
         """The names of what a step takes, without a key."""
-        vectors = ("vector",) * self.convention.vectors
+        vectors = ("vector",) * len(self.convention.vectors)
         return ("params", *("state",) * self.has_state, "batch", *vectors)
 
     @property

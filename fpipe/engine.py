@@ -71,7 +71,8 @@ class Pipeline:
         """Loss and gradients of one batch.
 
         The first call for each set of shapes traces and compiles, and says so and why to the logger
-        ``fpipe`` at level INFO. Nothing that is passed in is changed.
+        ``fpipe`` at level INFO. Nothing that is passed in is changed. Within `torch.func.grad` and
+        `torch.func.jvp`, in one process, loss and gradients can be differentiated once more.
 
         Args:
             params: sequence with one pytree of tensors per stage; over a process group only those
@@ -87,7 +88,8 @@ class Pipeline:
 
         Returns:
             ``(loss, grads)``: the scalar loss in the dtype that the loss function returns, and the
-            gradients in the structure, shapes and dtypes of `params`, detached and the caller's.
+            gradients in the structure, shapes and dtypes of `params`, detached (but within
+            `torch.func`) and the caller's.
             With ``has_aux`` a `StepAux`, ``(loss, grads, aux)``; with ``has_state`` a `StepState`,
             ``(loss, grads, state)``; with both a `StepStateAux`, ``(loss, grads, state, aux)``.
 
@@ -114,13 +116,15 @@ class Pipeline:
         Arguments, result and errors are those of `step`. Only where autograd is watching, that is
         where a leaf requires a gradient outside `torch.no_grad`, or within `torch.func.grad`, a
         whole step runs, and the loss has a history: ``backward()`` and `torch.func.grad` can
-        differentiate it once, by the parameters and, in one process, by leaves of the batch. The
-        losses of an ensemble or of single examples have one too, by the parameters; the loss of a
-        pipeline with a state has none. A new state is dropped.
+        differentiate it, by the parameters and, in one process, by leaves of the batch. There it
+        can also be differentiated twice, and within `torch.func.jvp`, as it is by
+        `torch.func.hessian`; each derivative is a call of a pipeline again. The losses of an
+        ensemble or of single examples have a history too, by the parameters; the loss of a pipeline
+        with a state has none. A new state is dropped.
 
         Raises:
-            FpipeError: it is differentiated twice, by what it cannot be, or by another transform
-                of `torch.func`; says what to use instead.
+            FpipeError: it is differentiated three times, by what it cannot be, or by another
+                transform of `torch.func`; says what to use instead.
         """
         arguments, key = self._without_key(arguments, key)
         if is_within():

@@ -1,7 +1,6 @@
-"""A pipeline inside a bigger computation: its loss with autograd history.
+"""A pipeline inside a bigger computation: its loss, and its gradients, with autograd history.
 
-The forward of the autograd node runs a whole step, whose gradients its backward scales. So the loss
-can be differentiated once, by ``backward()`` and by `torch.func.grad`.
+The forward of the autograd node runs a whole step, whose gradients its backward weighs.
 """
 
 from __future__ import annotations
@@ -13,8 +12,11 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.call import Call, choosing
+from fpipe.call import Call
+from fpipe.definition import Definition
+from fpipe.derived import choosing
 from fpipe.errors import FpipeError
+from fpipe.rules import ARGUMENTS
 
 
 def is_tracked(leaves: Sequence[Any]) -> bool:
@@ -29,33 +31,48 @@ def has_history(pipe: Any) -> bool:
     return pipe.definition.convention.weigh is not None
 
 
-def tracked_value(pipe: Any, params: Any, batch: Any, **options: Any) -> Tensor:
+def tracked_value(pipe: Any, *arguments: Any, **options: Any) -> Any:
     """The loss, or losses, with history.
 
     Args:
         pipe: the pipeline.
-        params: as in `Pipeline.value`, as are the others.
-        batch: the batch.
+        arguments: as in `Pipeline.run_step`.
         options: the key.
 
     Raises:
         FpipeError: it is to be differentiated by a batch that several losses or processes share.
     """
-    leaves, spec = tree.flatten((params, batch))
-    names = tuple(
+    return tracked_step(pipe, (), *arguments, **options)[0]
+
+
+def tracked_step(
+    pipe: Any, wanted: tuple[str, ...], *arguments: Any, **options: Any
+) -> tuple[Any, ...]:
+    """The loss and the gradients, with history; arguments and errors are those of `tracked_value`.
+
+    Args:
+        wanted: what gradients are to be returned by.
+
+    Returns:
+        ``(loss, grads)``, the gradients as a tuple, and aux if there is any.
+    """
+    leaves, spec = tree.flatten(arguments)
+    definition: Definition = pipe.definition
+    tracked = {
         name
-        for name, argument in (("params", params), ("batch", batch))
-        if is_tracked(tree.flatten(argument)[0])
-    )
-    definition = pipe.definition
-    if "batch" in names and (definition.loss_shape or pipe.rank is not None):
+        for name, own in zip((*ARGUMENTS, *definition.convention.vectors), arguments, strict=True)
+        if is_tracked(tree.flatten(own)[0])
+    }
+    losses = len(definition.loss_shape) - bool(definition.convention.vectors)
+    if "batch" in tracked and (losses or pipe.rank is not None):
         raise FpipeError(
-            "a leaf of the batch requires a gradient, but the value of a transformed pipeline, "
-            "or over processes, can be differentiated by the parameters alone: detach "
+            "a leaf of the batch requires a gradient, but what a transformed pipeline computes, "
+            "or one over processes, can be differentiated by the parameters alone: detach "
             'the leaf; fpipe.grad(pipe, "batch") returns gradients by the batch, and '
             "torch.func.vmap of torch.func.grad of pipe.value those of each member"
         )
-    loss: Tensor = Call(choosing(pipe, names), "run_step", spec, options, tracked=True).enter(
-        leaves
-    )[0]
-    return loss
+    names = tuple(name for name in ARGUMENTS if name in tracked or name in wanted)
+    call = Call(choosing(pipe, names), "run_step", spec, options, differentiable=True)
+    loss, grads, *aux = call.enter(leaves)
+    by_name = dict(zip(names, grads, strict=True))
+    return loss, tuple(by_name[name] for name in wanted), *aux

@@ -1,12 +1,13 @@
 """A pipeline within transforms of `torch.func`: what becomes of a call at each of their levels.
 
 vmap        the call of the pipeline of all members, below this level
-grad, vjp   of `value` a loss with history; whatever does not depend on what is differentiated
-            by is called below this level
-jvp, ...    refused, with the transform of ours to use, where the call depends on the level
+grad, vjp   loss and gradients with history
+jvp         loss and gradients with their derivatives, which those of dual stages are
+others      refused
 
-Forward-mode autograd without `torch.func` is refused likewise. `torch.compile` around a call leaves
-it out of its graph: the stages are compiled already.
+Whatever does not depend on a level is called below it. Forward-mode autograd without `torch.func`
+is a jvp too. `torch.compile` around a call leaves it out of its graph: the stages are compiled
+already.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from fpipe import tree
 from fpipe.call import Call, refuse
-from fpipe.history import has_history, is_tracked, tracked_value
+from fpipe.history import has_history, is_tracked, tracked_step, tracked_value
+from fpipe.results import Step, StepAux
 
 _functorch = torch._C._functorch
 
@@ -62,11 +64,11 @@ def call_within(pipe: Any, method: str, *arguments: Any, **options: Any) -> Any:
             return Call(pipe, method, spec, options).enter(leaves)
     elif kind == "Grad":
         if is_tracked(leaves):
-            if method != "value" or not has_history(pipe):
-                raise refuse(kind)
-            return tracked_value(pipe, *arguments, **options)
-    elif kind != "Jvp" or any(map(_has_tangent, leaves)):
+            return _tracked(pipe, method, kind, arguments, options)
+    elif kind != "Jvp":
         raise refuse(kind)
+    elif any(map(_has_tangent, leaves)):
+        return _moving(pipe, method, arguments, options)
     if kind != "Vmap":
         leaves = [
             _functorch._unwrap_for_grad(leaf, level) if isinstance(leaf, Tensor) else leaf
@@ -82,9 +84,35 @@ def _call_outside(pipe: Any, method: str, *arguments: Any, **options: Any) -> An
     if not _is_forward_mode():
         return getattr(pipe, method)(*arguments, **options)
     if any(map(_has_tangent, tree.flatten(arguments)[0])):
-        raise refuse("Jvp")
+        return _moving(pipe, method, arguments, options)
     with forward_ad._set_fwd_grad_enabled(False):
         return getattr(pipe, method)(*arguments, **options)
+
+
+def _tracked(
+    pipe: Any, method: str, kind: str, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
+    """A call whose result may be differentiated."""
+    if not has_history(pipe) or method not in ("value", "run_value", "step", "run_step"):
+        raise refuse(kind)
+    if method in ("value", "run_value"):
+        return tracked_value(pipe, *arguments, **options)
+    if pipe.rank is not None:
+        raise refuse(kind)
+    loss, grads, *aux = tracked_step(pipe, pipe.definition.wanted, *arguments, **options)
+    if isinstance(pipe.definition.argnums, str):
+        (grads,) = grads
+    if method == "run_step":
+        return loss, grads, *aux
+    return StepAux(loss, grads, *aux) if aux else Step(loss, grads)
+
+
+def _moving(pipe: Any, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """A call whose arguments have tangents."""
+    if method in ("value", "run_value") and has_history(pipe) and pipe.rank is None:
+        leaves, spec = tree.flatten(arguments)
+        return Call(pipe, "run_value", spec, options, differentiable=True).enter(leaves)
+    return _tracked(pipe, method, "Jvp", arguments, options)
 
 
 def _has_tangent(leaf: Any) -> bool:

@@ -56,7 +56,8 @@ def grad(pipe: P, argnums: Any = "params") -> P:
     if definition.convention.vectors or definition.sink.join is not None:
         raise StageError(
             "fpipe.grad of a pipeline that takes a vector or goes by rows is not defined: choose "
-            "argnums for fpipe.pipeline's own pipeline, or for fpipe.vmap of it"
+            "argnums for fpipe.pipeline's own pipeline, or for fpipe.vmap of it; for second "
+            "derivatives by the batch first, as in fpipe.hvp(fpipe.grad(pipe, argnums))"
         )
     if "batch" in chosen and definition.loss_shape and definition.reduction == "weighted":
         raise StageError(

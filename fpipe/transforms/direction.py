@@ -1,4 +1,4 @@
-"""Parameters paired with a direction: what dual functions take, made of a caller's vector."""
+"""Arguments paired with a direction: what dual functions take, made of a caller's vectors."""
 
 from __future__ import annotations
 
@@ -20,37 +20,69 @@ HINT = "the gradients that step returns have the structure of a vector"
 
 @dataclass(frozen=True)
 class Direction:
-    """How parameters and vector are paired.
+    """How arguments and vectors are paired.
+
+    A vector may be None: its argument does not move, and has no gradient by its direction.
 
     Attributes:
         inner: convention of the pipeline whose derivative is taken.
         parts: of the pipeline's parameters.
         trainable: which of them are trained; the others have no direction.
+        along: for each vector the argument along which it points, ``"params"`` or ``"batch"``.
+        weighable: the derivative is that of the loss, so that it can be differentiated again.
     """
 
     inner: Convention
     parts: Parts
     trainable: Trainable
+    along: tuple[str, ...]
+    weighable: bool
 
     @property
     def convention(self) -> Convention:
         """This pairing as a convention."""
         return Convention(
-            self.enter, self.loss, self.grads, self.out_dims, self.inner.aux_dims, vectors=1
+            self.enter,
+            self.loss,
+            self.grads,
+            self.out_dims,
+            self.inner.aux_dims,
+            self.batch,
+            vectors=self.along,
+            weigh=self.inner.weigh if self.weighable else None,
         )
 
-    def enter(self, params: Any, batch: Any, vector: Any) -> tuple[Any, Any]:
-        """Give every stage its parameters, and the direction of each that can have one."""
-        pairs = [self.parts.read(*pair) for pair in (("params", params), ("vector", vector))]
+    def enter(self, params: Any, batch: Any, *vectors: Any) -> tuple[Any, Any]:
+        """Give every stage its parameters and the microbatch, each with its direction."""
+        names = ["vector"] if len(vectors) == 1 else [f"vector[{n}]" for n in range(len(vectors))]
+        named = dict(zip(self.along, zip(names, vectors, strict=True), strict=True))
+        moving = {argument for argument, (_, vector) in named.items() if vector is not None}
+        filled, filled_batch = params, batch
+        if "params" in moving:
+            filled = self._filled(params, *named["params"])
+        if "batch" in moving and batch is not None:
+            leaves, _ = tree.tensors("batch", batch, HINT)
+            flags = [is_differentiable(leaf) for leaf in leaves]
+            filled_batch = _filled(("batch", batch), named["batch"], flags)
+        # What happens to the arguments on the way to the stages happens to their direction too.
+        params, own_batch = self.inner.enter(params, batch)
+        towards, towards_batch = self.inner.enter(filled, filled_batch)
+        directions = self.parts.split(towards)
+        trained = self._trained(directions, self.trainable)
+        flags_of = [[own and "params" in moving for own in part] for part in trained]
+        pairs = zip(self.parts.split(params), map(_chosen, directions, flags_of), strict=True)
+        packed = self.parts.join(list(pairs), params)
+        if "batch" not in self.along or batch is None:
+            return packed, own_batch
+        flags = [is_differentiable(leaf) for leaf in tree.flatten(towards_batch)[0]]
+        flags = [own and "batch" in moving for own in flags]
+        return packed, (own_batch, _chosen(towards_batch, flags))
+
+    def _filled(self, params: Any, name: str, vector: Any) -> Any:
+        """The vector of the parameters in their structure, and checked against them."""
+        pairs = [self.parts.read(*pair) for pair in (("params", params), (name, vector))]
         flags = self._trained([part for _, part in pairs[0]], replace(self.trainable, within=()))
-        own = [_filled(*own) for own in zip(*pairs, flags, strict=True)]
-        filled = self.parts.join(own, params)
-        params, packed_batch = self.inner.enter(params, batch)
-        # What happens to the parameters on the way to the stages happens to their direction too.
-        directions = self.parts.split(self.inner.enter(filled, batch)[0])
-        moving = map(_chosen, directions, self._trained(directions, self.trainable))
-        packed = list(zip(self.parts.split(params), moving, strict=True))
-        return self.parts.join(packed, params), packed_batch
+        return self.parts.join([_filled(*own) for own in zip(*pairs, flags, strict=True)], params)
 
     def _trained(self, parts: Sequence[Any], trainable: Trainable) -> list[list[bool]]:
         """For each leaf of each part, whether it has a direction."""
@@ -70,6 +102,11 @@ class Direction:
         pairs = [(None, None) if part is None else part for part in self.parts.split(grads)]
         sides = (list(side) for side in zip(*pairs, strict=True))
         return Dual(*(self.inner.grads(self.parts.join(side, grads)) for side in sides))
+
+    def batch(self, grads: Any) -> Dual:
+        """The same of the batch; without a direction it has no gradient by it."""
+        own, direction = grads if "batch" in self.along else (grads, None)
+        return Dual(self.inner.batch(own), self.inner.batch(direction))
 
     def out_dims(self, out_dims: Any) -> Any:
         """The same for an output and its derivative."""

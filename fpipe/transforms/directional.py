@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,22 +9,12 @@ from torch import Tensor
 from fpipe.convention import Dual
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
-from fpipe.errors import StageError
+from fpipe.errors import BatchError
 from fpipe.runtime.program import Program
 from fpipe.schedule import Schedule
-from fpipe.stage.stage import Stage
 from fpipe.stage.workshop import Workshop
-from fpipe.transforms.direction import Direction
-from fpipe.transforms.dual import (
-    Takes,
-    dual_function,
-    dual_loss,
-    dual_stage,
-    gauss_newton_loss,
-    load_rules,
-)
-from fpipe.transforms.parts import Parts
-from fpipe.transforms.transformed import check_pipeline, refuse_choice, refuse_state
+from fpipe.transforms.derivative import derivative
+from fpipe.transforms.transformed import check_pipeline, refuse_choice
 
 
 class Jvp(NamedTuple):
@@ -76,7 +64,8 @@ class Directional:
 
     A vector has the structure, shapes and dtypes of the parameters, or of the gradients, which have
     None for what has no derivative. What it has for a parameter that is not trained is not read:
-    the direction of that is 0.
+    the direction of that is 0. Of a pipeline with other ``argnums`` it has the structure of these:
+    a direction of the batch, or a tuple of both, with None in place of one that does not move.
 
     Attributes:
         definition: all that it was made from.
@@ -100,20 +89,26 @@ class Directional:
             key: as in `Pipeline.step`.
 
         Returns:
-            An `Hvp`; with ``has_aux`` an `HvpAux`.
+            An `Hvp`; with ``has_aux`` an `HvpAux`. Both gradients and products are by what
+            ``argnums`` names; what does not move has None for a gradient, but a product.
 
         Raises:
-            BatchError: as in `Pipeline.step`, or `vector` does not fit `params`.
+            BatchError: as in `Pipeline.step`, or `vector` does not fit what it is a direction of.
             StageError: a stage cannot be traced; an op may lack a forward-mode rule.
             PipelineError: an action failed.
         """
-        loss, grads, *aux = self.pipeline.run_step(params, batch, vector, key=key)
-        found = Hvp(loss.primal, grads.tangent, grads.primal)
+        vectors = self._vectors(vector)
+        loss, duals, *aux = self.pipeline.run_step(params, batch, *vectors, key=key)
+        if isinstance(self.definition.argnums, str):
+            grads, products = _sides(duals, vectors[0])
+        else:
+            grads, products = zip(*map(_sides, duals, vectors), strict=True)
+        found = Hvp(loss.primal, grads, products)
         return HvpAux(*found, *aux) if aux else found
 
     def value(self, params: Any, batch: Any, vector: Any, key: Tensor | None = None) -> Jvp:
         """The loss and its derivative in the direction of `vector`; runs forward only."""
-        loss: Dual = self.pipeline.run_value(params, batch, vector, key=key)
+        loss: Dual = self.pipeline.run_value(params, batch, *self._vectors(vector), key=key)
         return Jvp(*loss)
 
     def forward(
@@ -130,7 +125,8 @@ class Directional:
         The derivative has None for leaves of an integer dtype. Of one function it is the loss, as
         `value` returns it, and aux.
         """
-        found = self.pipeline.run_forward(params, batch, vector, key=key, out_dims=out_dims)
+        vectors = self._vectors(vector)
+        found = self.pipeline.run_forward(params, batch, *vectors, key=key, out_dims=out_dims)
         return found._replace(loss=Jvp(*found.loss)) if self.definition.function else found
 
     def with_schedule(self, schedule: Schedule) -> Directional:
@@ -144,7 +140,28 @@ class Directional:
 
     def programs(self, params: Any, batch: Any, vector: Any) -> tuple[Program, ...]:
         """As `Pipeline.programs`."""
-        return self.pipeline.programs(params, batch, vector)
+        return self.pipeline.programs(params, batch, *self._vectors(vector))
+
+    def _vectors(self, vector: Any) -> tuple[Any, ...]:
+        """The direction of each argument that may move."""
+        wanted = self.definition.wanted
+        if isinstance(self.definition.argnums, str):
+            return (vector,)
+        if not isinstance(vector, tuple) or len(vector) != len(wanted):
+            raise BatchError(
+                f"vector={vector!r:.60} must be a tuple of {len(wanted)}, one direction for each "
+                f"of ({', '.join(wanted)}), or None for one that does not move"
+            )
+        if all(own is None for own in vector):
+            raise BatchError(f"vector={vector!r} moves nothing: give one direction at least")
+        return vector
+
+
+def _sides(dual: Dual | None, vector: Any) -> tuple[Any, Any]:
+    """Gradient and product by an argument; nothing where another process has them."""
+    if dual is None:
+        return None, None
+    return None if vector is None else dual.tangent, dual.primal
 
 
 def jvp(pipe: Pipeline) -> Directional:
@@ -155,7 +172,8 @@ def jvp(pipe: Pipeline) -> Directional:
     traced as plain mathematics.
 
     Args:
-        pipe: a pipeline, such as `fpipe.pipeline` or `fpipe.vmap` makes.
+        pipe: a pipeline, such as `fpipe.pipeline` or `fpipe.vmap` makes; of one that `fpipe.grad`
+            makes, what it names is what may move.
 
     Returns:
         A `Directional`: ``value(params, batch, vector)`` returns ``(loss, jvp)`` and ``forward``
@@ -174,7 +192,8 @@ def jvp(pipe: Pipeline) -> Directional:
         >>> fpipe.jvp(pipe).value(params, torch.ones(4), vector)
         Jvp(loss=tensor(6.), jvp=tensor(3.))
     """
-    return _directional("jvp", pipe, dual_loss, stop=False)
+    check_pipeline("jvp", pipe)
+    return Directional(derivative("jvp", pipe.definition, pipe.definition.wanted))
 
 
 def hvp(pipe: Pipeline) -> Directional:
@@ -184,8 +203,11 @@ def hvp(pipe: Pipeline) -> Directional:
     (Pearlmutter, 1994). The schedule, the split backward and the sums over microbatches are those
     of any other step. Fused attention has no forward-mode rule: it is traced as plain mathematics.
 
+    Of a pipeline that `fpipe.grad` makes it is the Hessian by what that names, mixed derivatives
+    included: how the gradient by the parameters changes with the batch, and the other way round.
+
     Args:
-        pipe: a pipeline, such as `fpipe.pipeline` or `fpipe.vmap` makes.
+        pipe: a pipeline, such as `fpipe.pipeline`, `fpipe.vmap` or `fpipe.grad` makes.
 
     Returns:
         A `Directional`: ``step(params, batch, vector)`` returns ``(loss, grads, hvp)``.
@@ -204,7 +226,8 @@ def hvp(pipe: Pipeline) -> Directional:
         >>> loss.item(), [g.item() for g in grads], [h.item() for h in product]
         (6.0, [3.0, 2.0], [0.0, 1.0])
     """
-    return _directional("hvp", pipe, dual_loss, stop=False)
+    check_pipeline("hvp", pipe)
+    return Directional(derivative("hvp", pipe.definition, pipe.definition.wanted))
 
 
 def ggnvp(pipe: Pipeline) -> Directional:
@@ -235,64 +258,6 @@ def ggnvp(pipe: Pipeline) -> Directional:
         >>> fpipe.ggnvp(pipe).step(params, torch.ones(4), vector).hvp
         [tensor(18.), tensor(12.)]
     """
-    return _directional("ggnvp", pipe, gauss_newton_loss, stop=True)
-
-
-def _directional(
-    name: str,
-    pipe: Pipeline,
-    make_loss: Callable[[Callable[..., Any], Takes], Callable[..., Any]],
-    *,
-    stop: bool,
-) -> Directional:
-    check_pipeline(name, pipe)
-    definition = pipe.definition
-    refuse_choice(name, definition)
-    refuse_state(name, definition, "what a state owes to the parameters has no derivative")
-    if definition.convention.vectors:
-        raise StageError(
-            f"fpipe.{name} of a pipeline that takes a vector already would be a third derivative: "
-            "take one derivative in a direction, and fpipe.vmap it for several at once"
-        )
-    if definition.sink.everywhere:
-        raise StageError(
-            f"fpipe.{name} of a pipeline that returns norms would mix those of two products: take "
-            "it of the pipeline itself"
-        )
-    if stop and definition.loss_shape:
-        after = "vmap" if definition.sink.join is None else "per_example_grads"
-        raise StageError(
-            f"fpipe.{name} needs one loss, but this pipeline has several: transform first, and "
-            f"stack afterwards, as in fpipe.{after}(fpipe.{name}(pipe))"
-        )
-    if stop and definition.function:
-        raise StageError(
-            f"fpipe.{name} is about what the last stage returns and the loss of that, but this "
-            "pipeline is one function, which returns the loss alone: pass the stages as functions, "
-            "fpipe.pipeline([stage, ...], loss, schedule); fpipe.hvp takes one function as well"
-        )
-    load_rules()
-    made: dict[tuple[int, bool], Callable[..., Any]] = {}
-
-    def dual(index: int, stage: Stage) -> Stage:
-        # Stages of one function stay stages of one function, so that they are traced once.
-        key = (id(stage.fn), index == 0)
-        if key not in made:
-            made[key] = dual_stage(stage.fn, first=index == 0, stop=stop)
-        return replace(stage, fn=made[key])
-
-    transformed = replace(
-        definition,
-        stages=tuple(dual(*pair) for pair in enumerate(definition.stages)),
-        loss=(dual_function if definition.function else make_loss)(
-            definition.loss, Takes(definition.returns, definition.loss_shape)
-        ),
-        loss_shape=(*definition.loss_shape, 2),
-        loss_cotangent=(0.0, 1.0),
-        convention=Direction(
-            definition.convention, Parts.of(definition), definition.trainable
-        ).convention,
-        # A stage's parameters come first in the pair with their direction.
-        trainable=replace(definition.trainable, within=(0, *definition.trainable.within)),
-    )
-    return Directional(transformed)
+    check_pipeline("ggnvp", pipe)
+    refuse_choice("ggnvp", pipe.definition)
+    return Directional(derivative("ggnvp", pipe.definition, ("params",), gauss_newton=True))

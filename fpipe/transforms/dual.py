@@ -35,29 +35,33 @@ def load_rules() -> None:
         jvp(torch.sin, (zero,), (zero,))
 
 
-def dual_stage(function: Callable[..., Any], *, first: bool, stop: bool) -> Callable[..., Any]:
-    """The dual of a stage function. The first stage's input is the microbatch, which has no ẋ.
+def dual_stage(
+    function: Callable[..., Any], *, first: bool, moves: bool, stop: bool
+) -> Callable[..., Any]:
+    """The dual of a stage function.
 
     Args:
         function: ``(params, x)`` or ``(params, x, microbatch)`` to ``y``.
-        first: whether it is the first stage's.
+        first: whether it is the first stage's, whose input is the microbatch.
+        moves: a microbatch comes with its direction; otherwise it has none.
         stop: cut the derivative off from parameters and inputs.
     """
 
     @wraps(function)
     def stage(packed: Any, value: Any, *microbatch: Any, **key: Tensor) -> Any:
-        params, direction = packed
-        x, x_dot = (value, None) if first else value
+        inputs = [value if moves or not first else (value, None)]
+        inputs += [own if moves else (own, None) for own in microbatch]
+        arguments, directions = zip(packed, *inputs, strict=True)
 
-        def run(p: Any, own: Any) -> Any:
-            return function(p, own, *microbatch, **key)
+        def run(*own: Any) -> Any:
+            return function(*own, **key)
 
         with differentiable_twice():
             if not stop:
-                return _push(run, (params, x), (direction, x_dot))
-            y = run(params, x)
-            fixed = tree.tree_map(torch.Tensor.detach, (params, x))
-            return y, _push(run, fixed, (direction, x_dot))[1]
+                return _push(run, arguments, directions)
+            y = run(*arguments)
+            fixed = tree.tree_map(torch.Tensor.detach, arguments)
+            return y, _push(run, fixed, directions)[1]
 
     return stage
 
@@ -79,15 +83,21 @@ class Takes(NamedTuple):
         return self.returns.written(taken._replace(heads=(pair, *taken.heads[1:])))
 
 
-def dual_loss(function: Callable[[Any, Any], Any], takes: Takes) -> Callable[[Any, Any], Any]:
-    """The loss and its directional derivative, along a new last dimension; the rest stays."""
+def dual_loss(
+    function: Callable[[Any, Any], Any], takes: Takes, *, moves: bool
+) -> Callable[[Any, Any], Any]:
+    """The loss and its directional derivative, along a new last dimension; the rest stays.
+
+    The arguments are those of `dual_stage`, and what the function declares.
+    """
 
     @wraps(function)
     def loss(value: Any, microbatch: Any) -> Any:
-        y, y_dot = value
+        inputs = microbatch if moves else (microbatch, None)
+        arguments, directions = zip(value, inputs, strict=True)
         with differentiable_twice():
             taken, derivatives = _push(
-                lambda own: _taken(function, takes, own, microbatch), (y,), (y_dot,)
+                lambda *own: _taken(function, takes, *own), arguments, directions
             )
         return takes.paired(taken, derivatives.heads[0])
 
@@ -99,10 +109,11 @@ def _taken(function: Callable[[Any, Any], Any], takes: Takes, y: Any, microbatch
     return takes.returns.take("the loss is", "loss(y, microbatch)", found, takes.shape)
 
 
-def dual_function(function: Callable[..., Any], takes: Takes) -> Callable[..., Any]:
+def dual_function(function: Callable[..., Any], takes: Takes, *, moves: bool) -> Callable[..., Any]:
     """A whole loss function and its directional derivative, along a new last dimension.
 
-    It is the first stage of a chain, and what it returns is the loss already; the rest stays.
+    It is the first stage of a chain, and what it returns is the loss already; the rest stays. The
+    arguments are those of `dual_loss`.
     """
     name, returns = getattr(function, "__qualname__", type(function).__name__), takes.returns
 
@@ -110,7 +121,7 @@ def dual_function(function: Callable[..., Any], takes: Takes) -> Callable[..., A
         found = function(params, microbatch, **key)
         return returns.take(f"{name} returns", returns.call, found, takes.shape)
 
-    pair = dual_stage(run, first=True, stop=False)
+    pair = dual_stage(run, first=True, moves=moves, stop=False)
 
     @wraps(function)
     def loss(packed: Any, microbatch: Any, **key: Tensor) -> Any:

@@ -84,6 +84,8 @@ def ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) 
     """The definition of the pipeline of all members; the arguments are those of `vmap`."""
     place = definition.takes.index("batch")
     given = in_dims[place]
+    if "batch" in definition.convention.vectors:
+        given = given, 0  # it comes with its direction, which is stacked
     batch_dims = prefix_map(lambda dim: None if dim is None else 0, given)
     made: dict[tuple[int, bool], Callable[..., Any]] = {}
 
@@ -116,6 +118,7 @@ def ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) 
         sink=_mapped_sink(definition.sink),
         # The members come first among a stage's parameters.
         trainable=replace(definition.trainable, within=(1, *definition.trainable.within)),
+        alone=(definition, in_dims, randomness),
     )
 
 

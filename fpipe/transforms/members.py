@@ -62,15 +62,15 @@ class Members:
             self._apart, (arguments, self.in_dims[1:])
         )
         names = ("params", *(f"vectors[{number}]" for number in range(len(vectors))))
-        given = (params, *vectors)
-        stacked = list(map(self._read, names, given, (self.in_dims[0], *vector_dims)))
+        kinds, given = ("params", *self.inner.vectors), (params, *vectors)
+        stacked = list(map(self._read, names, kinds, given, (self.in_dims[0], *vector_dims)))
         states = [_Stacked.read("state", *pair) for pair in zip(state, state_dims, strict=True)]
         shared = _Stacked.read("batch", batch, batch_dims)
         entries = [*(entry for parts in stacked for entry in parts), *states, shared]
         size = _count(entries)
         packed, *directions = (
-            self.parts.join([entry.moved(size) for entry in parts], own)
-            for parts, own in zip(stacked, given, strict=True)
+            self._joined(kind, [entry.moved(size) for entry in parts], own)
+            for kind, parts, own in zip(kinds, stacked, given, strict=True)
         )
         batch = shared.moved(None)
         if self.inner is not PLAIN:
@@ -87,36 +87,45 @@ class Members:
         """What comes after the parameters: the state, if there is one, the batch, the vectors."""
         return values[: self.has_state], values[self.has_state], values[self.has_state + 1 :]
 
-    def _read(self, name: str, value: Any, prefix: Any) -> list[_Stacked]:
-        """The parts of an argument that has the structure of the parameters."""
+    def _read(self, name: str, kind: str, value: Any, prefix: Any) -> list[_Stacked]:
+        """The parts of an argument that has the structure of the one that `kind` names."""
+        if value is None or kind == "batch":
+            return [_Stacked.read(name, value, prefix)]
         named, prefixes = self.parts.read(name, value), self.parts.prefixes(prefix)
         return [
             _Stacked.read(own, part, dims)
             for (own, part), dims in zip(named, prefixes, strict=True)
         ]
 
+    def _joined(self, kind: str, parts: Sequence[Any], like: Any) -> Any:
+        """The inverse of `_read`."""
+        return parts[0] if like is None or kind == "batch" else self.parts.join(parts, like)
+
     def _enter_one(
         self, before: Sequence[Any], batch: Any, vectors: Sequence[Any], dims: Sequence[int | None]
     ) -> tuple[Any, Any]:
         """The convention of one member, for all members at once; `before` comes before the batch.
 
-        The leaves of the batch are mapped along `dims`, all others along their first dimension.
+        The leaves of the batch are mapped along `dims`, all others along their first dimension:
+        so is the direction of the batch, if it comes with one.
         """
+        moves = "batch" in self.inner.vectors and batch is not None
         leaves, spec = tree.flatten((tuple(before), tuple(vectors), batch))
         mapped = tuple(None if dim is None else 0 for dim in dims)
         specs: list[optree.PyTreeSpec] = []
 
         def one(*values: Tensor) -> tuple[tuple[Any, ...], ...]:
             own, own_vectors, own_batch = tree.unflatten(spec, values)
-            packed = [tree.flatten(e) for e in self.inner.enter(*own, own_batch, *own_vectors)]
+            entered, own_batch = self.inner.enter(*own, own_batch, *own_vectors)
+            packed = [tree.flatten(e) for e in (entered, *(own_batch if moves else [own_batch]))]
             specs[:] = [made for _, made in packed]
             return tuple(tuple(found) for found, _ in packed)
 
         in_dims = (*(0 for _ in leaves[: len(leaves) - len(mapped)]), *mapped)
-        out_dims: Any = (0, mapped)
+        out_dims: Any = (0, mapped, 0) if moves else (0, mapped)
         packed = torch.vmap(one, in_dims=in_dims, out_dims=out_dims)(*leaves)
-        params, batch = (tree.unflatten(s, found) for s, found in zip(specs, packed, strict=True))
-        return params, batch
+        params, *batches = (tree.unflatten(s, own) for s, own in zip(specs, packed, strict=True))
+        return params, tuple(batches) if moves else batches[0]
 
     def loss(self, loss: Tensor) -> Any:
         """One member's view of the loss, stacked."""
@@ -171,11 +180,18 @@ class Members:
 
     def batch(self, grads: Any) -> Any:
         """Put the members of the batch's gradients where the caller has them."""
-        leaves, spec = tree.flatten(grads)
         place = 1 + self.has_state
-        dims = tree.broadcast_prefix(f"in_dims[{place}]", self.in_dims[place], grads, "batch")
+        prefix = self.in_dims[place]
+        if "batch" in self.inner.vectors:
+            prefix = prefix, 0
+        dims = tree.broadcast_prefix(f"in_dims[{place}]", prefix, grads, "batch")
+        if all(dim is None for dim in dims):
+            return self.inner.batch(grads)
+        mapped = prefix_map(lambda dim: None if dim is None else 0, prefix)
+        leaves, spec = tree.flatten(over(self.inner.batch, [grads], [mapped]))
+        # What members share has come out once for each of them.
         moved = [
-            leaf if dim is None else leaf.movedim(0, dim)
+            leaf[0] if dim is None else leaf.movedim(0, dim)
             for leaf, dim in zip(leaves, dims, strict=True)
         ]
         return tree.unflatten(spec, moved)

@@ -234,6 +234,7 @@ def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
         loss_shape=(None, *definition.loss_shape),
         sink=Sink(lift=_repeat, join=0),
         convention=convention,
+        alone=None,
     )
 
 

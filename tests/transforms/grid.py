@@ -34,6 +34,7 @@ class Given(NamedTuple):
     members: Any
     vector: Any
     batch: Any
+    batch_vector: Any
 
 
 class Transform(NamedTuple):
@@ -54,7 +55,7 @@ class Transform(NamedTuple):
 def given(model: Model) -> Given:
     members = tree.tree_map(lambda p: torch.stack([p, 1.1 * p]), model.params)
     vector = tree.tree_map(torch.cos, model.params)
-    return Given(model.params, members, vector, model.batch)
+    return Given(model.params, members, vector, model.batch, tree.tree_map(torch.sin, model.batch))
 
 
 # ── without a pipeline ──────────────────────────────────────────────────────────────────────────
@@ -117,6 +118,27 @@ def by_batch_and_params(model: Model, args: Given) -> Any:
     return whole(model)(args.params, args.batch), by_batch, by_params
 
 
+def by_both(model: Model, args: Given) -> Any:
+    pushed: Any = jvp(
+        grad_and_value(whole(model), (1, 0)),
+        (args.params, args.batch),
+        (args.vector, args.batch_vector),
+    )
+    (grads, loss), (products, _) = pushed
+    return loss, *grads, *products
+
+
+def through_a_step(value: Callable[[Any, Any], Tensor], args: Given) -> Any:
+    """The gradient of the loss after a step, by the parameters before it and by its batch."""
+
+    def after(params: Any, batch: Any) -> Tensor:
+        grads = grad(value)(params, batch)
+        return value(tree.tree_map(lambda p, g: p - 0.1 * g, params, grads), args.batch)
+
+    by_params, by_batch = grad(after, (0, 1))(args.params, args.batch_vector)
+    return by_params, by_batch
+
+
 def doubled(model: Model, args: Given) -> Any:
     loss, grads = step(model)(args.params, args.batch)
     return loss, tree.tree_map(lambda g: 2 * g, grads)
@@ -135,6 +157,11 @@ def tracked(pipe: Any, args: Given) -> Any:
     loss = pipe.value(params, args.batch)
     (2 * loss).backward()
     return loss.detach(), tree.tree_map(lambda p: p.grad, params)
+
+
+def along_both(pipe: Any, args: Given) -> Any:
+    loss, *sides = pipe.step(args.params, args.batch, (args.batch_vector, args.vector))
+    return loss, *(own for side in sides for own in side)
 
 
 def of_params(pipe: Any, args: Given) -> Any:
@@ -187,6 +214,9 @@ TRANSFORMS: dict[str, Transform] = {
         along,
         lambda model, args: product(model)(args.params, args.batch, args.vector),
     ),
+    "hvp by both": Transform(
+        lambda pipe: fpipe.hvp(fpipe.grad(pipe, ("batch", "params"))), along_both, by_both
+    ),
     "ggnvp": Transform(fpipe.ggnvp, along, gauss_newton),
     "vmap of hvp": Transform(
         lambda pipe: fpipe.vmap(fpipe.hvp(pipe), (0, None, None)),
@@ -199,6 +229,11 @@ TRANSFORMS: dict[str, Transform] = {
         lambda pipe: fpipe.grad(pipe, ("batch", "params")), chosen, by_batch_and_params
     ),
     "value with history": Transform(lambda pipe: pipe, tracked, doubled),
+    "torch.func.grad twice": Transform(
+        lambda pipe: pipe,
+        lambda pipe, args: through_a_step(pipe.value, args),
+        lambda model, args: through_a_step(whole(model), args),
+    ),
     "torch.func.vmap": Transform(
         lambda pipe: pipe,
         lambda pipe, args: vmap(pipe.step, (0, None))(args.members, args.batch),
@@ -240,8 +275,8 @@ def made(
 
 
 def called(name: str, pipe: Any, args: Given) -> tuple[Any, ...]:
-    params, members, vector, batch = args
-    own = Given(pipe.local(params), pipe.local(members), pipe.local(vector), batch)
+    params, members, vector, batch, batch_vector = args
+    own = Given(pipe.local(params), pipe.local(members), pipe.local(vector), batch, batch_vector)
     return tuple(TRANSFORMS[name].call(pipe, own))
 
 

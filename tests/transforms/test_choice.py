@@ -156,6 +156,6 @@ def test_what_does_not_compose() -> None:
         with pytest.raises(StageError, match="takes a vector or goes by rows is not defined"):
             fpipe.grad(other, "batch")
     chosen = fpipe.grad(PIPE, "batch")
-    for transform in (fpipe.vmap, fpipe.hvp, fpipe.per_example_grads):
+    for transform in (fpipe.vmap, fpipe.ggnvp, fpipe.per_example_grads):
         with pytest.raises(StageError, match=rf"{transform.__name__} of a pipeline whose argnums"):
             transform(chosen)

@@ -38,7 +38,7 @@ BY_NAME: dict[str, Callable[[Any], Any]] = {
 
 
 def vectors_of(pipe: Any) -> int:
-    return int(pipe.definition.convention.vectors)
+    return len(pipe.definition.convention.vectors)
 
 
 def composed(chain: Sequence[str]) -> Any:
@@ -153,7 +153,7 @@ REFUSED = {
     ("hvp", "ggnvp"): r"a third derivative: take one",
     ("ggnvp", "hvp"): r"a third derivative: take one",
     ("hvp", "per_example_norms"): r"fpipe\.hvp of a pipeline that returns norms",
-    ("hvp", "grad"): r"fpipe\.hvp of a pipeline whose argnums are",
+    ("ggnvp", "grad"): r"fpipe\.ggnvp of a pipeline whose argnums are",
     ("ggnvp", "vmap"): r"as in fpipe\.vmap\(fpipe\.ggnvp\(pipe\)\)",
     ("ggnvp", "per_example_grads"): r"as in fpipe\.per_example_grads\(fpipe\.ggnvp\(pipe\)\)",
     ("per_example_grads", "per_example_grads"): "by rows already: apply it once",

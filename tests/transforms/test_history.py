@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp
 
 import fpipe
-from fpipe import FpipeError, schedules, tree
+from fpipe import schedules, tree
 from tests.models import MODELS, assert_same, mlp, unpipelined
 
 MODEL = mlp(4, 6)
@@ -91,21 +90,3 @@ def test_by_the_batch() -> None:
     alone = tracked()
     fpipe.grad(PIPE, "batch").value(alone, MODEL.batch).backward()
     assert_same(tree.tree_map(lambda leaf: leaf.grad, alone), GRADS)
-
-
-# ── refusals ────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_second_derivatives_are_refused() -> None:
-    def twice(params: Any) -> Tensor:
-        grads = grad(lambda own: PIPE.value(own, MODEL.batch))(params)
-        return sum(g.square().sum() for g in tree.flatten(grads)[0])
-
-    with pytest.raises(FpipeError, match=r"fpipe\.hvp\(pipe\) gives products with the second"):
-        grad(twice)(MODEL.params)
-    params = tracked()
-    grads = torch.autograd.grad(
-        PIPE.value(params, MODEL.batch), tree.flatten(params)[0], create_graph=True
-    )
-    with pytest.raises(FpipeError, match="was differentiated twice"):
-        grads[0].sum().backward()

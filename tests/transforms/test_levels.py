@@ -221,35 +221,18 @@ def test_randomness_is_that_of_the_level() -> None:
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_other_transforms_are_refused_with_the_one_to_use() -> None:
-    fpipe.jvp(PIPE)  # torch warns of its own code when it first loads its rules
-    for method in (PIPE.value, PIPE.step):
-        with pytest.raises(FpipeError, match=r"fpipe\.jvp\(pipe\) is the pipeline of the deriv"):
-            torch.func.jvp(lambda p, m=method: m(p, BATCH), (MODEL.params,), (MODEL.params,))
-    with pytest.raises(FpipeError, match=r"fpipe\.hvp\(pipe\) that of second ones"):
-        torch.func.hessian(lambda w: PIPE.value([{**MODEL.params[0], "w": w}, *MODEL.params[1:]],
-                                                BATCH))(MODEL.params[0]["w"])  # fmt: skip
-    with pytest.raises(FpipeError, match=r"pipe\.step returns the gradients already"):
-        grad(lambda p: PIPE.step(p, BATCH).loss)(MODEL.params)
-    with pytest.raises(FpipeError, match=r"pipe\.step returns the gradients already"):
-        grad(lambda p: vmap(PIPE.step, (0, None))(p, BATCH).loss.sum())(STACKED)
+def test_other_transforms_are_refused() -> None:
     with pytest.raises(FpipeError, match="a step is pure already"):
         torch.func.functionalize(lambda p: PIPE.step(p, BATCH).loss)(MODEL.params)
 
 
-def test_forward_mode_is_refused_only_for_what_depends_on_it() -> None:
+def test_forward_mode_that_a_call_does_not_depend_on() -> None:
     fpipe.jvp(PIPE)  # torch warns of its own code when it first loads its rules
     two, one = torch.tensor(2.0, dtype=torch.float64), torch.ones((), dtype=torch.float64)
     found = torch.func.jvp(lambda z: PIPE.value(MODEL.params, BATCH) * z, (two,), (one,))
     assert_same(found[1], whole(MODEL.params, BATCH))
     with forward_ad.dual_level():
         assert_same(PIPE.step(MODEL.params, BATCH).loss, whole(MODEL.params, BATCH))
-        moving = [{**MODEL.params[0], "b": forward_ad.make_dual(*[MODEL.params[0]["b"]] * 2)}]
-        for method in (PIPE.value, PIPE.step, PIPE.forward):
-            with pytest.raises(
-                FpipeError, match=r"fpipe\.jvp\(pipe\) is the pipeline of the deriv"
-            ):
-                method([*moving, *MODEL.params[1:]], BATCH)
 
 
 def test_torch_compile_leaves_a_pipeline_out_of_its_graph() -> None:
@@ -267,25 +250,14 @@ def test_torch_compile_leaves_a_pipeline_out_of_its_graph() -> None:
         assert_same(compiled(*arguments), function(*arguments))
 
 
-def test_second_derivatives_are_refused_across_levels() -> None:
-    def twice(params: Any) -> Tensor:
-        grads = vmap(grad(PIPE.value), (0, None))(params, BATCH)
-        return sum(g.square().sum() for g in tree.flatten(grads)[0])
-
-    with pytest.raises(FpipeError, match=r"fpipe\.hvp\(pipe\) gives products with the second"):
-        grad(twice)(STACKED)
-
-
 def test_what_cannot_be_mapped_or_differentiated_is_refused() -> None:
     norms = fpipe.per_example_norms(PIPE)
     with pytest.raises(StageError, match=r"as in fpipe\.per_example_norms\(fpipe\.vmap\(pipe\)\)"):
         vmap(norms.step, (0, None))(STACKED, BATCH)
     with pytest.raises(FpipeError, match=r"a pipeline cannot run inside torch\.func\.grad"):
         grad(lambda p: norms.value(p, BATCH).sum())(MODEL.params)
-    with pytest.raises(FpipeError, match=r"a pipeline cannot run inside torch\.func\.grad"):
-        grad(lambda p: fpipe.jvp(PIPE).value(p, BATCH, p).jvp)(MODEL.params)
     shared = fpipe.vmap(PIPE)
-    with pytest.raises(FpipeError, match="a leaf of the batch requires a gradient, but the value"):
+    with pytest.raises(FpipeError, match="a leaf of the batch requires a gradient, but what"):
         grad(lambda x: shared.value(STACKED, {**BATCH, "x": x}).sum())(BATCH["x"])
 
 

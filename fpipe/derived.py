@@ -1,0 +1,99 @@
+"""Pipelines that calls of another one need: each is made once, and kept by the one it is made of.
+
+choosing     the same, with gradients by other arguments
+of_members   the pipeline of all members
+moving       the pipeline of dual stages: derivatives in a direction of the arguments
+bent         the same in a direction of the gradients
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+from fpipe.definition import Definition
+from fpipe.stage.workshop import Workshop
+from fpipe.transforms.derivative import derivative
+from fpipe.transforms.ensemble import ensemble
+from fpipe.transforms.mapping import prefix_map
+
+
+class Callee(Protocol):
+    """What a pipeline is to this module.
+
+    Attributes:
+        definition: all that it was made from.
+        rank: as in `Pipeline`.
+        derived: pipelines that calls of this one need, by what makes them differ.
+        workshop: what traces and compiles the stages.
+    """
+
+    definition: Definition
+    rank: int | None
+    derived: dict[Any, Any]
+    workshop: Workshop
+
+    def __init__(self, definition: Definition, *, workshop: Workshop | None = None) -> None: ...
+
+
+def choosing(pipe: Callee, names: tuple[str, ...]) -> Any:
+    """The pipeline whose gradients are those by the arguments that `names` has, as a tuple."""
+    if pipe.definition.argnums == names:
+        return pipe
+    if names not in pipe.derived:
+        definition = replace(pipe.definition, argnums=names)
+        shares = set(names) == set(pipe.definition.wanted)
+        pipe.derived[names] = type(pipe)(definition, workshop=pipe.workshop if shares else None)
+    return pipe.derived[names]
+
+
+def of_members(pipe: Callee, in_dims: tuple[Any, ...], randomness: str, key: Any) -> Any:
+    """The pipeline of all members.
+
+    Args:
+        pipe: that of one.
+        in_dims: as for `ensemble`, as is `randomness`.
+        key: hashable, and the same only for the same `in_dims` and `randomness`.
+    """
+    if key not in pipe.derived:
+        # What is differentiated by is chosen last.
+        chosen = pipe.definition.argnums
+        made = ensemble(replace(pipe.definition, argnums="params"), in_dims, randomness)
+        pipe.derived[key] = type(pipe)(replace(made, argnums=chosen))
+    return pipe.derived[key]
+
+
+def moving(pipe: Callee) -> Any:
+    """The pipeline of dual stages, which takes a vector for the parameters and one for the batch.
+
+    Raises:
+        StageError: it has none.
+    """
+    if "moving" not in pipe.derived:
+        made = derivative("hvp", pipe.definition, ("params", "batch"))
+        pipe.derived["moving"] = type(pipe)(made)
+    return pipe.derived["moving"]
+
+
+def bent(pipe: Callee) -> Any:
+    """The same of a pipeline with vectors in the shapes of the gradients.
+
+    Members of an ensemble who share a parameter have a gradient each, and so a direction each.
+
+    Raises:
+        StageError: it has none.
+    """
+    if pipe.definition.alone is None:
+        return moving(pipe)
+    if "bent" not in pipe.derived:
+        pipe.derived["bent"] = type(pipe)(_bent(pipe.definition))
+    return pipe.derived["bent"]
+
+
+def _bent(definition: Definition) -> Definition:
+    if definition.alone is None:
+        return derivative("hvp", definition, ("params", "batch"))
+    alone, in_dims, randomness = definition.alone
+    stacked = prefix_map(lambda dim: 0 if dim is None else dim, in_dims[0])
+    one = _bent(replace(alone, schedule=definition.schedule))
+    return ensemble(one, (*in_dims, stacked, 0), randomness)

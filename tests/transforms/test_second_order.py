@@ -1,0 +1,351 @@
+"""A pipeline differentiated twice: what autograd and torch.func give without a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import fpipe
+from fpipe import FpipeError, Stage, schedules, tree
+from fpipe.transforms.dual import load_rules
+from tests.models import apply, assert_same, mlp
+from tests.transforms.grid import bare
+
+MODEL = mlp(4, 6)
+PARAMS, BATCH = MODEL.params, MODEL.batch
+SCHEDULE = schedules.zbv(ranks=2, microbatches=3)
+PIPE = fpipe.pipeline(MODEL.stages, MODEL.loss, SCHEDULE, compile=False)
+ALONG = tree.tree_map(torch.cos, PARAMS)
+ALONG_BATCH = tree.tree_map(torch.sin, BATCH)
+TASKS = tree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf]), BATCH)
+MEMBERS = tree.tree_map(lambda leaf: torch.stack([leaf, 1.1 * leaf]), PARAMS)
+
+Value = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def rules() -> None:
+    load_rules()  # torch warns of its own code when it first loads them
+
+
+def whole(params: Any, batch: Any) -> Tensor:
+    return MODEL.loss(apply(MODEL.stages, params, batch), batch)
+
+
+def whole_step(params: Any, batch: Any) -> Any:
+    grads, loss = grad_and_value(whole)(params, batch)
+    return loss, grads
+
+
+def squares(value: Any) -> Tensor:
+    found: Tensor = sum(leaf.square().sum() for leaf in tree.flatten(value)[0])
+    return found
+
+
+def biased(bias: Tensor) -> Any:
+    return [{**PARAMS[0], "b": bias}, *PARAMS[1:]]
+
+
+def adapted(value: Value, params: Any, batch: Any) -> Any:
+    """Parameters after a step of their own."""
+    return tree.tree_map(lambda p, g: p - 0.1 * g, params, grad(value)(params, batch))
+
+
+BIAS = PARAMS[0]["b"]
+
+CASES: dict[str, Callable[[Value, Value], Any]] = {
+    # Forward.
+    "jvp": lambda value, step: jvp(lambda p: value(p, BATCH), (PARAMS,), (ALONG,)),
+    "jvp by the batch": lambda value, step: jvp(
+        lambda b: value(PARAMS, b), (BATCH,), (ALONG_BATCH,)
+    ),
+    "jvp by both": lambda value, step: jvp(value, (PARAMS, BATCH), (ALONG, ALONG_BATCH)),
+    "jvp of step": lambda value, step: jvp(
+        lambda *a: tuple(step(*a)), (PARAMS, BATCH), (ALONG, ALONG_BATCH)
+    ),
+    "jacfwd": lambda value, step: jacfwd(lambda b: value(biased(b), BATCH))(BIAS),
+    # Reverse over reverse.
+    "grad of step": lambda value, step: grad(lambda p: loss_and_slope(*step(p, BATCH)))(PARAMS),
+    "grad of step by the batch": lambda value, step: grad(
+        lambda b: loss_and_slope(*step(PARAMS, b))
+    )(BATCH),
+    "grad of grad": lambda value, step: grad(lambda p: squares(grad(value)(p, BATCH)))(PARAMS),
+    "gradient penalty": lambda value, step: grad(lambda p: squares(grad(value, 1)(p, BATCH)))(
+        PARAMS
+    ),
+    "mixed": lambda value, step: grad(lambda *a: squares(grad(value, (0, 1))(*a)), (0, 1))(
+        PARAMS, BATCH
+    ),
+    "through a step of its own": lambda value, step: grad(
+        lambda p: value(adapted(value, p, BATCH), ALONG_BATCH)
+    )(PARAMS),
+    "learned data": lambda value, step: grad(
+        lambda b: value(adapted(value, PARAMS, b), ALONG_BATCH)
+    )(BATCH),
+    "jacrev of jacrev": lambda value, step: jacrev(jacrev(lambda b: value(biased(b), BATCH)))(BIAS),
+    "vjp": lambda value, step: vjp(lambda p: grad(value)(p, BATCH), PARAMS)[1](ALONG),
+    # Forward over reverse, and reverse over forward.
+    "jvp of grad": lambda value, step: jvp(
+        grad(value, (0, 1)), (PARAMS, BATCH), (ALONG, ALONG_BATCH)
+    ),
+    "hessian": lambda value, step: hessian(lambda b: value(biased(b), BATCH))(BIAS),
+    "hessian by the batch": lambda value, step: hessian(lambda x: value(PARAMS, {**BATCH, "x": x}))(
+        BATCH["x"]
+    ),
+    "grad of jvp": lambda value, step: grad(lambda p, v: slope(value, p, BATCH, v), (0, 1))(
+        PARAMS, ALONG
+    ),
+    "grad of jvp by the batch": lambda value, step: grad(lambda b: slope(value, PARAMS, b, ALONG))(
+        BATCH
+    ),
+    "jacrev of jacfwd": lambda value, step: jacrev(jacfwd(lambda b: value(biased(b), BATCH)))(BIAS),
+    # With vmap.
+    "vmap of grad of grad": lambda value, step: vmap(
+        lambda b: grad(lambda p: value(adapted(value, p, b), BATCH))(PARAMS)
+    )(TASKS),
+    "grad of vmap, shared": lambda value, step: grad(
+        lambda p: vmap(lambda b: value(adapted(value, p, b), BATCH))(TASKS).sum()
+    )(PARAMS),
+    "grad of vmap, stacked": lambda value, step: grad(
+        lambda p: squares(vmap(grad(value), (0, None))(p, BATCH))
+    )(MEMBERS),
+    "grad of vmap by the batch": lambda value, step: grad(
+        lambda b: squares(vmap(grad(value), (0, None))(MEMBERS, b))
+    )(BATCH),
+    "jvp of vmap": lambda value, step: jvp(
+        lambda p: vmap(value, (None, 0))(p, TASKS), (PARAMS,), (ALONG,)
+    ),
+}
+
+
+def loss_and_slope(loss: Tensor, grads: Any) -> Tensor:
+    return 3 * loss + squares(grads)
+
+
+def slope(value: Value, params: Any, batch: Any, vector: Any) -> Tensor:
+    pushed: Any = jvp(lambda own: value(own, batch), (params,), (vector,))
+    found: Tensor = pushed[0] + 2 * pushed[1]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_unpipelined_function(case: str) -> None:
+    found = CASES[case](PIPE.value, PIPE.step)
+    assert_same(found, CASES[case](whole, whole_step))
+
+
+def test_backward_through_a_backward() -> None:
+    """Autograd without torch.func: a gradient penalty, and a step of a learned learning rate."""
+
+    def penalised(value: Value) -> Any:
+        params = tree.tree_map(lambda leaf: leaf.clone().requires_grad_(), PARAMS)
+        rate = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+        x = BATCH["x"].clone().requires_grad_()
+        leaves, spec = tree.flatten(params)
+        loss = value(params, {**BATCH, "x": x})
+        grads = torch.autograd.grad(loss, [*leaves, x], create_graph=True)
+        after = tree.unflatten(spec, [p - rate * g for p, g in zip(leaves, grads, strict=False)])
+        (loss + grads[-1].square().sum() + value(after, BATCH)).backward()
+        return [leaf.grad for leaf in (*leaves, x, rate)]
+
+    assert_same(penalised(PIPE.value), penalised(whole))
+
+
+def test_forward_mode_without_torch_func() -> None:
+    with forward_ad.dual_level():
+        params = tree.tree_map(forward_ad.make_dual, PARAMS, ALONG)
+        loss = forward_ad.unpack_dual(PIPE.value(params, BATCH))
+        grads = tree.flatten(PIPE.step(params, BATCH).grads)[0]
+        products = [forward_ad.unpack_dual(leaf).tangent for leaf in grads]
+    expected = fpipe.hvp(PIPE).step(PARAMS, BATCH, ALONG)
+    assert_same(loss.primal, expected.loss)
+    assert_same(loss.tangent, fpipe.jvp(PIPE).value(PARAMS, BATCH, ALONG).jvp)
+    assert_same(products, tree.flatten(expected.hvp)[0])
+
+
+@pytest.mark.parametrize("in_dims", [(0, None), (None, 0), (-1, {"x": 1, "y": None})])
+def test_of_an_ensemble(in_dims: Any) -> None:
+    """Members with parameters of their own, and members who share them."""
+    dim = in_dims[0]
+    params = PARAMS
+    if dim is not None:
+        params = tree.tree_map(lambda leaf: torch.stack([leaf, 1.1 * leaf], dim), PARAMS)
+    batch = TASKS if in_dims[1] == 0 else BATCH
+    if isinstance(in_dims[1], dict):
+        batch = {"x": torch.stack([BATCH["x"], 2 * BATCH["x"]], 1), "y": BATCH["y"]}
+
+    def twice(value: Value) -> Any:
+        return grad(lambda p: squares(grad(lambda q: value(q, batch).square().sum())(p)))(params)
+
+    assert_same(twice(fpipe.vmap(PIPE, in_dims).value), twice(vmap(whole, in_dims)))
+    along = tree.tree_map(torch.cos, params)
+    ours: Any = jvp(lambda p: fpipe.vmap(PIPE, in_dims).value(p, batch), (params,), (along,))
+    assert_same(ours, jvp(lambda p: vmap(whole, in_dims)(p, batch), (params,), (along,)))
+
+
+def test_of_one_function_with_tied_and_frozen_parameters() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        hidden = fpipe.cut(torch.tanh(batch["x"] @ params["tied"]))
+        y = hidden @ params["tied"].T + params["frozen"]
+        weight = batch["weight"].sum()
+        return ((y - batch["x"]).square().mean(1) * batch["weight"]).sum(), weight
+
+    def mean(params: Any, batch: Any) -> Tensor:
+        total, weight = loss(params, batch)
+        return total / weight
+
+    pipe = fpipe.pipeline(
+        loss,
+        schedule=schedules.zb_h1(ranks=2, microbatches=3),
+        reduction="weighted",
+        trainable={"tied": True, "frozen": False},
+        compile=False,
+    )
+    params = {"tied": torch.randn(3, 5).double(), "frozen": torch.randn(3).double()}
+    batch = {"x": torch.randn(6, 3).double(), "weight": torch.arange(1.0, 7).double()}
+
+    def twice(value: Value) -> Any:
+        def penalty(tied: Tensor, x: Tensor) -> Tensor:
+            def own(t: Tensor, z: Tensor) -> Any:
+                return value({**params, "tied": t}, {**batch, "x": z})
+
+            return squares(grad(own, (0, 1))(tied, x))
+
+        return grad(penalty, (0, 1))(params["tied"], batch["x"])
+
+    assert_same(twice(pipe.value), twice(mean))
+    # No gradient flows to what is not trained.
+    assert_same(grad(pipe.value)(params, batch)["frozen"], torch.zeros(3).double())
+
+
+def test_of_a_module() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    pipe = fpipe.from_module(
+        module.double(),
+        schedule=schedules.one_f_one_b(ranks=2, microbatches=2),
+        cuts=["1"],
+        loss=lambda output, batch: output.square().mean(),
+        compile=False,
+    )
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    x = torch.randn(4, 2).double()
+
+    def plain(own: Any, batch: Any) -> Tensor:
+        y: Tensor = torch.func.functional_call(module, own, (batch["input"],))
+        return y.square().mean()
+
+    for twice in (hessian, lambda value: grad(lambda *a: squares(grad(value)(*a)))):
+        ours, theirs = (twice(value)(params, {"input": x}) for value in (pipe.value, plain))
+        assert_same(ours, theirs)
+
+
+def test_aux_comes_along() -> None:
+    def loss(y: Tensor, batch: Any) -> Any:
+        return MODEL.loss(y, batch), {"output": y, "rows": torch.tensor(len(y))}
+
+    pipe = fpipe.pipeline(MODEL.stages, loss, SCHEDULE, has_aux=True, compile=False)
+    expected = pipe.step(PARAMS, BATCH)
+    pushed: Any = jvp(lambda p: tuple(pipe.step(p, BATCH)), (PARAMS,), (ALONG,))
+    assert_same(pushed[0], tuple(expected))
+    assert_same(pushed[1][1], fpipe.hvp(PIPE).step(PARAMS, BATCH, ALONG).hvp)
+    ours = grad(lambda p: loss_and_slope(*pipe.step(p, BATCH)[:2]))(PARAMS)
+    assert_same(ours, grad(lambda p: loss_and_slope(*whole_step(p, BATCH)))(PARAMS))
+
+
+@pytest.mark.inductor
+def test_compiled() -> None:
+    """Tasks that share parameters; without tasks it is in test_every_schedule.py."""
+    model = bare(2, 4)
+    pipe = fpipe.pipeline(model.stages, model.loss, schedules.zb_h1(ranks=2, microbatches=2))
+    batches = tree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf]), model.batch)
+
+    def of_tasks(value: Value) -> Any:
+        def one(params: Any, batch: Any) -> Tensor:
+            loss: Tensor = value(adapted(value, params, batch), model.batch)
+            return loss
+
+        return grad(lambda p: vmap(one, (None, 0))(p, batches).sum())(model.params)
+
+    assert_same(
+        of_tasks(pipe.value), of_tasks(lambda p, b: model.loss(apply(model.stages, p, b), b))
+    )
+
+
+def noisy(params: Tensor, x: Tensor, key: Tensor) -> Tensor:
+    return fpipe.random.dropout(key, torch.tanh(x @ params))
+
+
+def test_draws_of_a_key_are_those_of_the_first_derivative() -> None:
+    stages = [Stage(noisy, reads_key=True)] * 2
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=1)
+    pipe = fpipe.pipeline(stages, lambda y, _: y.square().mean(), schedule, compile=False)
+    params, x, key = [torch.eye(3).double()] * 2, torch.randn(4, 3).double(), fpipe.random.key(0)
+
+    def plain(own: Any, batch: Tensor) -> Tensor:
+        for stage, p in enumerate(own):
+            microbatch_key = fpipe.random.fold_in(key, 0)
+            batch = noisy(p, batch, fpipe.random.fold_in(microbatch_key, stage))
+        return batch.square().mean()
+
+    def twice(value: Value) -> Any:
+        return grad(lambda own: squares(grad(lambda p: value(p, x))(own)))(params)
+
+    assert_same(twice(lambda p, b: pipe.value(p, b, key=key)), twice(plain))
+
+
+# ── refusals ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_third_derivative_is_refused() -> None:
+    def slopes(params: Any) -> Any:
+        return squares(grad(lambda p: squares(grad(PIPE.value)(p, BATCH)))(params))
+
+    third = "was differentiated three times, or forward twice"
+    with pytest.raises(FpipeError, match=third):
+        grad(slopes)(PARAMS)
+    with pytest.raises(FpipeError, match=third):
+        jacfwd(jacfwd(lambda b: PIPE.value(biased(b), BATCH)))(BIAS)
+    for function in (fpipe.hvp(PIPE).step, lambda *a: fpipe.jvp(PIPE).value(*a)):
+        with pytest.raises(FpipeError, match=third):
+            jvp(lambda p, f=function: tuple(f(p, BATCH, ALONG)), (PARAMS,), (ALONG,))
+
+
+def test_draws_that_would_be_others_are_refused() -> None:
+    stage = lambda p, x: F.dropout(x @ p)  # noqa: E731
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline([stage, stage], lambda y, _: y.square().mean(), schedule, compile=False)
+    params, x = [torch.eye(3)] * 2, torch.ones(4, 3)
+    assert grad(pipe.value)(params, x)[0].shape == (3, 3)
+    message = r"its stages draw from torch's generator.* draw from a key"
+    with pytest.raises(FpipeError, match=message):
+        grad(lambda p: squares(grad(pipe.value)(p, x)))(params)
+    with pytest.raises(FpipeError, match=message):
+        jvp(lambda p: pipe.value(p, x), (params,), (params,))
+
+
+def test_what_has_no_second_derivative_is_refused() -> None:
+    rows = fpipe.per_example_grads(PIPE)
+    with pytest.raises(FpipeError, match="gradients of single examples were differentiated again"):
+        grad(lambda p: squares(grad(lambda q: rows.value(q, BATCH).sum())(p)))(PARAMS)
+    with pytest.raises(FpipeError, match=r"has no direction there.*pipe\.value"):
+        grad(lambda b: fpipe.jvp(PIPE).value(PARAMS, b, ALONG).loss)(BATCH)
+    with pytest.raises(FpipeError, match=r"cannot run inside torch\.func\.jvp"):
+        jvp(lambda p: PIPE.forward(p, BATCH), (PARAMS,), (ALONG,))
+    with pytest.raises(FpipeError, match=r"cannot run inside torch\.func\.grad"):
+        grad(lambda p: PIPE.forward(p, BATCH).sum())(PARAMS)
+    one = schedules.gpipe(ranks=2, microbatches=1)
+    stateful = fpipe.pipeline(
+        lambda p, state, x: (fpipe.cut(x * p).mean(), state),
+        schedule=one,
+        has_state=True,
+        compile=False,
+    )
+    with pytest.raises(FpipeError, match=r"cannot run inside torch\.func\.jvp"):
+        jvp(lambda p: stateful.value(p, (), torch.ones(2)), (torch.ones(()),), (torch.ones(()),))
