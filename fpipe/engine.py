@@ -9,26 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from os import PathLike
 from typing import Any, Self, TypeVar
 
-import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.checkpoint.loading import NO_NAMING, Naming, reading
 from fpipe.controller.choosing import controller_of, workshop_of
-from fpipe.controller.controller import Finished, Gather
-from fpipe.convention import Convention
+from fpipe.controller.controller import Gather
 from fpipe.definition import Definition
 from fpipe.errors import BatchError
 from fpipe.history import has_history, is_tracked, tracked_value
-from fpipe.holding import InitFn, Make, drawn, held, whole
 from fpipe.levels import call_within, is_within
+from fpipe.loadable import Loadable
+from fpipe.outcome import Outcome
 from fpipe.parameters import keep
-from fpipe.plan import batch_gradients, collected, divided, gradients
-from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
-from fpipe.runtime.connect import device_of
+from fpipe.results import ForwardAux
 from fpipe.runtime.program import Program
 from fpipe.schedule import Schedule
 from fpipe.shapes import Goal
@@ -40,7 +35,7 @@ OWN = object()
 """Stands for what the pipeline was made with."""
 
 
-class Pipeline:
+class Pipeline(Loadable):
     """A pipeline-parallel step as a pure function; `fpipe.pipeline` makes one.
 
     Args:
@@ -104,11 +99,7 @@ class Pipeline:
         arguments, key = self._without_key(arguments, key)
         if is_within():
             return call_within(self, "step", params, *arguments, key=key)
-        done = self._run((params, *arguments), "step", key)
-        loss, grads = self._loss_of(done), self._grads_of(done)
-        if self.definition.has_aux or self.definition.has_state:
-            return self._with_more(loss, grads, done)
-        return Step(loss, grads)
+        return self._run((params, *arguments), "step", key).step()
 
     def value(self, params: Any, *arguments: Any, key: Tensor | None = None) -> Tensor:
         """The loss of one batch alone: runs forward only and keeps nothing for a backward.
@@ -200,125 +191,6 @@ class Pipeline:
             return params
         return keep(params, self.schedule.stages_of(self.rank))
 
-    def init(self, init_fn: InitFn, key: Tensor, *example: Any, shapes: Any = None) -> Any:
-        """Make parameters; over a process group each process makes those of its own stages alone.
-
-        What a leaf becomes depends on `key` and its name, and so neither on the schedule nor on the
-        number of processes.
-
-        Args:
-            init_fn: ``(key, name, like) -> tensor``, called for each leaf: `key` is its own, `name`
-                the keys and indices of its path joined by dots (for a module, as in
-                ``named_parameters()``), `like` a meta tensor of the shape and dtype that it must
-                return.
-            key: a key of `fpipe.random`, the same on every rank.
-            example: what `step` takes after the parameters, or meta tensors of those shapes. Over a
-                process group a pipeline of one function, or of a module, is traced on them, to
-                learn which leaves its stages read. Not needed where it has run before, or in one
-                process, or for stages that are functions of their own.
-            shapes: parameters as for `step`, of which shapes and dtypes count, such as those that
-                were made under ``torch.device("meta")``. The pipeline of a module knows them.
-
-        Returns:
-            Parameters in the structure of `shapes`. Over a process group there is None in place of
-            other processes' stages, and of one function a meta tensor for each leaf that this
-            process does not read: `step` takes such parameters. They lie on the device of the
-            process group or of each rank, if it has one, and else where `init_fn` made them.
-
-        Raises:
-            BatchError: `shapes` is no such tree, or `init_fn` returns something else.
-            StageError: `shapes` or `example` is missing.
-            PipelineError: over a process group, where all ranks must call this, another rank has
-                failed.
-
-        Example:
-            >>> import torch, fpipe
-            >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
-            >>> stage, loss = (lambda w, x: x @ w), (lambda y, _: y.square().mean())
-            >>> pipe = fpipe.pipeline([stage, stage], loss, schedule, compile=False)
-            >>> shapes = [torch.empty(3, 3, device="meta")] * 2
-            >>> normal = lambda key, name, like: fpipe.random.normal(key, like.shape, like.dtype)
-            >>> params = pipe.init(normal, fpipe.random.key(0), shapes=shapes)
-            >>> [tuple(leaf.shape) for leaf in params], torch.equal(*params)
-            ([(3, 3), (3, 3)], False)
-        """
-        make, group = drawn(init_fn, key), self.definition.group
-        home = None if group is None else device_of(group)
-        likes, traced_on = self._shapes(shapes), self._traced_on(example)
-        return held(self, lambda names: make, likes, traced_on, home=home)
-
-    def load(
-        self,
-        path: str | PathLike[str],
-        *example: Any,
-        shapes: Any = None,
-        rename: Callable[[str], str] | None = None,
-        strict: bool = True,
-    ) -> Any:
-        """Read parameters from files; over a process group each process reads those that it needs.
-
-        Args:
-            path: a file of safetensors, a directory with such files and perhaps an index, as
-                Hugging Face writes them, or a directory of ``torch.distributed.checkpoint``.
-            example: as for `init`.
-            shapes: as for `init`; tensors of other dtypes are converted.
-            rename: from the name of a leaf (as for `init`) to that in the checkpoint.
-            strict: refuse a checkpoint that has more than the parameters. Buffers of a module, and
-                other names of tied parameters, are no more.
-
-        Returns:
-            As `init`, on the default device, that of each rank or that of the process group.
-
-        Raises:
-            BatchError: a parameter is missing or has another shape, or there are more; says which.
-            StageError: as for `init`, as is PipelineError.
-        """
-
-        def reader(names: Sequence[str]) -> Make:
-            return reading(path, names, self._naming(), rename, strict)
-
-        likes, traced_on = self._shapes(shapes), self._traced_on(example)
-        return held(self, reader, likes, traced_on, home=device_of(self.definition.group))
-
-    def load_state(
-        self,
-        path: str | PathLike[str],
-        *,
-        shapes: Any = None,
-        rename: Callable[[str], str] | None = None,
-    ) -> Any:
-        """Read a state from files, all of it on each process, as `step` returns it.
-
-        Args:
-            path: as for `load`, as is `rename`. What else is there is passed over.
-            shapes: a state as for `step`, of which shapes and dtypes count. The pipeline of a
-                module knows it.
-            rename: from the name of a leaf to that in the checkpoint.
-
-        Returns:
-            The state in the structure of `shapes`, on the default device or that of the process
-            group.
-
-        Raises:
-            BatchError: a leaf is missing or has another shape; says which.
-            StageError: `shapes` is missing, or the pipeline has no state.
-            PipelineError: over a process group, where all ranks must call this, another rank has
-                failed.
-        """
-
-        def reader(names: Sequence[str]) -> Make:
-            return reading(path, names, NO_NAMING, rename, strict=False)
-
-        return whole(self, reader, shapes)
-
-    def _shapes(self, shapes: Any) -> Any:
-        """The shapes of the parameters."""
-        return shapes
-
-    def _naming(self) -> Naming:
-        """What is known of names in a checkpoint."""
-        return NO_NAMING
-
     def programs(self, params: Any, batch: Any, *vectors: Any) -> tuple[Program, ...]:
         """The program of each rank for a step on arguments of these shapes: to be printed and read.
 
@@ -326,7 +198,9 @@ class Pipeline:
         Tensors on the meta device will do; a step on real tensors of those shapes, which lie on the
         CPU or on the devices of the pipeline, then runs these programs.
         """
-        return self._controller.programs(lambda: self._convention.enter(params, batch, *vectors))
+        return self._controller.programs(
+            lambda: self.definition.convention.enter(params, batch, *vectors)
+        )
 
     def add_up(self, value: float) -> float:
         """The sum of a number over the processes, the same in each: all of them must call it.
@@ -366,83 +240,26 @@ class Pipeline:
         """The loss and the gradients, as the convention returns them, and aux if there is any."""
         if is_within():
             return call_within(self, "run_step", *arguments, key=key)
-        done = self._run(arguments, "step", key)
-        found = self._loss_of(done), self._grads_of(done)
+        outcome = self._run(arguments, "step", key)
+        found = outcome.loss, outcome.grads
         if self.definition.has_aux:
-            return *found, self._aux_of(done, self.definition.out_dims)
+            return *found, outcome.aux(self.definition.out_dims)
         return found
 
     def run_value(self, *arguments: Any, key: Tensor | None = None) -> Any:
         """The loss, as the convention returns it."""
         if is_within():
             return call_within(self, "run_value", *arguments, key=key)
-        return self._loss_of(self._run(arguments, "value", key))
+        return self._run(arguments, "value", key).loss
 
     def run_forward(self, *arguments: Any, key: Tensor | None = None, out_dims: Any = 0) -> Any:
         """The output of the last stage as it returns it, its microbatches merged."""
         if is_within():
             return call_within(self, "run_forward", *arguments, key=key, out_dims=out_dims)
-        done = self._run(arguments, "forward", key)
+        outcome = self._run(arguments, "forward", key)
         if self.definition.function:
-            return ForwardAux(self._loss_of(done), self._aux_of(done, out_dims))
-        if self.rank not in (None, done.plan.last_rank):
-            return None
-        return done.plan.outputs(done.runs, self._convention.out_dims(out_dims), "output")
-
-    def _grads_of(self, done: Finished) -> Any:
-        """The gradients, as the convention returns them."""
-        if self.definition.argnums != "params":
-            return self._chosen_grads(done)
-        if self.definition.sink.everywhere:
-            assert done.total is not None
-            parts = list(collected(done.plan, done.runs).values())
-            return divided(self._convention.grads(parts), done.total.weight).abs()
-        return self._convention.grads(tree.unflatten(done.params.spec, self._flat_grads(done)))
-
-    def _flat_grads(self, done: Finished) -> list[Tensor | None]:
-        assert done.total is not None
-        return gradients(done.plan, done.runs, done.params, done.total.weight)
-
-    def _with_more(self, loss: Any, grads: Any, done: Finished) -> Any:
-        """The result of a step that returns state or aux."""
-        aux = None
-        if self.definition.has_aux:
-            aux = self._aux_of(done, self.definition.out_dims)
-        if not self.definition.has_state:
-            return StepAux(loss, grads, aux)
-        leaves = done.plan.state(done.runs, done.params, done.batch)
-        with torch.no_grad():
-            state = self._convention.state(tree.unflatten(done.params.spec.children()[1], leaves))
-        if self.definition.has_aux:
-            return StepStateAux(loss, grads, state, aux)
-        return StepState(loss, grads, state)
-
-    def _aux_of(self, done: Finished, out_dims: Any) -> Any:
-        return done.plan.outputs(done.runs, self._convention.aux_dims(out_dims), "aux")
-
-    def _chosen_grads(self, done: Finished) -> Any:
-        """Gradients by what was chosen, one or a tuple."""
-        found: list[Any] = []
-        for argument in self.definition.wanted:
-            if argument == "params":
-                flat = self._flat_grads(done)
-                found.append(self._convention.grads(tree.unflatten(done.params.spec, flat)))
-            elif self.rank in (None, self.schedule.placement[0]):
-                assert done.total is not None
-                weight, in_dims = done.total.weight, self.definition.in_dims
-                grads = batch_gradients(done.runs, done.batch, in_dims, weight)
-                found.append(self._convention.batch(grads))
-            else:
-                found.append(None)
-        return found[0] if isinstance(self.definition.argnums, str) else tuple(found)
-
-    @property
-    def _convention(self) -> Convention:
-        return self.definition.convention
-
-    def _loss_of(self, done: Finished) -> Any:
-        assert done.total is not None
-        return self._convention.loss(done.total.mean)
+            return ForwardAux(outcome.loss, outcome.aux(out_dims))
+        return outcome.output(out_dims)
 
     def _without_key(
         self, arguments: tuple[Any, ...], key: Tensor | None
@@ -452,18 +269,14 @@ class Pipeline:
             return arguments[:-1], arguments[-1]
         return arguments, key
 
-    def _traced_on(self, example: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a trace takes of what `step` takes: all but the key."""
-        keyed = self.definition.reads_key and not self._convention.vectors
-        return self._without_key(example, None)[0] if keyed else example
-
-    def _run(self, arguments: Sequence[Any], goal: Goal, key: Tensor | None) -> Finished:
+    def _run(self, arguments: Sequence[Any], goal: Goal, key: Tensor | None) -> Outcome:
         def enter() -> tuple[Any, Any]:
             if len(arguments) != len(self.definition.takes):
                 raise _miscounted(arguments, self.definition.takes)
-            return self._convention.enter(*arguments)
+            return self.definition.convention.enter(*arguments)
 
-        return self._controller.run(enter, goal, key)
+        done = self._controller.run(enter, goal, key)
+        return Outcome(self.definition, self.rank, done)
 
 
 def _miscounted(arguments: Sequence[Any], takes: Sequence[str]) -> BatchError:

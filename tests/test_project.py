@@ -115,6 +115,8 @@ LAYERS: Final = (
         "fpipe.history",
         "fpipe.holding",
         "fpipe.levels",
+        "fpipe.loadable",
+        "fpipe.outcome",
         "fpipe.rules",
     ),
     ("fpipe.engine", "fpipe.entry"),

@@ -1,0 +1,142 @@
+"""A pipeline as what makes and reads its own parameters: the methods that users see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from os import PathLike
+from typing import Any
+
+from torch import Tensor
+
+from fpipe.checkpoint.loading import NO_NAMING, Naming, reading
+from fpipe.holding import Holder, InitFn, Make, drawn, held, whole
+from fpipe.runtime.connect import device_of
+
+
+class Loadable(Holder):
+    """What a pipeline of any kind can do about its parameters and state before its first step."""
+
+    def init(self, init_fn: InitFn, key: Tensor, *example: Any, shapes: Any = None) -> Any:
+        """Make parameters; over a process group each process makes those of its own stages alone.
+
+        What a leaf becomes depends on `key` and its name, and so neither on the schedule nor on the
+        number of processes.
+
+        Args:
+            init_fn: ``(key, name, like) -> tensor``, called for each leaf: `key` is its own, `name`
+                the keys and indices of its path joined by dots (for a module, as in
+                ``named_parameters()``), `like` a meta tensor of the shape and dtype that it must
+                return.
+            key: a key of `fpipe.random`, the same on every rank.
+            example: what `step` takes after the parameters, or meta tensors of those shapes. Over a
+                process group a pipeline of one function, or of a module, is traced on them, to
+                learn which leaves its stages read. Not needed where it has run before, or in one
+                process, or for stages that are functions of their own.
+            shapes: parameters as for `step`, of which shapes and dtypes count, such as those that
+                were made under ``torch.device("meta")``. The pipeline of a module knows them.
+
+        Returns:
+            Parameters in the structure of `shapes`. Over a process group there is None in place of
+            other processes' stages, and of one function a meta tensor for each leaf that this
+            process does not read: `step` takes such parameters. They lie on the device of the
+            process group or of each rank, if it has one, and else where `init_fn` made them.
+
+        Raises:
+            BatchError: `shapes` is no such tree, or `init_fn` returns something else.
+            StageError: `shapes` or `example` is missing.
+            PipelineError: over a process group, where all ranks must call this, another rank has
+                failed.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+            >>> stage, loss = (lambda w, x: x @ w), (lambda y, _: y.square().mean())
+            >>> pipe = fpipe.pipeline([stage, stage], loss, schedule, compile=False)
+            >>> shapes = [torch.empty(3, 3, device="meta")] * 2
+            >>> normal = lambda key, name, like: fpipe.random.normal(key, like.shape, like.dtype)
+            >>> params = pipe.init(normal, fpipe.random.key(0), shapes=shapes)
+            >>> [tuple(leaf.shape) for leaf in params], torch.equal(*params)
+            ([(3, 3), (3, 3)], False)
+        """
+        make, group = drawn(init_fn, key), self.definition.group
+        home = None if group is None else device_of(group)
+        likes, traced_on = self._shapes(shapes), self._traced_on(example)
+        return held(self, lambda names: make, likes, traced_on, home=home)
+
+    def load(
+        self,
+        path: str | PathLike[str],
+        *example: Any,
+        shapes: Any = None,
+        rename: Callable[[str], str] | None = None,
+        strict: bool = True,
+    ) -> Any:
+        """Read parameters from files; over a process group each process reads those that it needs.
+
+        Args:
+            path: a file of safetensors, a directory with such files and perhaps an index, as
+                Hugging Face writes them, or a directory of ``torch.distributed.checkpoint``.
+            example: as for `init`.
+            shapes: as for `init`; tensors of other dtypes are converted.
+            rename: from the name of a leaf (as for `init`) to that in the checkpoint.
+            strict: refuse a checkpoint that has more than the parameters. Buffers of a module, and
+                other names of tied parameters, are no more.
+
+        Returns:
+            As `init`, on the default device, that of each rank or that of the process group.
+
+        Raises:
+            BatchError: a parameter is missing or has another shape, or there are more; says which.
+            StageError: as for `init`, as is PipelineError.
+        """
+
+        def reader(names: Sequence[str]) -> Make:
+            return reading(path, names, self._naming(), rename, strict)
+
+        likes, traced_on = self._shapes(shapes), self._traced_on(example)
+        return held(self, reader, likes, traced_on, home=device_of(self.definition.group))
+
+    def load_state(
+        self,
+        path: str | PathLike[str],
+        *,
+        shapes: Any = None,
+        rename: Callable[[str], str] | None = None,
+    ) -> Any:
+        """Read a state from files, all of it on each process, as `step` returns it.
+
+        Args:
+            path: as for `load`, as is `rename`. What else is there is passed over.
+            shapes: a state as for `step`, of which shapes and dtypes count. The pipeline of a
+                module knows it.
+            rename: from the name of a leaf to that in the checkpoint.
+
+        Returns:
+            The state in the structure of `shapes`, on the default device or that of the process
+            group.
+
+        Raises:
+            BatchError: a leaf is missing or has another shape; says which.
+            StageError: `shapes` is missing, or the pipeline has no state.
+            PipelineError: over a process group, where all ranks must call this, another rank has
+                failed.
+        """
+
+        def reader(names: Sequence[str]) -> Make:
+            return reading(path, names, NO_NAMING, rename, strict=False)
+
+        return whole(self, reader, shapes)
+
+    def _shapes(self, shapes: Any) -> Any:
+        """The shapes of the parameters."""
+        return shapes
+
+    def _naming(self) -> Naming:
+        """What is known of names in a checkpoint."""
+        return NO_NAMING
+
+    def _traced_on(self, example: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a trace takes of what `step` takes: all but the key."""
+        definition = self.definition
+        keyed = definition.reads_key and not definition.convention.vectors
+        return example[:-1] if keyed and len(example) == len(definition.takes) else example

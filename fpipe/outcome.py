@@ -1,0 +1,100 @@
+"""What a finished run comes to, as the pipeline's convention returns it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.controller.controller import Finished
+from fpipe.definition import Definition
+from fpipe.plan import batch_gradients, collected, divided, gradients
+from fpipe.results import Step, StepAux, StepState, StepStateAux
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """A run that is finished, and how to read it.
+
+    Attributes:
+        definition: of the pipeline.
+        rank: that this process drives, None for all of them.
+        done: what ran.
+    """
+
+    definition: Definition
+    rank: int | None
+    done: Finished
+
+    @property
+    def loss(self) -> Any:
+        """The loss, or losses."""
+        assert self.done.total is not None
+        return self.definition.convention.loss(self.done.total.mean)
+
+    @property
+    def grads(self) -> Any:
+        """The gradients by what was chosen: one, or a tuple."""
+        definition, done = self.definition, self.done
+        if definition.sink.everywhere:
+            parts = list(collected(done.plan, done.runs).values())
+            return divided(definition.convention.grads(parts), self._weight).abs()
+        found = tuple(
+            self._by_params() if argument == "params" else self._by_batch()
+            for argument in definition.wanted
+        )
+        return found[0] if isinstance(definition.argnums, str) else found
+
+    @property
+    def state(self) -> Any:
+        """The state that the last microbatch has left."""
+        done = self.done
+        leaves = done.plan.state(done.runs, done.params, done.batch)
+        with torch.no_grad():
+            state = tree.unflatten(done.params.spec.children()[1], leaves)
+            return self.definition.convention.state(state)
+
+    def aux(self, out_dims: Any) -> Any:
+        """What the loss function returned beside the loss, its microbatches merged."""
+        aux_dims = self.definition.convention.aux_dims(out_dims)
+        return self.done.plan.outputs(self.done.runs, aux_dims, "aux")
+
+    def output(self, out_dims: Any) -> Any:
+        """What the last stage returned, its microbatches merged; None where another rank has it."""
+        if self.rank not in (None, self.done.plan.last_rank):
+            return None
+        dims = self.definition.convention.out_dims(out_dims)
+        return self.done.plan.outputs(self.done.runs, dims, "output")
+
+    def step(self) -> Any:
+        """The named tuple of all that was declared."""
+        loss, grads, definition = self.loss, self.grads, self.definition
+        if not definition.has_aux and not definition.has_state:
+            return Step(loss, grads)
+        aux = self.aux(definition.out_dims) if definition.has_aux else None
+        if not definition.has_state:
+            return StepAux(loss, grads, aux)
+        if not definition.has_aux:
+            return StepState(loss, grads, self.state)
+        return StepStateAux(loss, grads, self.state, aux)
+
+    @property
+    def _weight(self) -> Tensor | None:
+        assert self.done.total is not None
+        return self.done.total.weight
+
+    def _by_params(self) -> Any:
+        params = self.done.params
+        flat = gradients(self.done.plan, self.done.runs, params, self._weight)
+        return self.definition.convention.grads(tree.unflatten(params.spec, flat))
+
+    def _by_batch(self) -> Any:
+        """They lie where the batch comes in."""
+        if self.rank not in (None, self.definition.schedule.placement[0]):
+            return None
+        in_dims = self.definition.in_dims
+        grads = batch_gradients(self.done.runs, self.done.batch, in_dims, self._weight)
+        return self.definition.convention.batch(grads)
