@@ -139,7 +139,7 @@ def _filled(own: tuple[str, Any], other: tuple[str, Any], trained: Sequence[bool
         if along is None:
             raise BatchError(
                 f"{vector_name} is {given_spec}, but {name} is {spec}: a vector has the structure "
-                f"of the parameters, or None for what is not trained; {HINT}"
+                f"of what it is a direction of, or None for what has none; {HINT}"
             )
         given = [leaf if own is None else own for leaf, own in zip(leaves, along, strict=True)]
     for path in _misfits(leaves, given, trained, tree.paths(spec)):
@@ -169,6 +169,6 @@ def _misfits(
     for leaf, own, flag, path in zip(leaves, given, trained, paths, strict=True):
         if flag and (own.shape, own.dtype) != (leaf.shape, leaf.dtype):
             yield (
-                f"{path} is {own.dtype} of shape {tuple(own.shape)}, but the parameter is "
+                f"{path} is {own.dtype} of shape {tuple(own.shape)}, but it is a direction of "
                 f"{leaf.dtype} of shape {tuple(leaf.shape)}"
             )

@@ -145,16 +145,17 @@ class Directional:
     def _vectors(self, vector: Any) -> tuple[Any, ...]:
         """The direction of each argument that may move."""
         wanted = self.definition.wanted
-        if isinstance(self.definition.argnums, str):
-            return (vector,)
-        if not isinstance(vector, tuple) or len(vector) != len(wanted):
+        vectors = (vector,) if isinstance(self.definition.argnums, str) else vector
+        if not isinstance(vectors, tuple) or len(vectors) != len(wanted):
             raise BatchError(
                 f"vector={vector!r:.60} must be a tuple of {len(wanted)}, one direction for each "
                 f"of ({', '.join(wanted)}), or None for one that does not move"
             )
-        if all(own is None for own in vector):
+        # A process that has no part of the batch has no direction of it either.
+        alone = self.pipeline.rank is None or "batch" not in wanted
+        if alone and all(own is None for own in vectors):
             raise BatchError(f"vector={vector!r} moves nothing: give one direction at least")
-        return vector
+        return vectors
 
 
 def _sides(dual: Dual | None, vector: Any) -> tuple[Any, Any]:

@@ -233,6 +233,92 @@ def test_operations_that_are_written_out(name: str) -> None:
     assert_same((found.grads[0], found.hvp[0]), expected, 5e-2 if coarse else TOLERANCE)
 
 
+# ── by the batch ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("argnums", ["batch", ("batch",), ("params", "batch"), ("batch", "params")])
+@pytest.mark.parametrize("still", [None, "params", "batch"])
+def test_directions_of_what_grad_names(argnums: Any, still: str | None) -> None:
+    """Leaves that stages read, one that only the loss reads, one not split, and integers."""
+
+    def shifted(p: Tensor, x: Tensor, batch: Any) -> Tensor:
+        return torch.tanh(x @ p * batch["shift"] + batch["ids"][:, None])
+
+    def loss(y: Tensor, batch: Any) -> Any:
+        return (y - batch["more"][0]).square().mean(), {"y": y}
+
+    def entry(p: Tensor, batch: Any) -> Tensor:
+        return torch.tanh(batch["more"][1]["x"] @ p)
+
+    names = (argnums,) if isinstance(argnums, str) else argnums
+    if still in names and len(names) == 1:
+        return
+    pipe = fpipe.pipeline(
+        [entry, fpipe.Stage(shifted, reads_batch=True)],
+        loss,
+        schedules.zb_h1(ranks=2, microbatches=2),
+        in_dims={"more": 0, "shift": None, "ids": 0},
+        has_aux=True,
+        compile=False,
+    )
+    params = [torch.randn(3, 3).double(), torch.randn(3, 3).double()]
+    batch = {
+        "more": (torch.randn(5, 3).double(), {"x": torch.randn(5, 3).double()}),
+        "shift": torch.randn(3).double(),
+        "ids": torch.arange(5),
+    }
+    smooth = {name: leaf for name, leaf in batch.items() if name != "ids"}
+
+    def whole(own: Any, rest: Any) -> Tensor:
+        full = {**rest, "ids": batch["ids"]}
+        found: Tensor = loss(shifted(own[1], entry(own[0], full), full), full)[0]
+        return found
+
+    given = {"params": vector_like(params), "batch": {**vector_like(smooth, 2), "ids": None}}
+    vectors = tuple(None if name == still else given[name] for name in names)
+    derivatives = fpipe.hvp(fpipe.grad(pipe, argnums))
+    vector = vectors[0] if isinstance(argnums, str) else vectors
+    loss_, grads, products, aux = derivatives.step(params, batch, vector)
+
+    arguments = {"params": params, "batch": smooth}
+    zeros = {name: tree.tree_map(torch.zeros_like, own) for name, own in arguments.items()}
+    moving = {name: given[name] for name in names if name != still}
+    moving["batch"] = {k: v for k, v in moving.get("batch", zeros["batch"]).items() if k != "ids"}
+    along = {**zeros, **moving}
+    places = tuple({"params": 0, "batch": 1}[name] for name in names)
+    expected: Any = jvp(grad(whole, places), (params, smooth), (along["params"], along["batch"]))
+    grads, products = ((own,) if isinstance(argnums, str) else own for own in (grads, products))
+    for name, *found in zip(names, grads, products, *expected, strict=True):
+        own = [{k: v for k, v in part.items() if k != "ids"} if isinstance(part, dict) else part
+               for part in found]  # fmt: skip
+        assert_same(own[1], own[3], TOLERANCE)
+        if name == still:
+            assert own[0] is None
+        else:
+            assert_same(own[0], own[2], TOLERANCE)
+    assert_same(loss_, whole(params, smooth), TOLERANCE)
+    assert aux["y"].shape == (5, 3)
+    slope: Any = jvp(whole, (params, smooth), (along["params"], along["batch"]))
+    assert_same(tuple(derivatives.value(params, batch, vector)), slope, TOLERANCE)
+
+
+def test_mixed_derivatives_of_an_ensemble_that_shares_its_batch() -> None:
+    model = mlp(2, 4)
+    params = tree.tree_map(lambda p: torch.stack([p, p * 1.1], -1), model.params)
+    ensemble = fpipe.vmap(pipe_of(model, schedules.zb_h1(ranks=2, microbatches=2)), (-1, None))
+    vectors = vector_like(params), vector_like(model.batch, 2)
+    found = fpipe.hvp(fpipe.grad(ensemble, ("params", "batch"))).step(params, model.batch, vectors)
+
+    def total(own: Any, batch: Any) -> Tensor:
+        losses: Tensor = vmap(
+            lambda p: model.loss(apply(model.stages, p, batch), batch), in_dims=-1
+        )(own)
+        return losses.sum()
+
+    expected: Any = jvp(grad(total, (0, 1)), (params, model.batch), vectors)
+    assert_same((found.grads, found.hvp), expected, TOLERANCE)
+
+
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────
 
 MODEL = mlp(2, 4)
@@ -259,7 +345,7 @@ def test_gauss_newton_of_an_ensemble_names_the_other_order() -> None:
         (MODEL.params[:1], "vector is a list of 1: it must be a list or tuple of 2"),
         ([MODEL.params[0], None], r"vector\[1\] is .*, but params\[1\] is .*: a vector has the"),
         ([{"w": torch.zeros(2), "b": torch.zeros(3)}] * 2,
-         r"vector\[0\]\['b'\] is torch.float32 of shape \(3,\), but the parameter is torch.fl"),
+         r"vector\[0\]\['b'\] is torch.float32 of shape \(3,\), but it is a direction of torch.fl"),
     ],
 )  # fmt: skip
 def test_a_vector_fits_the_parameters(vector: Any, text: str) -> None:
@@ -287,3 +373,17 @@ def test_refuses_running_statistics(norm: Any) -> None:
                           compile=False)  # fmt: skip
     with pytest.raises(StageError, match=r"updates its running statistics in place"):
         fpipe.hvp(pipe).step([torch.ones(())], torch.randn(2, 3, 4), [torch.ones(())])
+
+
+def test_a_vector_for_each_of_what_grad_names() -> None:
+    both = fpipe.hvp(fpipe.grad(PIPE, ("params", "batch")))
+    with pytest.raises(BatchError, match=r"must be a tuple of 2, one .* of \(params, batch\)"):
+        both.step(MODEL.params, MODEL.batch, MODEL.params)
+    with pytest.raises(BatchError, match=r"vector=\(None, None\) moves nothing"):
+        both.step(MODEL.params, MODEL.batch, (None, None))
+    with pytest.raises(BatchError, match="vector=None moves nothing"):
+        fpipe.hvp(PIPE).step(MODEL.params, MODEL.batch, None)
+    with pytest.raises(BatchError, match=r"vector\[1\] is .*, but batch is .*a direction of"):
+        both.step(MODEL.params, MODEL.batch, (None, MODEL.batch["x"]))
+    with pytest.raises(StageError, match=r"fpipe\.ggnvp of a pipeline whose argnums are"):
+        fpipe.ggnvp(fpipe.grad(PIPE, "batch"))
