@@ -23,8 +23,12 @@ def _identity(value: Any) -> Any:
 
 
 def scaled(grads: Any, cotangent: Tensor) -> Any:
-    """Every gradient of one loss, multiplied."""
-    return tree.tree_map(lambda gradient: (cotangent * gradient).to(gradient.dtype), grads)
+    """Every gradient of one loss, multiplied where it lies."""
+
+    def product(gradient: Tensor) -> Tensor:
+        return (cotangent.to(gradient.device) * gradient).to(gradient.dtype)
+
+    return tree.tree_map(product, grads)
 
 
 class Dual(NamedTuple):

@@ -198,6 +198,48 @@ def test_transforms() -> None:
         assert_same(tuple(moved(tuple(derived.step(*moved(own, "cuda"))), "cpu")), tuple(expected))
 
 
+@pytest.mark.parametrize("devices", [None, ("cuda", "cpu"), ("cpu", "cuda")])
+def test_derivatives_of_a_pipeline(devices: Any) -> None:
+    """Forward, in reverse, and twice; nobody waits for the device."""
+    schedule = schedules.zbv(ranks=2, microbatches=2)
+    model = mlp(schedule.num_stages, 4)
+    where = ["cuda" if devices is None else devices[rank] for rank in schedule.placement]
+    plain = fpipe.pipeline(model.stages, model.loss, schedule, compile=False)
+    pipe = fpipe.pipeline(model.stages, model.loss, schedule, compile=False, devices=devices)
+
+    def to_their_places(params: Any) -> Any:
+        return [moved(part, device) for part, device in zip(params, where, strict=True)]
+
+    def squares(grads: Any) -> Tensor:
+        found = [leaf.square().sum().to(where[-1]) for leaf in tree.flatten(grads)[0]]
+        return torch.stack(found).sum()
+
+    def penalty(own: fpipe.Pipeline, batch: Any) -> Any:
+        return lambda params: squares(torch.func.grad(own.value)(params, batch))
+
+    def forward(own: fpipe.Pipeline, batch: Any) -> Any:
+        return lambda params, vector: torch.func.jvp(
+            lambda p: tuple(own.step(p, batch)), (params,), (vector,)
+        )
+
+    vector = tree.tree_map(torch.cos, model.params)
+    params, along = to_their_places(model.params), to_their_places(vector)
+    batch = moved(model.batch, "cuda")
+    twice = torch.func.grad(penalty(pipe, batch))(params)
+    pushed = forward(pipe, batch)(params, along)
+    if devices is None:
+        with without_waiting():
+            torch.func.grad(penalty(pipe, batch))(params)
+            forward(pipe, batch)(params, along)
+    assert [leaf.device.type for leaf in tree.flatten(twice)[0]] == [
+        leaf.device.type for leaf in tree.flatten(params)[0]
+    ]
+    where = ["cpu"] * len(where)
+    expected = torch.func.grad(penalty(plain, model.batch))(model.params)
+    assert_same(moved(twice, "cpu"), expected)
+    assert_same(moved(pushed, "cpu"), forward(plain, model.batch)(model.params, vector))
+
+
 class Rotated(nn.Linear):
     """A buffer that no checkpoint has, which the module makes itself."""
 
