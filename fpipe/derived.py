@@ -2,6 +2,7 @@
 
 choosing     the same, with gradients by other arguments
 of_members   the pipeline of all members
+alone        the pipeline of one member
 moving       the pipeline of dual stages: derivatives in a direction of the arguments
 bent         the same in a direction of the gradients
 """
@@ -63,6 +64,15 @@ def of_members(pipe: Callee, in_dims: tuple[Any, ...], randomness: str, key: Any
     return pipe.derived[key]
 
 
+def alone(pipe: Callee) -> Any:
+    """The pipeline of one member of an ensemble."""
+    assert pipe.definition.alone is not None
+    if "alone" not in pipe.derived:
+        one = replace(pipe.definition.alone[0], schedule=pipe.definition.schedule)
+        pipe.derived["alone"] = type(pipe)(one)
+    return pipe.derived["alone"]
+
+
 def moving(pipe: Callee) -> Any:
     """The pipeline of dual stages, which takes a vector for the parameters and one for the batch.
 
@@ -70,8 +80,7 @@ def moving(pipe: Callee) -> Any:
         StageError: it has none.
     """
     if "moving" not in pipe.derived:
-        made = derivative("hvp", pipe.definition, ("params", "batch"))
-        pipe.derived["moving"] = type(pipe)(made)
+        pipe.derived["moving"] = type(pipe)(_dual(pipe.definition, stacked=False))
     return pipe.derived["moving"]
 
 
@@ -86,14 +95,22 @@ def bent(pipe: Callee) -> Any:
     if pipe.definition.alone is None:
         return moving(pipe)
     if "bent" not in pipe.derived:
-        pipe.derived["bent"] = type(pipe)(_bent(pipe.definition))
+        pipe.derived["bent"] = type(pipe)(_dual(pipe.definition, stacked=True))
     return pipe.derived["bent"]
 
 
-def _bent(definition: Definition) -> Definition:
+def _dual(definition: Definition, *, stacked: bool) -> Definition:
+    """That of dual stages; of an ensemble it is an ensemble too, whose members are duals.
+
+    Args:
+        definition: of the pipeline.
+        stacked: members who share a parameter have a direction each.
+    """
     if definition.alone is None:
         return derivative("hvp", definition, ("params", "batch"))
-    alone, in_dims, randomness = definition.alone
-    stacked = prefix_map(lambda dim: 0 if dim is None else dim, in_dims[0])
-    one = _bent(replace(alone, schedule=definition.schedule))
-    return ensemble(one, (*in_dims, stacked, 0), randomness)
+    one, in_dims, randomness = definition.alone
+    dual = _dual(replace(one, schedule=definition.schedule), stacked=stacked)
+    along, along_batch = in_dims
+    if stacked:
+        along = prefix_map(lambda dim: 0 if dim is None else dim, along)
+    return ensemble(dual, (*in_dims, along, along_batch), randomness)

@@ -63,15 +63,20 @@ def tracked_step(
         for name, own in zip((*ARGUMENTS, *definition.convention.vectors), arguments, strict=True)
         if is_tracked(tree.flatten(own)[0])
     }
-    losses = len(definition.loss_shape) - bool(definition.convention.vectors)
-    if "batch" in tracked and (losses or pipe.rank is not None):
+    several = bool(definition.loss_shape[bool(definition.convention.vectors) :])
+    if "batch" in tracked and (pipe.rank is not None or (several and definition.alone is None)):
         raise FpipeError(
-            "a leaf of the batch requires a gradient, but what a transformed pipeline computes, "
-            "or one over processes, can be differentiated by the parameters alone: detach "
-            'the leaf; fpipe.grad(pipe, "batch") returns gradients by the batch, and '
-            "torch.func.vmap of torch.func.grad of pipe.value those of each member"
+            "a leaf of the batch requires a gradient, but the losses of single examples, or a "
+            "pipeline over processes, can be differentiated by the parameters alone: detach the "
+            'leaf; fpipe.grad(pipe, "batch") returns gradients by the batch, and torch.func.vmap '
+            "of torch.func.grad of pipe.value those of each member"
         )
+    if several:
+        tracked.discard("batch")  # its gradients will be needed member by member
     names = tuple(name for name in ARGUMENTS if name in tracked or name in wanted)
+    if not names:
+        value = Call(pipe, "run_value", spec, options, differentiable=True)
+        return value.enter(leaves), ()
     call = Call(choosing(pipe, names), "run_step", spec, options, differentiable=True)
     loss, grads, *aux = call.enter(leaves)
     by_name = dict(zip(names, grads, strict=True))

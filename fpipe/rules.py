@@ -22,8 +22,9 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.convention import scaled
 from fpipe.definition import Definition
-from fpipe.derived import bent, choosing, moving
+from fpipe.derived import alone, bent, choosing, moving
 from fpipe.errors import FpipeError
+from fpipe.transforms.ensemble import stacked_along
 
 ARGUMENTS = ("params", "batch")
 
@@ -63,12 +64,17 @@ def pull_back(
     names = _needed(definition, arguments, needed)
     weights = call.result(cotangents)
     if call.method == "run_value":
-        _refuse_redrawing(call)
-        own = _call(call, choosing(call.pipe, names), "run_step", call.spec, leaves)[1]
-        found = _weighed(definition, arguments, dict(zip(names, own, strict=True)), weights)
+        found = _made(call, leaves, weights, names)
     else:
         own = dict(zip(definition.wanted, call.result(outputs)[1], strict=True))
+        if definition.alone is not None:
+            # It is the sum over members who share a leaf, but each has a weight of its own.
+            own.pop("batch", None)
         found = _weighed(definition, arguments, own, weights[0])
+        # A level of torch.func within which the call was made did not ask for these.
+        further = tuple(name for name in names if name not in own)
+        if further and tree.flatten(weights[0])[0]:
+            found |= _made(call, leaves, weights[0], further)
         places = dict(zip(definition.wanted, call.result(range(len(cotangents)))[1], strict=True))
         vectors = [_vector(places.get(name), cotangents, outputs) for name in ARGUMENTS]
         if any(vector is not None for vector in vectors):
@@ -113,6 +119,63 @@ def _needed(
         if any(needed[place] for place in tree.flatten(argument)[0])
     }
     return tuple(name for name in ARGUMENTS if name in wanted)
+
+
+def _made(call: Any, leaves: Sequence[Tensor], weights: Any, names: tuple[str, ...]) -> Trees:
+    """Weighed gradients of the losses by arguments, from a step that is made for them."""
+    definition: Definition = call.pipe.definition
+    if call.pipe.rank is not None:
+        raise FpipeError(
+            f"a pipeline over processes was differentiated by {' and '.join(names)} when its step "
+            "had ended without that: it can be differentiated by the parameters, of which the "
+            "innermost torch.func.grad or vjp around it must know, or autograd outside of them"
+        )
+    if definition.alone is not None and "batch" in names:
+        return _of_each_member(call, leaves, weights, names)
+    _refuse_redrawing(call)
+    own = _call(call, choosing(call.pipe, names), "run_step", call.spec, leaves)[1]
+    arguments = tree.unflatten(call.spec, range(call.spec.num_leaves))
+    return _weighed(definition, arguments, dict(zip(names, own, strict=True)), weights)
+
+
+def _of_each_member(
+    call: Any, leaves: Sequence[Tensor], weights: Any, names: tuple[str, ...]
+) -> Trees:
+    """What `_made` returns for an ensemble: each member's own, summed where members share."""
+    definition: Definition = call.pipe.definition
+    assert definition.alone is not None
+    arguments = tree.unflatten(call.spec, range(call.spec.num_leaves))
+    along = (*ARGUMENTS, *definition.convention.vectors)
+    chosen = [
+        place
+        for name, argument in zip(along, arguments, strict=True)
+        for place in tree.flatten(argument)[0]
+        if name in names
+    ]
+    needed = [place in chosen for place in range(len(leaves))]
+    dims = stacked_along(definition, tree.unflatten(call.spec, leaves))
+    cotangents, spec = tree.flatten(weights)
+    one = replace(call, pipe=alone(call.pipe), method="run_value", made=spec)
+    places: list[int] = []
+
+    def of_one(*values: Tensor) -> list[Tensor]:
+        grads = pull_back(one, values[: len(leaves)], (), values[len(leaves) :], needed)
+        found = {place: own for place, own in enumerate(grads) if own is not None}
+        places[:] = found
+        return list(found.values())
+
+    stacked = torch.vmap(
+        of_one, in_dims=(*dims, *(0 for _ in cotangents)), randomness=definition.alone[2]
+    )(*leaves, *cotangents)
+    grads: dict[int, Tensor] = {}
+    for place, own in zip(places, stacked, strict=True):
+        dim = dims[place]
+        grads[place] = own.sum(0) if dim is None else own.movedim(0, dim)
+    return {
+        at: tree.tree_map(grads.get, argument)
+        for at, (name, argument) in enumerate(zip(along, arguments, strict=True))
+        if name in names
+    }
 
 
 def _weighed(

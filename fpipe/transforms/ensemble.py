@@ -122,6 +122,13 @@ def ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) 
     )
 
 
+def stacked_along(definition: Definition, arguments: Sequence[Any]) -> list[int | None]:
+    """The dimension of the members in each flat leaf of an ensemble's arguments, None: shared."""
+    assert definition.alone is not None
+    one, in_dims, _ = definition.alone
+    return Members(in_dims, one.convention, Parts.of(one)).dims(arguments)
+
+
 def _mapped_sink(sink: Sink) -> Sink:
     """The same for gradients with the members in front."""
     if sink.everywhere:

@@ -83,6 +83,12 @@ class Members:
         pairs = [(members, part) for part in self.parts.split(packed)]
         return self.parts.join(pairs, packed), batch
 
+    def dims(self, arguments: Sequence[Any]) -> list[int | None]:
+        """The mapped dimension of each flat leaf of parameters, batch and vectors."""
+        kinds = ("params", "batch", *self.inner.vectors)
+        read = map(self._read, kinds, kinds, arguments, self.in_dims)
+        return [dim for parts in read for entry in parts for dim in entry.dims]
+
     def _apart(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[Any]]:
         """What comes after the parameters: the state, if there is one, the batch, the vectors."""
         return values[: self.has_state], values[self.has_state], values[self.has_state + 1 :]

@@ -256,9 +256,9 @@ def test_what_cannot_be_mapped_or_differentiated_is_refused() -> None:
         vmap(norms.step, (0, None))(STACKED, BATCH)
     with pytest.raises(FpipeError, match=r"a pipeline cannot run inside torch\.func\.grad"):
         grad(lambda p: norms.value(p, BATCH).sum())(MODEL.params)
-    shared = fpipe.vmap(PIPE)
-    with pytest.raises(FpipeError, match="a leaf of the batch requires a gradient, but what"):
-        grad(lambda x: shared.value(STACKED, {**BATCH, "x": x}).sum())(BATCH["x"])
+    rows = fpipe.per_example_grads(PIPE)
+    with pytest.raises(FpipeError, match="a leaf of the batch requires a gradient, but the losses"):
+        grad(lambda x: rows.value(MODEL.params, {**BATCH, "x": x}).sum())(BATCH["x"])
 
 
 def test_a_stage_that_closes_over_a_mapped_tensor_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ ALONG = tree.tree_map(torch.cos, PARAMS)
 ALONG_BATCH = tree.tree_map(torch.sin, BATCH)
 TASKS = tree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf]), BATCH)
 MEMBERS = tree.tree_map(lambda leaf: torch.stack([leaf, 1.1 * leaf]), PARAMS)
+ALONG_MEMBERS = tree.tree_map(torch.cos, MEMBERS)
 
 Value = Callable[..., Any]
 
@@ -106,7 +108,29 @@ CASES: dict[str, Callable[[Value, Value], Any]] = {
         BATCH
     ),
     "jacrev of jacfwd": lambda value, step: jacrev(jacfwd(lambda b: value(biased(b), BATCH)))(BIAS),
+    # The inner derivative is by one argument, the outer one by another, of the loss too.
+    "grad by the batch of grad_and_value": lambda value, step: grad(
+        lambda b: both(value, 0, PARAMS, b)
+    )(BATCH),
+    "grad by the parameters of grad_and_value": lambda value, step: grad(
+        lambda p: both(value, 1, p, BATCH)
+    )(PARAMS),
+    "grad by both of vmap of grad_and_value": lambda value, step: grad(
+        lambda p, b: squares(vmap(partial(both, value, (0, 1)), (0, None))(p, b)), (0, 1)
+    )(MEMBERS, BATCH),
+    "vmap of grad of grad_and_value": lambda value, step: vmap(
+        lambda p: grad(lambda b: both(value, 0, p, b))(BATCH)
+    )(MEMBERS),
     # With vmap.
+    "grad by the batch of vmap": lambda value, step: grad(partial(across, value, (0, None)), 1)(
+        MEMBERS, BATCH
+    ),
+    "jvp of grad by the batch of vmap": lambda value, step: jvp(
+        grad(partial(across, value, (0, 0)), 1), (MEMBERS, TASKS), (ALONG_MEMBERS, TASKS)
+    ),
+    "grad by both of jvp of vmap": lambda value, step: grad(
+        lambda p, b: slope(vmap(value, (0, None)), p, b, ALONG_MEMBERS).square().sum(), (0, 1)
+    )(MEMBERS, BATCH),
     "vmap of grad of grad": lambda value, step: vmap(
         lambda b: grad(lambda p: value(adapted(value, p, b), BATCH))(PARAMS)
     )(TASKS),
@@ -127,6 +151,15 @@ CASES: dict[str, Callable[[Value, Value], Any]] = {
 
 def loss_and_slope(loss: Tensor, grads: Any) -> Tensor:
     return 3 * loss + squares(grads)
+
+
+def both(value: Value, argnums: Any, params: Any, batch: Any) -> Tensor:
+    grads, loss = grad_and_value(value, argnums)(params, batch)
+    return loss_and_slope(loss, grads)
+
+
+def across(value: Value, in_dims: Any, params: Any, batch: Any) -> Tensor:
+    return squares(vmap(value, in_dims)(params, batch))
 
 
 def slope(value: Value, params: Any, batch: Any, vector: Any) -> Tensor:
