@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
 from fpipe import tree
@@ -71,6 +72,20 @@ class Parameters:
             stages.append(tuple(flat[start : start + part.num_leaves]))
             start += part.num_leaves
         return cls(spec, specs, tuple(stages))
+
+    def with_empty_on(self, devices: Sequence[torch.device]) -> Parameters:
+        """The same with leaves that have no elements on the device of their stage.
+
+        They say a size alone, as an ensemble's number of members, and are made without knowing
+        where stages run.
+        """
+        if all(leaf.numel() for stage in self.stages for leaf in stage):
+            return self
+        stages = tuple(
+            tuple(leaf if leaf.numel() or leaf.is_meta else leaf.to(device) for leaf in stage)
+            for stage, device in zip(self.stages, devices, strict=True)
+        )
+        return replace(self, stages=stages)
 
 
 def check_parts(name: str, params: Any, num_stages: int) -> None:

@@ -195,8 +195,11 @@ def gradients(
 
 def divided(value: Tensor, weight: Tensor | None) -> Tensor:
     """A loss or a gradient over its weight; where there are several, they come first in both."""
-    if weight is None or not weight.dim():
-        return value if weight is None else value / weight
+    if weight is None:
+        return value
+    weight = weight.to(value.device)
+    if not weight.dim():
+        return value / weight
     wide = weight.to(torch.promote_types(value.dtype, torch.float32))
     return value / wide.reshape(*wide.shape, *(1 for _ in value.shape[wide.dim() :]))
 

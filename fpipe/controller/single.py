@@ -100,6 +100,8 @@ class SingleController:
         self, params: Any, batch: Any, goal: Goal
     ) -> tuple[Parameters, Microbatches, Signature]:
         leaves = self._read(params)
+        if self._devices is not None:
+            leaves = leaves.with_empty_on([self._devices[r] for r in self._planner.placement])
         parts = self._split(batch)
         signature = Signature(
             goal,

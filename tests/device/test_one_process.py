@@ -198,6 +198,76 @@ def test_transforms() -> None:
         assert_same(tuple(moved(tuple(derived.step(*moved(own, "cuda"))), "cpu")), tuple(expected))
 
 
+def entry(w: Tensor, batch: Any) -> Tensor:
+    return torch.tanh(batch["x"] @ w)
+
+
+def shifted(w: Tensor, x: Tensor, batch: Any) -> Tensor:
+    return torch.tanh(x @ w + batch["shift"] + batch["x"])
+
+
+def weighted(y: Tensor, batch: Any) -> Any:
+    return ((y - batch["x"]).square().sum(), batch["x"].new_full((), len(y))), {"y": y}
+
+
+BY_NAME: dict[str, Any] = {
+    "step": lambda pipe, own: pipe.step(own["params"], own["batch"]),
+    "forward": lambda pipe, own: pipe.forward(own["params"], own["batch"]),
+    "grad": lambda pipe, own: fpipe.grad(pipe, ("params", "batch")).step(
+        own["params"], own["batch"]
+    ),
+    "rows": lambda pipe, own: fpipe.per_example_grads(pipe).step(own["params"], own["batch"]),
+    "norms of vmap": lambda pipe, own: fpipe.per_example_norms(fpipe.vmap(pipe)).step(
+        own["members"], own["batch"]
+    ),
+    "vmap": lambda pipe, own: fpipe.vmap(pipe).step(own["members"], own["batch"]),
+    "torch.func.vmap": lambda pipe, own: torch.func.vmap(pipe.step, (0, None))(
+        own["members"], own["batch"]
+    ),
+    "jvp": lambda pipe, own: fpipe.jvp(pipe).forward(own["params"], own["batch"], own["vector"]),
+    "hvp": lambda pipe, own: fpipe.hvp(fpipe.grad(pipe, ("batch", "params"))).step(
+        own["params"], own["batch"], (own["batch"], own["vector"])
+    ),
+    "ggnvp": lambda pipe, own: fpipe.ggnvp(pipe).step(own["params"], own["batch"], own["vector"]),
+    "global_norm": lambda pipe, own: fpipe.global_norm(
+        pipe.step(own["params"], own["batch"]).grads
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_everything_with_a_device_for_each_rank(name: str) -> None:
+    """Leaves of the batch that stages on all devices read, a weight, and aux."""
+    schedule = schedules.zbv(ranks=2, microbatches=2)
+    stages: list[Any] = [entry, *[fpipe.Stage(shifted, reads_batch=True)] * 3]
+    weights = [torch.randn(3, 3).double() for _ in stages]
+    arguments = {
+        "params": weights,
+        "members": [torch.stack([w, 1.1 * w]) for w in weights],
+        "vector": [w.cos() for w in weights],
+        "batch": {"x": torch.randn(5, 3).double(), "shift": torch.randn(3).double()},
+    }
+    options: dict[str, Any] = {
+        "in_dims": {"x": 0, "shift": None},
+        "reduction": "weighted",
+        "has_aux": True,
+        "compile": False,
+    }
+    expected = BY_NAME[name](fpipe.pipeline(stages, weighted, schedule, **options), arguments)
+    for devices in pairs():
+        pipe = fpipe.pipeline(stages, weighted, schedule, devices=devices, **options)
+        where = [devices[rank] for rank in schedule.placement]
+        placed = {
+            name: [moved(part, device) for part, device in zip(value, where, strict=True)]
+            for name, value in arguments.items()
+            if name != "batch"
+        }
+        for origin in ("cpu", "cuda"):
+            own = {**placed, "batch": moved(arguments["batch"], origin)}
+            found = moved(BY_NAME[name](pipe, own), "cpu")
+            assert_same(tree.flatten(found)[0], tree.flatten(expected)[0])
+
+
 @pytest.mark.parametrize("devices", [None, ("cuda", "cpu"), ("cpu", "cuda")])
 def test_derivatives_of_a_pipeline(devices: Any) -> None:
     """Forward, in reverse, and twice; nobody waits for the device."""
