@@ -139,7 +139,7 @@ def _filled(own: tuple[str, Any], other: tuple[str, Any], trained: Sequence[bool
         if along is None:
             raise BatchError(
                 f"{vector_name} is {given_spec}, but {name} is {spec}: a vector has the structure "
-                f"of what it is a direction of, or None for what has none; {HINT}"
+                f"of what it is a direction of, or None for what is not trained; {HINT}"
             )
         given = [leaf if own is None else own for leaf, own in zip(leaves, along, strict=True)]
     for path in _misfits(leaves, given, trained, tree.paths(spec)):
