@@ -157,7 +157,8 @@ class _Operation(torch.autograd.Function):
             raise refuse("Grad")
         if all(cotangent is None for cotangent in cotangents):
             return None, *(None for _ in range(count))
-        leaves, outputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        saved = ctx.saved_tensors  # torch.utils.checkpoint hands them out once
+        leaves, outputs = saved[:count], saved[count:]
         return None, *pull_back(call, leaves, outputs, cotangents, ctx.needs_input_grad[1:])
 
     @staticmethod

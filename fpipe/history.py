@@ -66,10 +66,11 @@ def tracked_step(
     several = bool(definition.loss_shape[bool(definition.convention.vectors) :])
     if "batch" in tracked and (pipe.rank is not None or (several and definition.alone is None)):
         raise FpipeError(
-            "a leaf of the batch requires a gradient, but the losses of single examples, or a "
-            "pipeline over processes, can be differentiated by the parameters alone: detach the "
-            'leaf; fpipe.grad(pipe, "batch") returns gradients by the batch, and torch.func.vmap '
-            "of torch.func.grad of pipe.value those of each member"
+            "a leaf of the batch requires a gradient, but the losses of single examples, a "
+            "derivative of an ensemble, or a pipeline over processes, can be differentiated by the "
+            'parameters alone: detach the leaf; fpipe.grad(pipe, "batch") returns gradients by the '
+            "batch, torch.func.vmap of torch.func.grad of pipe.value those of each member, and "
+            "fpipe.vmap(fpipe.jvp(pipe)) can be differentiated by it"
         )
     if several:
         tracked.discard("batch")  # its gradients will be needed member by member

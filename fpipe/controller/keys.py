@@ -36,6 +36,9 @@ def read_key(key: Any, *, wanted: bool) -> Words | None:
     if key is None:
         raise BatchError("key=None, but the stages read a key: pass key=fpipe.random.key(seed)")
     random.check_key(key)
+    # Whatever is made within torch.func.grad belongs to its level, but a key has no derivative.
+    while torch._C._functorch.is_gradtrackingtensor(key):
+        key = torch._C._functorch.get_unwrapped(key)
     if torch._C._functorch.is_functorch_wrapped_tensor(key):
         raise BatchError(
             "key is mapped by a transform of torch.func, but all that a step computes at once has "

@@ -24,12 +24,12 @@ from torch.func import grad, jvp
 from fpipe import tree
 from fpipe.stage.joint import is_differentiable
 from fpipe.stage.returns import Returns, Taken
-from fpipe.transforms.plain import differentiable_twice
+from fpipe.transforms.plain import beneath_forward_mode, differentiable_twice
 
 
 def load_rules() -> None:
     """Let torch load its forward-mode rules now: it warns of its own code when it does so."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), beneath_forward_mode():
         warnings.simplefilter("ignore", DeprecationWarning)
         zero = torch.zeros((), device="cpu")
         jvp(torch.sin, (zero,), (zero,))

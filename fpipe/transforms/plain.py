@@ -13,8 +13,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch import eager_transforms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,8 +32,24 @@ def batched(devices: Collection[str]) -> AbstractContextManager[Any]:
 @contextmanager
 def differentiable_twice() -> Iterator[None]:
     """The context in which forward-mode derivatives are taken that are differentiated again."""
-    with sdpa_kernel(SDPBackend.MATH), _Kernels(under_vmap=_under_vmap()), _Plainly():
+    kernels = _Kernels(under_vmap=_under_vmap())
+    with beneath_forward_mode(), sdpa_kernel(SDPBackend.MATH), kernels, _Plainly():
         yield
+
+
+@contextmanager
+def beneath_forward_mode() -> Iterator[None]:
+    """Let `torch.func.jvp` run while a level of forward-mode autograd is open.
+
+    It would open another one, which torch refuses, where it is not within itself; and what is
+    traced has no part in the level that is open.
+    """
+    opened = forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
+    eager_transforms.JVP_NESTING += opened
+    try:
+        yield
+    finally:
+        eager_transforms.JVP_NESTING -= opened
 
 
 class _Plainly(TorchFunctionMode):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe import FpipeError, Stage, schedules, tree
@@ -191,11 +192,25 @@ def test_backward_through_a_backward() -> None:
     assert_same(penalised(PIPE.value), penalised(whole))
 
 
+def test_a_call_in_a_checkpoint() -> None:
+    """What its backward reads is handed out once."""
+
+    def twice(value: Value) -> Any:
+        bias = BIAS.clone().requires_grad_()
+        loss = checkpoint(lambda b: value(biased(b), BATCH), bias, use_reentrant=False)
+        loss.square().backward()
+        return bias.grad
+
+    assert_same(twice(PIPE.value), twice(whole))
+
+
 def test_forward_mode_without_torch_func() -> None:
+    # What it needs is traced within the level, of which torch.func.jvp would be a second one.
+    pipe = fpipe.pipeline(MODEL.stages, MODEL.loss, SCHEDULE, compile=False)
     with forward_ad.dual_level():
         params = tree.tree_map(forward_ad.make_dual, PARAMS, ALONG)
-        loss = forward_ad.unpack_dual(PIPE.value(params, BATCH))
-        grads = tree.flatten(PIPE.step(params, BATCH).grads)[0]
+        loss = forward_ad.unpack_dual(pipe.value(params, BATCH))
+        grads = tree.flatten(pipe.step(params, BATCH).grads)[0]
         products = [forward_ad.unpack_dual(leaf).tangent for leaf in grads]
     expected = fpipe.hvp(PIPE).step(PARAMS, BATCH, ALONG)
     assert_same(loss.primal, expected.loss)
@@ -331,6 +346,9 @@ def test_draws_of_a_key_are_those_of_the_first_derivative() -> None:
         return grad(lambda own: squares(grad(lambda p: value(p, x))(own)))(params)
 
     assert_same(twice(lambda p, b: pipe.value(p, b, key=key)), twice(plain))
+    # A key that is made within belongs to a level, but has no derivative.
+    made_within = twice(lambda p, b: pipe.value(p, b, key=fpipe.random.key(0)))
+    assert_same(made_within, twice(plain))
 
 
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────
