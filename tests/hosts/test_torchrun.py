@@ -1,6 +1,8 @@
-"""Two hosts, each a network namespace, with a cable between them.
+"""The demo's own file under torchrun, on one host and on two: what it tells in one process.
 
-Needs root and iproute2; skipped elsewhere, with the reason.
+Two hosts are two network namespaces with a cable between them, which may be cut. They need root and
+iproute2; skipped elsewhere, with the reason. All of it is in one file, so that the demo runs in one
+process once.
 """
 
 from __future__ import annotations
@@ -14,17 +16,51 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from threading import Timer
 from typing import Final
 
 import pytest
 
-from tests.distributed.test_torchrun import DEMO, ROOT, told
-
+ROOT: Final = Path(__file__).parents[2]
+DEMO: Final = str(ROOT / "examples" / "gpt.py")
 TORCHRUN: Final = str(Path(sys.executable).with_name("torchrun"))
 HOSTS: Final = ("fpipe-a", "fpipe-b")
 ADDRESSES: Final = ("10.231.77.1", "10.231.77.2")
+
+
+def told(command: list[str]) -> list[str]:
+    """What a run tells of training: its losses and the text at the end, without times."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = re.sub(r"[\d,]+ tokens/s", "", done.stdout).splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("step "))
+    return [line for line in lines[start:] if not re.match("tracing|compiling|ready", line)]
+
+
+@cache
+def told_in_one_process() -> list[str]:
+    return told([sys.executable, DEMO, "--smoke"])
+
+
+@pytest.mark.examples
+def test_demo_under_torchrun_tells_what_it_tells_in_one_process() -> None:
+    together = told([TORCHRUN, "--standalone", "--nproc-per-node", "2", DEMO, "--smoke"])
+    assert together == told_in_one_process()
+    assert sum("loss" in line for line in together) > 10
+
+
+def test_make_demo_takes_the_number_of_processes() -> None:
+    def recipe(*arguments: str) -> str:
+        command = ["make", "--no-print-directory", "--dry-run", "demo", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    assert "/torchrun --standalone --nproc-per-node 2 examples/gpt.py" in recipe("PROCESSES=2")
+    assert "/python examples/gpt.py" in recipe()
+
+
+# ── two hosts ───────────────────────────────────────────────────────────────────────────────────
 
 
 def ip(*arguments: str, check: bool = True) -> str:
@@ -131,7 +167,7 @@ def test_demo_on_two_hosts() -> None:
         texts = [run.communicate(timeout=200)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], "\n".join(texts)
     text = re.sub(r"[\d,]+ tokens/s", "", texts[0])
-    for line in told([sys.executable, DEMO, "--smoke"]):
+    for line in told_in_one_process():
         assert line in text, texts[0]
 
 
