@@ -179,6 +179,18 @@ def gpt(num_stages: int, rows: int, dtype: torch.dtype = torch.float64) -> Model
     return Model(_chain(num_stages, gpt_first, block, gpt_last, gpt_only), gpt_loss, params, batch)
 
 
+def gpt_embed(p: Any, batch: Any) -> Tensor:
+    return embed(p, batch["tokens"])
+
+
+def short_gpt(rows: int, dtype: torch.dtype = torch.float64) -> Model:
+    """Two stages, the embedding and then one block with the head: fewer kernels to compile."""
+    model = gpt(1, rows, dtype)
+    (own,) = model.params
+    params = [own["embed"], {"block": own["block"], "head": own["head"]}]
+    return model._replace(stages=[gpt_embed, gpt_last], params=params)
+
+
 # ── a convolutional net ─────────────────────────────────────────────────────────────────────────
 
 KINDS, CHANNELS, SIZE, LABELS = 3, 4, 6, 5

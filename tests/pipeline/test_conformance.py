@@ -6,7 +6,7 @@ A family joins by existing: the tests run over `fpipe.schedules.FAMILIES`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from tests.models import (
     gpt,
     mlp,
     piped,
+    short_gpt,
     unpipelined,
 )
 
@@ -112,11 +113,13 @@ def vectors() -> Iterator[None]:
 @pytest.mark.inductor
 @pytest.mark.usefixtures("vectors")
 @pytest.mark.parametrize(
-    ("make", "family", "remat"), [(gpt, "zb_h1", "none"), (mlp, "one_f_one_b", "full")]
+    ("make", "family", "remat"),
+    [(short_gpt, "zb_h1", "none"), (partial(mlp, 2), "one_f_one_b", "full")],
+    ids=["gpt-zb_h1-none", "mlp-one_f_one_b-full"],
 )
-def test_compiled_step_in_float32(make: Any, family: str, remat: str) -> None:
+def test_compiled_step_in_float32(make: Callable[..., Model], family: str, remat: str) -> None:
     schedule = schedules.get(family, ranks=2, microbatches=3)
-    model = make(schedule.num_stages, 6, torch.float32)
+    model = make(6, torch.float32)
     step = run(model, schedule, remat=remat, compile=True)
     assert_same(step, unpipelined(*model), tolerance=2e-5)
 
