@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Protocol
 
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
 from fpipe.definition import Definition
 from fpipe.stage.workshop import Workshop
 from fpipe.transforms.derivative import derivative
@@ -37,6 +39,12 @@ class Callee(Protocol):
     def __init__(self, definition: Definition, *, workshop: Workshop | None = None) -> None: ...
 
 
+def _made(pipe: Callee, definition: Definition, workshop: Workshop | None = None) -> Any:
+    """A pipeline like another: what it makes for itself belongs to no level of `torch.func`."""
+    with temporarily_clear_interpreter_stack():
+        return type(pipe)(definition, workshop=workshop)
+
+
 def choosing(pipe: Callee, names: tuple[str, ...]) -> Any:
     """The pipeline whose gradients are those by the arguments that `names` has, as a tuple."""
     if pipe.definition.argnums == names:
@@ -44,7 +52,7 @@ def choosing(pipe: Callee, names: tuple[str, ...]) -> Any:
     if names not in pipe.derived:
         definition = replace(pipe.definition, argnums=names)
         shares = set(names) == set(pipe.definition.wanted)
-        pipe.derived[names] = type(pipe)(definition, workshop=pipe.workshop if shares else None)
+        pipe.derived[names] = _made(pipe, definition, pipe.workshop if shares else None)
     return pipe.derived[names]
 
 
@@ -60,7 +68,7 @@ def of_members(pipe: Callee, in_dims: tuple[Any, ...], randomness: str, key: Any
         # What is differentiated by is chosen last.
         chosen = pipe.definition.argnums
         made = ensemble(replace(pipe.definition, argnums="params"), in_dims, randomness)
-        pipe.derived[key] = type(pipe)(replace(made, argnums=chosen))
+        pipe.derived[key] = _made(pipe, replace(made, argnums=chosen))
     return pipe.derived[key]
 
 
@@ -69,7 +77,7 @@ def alone(pipe: Callee) -> Any:
     assert pipe.definition.alone is not None
     if "alone" not in pipe.derived:
         one = replace(pipe.definition.alone[0], schedule=pipe.definition.schedule)
-        pipe.derived["alone"] = type(pipe)(one)
+        pipe.derived["alone"] = _made(pipe, one)
     return pipe.derived["alone"]
 
 
@@ -80,7 +88,7 @@ def moving(pipe: Callee) -> Any:
         StageError: it has none.
     """
     if "moving" not in pipe.derived:
-        pipe.derived["moving"] = type(pipe)(_dual(pipe.definition, stacked=False))
+        pipe.derived["moving"] = _made(pipe, _dual(pipe.definition, stacked=False))
     return pipe.derived["moving"]
 
 
@@ -95,7 +103,7 @@ def bent(pipe: Callee) -> Any:
     if pipe.definition.alone is None:
         return moving(pipe)
     if "bent" not in pipe.derived:
-        pipe.derived["bent"] = type(pipe)(_dual(pipe.definition, stacked=True))
+        pipe.derived["bent"] = _made(pipe, _dual(pipe.definition, stacked=True))
     return pipe.derived["bent"]
 
 

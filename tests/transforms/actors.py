@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.func import grad, grad_and_value, jvp
 
 import fpipe
 from fpipe import Schedule, schedules, tree
@@ -72,6 +74,35 @@ def run_cut(group: dist.ProcessGroup | None, transform: str) -> list[Any]:
             found = loss, by_params, None if by_batch is None else by_batch["x"]
         results.append(tuple(found))
     return results
+
+
+def slopes(value: Callable[..., Tensor], a: Tensor, x: Tensor) -> Tensor:
+    return grad(value)(a, x).square().sum()
+
+
+def loss_beside(value: Callable[..., Tensor], a: Tensor, x: Tensor) -> Tensor:
+    loss: Tensor = grad_and_value(value)(a, x)[1]
+    return loss
+
+
+def differentiate(group: dist.ProcessGroup) -> tuple[Any, list[str]]:
+    """The gradient by one matrix, after what is refused over processes: what was said of it."""
+    params, batch = make_network()
+    schedule = schedules.gpipe(ranks=2, microbatches=3)
+    pipe = fpipe.pipeline(shorter, schedule=schedule, compile=False, group=group)
+
+    def value(a: Tensor, x: Tensor) -> Tensor:
+        found: Tensor = pipe.value({**params, "a": a}, {**batch, "x": x})
+        return found
+
+    a, x = params["a"], batch["x"]
+    first = grad(value)(a, x)  # what it makes for itself must belong to no level
+    refused = [
+        attempt(grad(partial(slopes, value)), a, x),
+        attempt(grad(partial(loss_beside, value, a)), x),
+        attempt(jvp, value, (a, x), (a, x)),
+    ]
+    return first, [outcome.error.text for outcome in refused]
 
 
 def make_ensemble(group: dist.ProcessGroup | None, schedule: Schedule) -> Any:

@@ -8,11 +8,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch.func import grad
 
 from fpipe import schedules
+from tests.cut_model import make_network
 from tests.distributed.crew import Crew, values
 from tests.models import assert_identical
-from tests.transforms.actors import CUT, make_ensemble, run, run_cut, wrong_vector
+from tests.transforms.actors import (
+    CUT,
+    differentiate,
+    make_ensemble,
+    run,
+    run_cut,
+    shorter,
+    wrong_vector,
+)
 
 
 def test_an_ensemble_of_language_models(pair: Crew) -> None:
@@ -54,6 +65,18 @@ def test_gradients_of_the_batch_lie_on_the_first_stage(pair: Crew) -> None:
     assert whole.grads[0]["pixels"].abs().sum() > 0
     assert last.grads[0] is None
     compare(last.grads[1], whole.grads[1], {1})
+
+
+def test_first_derivatives_go_over_ranks_and_no_others(pair: Crew) -> None:
+    params, batch = make_network()
+    expected = grad(lambda a: shorter({**params, "a": a}, batch))(params["a"])
+    parts = values(pair.run(differentiate))
+    for _, (twice, by_batch, forward) in parts:
+        assert "a pipeline over processes was differentiated twice" in twice
+        assert "differentiated by batch when its step had ended without that" in by_batch
+        assert "torch.func.jvp" in forward or "was differentiated twice" in forward
+    for found, _ in parts:
+        torch.testing.assert_close(found, expected)
 
 
 # Of each matrix the stages that read it, by the number of all stages.
