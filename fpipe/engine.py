@@ -110,8 +110,8 @@ class Pipeline(Loadable):
         differentiate it, by the parameters and, in one process, by leaves of the batch. There it
         can also be differentiated twice, and within `torch.func.jvp`, as it is by
         `torch.func.hessian`; each derivative is a call of a pipeline again. The losses of an
-        ensemble or of single examples have a history too, by the parameters; the loss of a pipeline
-        with a state has none. A new state is dropped.
+        ensemble have a history too, and those of single examples by the parameters; the loss of a
+        pipeline with a state has none. A new state is dropped.
 
         Raises:
             FpipeError: it is differentiated three times, by what it cannot be, or by another

@@ -479,11 +479,11 @@ def test_use_of_something_else() -> None:
         fpipe.use(3)  # type: ignore[arg-type]
 
 
-def test_a_step_inside_grad() -> None:
+def test_an_output_inside_grad() -> None:
     pipe = plain_pipeline(MODEL.stages)
 
-    def loss(x: Tensor) -> Tensor:
-        return pipe.step(MODEL.params, MODEL.batch | {"x": x}).loss
+    def loss(x: Tensor) -> Any:
+        return pipe.forward(MODEL.params, MODEL.batch | {"x": x}).sum()
 
     with pytest.raises(FpipeError, match=r"cannot run inside torch\.func\.grad"):
         torch.func.grad(loss)(MODEL.batch["x"])
