@@ -157,11 +157,10 @@ class _Operation(torch.autograd.Function):
         ctx.call = call = inputs[0]
         ctx.set_materialize_grads(False)
         if call.differentiable:
-            result = call.result(output)
+            kept: tuple[Tensor, ...] = ()
             if call.method == "run_step":
-                ctx.mark_non_differentiable(*tree.flatten(result[2:])[0])
-            # The gradients among the results, which a second derivative is about.
-            kept = output if call.method == "run_step" else ()
+                kept = output  # for the gradients, which a second derivative is about
+                ctx.mark_non_differentiable(*tree.flatten(call.result(output)[2:])[0])
             ctx.save_for_backward(*inputs[1:], *kept)
             ctx.save_for_forward(*inputs[1:])
 

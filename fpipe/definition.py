@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.convention import DEFERRED, PLAIN, Convention
@@ -25,6 +26,9 @@ from fpipe.stage.stage import Stage
 from fpipe.stage.trainable import ALL, Trainable
 
 REDUCTIONS = ("mean", "sum", "weighted")
+
+ARGUMENTS = ("params", "batch")
+"""What a pipeline can be differentiated by."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,19 @@ class Definition:
         """The names of what a step takes, without a key."""
         vectors = ("vector",) * len(self.convention.vectors)
         return ("params", *("state",) * self.has_state, "batch", *vectors)
+
+    @property
+    def along(self) -> tuple[str, ...]:
+        """For each argument but a state, which of `ARGUMENTS` it is or points along."""
+        return (*ARGUMENTS, *self.convention.vectors)
+
+    def without_key(
+        self, arguments: tuple[Any, ...], key: Tensor | None
+    ) -> tuple[tuple[Any, ...], Tensor | None]:
+        """Take the key from the end of the arguments after params, if it came there."""
+        if key is None and len(arguments) == len(self.takes):
+            return arguments[:-1], arguments[-1]
+        return arguments, key
 
     @property
     def stage_devices(self) -> tuple[torch.device, ...] | None:

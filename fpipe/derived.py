@@ -9,12 +9,13 @@ bent         the same in a direction of the gradients
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from fpipe.definition import Definition
+from fpipe.definition import ARGUMENTS, Definition
 from fpipe.stage.workshop import Workshop
 from fpipe.transforms.derivative import derivative
 from fpipe.transforms.ensemble import ensemble
@@ -39,21 +40,13 @@ class Callee(Protocol):
     def __init__(self, definition: Definition, *, workshop: Workshop | None = None) -> None: ...
 
 
-def _made(pipe: Callee, definition: Definition, workshop: Workshop | None = None) -> Any:
-    """A pipeline like another: what it makes for itself belongs to no level of `torch.func`."""
-    with temporarily_clear_interpreter_stack():
-        return type(pipe)(definition, workshop=workshop)
-
-
 def choosing(pipe: Callee, names: tuple[str, ...]) -> Any:
     """The pipeline whose gradients are those by the arguments that `names` has, as a tuple."""
     if pipe.definition.argnums == names:
         return pipe
-    if names not in pipe.derived:
-        definition = replace(pipe.definition, argnums=names)
-        shares = set(names) == set(pipe.definition.wanted)
-        pipe.derived[names] = _made(pipe, definition, pipe.workshop if shares else None)
-    return pipe.derived[names]
+    shares = set(names) == set(pipe.definition.wanted)
+    workshop = pipe.workshop if shares else None
+    return _kept(pipe, names, lambda: replace(pipe.definition, argnums=names), workshop)
 
 
 def of_members(pipe: Callee, in_dims: tuple[Any, ...], randomness: str, key: Any) -> Any:
@@ -64,21 +57,20 @@ def of_members(pipe: Callee, in_dims: tuple[Any, ...], randomness: str, key: Any
         in_dims: as for `ensemble`, as is `randomness`.
         key: hashable, and the same only for the same `in_dims` and `randomness`.
     """
-    if key not in pipe.derived:
+
+    def make() -> Definition:
         # What is differentiated by is chosen last.
-        chosen = pipe.definition.argnums
         made = ensemble(replace(pipe.definition, argnums="params"), in_dims, randomness)
-        pipe.derived[key] = _made(pipe, replace(made, argnums=chosen))
-    return pipe.derived[key]
+        return replace(made, argnums=pipe.definition.argnums)
+
+    return _kept(pipe, key, make)
 
 
 def alone(pipe: Callee) -> Any:
     """The pipeline of one member of an ensemble."""
     assert pipe.definition.alone is not None
-    if "alone" not in pipe.derived:
-        one = replace(pipe.definition.alone[0], schedule=pipe.definition.schedule)
-        pipe.derived["alone"] = _made(pipe, one)
-    return pipe.derived["alone"]
+    one = pipe.definition.alone[0]
+    return _kept(pipe, "alone", lambda: replace(one, schedule=pipe.definition.schedule))
 
 
 def moving(pipe: Callee) -> Any:
@@ -87,9 +79,7 @@ def moving(pipe: Callee) -> Any:
     Raises:
         StageError: it has none.
     """
-    if "moving" not in pipe.derived:
-        pipe.derived["moving"] = _made(pipe, _dual(pipe.definition, stacked=False))
-    return pipe.derived["moving"]
+    return _kept(pipe, "moving", lambda: _dual(pipe.definition, stacked=False))
 
 
 def bent(pipe: Callee) -> Any:
@@ -102,9 +92,19 @@ def bent(pipe: Callee) -> Any:
     """
     if pipe.definition.alone is None:
         return moving(pipe)
-    if "bent" not in pipe.derived:
-        pipe.derived["bent"] = _made(pipe, _dual(pipe.definition, stacked=True))
-    return pipe.derived["bent"]
+    return _kept(pipe, "bent", lambda: _dual(pipe.definition, stacked=True))
+
+
+def _kept(
+    pipe: Callee, key: Any, make: Callable[[], Definition], workshop: Workshop | None = None
+) -> Any:
+    """The pipeline that `pipe` keeps under `key`, made when it is first asked for."""
+    if key not in pipe.derived:
+        definition = make()
+        # What it makes for itself belongs to no level of torch.func.
+        with temporarily_clear_interpreter_stack():
+            pipe.derived[key] = type(pipe)(definition, workshop=workshop)
+    return pipe.derived[key]
 
 
 def _dual(definition: Definition, *, stacked: bool) -> Definition:
@@ -115,7 +115,7 @@ def _dual(definition: Definition, *, stacked: bool) -> Definition:
         stacked: members who share a parameter have a direction each.
     """
     if definition.alone is None:
-        return derivative("hvp", definition, ("params", "batch"))
+        return derivative("hvp", definition, ARGUMENTS)
     one, in_dims, randomness = definition.alone
     dual = _dual(replace(one, schedule=definition.schedule), stacked=stacked)
     along, along_batch = in_dims

@@ -96,7 +96,7 @@ class Pipeline(Loadable):
                 whatever goes wrong on any rank is a PipelineError on every rank, whose cause on the
                 rank at fault is the original error; it says whether the pipeline can be used again.
         """
-        arguments, key = self._without_key(arguments, key)
+        arguments, key = self.definition.without_key(arguments, key)
         if is_within():
             return call_within(self, "step", params, *arguments, key=key)
         return self._run((params, *arguments), "step", key).step()
@@ -117,7 +117,7 @@ class Pipeline(Loadable):
             FpipeError: it is differentiated three times, by what it cannot be, or by another
                 transform of `torch.func`; says what to use instead.
         """
-        arguments, key = self._without_key(arguments, key)
+        arguments, key = self.definition.without_key(arguments, key)
         if is_within():
             return call_within(self, "value", params, *arguments, key=key)
         if has_history(self) and is_tracked(tree.flatten((params, arguments))[0]):
@@ -153,7 +153,7 @@ class Pipeline(Loadable):
         """
         if out_dims is OWN:
             out_dims = self.definition.out_dims
-        arguments, key = self._without_key(arguments, key)
+        arguments, key = self.definition.without_key(arguments, key)
         return self.run_forward(params, *arguments, key=key, out_dims=out_dims)
 
     def with_schedule(self, schedule: Schedule) -> Self:
@@ -260,14 +260,6 @@ class Pipeline(Loadable):
         if self.definition.function:
             return ForwardAux(outcome.loss, outcome.aux(out_dims))
         return outcome.output(out_dims)
-
-    def _without_key(
-        self, arguments: tuple[Any, ...], key: Tensor | None
-    ) -> tuple[tuple[Any, ...], Tensor | None]:
-        """Take the key from the end of the arguments after params, if it came there."""
-        if key is None and len(arguments) == len(self.definition.takes):
-            return arguments[:-1], arguments[-1]
-        return arguments, key
 
     def _run(self, arguments: Sequence[Any], goal: Goal, key: Tensor | None) -> Outcome:
         def enter() -> tuple[Any, Any]:

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.call import Call
-from fpipe.definition import Definition
+from fpipe.definition import ARGUMENTS, Definition
 from fpipe.derived import choosing
 from fpipe.errors import FpipeError
-from fpipe.rules import ARGUMENTS
 
 
 def is_tracked(leaves: Sequence[Any]) -> bool:
@@ -60,7 +59,7 @@ def tracked_step(
     definition: Definition = pipe.definition
     tracked = {
         name
-        for name, own in zip((*ARGUMENTS, *definition.convention.vectors), arguments, strict=True)
+        for name, own in zip(definition.along, arguments, strict=True)
         if is_tracked(tree.flatten(own)[0])
     }
     several = bool(definition.loss_shape[bool(definition.convention.vectors) :])

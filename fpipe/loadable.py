@@ -139,4 +139,4 @@ class Loadable(Holder):
         """What a trace takes of what `step` takes: all but the key."""
         definition = self.definition
         keyed = definition.reads_key and not definition.convention.vectors
-        return example[:-1] if keyed and len(example) == len(definition.takes) else example
+        return definition.without_key(example, None)[0] if keyed else example

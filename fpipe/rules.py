@@ -21,12 +21,10 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.convention import scaled
-from fpipe.definition import Definition
+from fpipe.definition import ARGUMENTS, Definition
 from fpipe.derived import alone, bent, choosing, moving
 from fpipe.errors import FpipeError
 from fpipe.transforms.ensemble import stacked_along
-
-ARGUMENTS = ("params", "batch")
 
 Trees = dict[int, Any]
 """Gradients of the arguments of a call, by their places among them."""
@@ -112,10 +110,9 @@ def _needed(
     definition: Definition, arguments: Sequence[Any], needed: Sequence[bool]
 ) -> tuple[str, ...]:
     """The arguments by which, or by whose vectors, a gradient is wanted."""
-    along = (*ARGUMENTS, *definition.convention.vectors)
     wanted = {
         name
-        for name, argument in zip(along, arguments, strict=True)
+        for name, argument in zip(definition.along, arguments, strict=True)
         if any(needed[place] for place in tree.flatten(argument)[0])
     }
     return tuple(name for name in ARGUMENTS if name in wanted)
@@ -145,14 +142,8 @@ def _of_each_member(
     definition: Definition = call.pipe.definition
     assert definition.alone is not None
     arguments = tree.unflatten(call.spec, range(call.spec.num_leaves))
-    along = (*ARGUMENTS, *definition.convention.vectors)
-    chosen = [
-        place
-        for name, argument in zip(along, arguments, strict=True)
-        for place in tree.flatten(argument)[0]
-        if name in names
-    ]
-    needed = [place in chosen for place in range(len(leaves))]
+    named = list(zip(definition.along, arguments, strict=True))
+    needed = [name in names for name, argument in named for _ in tree.flatten(argument)[0]]
     dims = stacked_along(definition, tree.unflatten(call.spec, leaves))
     cotangents, spec = tree.flatten(weights)
     one = replace(call, pipe=alone(call.pipe), method="run_value", made=spec)
@@ -173,7 +164,7 @@ def _of_each_member(
         grads[place] = own.sum(0) if dim is None else own.movedim(0, dim)
     return {
         at: tree.tree_map(grads.get, argument)
-        for at, (name, argument) in enumerate(zip(along, arguments, strict=True))
+        for at, (name, argument) in enumerate(named)
         if name in names
     }
 

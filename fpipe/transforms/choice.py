@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from fpipe.definition import ARGUMENTS
 from fpipe.errors import StageError
 from fpipe.transforms.transformed import P, check_pipeline
-
-ARGUMENTS = ("params", "batch")
 
 
 def grad(pipe: P, argnums: Any = "params") -> P:
