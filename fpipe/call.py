@@ -19,6 +19,7 @@ from torch._compile import _disable_dynamo
 
 from fpipe import tree
 from fpipe.derived import of_members
+from fpipe.draws import generators
 from fpipe.errors import FpipeError
 from fpipe.rules import pull_back, push_forward
 
@@ -65,6 +66,11 @@ class Call:
     drew: bool = False
     device: torch.device = field(default_factory=torch.get_default_device)
 
+    @property
+    def places(self) -> Any:
+        """Its arguments with the place of each leaf among all of them instead of the leaf."""
+        return tree.unflatten(self.spec, range(self.spec.num_leaves))
+
     def enter(self, leaves: Sequence[Tensor]) -> Any:
         """Make the call as an operation; returns what the method does."""
         outputs = _Operation.apply(self, *leaves)
@@ -78,10 +84,10 @@ class Call:
     def run(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Make the call where autograd and `torch.func` do not look."""
         arguments = tree.unflatten(self.spec, leaves)
-        before = _generators(leaves) if self.differentiable else []
+        before = _drawn_from(leaves) if self.differentiable else []
         with nullcontext() if self.device.type == "cpu" else self.device, _without_hooks():
             made = getattr(self.pipe, self.method)(*arguments, **self.options)
-        after = _generators(leaves) if self.differentiable else []
+        after = _drawn_from(leaves) if self.differentiable else []
         self.drew = not all(map(torch.equal, before, after))
         outputs, self.made = tree.flatten(made)
         return tuple(outputs)
@@ -137,12 +143,9 @@ def _without_hooks() -> Iterator[None]:
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
-def _generators(leaves: Sequence[Tensor]) -> list[Tensor]:
+def _drawn_from(leaves: Sequence[Tensor]) -> list[Tensor]:
     """The states of the generators that a step on these tensors may draw from."""
-    generators = [torch.default_generator]
-    indices = {leaf.device.index for leaf in leaves if leaf.device.type == "cuda"}
-    generators += [torch.cuda.default_generators[index] for index in sorted(indices)]
-    return [generator.get_state() for generator in generators]
+    return [generator.get_state() for generator in generators(leaf.device for leaf in leaves)]
 
 
 class _Operation(torch.autograd.Function):

@@ -7,7 +7,7 @@ for the same key. The n-th operation that draws, in the order of the program, dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Final
@@ -22,6 +22,17 @@ from fpipe import random
 from fpipe.errors import FpipeError
 
 aten = torch.ops.aten
+
+
+def generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    """The generators from which what computes on these devices may draw, that of the CPU first."""
+    indices = {
+        torch.cuda.current_device() if device.index is None else device.index
+        for device in devices
+        if device.type == "cuda"
+    }
+    own = [torch.cuda.default_generators[index] for index in sorted(indices)]
+    return [torch.default_generator, *own]
 
 
 # Arguments that have their defaults do not come.

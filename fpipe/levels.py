@@ -109,7 +109,9 @@ def _tracked(
 
 def _moving(pipe: Any, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """A call whose arguments have tangents."""
-    if method in ("value", "run_value") and has_history(pipe) and pipe.rank is None:
+    if pipe.rank is not None:
+        raise refuse("Jvp")
+    if method in ("value", "run_value") and has_history(pipe):
         leaves, spec = tree.flatten(arguments)
         return Call(pipe, "run_value", spec, options, differentiable=True).enter(leaves)
     return _tracked(pipe, method, "Jvp", arguments, options)

@@ -57,7 +57,7 @@ def pull_back(
     Raises:
         FpipeError: there is no such derivative, or it would draw other random numbers.
     """
-    arguments = tree.unflatten(call.spec, range(call.spec.num_leaves))
+    arguments = call.places
     definition: Definition = call.pipe.definition
     names = _needed(definition, arguments, needed)
     weights = call.result(cotangents)
@@ -96,7 +96,7 @@ def push_forward(
     Raises:
         FpipeError: there is no such derivative, or it would draw other random numbers.
     """
-    arguments = tree.unflatten(call.spec, range(call.spec.num_leaves))
+    arguments = call.places
     vectors = [_vector(argument, tangents, leaves) for argument in arguments]
     if call.method == "run_value":
         loss = _moved(call, moving, leaves, vectors)
@@ -131,7 +131,7 @@ def _made(call: Any, leaves: Sequence[Tensor], weights: Any, names: tuple[str, .
         return _of_each_member(call, leaves, weights, names)
     _refuse_redrawing(call)
     own = _call(call, choosing(call.pipe, names), "run_step", call.spec, leaves)[1]
-    arguments = tree.unflatten(call.spec, range(call.spec.num_leaves))
+    arguments = call.places
     return _weighed(definition, arguments, dict(zip(names, own, strict=True)), weights)
 
 
@@ -141,7 +141,7 @@ def _of_each_member(
     """What `_made` returns for an ensemble: each member's own, summed where members share."""
     definition: Definition = call.pipe.definition
     assert definition.alone is not None
-    arguments = tree.unflatten(call.spec, range(call.spec.num_leaves))
+    arguments = call.places
     named = list(zip(definition.along, arguments, strict=True))
     needed = [name in names for name, argument in named for _ in tree.flatten(argument)[0]]
     dims = stacked_along(definition, tree.unflatten(call.spec, leaves))

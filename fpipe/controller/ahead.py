@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fpipe.draws import generators
 from fpipe.plan import Plan
 from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Compute, Message, Program, Send, WaitRecv
@@ -71,10 +72,7 @@ class Ahead:
         self.run = run
         self._held = Held()
         self._error: Exception | None = None
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
+        self._generators = generators([device])
         self._states = [generator.get_state() for generator in self._generators]
         try:
             run.advance(self._held, until)

@@ -9,7 +9,6 @@ from typing import Any
 
 from fpipe.definition import Definition
 from fpipe.errors import StageError
-from fpipe.stage.stage import Stage
 from fpipe.transforms.direction import Direction
 from fpipe.transforms.dual import (
     Takes,
@@ -20,7 +19,7 @@ from fpipe.transforms.dual import (
     load_rules,
 )
 from fpipe.transforms.parts import Parts
-from fpipe.transforms.transformed import refuse_state
+from fpipe.transforms.transformed import each_stage, refuse_state
 
 
 def derivative(
@@ -57,20 +56,15 @@ def derivative(
         _check_gauss_newton(name, definition)
     load_rules()
     moves = "batch" in along
-    made: dict[tuple[int, bool], Callable[..., Any]] = {}
 
-    def dual(index: int, stage: Stage) -> Stage:
-        # Stages of one function stay stages of one function, so that they are traced once.
-        key = (id(stage.fn), index == 0)
-        if key not in made:
-            made[key] = dual_stage(stage.fn, first=index == 0, moves=moves, stop=gauss_newton)
-        return replace(stage, fn=made[key])
+    def dual(function: Callable[..., Any], first: bool) -> Callable[..., Any]:
+        return dual_stage(function, first=first, moves=moves, stop=gauss_newton)
 
     make_loss = partial(dual_function if definition.function else dual_loss, moves=moves)
     takes = Takes(definition.returns, definition.loss_shape)
     return replace(
         definition,
-        stages=tuple(dual(*pair) for pair in enumerate(definition.stages)),
+        stages=each_stage(definition.stages, dual),
         loss=(gauss_newton_loss if gauss_newton else make_loss)(definition.loss, takes),
         in_dims=(definition.in_dims,) * 2 if moves else definition.in_dims,
         loss_shape=(*definition.loss_shape, 2),

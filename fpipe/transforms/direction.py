@@ -59,7 +59,7 @@ class Direction:
         moving = {argument for argument, (_, vector) in named.items() if vector is not None}
         filled, filled_batch = params, batch
         if "params" in moving:
-            filled = self._filled(params, *named["params"])
+            filled = self._vector(params, *named["params"])
         if "batch" in moving and batch is not None:
             leaves, _ = tree.tensors("batch", batch, HINT)
             flags = [is_differentiable(leaf) for leaf in leaves]
@@ -78,7 +78,7 @@ class Direction:
         flags = [own and "batch" in moving for own in flags]
         return packed, (own_batch, _chosen(towards_batch, flags))
 
-    def _filled(self, params: Any, name: str, vector: Any) -> Any:
+    def _vector(self, params: Any, name: str, vector: Any) -> Any:
         """The vector of the parameters in their structure, and checked against them."""
         pairs = [self.parts.read(*pair) for pair in (("params", params), (name, vector))]
         flags = self._trained([part for _, part in pairs[0]], replace(self.trainable, within=()))

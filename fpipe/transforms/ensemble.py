@@ -14,12 +14,17 @@ from fpipe import tree
 from fpipe.definition import Definition
 from fpipe.errors import StageError
 from fpipe.stage.sink import Sink
-from fpipe.stage.stage import Stage
 from fpipe.transforms.mapping import join, over, prefix_map
 from fpipe.transforms.members import Members, behind
 from fpipe.transforms.parts import Parts
 from fpipe.transforms.plain import batched
-from fpipe.transforms.transformed import P, check_pipeline, check_randomness, refuse_choice
+from fpipe.transforms.transformed import (
+    P,
+    check_pipeline,
+    check_randomness,
+    each_stage,
+    refuse_choice,
+)
 
 
 def vmap(pipe: P, in_dims: Any = None, *, randomness: str = "error") -> P:
@@ -87,14 +92,9 @@ def ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) 
     if "batch" in definition.convention.vectors:
         given = given, 0  # it comes with its direction, which is stacked
     batch_dims = prefix_map(lambda dim: None if dim is None else 0, given)
-    made: dict[tuple[int, bool], Callable[..., Any]] = {}
 
-    def mapped(index: int, stage: Stage) -> Stage:
-        # Stages of one function stay stages of one function, so that they are traced once.
-        key = (id(stage.fn), index == 0)
-        if key not in made:
-            made[key] = _stage(stage.fn, batch_dims if index == 0 else 0, batch_dims, randomness)
-        return replace(stage, fn=made[key])
+    def mapped(function: Callable[..., Any], first: bool) -> Callable[..., Any]:
+        return _stage(function, batch_dims if first else 0, batch_dims, randomness)
 
     loss = _loss(definition.loss, batch_dims, randomness)
     if definition.function:
@@ -103,7 +103,7 @@ def ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) 
         loss = _stage(definition.loss, first, batch_dims, randomness)
     return replace(
         definition,
-        stages=tuple(mapped(*pair) for pair in enumerate(definition.stages)),
+        stages=each_stage(definition.stages, mapped),
         loss=loss,
         in_dims=join(
             given,

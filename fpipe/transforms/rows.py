@@ -19,7 +19,6 @@ from fpipe.runtime.program import Program
 from fpipe.schedule import Schedule
 from fpipe.stage.joint import is_differentiable
 from fpipe.stage.sink import Sink
-from fpipe.stage.stage import Stage
 from fpipe.stage.workshop import Workshop
 from fpipe.transforms.mapping import over, prefix_map
 from fpipe.transforms.plain import batched
@@ -27,6 +26,7 @@ from fpipe.transforms.transformed import (
     P,
     check_pipeline,
     check_randomness,
+    each_stage,
     refuse_choice,
     refuse_state,
 )
@@ -202,14 +202,9 @@ def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
     refuse_state(name, definition, "rows that are batches of one would each leave another state")
     check_randomness(randomness)
     in_dims = definition.in_dims
-    made: dict[tuple[int, bool], Callable[..., Any]] = {}
 
-    def rowwise(index: int, stage: Stage) -> Stage:
-        # Stages of one function stay stages of one function, so that they are traced once.
-        key = (id(stage.fn), index == 0)
-        if key not in made:
-            made[key] = _stage(stage.fn, in_dims, randomness, first=index == 0)
-        return replace(stage, fn=made[key])
+    def rowwise(function: Callable[..., Any], first: bool) -> Callable[..., Any]:
+        return _stage(function, in_dims, randomness, first=first)
 
     loss = _loss(definition.loss, in_dims, randomness)
     if definition.function:
@@ -229,7 +224,7 @@ def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
         )
     return replace(
         definition,
-        stages=tuple(rowwise(*pair) for pair in enumerate(definition.stages)),
+        stages=each_stage(definition.stages, rowwise),
         loss=loss,
         loss_shape=(None, *definition.loss_shape),
         sink=Sink(lift=_repeat, join=0),

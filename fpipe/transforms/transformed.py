@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from fpipe.definition import Definition
 from fpipe.errors import StageError
+from fpipe.stage.stage import Stage
 
 
 class Transformed(Protocol):
@@ -72,3 +75,20 @@ def check_pipeline(transform: str, pipe: Any) -> None:
             f"pipe={pipe!r:.60} is a {type(pipe).__name__}: fpipe.{transform} takes a pipeline, "
             "which fpipe.pipeline(...) makes, and gives another"
         )
+
+
+def each_stage(
+    stages: Iterable[Stage], wrap: Callable[[Callable[..., Any], bool], Callable[..., Any]]
+) -> tuple[Stage, ...]:
+    """The stages with their functions wrapped; `wrap` is told whether it is the first stage.
+
+    Stages of one function stay stages of one function, so that they are traced once.
+    """
+    made: dict[tuple[int, bool], Callable[..., Any]] = {}
+    wrapped = []
+    for index, stage in enumerate(stages):
+        key = id(stage.fn), index == 0
+        if key not in made:
+            made[key] = wrap(stage.fn, index == 0)
+        wrapped.append(replace(stage, fn=made[key]))
+    return tuple(wrapped)
