@@ -1,0 +1,285 @@
+"""Record a whole loss function as one graph, and divide it at its cuts.
+
+    loss_fn(params, batch) ── make_fx ──► forward graph ── cuts ──► segments
+
+It is recorded once, forward only. What has no gradient is recorded so, and so are the ops that keep
+something for a backward, for each segment is differentiated by itself later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functionalize, vjp
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from fpipe import tree
+from fpipe.errors import FpipeError, StageError
+from fpipe.shapes import Goal
+from fpipe.stage.abstract import Abstract, abstract_key
+from fpipe.stage.alike import merge_constants
+from fpipe.stage.cut import Segment, mark, noting, segments
+from fpipe.stage.explain import ImpureError, describe, explain
+from fpipe.stage.joint import BatchLeaf, Key, Param, Source, StateLeaf, Upstream, is_differentiable
+from fpipe.stage.keyed import draw_from_keys
+from fpipe.stage.known import Known
+from fpipe.stage.nograd import keeping_detached
+from fpipe.stage.peeking import WithoutPeeking
+from fpipe.stage.purity import WriteGuard
+from fpipe.stage.returns import Layout, Returns, check_state
+from fpipe.stage.rewrites import (
+    free_views_of_layout,
+    make_copies_differentiable,
+    return_statistics,
+)
+from fpipe.stage.sink import Sink
+from fpipe.stage.updates import keep_changed
+
+
+class Recorded(NamedTuple):
+    """A function, divided.
+
+    Attributes:
+        parts: what is between the cuts.
+        results: where each value that the caller gets of a microbatch comes from; then the new
+            values of the leaves of the state that change.
+        layout: how the former are numbered.
+        changed: the leaves of the state that change, by their numbers after the parameters.
+    """
+
+    parts: tuple[Segment, ...]
+    results: tuple[Upstream, ...]
+    layout: Layout
+    changed: list[int]
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Records a loss function for one shape of its arguments.
+
+    Parameters and state come as one tree, the pair of both where there is a state.
+
+    Attributes:
+        loss_fn: ``(params, batch) -> scalar``, with a `fpipe.cut` between stages; with a state
+            ``(params, state, batch) -> (scalar, state)``.
+        num_stages: one more than the cuts that it must execute.
+        returns: what it returns.
+        has_key: it is called with the key of the microbatch, as the keyword argument ``key``.
+        keyed: what it draws, it draws from the key of the microbatch, which it is not called with.
+        loss_shape: shape of the loss, with None for a size that the arguments tell.
+        sink: how parameter gradients are collected.
+        by_batch: gradients are taken by the batch.
+        mode: in which everything is fake.
+    """
+
+    loss_fn: Callable[..., Any]
+    num_stages: int
+    returns: Returns
+    has_key: bool
+    keyed: bool
+    loss_shape: tuple[int | None, ...]
+    sink: Sink
+    by_batch: bool
+    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
+
+    @property
+    def name(self) -> str:
+        """The function in messages."""
+        return getattr(self.loss_fn, "__qualname__", type(self.loss_fn).__name__)
+
+    def num_states(self, spec: optree.PyTreeSpec) -> int:
+        """How many of the last leaves of what comes in as parameters are the state's."""
+        return spec.children()[1].num_leaves if self.returns.state else 0
+
+    def paths(self, params: Abstract) -> list[str]:
+        """How a user would write each leaf of parameters and state."""
+        if not self.returns.state:
+            return ["params" + path for path in tree.paths(params.spec)]
+        specs = params.spec.children()
+        named = zip(("params", "state"), specs, strict=True)
+        return [name + path for name, spec in named for path in tree.paths(spec)]
+
+    def __call__(self, params: Abstract, batch: Abstract, goal: Goal, rows: int) -> Recorded:
+        """Record the function, and divide it.
+
+        Args:
+            params: the whole parameters.
+            batch: one microbatch.
+            goal: aux is left out of a ``"value"``.
+            rows: of the microbatch.
+
+        Raises:
+            StageError: the function cannot be traced or executes another number of cuts.
+        """
+        params = self._lifted(params, rows)
+        key = abstract_key(batch, self.mode)
+        keys = [key] if self.has_key else []
+        moving = self._moving(params, batch)
+        self._refuse_writes(params, batch, keys, moving)
+        module, marks, layout = self._graph(params, batch, keys, moving, goal)
+        graph = module.graph
+        mark(graph, marks)
+        make_copies_differentiable(graph)
+        free_views_of_layout(graph)
+        return_statistics(self.name, graph)
+        draws: list[fx.Node] = []
+        if self.keyed:
+            draws = draw_from_keys(self.name, graph, key, self.mode)
+        merge_constants(module)
+        count = len(params.values)
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        changed = keep_changed(graph, placeholders[:count], self.num_states(params.spec))
+        # What never changes is read like a parameter, in any stage.
+        origins: list[Source] = [
+            *(StateLeaf(leaf) if leaf in changed else Param(leaf) for leaf in range(count)),
+            *(BatchLeaf(number) for number in range(len(batch.values))),
+            *(Key(of_stage=False) for _ in keys),
+            *(Key(of_stage=False, draw=number) for number in range(len(draws))),
+        ]
+        sources = {node.name: source for node, source in zip(placeholders, origins, strict=True)}
+        parts, results = segments(graph, len(marks), sources, layout.heads)
+        for part in parts:
+            part.graph.owning_module = module
+        return Recorded(parts, results, layout, changed)
+
+    def _lifted(self, params: Abstract, rows: int) -> Abstract:
+        """The parameters as the function takes them, which gradients are taken by."""
+        if self.sink.lift is None:
+            return params
+        with self.mode:
+            values = [
+                self.sink.lifted(leaf, rows) if is_differentiable(leaf) else leaf
+                for leaf in params.values
+            ]
+        return replace(params, values=tuple(values))
+
+    def _moving(self, params: Abstract, batch: Abstract) -> list[int]:
+        """The arguments by which it is recorded as if differentiated.
+
+        Some ops record what a backward needs only where an input requires a gradient.
+        """
+        count, states = len(params.values), self.num_states(params.spec)
+        end = len(batch.values) if self.by_batch else 0
+        return [
+            index
+            for index, leaf in enumerate((*params.values, *batch.values[:end]))
+            if is_differentiable(leaf) and not count - states <= index < count
+        ]
+
+    def _refuse_writes(
+        self, params: Abstract, batch: Abstract, keys: Sequence[Tensor], moving: Collection[int]
+    ) -> None:
+        """Run the function once under guard, before anything could be written to.
+
+        Raises:
+            StageError: it writes to a parameter, to the batch or to what it closes over, or unseen
+                by autograd to what depends on the leaves that are `moving`.
+        """
+        with self.mode, torch.enable_grad():
+            inputs = [
+                value.clone().requires_grad_(index in moving).view_as(value)
+                for index, value in enumerate((*params.values, *batch.values, *keys))
+            ]
+            paths = [
+                *self.paths(params),
+                *("batch" + path for path in tree.paths(batch.spec)),
+                *("key" for _ in keys),
+            ]
+            guard = WriteGuard(dict(zip(paths, inputs, strict=True)), self.loss_fn)
+            try:
+                with guard, Known():
+                    self._called(params, batch, inputs)
+            except ImpureError as error:
+                raise explain(self.name, error, "") from error
+            except Exception:
+                # Whatever else is wrong is found again, and said, when it is traced.
+                return
+
+    def _graph(
+        self,
+        params: Abstract,
+        batch: Abstract,
+        keys: Sequence[Tensor],
+        moving: Sequence[int],
+        goal: Goal,
+    ) -> tuple[fx.GraphModule, list[int], Layout]:
+        """The graph of the function, how many nodes were before each cut, and what it returns."""
+        marks: list[int] = []
+        layouts: list[Layout] = []
+
+        def note() -> None:
+            mode = get_proxy_mode()
+            if mode is not None:
+                marks.append(len(mode.tracer.graph.nodes))
+
+        def flat(*leaves: Tensor) -> list[Tensor]:
+            def loss(*own: Tensor) -> tuple[Tensor, list[Tensor]]:
+                full = list(leaves)
+                for index, leaf in zip(moving, own, strict=True):
+                    full[index] = leaf
+                with noting(note), keeping_detached(), Known():
+                    value = self._called(params, batch, full)
+                (first, *others), layout = self._taken(value, params, goal)
+                layouts.append(layout)
+                return first, others
+
+            if not moving:
+                first, others = loss()
+            else:
+                result: Any = vjp(loss, *(leaves[index] for index in moving), has_aux=True)
+                first, _, others = result
+            return [first, *others]
+
+        try:
+            with self.mode, torch.enable_grad(), WithoutPeeking():
+                module = make_fx(functionalize(flat), tracing_mode="fake")(
+                    *params.values, *batch.values, *keys
+                )
+        except FpipeError:
+            raise
+        except Exception as error:
+            if "Functionalize rule" in str(error):
+                raise StageError(
+                    f"{self.name} uses a torch.autograd.Function, whose backward a cut function "
+                    "would lose: write the stages as functions of their own, "
+                    "fpipe.pipeline([stage, …], loss, schedule)"
+                ) from error
+            given = describe("batch", tree.unflatten(batch.spec, batch.values))
+            raise explain(self.name, error, given) from error
+        if len(marks) != self.num_stages - 1:
+            raise StageError(
+                f"{self.name} executes {len(marks)} cuts, which make {len(marks) + 1} stages, but "
+                f"the schedule has {self.num_stages}: place fpipe.cut(x) once between each two "
+                "stages, or choose a schedule with that many stages"
+            )
+        return module, marks, layouts[-1]
+
+    def _called(self, params: Abstract, batch: Abstract, leaves: Sequence[Tensor]) -> Any:
+        """What the function returns for flat arguments."""
+        count = len(params.values)
+        end = count + len(batch.values)
+        given = tree.unflatten(params.spec, leaves[:count])
+        return self.loss_fn(
+            *(given if self.returns.state else (given,)),
+            tree.unflatten(batch.spec, leaves[count:end]),
+            **({"key": leaves[end]} if self.has_key else {}),
+        )
+
+    def _taken(self, value: Any, params: Abstract, goal: Goal) -> tuple[list[Tensor], Layout]:
+        """What it returned as flat tensors, the new state last, and how the others are numbered."""
+        subject = f"{self.name} returns"
+        taken = self.returns.take(subject, self.returns.call, value, self.loss_shape)
+        if goal == "value":
+            taken = taken._replace(aux=None)
+        flat, layout = taken.flat()
+        states = self.num_states(params.spec)
+        if states:
+            spec = params.spec.children()[1]
+            flat += check_state(subject, params.values[-states:], spec, taken.state)
+        return flat, layout
