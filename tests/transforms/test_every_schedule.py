@@ -86,13 +86,18 @@ def test_two_ranks(pair: Crew, name: str) -> None:
             compare(rank, on_two_ranks(family), part, whole)
 
 
+def compiled_on_every_schedule(group: dist.ProcessGroup | None, name: str) -> list[Any]:
+    return [run(group, name, on_two_ranks(family), bare, True) for family in FAMILIES]
+
+
 @pytest.mark.inductor
-@pytest.mark.parametrize("name", ["vmap", "per_example_norms", "hvp"])
+@pytest.mark.parametrize("name", OVER_RANKS)
 def test_two_ranks_compiled(pair: Crew, name: str) -> None:
-    schedule = on_two_ranks("zbv")
-    whole = run(None, name, schedule, bare, True)
-    for rank, part in enumerate(values(pair.run(run, name, schedule, bare, True))):
-        compare(rank, schedule, part, whole)
+    pair.start(compiled_on_every_schedule, name)
+    wholes = compiled_on_every_schedule(None, name)
+    for rank, parts in enumerate(values(pair.collect())):
+        for family, part, whole in zip(FAMILIES, parts, wholes, strict=True):
+            compare(rank, on_two_ranks(family), part, whole)
 
 
 # ── random numbers ──────────────────────────────────────────────────────────────────────────────
