@@ -21,6 +21,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.errors import BatchError, PipelineError
 from fpipe.runtime.transport import ConnectionLost
+from fpipe.runtime.waiting import look_out
 from fpipe.shapes import TreeShape, in_words
 
 T = TypeVar("T")
@@ -108,6 +109,7 @@ def _start(own: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     work = group.alltoall_base(everyone, copies, [], [])
 
     def wait() -> Tensor:
+        look_out(work.is_completed)
         work.wait()
         return everyone
 

@@ -13,6 +13,7 @@ from fpipe.runtime.buffers import Buffers
 from fpipe.runtime.connect import MESSAGE, ring
 from fpipe.runtime.program import Message, Program, Send
 from fpipe.runtime.transport import ConnectionLost, Interrupted
+from fpipe.runtime.waiting import Arrival, look_out
 
 Connect = Callable[[str, Sequence[int]], dist.ProcessGroup]
 """Makes a group of some ranks under a name; every one of them calls it."""
@@ -39,11 +40,13 @@ class GroupTransport:
         interrupted: Callable[[], bool],
     ) -> None:
         self._group = group
+        self._device = device
         self._buffers = Buffers(device)
         self._connect = connect
         self._interrupted = interrupted
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._posted: dict[Message, tuple[list[Any], list[Tensor]]] = {}
+        self._arrivals: dict[Message, Arrival] = {}
         self._sent: dict[Message, tuple[list[Any], Sequence[Tensor]]] = {}
 
     def open(self, programs: Sequence[Program]) -> None:
@@ -65,6 +68,9 @@ class GroupTransport:
     def post(self, message: Message) -> None:
         """Start to receive into a kept buffer."""
         values = [self._buffers.take(spec) for spec in message.specs]
+        travelling = [value for value in values if value.numel()]
+        if travelling and self._device.type == "cpu":
+            self._arrivals[message] = Arrival(travelling[-1])
         channel, peer = self._route(message, message.source)
         works = self._start(message.source, channel.recv, values, peer)
         self._posted[message] = (works, values)
@@ -74,6 +80,8 @@ class GroupTransport:
         if self._interrupted():
             raise Interrupted
         works, values = self._posted.pop(message)
+        if message in self._arrivals:
+            look_out(self._arrivals.pop(message))
         self._wait(message.source, works)
         return values
 
@@ -95,6 +103,7 @@ class GroupTransport:
     def forget(self) -> None:
         """Drop everything under way, when the connections are lost."""
         self._posted.clear()
+        self._arrivals.clear()
         self._sent.clear()
         self._buffers.clear()
 

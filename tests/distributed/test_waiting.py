@@ -1,0 +1,72 @@
+"""How a rank waits: it looks whether a message is there, and takes nothing for one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fpipe
+from fpipe.runtime import waiting
+from fpipe.runtime.waiting import Arrival, look_out
+from tests.distributed.crew import Crew, values
+from tests.models import assert_identical
+
+MARK = waiting._MARK
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.uint8])
+def test_what_fills_a_buffer_arrives(dtype: torch.dtype) -> None:
+    buffer = torch.zeros(3, 8, dtype=dtype)
+    arrival = Arrival(buffer)
+    assert not arrival()
+    buffer[:2] = 1
+    assert not arrival()
+    buffer.copy_(torch.ones(3, 8))
+    assert arrival()
+
+
+def test_a_buffer_without_room_for_a_mark_is_left_alone() -> None:
+    for buffer in (torch.ones(3, dtype=torch.uint8), torch.ones(1, dtype=torch.bfloat16)):
+        assert Arrival(buffer)()
+        assert buffer.eq(1).all()
+
+
+def test_looks_until_it_is_there_or_patience_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "PATIENCE", 1e9)
+    looks = iter([False, False, True])
+    look_out(lambda: next(looks))
+    assert not list(looks)
+    monkeypatch.setattr(waiting, "PATIENCE", 0.0)
+    look_out(lambda: False)
+
+
+def marks(weight: Tensor, x: Tensor) -> dict[str, Tensor]:
+    """A value that ends, as all of it, in the very mark, and one that is sent before it."""
+    return {"x": x @ weight, "y": torch.full((4,), MARK, dtype=torch.int32)}
+
+
+def checked(weight: Tensor, value: dict[str, Tensor]) -> Tensor:
+    return (value["x"] @ weight) * (value["y"] == MARK).all()
+
+
+def step(group: dist.ProcessGroup | None) -> tuple[Tensor, list[Tensor | None]]:
+    pipe = fpipe.pipeline(
+        [marks, checked],
+        lambda y, _: y.mean(),
+        fpipe.schedules.one_f_one_b(ranks=2, microbatches=2),
+        compile=False,
+        group=group,
+    )
+    x = torch.linspace(1, 2, 48, dtype=torch.float64).view(6, 8)
+    loss, grads = pipe.step(pipe.local([torch.eye(8, dtype=torch.float64)] * 2), x)
+    return loss, grads
+
+
+def test_a_value_that_is_the_mark_arrives(crew: Crew) -> None:
+    loss, grads = step(None)
+    assert loss > 1
+    for rank, (own_loss, own) in enumerate(values(crew.run(step, ranks=range(2)))):
+        assert_identical(own_loss, loss)
+        assert_identical(own[rank], grads[rank])
