@@ -8,7 +8,8 @@ See the README beside this file.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from torch import Tensor
 import fpipe
 from benchmarks import memory
 from benchmarks.contest import CPU, Problem, schedule_of
+from benchmarks.efficiency import naps
 from benchmarks.efficiency.run import make_problem as make_naps
 from benchmarks.harness import Cell, Report, add_arguments, command, machine, publish
 from benchmarks.ranks import on_ranks
@@ -37,6 +39,32 @@ COLUMNS: Final = (
     "measured peak, MiB",
     "peak, predicted / measured",
 )
+
+
+WIDE: Final = 4096
+"""How many values of each row a sleeping stage keeps for its backward."""
+
+
+def make_wide_naps(schedule: fpipe.Schedule) -> Problem:
+    """Stages that sleep, and hold enough for a peak to be one."""
+    problem = make_naps(schedule, 0.01)
+    generator = torch.Generator().manual_seed(0)
+
+    def widened(function: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+        def stage(params: Any, x: Tensor) -> Tensor:
+            napping, up, down = params
+            y = function(napping, x)
+            return y + torch.sin(y @ up) @ down
+
+        return stage
+
+    functions = {function: widened(function) for function in problem.functions}
+    up = torch.randn(naps.WIDTH, WIDE, generator=generator)
+    return replace(
+        problem,
+        functions=[functions[function] for function in problem.functions],
+        params=[(own, up, up.t() / WIDE) for own in problem.params],
+    )
 
 
 def pipeline_of(problem: Problem, schedule: fpipe.Schedule, compile: bool) -> fpipe.Pipeline:
@@ -70,7 +98,7 @@ def _measure(
     schedule = schedule_of(name, world, microbatches)
     sleeps = kind == "sleeping"
     problem = (
-        make_naps(schedule, 0.01)
+        make_wide_naps(schedule)
         if sleeps
         else make_gpt(Size(microbatches=microbatches), schedule.num_stages)
     )
