@@ -11,8 +11,9 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.controller.controller import Finished
 from fpipe.definition import Definition
-from fpipe.plan import batch_gradients, collected, divided, gradients
+from fpipe.gradients import batch_gradients, collected, gradients
 from fpipe.results import Step, StepAux, StepState, StepStateAux
+from fpipe.total import divided
 
 
 @dataclass(frozen=True, eq=False)

@@ -96,7 +96,7 @@ LAYERS: Final = (
     ("fpipe.checkpoint",),
     ("fpipe.stage",),
     ("fpipe.runtime",),
-    ("fpipe.plan", "fpipe.recording"),
+    ("fpipe.plan", "fpipe.planner", "fpipe.recording", "fpipe.total"),
     ("fpipe.controller", "fpipe.convention", "fpipe.definition", "fpipe.results"),
     (
         "fpipe.transforms.derivative",
@@ -112,6 +112,7 @@ LAYERS: Final = (
     (
         "fpipe.call",
         "fpipe.derived",
+        "fpipe.gradients",
         "fpipe.history",
         "fpipe.holding",
         "fpipe.levels",

@@ -32,7 +32,8 @@ from fpipe.controller.controller import Enter
 from fpipe.controller.keys import Words, as_number
 from fpipe.microbatch import Microbatches, split
 from fpipe.parameters import Parameters
-from fpipe.plan import Plan, Planner
+from fpipe.plan import Plan
+from fpipe.planner import Planner
 from fpipe.recording import active
 from fpipe.runtime.program import Program, describe
 from fpipe.schedule import Schedule

@@ -15,7 +15,7 @@ from fpipe.controller.multi import MultiController
 from fpipe.controller.single import SingleController
 from fpipe.definition import Definition
 from fpipe.parameters import Parameters, keep
-from fpipe.plan import Planner
+from fpipe.planner import Planner
 from fpipe.runtime.connect import device_of
 from fpipe.runtime.lower import lower
 from fpipe.runtime.order import lower_for_group

@@ -10,10 +10,11 @@ import torch
 from fpipe.controller.keys import Words, keys_of
 from fpipe.microbatch import Microbatches
 from fpipe.parameters import Parameters
-from fpipe.plan import Plan, Total
+from fpipe.plan import Plan
 from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Program
 from fpipe.shapes import Goal, device_of_keys
+from fpipe.total import Total
 
 T = TypeVar("T")
 

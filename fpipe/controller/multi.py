@@ -40,7 +40,8 @@ from fpipe.controller.single import without_autocast
 from fpipe.controller.watch import Watch
 from fpipe.errors import PipelineError
 from fpipe.parameters import Parameters
-from fpipe.plan import Plan, Planner, Total
+from fpipe.plan import Plan
+from fpipe.planner import Planner
 from fpipe.recording import Marks, active, timeline_of
 from fpipe.runtime.connect import carriers, connect, ring
 from fpipe.runtime.drain import drain
@@ -51,6 +52,7 @@ from fpipe.runtime.program import Program
 from fpipe.runtime.transport import ConnectionLost, Interrupted
 from fpipe.schedule import Schedule
 from fpipe.shapes import Goal
+from fpipe.total import Total
 
 T = TypeVar("T")
 

@@ -13,7 +13,8 @@ from fpipe.controller.controller import Enter, Finished, Gather, load
 from fpipe.controller.keys import Words
 from fpipe.microbatch import Microbatches, split
 from fpipe.parameters import Parameters
-from fpipe.plan import Plan, Planner
+from fpipe.plan import Plan
+from fpipe.planner import Planner
 from fpipe.recording import Marks, active, timeline_of
 from fpipe.runtime.instrument import observed
 from fpipe.runtime.local import LocalTransport, run_together

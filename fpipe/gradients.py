@@ -1,0 +1,91 @@
+"""What the sinks of a finished run hold, as the gradients of the caller's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.parameters import Parameters
+from fpipe.plan import Plan
+from fpipe.runtime.interpreter import Run
+from fpipe.stage.joint import is_differentiable
+from fpipe.total import divided
+
+
+def collected(plan: Plan, runs: Sequence[Run]) -> dict[tuple[int, int], Tensor]:
+    """What the sinks hold, by stage and leaf; those that are not summed are concatenated."""
+    parts: dict[tuple[int, int], dict[int, Any]] = {}
+    for run in runs:
+        for stage, leaf, microbatch, slot in run.program.results.grads:
+            parts.setdefault((stage, leaf), {})[microbatch] = run.slots[slot]
+    if plan.sink.join is None:
+        return {key: part[-1] for key, part in parts.items()}
+    return {
+        key: torch.cat([part[microbatch] for microbatch in sorted(part)], plan.sink.join)
+        for key, part in sorted(parts.items())
+    }
+
+
+def gradients(
+    plan: Plan, runs: Sequence[Run], params: Parameters, weight: Tensor | None
+) -> list[Tensor | None]:
+    """The gradient of each leaf of `params`, flat: zeros where the loss does not depend on it.
+
+    They are divided by `weight`, if there is one.
+
+    None stands for a leaf that is not trained or cannot have a gradient, and for one whose gradient
+    belongs to ranks of other processes, or of the state, which comes with the parameters.
+    """
+    found = {
+        (0 if params.shared else stage, leaf): value
+        for (stage, leaf), value in collected(plan, runs).items()
+    }
+    elsewhere = {
+        leaf
+        for program in plan.programs
+        for _, leaf, *_ in program.results.grads
+        if params.shared and (0, leaf) not in found
+    }
+    grads: list[Tensor | None] = []
+    for stage, leaves in enumerate(params.stages[:1] if params.shared else params.stages):
+        for index, leaf in enumerate(leaves):
+            if (stage, index) in found:
+                grads.append(divided(found[stage, index], weight).to(leaf.dtype))
+            elif index in elsewhere or (stage, index) in plan.frozen or not is_differentiable(leaf):
+                grads.append(None)
+            else:
+                grads.append(torch.zeros_like(plan.sink.lifted(leaf, plan.rows)))
+    return grads
+
+
+def batch_gradients(runs: Sequence[Run], batch: Any, in_dims: Any, weight: Tensor | None) -> Any:
+    """The gradient of each leaf of the batch, in its structure; None for one that cannot have one.
+
+    They are divided by `weight`, if there is one.
+
+    A leaf that several stages read gets the sum of their parts; one that is split, its rows in
+    order; and one that is not, the sum over all microbatches.
+    """
+    leaves, spec = tree.flatten(batch)
+    dims = tree.broadcast_prefix("in_dims", in_dims, batch, "batch")
+    parts: dict[int, dict[int, Any]] = {}
+    for run in runs:
+        for _, leaf, microbatch, slot in sorted(run.program.results.batch_grads):
+            own = parts.setdefault(leaf, {})
+            part = run.slots[slot]
+            own[microbatch] = own[microbatch] + part if microbatch in own else part
+    found: list[Tensor | None] = []
+    for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        rows = [part for _, part in sorted(parts.get(index, {}).items())]
+        if not is_differentiable(leaf):
+            found.append(None)
+        elif not rows:
+            found.append(torch.zeros_like(leaf))
+        else:
+            whole = torch.stack(rows).sum(0) if dim is None else torch.cat(rows, dim)
+            found.append(divided(whole, weight).to(leaf.dtype))
+    return tree.unflatten(spec, found)
