@@ -33,7 +33,7 @@ Place = tuple[int, int]
 RUN_AHEAD = 1 << 18
 """Bytes of messages that may always be under way on a channel beyond the windows."""
 
-SHARE = 1 / 16
+SHARE = 1 / 64
 """As much of the peak as may be under way on a channel: a message that must wait for its receiver,
 which computes, makes its sender wait too."""
 
