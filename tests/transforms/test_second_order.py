@@ -192,6 +192,18 @@ def test_backward_through_a_backward() -> None:
     assert_same(penalised(PIPE.value), penalised(whole))
 
 
+def test_derivatives_are_those_of_differences() -> None:
+    """Without torch.func: forward, in reverse, mapped, and once more in reverse."""
+    leaves = [leaf.clone().requires_grad_() for leaf in (BIAS, BATCH["x"])]
+
+    def value(bias: Tensor, x: Tensor) -> Tensor:
+        loss: Tensor = PIPE.value(biased(bias), {**BATCH, "x": x})
+        return loss
+
+    assert torch.autograd.gradcheck(value, leaves, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(value, leaves)
+
+
 def test_a_call_in_a_checkpoint() -> None:
     """It is traced beneath the hooks; and what its backward reads is handed out once."""
     pipe = fpipe.pipeline(MODEL.stages, MODEL.loss, SCHEDULE, compile=False)
