@@ -31,7 +31,9 @@ def peak(run: Callable[[], Any]) -> int:
     to go: let go first of what `run` would let go.
     """
     # Kept until the profiler has stopped, or the last results would be freed within the step.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         result = run()
     del result
     assert profiler.profiler is not None

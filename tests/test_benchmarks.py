@@ -25,6 +25,12 @@ from benchmarks.split.run import held_after, schedule_of
 
 ROOT: Final = Path(__file__).parents[1]
 
+# The benchmarks stand beside what torch 2.13 has: before, its pipelines over two ranks lost their
+# connections, and compiled autograd did not tell what it had saved.
+with_peer = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="the other side of the benchmark is that of torch 2.13"
+)
+
 
 def run_benchmark(module: str, tmp_path: Path, *options: str) -> dict[str, Any]:
     """Run a benchmark as a user would; returns its report."""
@@ -89,6 +95,7 @@ def test_overhead_runs(tmp_path: Path) -> None:
     assert all(figure > 0 for figure in figures)
 
 
+@with_peer
 @pytest.mark.inductor
 def test_overhead_runs_on_ranks(tmp_path: Path) -> None:
     options = ("--ranks", "2", "--schedule", "ZBVZeroBubble", "--microbatches", "4")
@@ -190,6 +197,7 @@ def test_a_case_takes_until_the_last_rank_has_ended() -> None:
     assert values == [1.0, 0.0]
 
 
+@with_peer
 def test_split_runs(tmp_path: Path) -> None:
     options = ("--depth", "1", "--width", "64", "--length", "8", "--rows", "1")
     report = run_benchmark(

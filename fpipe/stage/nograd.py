@@ -1,4 +1,4 @@
-"""Keep what `torch.no_grad` says of a function whose forward alone is recorded.
+"""The grad mode that functions are recorded in, and what is kept of their own.
 
 A graph of operations does not tell within which grad mode they ran, and its derivative is taken
 later. So what is computed within ``torch.no_grad()`` is recorded as detached, and ``x.data`` too,
@@ -20,6 +20,14 @@ from fpipe import tree
 from fpipe.stage.joint import is_differentiable
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+@contextmanager
+def with_gradients() -> Iterator[None]:
+    """Within it functions can be differentiated, whatever the caller has disabled."""
+    # To torch 2.11 inference mode means no derivatives even where gradients are enabled again.
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import optree
-import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize, vjp
@@ -29,7 +28,7 @@ from fpipe.stage.explain import ImpureError, describe, explain
 from fpipe.stage.joint import BatchLeaf, Key, Param, Source, StateLeaf, Upstream, is_differentiable
 from fpipe.stage.keyed import draw_from_keys
 from fpipe.stage.known import Known
-from fpipe.stage.nograd import keeping_detached
+from fpipe.stage.nograd import keeping_detached, with_gradients
 from fpipe.stage.peeking import WithoutPeeking
 from fpipe.stage.purity import WriteGuard
 from fpipe.stage.returns import Layout, Returns, check_state
@@ -181,7 +180,7 @@ class Recorder:
             StageError: it writes to a parameter, to the batch or to what it closes over, or unseen
                 by autograd to what depends on the leaves that are `moving`.
         """
-        with self.mode, torch.enable_grad():
+        with self.mode, with_gradients():
             inputs = [
                 value.clone().requires_grad_(index in moving).view_as(value)
                 for index, value in enumerate((*params.values, *batch.values, *keys))
@@ -237,7 +236,7 @@ class Recorder:
             return [first, *others]
 
         try:
-            with self.mode, torch.enable_grad(), WithoutPeeking():
+            with self.mode, with_gradients(), WithoutPeeking():
                 module = make_fx(functionalize(flat), tracing_mode="fake")(
                     *params.values, *batch.values, *keys
                 )

@@ -34,6 +34,7 @@ from fpipe.stage.joint import (
     is_differentiable,
 )
 from fpipe.stage.known import Known
+from fpipe.stage.nograd import with_gradients
 from fpipe.stage.peeking import WithoutPeeking
 from fpipe.stage.purity import WriteGuard, refuse_writes, writes
 from fpipe.stage.simplify import simplify
@@ -288,7 +289,7 @@ def _record(
 
     arguments = (*leaves.values, *cotangents)
     try:
-        with mode, torch.enable_grad(), WithoutPeeking():
+        with mode, with_gradients(), WithoutPeeking():
             try:
                 graph = make_fx(functionalize(flat), tracing_mode="fake")(*arguments)
                 # Where nothing is differentiated, composite ops are taken apart after they have

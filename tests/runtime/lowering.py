@@ -98,7 +98,7 @@ def drive(
     """Run all programs to their end, each on its own transport."""
     microbatches = 1 + max(index for p in programs for index, _, _ in p.results.outputs)
     params, parts = read(model, microbatches)
-    seed = torch.tensor(1 / microbatches, dtype=torch.float64)
+    seed = torch.tensor(1 / microbatches, dtype=params.stages[0][0].dtype)
     runs = []
     for program in programs:
         run = Run(_wrapped(program, around))

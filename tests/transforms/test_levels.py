@@ -240,11 +240,12 @@ def test_torch_compile_leaves_a_pipeline_out_of_its_graph() -> None:
         loss, grads = PIPE.step(params, BATCH)
         return 2 * loss, tree.tree_map(lambda p, g: p - 0.1 * g, params, grads)
 
-    calls = (
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
         (trained, (MODEL.params,)),
         (lambda p: vmap(PIPE.value, (0, None))(p, BATCH) + 1, (STACKED,)),
-        (lambda p: grad(PIPE.value)(p, BATCH), (MODEL.params,)),
-    )
+    ]
+    if torch.__version__ >= "2.12":  # before, grad of whatever is left out of the graph fails
+        calls.append((lambda p: grad(PIPE.value)(p, BATCH), (MODEL.params,)))
     for function, arguments in calls:
         compiled = torch.compile(function, backend="eager")
         assert_same(compiled(*arguments), function(*arguments))
