@@ -53,7 +53,7 @@ def test_a_callable_gets_graphs_and_makes_boxed_callables() -> None:
 
 def test_values_have_the_strides_that_were_traced() -> None:
     """Compiled pieces do not check them; here they are checked, for a model that permutes."""
-    # In float64 torch 2.11 tells another dtype of what attention keeps than it has.
+    # In float64 torch before 2.13 tells another dtype of what attention keeps than it has.
     model = gpt(3, 6, torch.float32)
     check(model.stages, model.params, model.batch, model.loss, 1e-4, compile=Checked())
 

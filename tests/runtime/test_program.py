@@ -268,7 +268,7 @@ class Counting(Mailbox):
 @pytest.mark.parametrize("family", ["gpipe", "zb_h1", "interleaved_1f1b", "zbv"])
 def test_peak_is_what_a_run_holds(family: str, windows: Windows, policy: Policy) -> None:
     schedule = schedules.get(family, ranks=2, microbatches=4)
-    # In float64 torch 2.11 tells another dtype of what attention keeps than it has.
+    # In float64 torch before 2.13 tells another dtype of what attention keeps than it has.
     model = gpt(schedule.num_stages, 4, torch.float32)
     programs = lowered(model, schedule, windows, policy)
     mail: dict[Message, Sequence[Tensor]] = {}

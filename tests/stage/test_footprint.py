@@ -34,7 +34,7 @@ def held(piece: Piece, handed: Collection[int]) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_is_what_uncompiled_pieces_hold(name: str) -> None:
-    # In float64 torch 2.11 tells another dtype of what attention keeps than it has.
+    # In float64 torch before 2.13 tells another dtype of what attention keeps than it has.
     for code in codes_of(MODELS[name](3, 4, torch.float32), 2):
         for op, piece in code.pieces.items():
             everything = range(len(piece.inputs))
