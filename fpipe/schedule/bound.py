@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Literal, TypeAlias
 
 from fpipe.errors import ScheduleError
@@ -10,7 +10,7 @@ from fpipe.schedule.bound_area import area_bound
 from fpipe.schedule.bound_rank import RankProblem, rank_problem
 from fpipe.schedule.bound_scarce import scarce_bound
 from fpipe.schedule.bound_turns import turns_bound
-from fpipe.schedule.cost import Cost, StageCosts, check_cost
+from fpipe.schedule.cost import MOST, Cost, StageCosts, check_cost, is_several, plain_number
 from fpipe.schedule.families.arguments import check_counts
 from fpipe.schedule.placements import check_placement
 
@@ -113,23 +113,32 @@ def memory_limits(memory: Memory, placement: Sequence[int], costs: StageCosts) -
     ranks = max(placement) + 1
     if memory is None:
         return (float("inf"),) * ranks
-    limits = tuple(memory) if isinstance(memory, Iterable) else (memory,) * ranks
+    if isinstance(memory, Mapping | Set):
+        raise ScheduleError(
+            f"memory={memory!r:.60} is a {type(memory).__name__}, which has no order of ranks: "
+            "give a sequence with one value per rank, or one number"
+        )
+    limits = tuple(memory) if is_several(memory) else (memory,) * ranks
     if len(limits) != ranks:
         raise ScheduleError(
             f"memory has {len(limits)} values for {ranks} ranks: give one per rank, or one number"
         )
-    for rank, limit in enumerate(limits):
-        if not isinstance(limit, int | float) or not limit > 0:
-            raise ScheduleError(f"memory={limit!r} of rank {rank} must be a number above 0")
+    checked = []
+    for rank, given in enumerate(limits):
+        limit = plain_number(given)
         stages = [stage for stage, owner in enumerate(placement) if owner == rank]
         least = sum(costs.activation[stage] for stage in stages)
+        # A rank that keeps nothing, or has no stage, can do with no memory.
+        if limit is None or not (limit > 0 or limit == least == 0):
+            raise ScheduleError(f"memory={given!r:.60} of rank {rank} must be a number above 0")
         if limit < least * (1 - 1e-9):
             raise ScheduleError(
                 f"memory={limit:g} of rank {rank} admits no schedule: the first backward needs one "
                 f"microbatch of all its stages {stages}, which is {least:g}; give at least that, "
                 "or place fewer stages on the rank"
             )
-    return limits
+        checked.append(limit if limit <= MOST * MOST else float("inf"))
+    return tuple(checked)
 
 
 def _idle_bound(problem: RankProblem, span: bool) -> float:

@@ -61,7 +61,8 @@ def _plain(problem: RankProblem, span: bool) -> float:
         tail = full[stage] - hand[stage]
         saved = max(0.0, costs.activation[stage] - later[stage]) * tail
         area += problem.microbatches * (life * costs.activation[stage] - saved)
-    return (0.0 if span else problem.release) + area / problem.memory
+    # Where nothing is kept there may be no memory either.
+    return (0.0 if span else problem.release) + (area / problem.memory if area else 0.0)
 
 
 def lives(problem: RankProblem) -> list[float]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TypeAlias
+from numbers import Integral, Real
+from typing import Any, TypeAlias, TypeGuard
 
 from fpipe.errors import ScheduleError
+
+# Between these, sums and ratios of costs neither overflow nor vanish.
+LEAST, MOST = 1e-100, 1e100
 
 PerStage: TypeAlias = float | tuple[float, ...]
 Latency: TypeAlias = float | tuple[tuple[float, ...], ...]
@@ -33,9 +37,12 @@ class Cost:
         freed_by_i: the part of `activation` that I already frees, 0 by default. Negative where I
             hands more to W than it frees.
 
+    Any real number will do, those of numpy too; a number is kept as Python's own.
+
     Raises:
-        ScheduleError: a value is not finite, is negative (other than `freed_by_i`), `freed_by_i`
-            is greater than `activation`, or `comm` is not square.
+        ScheduleError: a value is not finite, is negative (other than `freed_by_i`), or is further
+            from 1 than a hundred powers of ten and not 0; values per stage have no order; `comm`
+            is not square.
 
     Example:
         >>> from fpipe import Cost
@@ -167,15 +174,20 @@ class StageCosts:
 
 
 def _per_stage(name: str, value: float | Iterable[float], *, signed: bool = False) -> PerStage:
-    if isinstance(value, Iterable):
-        return tuple(_number(f"{name}[{k}]", entry, signed) for k, entry in enumerate(value))
-    return _number(name, value, signed)
+    if not is_several(value):
+        return _number(name, value, signed)
+    if isinstance(value, Mapping | Set):
+        raise ScheduleError(
+            f"cost {name}={value!r:.60} is a {type(value).__name__}, which has no order of stages: "
+            "give a sequence with one value per stage, or one number for all"
+        )
+    return tuple(_number(f"{name}[{k}]", entry, signed) for k, entry in enumerate(value))
 
 
 def _latency(comm: float | Iterable[Iterable[float]]) -> Latency:
-    if not isinstance(comm, Iterable):
+    if not is_several(comm):
         return _number("comm", comm)
-    rows = [tuple(row) if isinstance(row, Iterable) else () for row in comm]
+    rows = [tuple(row) if is_several(row) else () for row in comm]
     if not rows or any(len(row) != len(rows) for row in rows):
         raise ScheduleError(
             f"comm={comm!r} must be a number, or a square table with comm[a][b] the latency from "
@@ -187,9 +199,40 @@ def _latency(comm: float | Iterable[Iterable[float]]) -> Latency:
     )
 
 
-def _number(name: str, value: float, signed: bool = False) -> float:
-    number = isinstance(value, int | float) and math.isfinite(value)
-    if not number or (value < 0 and not signed):
+def _number(name: str, value: object, signed: bool = False) -> float:
+    number = plain_number(value)
+    if number is None or not math.isfinite(number) or (number < 0 and not signed):
+        shown = value if number is None else number
         rule = "a finite number" if signed else "a finite number, at least 0"
-        raise ScheduleError(f"cost {name}={value!r} must be {rule}")
-    return value
+        raise ScheduleError(f"cost {name}={shown!r:.60} must be {rule}")
+    if number and not LEAST <= abs(number) <= MOST:
+        raise ScheduleError(
+            f"cost {name}={number:g} must be 0 or from {LEAST:g} to {MOST:g}: choose another unit"
+        )
+    return number
+
+
+def plain_number(value: object) -> float | None:
+    """A real number of any type, such as numpy's, as an int or a float; None for anything else.
+
+    Example:
+        >>> from fractions import Fraction
+        >>> plain_number(3), plain_number(Fraction(1, 2)), plain_number("3")
+        (3, 0.5, None)
+    """
+    if not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf  # type: ignore[operator]
+    return int(value) if isinstance(value, Integral) else number
+
+
+def is_several(value: object) -> TypeGuard[Iterable[Any]]:
+    """Whether a value can be gone through; an array of no dimension has the method and cannot."""
+    try:
+        iter(value)  # type: ignore[call-overload]
+    except TypeError:
+        return False
+    return True

@@ -46,6 +46,11 @@ def check_placement(placement: Sequence[int]) -> None:
     Example:
         >>> check_placement(vee(3))
     """
+    if not isinstance(placement, Sequence):
+        raise ScheduleError(
+            f"placement={placement!r:.60} is a {type(placement).__name__}: it must be a sequence "
+            "with the rank of each stage, such as [0, 1, 1, 0]"
+        )
     whole = [isinstance(rank, int) and rank >= 0 for rank in placement]
     if not all(whole) or not whole:
         raise ScheduleError(

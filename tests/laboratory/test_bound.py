@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -129,6 +132,12 @@ def test_unequal_activations_fall_back_on_the_plain_area() -> None:
         ({"memory": [1]}, "memory has 1 values for 2 ranks"),
         ({"memory": 0}, "memory=0 of rank 0 must be a number above 0"),
         ({"memory": ["1", 1]}, "memory='1' of rank 0 must be a number above 0"),
+        ({"memory": {0: 2, 1: 2}}, r"memory=\{0: 2, 1: 2\} is a dict, which has no order of ranks"),
+        (
+            {"placement": 2},
+            "placement=2 is a int: it must be a sequence with the rank",
+        ),
+        ({"placement": {0: 1, 1: 0}}, "is a dict: it must be a sequence"),
         ({"effort": -1}, "effort=-1 must be an integer, 0 or more"),
         ({"memory": [2, 0.5]}, r"memory=0.5 of rank 1 admits no schedule: .* stages \[1\]"),
     ],
@@ -138,3 +147,21 @@ def test_a_bad_argument_is_named(arguments: dict[str, object], message: str) -> 
         lower_bound(
             **{"placement": (0, 1), "microbatches": 2, "cost": UNIT, "memory": None, **arguments}  # type: ignore[arg-type]
         )
+
+
+def test_memory_may_be_any_real_number_however_large() -> None:
+    free = lower_bound([0, 1], 4, UNIT)
+    assert lower_bound([0, 1], 4, UNIT, 1e308) == lower_bound([0, 1], 4, UNIT, 10**400) == free
+    one: Any = np.float32(1)
+    assert lower_bound([0, 1], 4, UNIT, one) == lower_bound([0, 1], 4, UNIT, 1)
+
+
+def test_where_nothing_is_kept_no_memory_is_enough() -> None:
+    for cost in (
+        Cost(1, 1, 1, activation=0),
+        Cost(1, 1, 1, activation=[0, 0, 0], freed_by_i=[-1, 0, -1]),
+    ):
+        assert lower_bound([0, 1, 0], 4, cost, 0) == lower_bound([0, 1, 0], 4, cost) == 16
+    timeline = simulate(schedules.one_f_one_b(ranks=2, microbatches=3), Cost(1, 1, 1, activation=0))
+    assert timeline.peak == (0, 0)
+    assert timeline.bound == 10

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fpipe import Cost, ScheduleError
@@ -46,6 +48,14 @@ def test_a_cost_is_a_value() -> None:
         ({"comm": [[0, 1]]}, r"comm=\[\[0, 1\]\] must be a number, or a square table"),
         ({"comm": [0, 1]}, r"comm=\[0, 1\] must be a number, or a square table"),
         ({"comm": [[0, 1], [-1, 0]]}, r"cost comm\[1\]\[0\]=-1 must be"),
+        ({"f": 10**400}, "cost f=inf must be a finite number"),
+        ({"f": np.array("1")}, "cost f=array.* must be a finite number"),
+        # A makespan of inf, or of less than the least float, cannot be drawn.
+        ({"f": 1e308}, r"cost f=1e\+308 must be 0 or from 1e-100 to 1e\+100: choose another unit"),
+        ({"w": [1, 5e-324]}, r"cost w\[1\]=4.94066e-324 must be 0 or from 1e-100"),
+        # The keys of a dict were taken for times.
+        ({"f": {0: 10, 1: 12}}, r"cost f=\{0: 10, 1: 12\} is a dict, which has no order of stages"),
+        ({"i": {3, 4}}, "is a set, which has no order"),
     ],
 )
 def test_a_bad_number_is_named(arguments: dict[str, Any], message: str) -> None:
@@ -60,3 +70,15 @@ def test_a_cost_that_does_not_fit_the_placement_is_refused() -> None:
         Cost(1, 1, 1, comm=[[0]]).on([0, 1])
     with pytest.raises(ScheduleError, match=r"freed_by_i is 2 for stage 0 .* cannot free more"):
         Cost(1, 1, 1, freed_by_i=2).on([0, 1])
+
+
+def test_any_real_number_will_do_and_is_kept_as_pythons_own() -> None:
+    given: list[Any] = [np.float32(1.5), np.float64(1.5), Fraction(3, 2), np.array(1.5).item()]
+    for number in given:
+        cost = Cost(number, 1, 1)
+        assert cost.f == 1.5
+        assert type(cost.f) is float
+    three: Any = np.int64(3)
+    cost = Cost(np.array([1, 2]), three, 1, comm=np.array([[0, 1], [2, 0]]))
+    assert cost == Cost([1, 2], 3, 1, comm=[[0, 1], [2, 0]])
+    assert type(cost.i) is int

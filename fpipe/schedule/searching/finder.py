@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.bound import Memory, Objective
-from fpipe.schedule.cost import Cost, check_cost
+from fpipe.schedule.cost import Cost, check_cost, plain_number
 from fpipe.schedule.families.arguments import check_counts
 from fpipe.schedule.placements import check_placement, linear, looped, vee
 from fpipe.schedule.searching.annealing import anneal
@@ -161,7 +161,7 @@ def _tightened(
 
 
 def _check_budget(seconds: float, iterations: int | None) -> None:
-    if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+    if (time := plain_number(seconds)) is None or not 0 <= time < math.inf:
         raise ScheduleError(f"seconds={seconds!r} must be a finite number, 0 or more")
     if iterations is not None and (not isinstance(iterations, int) or iterations < 0):
         raise ScheduleError(f"iterations={iterations!r} must be an integer, 0 or more, or None")
@@ -176,7 +176,7 @@ def _problems(
     objective: Objective,
 ) -> list[Problem]:
     """One problem per placement that the cost and the memory admit."""
-    if memory is not None and not isinstance(memory, int | float):
+    if isinstance(memory, Iterator):
         memory = tuple(memory)  # it is read once per placement
     if placement is not None:
         check_placement(placement)
