@@ -17,7 +17,7 @@ def held(row: Sequence[Timed], activation: Sequence[float], freed_by_i: Sequence
     """The activations that a rank holds over time.
 
     F takes its activation when it starts; I frees its part, and B or W the rest, when it ends.
-    Where a stage has no I or no W, the other frees all.
+    Where a stage has no I or no W, the other frees all; where it has no backward, F keeps none.
 
     Args:
         row: what the rank ran, in order: rank, action, start and end.
@@ -30,10 +30,11 @@ def held(row: Sequence[Timed], activation: Sequence[float], freed_by_i: Sequence
         ((0.0, 5), (3.0, 0))
     """
     has = {(stage, op) for _, (stage, op, _), _, _ in row}
+    read = {stage for stage, op in has if op in (Op.B, Op.I, Op.W)}  # by a backward
     times: list[float] = []
     changes: list[float] = []
     for _, (stage, op, _), start, end in row:
-        if op not in COMPUTE_OPS:
+        if op not in COMPUTE_OPS or stage not in read:
             continue
         kept, freed = activation[stage], freed_by_i[stage]
         if op == Op.F:

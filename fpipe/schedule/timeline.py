@@ -101,7 +101,7 @@ class Timeline:
         """The activations on `rank` over time: pairs of a time and the amount held from then on.
 
         F takes its activation when it starts; I frees its part, and B or W the rest, when it ends.
-        Where a stage has no I or no W, the other frees all.
+        Where a stage has no I or no W, the other frees all; where it has no backward, F keeps none.
         """
         costs = (self.cost or Cost(1, 1, 1)).on(self.schedule.placement)
         return held(self.events[rank], costs.activation, costs.freed_by_i)
@@ -128,20 +128,25 @@ class Timeline:
         """A time that no schedule of this placement beats, holding no more than `peak` per rank.
 
         Raises:
-            ScheduleError: the timeline has no cost, or its schedule has no backward.
+            ScheduleError: the timeline has no cost, or its schedule leaves gradients out, as those
+                for evaluation and for frozen stages do.
         """
         if self.cost is None:
             raise ScheduleError(
                 "timeline.cost=None has no lower bound: give the recorded timeline a cost, as in "
                 "dataclasses.replace(timeline, cost=fpipe.Cost(...))"
             )
-        if not any(op in (Op.B, Op.I) for row in self.schedule.actions for _, op, _ in row):
-            raise ScheduleError(
-                f"{self.schedule!r} has no backward, and the lower bound is one of training steps"
-            )
-        return lower_bound(
-            self.schedule.placement, self.schedule.num_microbatches, self.cost, self.peak
-        )
+        placement = self.schedule.placement
+        does = {(stage, op) for row in self.schedule.actions for stage, op, _ in row}
+        for stage in range(len(placement)):
+            # The bound counts the whole backward of every stage: of less it would prove too much.
+            if (stage, Op.B) not in does and not {(stage, Op.I), (stage, Op.W)} <= does:
+                raise ScheduleError(
+                    f"{self.schedule!r} has no whole backward of stage {stage}, and the lower "
+                    "bound is one of training steps in which every stage has B, or I and W"
+                )
+        ranks = max(placement) + 1  # what comes after has no stage
+        return lower_bound(placement, self.schedule.num_microbatches, self.cost, self.peak[:ranks])
 
     @property
     def gap(self) -> float:

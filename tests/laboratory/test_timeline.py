@@ -106,7 +106,7 @@ def test_gap_is_zero_where_a_schedule_cannot_be_beaten() -> None:
 
 def test_evaluation_has_no_training_bound() -> None:
     timeline = simulate(Schedule([0], [row("0F0")]), UNIT)
-    with pytest.raises(ScheduleError, match="no backward"):
+    with pytest.raises(ScheduleError, match="no whole backward of stage 0"):
         _ = timeline.bound
 
 
@@ -115,3 +115,35 @@ def test_an_empty_timeline_took_no_time() -> None:
     assert (timeline.makespan, timeline.span, timeline.peak) == (0, 0, (0,))
     assert timeline.critical_path == ()
     assert repr(timeline) == "<Timeline of custom: makespan 0, span 0>"
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        # The bound counted gradients that nobody makes, stood above the makespan, and "proved" it.
+        ["0F0 0F1", "1F0 1B0 1F1 1B1"],
+        ["0F0 0F1 0W0 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"],
+        ["0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1I1"],
+    ],
+)
+def test_a_schedule_of_frozen_stages_has_no_training_bound(rows: list[str]) -> None:
+    timeline = simulate(Schedule([0, 1], [row(text) for text in rows]), UNIT)
+    with pytest.raises(
+        ScheduleError, match=r"no whole backward of stage [01], and the lower bound"
+    ):
+        _ = timeline.gap
+
+
+def test_ranks_without_a_stage_do_not_keep_a_timeline_from_its_bound() -> None:
+    rows = [row("0F0 0B0"), row("1F0 1B0")]
+    full = simulate(Schedule([0, 1], rows), UNIT)
+    for placement, spread in (([0, 2], [rows[0], [], rows[1]]), ([0, 1], [*rows, []])):
+        sparse = simulate(Schedule(placement, spread), Cost(f=[1, 1], i=[1, 1], w=[1, 1]))
+        assert (sparse.makespan, sparse.bound) == (full.makespan, full.bound)
+
+
+def test_a_stage_without_a_backward_keeps_nothing() -> None:
+    evaluation = simulate(fpipe.schedules.forward_only(ranks=2, microbatches=5), UNIT)
+    assert evaluation.peak == (0, 0)
+    frozen = Schedule([0, 1], [row("0F0 0F1"), row("1F0 1B0 1F1 1B1")])
+    assert simulate(frozen, UNIT).peak == (0, 1)
