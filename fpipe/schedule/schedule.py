@@ -34,7 +34,7 @@ class Schedule:
 
     Raises:
         ScheduleError: there is no rank or no stage, a placement names a rank that does not exist,
-            an entry is not an `Action`, or an argument is no sequence.
+            an entry is not an `Action`, `name` is no text, or an argument is no sequence.
 
     Example:
         >>> from fpipe.schedule import Action, Schedule
@@ -61,6 +61,8 @@ class Schedule:
                 f"placement={placement!r:.60} must be a sequence with the rank of each stage, and "
                 f"actions={actions!r:.60} one with the actions of each rank ({error})"
             ) from error
+        if not isinstance(name, str):
+            raise ScheduleError(f"name={name!r:.60} is a {type(name).__name__}: it must be text")
         object.__setattr__(self, "placement", ranks)
         object.__setattr__(self, "actions", rows)
         object.__setattr__(self, "name", name)
@@ -79,7 +81,8 @@ class Schedule:
     @cached_property
     def num_microbatches(self) -> int:
         """Number of microbatches: one more than the greatest that an action names, or 0."""
-        named = (a.microbatch for row in self.actions for a in row if a.microbatch is not None)
+        every = (a.microbatch for row in self.actions for a in row)
+        named = (number for number in every if isinstance(number, int))
         return max(named, default=-1) + 1
 
     @cached_property
@@ -162,7 +165,7 @@ class Schedule:
         r"""Read lines as `to_text` writes them, or as one types them: a line per rank.
 
         Raises:
-            ScheduleError: the text is malformed; the error names line, column and reason.
+            ScheduleError: the text is malformed or none; the error names line, column and reason.
 
         Example:
             >>> import fpipe
@@ -172,6 +175,11 @@ class Schedule:
             rank 0  F0 F1    B0    B1
             rank 1     F0 B0 F1 B1
         """
+        if not isinstance(text, str):
+            raise ScheduleError(
+                f"text={text!r:.60} is a {type(text).__name__}: give the lines themselves, such as "
+                "pathlib.Path('schedule.txt').read_text()"
+            )
         return cls(*parse_text(text))
 
     # Pictures are imported when one is drawn, so that `import fpipe` stays quick.

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import NamedTuple
 
-from fpipe.schedule.action import WHOLE_STAGE_OPS, Action, Op
+from fpipe.schedule.action import Action, Op
 from fpipe.schedule.cost import Cost, StageCosts, check_cost
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.timeline import Event, Timeline
-from fpipe.schedule.verifier import verify
+from fpipe.schedule.verifier import check_schedule, verify
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Timeline:
@@ -30,8 +30,8 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
         The timeline, which computes makespan, span, bubbles, peaks and the critical path on demand.
 
     Raises:
-        ScheduleError: the schedule cannot run (the error of `fpipe.verify`), or the cost is none or
-            does not fit its placement.
+        ScheduleError: the schedule is none or cannot run (the error of `fpipe.verify`), or the cost
+            is none or does not fit its placement.
 
     Example:
         >>> import fpipe
@@ -42,11 +42,16 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
         >>> timeline.peak
         (4, 3, 2, 1)
     """
+    check_schedule(schedule)
     check_cost(cost)
-    if _misplaced(schedule):
+    numbers = {number for row in schedule.actions for _, _, number in row}
+    if _misplaced(schedule) or not all(map(_is_count, numbers - {None})):
         verify(schedule)
+    if schedule.num_microbatches > len(numbers):
+        # Some have no action. Their tables might be larger than the memory of the machine.
+        verify(schedule, _owed(schedule))
     run = run_rows(schedule.actions, cost.on(schedule.placement), schedule.num_microbatches)
-    if not run.whole or any(WHOLE_STAGE_OPS & {op for _, op, _ in row} for row in schedule.actions):
+    if not run.whole or None in numbers:
         # The run has seen that something is amiss; the verifier knows how to say what.
         verify(schedule, _owed(schedule))
     events = tuple(
@@ -160,6 +165,10 @@ def _misplaced(schedule: Schedule) -> bool:
         not {stage for stage, _, _ in row} <= set(schedule.stages_of(rank))
         for rank, row in enumerate(schedule.actions)
     )
+
+
+def _is_count(number: object) -> bool:
+    return isinstance(number, int) and number >= 0
 
 
 def _owed(schedule: Schedule) -> list[str]:

@@ -62,11 +62,7 @@ def verify(schedule: Schedule, requires: Requires | None = None) -> None:
         fpipe.errors.ScheduleError: rank 1 runs 1B0 (actions[1][0]) before 1F0 (actions[1][1]), \
 whose result it reads: move 1F0 before it
     """
-    if not isinstance(schedule, Schedule):
-        raise ScheduleError(
-            f"schedule={schedule!r:.60} is a {type(schedule).__name__}: it must be a "
-            "fpipe.Schedule, such as fpipe.schedules.zbv(ranks=2, microbatches=4)"
-        )
+    check_schedule(schedule)
     reads = chain(schedule.num_stages)
     owed = owed_by_stage(requires, reads)
     for rank, row in enumerate(schedule.actions):
@@ -77,6 +73,19 @@ whose result it reads: move 1F0 before it
     for rank, row in enumerate(schedule.actions):
         check_whole_stage(rank, row, owed)
     check_order(dependencies(schedule.actions, reads))
+
+
+def check_schedule(schedule: object) -> None:
+    """Refuse what is no `Schedule`.
+
+    Raises:
+        ScheduleError: says how one is made.
+    """
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(
+            f"schedule={schedule!r:.60} is a {type(schedule).__name__}: it must be a "
+            "fpipe.Schedule, such as fpipe.schedules.zbv(ranks=2, microbatches=4)"
+        )
 
 
 def _fault(action: Action, rank: int, placement: Sequence[int]) -> str | None:

@@ -107,3 +107,27 @@ def test_a_hundred_thousand_actions_take_a_fraction_of_a_second() -> None:
     start = time.perf_counter()
     assert simulate(schedule, UNIT).makespan == 2100 * 3 + 15
     assert time.perf_counter() - start < 3  # ten times what it takes here, for busy machines
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (Action(0, Op.F, None), "0F .* has microbatch=None"),  # it took no time
+        (Action(0, Op.F, -1), "has microbatch=-1"),
+        (Action(0, Op.F, 0.5), "has microbatch=0.5"),  # type: ignore[arg-type]
+        (Action(0, Op.F, "0"), "has microbatch='0'"),  # type: ignore[arg-type]
+        (Action("0", Op.F, 0), "has stage='0'"),  # type: ignore[arg-type]
+        # Its tables would have taken 300 TB.
+        (Action(0, Op.F, 10**13), "has nothing on microbatch 0"),
+    ],
+)
+def test_an_action_that_has_no_place_is_refused(action: Action, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        simulate(Schedule([0], [[action]]), UNIT)
+
+
+def test_what_is_no_schedule_is_refused() -> None:
+    with pytest.raises(
+        ScheduleError, match=r"schedule='zbv' is a str: it must be a fpipe.Schedule"
+    ):
+        simulate("zbv", UNIT)  # type: ignore[arg-type]

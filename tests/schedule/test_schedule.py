@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,3 +61,13 @@ def test_what_it_tells() -> None:
 def test_its_form_is_checked(placement: Any, actions: Any, text: str) -> None:
     with pytest.raises(ScheduleError, match=text):
         Schedule(placement, actions)
+
+
+def test_its_name_is_text() -> None:
+    with pytest.raises(ScheduleError, match="name=3 is a int: it must be text"):
+        Schedule([0], [ROW], name=3)  # type: ignore[arg-type]
+
+
+def test_text_is_read_from_text() -> None:
+    with pytest.raises(ScheduleError, match=r"is a PosixPath: give the lines .*read_text"):
+        Schedule.from_text(Path("a.txt"))  # type: ignore[arg-type]
