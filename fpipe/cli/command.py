@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -45,15 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         part.add(commands)
     options = parser.parse_args(arguments)
     try:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # A name may have characters that the terminal's encoding lacks.
+            sys.stdout.reconfigure(errors="backslashreplace")
         options.run(options)
-        sys.stdout.flush()
+        print(end="", flush=True)  # where there is no standard output, this does nothing
     except BrokenPipeError:
         # The reader, such as `head`, has seen enough. Python would complain once more at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ScheduleError as error:
         return _refuse(options.command, str(error))
     except OSError as error:
-        return _refuse(options.command, f"{error.filename}: {error.strerror}")
+        where = "standard output" if error.filename is None else error.filename
+        return _refuse(options.command, f"{where}: {error.strerror}")
     except KeyboardInterrupt:
         return 130  # as a shell has it
     return 0

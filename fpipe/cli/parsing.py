@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any, Final, NoReturn
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.cost import Cost
-from fpipe.schedule.exchange.plain import load
+from fpipe.schedule.exchange.plain import load, load_json
 
 
 class Parser(argparse.ArgumentParser):
@@ -106,10 +105,7 @@ def _cost_numbers(text: str) -> dict[str, Any]:
 
 
 def _cost_file(path: str) -> dict[str, Any]:
-    try:
-        found = json.loads(load(path))
-    except json.JSONDecodeError as error:
-        raise ScheduleError(f"{path}: not JSON: {error}") from error
+    found = load_json(load(path), path)
     if not isinstance(found, dict) or not {"f", "i", "w"} <= found.keys() <= set(COST_KEYS):
         raise ScheduleError(
             f"{path}: not a cost: it must be an object with f, i and w, and of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from pathlib import Path
 from typing import Any, Final
@@ -66,9 +67,7 @@ def _run(options: argparse.Namespace) -> None:
             raise ScheduleError(
                 f"--output {options.output}: the suffix must be one of {', '.join(_FORMS)}"
             )
-        # Before it searches, not after.
-        if not Path(options.output).parent.is_dir():
-            raise ScheduleError(f"--output {options.output}: there is no such directory")
+        _check_output(Path(options.output))  # before it searches, not after
     found = search(
         ranks=options.ranks,
         microbatches=options.microbatches,
@@ -92,6 +91,15 @@ def _run(options: argparse.Namespace) -> None:
         print(f"wrote {options.output}")
 
 
+def _check_output(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise ScheduleError(f"--output {path}: there is no such directory")
+    if path.is_dir():
+        raise ScheduleError(f"--output {path}: is a directory; give a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ScheduleError(f"--output {path}: may not be written")
+
+
 def _placement(text: str | None, ranks: int) -> tuple[int, ...] | None:
     if text is None:
         return None
@@ -99,9 +107,9 @@ def _placement(text: str | None, ranks: int) -> tuple[int, ...] | None:
     if text in named:
         return named[text]
     words = text.split(",")
-    if not all(word.isascii() and word.isdigit() for word in words):
+    if not all(word.isascii() and word.isdigit() and len(word) <= 18 for word in words):
         raise ScheduleError(
-            f"--placement {text!r} must be linear, looped or v, or the rank of each stage, such as "
-            "0,1,1,0"
+            f"--placement {text!r:.60} must be linear, looped or v, or the rank of each stage, "
+            "such as 0,1,1,0"
         )
     return tuple(map(int, words))

@@ -48,7 +48,7 @@ def report(timeline: Timeline, width: int) -> str:
     try:
         facts += [f"bound {timeline.bound:g}", f"gap {100 * timeline.gap:.1f} %"]
     except ScheduleError:
-        facts.append("no bound (there is no backward)")
+        facts.append("no bound (a stage has no whole backward)")
     path = [str(event.action) for event in timeline.critical_path]
     return "\n".join(
         [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -11,6 +10,7 @@ from fpipe import schedules
 from fpipe.cli.parsing import count
 from fpipe.errors import ScheduleError
 from fpipe.schedule.exchange.plain import load
+from fpipe.schedule.exchange.text_form import parse_text
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.timeline import Timeline
 
@@ -68,7 +68,7 @@ def read(path: str) -> Schedule:
     if suffix == ".json":
         return Schedule.from_json(path)
     if suffix == ".txt":
-        return Schedule.from_text(load(path))
+        return Schedule(*parse_text(load(path), source=path))
     raise ScheduleError(f"{path}: the suffix must be one of {', '.join(SUFFIXES)}")
 
 
@@ -134,7 +134,7 @@ def write_outputs(
     for form, path in asked:
         text = getattr(drawn, f"to_{form}")(None if path == "-" else path)
         if path == "-":
-            sys.stdout.write(text)
+            print(text, end="")
         else:
             print(f"wrote {path}")
     return bool(asked)

@@ -31,7 +31,8 @@ class Op(StrEnum):
 COMPUTE_OPS: Final = frozenset({Op.F, Op.B, Op.I, Op.W})
 WHOLE_STAGE_OPS: Final = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 
-_TEXT = re.compile(r"(\d+)([A-Z]+(?:_[A-Z]+)?)(\d*)", re.ASCII)
+# Python reads no number of some thousand digits, and there is no such stage.
+_TEXT = re.compile(r"(\d{1,18})([A-Z]+(?:_[A-Z]+)?)(\d{0,18})", re.ASCII)
 
 
 class Action(NamedTuple):
@@ -77,9 +78,14 @@ class Action(NamedTuple):
         )
         match = _TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None or match[2] not in Op.__members__:
-            raise ScheduleError(f"text={text!r} is not an action: it {rule}")
+            raise ScheduleError(f"text={_short(text)} is not an action: it {rule}")
         op = Op[match[2]]
         if (op in WHOLE_STAGE_OPS) != (match[3] == ""):
             fault = "a microbatch" if match[3] else "no microbatch"
             raise ScheduleError(f"text={text!r} is not an action: {op} with {fault}; it {rule}")
         return cls(int(match[1]), op, int(match[3]) if match[3] else None)
+
+
+def _short(text: object) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

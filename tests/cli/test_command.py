@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -129,7 +130,7 @@ def test_cost_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
 def test_simulate_evaluation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "forward.txt"
     run(capsys, "show", "forward_only", *SMALL, "--text", str(path))
-    assert "no bound (there is no backward)" in run(capsys, "simulate", str(path))
+    assert "no bound (a stage has no whole backward)" in run(capsys, "simulate", str(path))
     assert run(capsys, "compare", str(path)).splitlines()[1].endswith("-")
 
 
@@ -225,6 +226,9 @@ def test_verify_says_what_is_owed(capsys: pytest.CaptureFixture[str], tmp_path: 
         ("search -p 2 -m 4 --placement w", "--placement 'w' must be linear, looped or v"),
         ("search -p 2 -m 4 --memory 1,x", "'1,x' must be a number, or several with a comma"),
         ("search -p 2 -m 4 --memory 0.5", "admits no schedule"),
+        ("search -p 2 -m 4 -o tests/a.csv/b.csv", "there is no such directory"),
+        (f"search -p 2 -m 4 --placement {'9' * 5000}", "must be linear, looped or v"),
+        ("simulate zbv -p 2 -m 4 --cost 1e308,1,1", "cost f=1e+308 must be 0 or from 1e-100"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(
@@ -255,6 +259,37 @@ def test_a_file_of_another_size_is_refused(
     schedules.zbv(ranks=2, microbatches=4).to_csv(path)
     line = refused(capsys, "show", str(path), "--ranks", "3")
     assert "has 2 ranks and --ranks is 3: leave the option out" in line
+
+
+def test_search_refuses_a_directory_before_it_searches(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "a.csv").mkdir()
+    line = refused(capsys, "search", *SMALL, "-o", str(tmp_path / "a.csv"))
+    assert "a.csv: is a directory; give a file" in line
+
+
+def test_errors_in_text_name_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_text("0F0 oops", "utf-8")
+    assert f"{path}: line 1, column 5: text='oops'" in refused(capsys, "verify", str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"f": 1, "f": 2, "i": 1, "w": 1}', "cost.json: has the key 'f' twice"),
+        ("[" * 100_000, "cost.json: not JSON: nested too deeply"),
+        (f'{{"f": {"9" * 5000}, "i": 1, "w": 1}}', "cost.json: a number in it is too long"),
+        (f'{{"f": {"9" * 400}, "i": 1, "w": 1}}', "cost f=inf must be a finite number"),
+    ],
+)
+def test_a_cost_file_that_cannot_be_read_is_refused(
+    text: str, reason: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text(text, "utf-8")
+    assert reason in refused(capsys, "simulate", "zbv", *SMALL, "--cost", str(path))
 
 
 @pytest.mark.parametrize("text", ["[]", '{"f": 1}', '{"f": 1, "i": 1, "w": 1, "x": 2}', "{"])
@@ -307,3 +342,29 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = f"{sys.executable} -m fpipe show zbv -p 16 -m 512 --html - | head -c 100"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_name_that_standard_output_cannot_encode_is_printed_all_the_same(tmp_path: Path) -> None:
+    schedules.zbv(ranks=2, microbatches=2).to_csv(tmp_path / "é.csv")
+    done = subprocess.run(
+        [sys.executable, "-m", "fpipe", "show", str(tmp_path / "é.csv")],
+        cwd=ROOT,
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(b"\\xe9: 2 ranks")
+
+
+@pytest.mark.parametrize(
+    ("redirect", "outcome"),
+    [
+        (">/dev/full", (2, b"fpipe show: error: standard output: No space left on device\n")),
+        (">&-", (0, b"")),
+    ],
+)
+def test_standard_output_that_takes_nothing(redirect: str, outcome: tuple[int, bytes]) -> None:
+    command = f"{sys.executable} -m fpipe show zbv -p 2 -m 4 {redirect}"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == outcome

@@ -146,3 +146,42 @@ def test_json_that_is_none_is_refused_by_line_and_column() -> None:
 def test_malformed_text_is_refused_by_line_and_column(text: str, reason: str) -> None:
     with pytest.raises(ScheduleError, match=reason):
         Schedule.from_text(text)
+
+
+LONG = "9" * 5000  # Python's int refuses so many digits
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"0F{LONG}", f"{LONG}F0", f"placement {LONG}\n0F0", f"rank {LONG}: 0F0"],
+)
+def test_a_number_of_thousands_of_digits_is_refused_in_a_short_line(text: str) -> None:
+    with pytest.raises(ScheduleError, match="line 1") as refused:
+        Schedule.from_text(text)
+    assert len(str(refused.value)) < 400
+
+
+def test_json_with_a_number_of_thousands_of_digits_is_refused() -> None:
+    text = format_json([0], [[]], "a").replace("[0]", f"[{LONG}]")
+    with pytest.raises(ScheduleError, match=r"a.json: a number in it is too long to read"):
+        parse_json(text, source="a.json")
+
+
+def test_json_with_a_key_twice_is_refused() -> None:
+    text = format_json([0], [[]], "a").replace('"name"', '"placement": [0, 0], "name"')
+    with pytest.raises(ScheduleError, match=r"a.json: has the key 'placement' twice"):
+        parse_json(text, source="a.json")
+
+
+def test_text_may_have_tabs_after_its_words() -> None:
+    found = Schedule.from_text("schedule\tmine\nplacement\t0\t0\nrank 0:\t0F0 1F0")
+    assert (found.name, found.placement) == ("mine", (0, 0))
+
+
+def test_a_name_with_what_is_no_character_can_be_written(tmp_path: Path) -> None:
+    # Such is the name of a file whose name is not UTF-8.
+    schedule = Schedule(ZBV.placement, ZBV.actions, name="a\udce9")
+    schedule.to_text(tmp_path / "a.txt")
+    assert Schedule.from_text((tmp_path / "a.txt").read_text("utf-8")).name == "a?"
+    schedule.to_json(tmp_path / "a.json")
+    assert Schedule.from_json(tmp_path / "a.json").name == "a\udce9"

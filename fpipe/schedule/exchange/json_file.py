@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action
-from fpipe.schedule.exchange.plain import Plain
+from fpipe.schedule.exchange.plain import Plain, load_json
 
 FORMAT: Final = "fpipe.schedule"
 VERSION: Final = 1
@@ -55,11 +55,7 @@ def parse_json(text: str, *, source: str = "json") -> Plain:
         >>> parse_json(format_json([0], [[Action.parse("0F0")]], "tiny")).name
         'tiny'
     """
-    try:
-        found = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = str(error) if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        raise ScheduleError(f"{source}: not JSON: {reason}") from error
+    found = load_json(text, source)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ScheduleError(
             f'{source}: not a schedule: it must be an object with "format": "{FORMAT}", as '

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action
@@ -39,12 +41,43 @@ def load(path: PathLike) -> str:
         return Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ScheduleError(
-            f"{os.fspath(path)}: byte {error.start} is not UTF-8 text, so this is no schedule file"
+            f"{os.fspath(path)}: byte {error.start} is not UTF-8 text, and all that fpipe reads is"
         ) from error
 
 
+def load_json(text: str, source: str) -> Any:
+    """What a JSON text holds.
+
+    Raises:
+        ScheduleError: it is not JSON, or an object has a key twice, of which readers keep one.
+    """
+
+    def entries(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ScheduleError(f"{source}: has the key {twice!r} twice: leave one out")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=entries)
+    except json.JSONDecodeError as error:
+        raise ScheduleError(f"{source}: not JSON: {error}") from error
+    except RecursionError as error:
+        raise ScheduleError(f"{source}: not JSON: nested too deeply") from error
+    except ScheduleError:
+        raise
+    except ValueError as error:  # of a number of thousands of digits
+        raise ScheduleError(f"{source}: a number in it is too long to read") from error
+
+
 def save(path: PathLike | None, text: str) -> str:
-    """Write `text` to `path` as it is, unless `path` is None, and hand it back."""
+    """Write `text` to `path` as it is, unless `path` is None, and hand it back.
+
+    A name may hold what is no character, as that of a file that is not named in UTF-8 does. In the
+    file a question mark stands for it.
+    """
     if path is not None:
-        Path(path).write_bytes(text.encode())
+        Path(path).write_bytes(text.encode(errors="replace"))
     return text

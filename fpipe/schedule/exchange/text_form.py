@@ -12,7 +12,7 @@ from fpipe.schedule.action import Action
 from fpipe.schedule.exchange.placing import implied_placement
 from fpipe.schedule.exchange.plain import Cell, Plain
 
-_RANK: Final = re.compile(r"\s*rank\s+(\d+)\s*:", re.ASCII)
+_RANK: Final = re.compile(r"\s*rank\s+(\d{1,18})\s*:", re.ASCII)
 _WORD: Final = re.compile(r"\S+")
 
 
@@ -57,7 +57,7 @@ def parse_text(text: str, *, source: str = "text") -> Plain:
     numbers: list[int] = []  # the line of each row
     for number, whole in enumerate(text.splitlines(), 1):
         line = whole.partition("#")[0]
-        head, _, rest = line.strip().partition(" ")
+        head, rest = (*line.split(maxsplit=1), "", "")[:2]
         if not head:
             continue
         if head == "schedule":
@@ -92,8 +92,10 @@ def _row(line: str, rank: int, place: str) -> list[Cell]:
 
 def _placement(words: Sequence[str], place: str) -> tuple[int, ...]:
     for word in words:
-        if not (word.isascii() and word.isdigit()):
-            raise ScheduleError(f"{place}: placement has {word!r}, which is no rank: 0, 1, 2, …")
+        if not (word.isascii() and word.isdigit() and len(word) <= 18):
+            raise ScheduleError(
+                f"{place}: placement has {word!r:.60}, which is no rank: 0, 1, 2, …"
+            )
     return tuple(map(int, words))
 
 
