@@ -107,3 +107,10 @@ def test_page_in_a_browser(tmp_path: Path) -> None:
         "moved",
         "time 0 to 10",
     ]
+
+
+def test_a_name_that_reads_like_a_mark_of_the_template_stays_a_name() -> None:
+    schedule = Schedule.from_text("schedule @DATA@@STYLE@\n0F0 0B0")
+    html = schedule.to_html()
+    assert "<title>@DATA@@STYLE@</title>" in html
+    assert data(html)["charts"][0]["name"] == "@DATA@@STYLE@"

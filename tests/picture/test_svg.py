@@ -124,3 +124,16 @@ def test_notebooks_show_a_picture_unless_it_is_huge() -> None:
 def test_names_are_escaped() -> None:
     named = Schedule([0], Schedule.from_text("0F0 0B0").actions, name="<a & b>")
     assert any(text.startswith("<a & b>") for text in texts(named.to_svg()))
+
+
+@pytest.mark.parametrize("name", ["a\x00b", "\x1b[31m", "\x0b", "\udce9", "\ufffe", "<&>\"']]>"])
+def test_any_name_makes_whole_xml(name: str, tmp_path: Path) -> None:
+    schedule = Schedule.from_text("0F0 0B0")
+    Schedule(schedule.placement, schedule.actions, name).to_svg(tmp_path / "a.svg")
+    assert ElementTree.parse(tmp_path / "a.svg").getroot().tag == f"{SPACE}svg"
+
+
+@pytest.mark.parametrize("width", [float("inf"), float("nan"), 1e9])
+def test_what_is_no_width_is_refused(width: float) -> None:
+    with pytest.raises(ScheduleError, match=r"must be at least 250 pixels, .* less than a million"):
+        schedules.gpipe(ranks=2, microbatches=4).to_svg(width=width)

@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from html import escape
+from typing import Final
+
 from fpipe.schedule.picture.axis import readable_unit, short
 from fpipe.schedule.picture.chart import Chart
+
+# What XML 1.0 has no place for, written in whatever way: a viewer would refuse the whole file.
+_NO_CHARACTER: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+
+
+def marked_up(text: str) -> str:
+    """Text as it stands in SVG and HTML; the sign for it where there is no such character.
+
+    Example:
+        >>> marked_up("a < b")
+        'a &lt; b'
+    """
+    return escape(_NO_CHARACTER.sub("\ufffd", text))
 
 
 def facts(chart: Chart) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
-from html import escape
 from importlib.resources import files
 from typing import Any
 
 from fpipe.schedule.action import Op
 from fpipe.schedule.picture.axis import readable_unit
 from fpipe.schedule.picture.chart import Chart
-from fpipe.schedule.picture.labels import facts, idle, stage_names
+from fpipe.schedule.picture.labels import facts, idle, marked_up, stage_names
 from fpipe.schedule.picture.legend import entries
 from fpipe.schedule.picture.palette import MEANING, ink, shade
 
@@ -30,17 +30,14 @@ def page(charts: Sequence[Chart]) -> str:
         The text of an HTML file, with script, style and data within.
     """
     content = {
-        "@TITLE@": escape(", ".join(chart.name for chart in charts)),
+        "@TITLE@": marked_up(", ".join(chart.name for chart in charts)),
         "@STYLE@": _part("page.css"),
         "@SCRIPT@": _part("page.js"),
         # No "</script>" of a name can end the element early.
         "@DATA@": json.dumps(_data(charts), separators=(",", ":")).replace("<", "\\u003c"),
     }
-    html = _part("page.html")
-    for mark, text in content.items():
-        before, _, after = html.partition(mark)
-        html = before + text + after
-    return html
+    # All at once: a name that reads like a mark stays a name.
+    return re.sub("|".join(content), lambda mark: content[mark[0]], _part("page.html"))
 
 
 def _part(name: str) -> str:

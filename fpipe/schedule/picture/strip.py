@@ -36,7 +36,7 @@ def strip(chart: Chart, *, width: int = 80) -> str:
         rank 0  FFFFF.....BBBBBBFFBBBBB...BBBBB  idle 25.0 %  peak 2
         rank 1  ...FFBBBBBFFFBBBBBFFFBBBBB.....  idle 25.0 %  peak 1
     """
-    if width < NARROWEST:
+    if not isinstance(width, int) or width < NARROWEST:
         raise ScheduleError(f"width={width!r} must be {NARROWEST} characters or more")
     factor, unit = readable_unit(chart.makespan, chart.unit)
     labels = ["time", *(f"rank {rank}" for rank in range(len(chart.rows)))]

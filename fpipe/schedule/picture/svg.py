@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from html import escape
 from itertools import pairwise
 from statistics import quantiles
 from typing import Final, NamedTuple
@@ -12,7 +11,7 @@ from typing import Final, NamedTuple
 from fpipe.errors import ScheduleError
 from fpipe.schedule.picture.axis import readable_unit, short, ticks
 from fpipe.schedule.picture.chart import Box, Chart
-from fpipe.schedule.picture.labels import facts, idle, stage_names
+from fpipe.schedule.picture.labels import facts, idle, marked_up, stage_names
 from fpipe.schedule.picture.legend import FONT, legend
 from fpipe.schedule.picture.palette import IDLE, MEMORY_FILL, ink, shade
 
@@ -63,14 +62,14 @@ def svg(charts: Sequence[Chart], *, width: float | None = None) -> str:
         The text of an SVG 1.1 file, the same for the same charts.
 
     Raises:
-        ScheduleError: `width` leaves no room for the lanes.
+        ScheduleError: `width` leaves no room for the lanes, or is no width at all.
     """
     length = max(chart.makespan for chart in charts)
     lanes = _room(charts, length) if width is None else width - LEFT - RIGHT
-    if lanes < 50:
+    if not 50 <= lanes < 1e6:
         raise ScheduleError(
             f"width={width!r} must be at least {LEFT + RIGHT + 50:g} pixels, {LEFT + RIGHT:g} of "
-            "which are labels"
+            "which are labels, and less than a million"
         )
     size = 1.0
     if width is None:
@@ -88,7 +87,7 @@ def svg(charts: Sequence[Chart], *, width: float | None = None) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{tall}" '
             f'viewBox="0 0 {wide} {tall}" font-family="{FONT}" font-size="{_n(11 * size)}" '
             'style="max-width:100%;height:auto">',
-            f"<title>{escape(', '.join(chart.name for chart in charts))}</title>",
+            f"<title>{marked_up(', '.join(chart.name for chart in charts))}</title>",
             '<defs><pattern id="idle" width="5" height="5" patternUnits="userSpaceOnUse" '
             'patternTransform="rotate(45)"><rect width="5" height="5" fill="#f4f4f4"/>'
             '<rect width="1.2" height="5" fill="#d4d4d4"/></pattern></defs>',
@@ -118,8 +117,8 @@ def _chart(chart: Chart, scale: Scale) -> Iterator[str]:
     ranks = len(chart.rows)
     yield (
         f'<text x="{_n(scale.x(0))}" y="{_n(scale.y(0, -10))}"><tspan font-weight="bold" '
-        f'font-size="1.2em">{escape(chart.name)}</tspan><tspan dx="10" fill="#555">'
-        f"{escape(facts(chart))}</tspan></text>"
+        f'font-size="1.2em">{marked_up(chart.name)}</tspan><tspan dx="10" fill="#555">'
+        f"{marked_up(facts(chart))}</tspan></text>"
     )
     about = int(chart.makespan * scale.pixels / (90 * scale.size))
     marks = ticks(chart.makespan * factor, max(2, about))
