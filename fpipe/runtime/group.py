@@ -45,8 +45,7 @@ class GroupTransport:
         self._connect = connect
         self._interrupted = interrupted
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
-        self._posted: dict[Message, tuple[list[Any], list[Tensor]]] = {}
-        self._arrivals: dict[Message, Arrival] = {}
+        self._posted: dict[Message, tuple[list[Any], list[Tensor], Arrival | None]] = {}
         self._sent: dict[Message, tuple[list[Any], Sequence[Tensor]]] = {}
 
     def open(self, programs: Sequence[Program]) -> None:
@@ -69,19 +68,19 @@ class GroupTransport:
         """Start to receive into a kept buffer."""
         values = [self._buffers.take(spec) for spec in message.specs]
         travelling = [value for value in values if value.numel()]
-        if travelling and self._device.type == "cpu":
-            self._arrivals[message] = Arrival(travelling[-1])
+        seen = travelling and self._device.type == "cpu"
+        arrival = Arrival(travelling[-1]) if seen else None
         channel, peer = self._route(message, message.source)
         works = self._start(message.source, channel.recv, values, peer)
-        self._posted[message] = (works, values)
+        self._posted[message] = (works, values, arrival)
 
     def receive(self, message: Message) -> Sequence[Tensor]:
         """Wait until the values have arrived."""
         if self._interrupted():
             raise Interrupted
-        works, values = self._posted.pop(message)
-        if message in self._arrivals:
-            look_out(self._arrivals.pop(message))
+        works, values, arrival = self._posted.pop(message)
+        if arrival is not None:
+            look_out(arrival)
         self._wait(message.source, works)
         return values
 
@@ -103,7 +102,6 @@ class GroupTransport:
     def forget(self) -> None:
         """Drop everything under way, when the connections are lost."""
         self._posted.clear()
-        self._arrivals.clear()
         self._sent.clear()
         self._buffers.clear()
 
