@@ -36,8 +36,14 @@ def _run(options: argparse.Namespace) -> None:
         print(report(timeline, shutil.get_terminal_size().columns))
 
 
-def report(timeline: Timeline, width: int) -> str:
-    """The timeline to scale, its figures, and what the step waited for."""
+def report(timeline: Timeline, width: int, *, bounded: bool = True) -> str:
+    """The timeline to scale, its figures, and what the step waited for.
+
+    Args:
+        timeline: of a schedule.
+        width: in characters.
+        bounded: tell the bound of its placement and peak, and how far it is above.
+    """
     width = max(width, 60)
     facts = [
         f"makespan {timeline.makespan:g}",
@@ -45,10 +51,11 @@ def report(timeline: Timeline, width: int) -> str:
         f"bubble {min(timeline.bubble):g}",
         f"peak {max(timeline.peak):g}",
     ]
-    try:
-        facts += [f"bound {timeline.bound:g}", f"gap {100 * timeline.gap:.1f} %"]
-    except ScheduleError:
-        facts.append("no bound (a stage has no whole backward)")
+    if bounded:
+        try:
+            facts += [f"bound {timeline.bound:g}", f"gap {100 * timeline.gap:.1f} %"]
+        except ScheduleError:
+            facts.append("no bound (a stage has no whole backward)")
     path = [str(event.action) for event in timeline.critical_path]
     return "\n".join(
         [

@@ -177,6 +177,7 @@ def test_search_writes_what_it_found(
     words = ["--iterations", "20", "--placement", "linear", "--memory", "2", "-o", str(path)]
     out = run(capsys, "search", *SMALL, *words)
     assert "searched: makespan" in out
+    assert out.count("bound") == 1  # not that of the placement beside that of the search
     assert out.endswith(f"wrote {path}\n")
     if suffix in ("csv", "json", "txt"):
         assert "can run: 2 ranks, 2 stages, 4 microbatches" in run(capsys, "verify", str(path))
