@@ -12,7 +12,7 @@ from fpipe.cli import sources
 from fpipe.cli.parsing import Commands, add_cost, cost_of, count, memory, new
 from fpipe.cli.simulating import report
 from fpipe.errors import ScheduleError
-from fpipe.schedule.exchange.plain import save
+from fpipe.schedule.exchange.plain import is_number, save
 from fpipe.schedule.placements import linear, looped, vee
 from fpipe.schedule.searching.finder import search
 
@@ -108,7 +108,7 @@ def _placement(text: str | None, ranks: int) -> tuple[int, ...] | None:
     if text in named:
         return named[text]
     words = text.split(",")
-    if not all(word.isascii() and word.isdigit() and len(word) <= 18 for word in words):
+    if not all(map(is_number, words)):
         raise ScheduleError(
             f"--placement {text!r:.60} must be linear, looped or v, or the rank of each stage, "
             "such as 0,1,1,0"

@@ -67,11 +67,11 @@ class GroupTransport:
     def post(self, message: Message) -> None:
         """Start to receive into a kept buffer."""
         values = [self._buffers.take(spec) for spec in message.specs]
-        travelling = [value for value in values if value.numel()]
+        travelling = _travelling(values)
         seen = travelling and self._device.type == "cpu"
         arrival = Arrival(travelling[-1]) if seen else None
         channel, peer = self._route(message, message.source)
-        works = self._start(message.source, channel.recv, values, peer)
+        works = self._start(message.source, channel.recv, travelling, peer)
         self._posted[message] = (works, values, arrival)
 
     def receive(self, message: Message) -> Sequence[Tensor]:
@@ -87,7 +87,7 @@ class GroupTransport:
     def send(self, message: Message, values: Sequence[Tensor]) -> None:
         """Start to send; the values are kept until `wait_sent`."""
         channel, peer = self._route(message, message.target)
-        works = self._start(message.target, channel.send, values, peer)
+        works = self._start(message.target, channel.send, _travelling(values), peer)
         self._sent[message] = (works, values)
 
     def send_blank(self, message: Message) -> None:
@@ -119,8 +119,8 @@ class GroupTransport:
     def _start(
         self, peer: int, operation: Callable[..., Any], values: Sequence[Tensor], rank: int
     ) -> list[Any]:
-        """One operation per value; values without elements do not travel."""
-        return [self._guard(peer, operation, [v], rank, MESSAGE) for v in values if v.numel()]
+        """One operation per value."""
+        return [self._guard(peer, operation, [value], rank, MESSAGE) for value in values]
 
     def _wait(self, peer: int, works: Sequence[Any]) -> None:
         for work in works:
@@ -131,3 +131,8 @@ class GroupTransport:
             return operation(*arguments)
         except RuntimeError as error:
             raise ConnectionLost(peer, str(error)) from error
+
+
+def _travelling(values: Sequence[Tensor]) -> list[Tensor]:
+    """Values without elements do not travel."""
+    return [value for value in values if value.numel()]

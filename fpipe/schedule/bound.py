@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
 from fpipe.errors import ScheduleError
@@ -10,7 +10,15 @@ from fpipe.schedule.bound_area import area_bound
 from fpipe.schedule.bound_rank import RankProblem, rank_problem
 from fpipe.schedule.bound_scarce import scarce_bound
 from fpipe.schedule.bound_turns import turns_bound
-from fpipe.schedule.cost import MOST, Cost, StageCosts, check_cost, is_several, plain_number
+from fpipe.schedule.cost import (
+    MOST,
+    Cost,
+    StageCosts,
+    check_cost,
+    check_ordered,
+    is_several,
+    plain_number,
+)
 from fpipe.schedule.families.arguments import check_counts
 from fpipe.schedule.placements import check_placement
 
@@ -113,11 +121,7 @@ def memory_limits(memory: Memory, placement: Sequence[int], costs: StageCosts) -
     ranks = max(placement) + 1
     if memory is None:
         return (float("inf"),) * ranks
-    if isinstance(memory, Mapping | Set):
-        raise ScheduleError(
-            f"memory={memory!r:.60} is a {type(memory).__name__}, which has no order of ranks: "
-            "give a sequence with one value per rank, or one number"
-        )
+    check_ordered("memory", memory, "rank", "one number")
     limits = tuple(memory) if is_several(memory) else (memory,) * ranks
     if len(limits) != ranks:
         raise ScheduleError(

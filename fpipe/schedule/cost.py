@@ -176,11 +176,7 @@ class StageCosts:
 def _per_stage(name: str, value: float | Iterable[float], *, signed: bool = False) -> PerStage:
     if not is_several(value):
         return _number(name, value, signed)
-    if isinstance(value, Mapping | Set):
-        raise ScheduleError(
-            f"cost {name}={value!r:.60} is a {type(value).__name__}, which has no order of stages: "
-            "give a sequence with one value per stage, or one number for all"
-        )
+    check_ordered(f"cost {name}", value, "stage", "one number for all")
     return tuple(_number(f"{name}[{k}]", entry, signed) for k, entry in enumerate(value))
 
 
@@ -236,3 +232,22 @@ def is_several(value: object) -> TypeGuard[Iterable[Any]]:
     except TypeError:
         return False
     return True
+
+
+def check_ordered(name: str, values: object, of: str, otherwise: str) -> None:
+    """Refuse several values whose order says nothing.
+
+    Args:
+        name: of the argument, for messages.
+        values: one for each `of`.
+        of: ``"stage"`` or ``"rank"``.
+        otherwise: what may be given instead of several.
+
+    Raises:
+        ScheduleError: they are a mapping or a set.
+    """
+    if isinstance(values, Mapping | Set):
+        raise ScheduleError(
+            f"{name}={values!r:.60} is a {type(values).__name__}, which has no order of {of}s: "
+            f"give a sequence with one value per {of}, or {otherwise}"
+        )

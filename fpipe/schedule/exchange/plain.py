@@ -45,6 +45,11 @@ def load(path: PathLike) -> str:
         ) from error
 
 
+def is_number(word: str) -> bool:
+    """Whether a word numbers a rank. Python reads none of some thousand digits."""
+    return word.isascii() and word.isdigit() and len(word) <= 18
+
+
 def load_json(text: str, source: str) -> Any:
     """What a JSON text holds.
 

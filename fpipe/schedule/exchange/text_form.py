@@ -10,7 +10,7 @@ from typing import Final
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action
 from fpipe.schedule.exchange.placing import implied_placement
-from fpipe.schedule.exchange.plain import Cell, Plain
+from fpipe.schedule.exchange.plain import Cell, Plain, is_number
 
 _RANK: Final = re.compile(r"\s*rank\s+(\d{1,18})\s*:", re.ASCII)
 _WORD: Final = re.compile(r"\S+")
@@ -92,7 +92,7 @@ def _row(line: str, rank: int, place: str) -> list[Cell]:
 
 def _placement(words: Sequence[str], place: str) -> tuple[int, ...]:
     for word in words:
-        if not (word.isascii() and word.isdigit() and len(word) <= 18):
+        if not is_number(word):
             raise ScheduleError(
                 f"{place}: placement has {word!r:.60}, which is no rank: 0, 1, 2, …"
             )
