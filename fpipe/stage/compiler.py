@@ -20,6 +20,7 @@ from torch.fx.graph import _BoxedCodeGen
 from fpipe.errors import StageError
 from fpipe.stage.joint import value_of
 from fpipe.stage.partition import Piece
+from fpipe.stage.products import blas_is_slow, with_onednn
 from fpipe.stage.rewrites import free_views_of_layout, with_uniform_draws
 
 log = logging.getLogger("fpipe")
@@ -174,6 +175,8 @@ def _inductor(module: fx.GraphModule, examples: list[Tensor], patches: dict[str,
     captured: list[Any] = []
     if not patches.get("fallback_random", inductor_config.fallback_random):
         module = _module(with_uniform_draws(module.graph))
+    if blas_is_slow():
+        module = _module(with_onednn(module.graph))
 
     def capture(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         artefact = compile_fx_inner(graph, inputs, **options)
