@@ -187,6 +187,17 @@ def test_small_messages_run_ahead() -> None:
         assert under_way(last, Recv, WaitRecv) == number - 1
 
 
+def test_a_rank_does_not_post_the_whole_step_before_it_computes() -> None:
+    """32 posts took as long as 20 actions with nothing to compute, and the other ranks waited."""
+    schedule = schedules.gpipe(ranks=2, microbatches=24)
+    _, last = lowered(mlp(2, 24), schedule, Windows(1, 0, nbytes=1 << 20))
+    posted = [isinstance(i, Recv) for i in last.instructions if isinstance(i, Recv | Compute)]
+    first = posted.index(False)
+    assert first == 16
+    assert posted[first : first + 12] == [False, True, True] * 4
+    assert not any(posted[first + 12 :])
+
+
 def test_messages_run_ahead_as_far_as_a_share_of_the_peak_allows() -> None:
     """A rank that computes posts nothing, and who sends to it would wait: both ranks of LoopedBFS
     lost a sixth of a step so."""
