@@ -23,6 +23,7 @@ from benchmarks.harness import (
     add_uncompiled,
     command,
     interleave,
+    keep_memory,
     machine,
     publish,
 )
@@ -215,6 +216,7 @@ def main() -> None:
     add_arguments(parser, rounds=30)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    keep_memory()
     device = torch.empty(0, device=arguments.device).device
     size = SIZES[arguments.device]
     given = {name: getattr(arguments, name) for name in SHAPES}

@@ -38,12 +38,13 @@ from benchmarks.harness import (
 )
 from benchmarks.ranks import greatest, interleave_ranks, on_ranks
 from benchmarks.versus_torch.model import Size, make_problem
-from benchmarks.versus_torch.unpipelined import WAYS, unpipelined
+from benchmarks.versus_torch.unpipelined import OWN_WAYS, WAYS, unpipelined
 
 MEBI: Final = 2**20
 REFUSED: Final = "refused"
 PIPELINES: Final = ("fpipe", "torch eager", "torch compiled")
-BASE: Final = "unpipelined"
+BASE: Final = "torch unpipelined"
+OWN_BASE: Final = "fpipe unpipelined"
 
 
 def _ours_alone() -> list[str]:
@@ -62,6 +63,7 @@ COLUMNS: Final = (
     "speed-up: fpipe",
     "torch eager",
     "torch compiled",
+    "fpipe over itself unpipelined",
     "fpipe / best torch",
     "peak MiB: fpipe",
     "torch eager",
@@ -74,13 +76,15 @@ class Found(NamedTuple):
     """What the ranks found.
 
     Attributes:
-        base: the fastest unpipelined way on one thread.
+        base: the fastest unpipelined way of torch on one thread.
+        own_base: that of fpipe.
         unpipelined: rows of the table of unpipelined steps.
         rows: rows of the table.
         refusals: what torch said when it refused compiled stages, by schedule.
     """
 
     base: str
+    own_base: str
     unpipelined: list[list[Cell]]
     rows: list[list[Cell]]
     refusals: dict[str, str]
@@ -95,27 +99,31 @@ def only_on_rank_0(case: Case) -> Callable[[], object]:
 
 
 def measure_unpipelined(
-    ways: Sequence[str], size: Size, rounds: int
-) -> tuple[str, list[list[Cell]]]:
-    """Find the fastest of `ways` on one thread, and how much two threads give."""
+    ways: Sequence[str], size: Size, rounds: int, compile: bool
+) -> tuple[str, str, list[list[Cell]]]:
+    """Find the fastest of `ways` and of fpipe's own on one thread, and what two threads give."""
     problem = make_problem(size, num_stages=2)
     cases = {
         f"{way}, {threads} thread{'s' * (threads > 1)}": unpipelined(
-            problem, way, size.microbatches, threads
+            problem, way, size.microbatches, threads, compile
         )
         for threads in (1, 2)
-        for way in ways
+        for way in (*ways, *OWN_WAYS)
     }
     if dist.get_rank() == 0:
         check(problem, (0, 1), cases)
     runs = {name: only_on_rank_0(cases[name]) for name in cases}
     timings = interleave_ranks(runs, rounds, warmup=0)  # the check has warmed them up
-    alone = [f"{way}, 1 thread" for way in ways]
-    base = min(alone, key=timings.median)
+
+    def fastest(ways: Sequence[str]) -> str:
+        return min(ways, key=lambda way: timings.median(f"{way}, 1 thread"))
+
+    base = fastest(ways)
     rows: list[list[Cell]] = [
-        [name, timings.median(name) * 1e3, timings.ratio(base, name)] for name in cases
+        [name, timings.median(name) * 1e3, timings.ratio(f"{base}, 1 thread", name)]
+        for name in cases
     ]
-    return ways[alone.index(base)], rows
+    return base, fastest(OWN_WAYS), rows
 
 
 # ── on ranks ────────────────────────────────────────────────────────────────────────────────────
@@ -144,19 +152,25 @@ def measure(
 ) -> Found:
     """On each rank: everything."""
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
-    base, table = measure_unpipelined(ways, size, rounds)
+    base, own_base, table = measure_unpipelined(ways, size, rounds, compile)
     rows, refusals = [], {}
     for name in names:
         schedule = schedule_of(name, world, size.microbatches)
-        row, refusal = _measure(name, schedule, size, base, rounds, compile)
+        row, refusal = _measure(name, schedule, size, base, own_base, rounds, compile)
         rows.append(row)
         if refusal is not None:
             refusals[name] = refusal
-    return Found(base, table, rows, refusals)
+    return Found(base, own_base, table, rows, refusals)
 
 
 def _measure(
-    name: str, schedule: fpipe.Schedule, size: Size, base: str, rounds: int, compile: bool
+    name: str,
+    schedule: fpipe.Schedule,
+    size: Size,
+    base: str,
+    own_base: str,
+    rounds: int,
+    compile: bool,
 ) -> tuple[list[Cell], str | None]:
     """One row of the table, and why torch refused compiled stages, if it did."""
     problem = make_problem(size, schedule.num_stages)
@@ -183,8 +197,12 @@ def _measure(
         except RuntimeError as error:
             refusal, peaks["torch compiled"] = str(error), REFUSED
     planned = None if (ask := cases["fpipe"].planned) is None else ask() / MEBI
-    alone = unpipelined(problem, base, size.microbatches)
-    runs = {BASE: only_on_rank_0(alone), **{case: cases[case].run for case in cases}}
+    alone = {
+        BASE: unpipelined(problem, base, size.microbatches),
+        OWN_BASE: unpipelined(problem, own_base, size.microbatches, compile=compile),
+    }
+    runs = {way: only_on_rank_0(alone[way]) for way in alone}
+    runs |= {case: cases[case].run for case in cases}
     timings = interleave_ranks(runs, rounds, warmup=1)
     speed: list[Cell] = [
         timings.ratio(BASE, case) if case in cases else (REFUSED if name in SHARED else None)
@@ -194,6 +212,7 @@ def _measure(
         name,
         timings.median("fpipe") * 1e3,
         *speed,
+        timings.ratio(OWN_BASE, "fpipe"),
         _best_ratio(timings, cases),
         *peaks.values(),
         planned,
@@ -235,6 +254,7 @@ def main() -> None:
             **size._asdict(),
             "rounds": arguments.rounds,
             "speed-up over": f"unpipelined, {found.base}, 1 thread",
+            "itself unpipelined": f"{found.own_base}, 1 thread",
             **{
                 f"{label} takes": f"{milliseconds:.0f} ms, a speed-up of {speed:.2f}"
                 for label, milliseconds, speed in found.unpipelined

@@ -5,20 +5,68 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+import optree
 import torch
 from torch import Tensor
 
+import fpipe
 from benchmarks.contest import Case, Outcome, Problem, trainable
 
 # How the step is taken. "whole" is one pass over the batch; "parts" goes through the microbatches
 # one after another, which needs less memory and may fit caches better.
 WAYS: Final = ("eager, whole", "eager, parts", "compiled, whole", "compiled, parts")
+# The kernels of fpipe without its pipeline: one stage on one rank.
+OWN_WAYS: Final = ("fpipe, whole", "fpipe, parts")
 
 
-def unpipelined(problem: Problem, way: str, microbatches: int, threads: int = 1) -> Case:
-    """A step by plain autograd."""
+def unpipelined(
+    problem: Problem, way: str, microbatches: int, threads: int = 1, compile: bool = True
+) -> Case:
+    """A step in one process.
+
+    Args:
+        problem: what is computed.
+        way: of `WAYS` or of `OWN_WAYS`.
+        microbatches: how many "parts" are.
+        threads: of the step alone; one afterwards.
+        compile: whether fpipe compiles.
+    """
     how, parts = way.split(", ")
     pieces = 1 if parts == "whole" else microbatches
+    case = _fpipe(problem, pieces, compile) if how == "fpipe" else _torch(problem, how, pieces)
+
+    def run() -> object:
+        torch.set_num_threads(threads)
+        result = case.run()
+        torch.set_num_threads(1)
+        return result
+
+    return case._replace(run=run)
+
+
+def _fpipe(problem: Problem, pieces: int, compile: bool) -> Case:
+    """All stages as one, on one rank."""
+
+    def whole(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x = batch[0]
+        for function, own in zip(problem.functions, params, strict=True):
+            x = function(own, x)
+        return x
+
+    pipe = fpipe.pipeline(
+        [whole],
+        lambda y, batch: problem.loss(y, batch[1]),
+        fpipe.schedules.one_f_one_b(ranks=1, microbatches=pieces),
+        compile=compile,
+    )
+    return Case(
+        run=lambda: pipe.step([problem.params], (problem.inputs, problem.targets)),
+        read=lambda step: Outcome(step.loss, optree.tree_leaves(step.grads)),
+    )
+
+
+def _torch(problem: Problem, how: str, pieces: int) -> Case:
+    """Plain autograd."""
     params, leaves = trainable(problem.params)
     inputs, targets = problem.inputs.chunk(pieces), problem.targets.chunk(pieces)
 
@@ -31,7 +79,6 @@ def unpipelined(problem: Problem, way: str, microbatches: int, threads: int = 1)
     call: Callable[..., Tensor] = torch.compile(loss_of) if how == "compiled" else loss_of
 
     def run() -> Tensor:
-        torch.set_num_threads(threads)
         for leaf in leaves:
             leaf.grad = None
         losses = []
@@ -39,7 +86,6 @@ def unpipelined(problem: Problem, way: str, microbatches: int, threads: int = 1)
             loss = call(params, x, target)
             loss.backward()
             losses.append(loss.detach())
-        torch.set_num_threads(1)
         return torch.stack(losses).sum()
 
     def read(loss: Tensor) -> Outcome:
