@@ -8,9 +8,11 @@ import json
 import os
 import platform
 import shlex
+import struct
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -144,6 +146,26 @@ def add_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
 def add_uncompiled(parser: argparse.ArgumentParser) -> None:
     """The option to compile nothing: its figures mean little, but show soon that all of it runs."""
     parser.add_argument("--uncompiled", action="store_true", help="to see that it runs, sooner")
+
+
+def add_awake(parser: argparse.ArgumentParser) -> None:
+    """The option of `awake`."""
+    parser.add_argument("--awake", action="store_true", help="no core sleeps (Linux, root)")
+
+
+@contextmanager
+def awake(wanted: bool) -> Iterator[None]:
+    """Let no core sleep meanwhile, if that is `wanted`: no wake-up may take longer than nothing.
+
+    Linux waits for as short as the least of what processes have asked for, as long as they hold the
+    file open (Documentation/power/pm_qos_interface.rst).
+    """
+    if not wanted:
+        yield
+        return
+    with Path("/dev/cpu_dma_latency").open("wb", buffering=0) as longest:
+        longest.write(struct.pack("i", 0))
+        yield
 
 
 def publish(report: Report, arguments: argparse.Namespace) -> None:

@@ -32,7 +32,9 @@ from benchmarks.harness import (
     Cell,
     Report,
     add_arguments,
+    add_awake,
     add_uncompiled,
+    awake,
     command,
     machine,
     publish,
@@ -128,6 +130,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--milliseconds", type=float, default=10.0, help="of each F, I and W")
     parser.add_argument("--schedule", choices=SHARED, action="append", help="only this one")
+    add_awake(parser)
     add_uncompiled(parser)
     add_arguments(parser, rounds=15)
     arguments = parser.parse_args()
@@ -136,7 +139,8 @@ def main() -> None:
     names = list(arguments.schedule or SHARED)
     seconds = arguments.milliseconds / 1e3
     compile = not arguments.uncompiled
-    rows: Any = on_ranks(ranks, measure, ranks, names, microbatches, seconds, rounds, compile)
+    with awake(arguments.awake):
+        rows: Any = on_ranks(ranks, measure, ranks, names, microbatches, seconds, rounds, compile)
     report = Report(
         title="The time that a schedule allows over the time that it takes",
         command=command("benchmarks.efficiency.run"),

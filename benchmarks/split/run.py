@@ -212,11 +212,13 @@ def main() -> None:
     parser.add_argument("--device", choices=SIZES, default="cpu")
     for name in SHAPES:
         parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--trim", action="store_true", help="let glibc give memory back")
     add_uncompiled(parser)
     add_arguments(parser, rounds=30)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    keep_memory()
+    if not arguments.trim:
+        keep_memory()
     device = torch.empty(0, device=arguments.device).device
     size = SIZES[arguments.device]
     given = {name: getattr(arguments, name) for name in SHAPES}
