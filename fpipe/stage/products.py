@@ -3,7 +3,7 @@
 MKL, which is torch's BLAS on x86, runs generic code on processors that are not Intel's, and leaves
 half of their AVX-512 units idle. oneDNN, which torch carries as well, makes code for what it finds;
 but torch hands it no float32 product of a training step, and Inductor those of frozen weights only.
-So before a graph goes to Inductor its products become two ops of fpipe's own, which call oneDNN.
+So before a graph goes to Inductor its products become ops of fpipe's own, which call oneDNN.
 
 With ``torch.backends.mkldnn.enabled = False`` before the first call of a pipeline all stay with
 BLAS.
@@ -12,6 +12,7 @@ BLAS.
 from __future__ import annotations
 
 import functools
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,6 +70,9 @@ def with_onednn(graph: fx.Graph) -> fx.Graph:
             total.target = torch.ops.fpipe.add_product.default
             total.args = (term, a, b)
             copied.erase_node(node)
+    for node in copied.find_nodes(op="call_function", target=aten.bmm.default):
+        if _pays(*node.args):
+            node.target = torch.ops.fpipe.products.default
     return copied
 
 
@@ -84,11 +88,9 @@ def _other_term(product: fx.Node) -> Any:
 
 def _pays(a: fx.Node, b: fx.Node) -> bool:
     left, right = a.meta["val"], b.meta["val"]
-    return (
-        left.dtype is torch.float32
-        and left.device.type == "cpu"
-        and left.numel() * right.shape[1] >= SMALLEST
-    )
+    multiplications = prod(left.shape[-2:]) * right.shape[-1]  # of one matrix of a batch
+    on_cpu = left.device.type == "cpu"
+    return left.dtype is torch.float32 and on_cpu and multiplications >= SMALLEST
 
 
 def _can_add(term: Any, product: fx.Node) -> bool:
@@ -105,6 +107,7 @@ _LIBRARY = torch.library.Library("fpipe", "DEF")
 # Arguments in any layout, each in one of its own; the result is contiguous.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 _LIBRARY.define("product(Tensor a, Tensor b) -> Tensor", tags=_TAGS)
+_LIBRARY.define("products(Tensor a, Tensor b) -> Tensor", tags=_TAGS)
 _LIBRARY.define("add_product(Tensor c, Tensor a, Tensor b) -> Tensor", tags=_TAGS)
 
 
@@ -112,6 +115,12 @@ _LIBRARY.define("add_product(Tensor c, Tensor a, Tensor b) -> Tensor", tags=_TAG
 def _product(a: Tensor, b: Tensor) -> Tensor:
     made: Tensor = torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, "none", [], "")
     return made
+
+
+@torch.library.impl(_LIBRARY, "products", "CPU")
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    # oneDNN's own products of batches are for other dtypes.
+    return torch.stack([_product(*pair) for pair in zip(a, b, strict=True)])
 
 
 @torch.library.impl(_LIBRARY, "add_product", "CPU")
@@ -128,6 +137,11 @@ def _add_product(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
 @torch.library.impl(_LIBRARY, "product", "Meta")
 def _shape_of_product(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[1])
+
+
+@torch.library.impl(_LIBRARY, "products", "Meta")
+def _shape_of_products(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
 
 
 @torch.library.impl(_LIBRARY, "add_product", "Meta")

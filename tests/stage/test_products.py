@@ -32,7 +32,7 @@ def rewritten(function: Callable[..., Any], *arguments: Tensor) -> tuple[list[st
     graph = with_onednn(make_fx(function, tracing_mode="fake")(*arguments).graph)
     graph.lint()
     names = [str(n.target).split(".")[1] for n in graph.nodes if n.op == "call_function"]
-    matrix = {"mm", "addmm", "product", "add_product", "bmm", "add"}
+    matrix = {"mm", "addmm", "product", "add_product", "products", "bmm", "add"}
     return [n for n in names if n in matrix], fx.GraphModule(torch.nn.Module(), graph)
 
 
@@ -67,6 +67,10 @@ SQUARE = single(128, 128)
         (lambda c, a, b: a @ b + c.t(), (single(64, 128), A, B), ["add_product"]),
         (lambda c, a, b: c[:, ::2] + a @ b, (single(128, 128), A, B), ["add_product"]),
         (F.linear, (A, B.t().contiguous(), C[0]), ["add_product"]),
+        # one for each member of an ensemble
+        (torch.bmm, (single(3, 128, 256), single(3, 256, 64)), ["products"]),
+        (torch.bmm, (A.expand(2, -1, -1), B.expand(2, -1, -1)), ["products"]),
+        (lambda a, b: a.mT @ b.mT, (single(2, 256, 128), single(2, 64, 256)), ["products"]),
         # what oneDNN cannot add in one go
         (lambda c, a, b: a @ b + c, (C[:, :1], A, B), ["product", "add"]),
         (lambda c, a, b: a @ b + c, (C.double(), A, B), ["product", "add"]),
@@ -81,7 +85,8 @@ SQUARE = single(128, 128)
         (torch.mm, (A[:8], B), ["mm"]),
         (torch.mm, (A.double(), B.double()), ["mm"]),
         (torch.mm, (A.bfloat16(), B.bfloat16()), ["mm"]),
-        (torch.bmm, (A.expand(2, -1, -1), B.expand(2, -1, -1)), ["bmm"]),
+        (torch.bmm, (single(8, 64, 128), single(8, 128, 64)), ["bmm"]),
+        (torch.bmm, (single(2, 128, 256).double(), single(2, 256, 64).double()), ["bmm"]),
     ],
 )
 def test_the_product_is_the_same(
@@ -171,6 +176,24 @@ def test_a_compiled_step_takes_onednn_where_blas_is_slow(
     elsewhere(AMD, True)
     found, _ = step_ops()
     assert found == {"fpipe::product", "fpipe::add_product"}
+
+
+@needs_onednn
+def test_so_does_an_ensemble(elsewhere: Callable[[str, bool], None]) -> None:
+    elsewhere(AMD, True)
+    schedule = fpipe.schedules.one_f_one_b(ranks=1, microbatches=2)
+    pipe = fpipe.pipeline([lambda w, x: x @ w], lambda y, _: y.square().mean(), schedule)
+    weights, batch = single(3, 256, 64), single(256, 256, seed=1)
+    ensemble = fpipe.vmap(pipe)
+    ensemble.step([weights], batch)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
+        losses, grads = ensemble.step([weights], batch)
+    assert "fpipe::products" in {event.key for event in seen.key_averages()}
+    for member, weight in enumerate(weights.double()):
+        y = batch.double() @ weight
+        torch.testing.assert_close(losses[member].double(), y.square().mean(), rtol=1e-4, atol=0)
+        expected = batch.double().t() @ (2 * y / y.numel())
+        torch.testing.assert_close(grads[0][member].double(), expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
