@@ -53,8 +53,7 @@ def _run(options: argparse.Namespace) -> None:
     cost, size = cost_of(options), sources.size_of(options)
     rows, refused = [], []
     if options.schedules:
-        found = _of_one_size(options.schedules, size)
-        rows = [measure(name, schedule, cost) for name, schedule in found]
+        rows = _measured(options.schedules, size, cost)
     else:
         for name in schedules.FAMILIES:
             try:
@@ -66,15 +65,26 @@ def _run(options: argparse.Namespace) -> None:
     print("\n".join([table(rows), *refused]))
 
 
-def _of_one_size(names: Sequence[str], size: sources.Size) -> list[tuple[str, Schedule]]:
-    """The schedules; a file, where there is one, tells the families their size."""
+def _measured(names: Sequence[str], size: sources.Size, cost: Cost) -> list[Row]:
+    """The schedules, measured; a file, where there is one, tells the families their size."""
+    rows: list[Row] = []
     for name in filter(sources.is_file, names):
         schedule = sources.schedule_of(name, size)
+        # Before a family is made of its size, which only a schedule that can run really has.
+        rows.append(_measured_one(name, schedule, cost))
         size = size._replace(ranks=schedule.num_ranks, microbatches=schedule.num_microbatches)
-    free = size._replace(stages_per_rank=None)
-    return [
-        (name, sources.schedule_of(name, free if sources.is_file(name) else size)) for name in names
+    return rows + [
+        _measured_one(name, sources.schedule_of(name, size), cost)
+        for name in names
+        if not sources.is_file(name)
     ]
+
+
+def _measured_one(name: str, schedule: Schedule, cost: Cost) -> Row:
+    try:
+        return measure(name, schedule, cost)
+    except ScheduleError as error:
+        raise ScheduleError(f"{name}: {error}") from error
 
 
 def measure(name: str, schedule: Schedule, cost: Cost) -> Row:

@@ -166,6 +166,16 @@ def test_compare_takes_the_size_from_a_file(
     assert [line.split()[0] for line in lines[1:]] == [str(path), "gpipe"]
 
 
+def test_compare_takes_no_size_from_a_file_that_cannot_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    # A family of so many microbatches was made before the file was looked at, in all of the memory.
+    path = tmp_path / "huge.csv"
+    path.write_text("0F0,0B0,0F100000000000,0B100000000000\n", "utf-8")
+    line = refused(capsys, "compare", "gpipe", str(path))
+    assert f"{path}: stage 0 has nothing on microbatch 1 (rank 0)" in line
+
+
 # ── search, verify ──────────────────────────────────────────────────────────────────────────────
 
 
