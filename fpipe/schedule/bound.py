@@ -19,8 +19,9 @@ from fpipe.schedule.cost import (
     is_several,
     plain_number,
 )
-from fpipe.schedule.families.arguments import check_counts
-from fpipe.schedule.placements import check_placement
+from fpipe.schedule.families.arguments import plain_counts
+from fpipe.schedule.integer import plain_integer
+from fpipe.schedule.placements import plain_placement
 
 Objective: TypeAlias = Literal["makespan", "span"]
 Memory: TypeAlias = float | Iterable[float] | None
@@ -85,10 +86,11 @@ def lower_bound(
     """
     if objective not in ("makespan", "span"):
         raise ScheduleError(f"objective={objective!r} must be 'makespan' or 'span'")
-    check_counts(microbatches=microbatches)
+    (microbatches,) = plain_counts(microbatches=microbatches)
     check_cost(cost)
-    check_placement(placement)
-    if not isinstance(effort, int) or effort < 0:
+    placement = plain_placement(placement)
+    looks = plain_integer(effort)
+    if looks is None or looks < 0:
         raise ScheduleError(f"effort={effort!r} must be an integer, 0 or more")
     costs = cost.on(placement)
     limits = memory_limits(memory, placement, costs)
@@ -103,10 +105,10 @@ def lower_bound(
             scarce = scarce or not problem.all_fit
             if bound > best:
                 best, likely = bound, rank
-    if not scarce or not effort:
+    if not scarce or not looks:
         return best
     states = scarce_bound(
-        costs, placement, microbatches, limits, span=span, likely=likely, effort=effort
+        costs, placement, microbatches, limits, span=span, likely=likely, effort=looks
     )
     return max(best, states)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fpipe.errors import ScheduleError
+from fpipe.schedule.integer import plain_integer
 
 
 def linear(ranks: int) -> tuple[int, ...]:
@@ -37,23 +38,25 @@ def vee(ranks: int) -> tuple[int, ...]:
     return (*range(ranks), *reversed(range(ranks)))
 
 
-def check_placement(placement: Sequence[int]) -> None:
-    """Refuse what does not name a rank for each of one stage or more.
+def plain_placement(placement: Sequence[int]) -> tuple[int, ...]:
+    """A placement that a caller gives, its ranks as Python's own integers.
 
     Raises:
-        ScheduleError: naming the placement and the rule.
+        ScheduleError: it does not name a rank for each of one stage or more.
 
     Example:
-        >>> check_placement(vee(3))
+        >>> plain_placement([0, 1, 1, 0])
+        (0, 1, 1, 0)
     """
     if not isinstance(placement, Sequence):
         raise ScheduleError(
             f"placement={placement!r:.60} is a {type(placement).__name__}: it must be a sequence "
             "with the rank of each stage, such as [0, 1, 1, 0]"
         )
-    whole = [isinstance(rank, int) and rank >= 0 for rank in placement]
-    if not all(whole) or not whole:
+    ranks = tuple(rank for rank in map(plain_integer, placement) if rank is not None and rank >= 0)
+    if len(ranks) < len(placement) or not ranks:
         raise ScheduleError(
             f"placement={tuple(placement)!r} must have the rank of each stage, an integer, 0 or "
             "more, and at least one stage"
         )
+    return ranks

@@ -15,7 +15,9 @@ from fpipe.schedule.exchange.json_file import format_json, parse_json
 from fpipe.schedule.exchange.plain import PathLike, load, save
 from fpipe.schedule.exchange.text_form import format_text, parse_text
 from fpipe.schedule.grid import text_grid
+from fpipe.schedule.integer import plain_integer
 
+_NUMBERS: Final = (int, type(None))  # what numbers the microbatch of nearly every action
 LARGEST_SHOWN: Final = 20_000  # actions in a notebook's picture: about two megabytes
 
 
@@ -29,7 +31,8 @@ class Schedule:
 
     Attributes:
         placement: the rank of each stage, so ``len(placement)`` is the number of stages.
-        actions: one tuple of `Action` per rank, in the order in which that rank runs them.
+        actions: one tuple of `Action` per rank, in the order in which that rank runs them. Integers
+            of any type will do, here and in `placement`; Python's own are kept.
         name: for people; takes no part in equality or hash.
 
     Raises:
@@ -63,10 +66,11 @@ class Schedule:
             ) from error
         if not isinstance(name, str):
             raise ScheduleError(f"name={name!r:.60} is a {type(name).__name__}: it must be text")
+        ranks = tuple(map(_plain, ranks))
+        _check_form(ranks, rows)
         object.__setattr__(self, "placement", ranks)
-        object.__setattr__(self, "actions", rows)
+        object.__setattr__(self, "actions", tuple(map(_plain_row, rows)))
         object.__setattr__(self, "name", name)
-        _check_form(self.placement, self.actions)
 
     @property
     def num_ranks(self) -> int:
@@ -260,6 +264,18 @@ class Schedule:
             f"{self.name}: {self.num_ranks} ranks, {self.num_stages} stages, "
             f"{self.num_microbatches} microbatches"
         )
+
+
+def _plain(number: Any) -> Any:
+    """A number of numpy's, say, as Python's own; whatever is no integer is left to be refused."""
+    plain = plain_integer(number)
+    return number if plain is None else plain
+
+
+def _plain_row(row: tuple[Action, ...]) -> tuple[Action, ...]:
+    if all(type(stage) is int and type(number) in _NUMBERS for stage, _, number in row):
+        return row
+    return tuple(Action(_plain(stage), op, _plain(number)) for stage, op, number in row)
 
 
 def _check_form(placement: Sequence[int], actions: Sequence[Sequence[Action]]) -> None:

@@ -156,6 +156,13 @@ def test_memory_may_be_any_real_number_however_large() -> None:
     assert lower_bound([0, 1], 4, UNIT, one) == lower_bound([0, 1], 4, UNIT, 1)
 
 
+def test_integers_may_be_those_of_numpy() -> None:
+    two, four, many = np.array([2, 4, 500])
+    given = lower_bound(list(np.arange(2)), four, UNIT, 1, effort=many)
+    assert given == lower_bound([0, 1], 4, UNIT, 1, effort=500)
+    assert lower_bound([0, 1], two, UNIT) == lower_bound([0, 1], 2, UNIT)
+
+
 def test_where_nothing_is_kept_no_memory_is_enough() -> None:
     for cost in (
         Cost(1, 1, 1, activation=0),

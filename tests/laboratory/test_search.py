@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -261,6 +262,15 @@ def test_memory_may_be_in_bytes() -> None:
     assert (found.gap, max(found.timeline.peak)) == (0, 12 * 2**30)
 
 
+def test_integers_may_be_those_of_numpy() -> None:
+    plain: dict[str, Any] = {"ranks": 2, "microbatches": 4, "iterations": 30, "seed": 3}
+    given: dict[str, Any] = {key: np.int64(value) for key, value in plain.items()}
+    one = search(**plain, cost=UNEVEN, memory=1.5, placement=[1, 0])
+    other = search(**given, cost=UNEVEN, memory=1.5, placement=list(np.array([1, 0])))
+    assert one.schedule == other.schedule and one.iterations == other.iterations
+    assert repr(one.schedule.actions) == repr(other.schedule.actions)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -270,6 +280,7 @@ def test_memory_may_be_in_bytes() -> None:
         ({"memory": [1, 1]}, "memory has 2 values for 4 ranks"),
         ({"seconds": -1}, "seconds=-1 must be a finite number, 0 or more"),
         ({"iterations": -1}, "iterations=-1 must be an integer, 0 or more, or None"),
+        ({"seed": 0.5}, "seed=0.5 must be an integer"),
         ({"objective": "speed"}, "objective='speed' must be 'makespan' or 'span'"),
         ({"placement": [0, 1, 2]}, r"placement=\(0, 1, 2\) must put a stage on each of the ranks"),
         ({"placement": [0, 1, 2, 3.0]}, r"placement=\(0, 1, 2, 3.0\) must have the rank of each"),

@@ -6,7 +6,9 @@ import inspect
 import re
 import subprocess
 import sys
+from typing import Any
 
+import numpy as np
 import pytest
 
 import fpipe
@@ -54,6 +56,18 @@ def test_counts_are_checked(name: str, value: int) -> None:
         rule = re.escape(f"{argument}={value!r} must be an integer, 1 or more")
         with pytest.raises(ScheduleError, match=rule):
             family(**arguments)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_counts_of_numpy_make_the_same_schedule(name: str) -> None:
+    family = schedules.FAMILIES[name]
+    counts = {"ranks": 2, "microbatches": 4, "stages_per_rank": 2, "group": 1}
+    plain = {key: counts[key] for key in inspect.signature(family).parameters.keys() & counts}
+    given: dict[str, Any] = {key: np.int64(count) for key, count in plain.items()}
+    one, other = family(**plain), family(**given)
+    # An action of numpy's numbers equals one of Python's, and its repr tells them apart.
+    assert repr((one.placement, one.actions)) == repr((other.placement, other.actions))
+    assert (one, hash(one), one.to_json()) == (other, hash(other), other.to_json())
 
 
 def test_one_stage_per_rank_is_the_plain_family() -> None:

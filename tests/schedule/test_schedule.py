@@ -7,9 +7,10 @@ from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from fpipe import Action, Op, Schedule, ScheduleError
+from fpipe import Action, Op, Schedule, ScheduleError, verify
 
 ROW = (Action(0, Op.F, 0), Action(0, Op.B, 0))
 
@@ -23,6 +24,17 @@ def test_it_is_a_value() -> None:
     assert pickle.loads(pickle.dumps(schedule)) == schedule
     with pytest.raises(FrozenInstanceError):
         schedule.name = "changed"  # type: ignore[misc]
+
+
+def test_it_keeps_numbers_of_numpy_as_plain_ones() -> None:
+    zero: Any = np.int64(0)
+    whole = Action(0, Op.REDUCE_GRAD, None)
+    given = Schedule([zero], [[Action(zero, Op.F, 0), Action(0, Op.B, zero), whole]])
+    plain = Schedule([0], [[*ROW, whole]])
+    assert given == plain and repr((given.placement, given.actions)) == repr(((0,), plain.actions))
+    assert given.num_microbatches == 1
+    assert given.to_json() == plain.to_json()
+    verify(given)
 
 
 def test_its_hash_is_made_where_it_is_asked_for() -> None:
@@ -50,6 +62,7 @@ def test_what_it_tells() -> None:
         ([], [ROW], r"placement=\(\) with 1 ranks: a schedule needs at least one stage"),
         ([0], [], r"placement=\(0,\) with 0 ranks"),
         ([0, 2], [ROW, []], r"placement\[1\]=2 must be a rank from 0 to 1"),
+        ([0.0], [ROW], r"placement\[0\]=0.0 must be a rank from 0 to 0"),
         ([-1], [ROW], r"placement\[0\]=-1 must be a rank"),
         (["0"], [ROW], r"placement\[0\]='0' must be a rank"),
         ([0], [["0F0"]], r"actions\[0\]\[0\]='0F0' must be a fpipe.Action; .*parse\('2F0'\)"),

@@ -1,22 +1,28 @@
-"""The checks that every family makes of its arguments."""
+"""What every family makes of its arguments."""
 
 from __future__ import annotations
 
 from fpipe.errors import ScheduleError
+from fpipe.schedule.integer import plain_integer
 
 
-def check_counts(**counts: int) -> None:
-    """Refuse a count that is no integer or is less than 1; the keyword is the name to report.
+def plain_counts(**counts: int) -> tuple[int, ...]:
+    """The counts as Python's own integers, in their order; the keyword is the name to report.
 
     Raises:
-        ScheduleError: naming the argument, its value and the rule.
+        ScheduleError: one is no integer, a bool or less than 1.
 
     Example:
-        >>> check_counts(ranks=4, microbatches=8)
+        >>> plain_counts(ranks=4, microbatches=8)
+        (4, 8)
     """
+    found = []
     for name, count in counts.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        plain = plain_integer(count)
+        if plain is None or isinstance(plain, bool) or plain < 1:
             raise ScheduleError(f"{name}={count!r} must be an integer, 1 or more")
+        found.append(plain)
+    return tuple(found)
 
 
 def round_size(*, ranks: int, microbatches: int) -> int:

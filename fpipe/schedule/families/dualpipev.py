@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fpipe.schedule.action import Op
-from fpipe.schedule.families.arguments import check_counts
+from fpipe.schedule.families.arguments import plain_counts
 from fpipe.schedule.families.row import Word, numbered
 from fpipe.schedule.placements import vee
 from fpipe.schedule.schedule import Schedule
@@ -36,7 +36,7 @@ def dualpipev(*, ranks: int, microbatches: int) -> Schedule:
         0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3
         1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
     enough = max(microbatches, 2 * ranks)
     rows = (numbered(_row(rank, ranks, enough), microbatches) for rank in range(ranks))
     return Schedule(vee(ranks), rows, name="dualpipev")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fpipe.schedule.action import Action, Op
-from fpipe.schedule.families.arguments import check_counts
+from fpipe.schedule.families.arguments import plain_counts
 from fpipe.schedule.placements import looped
 from fpipe.schedule.schedule import Schedule
 
@@ -43,7 +43,9 @@ def forward_only(
         0F0 0F1 2F0 2F1
         1F0 1F1 3F0 3F1
     """
-    check_counts(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    ranks, microbatches, stages_per_rank = plain_counts(
+        ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
+    )
     stages = looped(ranks, stages_per_rank) if placement is None else tuple(placement)
     # Checks the placement before it is used; rows are filled in below.
     Schedule(stages, [()] * ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fpipe.schedule.action import Op
-from fpipe.schedule.families.arguments import check_counts
+from fpipe.schedule.families.arguments import plain_counts
 from fpipe.schedule.families.row import numbered
 from fpipe.schedule.placements import linear
 from fpipe.schedule.schedule import Schedule
@@ -31,7 +31,7 @@ def gpipe(*, ranks: int, microbatches: int) -> Schedule:
         0F0 0F1 0B0 0B1
         1F0 1F1 1B0 1B1
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
     rows = (
         numbered([(rank, Op.F)] * microbatches + [(rank, Op.B)] * microbatches, microbatches)
         for rank in range(ranks)

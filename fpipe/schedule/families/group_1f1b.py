@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fpipe.errors import ScheduleError
-from fpipe.schedule.families.arguments import check_counts
+from fpipe.schedule.families.arguments import plain_counts
 from fpipe.schedule.families.row import numbered, rounds, split, weave
 from fpipe.schedule.placements import looped
 from fpipe.schedule.schedule import Schedule
@@ -42,9 +42,11 @@ def group_1f1b(
         0F0 2F0 0F1 2I0 2W0 2F1 0I0 0W0 2I1 2W1 0I1 0W1
         1F0 3F0 3I0 3W0 1F1 1I0 1W0 3F1 3I1 3W1 1I1 1W1
     """
-    check_counts(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    ranks, microbatches, stages_per_rank = plain_counts(
+        ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
+    )
     size = group_size(ranks=ranks, microbatches=microbatches) if group is None else group
-    check_counts(group=size)
+    (size,) = plain_counts(group=size)
     if microbatches % size:
         raise ScheduleError(
             f"microbatches={microbatches} must be a multiple of group={size}: take "

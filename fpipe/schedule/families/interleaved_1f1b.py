@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fpipe.schedule.families.arguments import check_counts, round_size
+from fpipe.schedule.families.arguments import plain_counts, round_size
 from fpipe.schedule.families.row import full, numbered, rounds, weave
 from fpipe.schedule.placements import looped
 from fpipe.schedule.schedule import Schedule
@@ -34,7 +34,9 @@ def interleaved_1f1b(*, ranks: int, microbatches: int, stages_per_rank: int = 2)
         0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
         1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
     """
-    check_counts(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    ranks, microbatches, stages_per_rank = plain_counts(
+        ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
+    )
     size = round_size(ranks=ranks, microbatches=microbatches)
     placement = looped(ranks, stages_per_rank)
     rows = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fpipe.schedule.families.arguments import check_counts, round_size
+from fpipe.schedule.families.arguments import plain_counts, round_size
 from fpipe.schedule.families.row import numbered, rounds, split, weave
 from fpipe.schedule.placements import looped
 from fpipe.schedule.schedule import Schedule
@@ -34,7 +34,9 @@ def interleaved_zero_bubble(*, ranks: int, microbatches: int, stages_per_rank: i
         0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
         1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
     """
-    check_counts(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    ranks, microbatches, stages_per_rank = plain_counts(
+        ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
+    )
     size = round_size(ranks=ranks, microbatches=microbatches)
     placement = looped(ranks, stages_per_rank)
     rows = []

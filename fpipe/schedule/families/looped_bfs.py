@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fpipe.schedule.action import Action, Op
-from fpipe.schedule.families.arguments import check_counts
+from fpipe.schedule.families.arguments import plain_counts
 from fpipe.schedule.placements import looped
 from fpipe.schedule.schedule import Schedule
 
@@ -35,7 +35,9 @@ def looped_bfs(*, ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sc
         0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0
         1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
     """
-    check_counts(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    ranks, microbatches, stages_per_rank = plain_counts(
+        ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
+    )
     placement = looped(ranks, stages_per_rank)
     rows = []
     for rank in range(ranks):

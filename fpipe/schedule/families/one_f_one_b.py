@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fpipe.schedule.families.arguments import check_counts
+from fpipe.schedule.families.arguments import plain_counts
 from fpipe.schedule.families.row import full, numbered, weave
 from fpipe.schedule.placements import linear
 from fpipe.schedule.schedule import Schedule
@@ -32,7 +32,7 @@ def one_f_one_b(*, ranks: int, microbatches: int) -> Schedule:
         0F0 0F1 0B0 0F2 0B1 0B2
         1F0 1B0 1F1 1B1 1F2 1B2
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
     rows = []
     for rank in range(ranks):
         stages = [rank] * microbatches

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fpipe.schedule.families.arguments import check_counts
+from fpipe.schedule.families.arguments import plain_counts
 from fpipe.schedule.families.v_block import repeat_block
 from fpipe.schedule.schedule import Schedule
 
@@ -34,7 +34,7 @@ def v_half(*, ranks: int, microbatches: int) -> Schedule:
         1F0 4F0 4I0 4W0 1I0 1W0
         2F0 3F0 3I0 2I0 3W0 2W0
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
     # The least slots lost at the turns for which no rank has two actions in one slot.
     turns = (1, 0, 0) if ranks % 2 else (1, 3, 0)
     return repeat_block(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fpipe.schedule.families.arguments import check_counts
+from fpipe.schedule.families.arguments import plain_counts
 from fpipe.schedule.families.v_block import repeat_block
 from fpipe.schedule.schedule import Schedule
 
@@ -33,7 +33,7 @@ def v_min(*, ranks: int, microbatches: int) -> Schedule:
         0F0 3F0 3I0 3W0 0F1 0I0 0W0 3F1 3I1 3W1 0I1 0W1
         1F0 2F0 2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 2W1 1W1
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
     # Without the two turns, F on the way down and I on the way down would meet in one slot.
     turns = (2, 0, 2) if ranks % 3 == 0 else (0, 0, 0)
     return repeat_block(

@@ -7,7 +7,7 @@ from itertools import product
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.cost import Cost
-from fpipe.schedule.families.arguments import check_counts
+from fpipe.schedule.families.arguments import plain_counts
 from fpipe.schedule.placements import linear
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.list_scheduler import list_schedule
@@ -54,7 +54,7 @@ def zb_auto(
         0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
         1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
     cost = Cost(f=1, i=1, w=1) if cost is None else cost
     if memory is None:
         memory = [ranks * size for size in cost.on(linear(ranks)).activation]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fpipe.schedule.families.arguments import check_counts
+from fpipe.schedule.families.arguments import plain_counts
 from fpipe.schedule.families.row import numbered, split, weave
 from fpipe.schedule.placements import linear
 from fpipe.schedule.schedule import Schedule
@@ -36,7 +36,7 @@ def zb_h2(*, ranks: int, microbatches: int) -> Schedule:
         0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
         1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
     rows = []
     for rank in range(ranks):
         stages = [rank] * microbatches

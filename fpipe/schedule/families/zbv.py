@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fpipe.schedule.action import Op
-from fpipe.schedule.families.arguments import check_counts
+from fpipe.schedule.families.arguments import plain_counts
 from fpipe.schedule.families.row import Word, numbered
 from fpipe.schedule.placements import vee
 from fpipe.schedule.schedule import Schedule
@@ -34,7 +34,7 @@ def zbv(*, ranks: int, microbatches: int) -> Schedule:
         0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
         1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
     enough = max(microbatches, 2 * ranks - 1)
     rows = (numbered(_row(rank, ranks, enough), microbatches) for rank in range(ranks))
     return Schedule(vee(ranks), rows, name="zbv")

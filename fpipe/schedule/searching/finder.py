@@ -9,8 +9,9 @@ from random import Random
 from fpipe.errors import ScheduleError
 from fpipe.schedule.bound import Memory, Objective
 from fpipe.schedule.cost import Cost, check_cost, plain_number
-from fpipe.schedule.families.arguments import check_counts
-from fpipe.schedule.placements import check_placement, linear, looped, vee
+from fpipe.schedule.families.arguments import plain_counts
+from fpipe.schedule.integer import plain_integer
+from fpipe.schedule.placements import linear, looped, plain_placement, vee
 from fpipe.schedule.searching.annealing import anneal
 from fpipe.schedule.searching.beam import beam
 from fpipe.schedule.searching.budget import Budget
@@ -81,9 +82,9 @@ def search(
         >>> found.value, found.gap  # no schedule is better
         (45.0, 0.0)
     """
-    check_counts(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
     check_cost(cost)
-    _check_budget(seconds, iterations)
+    seed, iterations = _plain_seed(seed), _plain_budget(seconds, iterations)
     problems = _problems(ranks, microbatches, cost, memory, placement, objective)
     candidates = [Candidate(problem, order) for problem, order in seeds(problems)]
     best = min(candidates, key=lambda found: found.value)
@@ -160,11 +161,20 @@ def _tightened(
     return best
 
 
-def _check_budget(seconds: float, iterations: int | None) -> None:
+def _plain_seed(seed: int) -> int:
+    if (plain := plain_integer(seed)) is None:
+        raise ScheduleError(f"seed={seed!r:.60} must be an integer")
+    return plain
+
+
+def _plain_budget(seconds: float, iterations: int | None) -> int | None:
     if (time := plain_number(seconds)) is None or not 0 <= time < math.inf:
         raise ScheduleError(f"seconds={seconds!r} must be a finite number, 0 or more")
-    if iterations is not None and (not isinstance(iterations, int) or iterations < 0):
+    if iterations is None:
+        return None
+    if (plain := plain_integer(iterations)) is None or plain < 0:
         raise ScheduleError(f"iterations={iterations!r} must be an integer, 0 or more, or None")
+    return plain
 
 
 def _problems(
@@ -179,7 +189,7 @@ def _problems(
     if isinstance(memory, Iterator):
         memory = tuple(memory)  # it is read once per placement
     if placement is not None:
-        check_placement(placement)
+        placement = plain_placement(placement)
         if set(placement) != set(range(ranks)):
             raise ScheduleError(
                 f"placement={tuple(placement)!r} must put a stage on each of the ranks 0 to "
