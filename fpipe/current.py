@@ -42,7 +42,11 @@ def in_use() -> Pipeline | None:
 
 
 def step(
-    params: Any, *arguments: Any, key: Tensor | None = None, pipeline: Pipeline | None = None
+    params: Any,
+    *arguments: Any,
+    key: Tensor | None = None,
+    pipeline: Pipeline | None = None,
+    **named: Any,
 ) -> Any:
     """Loss and gradients of one batch, by `pipeline` or the one that `fpipe.use` names.
 
@@ -66,4 +70,4 @@ def step(
             "fpipe.step needs a pipeline: call it within `with fpipe.use(pipe):`, or pass "
             "pipeline=pipe"
         )
-    return chosen.step(params, *arguments, key=key)
+    return chosen.step(params, *arguments, key=key, **named)

@@ -5,7 +5,7 @@ A pipeline is made from its definition alone, so another one like it is made by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.convention import DEFERRED, PLAIN, Convention
-from fpipe.errors import ScheduleError, StageError
+from fpipe.errors import BatchError, ScheduleError, StageError
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.verifier import verify
 from fpipe.stage.compiler import Compile
@@ -198,6 +198,24 @@ class Definition:
         if key is None and len(arguments) == len(self.takes):
             return arguments[:-1], arguments[-1]
         return arguments, key
+
+    def in_order(
+        self, arguments: tuple[Any, ...], key: Tensor | None, named: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Tensor | None]:
+        """The arguments after params in order, and the key, of a call that may name some.
+
+        Raises:
+            BatchError: the names are not those of the arguments that have no position.
+        """
+        if not named:
+            return self.without_key(arguments, key)
+        rest = self.takes[1 + len(arguments) :]
+        if named.keys() != set(rest):
+            raise BatchError(
+                f"the pipeline got {1 + len(arguments)} arguments by position, and by name "
+                f"{', '.join(named)}: it takes {', '.join(self.takes)}, each of them once"
+            )
+        return (*arguments, *(named[name] for name in rest)), key
 
     @property
     def stage_devices(self) -> tuple[torch.device, ...] | None:

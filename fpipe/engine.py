@@ -62,7 +62,7 @@ class Pipeline(Loadable):
     def __repr__(self) -> str:
         return f"<Pipeline of {self.schedule!r}>"
 
-    def step(self, params: Any, *arguments: Any, key: Tensor | None = None) -> Any:
+    def step(self, params: Any, *arguments: Any, key: Tensor | None = None, **named: Any) -> Any:
         """Loss and gradients of one batch.
 
         The first call for each set of shapes traces and compiles, and says so and why to the logger
@@ -80,6 +80,7 @@ class Pipeline(Loadable):
             key: a key of `fpipe.random`, if stages read one: microbatch `m` draws from
                 ``fold_in(key, m)``, so the numbers depend neither on the schedule nor on ranks. The
                 same on every rank. It may also come as the last of `arguments`.
+            named: the batch and the state may come by name, as ``batch`` and ``state``.
 
         Returns:
             ``(loss, grads)``: the scalar loss in the dtype that the loss function returns, and the
@@ -90,18 +91,20 @@ class Pipeline(Loadable):
 
         Raises:
             BatchError: `params` or `batch` has a wrong structure, or too few rows; or a key is
-                missing, or given and not read.
+                missing, or given and not read; or an argument is missing, or given twice.
             StageError: a stage cannot be traced on these shapes.
             PipelineError: an action failed; the pipeline can be used again. Over a process group
                 whatever goes wrong on any rank is a PipelineError on every rank, whose cause on the
                 rank at fault is the original error; it says whether the pipeline can be used again.
         """
-        arguments, key = self.definition.without_key(arguments, key)
+        arguments, key = self.definition.in_order(arguments, key, named)
         if is_within():
             return call_within(self, "step", params, *arguments, key=key)
         return self._run((params, *arguments), "step", key).step()
 
-    def value(self, params: Any, *arguments: Any, key: Tensor | None = None) -> Tensor:
+    def value(
+        self, params: Any, *arguments: Any, key: Tensor | None = None, **named: Any
+    ) -> Tensor:
         """The loss of one batch alone: runs forward only and keeps nothing for a backward.
 
         Arguments, result and errors are those of `step`. Only where autograd is watching, that is
@@ -117,7 +120,7 @@ class Pipeline(Loadable):
             FpipeError: it is differentiated three times, by what it cannot be, or by another
                 transform of `torch.func`; says what to use instead.
         """
-        arguments, key = self.definition.without_key(arguments, key)
+        arguments, key = self.definition.in_order(arguments, key, named)
         if is_within():
             return call_within(self, "value", params, *arguments, key=key)
         if has_history(self) and is_tracked(tree.flatten((params, arguments))[0]):
@@ -126,7 +129,12 @@ class Pipeline(Loadable):
         return loss
 
     def forward(
-        self, params: Any, *arguments: Any, key: Tensor | None = None, out_dims: Any = OWN
+        self,
+        params: Any,
+        *arguments: Any,
+        key: Tensor | None = None,
+        out_dims: Any = OWN,
+        **named: Any,
     ) -> Any:
         """What comes out for the whole batch, by running forward only.
 
@@ -138,6 +146,7 @@ class Pipeline(Loadable):
             params: as in `step`.
             arguments: as in `step`; leaves of the batch that only the loss reads may be missing.
             key: as in `step`.
+            named: as in `step`.
             out_dims: pytree prefix of the output, or of aux: the dimension along which the leaves
                 of the microbatches are concatenated (those without dimensions are stacked), or None
                 to keep the last microbatch's leaf. By default the pipeline's own.
@@ -153,7 +162,7 @@ class Pipeline(Loadable):
         """
         if out_dims is OWN:
             out_dims = self.definition.out_dims
-        arguments, key = self.definition.without_key(arguments, key)
+        arguments, key = self.definition.in_order(arguments, key, named)
         return self.run_forward(params, *arguments, key=key, out_dims=out_dims)
 
     def with_schedule(self, schedule: Schedule) -> Self:

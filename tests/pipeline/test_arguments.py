@@ -30,6 +30,29 @@ MODEL = mlp(2, 6)
 X, Y = MODEL.batch["x"], MODEL.batch["y"]
 
 
+# ── by name ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_batch_may_come_by_name() -> None:
+    pipe = plain_pipeline(MODEL.stages)
+    params, batch = MODEL.params, MODEL.batch
+    expected = pipe.step(params, batch)
+    assert_identical(pipe.step(params=params, batch=batch), expected)
+    assert_identical(fpipe.step(params, pipeline=pipe, batch=batch), expected)
+    assert_identical(pipe.value(params, batch=batch), expected[0])
+    assert_identical(pipe.forward(params, batch=batch), pipe.forward(params, batch))
+    losses = torch.func.vmap(lambda x: pipe.value(params, batch={"x": x, "y": Y}))(X[None])
+    assert_same(losses, expected[0][None])
+
+
+def test_names_that_do_not_fit_are_told() -> None:
+    pipe = plain_pipeline(MODEL.stages)
+    with pytest.raises(fpipe.BatchError, match="2 arguments by position, and by name batch: it ta"):
+        pipe.step(MODEL.params, MODEL.batch, batch=MODEL.batch)
+    with pytest.raises(fpipe.BatchError, match="by name data: it takes params, batch, each of th"):
+        pipe.value(MODEL.params, data=MODEL.batch)
+
+
 # ── in_dims ─────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -70,6 +70,16 @@ def test_state_is_what_the_microbatches_leave_one_after_the_other(
     assert_same(tuple(forward), (found.loss, found.aux))
 
 
+def test_state_and_batch_may_come_by_name() -> None:
+    pipe = state_pipe(without_aux, schedules.zbv(ranks=2, microbatches=4))
+    params, state, batch = make_params(), make_state(), make_batch()
+    expected = pipe.step(params, state, batch)
+    assert_identical(pipe.step(params, batch=batch, state=state), expected)
+    assert_identical(pipe.step(params, state, batch=batch), expected)
+    with pytest.raises(fpipe.BatchError, match="by name batch: it takes params, state, batch, ea"):
+        pipe.step(params, batch=batch)
+
+
 def test_state_of_one_step_begins_the_next() -> None:
     schedule = schedules.zbv(ranks=2, microbatches=4)
     pipe = fpipe.pipeline(without_aux, schedule=schedule, has_state=True, compile=False)
