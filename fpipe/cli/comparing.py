@@ -68,16 +68,22 @@ def _run(options: argparse.Namespace) -> None:
 def _measured(names: Sequence[str], size: sources.Size, cost: Cost) -> list[Row]:
     """The schedules, measured; a file, where there is one, tells the families their size."""
     rows: list[Row] = []
-    for name in filter(sources.is_file, names):
-        schedule = sources.schedule_of(name, size)
+    files = [name for name in names if sources.is_file(name)]
+    families = [name for name in names if not sources.is_file(name)]
+    # Stages per rank are for the families, where there are any.
+    asked = size._replace(stages_per_rank=None) if families else size
+    for name in files:
+        schedule = sources.schedule_of(name, asked)
         # Before a family is made of its size, which only a schedule that can run really has.
         rows.append(_measured_one(name, schedule, cost))
-        size = size._replace(ranks=schedule.num_ranks, microbatches=schedule.num_microbatches)
-    return rows + [
-        _measured_one(name, sources.schedule_of(name, size), cost)
-        for name in names
-        if not sources.is_file(name)
-    ]
+        found = schedule.num_ranks, schedule.num_microbatches
+        if name != files[0] and found != size[:2]:
+            raise ScheduleError(
+                f"{name} has {found[0]} ranks and {found[1]} microbatches, and {files[0]} has "
+                f"{size.ranks} and {size.microbatches}: compare schedules of one size"
+            )
+        size = size._replace(ranks=found[0], microbatches=found[1])
+    return rows + [_measured_one(name, sources.schedule_of(name, size), cost) for name in families]
 
 
 def _measured_one(name: str, schedule: Schedule, cost: Cost) -> Row:

@@ -24,7 +24,7 @@ def add(commands: Commands[Any]) -> None:
         "--requires",
         metavar="OPS[,OPS...]",
         help="what each stage owes: F, FI, FW or FIW, once for all or for each stage "
-        "(default: FIW; F for a schedule of evaluation)",
+        "(default: FIW; a schedule of evaluation needs F)",
     )
     parser.set_defaults(run=_run)
 

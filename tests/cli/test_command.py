@@ -166,6 +166,27 @@ def test_compare_takes_the_size_from_a_file(
     assert [line.split()[0] for line in lines[1:]] == [str(path), "gpipe"]
 
 
+def test_stages_per_rank_are_for_the_families_that_a_file_is_compared_with(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.csv"
+    schedules.zb_h2(ranks=2, microbatches=4).to_csv(path)
+    lines = run(capsys, "compare", str(path), "looped_bfs", "--stages-per-rank", "3").splitlines()
+    assert {line.split()[1] for line in lines[1:]} == {"2", "6"}
+    line = refused(capsys, "compare", str(path), "--stages-per-rank", "3")
+    assert "has 1 stages per rank and --stages-per-rank is 3" in line
+
+
+def test_compare_refuses_files_of_two_sizes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    one, other = tmp_path / "one.csv", tmp_path / "other.csv"
+    schedules.gpipe(ranks=2, microbatches=4).to_csv(one)
+    schedules.gpipe(ranks=2, microbatches=3).to_csv(other)
+    line = refused(capsys, "compare", str(one), str(other))
+    assert f"{other} has 2 ranks and 3 microbatches, and {one} has 2 and 4: compare" in line
+
+
 def test_compare_takes_no_size_from_a_file_that_cannot_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
