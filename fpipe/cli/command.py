@@ -59,6 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = "standard output" if error.filename is None else error.filename
         return _refuse(options.command, f"{where}: {error.strerror}")
+    except MemoryError:
+        return _refuse(
+            options.command, "out of memory: take fewer ranks, microbatches or stages per rank"
+        )
     except KeyboardInterrupt:
         return 130  # as a shell has it
     return 0

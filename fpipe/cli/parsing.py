@@ -7,7 +7,7 @@ from typing import Any, Final, NoReturn
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.cost import Cost
-from fpipe.schedule.exchange.plain import load, load_json
+from fpipe.schedule.exchange.plain import is_number, load, load_json
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,8 +35,10 @@ def new(commands: Commands[Any], name: str, purpose: str, example: str) -> argpa
 
 def count(text: str) -> int:
     """A whole number, 1 or more."""
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
+    if not (text.isascii() and text.isdigit() and text.strip("0")):
+        raise argparse.ArgumentTypeError(f"{text!r:.60} must be a whole number, 1 or more")
+    if not is_number(text):
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is too large: it has {len(text)} digits")
     return int(text)
 
 

@@ -241,6 +241,12 @@ def test_verify_says_what_is_owed(capsys: pytest.CaptureFixture[str], tmp_path: 
         ("show zvb", "name='zvb' is not a schedule family"),
         ("show zbv", "zbv is a family: give --ranks and --microbatches"),
         ("show forward_only", "forward_only is a family: give --ranks and --microbatches"),
+        (
+            f"show gpipe -p 1 -m {10**18 - 1}",
+            "show: error: out of memory: take fewer ranks, microbat",
+        ),
+        (f"show gpipe -p 1 -m {'9' * 19}", f"--microbatches: '{'9' * 19}' is too large: it has 19"),
+        (f"show gpipe -p {'9' * 5000} -m 1", "9999 is too large: it has 5000 digits"),
         ("show zbv -p 0 -m 4", "--ranks: '0' must be a whole number, 1 or more"),
         ("show zbv -p 2 -m 4 --stages-per-rank 3", "stages_per_rank=3 does not fit"),
         ("show none.csv", "fpipe show: error: none.csv: No such file or directory"),
