@@ -12,7 +12,7 @@ from typing import Any
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fpipe.errors import BatchError
 
@@ -41,6 +41,11 @@ def tensors(name: str, tree: Any, hint: str) -> tuple[list[Tensor], optree.PyTre
     """
     leaves, spec = flatten(tree)
     for index, leaf in enumerate(leaves):
+        if isinstance(leaf, nn.Module):
+            raise BatchError(
+                f"{name}{paths(spec)[index]} is a module, {type(leaf).__name__}: pass its "
+                "parameters, dict(module.named_parameters())"
+            )
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
             if not isinstance(leaf, Tensor):
                 found = f"={leaf!r:.60} is a {type(leaf).__name__}"

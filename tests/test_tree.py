@@ -102,6 +102,12 @@ def test_leaves_that_are_no_dense_tensors(leaf: Any, found: str) -> None:
         tree.tensors("batch", {"k": [torch.ones(1), leaf]}, "a hint")
 
 
+def test_module_in_place_of_its_parameters() -> None:
+    rule = r"params\[0\] is a module, Linear: pass its parameters, dict\(module.named_parameters"
+    with pytest.raises(BatchError, match=rule):
+        tree.tensors("params", [torch.nn.Linear(1, 1)], "a hint")
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors() -> None:
     nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])

@@ -73,7 +73,8 @@ class ModuleLoss:
             )
         self._loss, self._returns, self._is_compiling = loss, returns, is_compiling
         self.buffers = buffers or {}
-        takes = signature(module.forward).parameters
+        self._signature = signature(module.forward)
+        takes = self._signature.parameters
         leaves_some = loss is not None and all(p.kind != p.VAR_KEYWORD for p in takes.values())
         self._takes = frozenset(takes) if leaves_some else None
         # Tied parameters have several names; the first is the one that named_parameters() gives.
@@ -90,7 +91,11 @@ class ModuleLoss:
         *states, batch = arguments
         self._check(params, batch)
         named = self.__qualname__
-        with explaining(named, is_compiling=self._is_compiling), self._cutting():
+        with (
+            explaining(named, is_compiling=self._is_compiling),
+            self._cutting(),
+            self._naming_entries(batch),
+        ):
             given = {**self.buffers, **params}
             taken = {n: v for n, v in batch.items() if self._takes is None or n in self._takes}
             if not states:
@@ -146,6 +151,27 @@ class ModuleLoss:
                 f"{self.__qualname__}: pass dict(module.named_parameters()), in which tied "
                 "parameters come once"
             )
+
+    @contextmanager
+    def _naming_entries(self, batch: Mapping[str, Any]) -> Iterator[None]:
+        """Say of a batch that does not suit the forward's arguments what the batch must be."""
+        try:
+            yield
+        except TypeError as error:
+            takes = self._takes
+            try:
+                # Only now: a wrapper of the forward may take what its signature does not tell.
+                self._signature.bind(**{n: batch[n] for n in batch if takes is None or n in takes})
+            except TypeError:
+                rest = "; without a loss= nothing else reads an entry" if self._loss is None else ""
+                raise BatchError(
+                    f"batch has {few(sorted(batch))}, which the arguments of the forward of "
+                    f"{self.__qualname__}, {self._signature}, do not suit ({error}): the batch of "
+                    f"a module is a dict of the keyword arguments of its forward{rest}; for a "
+                    "forward that takes arguments by position alone, wrap the module in one whose "
+                    "arguments have names"
+                ) from error
+            raise
 
     @contextmanager
     def _cutting(self) -> Iterator[None]:
@@ -288,9 +314,9 @@ def _checked_cuts(module: nn.Module, cuts: Any) -> tuple[str, ...]:
             f"cuts={cuts!r:.60} is a {type(cuts).__name__}: it must be a list of names of "
             "submodules, one fewer than stages"
         )
-    known = {name for name, _ in module.named_modules(remove_duplicate=False)}
+    known = {name for name, _ in module.named_modules(remove_duplicate=False)} - {""}
     for name in cuts:
-        if name not in known or not name:
+        if name not in known:
             near = _nearest(str(name), known)
             raise StageError(
                 f"cuts names {name!r}, which is no submodule of {type(module).__name__}; "

@@ -220,6 +220,11 @@ def _received(value: Tensor, like: Tensor, source: int, group: dist.ProcessGroup
 
 def _misfit(module: nn.Module, params: Mapping[str, Tensor], state: Any) -> BatchError | None:
     """Why `params` and `state` cannot be copied into `module`."""
+    if not isinstance(module, nn.Module):
+        return BatchError(
+            f"module is a {type(module).__name__}: pass the torch.nn.Module to copy into first, "
+            "and params after it"
+        )
     own = dict(module.named_parameters())
     if own.keys() != params.keys():
         odd = sorted(own.keys() ^ params.keys())

@@ -34,8 +34,9 @@ def explaining(name: str, *, is_compiling: bool) -> Iterator[None]:
         )
         raise StageError(
             f"{name} branches on data ({error}){place(error)}, which a pipeline that is traced "
-            "once cannot: of a Hugging Face model this is most often the padding mask; pass the "
-            "mask with four dimensions, bool[batch, 1, query, key], load a decoder with "
+            "once cannot: use torch.where or a mask in code of your own; of a Hugging Face model "
+            "this is most often the padding mask: pass the mask with four "
+            "dimensions, bool[batch, 1, query, key], load a decoder with "
             'attn_implementation="eager" (experts: experts_implementation="batched_mm")' + told
         ) from error
     except Exception as error:

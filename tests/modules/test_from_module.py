@@ -148,7 +148,8 @@ def test_branch_on_data_is_refused_with_its_place() -> None:
     pipe = fpipe.from_module(module, schedule=ONE, cuts=[], loss=squares, compile=False)
     batch = {"x": torch.ones(4, 3), "mask": torch.ones(4, dtype=torch.bool)}
     with pytest.raises(
-        fpipe.StageError, match=r"Lagging branches on data .*test_from_module\.py:\d+.*eager"
+        fpipe.StageError,
+        match=r"Lagging branches on data .*test_from_module\.py:\d+.*torch.where.*eager",
     ):
         pipe.step(detached(module), batch)
 
@@ -159,6 +160,7 @@ def test_branch_on_data_is_refused_with_its_place() -> None:
         ({"module": squares}, r"module=<function.* is a function: .*fpipe.pipeline takes"),
         ({"cuts": "blocks.1"}, r"cuts='blocks.1' is a str: it must be a list of names"),
         ({"cuts": ["block.1"]}, r"'block.1', which is no submodule of LanguageModel.*'blocks.1'"),
+        ({"cuts": [""]}, r"names '', which is no submodule .* lists them$"),
         ({"cuts": ["blocks.1", "blocks.1"]}, r"names a submodule twice"),
         ({"cuts": ["blocks.1", "blocks.2"]}, r"cuts has 2 names, which make 3 stages"),
         ({"schedule": "zbv"}, r"schedule='zbv' is a str"),
@@ -173,6 +175,47 @@ def test_wrong_argument_is_refused(options: dict[str, Any], message: str) -> Non
     } | options
     with pytest.raises(fpipe.StageError, match=message):
         fpipe.from_module(given.pop("module"), compile=False, **given)
+
+
+class ByPosition(nn.Linear):
+    def forward(self, *xs: Tensor) -> Tensor:
+        return super().forward(xs[0])
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "loss", "message"),
+    [
+        (
+            nn.Linear(3, 3),
+            "input",
+            None,
+            r"'y', .*\(input: .* unexpected .*'y'\): .*without a loss=",
+        ),
+        (nn.Linear(3, 3), "x", squares, r"'x', 'y', .*\(input: .*missing .* 'input'\): .* keyword"),
+        (ByPosition(3, 3), "xs", squares, r"\(\*xs: .*: .*wrap the module in one whose arguments"),
+    ],
+)
+def test_batch_that_does_not_suit_the_forward_is_refused(
+    module: nn.Module, name: str, loss: Any, message: str
+) -> None:
+    pipe = fpipe.from_module(module, schedule=ONE, cuts=[], loss=loss, compile=False)
+    with pytest.raises(fpipe.BatchError, match=message):
+        pipe.step(detached(module), {name: torch.ones(4, 3), "y": torch.ones(4, 3)})
+
+
+def test_type_error_within_the_forward_is_no_matter_of_the_batch() -> None:
+    module = nn.Linear(3, 3)
+    module.register_forward_pre_hook(lambda *_: len(3))  # type: ignore[arg-type]
+    pipe = fpipe.from_module(module, schedule=ONE, cuts=[], loss=squares, compile=False)
+    with pytest.raises(fpipe.StageError, match=r"cannot be traced .* has no len"):
+        pipe.step(detached(module), {"input": torch.ones(4, 3)})
+
+
+def test_load_into_takes_the_module_first() -> None:
+    module = nn.Linear(3, 3)
+    pipe = fpipe.from_module(module, schedule=ONE, cuts=[], loss=squares, compile=False)
+    with pytest.raises(fpipe.BatchError, match=r"module is a dict: pass the torch.nn.Module"):
+        pipe.load_into(detached(module), module)  # type: ignore[arg-type]
 
 
 def test_wrong_params_and_batches_are_refused() -> None:
