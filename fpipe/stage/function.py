@@ -102,7 +102,8 @@ class FunctionTracer:
         if goal == "forward" and not record.returns.aux:
             raise StageError(
                 f"{name} returns a loss and no output: pipe.value gives the loss without "
-                "gradients, and with has_aux=True what else the function returns comes back"
+                "gradients; for outputs return (loss, aux), under has_aux=True, of which "
+                "pipe.forward gives both (of a module: loss=lambda output, batch: (..., output))"
             )
         params = Abstract.of(shapes[0], self._mode)
         batch = Abstract.of(microbatch, self._mode)
