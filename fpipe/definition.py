@@ -5,7 +5,7 @@ A pipeline is made from its definition alone, so another one like it is made by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,7 @@ class Definition:
         convention: how it is called, and what is returned.
         sink: how gradients and losses are collected over microbatches.
         argnums: what gradients are taken by: ``"params"``, ``"batch"``, or a tuple of both.
+        modes: what a trace depends on beside arguments and torch's own settings, as it is now.
         alone: of an ensemble the definition of one member, and the other arguments of `ensemble`.
 
     Raises:
@@ -91,6 +92,7 @@ class Definition:
     convention: Convention = PLAIN
     sink: Sink = SUM
     argnums: str | tuple[str, ...] = "params"
+    modes: Callable[[], Hashable] = tuple
     alone: tuple[Definition, tuple[Any, ...], str] | None = None
 
     def __post_init__(self) -> None:

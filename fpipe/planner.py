@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from fpipe.plan import Plan
 from fpipe.runtime.program import Program
 from fpipe.runtime.values import Codes
 from fpipe.schedule import Op, Schedule
-from fpipe.shapes import Signature, difference, distinct, refuse_without_data
+from fpipe.shapes import Signature, ambient, difference, distinct, refuse_without_data
 from fpipe.stage.code import StageCode
 from fpipe.stage.joint import is_differentiable
 from fpipe.stage.sink import Sink
@@ -36,6 +37,7 @@ class Planner:
         cotangent: what of the losses is differentiated, None for all of them.
         lower: makes the programs; it knows the transport.
         sink: how gradients and losses are collected.
+        modes: what a trace depends on beside arguments and torch's own settings, as it is now.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Planner:
         cotangent: tuple[float, ...] | None,
         lower: Callable[[Schedule, Codes], tuple[Program, ...]],
         sink: Sink,
+        modes: Callable[[], Hashable],
     ) -> None:
         self._workshop = workshop
         self._schedule = schedule
@@ -55,6 +58,7 @@ class Planner:
         self._cotangent = cotangent
         self._lower = lower
         self._sink = sink
+        self._modes = modes
         self._plans: dict[Signature, Plan] = {}
 
     def __call__(self, signature: Signature) -> Plan:
@@ -67,6 +71,10 @@ class Planner:
 
     def __contains__(self, signature: Signature) -> bool:
         return signature in self._plans
+
+    def ambient(self) -> tuple[Any, ...]:
+        """What a trace depends on beside its arguments, as it is now."""
+        return ambient(self._modes())
 
     @property
     def placement(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ other what they were given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -145,14 +145,18 @@ def device_of_keys(leaves: Sequence[Tensor]) -> torch.device:
     return leaves[0].device if leaves else torch.device("cpu")
 
 
-def ambient() -> tuple[Any, ...]:
-    """What a trace depends on beside its arguments: autocast, default dtype, number of threads."""
+def ambient(modes: Hashable = None) -> tuple[Any, ...]:
+    """What a trace depends on beside its arguments: autocast, default dtype, number of threads.
+
+    Args:
+        modes: what else it depends on.
+    """
     casts = tuple(
         (kind, torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     )
-    return (casts, torch.get_default_dtype(), torch.get_num_threads())
+    return (casts, torch.get_default_dtype(), modes, torch.get_num_threads())
 
 
 def difference(before: Signature, now: Signature) -> str:
@@ -166,6 +170,8 @@ def difference(before: Signature, now: Signature) -> str:
             return f"the microbatch changed: {found}"
     if before.rows != now.rows:
         return f"the batch has {sum(now.rows)} rows, before {sum(before.rows)}"
+    if now.ambient[2] != before.ambient[2]:
+        return "the module was put in another mode, by train() or eval()"
     return "autocast, the default dtype or the number of threads changed"
 
 

@@ -236,7 +236,8 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
     if rank_or_none is not None:
         raise refusal(
             rank_or_none,
-            f"rank {rank_or_none} runs under another autocast or default dtype than other ranks",
+            f"rank {rank_or_none} runs under another autocast or default dtype, or has its module "
+            "in another mode (train, eval), than other ranks",
         )
 
 

@@ -37,7 +37,7 @@ from fpipe.planner import Planner
 from fpipe.recording import active
 from fpipe.runtime.program import Program, describe
 from fpipe.schedule import Schedule
-from fpipe.shapes import Goal, Signature, TreeShape, ambient, batch_shapes
+from fpipe.shapes import Goal, Signature, TreeShape, batch_shapes
 
 NOWHERE = torch.device("meta")
 """Stands for every rank's own device in what ranks compare."""
@@ -161,7 +161,7 @@ class Calls:
             given = self._read(*enter(), key())
         except Exception as error:
             problem = error
-        header = _header(given, name or f"pipe.{goal}")
+        header = _header(given, name or f"pipe.{goal}", self._planner.ambient())
         headers = connected(lambda: start_headers(header, self._control))
         return Call(goal, given, problem, header, lambda: connected(headers))
 
@@ -200,7 +200,7 @@ class Calls:
             params={} if given is None else given.shapes,
             rows=None if given is None or given.parts is None else given.parts.rows,
             batch=None if given is None else given.batch,
-            ambient=ambient()[:-1],
+            ambient=self._planner.ambient()[:-1],
             problem=None if problem is None else named(problem),
         )
         if problem is None and (problem := unsendable(offer)) is not None:
@@ -217,7 +217,7 @@ class Calls:
             ),
             reader.rows,
             tuple(shape.on(self._device) for shape in reader.batch),
-            ambient(),
+            self._planner.ambient(),
         )
 
     def _make_plan(self, signature: Signature) -> Plan:
@@ -242,12 +242,12 @@ class Calls:
         return self._expected.get(call.kind)
 
 
-def _header(given: Given | None, name: str) -> Header:
+def _header(given: Given | None, name: str, ambient: tuple[Any, ...]) -> Header:
     if given is None:
         return Header(1, CALLS.index(name), 0, 0, 0)
     batch = 0
     if given.parts is not None:
         batch = identity((given.parts.rows, given.batch))
-    own = identity((*given.shapes.items(), ambient()))
+    own = identity((*given.shapes.items(), ambient))
     records = int(active() is not None)
     return Header(0, CALLS.index(name), batch, own, records, as_number(given.key))

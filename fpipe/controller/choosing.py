@@ -54,6 +54,7 @@ def controller_of(definition: Definition, workshop: Workshop) -> Controller:
             sink=definition.sink,
         ),
         sink=definition.sink,
+        modes=definition.modes,
     )
 
     def read(params: Any) -> Parameters:

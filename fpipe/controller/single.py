@@ -19,7 +19,7 @@ from fpipe.recording import Marks, active, timeline_of
 from fpipe.runtime.instrument import observed
 from fpipe.runtime.local import LocalTransport, run_together
 from fpipe.runtime.program import Program
-from fpipe.shapes import Goal, Signature, TreeShape, ambient, batch_shapes, with_data
+from fpipe.shapes import Goal, Signature, TreeShape, batch_shapes, with_data
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ class SingleController:
             tuple(map(TreeShape.of, leaves.specs, leaves.stages)),
             parts.rows,
             batch_shapes(parts),
-            ambient(),
+            self._planner.ambient(),
         )
         return leaves, parts, signature
 

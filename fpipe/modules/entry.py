@@ -60,8 +60,8 @@ def from_module(
     parameters come once, and as the batch the dict of the forward's keyword arguments. What the
     module itself holds is not changed. Parameters that require no gradient at this call are frozen,
     as with ``trainable`` of `fpipe.pipeline`. Buffers are constants; a forward that changes them
-    (batch norm in training mode) is refused, unless they are a state. Call ``module.eval()`` or
-    leave ``module.train()`` before: the mode is that of the time of tracing.
+    (batch norm in training mode) is refused, unless they are a state. The mode of the module, by
+    ``module.train()`` and ``module.eval()``, is that of the call; each is traced once.
 
     Args:
         module: its forward is traced on abstract tensors at the first step, once for each set of

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -278,10 +279,16 @@ def declared(
         trainable=Trainable(None if all(trained.values()) else trained),
         schedule=schedule,
         convention=called(options.get("has_state", False), batch_norm),
+        modes=partial(_modes_of, tuple(module.modules())),
         **options,
     )
     own = ModuleLoss(module, (), loss, definition.returns, is_compiling=is_compiling)
     return replace(definition, loss=own)
+
+
+def _modes_of(modules: Sequence[nn.Module]) -> tuple[bool, ...]:
+    """Which of the modules are in training mode."""
+    return tuple(module.training for module in modules)
 
 
 def held_by(definition: Definition) -> tuple[Any, ...]:

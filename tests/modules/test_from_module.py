@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -51,6 +52,35 @@ def test_module_equals_itself_unpipelined(schedule: Schedule, remat: Any) -> Non
     for name, value in module.named_parameters():
         assert torch.equal(value, held[name])
     assert not any(submodule._forward_hooks for submodule in module.modules())
+
+
+class Louder(nn.Module):
+    """Three times as loud in training."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input * (3.0 if self.training else 1.0)
+
+
+def test_the_mode_of_the_module_is_that_of_the_call(caplog: pytest.LogCaptureFixture) -> None:
+    """It was that of the first call for each set of shapes, so that a batch of another size, first
+    met in evaluation, was trained without dropout ever after."""
+    module = nn.Sequential(nn.Linear(2, 2), Louder()).double()
+    params, batch = detached(module), {"input": torch.ones(4, 2, dtype=torch.float64)}
+    pipe = fpipe.from_module(
+        module, schedule=TWO, cuts=["0"], loss=lambda y, _: y.sum(), compile=False
+    )
+    ensemble = fpipe.vmap(pipe)
+    both = {name: torch.stack([value, value]) for name, value in params.items()}
+    with caplog.at_level(logging.INFO, logger="fpipe"):
+        for change in (module.train, module.eval, module[1].train, module.eval):
+            change()
+            expected = module(**batch).sum().detach() / 2  # the mean of two sums
+            torch.testing.assert_close(pipe.step(params, batch).loss, expected)
+            torch.testing.assert_close(pipe.value(params, batch), expected)
+            torch.testing.assert_close(ensemble.step(both, batch).loss, expected.expand(2))
+    steps = [r.message for r in caplog.records if r.message.startswith("tracing step")]
+    assert len(steps) == 2 * 3  # all in training, all in evaluation, some in training
+    assert steps[-1].endswith("because the module was put in another mode, by train() or eval()")
 
 
 def test_loss_of_output_and_batch() -> None:
