@@ -140,7 +140,8 @@ class ModuleLoss:
         if not isinstance(batch, Mapping):
             raise BatchError(
                 f"batch is a {type(batch).__name__}: the batch of a module is a dict of the "
-                "keyword arguments of its forward"
+                "keyword arguments of its forward, such as {'input': x}; what only the loss reads, "
+                "labels for one, may be an entry too"
             )
         if params.keys() != self._names:
             missing, extra = (

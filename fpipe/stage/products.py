@@ -89,8 +89,8 @@ def _other_term(product: fx.Node) -> Any:
 def _pays(a: fx.Node, b: fx.Node) -> bool:
     left, right = a.meta["val"], b.meta["val"]
     multiplications = prod(left.shape[-2:]) * right.shape[-1]  # of one matrix of a batch
-    on_cpu = left.device.type == "cpu"
-    return left.dtype is torch.float32 and on_cpu and multiplications >= SMALLEST
+    fit = all(v.dtype is torch.float32 and v.device.type == "cpu" for v in (left, right))
+    return fit and multiplications >= SMALLEST
 
 
 def _can_add(term: Any, product: fx.Node) -> bool:

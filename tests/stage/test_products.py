@@ -102,6 +102,15 @@ def test_the_product_is_the_same(
 
 
 @needs_onednn
+def test_factors_that_do_not_fit_are_left_to_be_refused() -> None:
+    """Abstract products take factors of two dtypes; oneDNN would misread one of them."""
+    found, module = rewritten(torch.mm, A, B.double())
+    assert found == ["mm"]
+    with pytest.raises(RuntimeError, match="dtype"):
+        module(A, B.double())
+
+
+@needs_onednn
 def test_the_graph_that_was_given_is_left_alone() -> None:
     graph = make_fx(torch.mm, tracing_mode="fake")(A, B).graph
     with_onednn(graph)
