@@ -61,7 +61,8 @@ class Definition:
         convention: how it is called, and what is returned.
         sink: how gradients and losses are collected over microbatches.
         argnums: what gradients are taken by: ``"params"``, ``"batch"``, or a tuple of both.
-        modes: what a trace depends on beside arguments and torch's own settings, as it is now.
+        modes: of one function, what else its trace depends on, as it is now: which of a module's
+            submodules are in training mode.
         alone: of an ensemble the definition of one member, and the other arguments of `ensemble`.
 
     Raises:
@@ -212,10 +213,11 @@ class Definition:
         if not named:
             return self.without_key(arguments, key)
         rest = self.takes[1 + len(arguments) :]
-        if named.keys() != set(rest):
+        if sorted(named) != sorted(rest):
             raise BatchError(
                 f"the pipeline got {1 + len(arguments)} arguments by position, and by name "
-                f"{', '.join(named)}: it takes {', '.join(self.takes)}, each of them once"
+                f"{', '.join(named)}: it takes {', '.join(self.takes)}, each of them once; with "
+                "any of them by name, a key is key="
             )
         return (*arguments, *(named[name] for name in rest)), key
 

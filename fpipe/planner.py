@@ -37,7 +37,7 @@ class Planner:
         cotangent: what of the losses is differentiated, None for all of them.
         lower: makes the programs; it knows the transport.
         sink: how gradients and losses are collected.
-        modes: what a trace depends on beside arguments and torch's own settings, as it is now.
+        modes: as in the definition.
     """
 
     def __init__(

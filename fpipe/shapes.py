@@ -149,7 +149,7 @@ def ambient(modes: Hashable = None) -> tuple[Any, ...]:
     """What a trace depends on beside its arguments: autocast, default dtype, number of threads.
 
     Args:
-        modes: what else it depends on.
+        modes: of the definition, as they are now.
     """
     casts = tuple(
         (kind, torch.get_autocast_dtype(kind))

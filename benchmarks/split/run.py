@@ -213,10 +213,13 @@ def main() -> None:
     for name in SHAPES:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--trim", action="store_true", help="let glibc give memory back")
+    parser.add_argument("--blas", action="store_true", help="leave all products to torch's BLAS")
     add_uncompiled(parser)
     add_arguments(parser, rounds=30)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.blas:
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     if not arguments.trim:
         keep_memory()
     device = torch.empty(0, device=arguments.device).device

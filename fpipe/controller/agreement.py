@@ -234,11 +234,11 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
         )
     rank_or_none = odd_one_out([offer.ambient for offer in offers])
     if rank_or_none is not None:
-        raise refusal(
-            rank_or_none,
-            f"rank {rank_or_none} runs under another autocast or default dtype, or has its module "
-            "in another mode (train, eval), than other ranks",
-        )
+        casts = odd_one_out([offer.ambient[:2] for offer in offers])
+        what = "has its module in another mode (train, eval)"
+        if casts is not None:
+            what = "runs under another autocast or default dtype"
+        raise refusal(rank_or_none, f"rank {rank_or_none} {what} than other ranks")
 
 
 def unsendable(offer: Offer) -> BatchError | None:

@@ -167,9 +167,9 @@ class ModuleLoss:
             except TypeError:
                 rest = "; without a loss= nothing else reads an entry" if self._loss is None else ""
                 raise BatchError(
-                    f"batch has {few(sorted(batch))}, which the arguments of the forward of "
-                    f"{self.__qualname__}, {self._signature}, do not suit ({error}): the batch of "
-                    f"a module is a dict of the keyword arguments of its forward{rest}; for a "
+                    f"batch has {few(sorted(map(str, batch)))}, which the arguments of the forward "
+                    f"of {self.__qualname__}, {self._signature}, do not suit ({error}): the batch "
+                    f"of a module is a dict of the keyword arguments of its forward{rest}; for a "
                     "forward that takes arguments by position alone, wrap the module in one whose "
                     "arguments have names"
                 ) from error
@@ -280,16 +280,17 @@ def declared(
         trainable=Trainable(None if all(trained.values()) else trained),
         schedule=schedule,
         convention=called(options.get("has_state", False), batch_norm),
-        modes=partial(_modes_of, tuple(module.modules())),
+        modes=partial(_modes_of, module, loss),
         **options,
     )
     own = ModuleLoss(module, (), loss, definition.returns, is_compiling=is_compiling)
     return replace(definition, loss=own)
 
 
-def _modes_of(modules: Sequence[nn.Module]) -> tuple[bool, ...]:
-    """Which of the modules are in training mode."""
-    return tuple(module.training for module in modules)
+def _modes_of(*traced: Any) -> tuple[bool, ...]:
+    """Which of the modules that are traced are in training mode, and theirs."""
+    whole = [module for module in traced if isinstance(module, nn.Module)]
+    return tuple(module.training for one in whole for module in one.modules())
 
 
 def held_by(definition: Definition) -> tuple[Any, ...]:

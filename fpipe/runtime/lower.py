@@ -62,11 +62,12 @@ class Windows(NamedTuple):
     nbytes: int = 0
 
 
-AT_ONCE = 16
-A_TASK = 2
-"""How many receives of a channel are posted early at the start, and before each task after it. To
-post one takes 20 microseconds, and the first message should not wait for those of the whole step.
-"""
+AHEAD_AT_START = 16
+"""Receives of a channel that are posted ahead of their windows before the first task: to post one
+takes some 20 microseconds, and the first message should not wait for those of a whole step."""
+
+AHEAD_PER_TASK = 2
+"""And before each task after it."""
 
 DIRECT = Windows(send=0, receive=0)
 """For a transport that hands values over at once."""
@@ -207,7 +208,7 @@ def _post_times(
                 start += 1
             if start <= number:
                 room = first_read[channel[start - 1]] + 1 if start else 0
-                slowly = (number - AT_ONCE) // A_TASK + 1
+                slowly = (number - AHEAD_AT_START) // AHEAD_PER_TASK + 1
                 times[number] = min(times[number], max(room, slowly))
         for number in reversed(range(len(times) - 1)):
             times[number] = min(times[number], times[number + 1])

@@ -175,7 +175,9 @@ def _inductor(module: fx.GraphModule, examples: list[Tensor], patches: dict[str,
     captured: list[Any] = []
     if not patches.get("fallback_random", inductor_config.fallback_random):
         module = _module(with_uniform_draws(module.graph))
-    if blas_is_slow():
+    # Where Inductor tunes products it must see them.
+    tunes = any(patches.get(name) for name in ("max_autotune", "max_autotune_gemm"))
+    if blas_is_slow() and not tunes:
         module = _module(with_onednn(module.graph))
 
     def capture(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:

@@ -104,9 +104,9 @@ def test_a_circle_of_forwards_is_refused_as_a_circle() -> None:
 
 def test_a_hundred_thousand_actions_take_a_fraction_of_a_second() -> None:
     schedule = fpipe.schedules.zb_h1(ranks=16, microbatches=2100)
-    start = time.perf_counter()
+    start = time.process_time()
     assert simulate(schedule, UNIT).makespan == 2100 * 3 + 15
-    assert time.perf_counter() - start < 3  # ten times what it takes here, for busy machines
+    assert time.process_time() - start < 10  # many times what it takes, for busy machines
 
 
 @pytest.mark.parametrize(

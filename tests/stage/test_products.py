@@ -70,6 +70,7 @@ SQUARE = single(128, 128)
         # one for each member of an ensemble
         (torch.bmm, (single(3, 128, 256), single(3, 256, 64)), ["products"]),
         (torch.bmm, (A.expand(2, -1, -1), B.expand(2, -1, -1)), ["products"]),
+        (torch.bmm, (single(0, 128, 256), single(0, 256, 64)), ["products"]),
         (lambda a, b: a.mT @ b.mT, (single(2, 256, 128), single(2, 64, 256)), ["products"]),
         # what oneDNN cannot add in one go
         (lambda c, a, b: a @ b + c, (C[:, :1], A, B), ["product", "add"]),
@@ -82,6 +83,7 @@ SQUARE = single(128, 128)
         (lambda a, b: (p := a @ b) + p, (A, B), ["product", "add"]),
         (lambda c, a: c @ a + (c @ c) @ a, (SQUARE, A), ["product", "product", "add_product"]),
         # what stays with torch
+        (torch.mm, (single(1, 2048), single(2048, 1024)), ["mm"]),
         (torch.mm, (A[:8], B), ["mm"]),
         (torch.mm, (A.double(), B.double()), ["mm"]),
         (torch.mm, (A.bfloat16(), B.bfloat16()), ["mm"]),
@@ -121,8 +123,8 @@ def layers(params: Any, x: Tensor) -> Tensor:
     return (x @ params["up"] + params["bias"]).relu() @ params["down"]
 
 
-def step_ops() -> tuple[set[str], Any]:
-    """The products that a compiled step calls, and what it returns."""
+def step_ops(compile: Any = True) -> set[str]:
+    """The products that a compiled step calls."""
     params: Any = [
         {
             "up": single(128, 256, seed=2 * s),
@@ -132,7 +134,7 @@ def step_ops() -> tuple[set[str], Any]:
         for s in range(2)
     ]
     schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline([layers] * 2, lambda y, _: y.square().mean(), schedule)
+    pipe = fpipe.pipeline([layers] * 2, lambda y, _: y.square().mean(), schedule, compile=compile)
     batch = single(256, 128, seed=9)
     pipe.step(params, batch)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
@@ -153,7 +155,7 @@ def step_ops() -> tuple[set[str], Any]:
         "aten::addmm",
         "fpipe::product",
         "fpipe::add_product",
-    }, result
+    }
 
 
 @pytest.fixture
@@ -183,8 +185,15 @@ def test_a_compiled_step_takes_onednn_where_blas_is_slow(
     elsewhere: Callable[[str, bool], None],
 ) -> None:
     elsewhere(AMD, True)
-    found, _ = step_ops()
-    assert found == {"fpipe::product", "fpipe::add_product"}
+    assert step_ops() == {"fpipe::product", "fpipe::add_product"}
+
+
+@needs_onednn
+def test_products_that_inductor_tunes_are_left_to_it(
+    elsewhere: Callable[[str, bool], None],
+) -> None:
+    elsewhere(AMD, True)
+    assert step_ops({"options": {"max_autotune_gemm": True}}) <= {"aten::mm", "aten::addmm"}
 
 
 @needs_onednn
@@ -223,5 +232,4 @@ def test_a_caller_can_leave_them_to_blas(
     assert blas_is_slow()
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     assert not blas_is_slow()
-    found, _ = step_ops()
-    assert found <= {"aten::mm", "aten::addmm"}
+    assert step_ops() <= {"aten::mm", "aten::addmm"}
