@@ -176,7 +176,8 @@ def _inductor(module: fx.GraphModule, examples: list[Tensor], patches: dict[str,
     if not patches.get("fallback_random", inductor_config.fallback_random):
         module = _module(with_uniform_draws(module.graph))
     # Where Inductor tunes products it must see them.
-    tunes = any(patches.get(name) for name in ("max_autotune", "max_autotune_gemm"))
+    tuning = ("max_autotune", "max_autotune_gemm")
+    tunes = any(patches.get(name, getattr(inductor_config, name)) for name in tuning)
     if blas_is_slow() and not tunes:
         module = _module(with_onednn(module.graph))
 
