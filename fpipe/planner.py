@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from fpipe.plan import Plan
 from fpipe.runtime.program import Program
 from fpipe.runtime.values import Codes
 from fpipe.schedule import Op, Schedule
-from fpipe.shapes import Signature, ambient, difference, distinct, refuse_without_data
+from fpipe.shapes import Ambient, Signature, ambient, difference, distinct, refuse_without_data
 from fpipe.stage.code import StageCode
 from fpipe.stage.joint import is_differentiable
 from fpipe.stage.sink import Sink
@@ -72,7 +71,7 @@ class Planner:
     def __contains__(self, signature: Signature) -> bool:
         return signature in self._plans
 
-    def ambient(self) -> tuple[Any, ...]:
+    def ambient(self) -> Ambient:
         """What a trace depends on beside its arguments, as it is now."""
         return ambient(self._modes())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import optree
 import torch
@@ -92,7 +92,7 @@ class Signature(NamedTuple):
     params: tuple[TreeShape, ...]
     rows: tuple[int, ...]
     batch: tuple[TreeShape, ...]
-    ambient: tuple[Any, ...]
+    ambient: Ambient
 
 
 def with_data(signature: Signature, devices: Sequence[torch.device] | None) -> Signature:
@@ -145,18 +145,30 @@ def device_of_keys(leaves: Sequence[Tensor]) -> torch.device:
     return leaves[0].device if leaves else torch.device("cpu")
 
 
-def ambient(modes: Hashable = None) -> tuple[Any, ...]:
-    """What a trace depends on beside its arguments: autocast, default dtype, number of threads.
+class Ambient(NamedTuple):
+    """What a trace depends on beside its arguments.
 
-    Args:
-        modes: of the definition, as they are now.
+    Attributes:
+        casts: kinds of device under autocast, with the dtype.
+        dtype: the default one.
+        modes: of the definition.
+        threads: their number, which every process may choose for itself.
     """
+
+    casts: tuple[tuple[str, torch.dtype], ...]
+    dtype: torch.dtype
+    modes: Hashable
+    threads: int
+
+
+def ambient(modes: Hashable = None) -> Ambient:
+    """What a trace depends on now, where the definition has these modes."""
     casts = tuple(
         (kind, torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     )
-    return (casts, torch.get_default_dtype(), modes, torch.get_num_threads())
+    return Ambient(casts, torch.get_default_dtype(), modes, torch.get_num_threads())
 
 
 def difference(before: Signature, now: Signature) -> str:
@@ -170,7 +182,7 @@ def difference(before: Signature, now: Signature) -> str:
             return f"the microbatch changed: {found}"
     if before.rows != now.rows:
         return f"the batch has {sum(now.rows)} rows, before {sum(before.rows)}"
-    if now.ambient[2] != before.ambient[2]:
+    if now.ambient.modes != before.ambient.modes:
         return "the module was put in another mode, by train() or eval()"
     return "autocast, the default dtype or the number of threads changed"
 

@@ -22,7 +22,7 @@ from fpipe import tree
 from fpipe.errors import BatchError, PipelineError
 from fpipe.runtime.transport import ConnectionLost
 from fpipe.runtime.waiting import look_out
-from fpipe.shapes import TreeShape, in_words
+from fpipe.shapes import Ambient, TreeShape, in_words
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class Offer(NamedTuple):
     params: Mapping[int, TreeShape]
     rows: tuple[int, ...] | None
     batch: tuple[TreeShape, ...] | None
-    ambient: tuple[Any, ...]
+    ambient: Ambient
     problem: str | None
 
 
@@ -232,13 +232,16 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
             f"rank {rank} got a batch of another shape, {_rows(offers[rank])}, than rank {other}, "
             f"{_rows(offers[other])}",
         )
-    rank_or_none = odd_one_out([offer.ambient for offer in offers])
-    if rank_or_none is not None:
-        casts = odd_one_out([offer.ambient[:2] for offer in offers])
-        what = "has its module in another mode (train, eval)"
-        if casts is not None:
-            what = "runs under another autocast or default dtype"
-        raise refusal(rank_or_none, f"rank {rank_or_none} {what} than other ranks")
+    for what, settings in (
+        (
+            "runs under another autocast or default dtype",
+            [(o.ambient.casts, o.ambient.dtype) for o in offers],
+        ),
+        ("has its module in another mode (train, eval)", [o.ambient.modes for o in offers]),
+    ):
+        rank_or_none = odd_one_out(settings)
+        if rank_or_none is not None:
+            raise refusal(rank_or_none, f"rank {rank_or_none} {what} than other ranks")
 
 
 def unsendable(offer: Offer) -> BatchError | None:

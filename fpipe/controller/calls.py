@@ -37,7 +37,7 @@ from fpipe.planner import Planner
 from fpipe.recording import active
 from fpipe.runtime.program import Program, describe
 from fpipe.schedule import Schedule
-from fpipe.shapes import Goal, Signature, TreeShape, batch_shapes
+from fpipe.shapes import Ambient, Goal, Signature, TreeShape, batch_shapes
 
 NOWHERE = torch.device("meta")
 """Stands for every rank's own device in what ranks compare."""
@@ -200,7 +200,7 @@ class Calls:
             params={} if given is None else given.shapes,
             rows=None if given is None or given.parts is None else given.parts.rows,
             batch=None if given is None else given.batch,
-            ambient=self._planner.ambient()[:-1],
+            ambient=self._planner.ambient(),
             problem=None if problem is None else named(problem),
         )
         if problem is None and (problem := unsendable(offer)) is not None:
@@ -242,7 +242,7 @@ class Calls:
         return self._expected.get(call.kind)
 
 
-def _header(given: Given | None, name: str, ambient: tuple[Any, ...]) -> Header:
+def _header(given: Given | None, name: str, ambient: Ambient) -> Header:
     if given is None:
         return Header(1, CALLS.index(name), 0, 0, 0)
     batch = 0

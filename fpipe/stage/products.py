@@ -20,6 +20,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
+from fpipe.stage.rewrites import copy_of
+
 aten = torch.ops.aten
 
 SMALLEST: Final = 2**21
@@ -55,8 +57,7 @@ def with_onednn(graph: fx.Graph) -> fx.Graph:
 
     A sum of which one term is such a product becomes one op with it, as in BLAS.
     """
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(graph, {}))
+    copied = copy_of(graph)
     for node in copied.find_nodes(op="call_function", target=aten.addmm.default):
         c, a, b = node.args
         if not node.kwargs and _pays(a, b) and _can_add(c, node):

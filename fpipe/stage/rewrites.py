@@ -61,8 +61,7 @@ def with_uniform_draws(graph: fx.Graph) -> fx.Graph:
     draws, too, and in an order that depends on what else a graph returns: with another remat policy
     it would draw other numbers.
     """
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(graph, {}))
+    copied = copy_of(graph)
     for node in list(copied.nodes):
         if node.target not in _BERNOULLIS or node.kwargs.get("generator") is not None:
             continue
@@ -75,6 +74,13 @@ def with_uniform_draws(graph: fx.Graph) -> fx.Graph:
             cast = copied.call_function(aten._to_copy.default, (drawn,), {"dtype": like.dtype})
         node.replace_all_uses_with(cast)
         copied.erase_node(node)
+    return copied
+
+
+def copy_of(graph: fx.Graph) -> fx.Graph:
+    """The same graph, to be rewritten in place."""
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
     return copied
 
 
