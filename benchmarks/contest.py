@@ -139,8 +139,10 @@ def check(problem: Problem, stages: Sequence[int], cases: Mapping[str, Case]) ->
 # ── fpipe ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def fpipe_pipeline(problem: Problem, schedule: fpipe.Schedule, compile: bool) -> Case:
-    """A step of a pipeline over all ranks."""
+def fpipe_pipeline(
+    problem: Problem, schedule: fpipe.Schedule, compile: bool, *, alone: bool = False
+) -> Case:
+    """A step of a pipeline over all ranks, or in this process alone."""
 
     def first(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
         return problem.functions[0](params, batch[0])
@@ -148,8 +150,9 @@ def fpipe_pipeline(problem: Problem, schedule: fpipe.Schedule, compile: bool) ->
     def loss(y: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
         return problem.loss(y, batch[1])
 
+    group = None if alone else dist.group.WORLD
     pipe = fpipe.pipeline(
-        [first, *problem.functions[1:]], loss, schedule, compile=compile, group=dist.group.WORLD
+        [first, *problem.functions[1:]], loss, schedule, compile=compile, group=group
     )
     params, batch = pipe.local(problem.params), (problem.inputs, problem.targets)
     return Case(

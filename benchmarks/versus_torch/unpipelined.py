@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
-import optree
 import torch
 from torch import Tensor
 
 import fpipe
-from benchmarks.contest import Case, Outcome, Problem, trainable
+from benchmarks.contest import Case, Outcome, Problem, fpipe_pipeline, trainable
 
 # How the step is taken. "whole" is one pass over the batch; "parts" goes through the microbatches
 # one after another, which needs less memory and may fit caches better.
@@ -47,22 +47,14 @@ def unpipelined(
 def _fpipe(problem: Problem, pieces: int, compile: bool) -> Case:
     """All stages as one, on one rank."""
 
-    def whole(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x = batch[0]
+    def whole(params: Any, x: Any) -> Tensor:
         for function, own in zip(problem.functions, params, strict=True):
             x = function(own, x)
         return x
 
-    pipe = fpipe.pipeline(
-        [whole],
-        lambda y, batch: problem.loss(y, batch[1]),
-        fpipe.schedules.one_f_one_b(ranks=1, microbatches=pieces),
-        compile=compile,
-    )
-    return Case(
-        run=lambda: pipe.step([problem.params], (problem.inputs, problem.targets)),
-        read=lambda step: Outcome(step.loss, optree.tree_leaves(step.grads)),
-    )
+    one = replace(problem, functions=[whole], params=[problem.params])
+    schedule = fpipe.schedules.one_f_one_b(ranks=1, microbatches=pieces)
+    return fpipe_pipeline(one, schedule, compile, alone=True)
 
 
 def _torch(problem: Problem, how: str, pieces: int) -> Case:
