@@ -206,7 +206,10 @@ class FunctionTracer:
                     paths.append("key")
                     differentiable.append(False)
                 case Upstream(stage, leaf):
-                    values.append(before[stage].values[leaf])
+                    # Of stages that are alike these are the same tensors, which a tracer would
+                    # take for the same argument.
+                    with self._mode:
+                        values.append(before[stage].values[leaf].clone())
                     paths.append(f"value {leaf} of stage {stage}")
                     differentiable.append(before[stage].carries_gradient[leaf])
                 case _:

@@ -276,6 +276,28 @@ def test_assignment_to_a_slice_moves_no_cut() -> None:
     torch.testing.assert_close((loss, grads), (whole, expected))
 
 
+def test_values_of_stages_that_are_alike_are_told_apart() -> None:
+    """Stages that are alike share a trace: a reader of several took the same value for each."""
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        x, scores = batch, []
+        for layer in params:
+            x = torch.tanh(x @ layer["w"])
+            scores.append(x @ layer["gate"])
+            x = fpipe.cut(x + 1)
+        seen = sum(n * score.square().mean() for n, score in enumerate(scores, 1))
+        return x.square().mean() + seen
+
+    torch.manual_seed(0)
+    params = [{"w": torch.randn(3, 3), "gate": torch.randn(3, 2)} for _ in range(3)]
+    schedule = fpipe.schedules.zb_h1(ranks=4, microbatches=1)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
+    batch = torch.randn(4, 3)
+    loss, grads = pipe.step(params, batch)
+    expected, whole = torch.func.grad_and_value(loss_fn)(params, batch)
+    torch.testing.assert_close((loss, grads), (whole, expected))
+
+
 def test_wrong_number_of_cuts_is_refused(params: Any, batch: Any) -> None:
     schedule = fpipe.schedules.gpipe(ranks=2, microbatches=2)
     pipe = fpipe.pipeline(language_model, schedule=schedule, in_dims=IN_DIMS, compile=False)
