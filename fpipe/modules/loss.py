@@ -20,7 +20,7 @@ from fpipe.convention import called
 from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError, few
 from fpipe.modules.buffers import refuse_missing
-from fpipe.modules.tracing import explaining
+from fpipe.modules.tracing import explaining, unchanged
 from fpipe.nn import buffers_of, call, called_with, state_of
 from fpipe.schedule import Schedule
 from fpipe.stage.cut import cut
@@ -91,6 +91,12 @@ class ModuleLoss:
         """
         *states, batch = arguments
         self._check(params, batch)
+        traced = (one for one in (self.module, self._loss) if isinstance(one, nn.Module))
+        with unchanged(*traced):
+            return self._of(params, states, batch)
+
+    def _of(self, params: Mapping[str, Tensor], states: Sequence[Any], batch: Any) -> Any:
+        """What a call returns."""
         named = self.__qualname__
         with (
             explaining(named, is_compiling=self._is_compiling),

@@ -1,11 +1,15 @@
-"""The forward of a module while it is traced: what it is told of that, and why it is refused."""
+"""The forward of a module while it is traced: what it is told of that, why it is refused, and what
+it leaves behind: nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fpipe.errors import StageError
@@ -50,3 +54,44 @@ def explaining(name: str, *, is_compiling: bool) -> Iterator[None]:
         ) from error
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextmanager
+def unchanged(*modules: nn.Module) -> Iterator[None]:
+    """What modules set on themselves within it is gone at its end.
+
+    What they cache is abstract while they are traced: the next trace, or the module's own forward,
+    would take it for numbers.
+    """
+    restore = [put for module in modules for part in module.modules() for put in _as_held(part)]
+    try:
+        yield
+    finally:
+        for put in restore:
+            put()
+
+
+def _as_held(part: nn.Module) -> Iterator[Callable[[], None]]:
+    """What puts back the attributes of a module, and what they contain."""
+    attributes = vars(part)
+    for held in (attributes, *attributes.values()):
+        if isinstance(held, dict | set | list):
+            yield partial(_put_back, held, _content(held))
+
+
+def _content(held: Any) -> tuple[Any, ...]:
+    return tuple(held.items() if isinstance(held, dict) else held)
+
+
+def _put_back(held: Any, content: tuple[Any, ...]) -> None:
+    now = _content(held)
+    if len(now) != len(content) or any(map(_differ, now, content)):
+        held.clear()
+        (held.extend if isinstance(held, list) else held.update)(content)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two items are not the same objects; those of a dict are pairs made anew."""
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        return any(a is not b for a, b in zip(one, other, strict=True))
+    return one is not other

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.errors import StageError
 from fpipe.stage.joint import Constant, Source
@@ -27,7 +28,8 @@ def lift_constants(
         origin: the user's own function, or several.
 
     Raises:
-        StageError: one of them is sparse, or requires grad and is not detached where it is used.
+        StageError: one of them is sparse, or abstract, or requires grad and is not detached where
+            it is used.
     """
     graph = module.graph
     found: dict[str, fx.Node] = {}
@@ -41,6 +43,13 @@ def lift_constants(
             raise StageError(
                 f"{name} closes over a {type(value).__name__} that the tracer keeps as an "
                 "attribute: use plain tensor operations in a stage"
+            )
+        if isinstance(value, FakeTensor):
+            raise StageError(
+                f"{name} closes over an abstract tensor ({name_in_closure(value, origin)}, shape "
+                f"{tuple(value.shape)}), which a cache outside of it, such as functools.cache, has "
+                "kept while it was traced: clear that cache, and call the function once on real "
+                "data before it is traced, or do not cache what torch computes"
             )
         if value.layout is not torch.strided:
             raise StageError(

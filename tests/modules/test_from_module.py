@@ -346,6 +346,51 @@ def test_assignment_to_a_buffer_is_a_new_state() -> None:
     torch.testing.assert_close(state["average"], module.average.detach())
 
 
+class Caching(nn.Module):
+    """Makes what it needs when it is called first, in all the ways that modules do."""
+
+    shift: Tensor
+    other: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.register_buffer("shift", None)
+        self.scale: Tensor | None = None
+        self.seen: list[Tensor] = []
+        self.norms: dict[str, Tensor] = {}
+        self.last = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = torch.arange(3.0, dtype=torch.float64)
+            self.shift = self.scale.cos()
+            self.register_buffer("other", self.scale.sin(), persistent=False)
+            self.norms["first"] = next(self.layers.parameters()).norm()
+        for layer in self.layers:
+            input = layer(input * self.scale + self.shift + self.other) * self.norms["first"]
+            self.seen.append(input)
+        self.last = len(input)
+        return input
+
+
+def test_what_a_module_caches_while_it_is_traced_is_gone_afterwards() -> None:
+    # The loss was an abstract tensor, as the module then was.
+    module = Caching().double()
+    params, batch = detached(module), {"input": torch.randn(6, 3, dtype=torch.float64)}
+    pipe = fpipe.from_module(
+        module, schedule=TWO, stages=2, example=batch, loss=squares, compile=False
+    )
+    for rows in (6, 4):  # the second is traced by itself
+        part = {"input": batch["input"][:rows]}
+        step = pipe.step(params, part)
+        assert module.scale is None and module.shift is None and not hasattr(module, "other")
+        assert module.seen == [] and module.norms == {} and module.last == 0
+        fresh = Caching().double()
+        fresh.load_state_dict(module.state_dict())
+        assert_equal_steps(step, unpipelined(fresh, params, part, squares))
+
+
 def test_place_in_a_layer_of_torch_is_named() -> None:
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     module = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -472,6 +472,26 @@ def test_loss_that_does_not_fit_the_output() -> None:
 def test_no_pipeline_to_run(chosen: Any) -> None:
     with pytest.raises(FpipeError, match=r"needs a pipeline: call it within `with fpipe.use"):
         fpipe.step(MODEL.params, MODEL.batch, pipeline=chosen)
+
+
+def test_abstract_tensor_in_a_cache() -> None:
+    # The loss was an abstract tensor, too.
+    @cache
+    def positions(length: int) -> Tensor:
+        return torch.arange(length, dtype=torch.float64)
+
+    def stage(p: Any, x: Any) -> Any:
+        return mlp_layer(p, x) + positions(3)
+
+    with pytest.raises(
+        StageError,
+        match=r"closes over an abstract tensor \(.*, shape \(3,\)\), which a cache .* has kept "
+        r"while it was traced: clear that cache, and call the function once on real data",
+    ):
+        step(mlp_first, stage)
+    positions.cache_clear()
+    positions(3)
+    assert step(mlp_first, stage).loss.item() > 0
 
 
 def test_use_of_something_else() -> None:
