@@ -38,6 +38,20 @@ class ImpureError(Exception):
         self.op = op
 
 
+class Untraceable(Exception):
+    """What a function does that a trace would lose.
+
+    Attributes:
+        deed: the end of a sentence about the function.
+        instead: what to do about it.
+    """
+
+    def __init__(self, deed: str, instead: str) -> None:
+        super().__init__(f"{deed}: {instead}")
+        self.deed = deed
+        self.instead = instead
+
+
 def explain(name: str, error: Exception, given: str) -> StageError:
     """The refusal of a function that raised `error` while it was traced.
 
@@ -50,6 +64,8 @@ def explain(name: str, error: Exception, given: str) -> StageError:
     at = place(error)
     if isinstance(error, ImpureError):
         return impure(f"{name}{at}", error.where, error.op)
+    if isinstance(error, Untraceable):
+        return StageError(f"{name} {error.deed}{at}: {error.instead}")
     if (
         isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
         or "data-dependent" in text

@@ -17,9 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe import tree
+from fpipe.stage.explain import Untraceable
 from fpipe.stage.joint import is_differentiable
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
 
 
 @contextmanager
@@ -43,7 +45,8 @@ class _AsCalled(TorchFunctionMode):
     ``x.data`` becomes the operation ``x.detach()``. A view of what has been updated in place is
     made anew when it is read next. So what a call is given while gradients are disabled is read
     before with gradients, for it is no less differentiable for being read there, and what it
-    returns is read once without, however often it is read with gradients later.
+    returns is read once without, however often it is read with gradients later. A hook on a
+    gradient is no operation either, and would be lost.
     """
 
     def __torch_function__(
@@ -56,6 +59,13 @@ class _AsCalled(TorchFunctionMode):
         """Call `func`."""
         if func == _DATA:
             return args[0].detach()
+        if func in _HOOKS:
+            raise Untraceable(
+                f"calls {func.__name__} on a tensor",
+                "the derivative is taken of what is recorded, which has no hooks; to scale a "
+                "gradient by s write x * s + (x * (1 - s)).detach(), and clip or look at the "
+                "gradients that a step returns",
+            )
         if torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
         with torch.enable_grad():

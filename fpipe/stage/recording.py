@@ -37,6 +37,7 @@ from fpipe.stage.rewrites import (
     make_copies_differentiable,
     return_statistics,
 )
+from fpipe.stage.scripted import as_written
 from fpipe.stage.sink import Sink
 from fpipe.stage.updates import keep_changed
 
@@ -222,7 +223,7 @@ class Recorder:
                 full = list(leaves)
                 for index, leaf in zip(moving, own, strict=True):
                     full[index] = leaf
-                with noting(note), keeping_detached(), Known():
+                with noting(note), keeping_detached(), as_written(), Known():
                     value = self._called(params, batch, full)
                 (first, *others), layout = self._taken(value, params, goal)
                 layouts.append(layout)

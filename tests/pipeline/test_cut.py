@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -296,6 +297,70 @@ def test_values_of_stages_that_are_alike_are_told_apart() -> None:
     loss, grads = pipe.step(params, batch)
     expected, whole = torch.func.grad_and_value(loss_fn)(params, batch)
     torch.testing.assert_close((loss, grads), (whole, expected))
+
+
+def scripted(function: Any, how: str, *example: Tensor) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some versions of torch call it deprecated
+        return torch.jit.trace(function, example) if how == "trace" else torch.jit.script(function)
+
+
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_function_of_torch_jit_keeps_its_gradient(how: str) -> None:
+    # After some calls it runs a graph without gradients and a backward of its own, which is not
+    # recorded: what it returned was taken to carry no gradient.
+    act = scripted(twice_tanh, how, torch.ones(2))
+    for _ in range(3):
+        act(torch.ones(4, 3, requires_grad=True)).sum().backward()
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        x = fpipe.cut(act(batch["x"] @ params["a"]))
+        return act(x @ params["b"]).square().mean()
+
+    params, batch = make_network()
+    pipe = fpipe.pipeline(
+        loss_fn, schedule=fpipe.schedules.zb_h1(ranks=2, microbatches=1), compile=False
+    )
+    compiled = torch.jit.ScriptFunction.__call__
+    step = pipe.step(params, batch)
+    assert torch.jit.ScriptFunction.__call__ is compiled
+    grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
+    torch.testing.assert_close((step.loss, step.grads), (loss, grads))
+
+
+def twice_tanh(x: Tensor) -> Tensor:
+    return x.tanh() * 2
+
+
+def test_compiled_module_of_torch_jit_is_refused() -> None:
+    layer = scripted(torch.nn.Tanh(), "trace", torch.ones(2))
+    pipe = fpipe.pipeline(
+        lambda w, x: layer(x * w).sum(),
+        schedule=fpipe.schedules.gpipe(ranks=1, microbatches=1),
+        compile=False,
+    )
+    with pytest.raises(
+        fpipe.StageError,
+        match=r"calls 'forward', which torch\.jit has compiled at .*test_cut\.py:\d+: its "
+        r"derivative is not recorded; use the function or module that torch\.jit\.trace",
+    ):
+        pipe.step(torch.tensor(1.0), torch.ones(4))
+
+
+def test_hook_on_a_gradient_is_refused_because_a_cut_would_lose_it() -> None:
+    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
+        y = x * w
+        y.register_hook(lambda gradient: gradient * 2)
+        return y.sum()
+
+    schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
+    with pytest.raises(
+        fpipe.StageError,
+        match=r"calls register_hook on a tensor at .*test_cut\.py:\d+: .*which has no hooks; to "
+        r"scale a gradient by s write x \* s",
+    ):
+        pipe.step(torch.tensor(1.0), torch.ones(4))
 
 
 def test_wrong_number_of_cuts_is_refused(params: Any, batch: Any) -> None:
