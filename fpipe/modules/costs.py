@@ -98,7 +98,8 @@ def parts_of(
     if not order:
         raise StageError(
             f"{type(module).__name__} has no submodules in a ModuleList or Sequential that its "
-            "forward calls once: name some with candidates=, or the cuts themselves"
+            "forward calls once (a layer that is called again and again is no place for a cut): "
+            "name some with candidates=, or the cuts themselves"
         )
     tracer = FunctionTracer(whole.with_cuts(order), len(order) + 1, None, definition.returns)
     segments = tracer.segments(shape, microbatch)

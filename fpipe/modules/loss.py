@@ -205,7 +205,10 @@ class ModuleLoss:
             if called[name] != 1:
                 raise StageError(
                     f"cuts names {name!r}, which the forward of {self.__qualname__} calls "
-                    f"{called[name]} times: a stage ends after a submodule that is called once"
+                    f"{called[name]} times: a stage ends after a submodule that is called once; "
+                    "to end one after each call of a layer, call fpipe.cut in a forward hook of "
+                    "it, and give fpipe.pipeline a function that calls the module by "
+                    "torch.func.functional_call"
                 )
 
     def _loss_of(self, output: Any, batch: Mapping[str, Any]) -> Any:

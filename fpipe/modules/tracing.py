@@ -33,11 +33,18 @@ def explaining(name: str, *, is_compiling: bool) -> Iterator[None]:
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        at = place(error)
+        if "transformers/utils/import_utils.py:" in at:
+            raise StageError(
+                f"{name} checks its data{at}, which a pipeline that is traced once cannot: set the "
+                "environment variable TRANSFORMERS_DISABLE_TORCH_CHECK=1, with which Hugging Face "
+                "models do not"
+            ) from error
         told = (
             "" if is_compiling else ", or trace it with is_compiling=True, so that it does not look"
         )
         raise StageError(
-            f"{name} branches on data ({error}){place(error)}, which a pipeline that is traced "
+            f"{name} branches on data ({error}){at}, which a pipeline that is traced "
             "once cannot: use torch.where or a mask in code of your own; of a Hugging Face model "
             "this is most often the padding mask: pass the mask with four "
             "dimensions, bool[batch, 1, query, key], load a decoder with "

@@ -26,6 +26,8 @@ _MACHINERY = (
 )
 
 _HIGHER_ORDER = re.compile(r"no rule registered for HigherOrderOperator (\w+)")
+# Of a value, into Python or C.
+_READS = (".numpy()", "tolist()", "data pointer")
 _LAYERS = str(Path(torch.nn.__file__).parent)
 
 
@@ -69,17 +71,18 @@ def explain(name: str, error: Exception, given: str) -> StageError:
     if (
         isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
         or "data-dependent" in text
-        or ".numpy()" in text
-        or "tolist()" in text
+        or any(words in text for words in _READS)
     ):
         return StageError(
             f"{name} branches on data or reads a value back into Python ({text}){at}: a stage is "
             "traced once with abstract tensors, so use torch.where or a mask, or pass the choice "
             "as a Python value bound with functools.partial"
         )
-    if (operator := _HIGHER_ORDER.search(text)) is not None:
+    operator = _HIGHER_ORDER.search(text)
+    if operator is not None or (isinstance(error, KeyError) and "TransformType." in text):
+        called = f" {operator[1]}" if operator is not None else ", such as torch.cond"
         return StageError(
-            f"{name} uses torch's higher-order operator {operator[1]}{at}, which torch.func does "
+            f"{name} uses torch's higher-order operator{called}{at}, which torch.func does "
             "not differentiate: use plain operations, such as torch.where for a choice, a Python "
             "loop for a scan, scaled_dot_product_attention for flex_attention"
         )
@@ -150,8 +153,11 @@ def place(error: BaseException) -> str:
     found = layer = ""
     traceback = error.__traceback__
     while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        if not file.startswith(_MACHINERY):
+        code = traceback.tb_frame.f_code
+        file = code.co_filename
+        if (file, code.co_name) == ("<string>", "<lambda>"):
+            pass  # in which make_fx wraps what it traces
+        elif not file.startswith(_MACHINERY):
             found = f" at {file}:{traceback.tb_lineno}"
         elif file.startswith(_LAYERS):
             layer = f" at {file}:{traceback.tb_lineno}"

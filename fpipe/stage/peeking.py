@@ -1,4 +1,4 @@
-"""Functions of torch that look at data only to check it, made to do without.
+"""Functions of torch that look at data only to check it or to print it, made to do without.
 
 Within `torch.func` they do not see that they are traced, where there is no data to look at.
 """
@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 class WithoutPeeking(TorchFunctionMode):
     """Within it, `torch.nn.functional.one_hot` with a number of classes checks no index.
 
-    An index that is no class then gives a row of zeros, as it does on CUDA under torch.compile.
+    An index that is no class then gives a row of zeros, as it does on CUDA under torch.compile. And
+    a tensor in a message, which is formatted whether it is needed or not, is given as its shape.
     """
 
     def __torch_function__(
@@ -29,6 +30,8 @@ class WithoutPeeking(TorchFunctionMode):
         """Call `func`, or what stands for it."""
         if func is torch.nn.functional.one_hot:
             return _one_hot(*args, **(kwargs or {}))
+        if func is Tensor.__format__ and args[0].dim() == 0:
+            return f"a tensor of shape {tuple(args[0].shape)}"
         return func(*args, **(kwargs or {}))
 
 

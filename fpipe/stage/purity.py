@@ -14,12 +14,14 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fpipe.stage.explain import ImpureError, impure
+from fpipe.stage.explain import ImpureError, Untraceable, impure
 from fpipe.stage.names import name_in_closure
 
 
 class WriteGuard(TorchDispatchMode):
     """Raises `ImpureError` at the op that writes, before it does, so that nothing is changed.
+
+    What draws from a generator that is not torch's writes to that, and is `Untraceable`.
 
     Args:
         inputs: fake inputs by how a user would write them.
@@ -40,6 +42,13 @@ class WriteGuard(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Check the arguments that `func` writes to, then call it."""
+        if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
+            raise Untraceable(
+                "draws from a torch.Generator of its own",
+                "a stage is traced once, and cannot keep the generator's state; draw without "
+                "generator=, which under a key gives the same numbers whatever the schedule, or "
+                "draw before and keep what is drawn in a buffer or in the batch",
+            )
         arguments = list(_arguments(func, args, kwargs or {}))
         for declared, value in arguments:
             if declared.is_write and (owner := self._owner(value) or _unseen(value)) is not None:

@@ -24,7 +24,7 @@ from fpipe.shapes import Goal
 from fpipe.stage.abstract import Abstract, abstract_key
 from fpipe.stage.alike import merge_constants
 from fpipe.stage.cut import Segment, mark, noting, segments
-from fpipe.stage.explain import ImpureError, describe, explain
+from fpipe.stage.explain import ImpureError, Untraceable, describe, explain, place
 from fpipe.stage.joint import BatchLeaf, Key, Param, Source, StateLeaf, Upstream, is_differentiable
 from fpipe.stage.keyed import draw_from_keys
 from fpipe.stage.known import Known
@@ -179,9 +179,10 @@ class Recorder:
 
         Raises:
             StageError: it writes to a parameter, to the batch or to what it closes over, or unseen
-                by autograd to what depends on the leaves that are `moving`.
+                by autograd to what depends on the leaves that are `moving`; or it draws from a
+                generator of its own.
         """
-        with self.mode, with_gradients():
+        with self.mode, with_gradients(), WithoutPeeking():
             inputs = [
                 value.clone().requires_grad_(index in moving).view_as(value)
                 for index, value in enumerate((*params.values, *batch.values, *keys))
@@ -195,7 +196,7 @@ class Recorder:
             try:
                 with guard, Known():
                     self._called(params, batch, inputs)
-            except ImpureError as error:
+            except (ImpureError, Untraceable) as error:
                 raise explain(self.name, error, "") from error
             except Exception:
                 # Whatever else is wrong is found again, and said, when it is traced.
@@ -246,9 +247,10 @@ class Recorder:
         except Exception as error:
             if "Functionalize rule" in str(error):
                 raise StageError(
-                    f"{self.name} uses a torch.autograd.Function, whose backward a cut function "
-                    "would lose: write the stages as functions of their own, "
-                    "fpipe.pipeline([stage, …], loss, schedule)"
+                    f"{self.name} uses a torch.autograd.Function{place(error)}, whose backward a "
+                    "cut function would lose: compute it in plain operations (one with another "
+                    "derivative, such as rounding, is x + (x.round() - x).detach()), or write the "
+                    "stages as functions of their own, fpipe.pipeline([stage, …], loss, schedule)"
                 ) from error
             given = describe("batch", tree.unflatten(batch.spec, batch.values))
             raise explain(self.name, error, given) from error

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fpipe import tree
 from fpipe.errors import StageError
 from fpipe.stage.closure import lift_constants
-from fpipe.stage.explain import explain
+from fpipe.stage.explain import Untraceable, explain
 from fpipe.stage.joint import (
     BatchLeaf,
     Constant,
@@ -169,11 +169,18 @@ def trace(
         for (leaf, _), seed in zip(handed, seeds, strict=True):
             totals[leaf] = totals[leaf] + seed if leaf in totals else seed
         returned = [totals[leaf] for leaf, flag in enumerate(carries) if flag]
+        pulled = pullback(returned)
+        for index, gradient in zip(wanted, pulled, strict=True):
+            if gradient.layout is not torch.strided:
+                raise Untraceable(
+                    f"has a sparse gradient by {leaves.paths[index]}",
+                    "gradients are summed as dense tensors; of an embedding, say sparse=False",
+                )
         found = [
             sink.folded(gradient)
             if lifted[index] and leaves.sources[index] not in tied
             else gradient
-            for index, gradient in zip(wanted, pullback(returned), strict=True)
+            for index, gradient in zip(wanted, pulled, strict=True)
         ]
         return [next(sides[flag]) for flag in carries], found
 

@@ -398,8 +398,50 @@ class Halve(torch.autograd.Function):
 def test_custom_backward_is_refused_because_a_cut_would_lose_it() -> None:
     schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
     pipe = fpipe.pipeline(lambda w, x: Halve.apply(x * w).sum(), schedule=schedule, compile=False)
-    with pytest.raises(fpipe.StageError, match=r"autograd.Function, whose backward .* lose"):
+    with pytest.raises(fpipe.StageError, match=r"Function at .*:\d+, whose backward .* lose"):
         pipe.step(torch.tensor(1.0), torch.ones(4))
+
+
+def test_generator_of_its_own_is_refused_with_its_place() -> None:
+    own = torch.Generator()
+    pipe = fpipe.pipeline(
+        lambda w, x: (x * w + torch.rand(4, generator=own)).sum(),
+        schedule=fpipe.schedules.gpipe(ranks=1, microbatches=1),
+        compile=False,
+    )
+    with pytest.raises(
+        fpipe.StageError, match=r"draws from a torch\.Generator of its own at .*test_cut\.py:\d+:"
+    ):
+        pipe.step(torch.tensor(1.0), torch.ones(4))
+
+
+def test_choice_of_torch_cond_is_refused() -> None:
+    # It was a KeyError of torch's: <TransformType.Grad: 2>.
+    pipe = fpipe.pipeline(
+        lambda w, x: torch.cond(x.sum() > 0, lambda y: y * 2, lambda y: y * 3, (x * w,)).sum(),
+        schedule=fpipe.schedules.gpipe(ranks=1, microbatches=1),
+        compile=False,
+    )
+    with pytest.raises(
+        fpipe.StageError,
+        match=r"higher-order operator, such as torch\.cond at .*test_cut\.py:\d+, .*torch\.where",
+    ):
+        pipe.step(torch.tensor(1.0), torch.ones(4))
+
+
+def test_value_in_a_message_is_not_read() -> None:
+    message = []
+
+    def talking(w: Tensor, x: Tensor) -> Tensor:
+        y = fpipe.cut(x * w)
+        message.append(f"the sum is {y.sum()}")
+        return y.square().sum()
+
+    pipe = fpipe.pipeline(
+        talking, schedule=fpipe.schedules.gpipe(ranks=2, microbatches=1), compile=False
+    )
+    assert pipe.step(torch.tensor(2.0), torch.ones(4)).loss == 16
+    assert set(message) == {"the sum is a tensor of shape ()"}
 
 
 def test_forward_of_a_loss_function_is_refused(params: Any, batch: Any) -> None:

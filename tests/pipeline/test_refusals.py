@@ -249,8 +249,12 @@ def lists_values(p: Any, x: Tensor) -> Tensor:
     return x @ p["w"] * x.tolist()[0][0]
 
 
+def asks_for_memory(p: Any, x: Tensor) -> Tensor:
+    return x @ p["w"] * (x.data_ptr() != 0)
+
+
 @pytest.mark.parametrize(
-    "stage", [branches, reads_a_value, selects_rows, leaves_torch, lists_values]
+    "stage", [branches, reads_a_value, selects_rows, leaves_torch, lists_values, asks_for_memory]
 )
 def test_stage_that_depends_on_data(stage: Callable[..., Any]) -> None:
     rule = rf"stage 1 \({stage.__name__}\) branches on data .*test_refusals.py:\d+.* torch.where"
@@ -342,6 +346,29 @@ def chooses(p: Any, x: Tensor) -> Any:
 def test_what_cannot_be_traced(stage: Any, rule: str) -> None:
     with pytest.raises(StageError, match=rule):
         step(*after_first(stage))
+
+
+def test_sparse_gradient() -> None:
+    # It was torch's error of the step: unsupported memory format option Contiguous.
+    def embed(p: Any, x: Any) -> Tensor:
+        rows = torch.zeros(len(x["x"]), dtype=torch.int64)
+        return torch.nn.functional.embedding(rows, p["w"], sparse=True)
+
+    with pytest.raises(StageError, match=r"sparse gradient by params\['w'\].* say sparse=False"):
+        step(embed, mlp_layer)
+
+
+def test_generator_of_its_own() -> None:
+    own = torch.Generator()
+
+    def noisy(p: Any, x: Tensor) -> Tensor:
+        return x @ p["w"] + torch.randn(3, generator=own, dtype=torch.float64)
+
+    with pytest.raises(
+        StageError,
+        match=r"stage 1 \(.*noisy\) draws from a torch\.Generator of its own at .*:\d+: .* key",
+    ):
+        step(mlp_first, noisy)
 
 
 def test_checkpoint_within_a_stage() -> None:
