@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import isclose, isnan
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +32,13 @@ def global_norm(grads: Any, *, pipeline: Pipeline | None = None) -> Tensor:
 
     Squares are added up in float32 within a leaf (float64 if it is float64), and in float64 from
     leaf to leaf and rank to rank; on all ranks the result has the same bits. A norm that is not
-    finite says so: nothing is left out but None.
+    finite says so: nothing is left out but None. Of a parameter that stages on several ranks read
+    each of those has the whole gradient; it counts once.
 
     Args:
         grads: pytree of tensors; None has no elements. Over a process group those of the own
-            stages, and every rank must call this.
+            stages, and every rank must call this. Of a module, or of one function with cuts, the
+            keys and indices of a leaf's path say which parameter it is of: the same on all ranks.
         pipeline: that the gradients come from, by default the one that `fpipe.use` names. Without
             one, the gradients are taken to be whole.
 
@@ -45,8 +48,8 @@ def global_norm(grads: Any, *, pipeline: Pipeline | None = None) -> Tensor:
 
     Raises:
         FpipeError: a leaf is not a floating-point tensor; or no pipeline is given or in use, though
-            `grads` is one rank's part: a sequence with None for whole stages, in one of several
-            processes.
+            `grads` has None, as one rank's part has it, in one of several processes; or what ranks
+            hold under the same path differs.
         PipelineError: over a process group, as in `Pipeline.step`.
 
     Example:
@@ -58,17 +61,25 @@ def global_norm(grads: Any, *, pipeline: Pipeline | None = None) -> Tensor:
     leaves = _leaves(grads)
     if chosen is None:
         _refuse_a_part(grads)
-    squares = _sum_of_squares(leaves)
-    if chosen is not None and chosen.rank is not None:
-        squares = squares.new_tensor(chosen.add_up(squares.item()))
+    squares = _squares(leaves)
+    if chosen is None or chosen.rank is None:
+        total = squares.sum()
+    elif chosen.definition.function:
+        own = dict(zip(tree.paths(tree.structure(grads)), squares.tolist(), strict=True))
+        parts = chosen.together("fpipe.global_norm", lambda gather: gather(own))
+        total = squares.new_tensor(sum(_each_once(parts).values()))
+    else:
+        total = squares.new_tensor(chosen.add_up(squares.sum().item()))
     wide = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
-    return squares.sqrt().to(torch.float64 if wide else torch.float32)
+    return total.sqrt().to(torch.float64 if wide else torch.float32)
 
 
 def clip_by_global_norm(
     grads: Any, max_norm: float, *, pipeline: Pipeline | None = None
 ) -> Clipped:
     """Scale all gradients so that their global norm is at most `max_norm`.
+
+    The scale is ``max_norm / norm``; `torch.nn.utils.clip_grad_norm_` adds 1e-6 to the norm.
 
     Args:
         grads: as for `global_norm`; they stay as they are.
@@ -112,23 +123,46 @@ def _leaves(grads: Any) -> list[Tensor]:
     return leaves
 
 
-def _sum_of_squares(leaves: Sequence[Tensor]) -> Tensor:
+def _squares(leaves: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of each leaf, on the device of the first."""
     device = leaves[0].device if leaves else None
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    norms = [torch.zeros(0, dtype=torch.float64, device=device)]
     for leaf in leaves:
         real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
         wide = torch.float64 if real.dtype == torch.float64 else torch.float32
         norm = torch.linalg.vector_norm(real.detach(), dtype=wide)
-        total += norm.to(device, torch.float64).square()
-    return total
+        norms.append(norm.to(device, torch.float64)[None])
+    return torch.cat(norms).square()
+
+
+def _each_once(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The squares of every leaf that a rank has, by path.
+
+    Raises:
+        FpipeError: on every rank, if two have different ones, which cannot be the gradient of one
+            parameter.
+    """
+    found: dict[str, tuple[int, float]] = {}
+    for rank, part in enumerate(parts):
+        for path, square in part.items():
+            first, other = found.setdefault(path, (rank, square))
+            # The gradients have the same bits, but on another number of threads not their squares.
+            if not (isclose(other, square, rel_tol=1e-3) or isnan(other) or isnan(square)):
+                raise FpipeError(
+                    f"grads{path} is another gradient on rank {rank} than on rank {first}, with a "
+                    f"norm of {square**0.5:.6g} and not {other**0.5:.6g}: pass the gradients under "
+                    "the names that pipe.step gives them, so that what several ranks hold counts "
+                    "once"
+                )
+    return {path: square for path, (_, square) in found.items()}
 
 
 def _refuse_a_part(grads: Any) -> None:
     """A norm of one rank's part alone would be wrong without a word."""
-    whole = not isinstance(grads, list | tuple) or all(part is not None for part in grads)
+    whole = all(leaf is not None for leaf in tree.flatten_prefix(grads))
     if whole or not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return
     raise FpipeError(
-        "grads has None in place of whole stages, as one rank of a pipeline has them, but no "
-        "pipeline is named: pass pipeline=pipe, or call this within `with fpipe.use(pipe):`"
+        "grads has None, as one rank of a pipeline has for what other ranks hold, but no pipeline "
+        "is named: pass pipeline=pipe, or call this within `with fpipe.use(pipe):`"
     )

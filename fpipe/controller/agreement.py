@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 CALLS = (
     *("pipe.step", "pipe.value", "pipe.forward", "pipe.add_up", "pipe.programs"),
-    *("pipe.load_into", "fpipe.balance"),
+    *("pipe.load_into", "fpipe.balance", "fpipe.global_norm"),
 )
 """What all ranks do together."""
 

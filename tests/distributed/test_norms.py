@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import fpipe
-from fpipe import FpipeError, schedules, tree
+from fpipe import FpipeError, Schedule, schedules, tree
+from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
 from tests.distributed import actors
-from tests.distributed.crew import Crew, values
+from tests.distributed.actors import Group
+from tests.distributed.crew import Crew, attempt, values
 from tests.distributed.test_faults import assert_good, failures
 from tests.distributed.test_same_answers import merge
 from tests.models import assert_identical, assert_same, unpipelined
@@ -34,6 +38,39 @@ def test_norm_and_clipping_over_ranks(crew: Crew, dtype: torch.dtype, tolerance:
     assert_identical(norm, before)
     assert_same(kept.grads, unpipelined(*model).grads, max(tolerance, 1e-10) * 10)
     assert_same(clipped.grads, tree.tree_map(lambda v: v / 2, kept.grads), tolerance)
+
+
+def shared_norm(group: Group, schedule: Schedule) -> list[Any]:
+    """Norms of gradients of one function, whose ends read one table on two ranks."""
+    pipe = fpipe.pipeline(
+        language_model, schedule=schedule, in_dims=IN_DIMS, compile=False, group=group
+    )
+    grads = pipe.step(make_params(), make_batch()).grads
+    norm = fpipe.global_norm(grads, pipeline=pipe)
+    clipped = fpipe.clip_by_global_norm(grads, norm.item() / 2, pipeline=pipe)
+    leaves = tree.flatten(grads)[0]
+    mixed = attempt(
+        partial(fpipe.global_norm, leaves, pipeline=pipe)
+    )  # numbered by each rank for itself
+    return [norm, clipped.norm, clipped.grads["table"], mixed, attempt(fpipe.global_norm, grads)]
+
+
+def test_a_gradient_that_several_ranks_hold_counts_once(crew: Crew) -> None:
+    schedule = schedules.one_f_one_b(ranks=4, microbatches=4)
+    norm, _, table, mixed, _ = shared_norm(None, schedule)
+    grads = fpipe.pipeline(language_model, schedule=schedule, in_dims=IN_DIMS, compile=False).step(
+        make_params(), make_batch()
+    )
+    expected = torch.nn.utils.get_total_norm(tree.flatten(grads.grads)[0])
+    assert_same([norm, mixed.value], [expected, expected], 1e-12)
+    for rank, part in enumerate(values(crew.run(shared_norm, schedule))):
+        assert_same(part[:2], [norm, norm], 1e-12)
+        if rank in (0, 3):
+            assert_same(part[2], table, 1e-12)
+        found = r"grads\[0\] is another gradient on rank 1 than on rank 0, with a norm of "
+        assert re.match(found, part[3].error.text)
+        assert part[3].error.kind == "FpipeError"
+        assert "pass pipeline=pipe" in part[4].error.text
 
 
 def test_a_norm_that_is_not_finite_is_not_hidden(crew: Crew) -> None:
