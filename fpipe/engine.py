@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from fpipe import tree
 from fpipe.controller.choosing import controller_of, workshop_of
 from fpipe.controller.controller import Gather
 from fpipe.definition import Definition
-from fpipe.errors import BatchError
+from fpipe.errors import BatchError, FpipeError
 from fpipe.history import has_history, is_tracked, tracked_value
 from fpipe.levels import call_within, is_within
 from fpipe.loadable import Loadable
@@ -61,6 +61,13 @@ class Pipeline(Loadable):
 
     def __repr__(self) -> str:
         return f"<Pipeline of {self.schedule!r}>"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise FpipeError(
+            f"{self!r} cannot be copied or pickled, for its code and connections are this "
+            "process's: make another of the same functions and schedule where it is needed, and "
+            "keep it out of objects that are copied, such as modules"
+        )
 
     def step(self, params: Any, *arguments: Any, key: Tensor | None = None, **named: Any) -> Any:
         """Loss and gradients of one batch.

@@ -11,6 +11,7 @@ waiting and the channels stay usable; only when a rank is gone are the connectio
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -88,6 +89,7 @@ class MultiController:
         self._read_key = read_key
         self._group = group
         self._rank = group.rank()
+        self._process = os.getpid()
         self._stages = schedule.stages_of(self._rank)
         self._device = device
         self._steps = 0
@@ -180,6 +182,12 @@ class MultiController:
         """Do what all ranks do at once, under the watch."""
         if self._broken is not None:
             raise self._broken.error()
+        if os.getpid() != self._process:
+            raise PipelineError(
+                f"this process, {os.getpid()}, is a fork of {self._process}, which made the "
+                f"pipeline as rank {self._rank} and alone has its connections: call the pipeline "
+                "there"
+            )
         self._steps += 1
         self._watch.begin(f"{self._name}/fault/{self._steps}")
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +15,8 @@ import torch.distributed as dist
 from fpipe import Schedule, schedules
 from fpipe.controller.watch import Watch
 from tests.distributed import actors, traps
-from tests.distributed.crew import Crew, Failure, Outcome, values
+from tests.distributed.crew import Crew, Failure, Outcome, attempt, values
+from tests.models import assert_identical
 
 SOON = 10.0
 """Seconds within which every rank must know, on a machine that has other work too."""
@@ -293,3 +296,28 @@ def test_a_lost_store_is_asked_no_more() -> None:
         assert store.asked == asked
     finally:
         watch.close()
+
+
+def step_in_a_fork(group: dist.ProcessGroup) -> tuple[str, int, list[Outcome]]:
+    """What a step of a forked process raises, and a step of this one after that."""
+    model = actors.model_of("mlp", 2, 6)
+    pipe = actors.pipeline(group, model, schedules.gpipe(ranks=2, microbatches=2))
+
+    def step() -> Any:
+        return pipe.step(pipe.local(model.params), model.batch).loss
+
+    first = attempt(step)
+    reader, writer = os.pipe()
+    with warnings.catch_warnings(action="ignore"):  # of Python 3.12: there are threads
+        child = os.fork()
+    if child == 0:
+        os.write(writer, str(attempt(step).failure).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    return os.read(reader, 10_000).decode(), os.getpid(), [first, attempt(step)]
+
+
+def test_a_forked_process_has_no_connections(crew: Crew) -> None:
+    for said, process, (before, after) in values(crew.run(step_in_a_fork, ranks=range(2))):
+        assert f"is a fork of {process}, which made the pipeline as rank" in said
+        assert_identical(after.value, before.value)

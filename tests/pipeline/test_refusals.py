@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -86,6 +88,13 @@ def test_schedule_that_cannot_run() -> None:
     rows = [[Action.parse(word) for word in text.split()] for text in ("0F0 0B0", "1B0 1F0")]
     with pytest.raises(ScheduleError, match=r"rank 1 runs 1B0 .* before 1F0"):
         fpipe.pipeline(MODEL.stages, mean_square, Schedule([0, 1], rows))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, pickle.dumps])
+def test_a_pipeline_is_no_value(way: Any) -> None:
+    """Copies of a module that holds one, and processes that are spawned with one, meet this."""
+    with pytest.raises(FpipeError, match=r"cannot be copied or pickled.*make another of the same"):
+        way({"held": plain_pipeline(MODEL.stages)})
 
 
 # ── the batch ───────────────────────────────────────────────────────────────────────────────────
