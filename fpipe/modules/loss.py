@@ -20,6 +20,7 @@ from fpipe.convention import called
 from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError, few
 from fpipe.modules.buffers import refuse_missing
+from fpipe.modules.lost import refuse_lost
 from fpipe.modules.tracing import explaining, unchanged
 from fpipe.nn import buffers_of, call, called_with, state_of
 from fpipe.schedule import Schedule
@@ -281,6 +282,7 @@ def declared(
             f"module={module!r:.60} is a {type(module).__name__}: from_module takes a "
             "torch.nn.Module; fpipe.pipeline takes functions"
         )
+    refuse_lost(module)
     trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     definition = Definition(
         stages=(),

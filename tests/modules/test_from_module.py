@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fpipe
@@ -424,3 +426,49 @@ def test_backward_hooks_are_refused() -> None:
         fpipe.StageError, match=r"or a module with backward hooks: .* remove the hooks"
     ):
         pipe.step(detached(module), {"input": torch.ones(2, 3)})
+
+
+def linears() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+def hooked(register: Callable[[Tensor], Any]) -> nn.Module:
+    module = linears()
+    register(module.get_parameter("1.weight"))
+    return module
+
+
+def replicated() -> nn.Module:
+    """One of a group of one, which is all that its constructor wants."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return nn.parallel.DistributedDataParallel(linears())
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.compile(linears()), r"module is a OptimizedModule .* take .* \._orig_mod; "),
+        (
+            lambda: nn.DataParallel(linears()),
+            r"module is a DataParallel around a Sequential: .*dev",
+        ),
+        (replicated, r"module is a DistributedDataParallel .* \.module; it cannot average the gra"),
+        (lambda: nn.Sequential(nn.DataParallel(linears())), r"module\.get_submodule\('0'\) is a D"),
+        (
+            lambda: hooked(lambda w: w.register_hook(lambda grad: grad * 0)),
+            r"module\.get_parameter\('1\.weight'\) has hooks on its gradient, .* what step returns",
+        ),
+        (
+            lambda: hooked(lambda w: w.register_post_accumulate_grad_hook(lambda _: None)),
+            "has hooks on its gradient",
+        ),
+    ],
+)
+def test_what_a_step_would_leave_out_is_refused(
+    make: Callable[[], nn.Module], message: str
+) -> None:
+    with pytest.raises(fpipe.StageError, match=message):
+        fpipe.from_module(make(), schedule=TWO, cuts=["0"], loss=lambda output, _: output.mean())

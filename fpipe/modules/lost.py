@@ -1,0 +1,40 @@
+"""What a module would do beside its forward, and a pipeline of that forward would leave out."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fpipe.errors import StageError
+
+# By name: the first one's module takes a second to import.
+_WRAPPERS = {
+    "OptimizedModule": ("_orig_mod", "fpipe compiles the stages itself (compile=)"),
+    "DataParallel": ("module", "a pipeline lies on several devices by devices="),
+    "DistributedDataParallel": (
+        "module",
+        "it cannot average the gradients of a step: do so yourself (docs/distributed.md)",
+    ),
+}
+
+
+def refuse_lost(module: nn.Module) -> None:
+    """Refuse wrappers around a module, and hooks on the gradients of its parameters.
+
+    Raises:
+        StageError: it has some; names it.
+    """
+    for path, part in module.named_modules():
+        kind = type(part).__name__
+        inner, why = _WRAPPERS.get(kind, ("", ""))
+        if inner in part._modules and type(part).__module__.startswith("torch."):
+            where = f"module.get_submodule({path!r})" if path else "module"
+            raise StageError(
+                f"{where} is a {kind} around a {type(part._modules[inner]).__name__}: take what is "
+                f"within, .{inner}; {why}"
+            )
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise StageError(
+                f"module.get_parameter({name!r}) has hooks on its gradient, which a step does not "
+                "run, for it returns gradients: remove the hooks, and change what step returns"
+            )
