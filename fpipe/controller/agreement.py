@@ -7,6 +7,7 @@ new, or something wrong, the ranks exchange offers: what each was given, or why 
 from __future__ import annotations
 
 import hashlib
+import logging
 import pickle
 import struct
 from collections import Counter
@@ -19,12 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.controller.sample import Sample, other_batches
 from fpipe.errors import BatchError, PipelineError
 from fpipe.runtime.transport import ConnectionLost
 from fpipe.runtime.waiting import look_out
 from fpipe.shapes import Ambient, TreeShape, in_words
 
 T = TypeVar("T")
+
+log = logging.getLogger("fpipe")
 
 CALLS = (
     *("pipe.step", "pipe.value", "pipe.forward", "pipe.add_up", "pipe.programs"),
@@ -62,6 +66,7 @@ class Offer(NamedTuple):
         params: the parameters of its own stages.
         rows: rows of each microbatch, None without a batch.
         batch: shapes of its batch, None without a batch.
+        sample: numbers of its batch, None without a batch.
         ambient: what else its traces depend on.
         problem: why it cannot take part, or None.
     """
@@ -70,6 +75,7 @@ class Offer(NamedTuple):
     params: Mapping[int, TreeShape]
     rows: tuple[int, ...] | None
     batch: tuple[TreeShape, ...] | None
+    sample: Sample | None
     ambient: Ambient
     problem: str | None
 
@@ -242,6 +248,22 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
         rank_or_none = odd_one_out(settings)
         if rank_or_none is not None:
             raise refusal(rank_or_none, f"rank {rank_or_none} {what} than other ranks")
+
+
+def warn_of_other_numbers(offers: Sequence[Offer]) -> None:
+    """Say that ranks were given batches of one shape that are not the same batch."""
+    found = other_batches([offer.sample for offer in offers])
+    if found is None:
+        return
+    leaf, rank, other = found
+    shapes = next(offer.batch for offer in offers if offer.batch is not None)
+    log.warning(
+        "rank %d has other numbers in batch%s than rank %d: all ranks of a pipeline must be given "
+        "the same batch, so seed their loaders alike, and divide data by replicas alone",
+        other,
+        tree.paths(shapes[0].spec)[leaf],
+        rank,
+    )
 
 
 def unsendable(offer: Offer) -> BatchError | None:

@@ -27,9 +27,11 @@ from fpipe.controller.agreement import (
     named,
     start_headers,
     unsendable,
+    warn_of_other_numbers,
 )
 from fpipe.controller.controller import Enter
 from fpipe.controller.keys import Words, as_number
+from fpipe.controller.sample import sample
 from fpipe.microbatch import Microbatches, split
 from fpipe.parameters import Parameters
 from fpipe.plan import Plan
@@ -200,6 +202,7 @@ class Calls:
             params={} if given is None else given.shapes,
             rows=None if given is None or given.parts is None else given.parts.rows,
             batch=None if given is None else given.batch,
+            sample=None if given is None or given.parts is None else sample(given.whole),
             ambient=self._planner.ambient(),
             problem=None if problem is None else named(problem),
         )
@@ -207,6 +210,7 @@ class Calls:
             offer = offer._replace(params={}, batch=None, problem=named(problem))
         offers: list[Offer] = connected(lambda: gather_objects(offer, self._control))
         check_offers(offers, self._rank, problem)
+        warn_of_other_numbers(offers)
         reader = next(o for o in offers if o.batch is not None)
         assert reader.rows is not None and reader.batch is not None
         return Signature(
