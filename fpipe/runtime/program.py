@@ -6,7 +6,7 @@ a message is sent and when its buffer is posted. So a program can be read, and i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -130,7 +130,7 @@ class Results(NamedTuple):
     states: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Program:
     """What one rank runs.
 
@@ -151,8 +151,15 @@ class Program:
     bindings: Bindings
     results: Results
     num_slots: int
-    sizes: dict[tuple[int, int], int] = field(repr=False)
-    needs: dict[int, int] = field(repr=False)
+    sizes: dict[tuple[int, int], int]
+    needs: dict[int, int]
+
+    def __repr__(self) -> str:
+        # A notebook shows what `pipe.programs` returns, and there is a page of each.
+        return (
+            f"<Program of rank {self.rank}: {len(self.instructions)} instructions, at most "
+            f"{self.peak_bytes:,} bytes; print shows it>"
+        )
 
     def __str__(self) -> str:
         return describe(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from textwrap import dedent
 from typing import Any
@@ -80,6 +81,9 @@ def test_a_program_can_be_read() -> None:
 def test_marks_and_results_in_the_text() -> None:
     model = mlp(1, 2)
     (program,) = lowered(model, schedules.gpipe(ranks=1, microbatches=2))
+    assert re.fullmatch(
+        r"<Program of rank \d: \d+ instructions, at most [\d,]+ bytes; .*>", f"{program!r}"
+    )
     lines = str(program).splitlines()
     assert lines[0].startswith("program of rank 0: 4 instructions, ")
     assert f"peak {program.peak_bytes:,} bytes" in lines[0]
