@@ -25,6 +25,7 @@ from fpipe.stage.abstract import Abstract, abstract_key
 from fpipe.stage.alike import merge_constants
 from fpipe.stage.cut import Segment, mark, noting, segments
 from fpipe.stage.explain import ImpureError, Untraceable, describe, explain, place
+from fpipe.stage.factors import OneDtype
 from fpipe.stage.joint import BatchLeaf, Key, Param, Source, StateLeaf, Upstream, is_differentiable
 from fpipe.stage.keyed import draw_from_keys
 from fpipe.stage.known import Known
@@ -224,7 +225,7 @@ class Recorder:
                 full = list(leaves)
                 for index, leaf in zip(moving, own, strict=True):
                     full[index] = leaf
-                with noting(note), keeping_detached(), as_written(), Known():
+                with noting(note), keeping_detached(), as_written(), OneDtype(), Known():
                     value = self._called(params, batch, full)
                 (first, *others), layout = self._taken(value, params, goal)
                 layouts.append(layout)

@@ -22,6 +22,7 @@ from fpipe import tree
 from fpipe.errors import StageError
 from fpipe.stage.closure import lift_constants
 from fpipe.stage.explain import Untraceable, explain
+from fpipe.stage.factors import OneDtype
 from fpipe.stage.joint import (
     BatchLeaf,
     Constant,
@@ -246,7 +247,8 @@ def _run_abstractly(
         with mode, torch.no_grad(), WithoutPeeking():
             # Clones, because one leaf may come in by several names.
             inputs = [value.clone() for value in leaves.values]
-            with WriteGuard(dict(zip(leaves.paths, inputs, strict=True)), origin), Known():
+            guard = WriteGuard(dict(zip(leaves.paths, inputs, strict=True)), origin)
+            with guard, OneDtype(), Known():
                 output = function(inputs)
     except StageError:
         raise

@@ -318,6 +318,26 @@ def test_batch_that_does_not_fit_the_first_stage() -> None:
         step(mlp_layer, mlp_layer)
 
 
+def test_product_of_two_dtypes() -> None:
+    singles = [{"w": p["w"].float(), "b": p["b"].float()} for p in MODEL.params]
+    rule = (
+        r"stage 0 \(mlp_first\) cannot be traced on a microbatch .* at .*models.py:\d+: "
+        r"RuntimeError: aten.mm.default multiplies or adds float64 and float32: give the parameters"
+    )
+    with pytest.raises(StageError, match=rule):
+        plain_pipeline([mlp_first, mlp_layer]).step(singles, MODEL.batch)
+
+
+def test_product_of_two_dtypes_in_one_function() -> None:
+    def loss_fn(params: Tensor, batch: Tensor) -> Tensor:
+        return fpipe.cut(batch @ params).square().mean()
+
+    schedule = schedules.gpipe(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
+    with pytest.raises(StageError, match=r"test_refusals.*: aten.mm.default .* float64 and float"):
+        pipe.step(torch.eye(3), torch.ones(4, 3, dtype=torch.float64))
+
+
 def uses_checkpoint(p: Any, x: Tensor) -> Tensor:
     return checkpoint(torch.tanh, x @ p["w"], use_reentrant=False)
 

@@ -1,0 +1,44 @@
+"""Products of two dtypes are refused where they are written, while a function is traced.
+
+torch refuses them when they run, but their abstract counterparts take them, so that a step would
+fail at its first action instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fpipe import tree
+
+aten = torch.ops.aten
+
+_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.mv.default, aten.addmv.default})
+"""Those of which torch's abstract counterparts compare no dtypes; those of others do."""
+
+
+class OneDtype(TorchDispatchMode):
+    """Raises `RuntimeError`, as torch does, at a product whose tensors are not of one dtype."""
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compare the dtypes of what `func` multiplies, then call it."""
+        if func in _PRODUCTS:
+            leaves = tree.flatten((args, kwargs or {}))[0]
+            dtypes = dict.fromkeys(leaf.dtype for leaf in leaves if isinstance(leaf, Tensor))
+            if len(dtypes) > 1:
+                names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                raise RuntimeError(
+                    f"{func} multiplies or adds {names}: give the parameters and the batch one "
+                    "dtype, or convert one of them with .to()"
+                )
+        return func(*args, **(kwargs or {}))
