@@ -66,6 +66,12 @@ class ModuleLoss:
                 f"loss={loss!r:.60} is not callable: it is a function (output, batch) -> scalar, "
                 "or None for the output's own loss"
             )
+        if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+            raise StageError(
+                f"loss is a {type(loss).__name__} with parameters to be trained, which would get "
+                "no gradient: make it part of the module, whose forward calls it, or freeze it "
+                "(loss.requires_grad_(False))"
+            )
         self.__qualname__ = type(module).__name__
         if loss is None and (returns.aux or returns.weighted):
             more = replace(returns, state=False)

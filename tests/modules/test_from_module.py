@@ -200,6 +200,7 @@ def test_branch_on_data_is_refused_with_its_place() -> None:
         ({"cuts": ["blocks.1", "blocks.2"]}, r"cuts has 2 names, which make 3 stages"),
         ({"schedule": "zbv"}, r"schedule='zbv' is a str"),
         ({"loss": 3}, r"loss=3 is not callable: it is a function \(output, batch\)"),
+        ({"loss": nn.PReLU()}, r"loss is a PReLU with parameters to be trained, .* of the module"),
     ],
 )
 def test_wrong_argument_is_refused(options: dict[str, Any], message: str) -> None:
