@@ -135,38 +135,27 @@ class Beneath:
     dim: int
 
 
-def merge(outputs: Sequence[Any], out_dims: Any = 0) -> Any:
-    """Concatenate the outputs of microbatches, the inverse of `split` for a stage's output.
-
-    Args:
-        outputs: one pytree of tensors per microbatch, all of one structure.
-        out_dims: pytree prefix of an output: the dimension to concatenate along, where leaves
-            without dimensions are stacked along 0; or None to keep the last microbatch's leaf.
-
-    Raises:
-        BatchError: `out_dims` is no prefix, or a leaf lacks the dimension.
-
-    Example:
-        >>> parts = [(torch.zeros(2), torch.tensor(2)), (torch.ones(1), torch.tensor(1))]
-        >>> merge(parts)
-        (tensor([0., 0., 1.]), tensor([2, 1]))
-    """
-    spec = tree.structure(outputs[0])
-    columns = zip(*(tree.flatten(output)[0] for output in outputs), strict=True)
-    return merge_columns(list(columns), spec, out_dims, "output")
-
-
-def merge_columns(
+def merge(
     columns: Sequence[Sequence[Tensor | None]], spec: optree.PyTreeSpec, out_dims: Any, name: str
 ) -> Any:
-    """`merge` for flat outputs.
+    """Concatenate the outputs of microbatches, the inverse of `split`.
 
     Args:
         columns: for each leaf, one value per microbatch, or None for a leaf that another process
             has, which stays None.
         spec: structure of an output.
-        out_dims: as in `merge`, or with `Beneath` in place of a dimension.
+        out_dims: pytree prefix of an output: the dimension to concatenate along, where leaves
+            without dimensions are stacked along 0; None to keep the last microbatch's leaf; or
+            `Beneath`.
         name: what they are, for messages.
+
+    Raises:
+        BatchError: `out_dims` is no prefix, or a leaf lacks the dimension.
+
+    Example:
+        >>> spec = tree.structure((0, 0))
+        >>> merge([[torch.zeros(2), torch.ones(1)], [torch.tensor(2), None]], spec, 0, "output")
+        (tensor([0., 0., 1.]), tensor([2]))
     """
     whole = tree.unflatten(spec, range(spec.num_leaves))
     dims = tree.broadcast_prefix("out_dims", out_dims, whole, f"the {name}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.microbatch import merge_columns
+from fpipe.microbatch import merge
 from fpipe.parameters import Parameters
 from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Program
@@ -84,7 +84,7 @@ class Plan:
         """The outputs or aux of all microbatches, merged; None for leaves of other processes."""
         start, spec = self.layout
         columns = self._columns(runs, start, start + spec.num_leaves)
-        return merge_columns(columns, spec, out_dims, name)
+        return merge(columns, spec, out_dims, name)
 
     def state(self, runs: Sequence[Run], params: Parameters, batch: Any) -> list[Tensor]:
         """The leaves of the state that the last microbatch has left; `params` has those given.

@@ -26,8 +26,8 @@ def test_merge_is_the_inverse_of_split(rows: int, microbatches: int, dim: int) -
     assert sum(parts.rows) == rows
     assert max(parts.rows) - min(parts.rows) <= 1
     assert list(parts.rows) == sorted(parts.rows, reverse=True)
-    outputs = [tree.unflatten(parts.spec, leaves) for leaves in parts.leaves]
-    assert merge(outputs, dim)["a"].equal(batch["a"])
+    columns = list(zip(*parts.leaves, strict=True))
+    assert merge(columns, parts.spec, dim, "output")["a"].equal(batch["a"])
 
 
 def test_leaf_that_is_not_split_is_the_same_in_all() -> None:
@@ -66,14 +66,14 @@ def test_dimension_that_a_leaf_lacks(dim: Any) -> None:
 
 
 def test_leaves_merge_each_along_its_own_dimension() -> None:
-    outputs = [
-        {"a": torch.zeros(2, 3), "b": torch.ones(3, 2), "c": torch.tensor(i)} for i in (1, 2)
-    ]
-    merged = merge(outputs, {"a": 0, "b": 1, "c": None})
+    column_c = [torch.tensor(1), torch.tensor(2)]
+    columns = [[torch.zeros(2, 3)] * 2, [torch.ones(3, 2)] * 2, column_c]
+    spec = tree.structure({"a": 0, "b": 0, "c": 0})
+    merged = merge(columns, spec, {"a": 0, "b": 1, "c": None}, "output")
     assert {name: tuple(leaf.shape) for name, leaf in merged.items()} == {
         "a": (4, 3),
         "b": (3, 4),
         "c": (),
     }
     assert merged["c"] == 2
-    assert merged["c"] is not outputs[1]["c"]
+    assert merged["c"] is not column_c[1]
