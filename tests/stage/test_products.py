@@ -189,6 +189,7 @@ def test_a_compiled_step_takes_onednn_where_blas_is_slow(
 
 
 @needs_onednn
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # of torch 2.11, when it tunes
 def test_products_that_inductor_tunes_are_left_to_it(
     elsewhere: Callable[[str, bool], None],
 ) -> None:
