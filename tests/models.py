@@ -111,6 +111,27 @@ def mlp(num_stages: int, rows: int, dtype: torch.dtype = torch.float64, width: i
     return Model([mlp_first, *[mlp_layer] * (num_stages - 1)], mean_square, params, batch)
 
 
+def adapted_first(p: Any, batch: Any) -> Tensor:
+    return adapted_layer(p, batch["x"])
+
+
+def adapted_layer(p: Any, x: Tensor) -> Tensor:
+    merged = F.normalize(p["w"] + p["up"] @ p["down"])
+    return torch.tanh(x @ merged * p["gain"].exp())
+
+
+def adapted(num_stages: int, rows: int, dtype: torch.dtype = torch.float64) -> Model:
+    """Layers whose weights are made of their parameters: what no microbatch goes into."""
+    make = _maker(dtype)
+    params = [
+        {"w": make(3, 3), "up": make(3, 1), "down": make(1, 3), "gain": make(3)}
+        for _ in range(num_stages)
+    ]
+    batch = {"x": make(rows, 3), "y": make(rows, 3)}
+    chain = [adapted_first, *[adapted_layer] * (num_stages - 1)]
+    return Model(chain, mean_square, params, batch)
+
+
 # ── a stack of GPT blocks ───────────────────────────────────────────────────────────────────────
 
 VOCABULARY, CONTEXT, WIDTH, HEADS = 11, 5, 8, 2

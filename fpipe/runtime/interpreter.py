@@ -86,9 +86,10 @@ def _blame(program: Program, index: int, error: Exception) -> PipelineError:
     instruction = program.instructions[index]
     assert not isinstance(instruction, Free)
     action = instruction.action if isinstance(instruction, Compute) else instruction.message.action
+    which = "" if action.microbatch is None else f", microbatch {action.microbatch}"
     return PipelineError(
-        f"{action} failed on rank {program.rank} (stage {action.stage}, microbatch "
-        f"{action.microbatch}): {type(error).__name__}: {error}",
+        f"{action} failed on rank {program.rank} (stage {action.stage}{which}): "
+        f"{type(error).__name__}: {error}",
         rank=program.rank,
         stage=action.stage,
         microbatch=action.microbatch,

@@ -15,6 +15,7 @@ from fpipe.schedule import Action, Op, Schedule
 from fpipe.shapes import Spec
 from fpipe.stage.compiler import Call
 from fpipe.stage.joint import BatchLeaf, Param, Source
+from fpipe.stage.partition import PREPARE
 
 
 class Task(NamedTuple):
@@ -57,14 +58,47 @@ def tasks_of(schedule: Schedule, codes: Codes, resolve: Resolver) -> Tasks:
     """Find the tasks of all ranks.
 
     The first B or W of a stage starts the sums of its parameter gradients, the others continue
-    them. Whole-stage actions have no task: in one process there is nothing to gather or reduce.
+    them. What no microbatch goes into is computed before the first task that reads it. Whole-stage
+    actions have no task: in one process there is nothing to gather or reduce.
     """
     sums: dict[SumValue, Value] = {}
     rows = tuple(
         [task for action in row if (task := _task_of(action, codes, resolve, sums)) is not None]
         for row in schedule.actions
     )
-    return Tasks(rows, sums)
+    return Tasks(tuple(_with_preparations(row, codes, resolve) for row in rows), sums)
+
+
+def _with_preparations(row: Sequence[Task], codes: Codes, resolve: Resolver) -> list[Task]:
+    """The tasks of a rank, and those that make what they read of no microbatch."""
+    whole: list[Task] = []
+    made: set[tuple[int, int]] = set()
+    for task in row:
+        for value in task.inputs:
+            if not isinstance(value, Computed):
+                continue
+            stage, microbatch, name = value
+            place = stage, microbatch
+            if place not in made and name in codes(stage, microbatch).prepared:
+                made.add(place)
+                whole.append(_preparation(stage, microbatch, codes, resolve))
+        whole.append(task)
+    return whole
+
+
+def _preparation(stage: int, microbatch: int, codes: Codes, resolve: Resolver) -> Task:
+    """The task that computes what no microbatch goes into."""
+    code = codes(stage, microbatch)
+    piece = code.pieces[PREPARE]
+    return Task(
+        Action(stage, Op.UNSHARD, None),
+        partial(code.call, PREPARE),
+        tuple(resolve(stage, microbatch, name) for name in piece.inputs),
+        tuple(Computed(stage, microbatch, name) for name in piece.outputs),
+        tuple(code.specs[name] for name in piece.outputs),
+        partial(code.footprint, PREPARE),
+        code.constants,
+    )
 
 
 def tie(tasks: Tasks, schedule: Schedule, codes: Codes, *, everywhere: bool) -> Tasks:

@@ -7,7 +7,7 @@ A value that stages only pass on is thus sent straight from where it was made to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from fpipe.stage.code import StageCode
@@ -21,6 +21,7 @@ from fpipe.stage.joint import (
     SumSoFar,
     Upstream,
 )
+from fpipe.stage.partition import PREPARE
 
 Codes = Callable[[int, int], StageCode]
 """From stage and microbatch to the code that runs it."""
@@ -80,7 +81,13 @@ class SumValue(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """An output of one of a stage's kernels."""
+    """An output of one of a stage's kernels.
+
+    Attributes:
+        stage: whose kernel.
+        microbatch: what it was computed on; for what no microbatch goes into, one that reads it.
+        name: in the code of that stage and microbatch.
+    """
 
     stage: int
     microbatch: int
@@ -100,6 +107,7 @@ class Resolver:
     def __init__(self, codes: Codes) -> None:
         self._codes = codes
         self._known: dict[tuple[int, int, str], Value] = {}
+        self._preparing: dict[Hashable, int] = {}
 
     def __call__(self, stage: int, microbatch: int, name: str) -> Value:
         """The value that `name` stands for in a stage's code for a microbatch."""
@@ -130,9 +138,22 @@ class Resolver:
                 return SumValue(stage, leaf)
             case Upstream(producer, leaf):
                 return self(producer, microbatch, self._codes(producer, microbatch).outputs[leaf])
+        if name in code.prepared:
+            return Computed(stage, self.prepares(stage, microbatch), name)
         for leaf, group in enumerate(code.cotangents):
             for reader, own in group:
                 if own == name:
                     returned = self._codes(reader, microbatch).input_grads[Upstream(stage, leaf)]
                     return self(reader, microbatch, returned)
         return Computed(stage, microbatch, name)
+
+    def prepares(self, stage: int, microbatch: int) -> int:
+        """The microbatch that stands for all that read the same prepared values of a stage.
+
+        Those whose code differs, by their number of rows or in what is kept, read the same if they
+        are computed alike from the same values.
+        """
+        piece = self._codes(stage, microbatch).pieces[PREPARE]
+        inputs = tuple(self(stage, microbatch, name) for name in piece.inputs)
+        key = stage, piece.fingerprint, piece.outputs, inputs
+        return self._preparing.setdefault(key, microbatch)

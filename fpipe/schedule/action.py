@@ -23,7 +23,7 @@ class Op(StrEnum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
-    UNSHARD = "UNSHARD"  # whole-stage: gather the parameters
+    UNSHARD = "UNSHARD"  # whole-stage: gather the parameters, and make of them what all read
     RESHARD = "RESHARD"  # whole-stage: let the gathered parameters go
     REDUCE_GRAD = "REDUCE_GRAD"  # whole-stage: reduce the gradients over data-parallel ranks
 

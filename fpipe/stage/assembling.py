@@ -19,7 +19,7 @@ from fpipe.stage.joint import BatchLeaf, Param, Seed, Source, Upstream
 from fpipe.stage.partition import (
     Piece,
     Policy,
-    forward_piece,
+    forward_pieces,
     live_cotangents,
     live_gradients,
     partition,
@@ -76,7 +76,7 @@ def assemble(
             cut[key] = (
                 partition(joint, outputs=joint.outputs, inputs=inputs, params=params, policy=policy)
                 if chain.goal == "step"
-                else forward_piece(joint, joint.outputs)
+                else forward_pieces(joint, joint.outputs)
             )
         cotangents = live_cotangents(joint, [*params, *inputs])
         sources = dict(joint.sources)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor
 
 from fpipe.shapes import Spec
 from fpipe.stage.compiler import Call, Compiler
 from fpipe.stage.joint import Cotangent, Source, Sum, Upstream
-from fpipe.stage.partition import Piece
+from fpipe.stage.partition import PREPARE, Piece
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +24,7 @@ class StageCode:
     Attributes:
         label: the stage in messages, such as ``"stage 2 (block)"``.
         pieces: by op ``F``, ``B``, ``I``, ``W``; those that continue a sum are ``B+`` and ``W+``.
-            An op that has nothing to compute has no entry.
+            An op that has nothing to compute has no entry. `PREPARE` runs once a step.
         sources: where the value of each name that no piece returns comes from.
         constants: what `Constant` sources index.
         outputs: name of each output leaf.
@@ -48,6 +49,11 @@ class StageCode:
     compiler: Compiler = field(repr=False)
     returned: tuple[tuple[int, str], ...]
     updates: Mapping[int, str] = field(default_factory=dict)
+
+    @cached_property
+    def prepared(self) -> frozenset[str]:
+        """Names of the values that no microbatch goes into."""
+        return frozenset(self.pieces[PREPARE].outputs if PREPARE in self.pieces else ())
 
     def call(self, op: str) -> Call:
         """The compiled piece of `op`."""

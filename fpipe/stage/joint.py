@@ -178,6 +178,13 @@ def is_view(node: fx.Node) -> bool:
     return first is not None and not first.is_write
 
 
+def base_of(node: fx.Node) -> fx.Node:
+    """The value whose memory `node` looks at."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def is_product(node: fx.Node) -> bool:
     """Whether a library computes `node`: a matrix product, a convolution, attention."""
     return getattr(node.target, "overloadpacket", None) in flop_registry

@@ -1,5 +1,6 @@
-"""Cut a joint graph into the pieces that a schedule runs: F, B, I and W.
+"""Cut a joint graph into the pieces that a schedule runs: F, B, I and W, and what they stand on.
 
+    P   parameters                 -> what no microbatch goes into; an input of all others
     F   inputs                     -> outputs, residuals
     B   residuals, cotangents      -> input gradients, sums of parameter gradients
     I   residuals, cotangents      -> input gradients, handover
@@ -23,8 +24,12 @@ from torch import Tensor, fx
 from fpipe.stage.fingerprint import devices_of, fingerprint
 from fpipe.stage.footprint import footprint
 from fpipe.stage.joint import Cotangent, Joint, Source, Upstream, is_product, is_random, is_view
+from fpipe.stage.preparing import prepared_values
 
 Policy = Callable[[fx.Node], bool]
+
+PREPARE = "P"
+"""The piece that computes what no microbatch goes into, once a step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,30 +94,33 @@ def partition(
         inputs: the upstream values whose gradient anyone reads.
         params: the caller's leaves whose gradient is wanted and not zero.
         policy: whether the backward may read a forward value (True), or computes it again from
-            the stage's inputs (False). Random values are always kept.
+            the stage's inputs (False). Random values are always kept, and what no microbatch goes
+            into is there anyway.
 
     Returns:
         Pieces by op: ``F``, ``B``, ``I``, ``W``, and ``B+``, ``W+``, which take and return sums
-        over microbatches. An op that has nothing to compute has no entry.
+        over microbatches; and `PREPARE`. An op that has nothing to compute has no entry.
     """
     nodes = joint.nodes
     placeholders = {n for n in nodes.values() if n.op == "placeholder"}
     backward = _backward_nodes(joint)
     results = [nodes[name] for name in outputs]
-    kept = placeholders | {
-        n
-        for n in _forward_nodes(results) - backward
-        if _can_hold(n) and (is_random(n) or policy(n))
-    }
     input_grads = [nodes[joint.gradients[source]] for source in inputs]
     sums = [joint.sums[source] for source in params]
     starts = [nodes[entry.start] for entry in sums]
     totals = [nodes[entry.total] for entry in sums]
+    checks = _checks(joint)
+    prepared = prepared_values(joint, _ancestors([*results, *input_grads, *totals, *checks]))
+    given = placeholders.union(prepared)
+    kept = given | {
+        n
+        for n in _forward_nodes(results) - backward
+        if _can_hold(n) and (is_random(n) or policy(n))
+    }
 
     whole = _slice([*input_grads, *starts], kept)
     early = _choose_input_grad(whole, input_grads, starts, backward)
     available = kept | {n for n in early if _can_hold(n)}
-    checks = _checks(joint)
     in_f = [n for n in checks if n not in backward]
     in_b = [n for n in checks if n in backward]
     deferred = set(whole) - early
@@ -128,7 +136,8 @@ def partition(
         if n in kept
     ]
     pieces = {
-        "F": _build([*results, *residuals], placeholders, in_f),
+        PREPARE: _build(prepared, placeholders, ()),
+        "F": _build([*results, *residuals], given, in_f),
         "B": _build([*input_grads, *starts], kept, in_b),
         "B+": _build([*input_grads, *totals], kept, in_b),
         "I": _build(first, kept, in_i),
@@ -138,12 +147,17 @@ def partition(
     return {op: piece for op, piece in pieces.items() if piece is not None}
 
 
-def forward_piece(joint: Joint, outputs: Iterable[str]) -> dict[str, Piece]:
-    """The one piece of a stage that runs forward only: it keeps nothing for a backward."""
+def forward_pieces(joint: Joint, outputs: Iterable[str]) -> dict[str, Piece]:
+    """The pieces of a stage that runs forward only: it keeps nothing for a backward."""
     nodes = joint.nodes
     placeholders = {n for n in nodes.values() if n.op == "placeholder"}
-    piece = _build([nodes[name] for name in outputs], placeholders, _checks(joint))
-    return {} if piece is None else {"F": piece}
+    results, checks = [nodes[name] for name in outputs], _checks(joint)
+    prepared = prepared_values(joint, _ancestors([*results, *checks]))
+    pieces = {
+        PREPARE: _build(prepared, placeholders, ()),
+        "F": _build(results, placeholders.union(prepared), checks),
+    }
+    return {op: piece for op, piece in pieces.items() if piece is not None}
 
 
 def _choose_input_grad(

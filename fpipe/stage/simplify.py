@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fpipe.stage.joint import is_view, value_of
+from fpipe.stage.joint import base_of, value_of
 
 aten = torch.ops.aten
 
@@ -68,7 +68,7 @@ def _settle_gradients(graph: fx.Graph, owned: Sequence[bool]) -> None:
     outputs, gradients = _results(graph)
     claimed: set[fx.Node] = set()
     for index, node in enumerate(gradients):
-        base = _base(node)
+        base = base_of(node)
         if owned[index]:
             fit = base.op != "placeholder" and base not in claimed and _is_dense(value_of(node))
         else:
@@ -86,16 +86,9 @@ def _settle_outputs(graph: fx.Graph, private: Collection[fx.Node]) -> None:
     graph.output_node().args = (([copies.get(n, n) for n in outputs], gradients),)
 
 
-def _base(node: fx.Node) -> fx.Node:
-    """The value whose memory `node` looks at."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
 def _is_part(node: fx.Node) -> bool:
     """Whether `node` looks at a part of a value, and would keep the whole of it alive."""
-    return value_of(_base(node)).numel() > value_of(node).numel()
+    return value_of(base_of(node)).numel() > value_of(node).numel()
 
 
 def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:

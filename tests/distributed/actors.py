@@ -24,7 +24,7 @@ from fpipe.runtime.group import GroupTransport
 from fpipe.runtime.program import Program, Send, WaitSend
 from fpipe.stage.compiler import Call
 from tests.distributed.crew import Outcome, attempt
-from tests.models import MODELS, Model, mlp, piped
+from tests.models import MODELS, Model, adapted, mlp, piped
 
 Group = dist.ProcessGroup | None
 
@@ -424,4 +424,9 @@ def plumbing(num_stages: int, rows: int, dtype: torch.dtype = torch.float64) -> 
     return Model(stages, plumbing_loss, params, {"x": make(rows, 3)})
 
 
-MAKERS: dict[str, Callable[..., Model]] = {**MODELS, "mlp": mlp, "plumbing": plumbing}
+MAKERS: dict[str, Callable[..., Model]] = {
+    **MODELS,
+    "mlp": mlp,
+    "adapted": adapted,
+    "plumbing": plumbing,
+}

@@ -93,6 +93,11 @@ def test_more_ranks(crew: Crew, family: str, ranks: int, microbatches: int, rows
     check_step(crew, "mlp", schedule, rows, remat=remat)
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_weights_made_of_parameters(crew: Crew, remat: str) -> None:
+    check_step(crew, "adapted", schedules.zbv(ranks=2, microbatches=3), 7, remat=remat)
+
+
 @pytest.mark.parametrize(
     "placement",
     [

@@ -18,6 +18,7 @@ from fpipe import Action, Op, Schedule, schedules
 from tests.models import (
     MODELS,
     Model,
+    adapted,
     apply,
     assert_identical,
     assert_same,
@@ -87,6 +88,14 @@ def test_other_sizes_equal_the_unpipelined_function(
     """One rank, one microbatch, fewer microbatches than ranks, microbatches of two sizes."""
     schedule = schedules.get(family, ranks=ranks, microbatches=microbatches)
     check(mlp, schedule, rows, REMAT[remat])
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_made_of_parameters_equal_the_unpipelined_function(family: str, remat: str) -> None:
+    """Microbatches of two sizes."""
+    schedule = schedules.get(family, ranks=2, microbatches=3)
+    check(adapted, schedule, 7, REMAT[remat])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
