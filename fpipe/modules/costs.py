@@ -7,8 +7,9 @@ computed, and parameters may lie on the meta device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -57,13 +58,18 @@ Loads = Callable[[Sequence[Part]], Sequence[float]]
 """What each part is taken to cost, all in one unit: `counted`, or `measured`."""
 
 
-def candidates_of(module: nn.Module) -> list[str]:
-    """The layers of a module: the children of its outermost `ModuleList`s and `Sequential`s."""
+def candidates_of(module: nn.Module, depth: int = 1) -> list[str]:
+    """The layers of a module: the children of its outermost `ModuleList`s and `Sequential`s.
+
+    Args:
+        module: the whole.
+        depth: how many lists deep; at 2 the layers of layers are candidates too.
+    """
     found: list[str] = []
     lists: list[str] = []
     for name, submodule in module.named_modules():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in lists)
-        if isinstance(submodule, nn.ModuleList | nn.Sequential) and not inside:
+        around = sum(not outer or name.startswith(f"{outer}.") for outer in lists)
+        if isinstance(submodule, nn.ModuleList | nn.Sequential) and around < depth:
             lists.append(name)
             prefix = f"{name}." if name else ""
             found += [prefix + child for child, _ in submodule.named_children()]
@@ -78,8 +84,9 @@ def parts_of(
     Args:
         definition: of the module, which is not cut; its parameters may lie on any device.
         microbatch: shapes of the keyword arguments of its forward.
-        candidates: names of submodules; None takes those of `candidates_of`. Those that the
-            forward does not call once are left out.
+        candidates: names of submodules; None takes those of `candidates_of`, as deep as it takes
+            to have one between each two stages. Those that the forward does not call once are left
+            out.
 
     Raises:
         StageError: the module cannot be traced, or has no candidate.
@@ -93,8 +100,12 @@ def parts_of(
     microbatch = microbatch.with_data(_CPU)
     whole = definition.loss.with_buffers(shaped_buffers(module))
     names = sorted(dict(module.named_parameters()))
-    chosen = candidates_of(module) if candidates is None else list(candidates)
-    order = _called_once(whole, chosen, shape, microbatch, has_state=definition.has_state)
+    fewest = definition.schedule.num_stages - 1
+    order: list[str] = []
+    for chosen in _choices(module) if candidates is None else [list(candidates)]:
+        order = _called_once(whole, chosen, shape, microbatch, has_state=definition.has_state)
+        if len(order) >= fewest:
+            break
     if not order:
         raise StageError(
             f"{type(module).__name__} has no submodules in a ModuleList or Sequential that its "
@@ -119,6 +130,16 @@ def parts_of(
         )
         for name, segment, width in zip((*order, ""), segments, widths, strict=True)
     )
+
+
+def _choices(module: nn.Module) -> Iterator[list[str]]:
+    """Candidates, ever deeper, as long as there are more."""
+    found: list[str] = []
+    for depth in count(1):
+        deeper = candidates_of(module, depth)
+        if len(deeper) == len(found):
+            return
+        yield (found := deeper)
 
 
 def counted(intensity: float) -> Loads:

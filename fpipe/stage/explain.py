@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from fpipe.shapes import in_words
 # Frames of these are not the user's own.
 _MACHINERY = (
     *(str(Path(file).parent) for file in (torch.__file__, optree.__file__, tree.__file__)),
+    contextlib.__file__,
     "<eval_with_key>",
     "<frozen ",
 )

@@ -39,6 +39,7 @@ from fpipe.stage.rewrites import (
     return_statistics,
 )
 from fpipe.stage.scripted import as_written
+from fpipe.stage.seeding import unseeded
 from fpipe.stage.sink import Sink
 from fpipe.stage.updates import keep_changed
 
@@ -181,27 +182,27 @@ class Recorder:
         Raises:
             StageError: it writes to a parameter, to the batch or to what it closes over, or unseen
                 by autograd to what depends on the leaves that are `moving`; or it draws from a
-                generator of its own.
+                generator of its own, or seeds torch's.
         """
-        with self.mode, with_gradients(), WithoutPeeking():
-            inputs = [
-                value.clone().requires_grad_(index in moving).view_as(value)
-                for index, value in enumerate((*params.values, *batch.values, *keys))
-            ]
-            paths = [
-                *self.paths(params),
-                *("batch" + path for path in tree.paths(batch.spec)),
-                *("key" for _ in keys),
-            ]
-            guard = WriteGuard(dict(zip(paths, inputs, strict=True)), self.loss_fn)
-            try:
+        try:
+            with unseeded(), self.mode, with_gradients(), WithoutPeeking():
+                inputs = [
+                    value.clone().requires_grad_(index in moving).view_as(value)
+                    for index, value in enumerate((*params.values, *batch.values, *keys))
+                ]
+                paths = [
+                    *self.paths(params),
+                    *("batch" + path for path in tree.paths(batch.spec)),
+                    *("key" for _ in keys),
+                ]
+                guard = WriteGuard(dict(zip(paths, inputs, strict=True)), self.loss_fn)
                 with guard, Known():
                     self._called(params, batch, inputs)
-            except (ImpureError, Untraceable) as error:
-                raise explain(self.name, error, "") from error
-            except Exception:
-                # Whatever else is wrong is found again, and said, when it is traced.
-                return
+        except (ImpureError, Untraceable) as error:
+            raise explain(self.name, error, "") from error
+        except Exception:
+            # Whatever else is wrong is found again, and said, when it is traced.
+            return
 
     def _graph(
         self,

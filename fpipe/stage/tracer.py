@@ -38,6 +38,7 @@ from fpipe.stage.known import Known
 from fpipe.stage.nograd import with_gradients
 from fpipe.stage.peeking import WithoutPeeking
 from fpipe.stage.purity import WriteGuard, refuse_writes, writes
+from fpipe.stage.seeding import unseeded
 from fpipe.stage.simplify import simplify
 from fpipe.stage.sink import SUM, Sink
 from fpipe.stage.sums import add_sums
@@ -244,7 +245,7 @@ def _run_abstractly(
 ) -> tuple[list[Tensor], optree.PyTreeSpec]:
     """What the function returns on fake tensors, or a clear refusal."""
     try:
-        with mode, torch.no_grad(), WithoutPeeking():
+        with unseeded(), mode, torch.no_grad(), WithoutPeeking():
             # Clones, because one leaf may come in by several names.
             inputs = [value.clone() for value in leaves.values]
             guard = WriteGuard(dict(zip(leaves.paths, inputs, strict=True)), origin)

@@ -173,6 +173,22 @@ def test_choice_without_what_it_takes_is_refused(options: dict[str, Any], messag
         fpipe.from_module(Uneven(), schedule=schedule, loss=total, **options)
 
 
+def test_layers_within_layers_where_the_outer_ones_are_too_few() -> None:
+    def linear() -> nn.Module:
+        return nn.Linear(16, 16, bias=False)
+
+    module = nn.Sequential(*(nn.Sequential(linear(), linear()) for _ in range(2)))
+    batch = {"input": torch.ones(ROWS, 16)}
+    two, four, nine = (
+        fpipe.schedules.one_f_one_b(ranks=ranks, microbatches=2) for ranks in (2, 4, 9)
+    )
+    assert fpipe.balance(module, two, batch, loss=total, intensity=0).cuts == ("0",)
+    found = fpipe.balance(module, four, batch, loss=total, intensity=0)
+    assert [stage.flops for stage in found.stages] == [2 * ROWS // 2 * 16 * 16] * 4
+    with pytest.raises(fpipe.StageError, match="parts that can be told apart, fewer than the 9"):
+        fpipe.balance(module, nine, batch, loss=total)
+
+
 def test_loss_functions_that_return_more_are_weighed() -> None:
     def weighted(output: Tensor, batch: dict[str, Tensor]) -> Any:
         return (output.sum(), batch["x"].sum()), {"output": output}

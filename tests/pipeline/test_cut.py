@@ -415,6 +415,17 @@ def test_generator_of_its_own_is_refused_with_its_place() -> None:
         pipe.step(torch.tensor(1.0), torch.ones(4))
 
 
+def test_seed_of_its_own_is_refused() -> None:
+    def seeded(w: Tensor, x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return (torch.rand(4) * w * x).sum()
+
+    schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline(seeded, schedule=schedule, compile=False)
+    with pytest.raises(fpipe.StageError, match="seeded seeds torch's generator: a step draws"):
+        pipe.step(torch.tensor(1.0), torch.ones(4))
+
+
 def test_choice_of_torch_cond_is_refused() -> None:
     # It was a KeyError of torch's: <TransformType.Grad: 2>.
     pipe = fpipe.pipeline(

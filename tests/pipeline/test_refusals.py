@@ -400,6 +400,17 @@ def test_generator_of_its_own() -> None:
         step(mlp_first, noisy)
 
 
+def test_seed_of_its_own() -> None:
+    def seeded(p: Any, x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return torch.nn.functional.dropout(x @ p["w"])
+
+    before = torch.get_rng_state()
+    with pytest.raises(StageError, match=r"stage 1 \(.*seeded\) seeds torch's generator: .* key"):
+        step(mlp_first, seeded)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_checkpoint_within_a_stage() -> None:
     with pytest.raises(StageError, match=r"uses torch.utils.checkpoint .* remat= of"):
         step(*after_first(uses_checkpoint))
