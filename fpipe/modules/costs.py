@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import flop_registry
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from fpipe import tree
 from fpipe.definition import Definition
@@ -24,6 +25,7 @@ from fpipe.modules.buffers import shaped_buffers
 from fpipe.modules.loss import ModuleLoss, held_by
 from fpipe.shapes import TreeShape
 from fpipe.stage.abstract import Abstract
+from fpipe.stage.custom import Applied
 from fpipe.stage.cut import Segment
 from fpipe.stage.function import FunctionTracer
 from fpipe.stage.joint import Param, Upstream, is_view
@@ -211,6 +213,8 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _flops(node: fx.Node) -> int:
+    if isinstance(node.target, Applied):
+        return _flops_of_call(node)
     packet = getattr(node.target, "overloadpacket", None)
     if packet not in flop_registry:
         return 0
@@ -218,8 +222,17 @@ def _flops(node: fx.Node) -> int:
     return int(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
 
 
+def _flops_of_call(node: fx.Node) -> int:
+    """Those of the forward of a Function, of which the graph shows nothing."""
+    arguments: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
+    mode: Any = next((v.fake_mode for v in arguments[0] if isinstance(v, FakeTensor)), None)
+    with mode or nullcontext(), FlopCounterMode(display=False) as counter:
+        node.target(*arguments)  # type: ignore[operator]
+    return int(counter.get_total_flops())
+
+
 def _is_work(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and not is_view(node)
+    return isinstance(node.target, torch._ops.OpOverload | Applied) and not is_view(node)
 
 
 def _moved(node: fx.Node) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.errors import StageError
+from fpipe.stage.custom import is_traced
 from fpipe.stage.joint import Constant, Source
 from fpipe.stage.names import name_in_closure
 
@@ -44,7 +45,7 @@ def lift_constants(
                 f"{name} closes over a {type(value).__name__} that the tracer keeps as an "
                 "attribute: use plain tensor operations in a stage"
             )
-        if isinstance(value, FakeTensor):
+        if isinstance(value, FakeTensor) or is_traced(value):
             raise StageError(
                 f"{name} closes over an abstract tensor ({name_in_closure(value, origin)}, shape "
                 f"{tuple(value.shape)}), which a cache outside of it, such as functools.cache, has "

@@ -106,9 +106,10 @@ def explain(name: str, error: Exception, given: str) -> StageError:
         )
     if "setup_context" in text:
         return StageError(
-            f"{name} uses a torch.autograd.Function whose forward takes ctx{at}, or a module with "
-            "backward hooks: torch.func takes neither; write setup_context beside forward, remove "
-            "the hooks, or compute it in plain operations"
+            f"{name} uses a torch.autograd.Function whose forward takes ctx{at}, within a "
+            "transform of torch.func or of the pipeline, or by a name for its apply, or a module "
+            "with backward hooks: torch.func takes none of these; write setup_context beside "
+            "forward, or call Class.apply(…) itself outside of transforms, and remove the hooks"
         )
     if "requires_grad_()" in text:
         return StageError(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from fpipe import tree
+from fpipe.draws import draws
 from fpipe.errors import StageError
 from fpipe.shapes import Goal, TreeShape
 from fpipe.stage.abstract import Abstract, abstract_key
@@ -160,7 +161,7 @@ class FunctionTracer:
     ) -> Traced:
         assert part.graph.owning_module is not None  # the recorded one, which has the constants
         module = fx.GraphModule(part.graph.owning_module, part.graph)
-        return trace(
+        traced = trace(
             label,
             partial(_call, module),
             leaves,
@@ -173,6 +174,14 @@ class FunctionTracer:
             rows=rows,
             tied=[source for source in part.sources if source in tied],
         )
+        nodes = traced.joint.graph.nodes
+        if self._record.keyed and any(draws(n.target, n.args, n.kwargs) for n in nodes):
+            raise StageError(
+                f"{label} draws in the backward of a torch.autograd.Function, which a pipeline "
+                "that draws from keys cannot follow: draw before, and give what is drawn as an "
+                "argument of apply"
+            )
+        return traced
 
     def _leaves(
         self,

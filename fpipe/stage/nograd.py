@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe import tree
+from fpipe.stage.custom import CALL, Calls, recording_calls
 from fpipe.stage.explain import Untraceable
 from fpipe.stage.joint import is_differentiable
 
@@ -33,9 +34,13 @@ def with_gradients() -> Iterator[None]:
 
 
 @contextmanager
-def keeping_detached() -> Iterator[None]:
-    """Within it operations are recorded so that what carries no gradient is seen to carry none."""
-    with _AsCalled(), _DetachWithoutGrad():
+def keeping_detached(calls: Calls) -> Iterator[None]:
+    """Within it operations are recorded so that what carries no gradient is seen to carry none.
+
+    Args:
+        calls: keeps the calls of Functions with a backward of their own.
+    """
+    with recording_calls(calls), _AsCalled(calls), _DetachWithoutGrad():
         yield
 
 
@@ -46,8 +51,13 @@ class _AsCalled(TorchFunctionMode):
     made anew when it is read next. So what a call is given while gradients are disabled is read
     before with gradients, for it is no less differentiable for being read there, and what it
     returns is read once without, however often it is read with gradients later. A hook on a
-    gradient is no operation either, and would be lost.
+    gradient is no operation either, and would be lost. A Function with a backward of its own is
+    recorded as one operation.
     """
+
+    def __init__(self, calls: Calls) -> None:
+        super().__init__()
+        self._calls = calls
 
     def __torch_function__(
         self,
@@ -66,6 +76,8 @@ class _AsCalled(TorchFunctionMode):
                 "gradient by s write x * s + (x * (1 - s)).detach(), and clip or look at the "
                 "gradients that a step returns",
             )
+        if func is CALL:
+            func = self._calls.record
         if torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
         with torch.enable_grad():

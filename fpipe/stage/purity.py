@@ -83,7 +83,7 @@ def refuse_writes(name: str, graph: fx.Graph) -> None:
         StageError: names the op.
     """
     for node in writes(graph):
-        where = "an intermediate value of a function with an autograd.Function of its own"
+        where = "what the backward of a torch.autograd.Function is given"
         raise impure(name, where, str(node.target))
 
 

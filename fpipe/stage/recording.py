@@ -23,8 +23,10 @@ from fpipe.errors import FpipeError, StageError
 from fpipe.shapes import Goal
 from fpipe.stage.abstract import Abstract, abstract_key
 from fpipe.stage.alike import merge_constants
+from fpipe.stage.combined import with_contexts
+from fpipe.stage.custom import Calls
 from fpipe.stage.cut import Segment, mark, noting, segments
-from fpipe.stage.explain import ImpureError, Untraceable, describe, explain, place
+from fpipe.stage.explain import ImpureError, Untraceable, describe, explain
 from fpipe.stage.factors import OneDtype
 from fpipe.stage.joint import BatchLeaf, Key, Param, Source, StateLeaf, Upstream, is_differentiable
 from fpipe.stage.keyed import draw_from_keys
@@ -124,9 +126,10 @@ class Recorder:
         keys = [key] if self.has_key else []
         moving = self._moving(params, batch)
         self._refuse_writes(params, batch, keys, moving)
-        module, marks, layout = self._graph(params, batch, keys, moving, goal)
+        module, marks, layout, calls = self._graph(params, batch, keys, moving, goal)
         graph = module.graph
         mark(graph, marks)
+        calls.put_into(graph)
         make_copies_differentiable(graph)
         free_views_of_layout(graph)
         return_statistics(self.name, graph)
@@ -211,10 +214,11 @@ class Recorder:
         keys: Sequence[Tensor],
         moving: Sequence[int],
         goal: Goal,
-    ) -> tuple[fx.GraphModule, list[int], Layout]:
-        """The graph of the function, how many nodes were before each cut, and what it returns."""
+    ) -> tuple[fx.GraphModule, list[int], Layout, Calls]:
+        """The graph of the function, how many nodes were before each cut, what it returns, and what
+        stands in it for calls."""
         marks: list[int] = []
-        layouts: list[Layout] = []
+        layouts: list[tuple[Layout, Calls]] = []
 
         def note() -> None:
             mode = get_proxy_mode()
@@ -226,10 +230,11 @@ class Recorder:
                 full = list(leaves)
                 for index, leaf in zip(moving, own, strict=True):
                     full[index] = leaf
-                with noting(note), keeping_detached(), as_written(), OneDtype(), Known():
+                calls = Calls()
+                with noting(note), keeping_detached(calls), as_written(), OneDtype(), Known():
                     value = self._called(params, batch, full)
                 (first, *others), layout = self._taken(value, params, goal)
-                layouts.append(layout)
+                layouts.append((layout, calls))
                 return first, others
 
             if not moving:
@@ -240,20 +245,13 @@ class Recorder:
             return [first, *others]
 
         try:
-            with self.mode, with_gradients(), WithoutPeeking():
+            with self.mode, with_gradients(), with_contexts(), WithoutPeeking():
                 module = make_fx(functionalize(flat), tracing_mode="fake")(
                     *params.values, *batch.values, *keys
                 )
         except FpipeError:
             raise
         except Exception as error:
-            if "Functionalize rule" in str(error):
-                raise StageError(
-                    f"{self.name} uses a torch.autograd.Function{place(error)}, whose backward a "
-                    "cut function would lose: compute it in plain operations (one with another "
-                    "derivative, such as rounding, is x + (x.round() - x).detach()), or write the "
-                    "stages as functions of their own, fpipe.pipeline([stage, …], loss, schedule)"
-                ) from error
             given = describe("batch", tree.unflatten(batch.spec, batch.values))
             raise explain(self.name, error, given) from error
         if len(marks) != self.num_stages - 1:
@@ -262,7 +260,7 @@ class Recorder:
                 f"the schedule has {self.num_stages}: place fpipe.cut(x) once between each two "
                 "stages, or choose a schedule with that many stages"
             )
-        return module, marks, layouts[-1]
+        return module, marks, *layouts[-1]
 
     def _called(self, params: Abstract, batch: Abstract, leaves: Sequence[Tensor]) -> Any:
         """What the function returns for flat arguments."""

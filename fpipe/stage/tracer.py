@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fpipe import tree
 from fpipe.errors import StageError
 from fpipe.stage.closure import lift_constants
+from fpipe.stage.combined import with_contexts
 from fpipe.stage.explain import Untraceable, explain
 from fpipe.stage.factors import OneDtype
 from fpipe.stage.joint import (
@@ -299,19 +300,19 @@ def _record(
 
     arguments = (*leaves.values, *cotangents)
     try:
-        with mode, with_gradients(), WithoutPeeking():
+        with mode, with_gradients(), with_contexts(), WithoutPeeking():
             try:
                 graph = make_fx(functionalize(flat), tracing_mode="fake")(*arguments)
-                # Where nothing is differentiated, composite ops are taken apart after they have
-                # been made functional, and may write to what they have made themselves.
-                if any(writes(graph.graph)):
-                    graph = make_fx(functionalize(graph), tracing_mode="fake")(*arguments)
-                return graph
             except Exception as error:
                 # functionalize does not know a custom autograd.Function; plain vjp does.
                 if "Functionalize rule" not in str(error):
                     raise
-                return make_fx(flat, tracing_mode="fake")(*arguments)
+                graph = make_fx(flat, tracing_mode="fake")(*arguments)
+            # Those have not been made functional. And where nothing is differentiated, composite
+            # ops are taken apart after they have been, and may write to what they have made.
+            if any(writes(graph.graph)):
+                graph = make_fx(functionalize(graph), tracing_mode="fake")(*arguments)
+            return graph
     except StageError:
         raise
     except Exception as error:

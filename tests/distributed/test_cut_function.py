@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import fpipe
 from fpipe import Schedule, schedules, tree
+from tests.custom_model import WrongWithCtx, with_cuts
+from tests.custom_model import make_batch as custom_batch
+from tests.custom_model import make_params as custom_params
 from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
 from tests.distributed.crew import Crew, values
 from tests.models import assert_identical, rand
@@ -50,6 +55,27 @@ def test_shared_parameter_has_the_same_bits_on_every_rank(crew: Crew, schedule: 
     readers = {schedule.placement[0], schedule.placement[-1]}
     assert len(held["['table']"]) == len(readers)
     assert all(len(held[path]) == 1 for path in held if "blocks" in path)
+
+
+def custom_step(group: dist.ProcessGroup | None) -> fpipe.Step:
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    loss_fn = partial(with_cuts, WrongWithCtx)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False, group=group)
+    return pipe.step(custom_params(), custom_batch())
+
+
+def test_backward_of_a_function_is_its_own_on_every_rank(crew: Crew) -> None:
+    crew.start(custom_step, ranks=range(2))
+    parts: list[fpipe.Step] = values(crew.collect())
+    expected = custom_step(None)
+    for part in parts:
+        assert_identical(part.loss, expected.loss)
+    spec = tree.structure(custom_params())
+    flat = [spec.flatten_up_to(result.grads) for result in (*parts, expected)]
+    for first, second, whole in zip(*flat, strict=True):
+        assert first is not None or second is not None
+        for grad in (first, second):
+            assert grad is None or torch.equal(grad, whole)
 
 
 def apart(params: Any, batch: Tensor) -> Tensor:

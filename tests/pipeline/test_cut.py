@@ -379,29 +379,6 @@ def test_loss_that_is_no_scalar_is_refused() -> None:
         pipe.step(torch.tensor(1.0), torch.ones(4))
 
 
-class Halve(torch.autograd.Function):
-    """Its backward is not that of its forward."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] / 2
-
-
-def test_custom_backward_is_refused_because_a_cut_would_lose_it() -> None:
-    schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
-    pipe = fpipe.pipeline(lambda w, x: Halve.apply(x * w).sum(), schedule=schedule, compile=False)
-    with pytest.raises(fpipe.StageError, match=r"Function at .*:\d+, whose backward .* lose"):
-        pipe.step(torch.tensor(1.0), torch.ones(4))
-
-
 def test_generator_of_its_own_is_refused_with_its_place() -> None:
     own = torch.Generator()
     pipe = fpipe.pipeline(

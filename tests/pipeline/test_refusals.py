@@ -416,27 +416,6 @@ def test_checkpoint_within_a_stage() -> None:
         step(*after_first(uses_checkpoint))
 
 
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x * x
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[0])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0] * 2 * ctx.saved_tensors[0]
-
-
-def test_in_place_ops_beside_an_autograd_function() -> None:
-    # functionalize does not know the function, and tracing without it would leave the in-place op.
-    rule = "writes in place to an intermediate value of a function with an autograd.Function"
-    with pytest.raises(StageError, match=rule):
-        step(*after_first(lambda p, x: (Square.apply(x) @ p["w"]).relu_()))
-
-
 # ── tensors that a stage closes over ────────────────────────────────────────────────────────────
 
 TRAINED = torch.ones(3, dtype=torch.float64, requires_grad=True)

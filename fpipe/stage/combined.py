@@ -1,0 +1,211 @@
+"""Functions of `torch.autograd` whose forward takes ctx, as torch.func takes them.
+
+`torch.func` wants ``setup_context`` beside ``forward``. So one Function stands for all that have it
+combined: its forward runs theirs with a ctx that remembers, and returns what that has kept beside
+what is returned; its setup_context saves it; its backward runs theirs with a ctx that gives it
+back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.stage.custom import check_plain, check_returned, name_of
+from fpipe.stage.explain import Untraceable
+from fpipe.stage.joint import is_differentiable
+
+_ACTIVE: ContextVar[bool] = ContextVar("fpipe.combined", default=False)
+_lock = Lock()
+_within = 0
+_APPLY: Any = vars(torch.autograd.Function)["apply"]
+
+
+@contextmanager
+def with_contexts() -> Iterator[None]:
+    """Within it Functions whose forward takes ctx can be called within `torch.func`.
+
+    Those of torch's own are refused as ever. Calls in other threads are as before.
+    """
+    token = _ACTIVE.set(True)
+    _looked_at(1)
+    try:
+        yield
+    finally:
+        _looked_at(-1)
+        _ACTIVE.reset(token)
+
+
+def _looked_at(more: int) -> None:
+    """While anything is traced, calls are looked at: torch refuses them before a mode sees them."""
+    global _within
+    with _lock:
+        before, _within = _within, _within + more
+        if bool(before) != bool(_within):
+            torch.autograd.Function.apply = classmethod(_apply) if _within else _APPLY  # type: ignore
+
+
+def _apply(function: Any, *args: Any, **options: Any) -> Any:
+    combined = function.setup_context is torch.autograd.Function.setup_context
+    own = not function.__module__.startswith("torch.")
+    if _ACTIVE.get() and combined and own and torch._C._are_functorch_transforms_active():
+        check_plain(function, (args, options))
+        *made, form = _APPLY.__func__(_Combined, function, *args, **options)
+        outputs = tuple(made[: form.count])
+        return outputs if form.several else outputs[0]
+    return _APPLY.__func__(function, *args, **options)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor that is kept lies, among the tensors of a list."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a forward has done, but for the tensors.
+
+    Attributes:
+        count: how many values it has returned.
+        several: they are the elements of a tuple.
+        kept: where each tensor that it keeps comes from: the number of an argument, of what is
+            returned, or of what comes after that.
+        saved: what it has saved, with places for tensors.
+        attributes: what it has set on ctx, with places for tensors.
+        constant: what is returned that has no gradient, by number.
+        materialize: absent gradients come as zeros.
+    """
+
+    count: int
+    several: bool
+    kept: tuple[tuple[str, int], ...]
+    saved: tuple[Any, ...]
+    attributes: dict[str, Any]
+    constant: tuple[int, ...]
+    materialize: bool
+
+
+class _Context:
+    """The ctx of a forward or of a backward."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...], saved: tuple[Any, ...] = ()) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors = saved
+        self._fpipe_constant: tuple[Tensor, ...] = ()
+        self._fpipe_materialize = True
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: Tensor | None) -> None:
+        """There is no forward mode of it."""
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        self._fpipe_constant = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self._fpipe_materialize = value
+
+    def mark_dirty(self, *tensors: Tensor) -> None:
+        raise Untraceable(
+            "calls a torch.autograd.Function that writes to its arguments (mark_dirty)",
+            "write to a copy, x.clone(), and return it",
+        )
+
+
+_OWN = frozenset(vars(_Context(())))
+
+
+class _Combined(torch.autograd.Function):
+    """Stands for a Function, its first argument."""
+
+    @staticmethod
+    def forward(function: Any, *args: Any) -> Any:
+        ctx = _Context(tuple(isinstance(a, Tensor) and is_differentiable(a) for a in args))
+        with torch.no_grad():
+            returned = function.forward(ctx, *args)
+        check_returned(function, returned)
+        outputs = returned if isinstance(returned, tuple) else (returned,)
+        extras: list[Tensor] = []
+        kept: list[tuple[str, int]] = []
+
+        def place(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            for kind, values in (("argument", args), ("output", outputs), ("extra", extras)):
+                found = [n for n, other in enumerate(values) if other is value]
+                if found:
+                    kept.append((kind, found[0]))
+                    return _Place(len(kept) - 1)
+            extras.append(value)
+            kept.append(("extra", len(extras) - 1))
+            return _Place(len(kept) - 1)
+
+        attributes = {n: value for n, value in vars(ctx).items() if n not in _OWN}
+        for name, value in attributes.items():
+            _check_attribute(function, name, value)
+        form = _Form(
+            len(outputs),
+            isinstance(returned, tuple),
+            (),
+            tuple(map(place, ctx.saved_tensors)),
+            {name: tree.tree_map(place, value) for name, value in attributes.items()},
+            tuple(
+                n
+                for n, output in enumerate(outputs)
+                if any(output is c for c in ctx._fpipe_constant)
+            ),
+            ctx._fpipe_materialize,
+        )
+        return (*outputs, *extras, replace(form, kept=tuple(kept)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        ctx.function, *args = inputs
+        *made, form = output
+        ctx.form = form
+        outputs, extras = made[: form.count], made[form.count :]
+        ctx.mark_non_differentiable(*(outputs[n] for n in form.constant), *extras)
+        ctx.set_materialize_grads(form.materialize)
+        sources = {"argument": args, "output": outputs, "extra": extras}
+        ctx.save_for_backward(*(sources[kind][number] for kind, number in form.kept))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        form = ctx.form
+        tensors = ctx.saved_tensors
+
+        def back(value: Any) -> Any:
+            return tensors[value.number] if isinstance(value, _Place) else value
+
+        own = _Context(ctx.needs_input_grad[1:], tuple(map(back, form.saved)))
+        for name, value in form.attributes.items():
+            setattr(own, name, _put_back(back, value))
+        found = ctx.function.backward(own, *cotangents[: form.count])
+        return None, *(found if isinstance(found, tuple) else (found,))
+
+
+def _put_back(back: Any, value: Any) -> Any:
+    leaves, spec = tree.flatten(value)
+    return tree.unflatten(spec, list(map(back, leaves)))
+
+
+def _check_attribute(function: Any, name: str, value: Any) -> None:
+    try:
+        check_plain(function, value)
+    except Untraceable:
+        raise Untraceable(
+            f"calls {name_of(function)}, a torch.autograd.Function that sets ctx.{name} to a "
+            f"{type(value).__name__}",
+            "tensors that it holds would not be seen; keep tensors and plain values",
+        ) from None

@@ -1,0 +1,203 @@
+"""Modules with a `torch.autograd.Function`: its backward is the one used, in every layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fpipe
+from fpipe import random
+from fpipe.modules.loss import ModuleLoss
+from fpipe.shapes import TreeShape
+from fpipe.stage.function import FunctionTracer
+from fpipe.stage.returns import LOSS
+from fpipe.tree import flatten
+from tests.modules.hugging_face import LIBRARY, cross_entropy
+from tests.modules.models import detached
+
+WIDTH = 6
+
+
+class Rounded(torch.autograd.Function):
+    """Straight through, but for what was clamped, with a scale that learns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, bits: int) -> Tensor:
+        top = 2.0 ** (bits - 1) - 1
+        scaled = x / scale
+        ctx.save_for_backward(scaled)
+        ctx.top = top
+        return scaled.round().clamp_(-top, top) * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (scaled,) = ctx.saved_tensors
+        inside = scaled.abs() <= ctx.top
+        return grads[0] * inside, (grads[0] * (scaled.round() - scaled)).sum().view(1), None
+
+
+class Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = x @ weight.t()
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        bias = grads[0].sum(0) if ctx.needs_input_grad[2] else None
+        return grads[0] @ weight * 0.7, grads[0].t() @ x * 3, bias
+
+
+class Layer(nn.Module):
+    def __init__(self, bits: int = 3) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=bits > 2)
+        self.scale = nn.Parameter(torch.full((1,), 0.25))
+        self.bits = bits
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = Rounded.apply(self.linear.weight, self.scale, self.bits)
+        return x + torch.tanh(
+            Linear.apply(Rounded.apply(x, self.scale, 4), weight, self.linear.bias)
+        )
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(bits) for bits in (3, 3, 3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def squares(output: Tensor, batch: Any) -> Tensor:
+    return output.square().mean()
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def make_batch(rows: int = 8) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return {"x": torch.randn(rows, WIDTH, dtype=torch.float64)}
+
+
+def by_autograd(module: nn.Module, loss: Any, batch: Any, microbatches: int = 4) -> Any:
+    parts = zip(*(leaf.chunk(microbatches) for leaf in batch.values()), strict=True)
+    given = [dict(zip(batch, part, strict=True)) for part in parts]
+    value = torch.stack([loss(module(**part), part) for part in given]).mean()
+    named = dict(module.named_parameters())
+    grads = torch.autograd.grad(value, list(named.values()))
+    return value.detach(), dict(zip(named, grads, strict=True))
+
+
+CUTS = ["layers.0", "layers.1", "layers.2"]
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        fpipe.schedules.one_f_one_b(ranks=4, microbatches=4),
+        fpipe.schedules.zbv(ranks=2, microbatches=4),
+    ],
+    ids=lambda schedule: schedule.name,
+)
+def test_quantised_model_equals_itself_unpipelined(
+    model: Model, schedule: fpipe.Schedule, remat: Any
+) -> None:
+    batch = make_batch()
+    pipe = fpipe.from_module(
+        model, schedule=schedule, cuts=CUTS, loss=squares, compile=False, remat=remat
+    )
+    found = pipe.step(detached(model), batch)
+    torch.testing.assert_close(tuple(found), by_autograd(model, squares, batch))
+
+
+def test_layers_with_the_same_calls_are_alike(model: Model) -> None:
+    params, spec = flatten(detached(model))
+    batch, batch_spec = flatten(make_batch(2))
+    tracer = FunctionTracer(ModuleLoss(model, CUTS, squares), 4, None, LOSS)
+    shape = TreeShape.of(spec, params)
+    chain = tracer([shape] * 4, TreeShape.of(batch_spec, batch), "step", 2)
+    _, second, third, last = (stage.joint for stage in chain.stages)
+    assert second.graph is third.graph and last.graph is not second.graph
+
+
+def test_work_within_a_function_counts_where_cuts_are_chosen(model: Model) -> None:
+    found = fpipe.balance(
+        model.to("meta"),
+        fpipe.schedules.one_f_one_b(ranks=2, microbatches=2),
+        {"x": torch.ones(8, WIDTH, device="meta")},
+        loss=squares,
+        intensity=0,
+    )
+    assert found.cuts == ("layers.1",)
+    assert [stage.flops for stage in found.stages] == [2 * 2 * 4 * WIDTH * WIDTH] * 2
+
+
+def test_bloom_as_it_is() -> None:
+    config = LIBRARY.BloomConfig(
+        vocab_size=31, hidden_size=16, n_layer=4, n_head=2, hidden_dropout=0.0,
+        attention_dropout=0.0, bos_token_id=1, eos_token_id=2, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LIBRARY.BloomForCausalLM(config).double().train()  # its Function is for training
+    batch = {"input_ids": torch.randint(31, (4, 7)), "labels": torch.randint(31, (4, 7))}
+    pipe = fpipe.from_module(
+        model,
+        schedule=fpipe.schedules.zb_h1(ranks=4, microbatches=2),
+        cuts=[f"transformer.h.{number}" for number in range(3)],
+        loss=cross_entropy,
+        compile=False,
+    )
+    found = pipe.step(detached(model), batch)
+    loss, grads = by_autograd(model, cross_entropy, batch, microbatches=2)
+    torch.testing.assert_close(tuple(found), (loss, grads))
+
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] + torch.rand_like(grads[0])
+
+
+class WithNoise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Noisy.apply(self.layer(x)) * 2
+
+
+def test_backward_that_draws_is_refused_under_keys() -> None:
+    pipe = fpipe.from_module(
+        WithNoise(),
+        schedule=fpipe.schedules.gpipe(ranks=1, microbatches=2),
+        cuts=[],
+        loss=squares,
+        compile=False,
+        has_key=True,
+    )
+    batch = {"x": torch.ones(4, WIDTH)}
+    with pytest.raises(fpipe.StageError, match=r"draws in the backward of a torch\.autograd\.Func"):
+        pipe.step(detached(WithNoise()), batch, key=random.key(0))
