@@ -98,8 +98,7 @@ class ModuleLoss:
         """
         *states, batch = arguments
         self._check(params, batch)
-        traced = (one for one in (self.module, self._loss) if isinstance(one, nn.Module))
-        with unchanged(*traced):
+        with unchanged(*_modules_in(self.module, self._loss)):
             return self._of(params, states, batch)
 
     def _of(self, params: Mapping[str, Tensor], states: Sequence[Any], batch: Any) -> Any:
@@ -306,8 +305,11 @@ def declared(
 
 def _modes_of(*traced: Any) -> tuple[bool, ...]:
     """Which of the modules that are traced are in training mode, and theirs."""
-    whole = [module for module in traced if isinstance(module, nn.Module)]
-    return tuple(module.training for one in whole for module in one.modules())
+    return tuple(module.training for one in _modules_in(*traced) for module in one.modules())
+
+
+def _modules_in(*traced: Any) -> list[nn.Module]:
+    return [one for one in traced if isinstance(one, nn.Module)]
 
 
 def held_by(definition: Definition) -> tuple[Any, ...]:

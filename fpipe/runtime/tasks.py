@@ -13,6 +13,7 @@ from torch import Tensor
 from fpipe.runtime.values import Codes, Computed, Resolver, SumValue, Value
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.shapes import Spec
+from fpipe.stage.code import StageCode
 from fpipe.stage.compiler import Call
 from fpipe.stage.joint import BatchLeaf, Param, Source
 from fpipe.stage.partition import PREPARE
@@ -89,14 +90,22 @@ def _with_preparations(row: Sequence[Task], codes: Codes, resolve: Resolver) -> 
 def _preparation(stage: int, microbatch: int, codes: Codes, resolve: Resolver) -> Task:
     """The task that computes what no microbatch goes into."""
     code = codes(stage, microbatch)
-    piece = code.pieces[PREPARE]
+    inputs = tuple(resolve(stage, microbatch, name) for name in code.pieces[PREPARE].inputs)
+    return _running(PREPARE, code, Action(stage, Op.UNSHARD, None), microbatch, inputs)
+
+
+def _running(
+    op: str, code: StageCode, action: Action, microbatch: int, inputs: tuple[Value, ...]
+) -> Task:
+    """The task that runs a piece of a stage."""
+    outputs = code.pieces[op].outputs
     return Task(
-        Action(stage, Op.UNSHARD, None),
-        partial(code.call, PREPARE),
-        tuple(resolve(stage, microbatch, name) for name in piece.inputs),
-        tuple(Computed(stage, microbatch, name) for name in piece.outputs),
-        tuple(code.specs[name] for name in piece.outputs),
-        partial(code.footprint, PREPARE),
+        action,
+        partial(code.call, op),
+        inputs,
+        tuple(Computed(action.stage, microbatch, name) for name in outputs),
+        tuple(code.specs[name] for name in outputs),
+        partial(code.footprint, op),
         code.constants,
     )
 
@@ -237,13 +246,4 @@ def _task_of(
             sums[total] = resolve(stage, microbatch, name)
     if piece is None:
         return None
-    outputs = tuple(Computed(stage, microbatch, name) for name in piece.outputs)
-    return Task(
-        action,
-        partial(code.call, key),
-        read,
-        outputs,
-        tuple(code.specs[name] for name in piece.outputs),
-        partial(code.footprint, key),
-        code.constants,
-    )
+    return _running(key, code, action, microbatch, read)

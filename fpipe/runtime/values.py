@@ -139,7 +139,7 @@ class Resolver:
             case Upstream(producer, leaf):
                 return self(producer, microbatch, self._codes(producer, microbatch).outputs[leaf])
         if name in code.prepared:
-            return Computed(stage, self.prepares(stage, microbatch), name)
+            return Computed(stage, self._prepares(stage, microbatch), name)
         for leaf, group in enumerate(code.cotangents):
             for reader, own in group:
                 if own == name:
@@ -147,7 +147,7 @@ class Resolver:
                     return self(reader, microbatch, returned)
         return Computed(stage, microbatch, name)
 
-    def prepares(self, stage: int, microbatch: int) -> int:
+    def _prepares(self, stage: int, microbatch: int) -> int:
         """The microbatch that stands for all that read the same prepared values of a stage.
 
         Those whose code differs, by their number of rows or in what is kept, read the same if they

@@ -8,11 +8,8 @@ back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from threading import Lock
 from typing import Any
 
 import torch
@@ -22,46 +19,31 @@ from fpipe import tree
 from fpipe.stage.custom import check_plain, check_returned, name_of
 from fpipe.stage.explain import Untraceable
 from fpipe.stage.joint import is_differentiable
-
-_ACTIVE: ContextVar[bool] = ContextVar("fpipe.combined", default=False)
-_lock = Lock()
-_within = 0
-_APPLY: Any = vars(torch.autograd.Function)["apply"]
+from fpipe.stage.standin import StandIn
 
 
-@contextmanager
-def with_contexts() -> Iterator[None]:
+def with_contexts() -> AbstractContextManager[None]:
     """Within it Functions whose forward takes ctx can be called within `torch.func`.
 
-    Those of torch's own are refused as ever. Calls in other threads are as before.
+    torch refuses them before a mode sees them. Those of torch's own are refused as ever. Calls in
+    other threads are as before.
     """
-    token = _ACTIVE.set(True)
-    _looked_at(1)
-    try:
-        yield
-    finally:
-        _looked_at(-1)
-        _ACTIVE.reset(token)
-
-
-def _looked_at(more: int) -> None:
-    """While anything is traced, calls are looked at: torch refuses them before a mode sees them."""
-    global _within
-    with _lock:
-        before, _within = _within, _within + more
-        if bool(before) != bool(_within):
-            torch.autograd.Function.apply = classmethod(_apply) if _within else _APPLY  # type: ignore
+    return _APPLIES.active()
 
 
 def _apply(function: Any, *args: Any, **options: Any) -> Any:
     combined = function.setup_context is torch.autograd.Function.setup_context
     own = not function.__module__.startswith("torch.")
-    if _ACTIVE.get() and combined and own and torch._C._are_functorch_transforms_active():
+    if _APPLIES.is_active and combined and own and torch._C._are_functorch_transforms_active():
         check_plain(function, (args, options))
         *made, form = _APPLY.__func__(_Combined, function, *args, **options)
         outputs = tuple(made[: form.count])
         return outputs if form.several else outputs[0]
     return _APPLY.__func__(function, *args, **options)
+
+
+_APPLY: Any = vars(torch.autograd.Function)["apply"]
+_APPLIES = StandIn("apply", {torch.autograd.Function: (_APPLY, classmethod(_apply))})
 
 
 @dataclass(frozen=True)
