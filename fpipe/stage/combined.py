@@ -113,7 +113,9 @@ class _Combined(torch.autograd.Function):
 
     @staticmethod
     def forward(function: Any, *args: Any) -> Any:
-        ctx = _Context(tuple(isinstance(a, Tensor) and is_differentiable(a) for a in args))
+        needed = tuple(isinstance(a, Tensor) and is_differentiable(a) for a in args)
+        ctx = _Context(needed)
+        args = tuple(map(_requiring, args, needed))
         with torch.no_grad():
             returned = function.forward(ctx, *args)
         check_returned(function, returned)
@@ -149,7 +151,8 @@ class _Combined(torch.autograd.Function):
             ),
             ctx._fpipe_materialize,
         )
-        return (*outputs, *extras, replace(form, kept=tuple(kept)))
+        made = [v.detach() if isinstance(v, Tensor) else v for v in (*outputs, *extras)]
+        return (*made, replace(form, kept=tuple(kept)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -175,6 +178,18 @@ class _Combined(torch.autograd.Function):
             setattr(own, name, _put_back(back, value))
         found = ctx.function.backward(own, *cotangents[: form.count])
         return None, *(found if isinstance(found, tuple) else (found,))
+
+
+def _requiring(value: Any, needed: bool) -> Any:
+    """An argument as a forward sees it in autograd: what needs a gradient says that it does."""
+    if not needed:
+        return value
+    allowed = torch._C._functorch.get_inplace_requires_grad_allowed()
+    torch._C._functorch.set_inplace_requires_grad_allowed(True)
+    try:
+        return value.detach().requires_grad_()
+    finally:
+        torch._C._functorch.set_inplace_requires_grad_allowed(allowed)
 
 
 def _put_back(back: Any, value: Any) -> Any:

@@ -13,6 +13,7 @@ it came in by, and the runtime follows it to where it was made.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -20,6 +21,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+_COPIES = frozenset({aten.clone.default, aten._to_copy.default})
+_ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
+_FILLED = frozenset({aten.full.default, aten.full_like.default, aten.new_full.default})
 
 
 class Param(NamedTuple):
@@ -183,6 +190,27 @@ def base_of(node: fx.Node) -> fx.Node:
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
+
+
+def is_zero(node: fx.Node) -> bool:
+    """Whether `node` is made as zeros, such as the gradient of what nothing depends on."""
+    while is_view(node) or node.target in _COPIES:
+        node = node.all_input_nodes[0]
+    if node.target in _FILLED:
+        return bool(node.args[-1] == 0)
+    return node.target in _ZEROS
+
+
+def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """`roots` and all that they depend on."""
+    found: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
 
 
 def is_product(node: fx.Node) -> bool:

@@ -23,8 +23,18 @@ from torch import Tensor, fx
 
 from fpipe.stage.fingerprint import devices_of, fingerprint
 from fpipe.stage.footprint import footprint
-from fpipe.stage.joint import Cotangent, Joint, Source, Upstream, is_product, is_random, is_view
-from fpipe.stage.preparing import prepared_values
+from fpipe.stage.joint import (
+    Cotangent,
+    Joint,
+    Source,
+    Upstream,
+    ancestors,
+    is_product,
+    is_random,
+    is_view,
+    is_zero,
+)
+from fpipe.stage.preparing import unchanging
 
 Policy = Callable[[fx.Node], bool]
 
@@ -65,16 +75,18 @@ class Piece:
 
 
 def live_gradients(joint: Joint) -> frozenset[Source]:
-    """Sources whose gradient depends on a cotangent; that of any other is zero."""
-    backward = _backward_nodes(joint)
+    """Sources whose gradient is not zero.
+
+    It need not depend on a cotangent: a backward of a user's own may return what it likes.
+    """
     nodes = joint.nodes
-    return frozenset(s for s, name in joint.gradients.items() if nodes[name] in backward)
+    return frozenset(s for s, name in joint.gradients.items() if not is_zero(nodes[name]))
 
 
 def live_cotangents(joint: Joint, wanted: Iterable[Source]) -> tuple[tuple[Cotangent, ...], ...]:
     """The cotangents that the gradients of the `wanted` sources depend on."""
     nodes = joint.nodes
-    reached = _ancestors(nodes[joint.gradients[source]] for source in wanted)
+    reached = ancestors(nodes[joint.gradients[source]] for source in wanted)
     return tuple(tuple(c for c in group if nodes[c.name] in reached) for group in joint.cotangents)
 
 
@@ -94,8 +106,8 @@ def partition(
         inputs: the upstream values whose gradient anyone reads.
         params: the caller's leaves whose gradient is wanted and not zero.
         policy: whether the backward may read a forward value (True), or computes it again from
-            the stage's inputs (False). Random values are always kept, and what no microbatch goes
-            into is there anyway.
+            the stage's inputs (False). Random values are always kept, what no microbatch goes into
+            is there anyway, and what is made of nothing is always made again.
 
     Returns:
         Pieces by op: ``F``, ``B``, ``I``, ``W``, and ``B+``, ``W+``, which take and return sums
@@ -110,17 +122,17 @@ def partition(
     starts = [nodes[entry.start] for entry in sums]
     totals = [nodes[entry.total] for entry in sums]
     checks = _checks(joint)
-    prepared = prepared_values(joint, _ancestors([*results, *input_grads, *totals, *checks]))
+    prepared, cheap = unchanging(joint, ancestors([*results, *input_grads, *totals, *checks]))
     given = placeholders.union(prepared)
     kept = given | {
         n
-        for n in _forward_nodes(results) - backward
+        for n in _forward_nodes(results) - backward - cheap
         if _can_hold(n) and (is_random(n) or policy(n))
     }
 
     whole = _slice([*input_grads, *starts], kept)
     early = _choose_input_grad(whole, input_grads, starts, backward)
-    available = kept | {n for n in early if _can_hold(n)}
+    available = kept | {n for n in early - cheap if _can_hold(n)}
     in_f = [n for n in checks if n not in backward]
     in_b = [n for n in checks if n in backward]
     deferred = set(whole) - early
@@ -152,7 +164,7 @@ def forward_pieces(joint: Joint, outputs: Iterable[str]) -> dict[str, Piece]:
     nodes = joint.nodes
     placeholders = {n for n in nodes.values() if n.op == "placeholder"}
     results, checks = [nodes[name] for name in outputs], _checks(joint)
-    prepared = prepared_values(joint, _ancestors([*results, *checks]))
+    prepared, _ = unchanging(joint, ancestors([*results, *checks]))
     pieces = {
         PREPARE: _build(prepared, placeholders, ()),
         "F": _build(results, placeholders.union(prepared), checks),
@@ -174,14 +186,14 @@ def _choose_input_grad(
     """
     inside = set(whole)
     if input_grads:
-        chosen = _ancestors(input_grads) & inside
+        chosen = ancestors(input_grads) & inside
     else:
         served: dict[fx.Node, set[fx.Node]] = {n: {n} for n in param_grads}
         for node in reversed(list(whole)):
             for user in node.users:
                 served.setdefault(node, set()).update(served.get(user, ()))
         chosen = {n for n in whole if n in backward and len(served.get(n, ())) > 1}
-        chosen |= _ancestors(chosen) & inside
+        chosen |= ancestors(chosen) & inside
     # JaxPP's rule: what is no matrix product, waits for nothing deferred and returns no more than
     # it reads costs less memory when it is done at once than when its inputs are kept.
     for node in whole:
@@ -217,21 +229,9 @@ def _backward_nodes(joint: Joint) -> set[fx.Node]:
 
 def _forward_nodes(results: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes that the forward runs, with every element of an op that returns several."""
-    found = _ancestors(results)
+    found = ancestors(results)
     elements = {u for n in found for u in n.users if u.target is operator.getitem}
     return found | elements
-
-
-def _ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """`roots` and all that they depend on."""
-    found: set[fx.Node] = set()
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
 
 
 def _slice(roots: Collection[fx.Node], available: Collection[fx.Node]) -> list[fx.Node]:

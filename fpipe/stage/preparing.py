@@ -9,40 +9,53 @@ otherwise do so for each microbatch, and keep the result of each until its backw
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from torch import fx
 
-from fpipe.stage.joint import Constant, Joint, Param, base_of, is_random
+from fpipe.stage.joint import Constant, Joint, Param, base_of, is_product, is_random
 
 
-def prepared_values(joint: Joint, live: Collection[fx.Node]) -> list[fx.Node]:
-    """The values that depend on parameters and constants alone, and are read by what does not.
+class Unchanging(NamedTuple):
+    """The values of a stage that no microbatch goes into.
 
-    Outputs are none of them, since what leaves a stage leaves its F; nor is what is made of
-    nothing, such as zeros and positions, which costs less to make than to keep.
+    Attributes:
+        prepared: depend on parameters and constants, and are read by what does not; none is an
+            output or a gradient, since what leaves a stage leaves its F, B or W.
+        cheap: are made of nothing, such as masks and positions, which cost less to make than to
+            keep.
+    """
+
+    prepared: list[fx.Node]
+    cheap: set[fx.Node]
+
+
+def unchanging(joint: Joint, live: Collection[fx.Node]) -> Unchanging:
+    """Find what no microbatch goes into.
 
     Args:
         joint: the traced stage.
         live: the nodes that its pieces may run.
     """
-    outputs = {joint.nodes[name] for name in joint.outputs}
+    leaving = {joint.nodes[name] for name in (*joint.outputs, *joint.gradients.values())}
     fixed: set[fx.Node] = set()
-    made_of_nothing: set[fx.Node] = set()
+    cheap: set[fx.Node] = set()
     for node in joint.graph.nodes:
         inputs = node.all_input_nodes
         if isinstance(joint.sources.get(node.name), Param | Constant):
             fixed.add(node)
-        elif node.op != "call_function" or node in outputs or is_random(node) or node.is_impure():
+        elif node.op != "call_function" or node in leaving or is_random(node) or node.is_impure():
             continue
-        elif made_of_nothing.issuperset(inputs):
-            made_of_nothing.add(node)
-        elif all(n in fixed or n in made_of_nothing for n in inputs):
+        elif cheap.issuperset(inputs) and not is_product(node):
+            cheap.add(node)
+        elif all(n in fixed or n in cheap for n in inputs):
             fixed.add(node)
     read = {
         base_of(value)
         for node in live
-        if node not in fixed and node not in made_of_nothing
+        if node not in fixed and node not in cheap
         for value in node.all_input_nodes
         if value in fixed
     }
-    return [n for n in joint.graph.nodes if n in read and n.op != "placeholder" and n in fixed]
+    prepared = [n for n in joint.graph.nodes if n in read and n.op != "placeholder" and n in fixed]
+    return Unchanging(prepared, cheap)

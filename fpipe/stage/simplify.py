@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fpipe.stage.joint import base_of, value_of
+from fpipe.stage.joint import ancestors, base_of, value_of
 
 aten = torch.ops.aten
 
@@ -61,11 +61,13 @@ def _results(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
 def _settle_gradients(graph: fx.Graph, owned: Sequence[bool]) -> None:
     """Copy the gradients that may not leave as they are.
 
-    A parameter's may be no placeholder, no second look at another gradient, and must be dense; an
-    input's must be contiguous.
+    None may be a value of the forward, which a backward of a user's own can return. A parameter's
+    may be no placeholder, no second look at another gradient, and must be dense; an input's must be
+    contiguous.
     """
     end = graph.output_node()
     outputs, gradients = _results(graph)
+    forward = ancestors(outputs)
     claimed: set[fx.Node] = set()
     for index, node in enumerate(gradients):
         base = base_of(node)
@@ -73,6 +75,7 @@ def _settle_gradients(graph: fx.Graph, owned: Sequence[bool]) -> None:
             fit = base.op != "placeholder" and base not in claimed and _is_dense(value_of(node))
         else:
             fit = value_of(node).is_contiguous()
+        fit &= base.op == "placeholder" or base not in forward
         if not fit or _is_part(node):
             gradients[index] = _copy(graph, node)
         claimed.add(base)

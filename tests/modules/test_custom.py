@@ -201,3 +201,45 @@ def test_backward_that_draws_is_refused_under_keys() -> None:
     batch = {"x": torch.ones(4, WIDTH)}
     with pytest.raises(fpipe.StageError, match=r"draws in the backward of a torch\.autograd\.Func"):
         pipe.step(detached(WithNoise()), batch, key=random.key(0))
+
+
+class AddAuxiliary(torch.autograd.Function):
+    """As DeepSeek's models add the loss of their router: it gets a gradient of one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.dtype = loss.dtype
+        ctx.required = loss.requires_grad
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g, torch.ones(1, dtype=ctx.dtype, device=g.device) if ctx.required else None
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.linear = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.gate(x).softmax(-1)
+        loss = 0.1 * shares.mean(0).square().sum()
+        made: Tensor = AddAuxiliary.apply(self.linear(x) * shares[:, :1], loss)
+        return made
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_loss_that_a_backward_adds(microbatches: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(Routed(), Routed()).double()
+    pipe = fpipe.from_module(
+        module,
+        schedule=fpipe.schedules.gpipe(ranks=2, microbatches=microbatches),
+        cuts=["0"],
+        loss=squares,
+        compile=False,
+    )
+    x = make_batch()["x"]
+    expected = by_autograd(module, squares, {"input": x}, microbatches)
+    torch.testing.assert_close(tuple(pipe.step(detached(module), {"input": x})), expected)

@@ -62,7 +62,23 @@ def test_what_is_made_of_nothing_is_made_where_it_is_read() -> None:
     def masked(p: Tensor, x: Tensor) -> Tensor:
         return (x @ p).masked_fill(torch.ones(4, 3, dtype=torch.bool).triu(1), 0.0)
 
-    assert PREPARE not in pieces_of(masked, rand(3, 3), X)
+    pieces = pieces_of(masked, rand(3, 3), X)
+    assert PREPARE not in pieces
+    for op in ("F", "B", "I"):
+        assert "triu" in ops(pieces[op])
+    # x, which the gradient of the weight reads, is the one value that is there from before.
+    assert len(pieces["F"].outputs) == 1
+    assert not {"triu", "ones"} & set(ops(pieces["W"]))
+
+
+def test_products_of_nothing_are_computed_once() -> None:
+    def transformed(p: Tensor, x: Tensor) -> Tensor:
+        place = torch.arange(3, dtype=x.dtype)
+        return x @ p @ (torch.outer(place, place).cos() @ torch.ones(3, 3, dtype=x.dtype))
+
+    pieces = pieces_of(transformed, rand(3, 3), X)
+    assert ops(pieces[PREPARE]).count("mm") == 1
+    assert count(pieces["F"], ["mm", "cos"]) == 2
 
 
 def test_random_values_are_drawn_for_each_microbatch() -> None:
