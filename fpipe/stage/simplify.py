@@ -1,17 +1,18 @@
 """Small rewrites of a freshly traced joint graph.
 
-Four aims: no op that computes nothing (uncompiled runs pay for each); no op that computes input
-and weight gradient at once, because such an op could not be split between I and W; no value without
-memory; and results that are fit to leave: a parameter's gradient shares memory with nothing,
-because it becomes the caller's, an input's is contiguous, as every value at a stage boundary is,
-and none of them keeps more alive than itself.
+Five aims: no op that computes nothing (uncompiled runs pay for each); none that reads a value for
+its shape alone, which would be kept for it; none that computes input and weight gradient at once,
+because it could not be split between I and W; no value without memory; and results that are fit to
+leave: a parameter's gradient shares memory with nothing, because it becomes the caller's, an
+input's is contiguous, as every value at a stage boundary is, and none of them keeps more alive than
+itself.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
@@ -22,6 +23,16 @@ aten = torch.ops.aten
 
 # Identity ops that tracing leaves behind: the value is the argument.
 _IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default})
+
+# What ops that look only at the shape of their argument fill memory with.
+_FILLS: Final[dict[Any, Callable[[fx.Node], Any]]] = {
+    aten.zeros_like.default: lambda node: 0,
+    aten.new_zeros.default: lambda node: 0,
+    aten.ones_like.default: lambda node: 1,
+    aten.new_ones.default: lambda node: 1,
+    aten.full_like.default: lambda node: node.args[1],
+    aten.new_full.default: lambda node: node.args[2],
+}
 
 
 def simplify(
@@ -39,7 +50,9 @@ def simplify(
         if node.op != "call_function":
             continue
         _give_memory(node)
-        if node.target in _IDENTITIES:
+        if node.target in _FILLS:
+            _look_at_nothing(node)
+        elif node.target in _IDENTITIES:
             _replace(node, node.args[0])
         elif node.target is aten.t.default and _is_transpose(node.args[0]):
             _replace(node, node.args[0].args[0])
@@ -132,6 +145,15 @@ def _give_memory(node: fx.Node) -> None:
             node.meta["val"] = torch.empty_strided(
                 value.shape, value.stride(), dtype=value.dtype, device=value.device
             )
+
+
+def _look_at_nothing(node: fx.Node) -> None:
+    """Fill memory without an argument that only lends its shape, and would be kept for it."""
+    value = value_of(node)
+    if value.is_contiguous() and value.layout == torch.strided:
+        node.args = (list(value.shape), _FILLS[node.target](node))
+        node.kwargs = {"dtype": value.dtype, "device": value.device}
+        node.target = aten.full.default
 
 
 def _replace(node: fx.Node, by: fx.Node) -> None:

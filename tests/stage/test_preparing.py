@@ -71,6 +71,26 @@ def test_what_is_made_of_nothing_is_made_where_it_is_read() -> None:
     assert not {"triu", "ones"} & set(ops(pieces["W"]))
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda y: torch.ones_like(y, dtype=torch.bool).tril(),
+        lambda y: torch.zeros_like(y) == torch.full_like(y, 0.0).triu(1),
+        lambda y: y.new_ones(4, 3).tril() != y.new_zeros(3),
+        lambda y: y.new_full((4, 3), 2).tril() > 1,
+    ],
+)
+def test_a_shape_is_nothing(mask: Any) -> None:
+    def masked(p: Tensor, x: Tensor) -> Tensor:
+        y = x @ p
+        return y.masked_fill(mask(y.exp()), 0.0)
+
+    pieces = pieces_of(masked, rand(3, 3), X)
+    assert "exp" not in ops(pieces["F"])
+    assert len(pieces["F"].outputs) == 1
+    assert "full" in ops(pieces["B"])
+
+
 def test_products_of_nothing_are_computed_once() -> None:
     def transformed(p: Tensor, x: Tensor) -> Tensor:
         place = torch.arange(3, dtype=x.dtype)
