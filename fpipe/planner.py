@@ -110,6 +110,11 @@ class Planner:
 
         plan = self._with_weights(schedule, self._lower(schedule, code_of), made, rows)
         log.info("ready for %s after %.1f s", goal, time.perf_counter() - start)
+        if goal == "step" and not any(code_of(s, 0).sums for s in range(schedule.num_stages)):
+            log.warning(
+                "this step has no gradient: trainable= chooses no parameter, or the loss depends "
+                "on none that it chooses"
+            )
         return plan
 
     def _why(self, signature: Signature) -> str:

@@ -149,6 +149,16 @@ def test_nothing_is_trained() -> None:
     )
 
 
+@pytest.mark.parametrize(("word", "said"), [("laro", True), ("lora", False)])
+def test_a_choice_that_nothing_matches_is_told(
+    word: str, said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    params, batch = adapters()
+    make(ONE_F_ONE_B, lambda path: word in path).step(params, batch)
+    warnings = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert ["trainable= chooses no parameter" in text for text in warnings] == [True] * said
+
+
 def test_history_of_autograd() -> None:
     params, batch = adapters()
     own = tree.tree_map(lambda leaf: leaf.clone().requires_grad_(), params)
