@@ -5,6 +5,7 @@ Within `torch.func` they do not see that they are traced, where there is no data
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 
 class WithoutPeeking(TorchFunctionMode):
-    """Within it, `torch.nn.functional.one_hot` with a number of classes checks no index.
+    """Within it indices of `one_hot` and variances of `gaussian_nll_loss` are not checked.
 
-    An index that is no class then gives a row of zeros, as it does on CUDA under torch.compile. And
-    a tensor in a message, which is formatted whether it is needed or not, is given as its shape.
+    An index that is no class then gives a row of zeros, as it does on CUDA under torch.compile, and
+    a negative variance is as one of `eps`. And a tensor in a message, which is formatted whether it
+    is needed or not, is given as its shape.
     """
 
     def __torch_function__(
@@ -30,6 +32,8 @@ class WithoutPeeking(TorchFunctionMode):
         """Call `func`, or what stands for it."""
         if func is torch.nn.functional.one_hot:
             return _one_hot(*args, **(kwargs or {}))
+        if func is torch.nn.functional.gaussian_nll_loss:
+            return _gaussian_nll_loss(*args, **(kwargs or {}))
         if func is Tensor.__format__ and args[0].dim() == 0:
             return f"a tensor of shape {tuple(args[0].shape)}"
         return func(*args, **(kwargs or {}))
@@ -40,3 +44,29 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
         return torch.nn.functional.one_hot(tensor, num_classes)
     classes = torch.arange(num_classes, device=tensor.device)
     return (tensor.unsqueeze(-1) == classes).to(torch.int64)
+
+
+def _gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    if not isinstance(var, Tensor):
+        var = torch.full_like(input, var)
+    if var.shape != input.shape and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    if var.dim() != input.dim() or any(
+        size not in (1, other) for size, other in zip(var.shape, input.shape, strict=True)
+    ):
+        raise ValueError(f"var has the shape {tuple(var.shape)}, the input {tuple(input.shape)}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r} is not mean, sum or none")
+    # The bound has no gradient of its own: below it that of the variance stays what it is.
+    var = torch.where(var < eps, eps + (var - var.detach()), var)
+    loss = 0.5 * (var.log() + (input - target).square() / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss if reduction == "none" else getattr(loss, reduction)()

@@ -1,7 +1,8 @@
 """Refuse stages that write to what is not theirs: their inputs, and tensors that they close over.
 
 In-place ops on a stage's own intermediate values are fine; tracing turns them into pure ones. But
-one within ``torch.no_grad()`` leaves the gradient of a value as it was: no pure op does that.
+one that autograd does not see, within ``torch.no_grad()`` or by way of ``x.detach()``, leaves the
+gradient of a value as it was: no pure op of torch's does that.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class WriteGuard(TorchDispatchMode):
         super().__init__()
         self._origin = origin
         self._foreign = {_memory(v): f"its input {path}" for path, v in inputs.items()}
+        self._carrying: set[int] = set()  # memory of values that carry a gradient
         self._kept_alive = list(inputs.values())
 
     def __torch_dispatch__(
@@ -51,8 +53,12 @@ class WriteGuard(TorchDispatchMode):
             )
         arguments = list(_arguments(func, args, kwargs or {}))
         for declared, value in arguments:
-            if declared.is_write and (owner := self._owner(value) or _unseen(value)) is not None:
+            if declared.is_write and (owner := self._owner(value) or self._unseen(value)):
                 raise ImpureError(owner, str(func))
+        for _, value in arguments:
+            if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+                self._carrying.add(_memory(value))
+                self._kept_alive.append(value)
         result = func(*args, **(kwargs or {}))
         for declared, value in arguments:
             if declared.alias_info is not None and isinstance(result, Tensor):
@@ -69,11 +75,14 @@ class WriteGuard(TorchDispatchMode):
             return f"a tensor that it closes over ({name_in_closure(value, self._origin)})"
         return self._foreign.get(_memory(value))
 
-
-def _unseen(value: Any) -> str | None:
-    if isinstance(value, Tensor) and value.requires_grad and not torch.is_grad_enabled():
-        return "a value that carries a gradient, within torch.no_grad()"
-    return None
+    def _unseen(self, value: Any) -> str | None:
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            return None
+        if value.requires_grad and not torch.is_grad_enabled():
+            return "a value that carries a gradient, within torch.no_grad()"
+        if not value.requires_grad and _memory(value) in self._carrying:
+            return "a value that carries a gradient, by way of what is detached from it"
+        return None
 
 
 def refuse_writes(name: str, graph: fx.Graph) -> None:

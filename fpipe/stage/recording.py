@@ -9,6 +9,7 @@ something for a backward, for each segment is differentiated by itself later.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ from fpipe.stage.rewrites import (
 from fpipe.stage.scripted import as_written
 from fpipe.stage.seeding import unseeded
 from fpipe.stage.sink import Sink
+from fpipe.stage.unseen import UnseenWrites
 from fpipe.stage.updates import keep_changed
 
 
@@ -199,7 +201,7 @@ class Recorder:
                     *("key" for _ in keys),
                 ]
                 guard = WriteGuard(dict(zip(paths, inputs, strict=True)), self.loss_fn)
-                with guard, Known():
+                with guard, UnseenWrites(), Known():
                     self._called(params, batch, inputs)
         except (ImpureError, Untraceable) as error:
             raise explain(self.name, error, "") from error
@@ -231,7 +233,13 @@ class Recorder:
                 for index, leaf in zip(moving, own, strict=True):
                     full[index] = leaf
                 calls = Calls()
-                with noting(note), keeping_detached(calls), as_written(), OneDtype(), Known():
+                with ExitStack() as stack:
+                    stack.enter_context(noting(note))
+                    stack.enter_context(keeping_detached(calls))
+                    stack.enter_context(UnseenWrites())
+                    stack.enter_context(as_written())
+                    stack.enter_context(OneDtype())
+                    stack.enter_context(Known())
                     value = self._called(params, batch, full)
                 (first, *others), layout = self._taken(value, params, goal)
                 layouts.append((layout, calls))

@@ -1,0 +1,211 @@
+"""Writes that autograd does not see leave the gradient of a value as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fpipe
+from tests.models import rand
+
+PARAMS = {"a": rand(3, 3), "b": rand(3, 3) / 2}
+BATCH = rand(4, 3)
+
+
+def within_no_grad(write: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    def layer(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            write(x)
+        return x * x
+
+    return layer
+
+
+def assigned(x: Tensor) -> None:
+    x[0] = x[1].clamp(-0.1, 0.1)
+
+
+def added(x: Tensor) -> None:
+    x += 2
+
+
+def to_a_view(x: Tensor) -> Tensor:
+    row = x[1:]
+    with torch.no_grad():
+        row.mul_(2)
+    return x * x
+
+
+def to_data(x: Tensor) -> Tensor:
+    x.data.masked_fill_(x > 0, 0.5)
+    return x * x
+
+
+def to_data_of_a_view(x: Tensor) -> Tensor:
+    x[0].data.mul_(2)
+    return x * x
+
+
+def to_detached(x: Tensor) -> Tensor:
+    other = x.detach()
+    other.detach().clamp_(max=0.3)
+    return x * x * other
+
+
+def bounded_norm(x: Tensor) -> Tensor:
+    norm = x.norm(dim=1, keepdim=True).clone()
+    with torch.no_grad():
+        norm.clamp_min_(1.5)
+    return x / norm
+
+
+def to_infinity(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x.masked_fill_(torch.eye(4, 3, dtype=torch.bool), float("-inf"))
+    return x.softmax(1)
+
+
+def seen(x: Tensor) -> Tensor:
+    x.mul_(2)
+    x[0] = 1.0
+    return x * x.detach()
+
+
+def detached_in_place(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = x * 2
+        y.mul_(3)
+    z = x.exp()
+    z.detach_()
+    return x * y * z
+
+
+LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "method": within_no_grad(lambda x: x.clamp_(-0.1, 0.1)),
+    "chain": within_no_grad(lambda x: x.mul_(2).add_(1)),
+    "copy": within_no_grad(lambda x: x.copy_(x.clamp(-0.1, 0.1))),
+    "function": within_no_grad(torch.relu_),
+    "item": within_no_grad(assigned),
+    "operator": within_no_grad(added),
+    "view": to_a_view,
+    "data": to_data,
+    "data of a view": to_data_of_a_view,
+    "detached": to_detached,
+    "norm": bounded_norm,
+    "infinity": to_infinity,
+    "seen": seen,
+    "detach_": detached_in_place,
+    "cosine": lambda x: x * F.cosine_similarity(x, x.roll(1, 0))[:, None],
+    "cosine within its bound": lambda x: x * F.cosine_similarity(x, x.exp(), 0, 2.0),
+    "cosine of all pairs": lambda x: x @ F.cosine_similarity(x[None, :3], x[:3, None], -1),
+    "cosine of other dtypes": lambda x: (
+        x * F.cosine_similarity(x, torch.ones(3).int(), -1)[:, None]
+    ),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("cut", [True, False])
+def test_gradient_is_what_it_is_without_a_pipeline(layer: Any, cut: bool) -> None:
+    def loss_fn(params: Any, batch: Tensor) -> Tensor:
+        x = fpipe.cut(batch @ params["a"])
+        return (fpipe.cut(layer(x * 1.0)) @ params["b"]).square().sum()
+
+    own = {name: leaf.clone().requires_grad_() for name, leaf in PARAMS.items()}
+    loss = loss_fn(own, BATCH)
+    loss.backward()
+    if cut:
+        schedule = fpipe.schedules.zb_h1(ranks=3, microbatches=1)
+        pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
+        found, grads = pipe.step(PARAMS, BATCH)
+    else:
+        pipe = fpipe.pipeline(
+            [lambda p, x: x @ p, lambda p, x: layer(x * 1.0) @ p],
+            lambda y, _: y.square().sum(),
+            fpipe.schedules.gpipe(ranks=2, microbatches=1),
+            compile=False,
+        )
+        found, (a, b) = pipe.step(list(PARAMS.values()), BATCH)
+        grads = {"a": a, "b": b}
+    torch.testing.assert_close(found, loss.detach())
+    torch.testing.assert_close(grads, {name: leaf.grad for name, leaf in own.items()})
+
+
+def to_a_row(x: Tensor) -> None:
+    x[0].clamp_(-1, 1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "where"),
+    [
+        (within_no_grad(to_a_row), r"within torch\.no_grad\(\) \(aten\.clamp_"),
+        (
+            within_no_grad(lambda x: torch.clamp(x, -1, 1, out=x)),
+            r"within torch\.no_grad\(\) \(aten\.clamp\.out",
+        ),
+        (
+            lambda x: x * x.detach()[0].mul_(2),
+            r"by way of what is detached from it \(aten\.mul_",
+        ),
+    ],
+)
+def test_other_ways_to_write_are_refused(layer: Any, where: str) -> None:
+    def loss_fn(params: Any, batch: Tensor) -> Tensor:
+        return (layer(fpipe.cut(batch @ params["a"])) @ params["b"]).square().sum()
+
+    schedule = fpipe.schedules.gpipe(ranks=2, microbatches=1)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
+    with pytest.raises(
+        fpipe.StageError,
+        match=r"test_unseen\.py:\d+ writes in place to a value that carries a gradient, " + where,
+    ):
+        pipe.step(PARAMS, BATCH)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"full": True, "reduction": "sum"},
+        {"eps": 1.1, "reduction": "none"},
+        {"var": 0.3},
+        {"var": (4,)},
+        {"var": (4, 1)},
+        {"var": (1, 3)},
+    ],
+)
+def test_gaussian_likelihood(options: Any, cut: bool) -> None:
+    options = dict(options)
+    shape = options.pop("var", (4, 3))
+
+    def loss(y: Tensor, batch: Any) -> Tensor:
+        var: Any = shape
+        if not isinstance(shape, float):
+            summed = batch["v"].sum(1) if shape == (4,) else batch["v"].sum_to_size(shape)
+            var = summed * y.exp().mean()
+        return F.gaussian_nll_loss(y, batch["x"], var, **options).sum()
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        return loss(fpipe.cut(batch["x"] @ params["a"]) @ params["b"], batch)
+
+    batch = {"x": BATCH, "v": rand(4, 3).square()}
+    own = {name: leaf.clone().requires_grad_() for name, leaf in PARAMS.items()}
+    value = loss_fn(own, batch)
+    value.backward()
+    schedule = fpipe.schedules.gpipe(ranks=2, microbatches=1)
+    if cut:
+        pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
+        found, grads = pipe.step(PARAMS, batch)
+    else:
+        stages = [lambda p, b: b["x"] @ p, lambda p, x: x @ p]
+        pipe = fpipe.pipeline(stages, loss, schedule, compile=False)
+        found, (a, b) = pipe.step(list(PARAMS.values()), batch)
+        grads = {"a": a, "b": b}
+    torch.testing.assert_close(found, value.detach())
+    torch.testing.assert_close(grads, {name: leaf.grad for name, leaf in own.items()})
