@@ -8,7 +8,8 @@ back.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,22 +20,29 @@ from fpipe import tree
 from fpipe.stage.custom import check_plain, check_returned, name_of
 from fpipe.stage.explain import Untraceable
 from fpipe.stage.joint import is_differentiable
+from fpipe.stage.registered import apply_at_one_level, is_registered, without_forward_mode
 from fpipe.stage.standin import StandIn
 
 
-def with_contexts() -> AbstractContextManager[None]:
+@contextmanager
+def with_contexts() -> Iterator[None]:
     """Within it Functions whose forward takes ctx can be called within `torch.func`.
 
-    torch refuses them before a mode sees them. Those of torch's own are refused as ever. Calls in
-    other threads are as before.
+    torch refuses them before a mode sees them. Those of torch's own are refused as ever, but for
+    those that it makes of registered backwards. Calls in other threads are as before.
     """
-    return _APPLIES.active()
+    with _APPLIES.active(), without_forward_mode():
+        yield
 
 
 def _apply(function: Any, *args: Any, **options: Any) -> Any:
+    if not (_APPLIES.is_active and torch._C._are_functorch_transforms_active()):
+        return _APPLY.__func__(function, *args, **options)
+    if is_registered(function):
+        return apply_at_one_level(function, *args)
     combined = function.setup_context is torch.autograd.Function.setup_context
     own = not function.__module__.startswith("torch.")
-    if _APPLIES.is_active and combined and own and torch._C._are_functorch_transforms_active():
+    if combined and own:
         check_plain(function, (args, options))
         *made, form = _APPLY.__func__(_Combined, function, *args, **options)
         outputs = tuple(made[: form.count])

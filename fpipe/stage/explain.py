@@ -107,9 +107,10 @@ def explain(name: str, error: Exception, given: str) -> StageError:
     if "setup_context" in text:
         return StageError(
             f"{name} uses a torch.autograd.Function whose forward takes ctx{at}, within a "
-            "transform of torch.func or of the pipeline, or by a name for its apply, or a module "
-            "with backward hooks: torch.func takes none of these; write setup_context beside "
-            "forward, or call Class.apply(…) itself outside of transforms, and remove the hooks"
+            "transform of torch.func or of the pipeline, or by a name for its apply, or an "
+            "operation of torch.library that takes or returns lists of tensors, or a module with "
+            "backward hooks: torch.func takes none of these; write setup_context beside forward, "
+            "or call Class.apply(…) itself outside of transforms, and remove the hooks"
         )
     if "requires_grad_()" in text:
         return StageError(

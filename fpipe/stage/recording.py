@@ -190,7 +190,7 @@ class Recorder:
                 generator of its own, or seeds torch's.
         """
         try:
-            with unseeded(), self.mode, with_gradients(), WithoutPeeking():
+            with unseeded(), self.mode, with_gradients(), with_contexts(), WithoutPeeking():
                 inputs = [
                     value.clone().requires_grad_(index in moving).view_as(value)
                     for index, value in enumerate((*params.values, *batch.values, *keys))

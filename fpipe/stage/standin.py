@@ -17,10 +17,10 @@ class StandIn:
 
     Args:
         name: of the methods.
-        methods: for each class, what stands there and what is to take its place.
+        methods: for each class or module, what stands there and what is to take its place.
     """
 
-    def __init__(self, name: str, methods: Mapping[type, tuple[Any, Any]]) -> None:
+    def __init__(self, name: str, methods: Mapping[Any, tuple[Any, Any]]) -> None:
         self._name, self._methods = name, methods
         self._within: ContextVar[bool] = ContextVar(f"fpipe.{name}", default=False)
         self._lock = Lock()

@@ -246,7 +246,7 @@ def _run_abstractly(
 ) -> tuple[list[Tensor], optree.PyTreeSpec]:
     """What the function returns on fake tensors, or a clear refusal."""
     try:
-        with unseeded(), mode, torch.no_grad(), WithoutPeeking():
+        with unseeded(), mode, torch.no_grad(), with_contexts(), WithoutPeeking():
             # Clones, because one leaf may come in by several names.
             inputs = [value.clone() for value in leaves.values]
             guard = WriteGuard(dict(zip(leaves.paths, inputs, strict=True)), origin)
