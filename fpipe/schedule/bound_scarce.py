@@ -38,7 +38,8 @@ def scarce_bound(
         likely: the rank that limits the others most, by other bounds.
         effort: about as many states are looked at.
     """
-    ranks, spent = len(memory), 0
+    ranks, spent = sorted({*placement}), 0  # those that have a stage
+    beside = {rank: {ranks[at - 1], ranks[at + 1 - len(ranks)]} for at, rank in enumerate(ranks)}
 
     def bound(chosen: tuple[int, ...], width: int, budget: int) -> tuple[float, bool]:
         nonlocal spent
@@ -51,14 +52,14 @@ def scarce_bound(
         return diagram.bound, diagram.exact
 
     alone: dict[tuple[int, ...], tuple[float, bool]] = {
-        (rank,): bound((rank,), _WIDTH, effort // 4) for rank in sorted({likely, 0, ranks - 1})
+        (rank,): bound((rank,), _WIDTH, effort // 4)
+        for rank in sorted({likely, ranks[0], ranks[-1]})
     }
     chosen = max(alone, key=lambda ranks: alone[ranks][0])
     (best, exact), width = alone[chosen], _WIDTH
-    while best and not span and len(chosen) < ranks:
+    while best and not span and len(chosen) < len(ranks):
         joined = {
-            tuple(sorted({*chosen, other}))
-            for other in {(rank + step) % ranks for rank in chosen for step in (-1, 1)} - {*chosen}
+            tuple(sorted({*chosen, other})) for rank in chosen for other in beside[rank] - {*chosen}
         }
         found = {ranks: bound(ranks, _WIDTH, effort - spent) for ranks in sorted(joined)}
         larger = max(found, key=lambda ranks: found[ranks][0])

@@ -77,7 +77,7 @@ def possible(part: Part, counts: Counts, microbatches: int) -> list[Step]:
         if closed[at] < returned[at]:
             steps.append((2, at))
         if took[at] < (took[at - 1] if at else microbatches):
-            limit = part.memory[rank] * (1 + 1e-9) + 1e-9
+            limit = part.memory[rank] * (1 + 1e-9)
             if held[rank] + part.kept[at] <= limit and _needed(part, took, rank, at) <= limit:
                 steps.append((0, at))
     return steps

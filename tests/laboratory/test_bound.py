@@ -163,6 +163,20 @@ def test_integers_may_be_those_of_numpy() -> None:
     assert lower_bound([0, 1], two, UNIT) == lower_bound([0, 1], 2, UNIT)
 
 
+def test_ranks_may_have_no_stage() -> None:
+    # Rank 0 was looked at like any other: an IndexError.
+    cost = Cost([1, 1], [1, 1], [1, 1], activation=[1, 1])
+    for placement in ([0, 1], [1, 2], [0, 3], [2, 4]):
+        assert lower_bound(placement, 3, cost, memory=1) == best((0, 1), 3, cost, 1)
+        assert lower_bound(placement, 3, cost, memory=1, objective="span") == 15
+
+
+def test_the_unit_of_memory_plays_no_part() -> None:
+    for unit in (1e-50, 1e-12, 1e-6, 1e9, 1e50):
+        cost = Cost(1, 1, 1, activation=unit)
+        assert lower_bound(linear(4), 8, cost, 2 * unit) == lower_bound(linear(4), 8, UNIT, 2)
+
+
 def test_where_nothing_is_kept_no_memory_is_enough() -> None:
     for cost in (
         Cost(1, 1, 1, activation=0),

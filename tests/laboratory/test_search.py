@@ -114,6 +114,22 @@ def test_it_fits_the_memory_of_every_placement(make: Any, memory: float) -> None
     check(found, memory)
 
 
+@pytest.mark.parametrize("unit", [2.0**-80, 2.0**-30, 2.0**-10, 2.0**40])
+def test_the_unit_of_memory_plays_no_part(unit: float) -> None:
+    # The memory had a slack of 1e-9, which is many activations where each is as small.
+    cost = replace(UNEVEN, activation=unit)
+    found = search(ranks=4, microbatches=8, cost=cost, memory=2.5 * unit, iterations=60)
+    check(found, 2.5 * unit)
+    usual = search(ranks=4, microbatches=8, cost=UNEVEN, memory=2.5, iterations=60)
+    assert found.schedule == usual.schedule
+
+
+def test_a_backward_of_its_own_is_used_whatever_the_unit_of_time() -> None:
+    cost = Cost(1e-12, 1e-12, 1e-12, b=1e-12)
+    found = search(ranks=1, microbatches=2, cost=cost, placement=[0], iterations=0)
+    assert found.value == 4e-12
+
+
 def test_ranks_may_have_different_memories() -> None:
     limits = [4, 1, 3, 2]
     found = search(

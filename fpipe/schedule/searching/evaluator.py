@@ -81,7 +81,7 @@ class Evaluator:
 
     def fits(self, rank: int, row: list[int], fused: AbstractSet[int]) -> bool:
         """Whether a row keeps to its rank's memory."""
-        held, memory = 0.0, self.problem.memory[rank] * (1 + 1e-9) + 1e-9
+        held, memory = 0.0, self.problem.memory[rank] * (1 + 1e-9)
         change, count = self.change, self.problem.microbatches
         for action in row:
             if action in fused:

@@ -60,7 +60,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
             continue
         if now + left[rank] > limit:
             return None
-        own, memory = stages_of[rank], problem.memory[rank] + _SLACK
+        own, memory = stages_of[rank], problem.memory[rank] * (1 + _SLACK)
         best, chosen, kind, duration = -UNLIMITED, -1, FORWARD, 0.0
         coming: list[tuple[float, float]] = []  # what will arrive, and how much it is wanted
         crowded = False  # a forward is there, and waits for memory that a W would free

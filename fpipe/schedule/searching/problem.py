@@ -52,8 +52,7 @@ class Problem:
         """Whether a full backward is anything but its two halves, in time or in memory."""
         costs, freed = self.costs, self.cost.on(self.placement).freed_by_i
         return min(freed) < 0 or any(
-            abs(b - i - w) > 1e-9 * max(1.0, b)
-            for b, i, w in zip(costs.b, costs.i, costs.w, strict=True)
+            abs(b - i - w) > 1e-9 * b for b, i, w in zip(costs.b, costs.i, costs.w, strict=True)
         )
 
     def solved(self, value: float) -> bool:

@@ -76,7 +76,7 @@ def _sooner(evaluator: Evaluator, rows: list[list[int]]) -> list[list[int]]:
 
 def _first_that_fits(evaluator: Evaluator, rank: int, row: list[int], here: int) -> int:
     """The first place to which the memory allows the forward at `here` to move."""
-    change, most = evaluator.change, evaluator.problem.memory[rank] * (1 + 1e-9) + 1e-9
+    change, most = evaluator.change, evaluator.problem.memory[rank] * (1 + 1e-9)
     held = sum(change[action] for action in row[:here])
     at = here
     while at and held + change[row[here]] <= most:
@@ -107,7 +107,7 @@ def _lazily(evaluator: Evaluator, rows: list[list[int]], part: float) -> list[li
     ready = list(range(len(rows)))
     while ready:
         rank = ready.pop()
-        late, most = owed[rank], memory[rank] * (1 + 1e-9) + 1e-9
+        late, most = owed[rank], memory[rank] * (1 + 1e-9)
         for action in todo[rank][places[rank] :]:
             arrival = 0.0
             if (needed := source[action]) >= 0:
