@@ -98,6 +98,6 @@ def _input(
     stage, op, microbatch = action
     if op == Op.F:
         return producers.get((stage - 1, True, microbatch))
-    if op == Op.B or op == Op.I:
-        return producers.get((stage + 1, False, microbatch))
-    return None
+    if op == Op.W and (stage, False, microbatch) in producers:
+        return None  # the I of its own stage hands it over
+    return producers.get((stage + 1, False, microbatch))

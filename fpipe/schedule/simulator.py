@@ -173,8 +173,16 @@ def _is_count(number: object) -> bool:
 
 def _owed(schedule: Schedule) -> list[str]:
     """What each stage seems to owe, by the ops that it has, as `verify` takes it."""
-    ops: list[set[Op]] = [{Op.F} for _ in schedule.placement]
+    ops: list[set[Op]] = [set() for _ in schedule.placement]
     for row in schedule.actions:
         for stage, op, _ in row:
-            ops[stage] |= {Op.I, Op.W} if op == Op.B else {op} & {Op.I, Op.W}
-    return ["".join(op for op in (Op.F, Op.I, Op.W) if op in has) for has in ops]
+            ops[stage].add(op)
+    owed = []
+    passed = False  # whether the stage before owes a gradient, which this one then passes back
+    for has in ops:
+        # Beside I alone, B is I alone too.
+        whole = Op.B in has and not (Op.I in has and Op.W not in has)
+        i, w = passed or whole or Op.I in has, whole or Op.W in has
+        passed = i or w
+        owed.append("F" + "I" * i + "W" * w)
+    return owed

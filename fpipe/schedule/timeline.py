@@ -101,7 +101,8 @@ class Timeline:
         """The activations on `rank` over time: pairs of a time and the amount held from then on.
 
         F takes its activation when it starts; I frees its part, and B or W the rest, when it ends.
-        Where a stage has no I or no W, the other frees all; where it has no backward, F keeps none.
+        Where a microbatch has no I or no W of a stage, the other frees all; where a stage has no
+        backward, F keeps none.
         """
         costs = (self.cost or Cost(1, 1, 1)).on(self.schedule.placement)
         return held(self.events[rank], costs.activation, costs.freed_by_i)

@@ -88,11 +88,19 @@ def test_stages_that_owe_less_run_too() -> None:
         (["0F0 0W0 0I0", "1F0 1I0 1W0"], "0W0"),
         (["0F0 0SEND_F0 0B0", "1F0 1B0"], "0SEND_F0"),
         (["0F0 0B0 0RESHARD", "1F0 1B0"], "stage 0 is resharded"),
+        # The words were of `requires`, which nobody gave.
+        (["0F0 0B0", "1F0"], r"stage 1 has F on microbatch 0 \(rank 1\): it owes F\+I or F\+B"),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_verifiers_words(rows: list[str], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         simulate(Schedule([0, 1], [row(text) for text in rows]), UNIT)
+
+
+def test_a_frozen_stage_may_have_an_i_of_one_microbatch_and_a_b_of_another() -> None:
+    schedule = Schedule([0, 1], [row("0F0 0F1 0B0 0B1"), row("1F0 1I0 1F1 1B1")])
+    fpipe.verify(schedule, requires=["FIW", "FI"])
+    assert simulate(schedule, UNIT).makespan == 8
 
 
 def test_a_circle_of_forwards_is_refused_as_a_circle() -> None:

@@ -35,6 +35,22 @@ def test_memory_rises_with_f_and_falls_with_b() -> None:
     assert timeline.peak == (20,)
 
 
+def test_each_microbatch_may_have_its_backward_in_another_form() -> None:
+    # A stage that owes no I. What W alone frees was less wherever another microbatch had an I.
+    schedule = Schedule([0], [row("0F0 0I0 0W0 0F1 0W1 0F2 0B2")])
+    fpipe.verify(schedule, requires="FW")
+    timeline = simulate(schedule, Cost(1, 1, 1, activation=10, freed_by_i=4))
+    assert timeline.memory(0) == ((0, 10), (2, 6), (3, 0), (3, 10), (5, 0), (5, 10), (8, 0))
+
+
+def test_memory_may_be_in_any_unit() -> None:
+    # What is held was rounded to twelve digits after the point.
+    timeline = simulate(
+        fpipe.schedules.zb_h1(ranks=2, microbatches=4), Cost(1, 1, 1, activation=3e-13)
+    )
+    assert timeline.peak == (6e-13, 6e-13)
+
+
 def test_i_frees_its_part_or_holds_more() -> None:
     schedule = Schedule([0], [row("0F0 0I0 0W0")])
     frees = simulate(schedule, Cost(1, 1, 1, activation=10, freed_by_i=4))
@@ -72,6 +88,14 @@ def test_transfers_cross_ranks_and_take_the_latency() -> None:
     there, back = sorted(timeline.transfers, key=lambda transfer: transfer.sent)
     assert (str(there.source), str(there.target), there.sent, there.arrives) == ("0F0", "1F0", 1, 5)
     assert (back.source_rank, back.target_rank, back.sent, back.arrives) == (1, 0, 8, 12)
+
+
+def test_a_weight_gradient_alone_waits_for_the_stage_after() -> None:
+    # It was taken for one that its own I precedes, which waits for no other rank.
+    schedule = Schedule([0, 1], [row("0F0 0W0"), row("1F0 1B0")])
+    timeline = simulate(schedule, Cost(1, 1, 1, comm=4))
+    assert [str(event.action) for event in timeline.critical_path] == ["0F0", "1F0", "1B0", "0W0"]
+    assert [str(transfer.source) for transfer in timeline.transfers] == ["1B0", "0F0"]
 
 
 def test_stages_of_one_rank_transfer_nothing() -> None:
