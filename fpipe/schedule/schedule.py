@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
+from fpipe.schedule.cost import is_several
 from fpipe.schedule.exchange.csv_file import format_csv, parse_csv
 from fpipe.schedule.exchange.json_file import format_json, parse_json
 from fpipe.schedule.exchange.plain import PathLike, load, save
@@ -57,13 +58,12 @@ class Schedule:
         actions: Iterable[Iterable[Action]],
         name: str = "custom",
     ) -> None:
-        try:
-            ranks, rows = tuple(placement), tuple(tuple(row) for row in actions)
-        except TypeError as error:
-            raise ScheduleError(
-                f"placement={placement!r:.60} must be a sequence with the rank of each stage, and "
-                f"actions={actions!r:.60} one with the actions of each rank ({error})"
-            ) from error
+        ranks = _in_order("placement", placement, "the rank of each stage")
+        rows = _in_order("actions", actions, "the actions of each rank")
+        rows = tuple(
+            _in_order(f"actions[{rank}]", row, "the actions of a rank")
+            for rank, row in enumerate(rows)
+        )
         if not isinstance(name, str):
             raise ScheduleError(f"name={name!r:.60} is a {type(name).__name__}: it must be text")
         ranks = tuple(map(_plain, ranks))
@@ -264,6 +264,16 @@ class Schedule:
             f"{self.name}: {self.num_ranks} ranks, {self.num_stages} stages, "
             f"{self.num_microbatches} microbatches"
         )
+
+
+def _in_order(name: str, values: Iterable[Any], of: str) -> tuple[Any, ...]:
+    """Values as a tuple, if they are several, in an order that says what each is of."""
+    if isinstance(values, Mapping | Set) or not is_several(values):
+        raise ScheduleError(
+            f"{name}={values!r:.60} is a {type(values).__name__}: it must be a sequence with {of}, "
+            "such as a list"
+        )
+    return tuple(values)
 
 
 def _plain(number: Any) -> Any:

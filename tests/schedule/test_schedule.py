@@ -66,8 +66,13 @@ def test_what_it_tells() -> None:
         ([-1], [ROW], r"placement\[0\]=-1 must be a rank"),
         (["0"], [ROW], r"placement\[0\]='0' must be a rank"),
         ([0], [["0F0"]], r"actions\[0\]\[0\]='0F0' must be a fpipe.Action; .*parse\('2F0'\)"),
-        (0, [ROW], r"placement=0 must be a sequence with the rank of each stage"),
-        ([0], [ROW, None], r"actions=.* one with the actions of each rank"),
+        (0, [ROW], r"placement=0 is a int: it must be a sequence with the rank of each stage"),
+        ([0], 0, r"actions=0 is a int: it must be a sequence with the actions of each rank"),
+        ([0], [ROW, None], r"actions\[1\]=None is a NoneType: .* with the actions of a rank"),
+        # Of a dict its keys were taken, whatever ranks it gave its stages.
+        ({0: 1, 1: 0}, [ROW, ROW], r"placement=\{0: 1, 1: 0\} is a dict: it must be a sequence"),
+        ([0], {0: ROW}, r"actions=\{0: .* is a dict: it must be a sequence"),
+        ([0], [set(ROW)], r"actions\[0\]=.* is a set: it must be a sequence"),
         ([0], [[ROW[0], (0, "B", 0)]], r"actions\[0\]\[1\]=\(0, 'B', 0\) must be"),
     ],
 )

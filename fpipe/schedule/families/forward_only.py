@@ -46,9 +46,10 @@ def forward_only(
     ranks, microbatches, stages_per_rank = plain_counts(
         ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
     )
-    stages = looped(ranks, stages_per_rank) if placement is None else tuple(placement)
+    if placement is None:
+        placement = looped(ranks, stages_per_rank)
     # Checks the placement before it is used; rows are filled in below.
-    Schedule(stages, [()] * ranks)
+    stages = Schedule(placement, [()] * ranks).placement
     rows: list[list[Action]] = [[] for _ in range(ranks)]
     begun = [0] * len(stages)  # forwards that each stage has done
     while any(count < microbatches for count in begun):

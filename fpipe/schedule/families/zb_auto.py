@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 
 from fpipe.errors import ScheduleError
-from fpipe.schedule.cost import Cost
+from fpipe.schedule.cost import Cost, check_cost
 from fpipe.schedule.families.arguments import plain_counts
 from fpipe.schedule.placements import linear
 from fpipe.schedule.schedule import Schedule
@@ -56,6 +56,7 @@ def zb_auto(
     """
     ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
     cost = Cost(f=1, i=1, w=1) if cost is None else cost
+    check_cost(cost)
     if memory is None:
         memory = [ranks * size for size in cost.on(linear(ranks)).activation]
     problem = make_problem(linear(ranks), microbatches, cost, memory, "makespan")
