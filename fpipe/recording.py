@@ -82,8 +82,9 @@ def timeline_of(
     for rank, actions in enumerate(schedule.actions):
         now = 0.0
         row = []
+        left = dict(marks[rank])  # an UNSHARD may come again, and computes what it does once
         for action in actions:
-            start, end = marks[rank].get(action, (origin + now, origin + now))
+            start, end = left.pop(action, (origin + now, origin + now))
             now = end - origin
             row.append(Event(rank, action, start - origin, now))
         rows.append(tuple(row))

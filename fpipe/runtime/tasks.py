@@ -63,10 +63,21 @@ def tasks_of(schedule: Schedule, codes: Codes, resolve: Resolver) -> Tasks:
     actions have no task: in one process there is nothing to gather or reduce.
     """
     sums: dict[SumValue, Value] = {}
-    rows = tuple(
-        [task for action in row if (task := _task_of(action, codes, resolve, sums)) is not None]
+    halved = {(a.stage, a.microbatch) for row in schedule.actions for a in row if a.op == Op.I}
+
+    def work(action: Action) -> Op:
+        # A W without an I, of a stage that owes no input gradient, is the whole backward.
+        whole = action.op == Op.W and (action.stage, action.microbatch) not in halved
+        return Op.B if whole else action.op
+
+    rows = [
+        [
+            task
+            for action in row
+            if (task := _task_of(action, work(action), codes, resolve, sums)) is not None
+        ]
         for row in schedule.actions
-    )
+    ]
     return Tasks(tuple(_with_preparations(row, codes, resolve) for row in rows), sums)
 
 
@@ -223,10 +234,10 @@ def _sum_of(stage: int, source: Source) -> SumValue:
 
 
 def _task_of(
-    action: Action, codes: Codes, resolve: Resolver, sums: dict[SumValue, Value]
+    action: Action, op: Op, codes: Codes, resolve: Resolver, sums: dict[SumValue, Value]
 ) -> Task | None:
-    """The task of `action`, which `sums` are brought up to date with."""
-    stage, op, microbatch = action
+    """The task of `action`, which does the work of `op`; `sums` are brought up to date with it."""
+    stage, _, microbatch = action
     if microbatch is None:
         return None
     code = codes(stage, microbatch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import repeat
 from typing import NamedTuple
@@ -173,16 +174,20 @@ def _is_count(number: object) -> bool:
 
 def _owed(schedule: Schedule) -> list[str]:
     """What each stage seems to owe, by the ops that it has, as `verify` takes it."""
-    ops: list[set[Op]] = [set() for _ in schedule.placement]
+    ops: defaultdict[tuple[int, int | None], set[str]] = defaultdict(set)
     for row in schedule.actions:
-        for stage, op, _ in row:
-            ops[stage].add(op)
+        for stage, op, microbatch in row:
+            ops[stage, microbatch].add(op)
+    forms: list[set[str]] = [set() for _ in schedule.placement]
+    for (stage, _), has in ops.items():
+        forms[stage].add("B" if Op.B in has else "".join(op for op in "IW" if op in has))
     owed = []
     passed = False  # whether the stage before owes a gradient, which this one then passes back
-    for has in ops:
-        # Beside I alone, B is I alone too.
-        whole = Op.B in has and not (Op.I in has and Op.W not in has)
-        i, w = passed or whole or Op.I in has, whole or Op.W in has
+    for found in forms:
+        # What one microbatch shows: beside I alone, B is no more, and nor are I and W beside W.
+        halves = found & {"I", "W"} or found & {"B", "IW"}
+        i = passed or any(half != "W" for half in halves)
+        w = any(half != "I" for half in halves)
         passed = i or w
         owed.append("F" + "I" * i + "W" * w)
     return owed

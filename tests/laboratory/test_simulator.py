@@ -103,6 +103,12 @@ def test_a_frozen_stage_may_have_an_i_of_one_microbatch_and_a_b_of_another() -> 
     assert simulate(schedule, UNIT).makespan == 8
 
 
+def test_whole_stage_actions_may_stand_beside_backwards_of_any_form() -> None:
+    rows = [row("0UNSHARD 0F0 0F1 0F2 0W0 0I1 0W1 0B2 0RESHARD"), row("1F0 1B0 1F1 1B1 1F2 1B2")]
+    fpipe.verify(Schedule([0, 1], rows), requires=["FW", "FIW"])
+    assert simulate(Schedule([0, 1], rows), UNIT).makespan == 12
+
+
 def test_a_circle_of_forwards_is_refused_as_a_circle() -> None:
     # Rank 0 wants stage 2 of microbatch 0 first, which waits for its own stage 0.
     circle = Schedule([0, 1, 0], [row("2F0 0F0"), row("1F0")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -40,6 +41,19 @@ class Counter:
 
 def layer(w: Tensor, x: Tensor) -> Tensor:
     return torch.tanh(x @ w)
+
+
+def test_a_recorded_rank_never_goes_back_in_time() -> None:
+    # Each UNSHARD was shown where the first had computed.
+    row = "0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0F1 0B1 0RESHARD"
+    schedule = fpipe.Schedule.from_text(row)
+    model, pipe = piped(adapted, schedule, 4)
+    with fpipe.record() as recording:
+        pipe.step(model.params, model.batch)
+    (events,) = recording.timeline.events
+    assert " ".join(str(event.action) for event in events) == row
+    assert events[0].end > events[0].start
+    assert all(before.end <= after.start for before, after in pairwise(events))
 
 
 def peak_of(microbatches: int, **options: Any) -> int:

@@ -139,6 +139,29 @@ def test_a_schedule_may_leave_out_what_nobody_needs() -> None:
     assert Action(1, Op.B, 0) not in lean.actions[1]
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ["0F0 0F1 0F2", "1F0 1F1 1W1 1F2 1W0 1W2"],
+        # Of one microbatch W alone, of another I and W, of another B.
+        ["0F0 0F1 0F2", "1F0 1F1 1I1 1F2 1W0 1W1 1B2"],
+    ],
+)
+def test_the_first_trained_stage_may_have_w_alone(rows: list[str], remat: str) -> None:
+    # `verify` takes it, and making the programs ended in a KeyError: its I was missing.
+    params, batch = adapters(2)
+    lean = Schedule.from_text("\n".join(rows))
+    pipe = make(lean, [False, True], remat=remat)
+    assert_same(pipe.step(params, batch), reference(params, batch, [False] * 3 + [True] * 3))
+    row = " ".join(
+        str(i.action)
+        for i in pipe.programs(params, batch)[1].instructions
+        if isinstance(i, Compute)
+    )
+    assert row == rows[1]
+
+
 def test_nothing_is_trained() -> None:
     params, batch = adapters()
     step = make(ONE_F_ONE_B, False).step(params, batch)
