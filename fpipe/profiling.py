@@ -59,8 +59,9 @@ def profile(
     hops: list[float] = []
     kept: dict[int, tuple[float, float]] = {}
     for split in (False, True):
+        ranks, microbatches = pipe.schedule.num_ranks, pipe.schedule.num_microbatches
         probe = pipe.with_schedule(
-            all_forwards_first(pipe.schedule.placement, pipe.schedule.num_microbatches, split)
+            all_forwards_first(pipe.schedule.placement, microbatches, split, ranks)
         )
         with record() as recording:
             for _ in range(steps + 1):
@@ -91,10 +92,15 @@ def profile(
     )
 
 
-def all_forwards_first(placement: Sequence[int], microbatches: int, split: bool) -> Schedule:
-    """GPipe's order on any placement, with whole or split backwards."""
+def all_forwards_first(
+    placement: Sequence[int], microbatches: int, split: bool, ranks: int | None = None
+) -> Schedule:
+    """GPipe's order on any placement, with whole or split backwards.
+
+    The last of the `ranks` may have no stage; None for as many as the placement names.
+    """
     rows = []
-    for rank in range(max(placement) + 1):
+    for rank in range(ranks or max(placement) + 1):
         own = [stage for stage, owner in enumerate(placement) if owner == rank]
         numbers = range(microbatches)
         row = [Action(stage, Op.F, m) for stage in own for m in numbers]

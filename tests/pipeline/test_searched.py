@@ -30,6 +30,21 @@ def test_searched_schedules_equal_the_unpipelined_function(make: Any, memory: fl
     assert_same(pipe.step(model.params, model.batch), unpipelined(*model))
 
 
+def test_a_rank_without_a_stage_is_no_bar_to_measuring() -> None:
+    # The schedules that measure had a rank less than there are devices.
+    rows = [*schedules.one_f_one_b(ranks=2, microbatches=2).actions, ()]
+    model = mlp(2, 4)
+    pipe = fpipe.pipeline(
+        model.stages,
+        model.loss,
+        fpipe.Schedule([0, 1], rows),
+        compile=False,
+        devices=["cpu"] * 3,
+    )
+    cost = fpipe.profile(pipe, model.params, model.batch, steps=1)
+    assert isinstance(cost.f, tuple) and len(cost.f) == 2
+
+
 def test_from_measured_costs_to_a_schedule_that_runs() -> None:
     model, pipe = piped(gpt, schedules.one_f_one_b(ranks=2, microbatches=4), 8)
     cost = fpipe.profile(pipe, model.params, model.batch, steps=2)
