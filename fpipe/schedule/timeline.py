@@ -206,7 +206,7 @@ class Timeline:
             What the file holds.
 
         Raises:
-            ScheduleError: `width` is too small.
+            ScheduleError: `width` is too small, or `beside` is no sequence of timelines.
         """
         from fpipe.schedule.picture.svg import svg
 
@@ -251,6 +251,11 @@ class Timeline:
         return draw_up(name, placement, self.events, self.cost, unit=unit, note=note)
 
     def _charts(self, unit: str | None, beside: Sequence[Timeline]) -> list[Chart]:
+        if not isinstance(beside, Sequence) or not all(isinstance(t, Timeline) for t in beside):
+            raise ScheduleError(
+                f"beside={beside!r:.60} must be a sequence of timelines, such as [recorded]; "
+                "fpipe.simulate makes one of a schedule"
+            )
         return [timeline._chart(unit) for timeline in (self, *beside)]
 
     def __str__(self) -> str:

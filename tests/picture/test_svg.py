@@ -85,6 +85,8 @@ def test_width_is_obeyed_down_to_a_limit() -> None:
     assert parsed(schedule.to_svg(width=900)).get("width") == "900"
     with pytest.raises(ScheduleError, match="width=100 must be at least 250 pixels"):
         schedule.to_svg(width=100)
+    with pytest.raises(ScheduleError, match="width='900' must be at least 250 pixels"):
+        schedule.to_svg(width="900")  # type: ignore[arg-type]
 
 
 def test_recorded_timeline_stands_beside_the_simulated_one(tmp_path: Path) -> None:
@@ -137,3 +139,38 @@ def test_any_name_makes_whole_xml(name: str, tmp_path: Path) -> None:
 def test_what_is_no_width_is_refused(width: float) -> None:
     with pytest.raises(ScheduleError, match=r"must be at least 250 pixels, .* less than a million"):
         schedules.gpipe(ranks=2, microbatches=4).to_svg(width=width)
+
+
+def test_a_rank_without_a_stage_says_so() -> None:
+    # Its label was the word "stages", with none behind it.
+    schedule = Schedule([0], [*schedules.gpipe(ranks=1, microbatches=2).actions, ()])
+    assert "no stage" in texts(schedule.to_svg())
+    assert "rank 1 (no stage)" in schedule.to_trace()
+
+
+@pytest.mark.parametrize("microbatches", [9, 18, 99, 998, 9_998])
+def test_the_word_time_stands_behind_the_last_number(microbatches: int) -> None:
+    # The number is centred on its time, and a long one at the right end stood in the word.
+    svg = schedules.forward_only(ranks=2, microbatches=microbatches).to_svg()
+    scale = float(re.findall(r'font-size="([\d.]+)" style', svg)[0]) / 11
+    written = list(parsed(svg).iter(f"{SPACE}text"))
+    (word,) = (text for text in written if text.text == "time")
+    last = [text for text in written if text.get("y") == word.get("y")][-2]
+    half = 3.1 * len(str(last.text)) * scale  # a digit is 6.1 wide
+    assert float(str(last.get("x"))) + half < float(str(word.get("x")))
+
+
+def test_names_of_ops_in_capitals_have_room_in_the_legend() -> None:
+    # A capital is wider than what a letter was given, and the last name left the picture.
+    svg = Schedule.from_text("0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD").to_svg()
+    x = {text.text: float(str(text.get("x"))) for text in parsed(svg).iter(f"{SPACE}text")}
+    assert x["idle"] - x["REDUCE_GRAD, RESHARD, UNSHARD"] > 29 * 7.2  # as it is in Helvetica
+
+
+def test_what_is_drawn_beside_is_timelines() -> None:
+    gpipe = schedules.gpipe(ranks=2, microbatches=2)
+    timeline = simulate(gpipe, Cost(1, 1, 1))
+    assert texts(timeline.to_svg(beside=[timeline])).count("rank 1") == 2
+    for other in (timeline, [gpipe]):
+        with pytest.raises(ScheduleError, match=r"beside=.* must be a sequence of timelines"):
+            timeline.to_svg(beside=other)  # type: ignore[arg-type]

@@ -24,11 +24,11 @@ def short(value: float) -> str:
     """A number in four digits, with a prefix of the SI where it is large.
 
     Example:
-        >>> short(4), short(16.5), short(1 / 3), short(2.5e9)
-        ('4', '16.5', '0.3333', '2.5G')
+        >>> short(4), short(16.5), short(1 / 3), short(2.5e9), short(7e30)
+        ('4', '16.5', '0.3333', '2.5G', '7e+30')
     """
     for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
+        if limit <= abs(value) < 1e15:
             return f"{value / (1e3 if prefix == 'k' else limit):.4g}{prefix}"
     return f"{value:.4g}"
 

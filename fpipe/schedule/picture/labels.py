@@ -44,6 +44,8 @@ def stage_names(chart: Chart, rank: int) -> str:
     stages = chart.stages_of(rank)
     if stages == (rank,):
         return ""
+    if not stages:
+        return "no stage"
     named = ", ".join(map(str, stages)) if len(stages) < 4 else f"{stages[0]}, {stages[1]}, …"
     return f"{'stage' if len(stages) == 1 else 'stages'} {named}"
 

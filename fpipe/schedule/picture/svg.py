@@ -9,6 +9,7 @@ from statistics import quantiles
 from typing import Final, NamedTuple
 
 from fpipe.errors import ScheduleError
+from fpipe.schedule.cost import plain_number
 from fpipe.schedule.picture.axis import readable_unit, short, ticks
 from fpipe.schedule.picture.chart import Box, Chart
 from fpipe.schedule.picture.labels import facts, idle, marked_up, stage_names
@@ -65,7 +66,7 @@ def svg(charts: Sequence[Chart], *, width: float | None = None) -> str:
         ScheduleError: `width` leaves no room for the lanes, or is no width at all.
     """
     length = max(chart.makespan for chart in charts)
-    lanes = _room(charts, length) if width is None else width - LEFT - RIGHT
+    lanes = _room(charts, length) if width is None else (plain_number(width) or 0) - LEFT - RIGHT
     if not 50 <= lanes < 1e6:
         raise ScheduleError(
             f"width={width!r} must be at least {LEFT + RIGHT + 50:g} pixels, {LEFT + RIGHT:g} of "
@@ -130,7 +131,9 @@ def _chart(chart: Chart, scale: Scale) -> Iterator[str]:
     for x, mark in zip(xs, marks, strict=True):
         yield f'<text x="{x}" y="{base}">{short(mark)}</text>'
     yield "</g>"
-    right = _n(scale.x(0) + scale.width + 8 * scale.size)
+    # Behind the last number, which is centred on its time.
+    behind = scale.x(marks[-1] / factor) + (3.5 * len(short(marks[-1])) + 1) * scale.size
+    right = _n(max(scale.x(0) + scale.width + 8 * scale.size, behind))
     yield f'<text x="{right}" y="{base}" fill="#555">{f"time ({unit})" if unit else "time"}</text>'
     for rank in range(ranks):
         yield from _rank(chart, rank, scale)

@@ -42,8 +42,9 @@ Event = dict[str, Any]
 def _names(chart: Chart) -> Iterator[Event]:
     for rank in range(len(chart.rows)):
         stages = ", ".join(map(str, chart.stages_of(rank)))
+        named = f"stages {stages}" if stages else "no stage"
         for name, args in (
-            ("process_name", {"name": f"rank {rank} (stages {stages})"}),
+            ("process_name", {"name": f"rank {rank} ({named})"}),
             ("process_sort_index", {"sort_index": rank}),
             ("thread_name", {"name": "actions"}),
         ):
