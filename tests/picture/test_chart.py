@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from fpipe import Action, Cost, Schedule, ScheduleError, Timeline, schedules, simulate
 from fpipe.schedule.picture.chart import Chart, draw_up
 from fpipe.schedule.picture.clock import unit_chart
+from fpipe.schedule.picture.strip import strip
 from tests.laboratory.random_schedules import schedules as random_schedules
 
 
@@ -102,3 +103,10 @@ def test_shades_count_the_stages_of_a_rank() -> None:
         (2, 1),
         (3, 1),
     }
+
+
+def test_what_every_rank_is_drawn_by_is_found_once() -> None:
+    # Each rank went through all actions for it: most of the time of a large picture.
+    chart = unit_chart(schedules.gpipe(ranks=3, microbatches=2), "gpipe")
+    strip(chart)
+    assert vars(chart).keys() >= {"makespan", "peaks"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 from fpipe.errors import ScheduleError
@@ -64,17 +65,17 @@ class Chart:
     unit: str
     note: str
 
-    @property
+    @cached_property
     def makespan(self) -> float:
         """Time from the first start to the last end."""
         return max((box.end for row in self.rows for box in row), default=0.0)
 
-    @property
+    @cached_property
     def peaks(self) -> tuple[float, ...]:
         """The most that each rank holds."""
         return tuple(max((amount for _, amount in steps), default=0.0) for steps in self.memory)
 
-    @property
+    @cached_property
     def microbatches(self) -> int:
         """Number of microbatches: one more than the greatest that is named."""
         named = (box.action.microbatch for row in self.rows for box in row)
