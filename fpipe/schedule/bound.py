@@ -95,7 +95,7 @@ def lower_bound(
     costs = cost.on(placement)
     limits = memory_limits(memory, placement, costs)
     span = objective == "span"
-    best, likely = 0.0, 0
+    best, likely = 0.0, placement[0]
     scarce = False
     for rank, limit in enumerate(limits):
         stages = [stage for stage, owner in enumerate(placement) if owner == rank]

@@ -169,6 +169,7 @@ def test_ranks_may_have_no_stage() -> None:
     for placement in ([0, 1], [1, 2], [0, 3], [2, 4]):
         assert lower_bound(placement, 3, cost, memory=1) == best((0, 1), 3, cost, 1)
         assert lower_bound(placement, 3, cost, memory=1, objective="span") == 15
+        assert lower_bound(placement, 3, Cost(0, 0, 0, activation=[1, 1]), memory=1) == 0
 
 
 def test_the_unit_of_memory_plays_no_part() -> None:
