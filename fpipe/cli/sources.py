@@ -101,11 +101,12 @@ def schedule_of(source: str, size: Size) -> Schedule:
 def _family(name: str, size: Size) -> Schedule:
     # An unknown name is the greater fault: it is told first, whatever the size.
     ranks, microbatches, stages = size
+    evaluates = name.lower().replace("-", "_") in (_EVALUATION, _EVALUATION.replace("_", ""))
     if ranks is None or microbatches is None:
-        if name != _EVALUATION:
+        if not evaluates:
             schedules.get(name, ranks=1, microbatches=1)
         raise ScheduleError(f"{name} is a family: give --ranks and --microbatches")
-    if name == _EVALUATION:
+    if evaluates:
         return schedules.forward_only(
             ranks=ranks, microbatches=microbatches, stages_per_rank=stages or 1
         )

@@ -56,6 +56,15 @@ def test_show_prints_a_grid(capsys: pytest.CaptureFixture[str]) -> None:
         """)
 
 
+@pytest.mark.parametrize("name", ["forward-only", "ForwardOnly"])
+def test_the_family_of_evaluation_is_found_as_the_others_are(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Case and dashes matter to no other family, and the refusal did not even list this one.
+    shown = run(capsys, "show", "forward_only", *SMALL)
+    assert run(capsys, "show", name, *SMALL) == shown
+
+
 def test_show_leaves_the_middle_of_a_long_grid_out_unless_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
