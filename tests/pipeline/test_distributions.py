@@ -84,4 +84,4 @@ def test_loss_and_gradients(likelihood: Callable[[Tensor], Tensor], cut: bool) -
 def test_they_are_checked_again_afterwards() -> None:
     test_loss_and_gradients(normal, cut=False)
     with pytest.raises(ValueError, match=r"GreaterThan"):
-        D.Normal(torch.zeros(2), -torch.ones(2))
+        D.Normal(torch.zeros(2), -torch.ones(2), validate_args=True)
