@@ -103,6 +103,7 @@ LAYERS: Final = (
         "fpipe.transforms.direction",
         "fpipe.transforms.dual",
         "fpipe.transforms.ensemble",
+        "fpipe.transforms.linear",
         "fpipe.transforms.mapping",
         "fpipe.transforms.members",
         "fpipe.transforms.parts",

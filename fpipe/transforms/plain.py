@@ -1,15 +1,17 @@
 """Operations in their plain mathematics, where the kernels of torch do not go through a transform.
 
 Fused attention has no forward-mode rule anywhere, and no batching rule on the CPU, where `vmap`
-would run it member by member. The normalisations have forward-mode rules, but the derivative of
-those by the input is silently wrong (pytorch #196699 and #196700: the saved mean and deviation are
-taken for constants), and that of a gated unit does not exist. Written out, all are right.
+would run it member by member; for a query that may look at no key its plain mathematics have no
+finite one. The normalisations have forward-mode rules, but the derivative of those by the input is
+silently wrong (pytorch #196699 and #196700: the saved mean and deviation are taken for constants),
+as is some linear algebra, and that of a gated unit does not exist. What `vmap` makes of
+``select_scatter`` has another gradient. Written out, all are right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,19 +23,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fpipe.transforms.linear import LINEAR, UNKNOWN
+
 aten = torch.ops.aten
 
 
-def batched(devices: Collection[str]) -> AbstractContextManager[Any]:
+@contextmanager
+def batched(devices: Collection[str]) -> Iterator[None]:
     """The context in which `vmap` runs over values on devices of these types."""
-    return sdpa_kernel(SDPBackend.MATH) if "cpu" in devices else nullcontext()
+    with sdpa_kernel(SDPBackend.MATH) if "cpu" in devices else nullcontext(), _Plainly(_BATCHED):
+        yield
 
 
 @contextmanager
 def differentiable_twice() -> Iterator[None]:
     """The context in which forward-mode derivatives are taken that are differentiated again."""
     kernels = _Kernels(under_vmap=_under_vmap())
-    with beneath_forward_mode(), sdpa_kernel(SDPBackend.MATH), kernels, _Plainly():
+    with beneath_forward_mode(), sdpa_kernel(SDPBackend.MATH), kernels, _Plainly(_SMOOTH):
         yield
 
 
@@ -53,7 +59,15 @@ def beneath_forward_mode() -> Iterator[None]:
 
 
 class _Plainly(TorchFunctionMode):
-    """Puts the functions below in place of those of torch."""
+    """Puts other functions in place of those of torch.
+
+    Args:
+        others: by the function of torch.
+    """
+
+    def __init__(self, others: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+        super().__init__()
+        self._others = others
 
     def __torch_function__(
         self,
@@ -62,7 +76,7 @@ class _Plainly(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return _PLAIN.get(func, func)(*args, **(kwargs or {}))
+        return self._others.get(func, func)(*args, **(kwargs or {}))
 
 
 def _under_vmap() -> bool:
@@ -191,9 +205,54 @@ def _viewed(value: Tensor | None, shape: Sequence[int]) -> Tensor | None:
     return None if value is None else value.view(shape)
 
 
-_PLAIN: dict[Callable[..., Any], Callable[..., Any]] = {
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *rest: Any,
+    **options: Any,
+) -> Tensor:
+    if attn_mask is None:
+        return F.scaled_dot_product_attention(query, key, value, None, *rest, **options)
+    # The output for a query that may look at no key is 0, and so is its derivative.
+    if attn_mask.dtype == torch.bool:
+        alone = (~attn_mask).all(-1, keepdim=True)
+        mask = attn_mask | alone
+    else:
+        alone = (attn_mask == -torch.inf).all(-1, keepdim=True)
+        mask = attn_mask.masked_fill(alone, 0.0)
+    found = F.scaled_dot_product_attention(query, key, value, mask, *rest, **options)
+    return found.masked_fill(alone, 0.0)
+
+
+def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
+    size = input.shape[dim]
+    chosen = torch.arange(size, device=input.device) == index % size
+    after = input.dim() - 1 - dim % input.dim()
+    return torch.where(chosen.view(-1, *(1 for _ in range(after))), src.unsqueeze(dim), input)
+
+
+def _refused(func: Callable[..., Any], instead: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"the second derivative of {func.__name__} would be wrong; {instead}"
+        )
+
+    return refuse
+
+
+_BATCHED: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    torch.select_scatter: _select_scatter,
+    Tensor.select_scatter: _select_scatter,
+}
+
+_SMOOTH: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.layer_norm: _layer_norm,
     F.batch_norm: _batch_norm,
     F.instance_norm: _instance_norm,
     F.glu: _glu,
+    F.scaled_dot_product_attention: _attention,
+    **LINEAR,
+    **{func: _refused(func, instead) for func, instead in UNKNOWN.items()},
 }

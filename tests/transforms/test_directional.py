@@ -200,6 +200,8 @@ def test_a_vector_may_have_the_structure_of_the_gradients() -> None:
     assert_same(tuple(sparse), tuple(fpipe.hvp(pipe).step(params, x, params)))
 
 
+KEYS = torch.tensor([[True, False, True], [False] * 3, [True] * 3])  # that queries may look at
+
 # Kernels whose forward-mode rule torch differentiates wrongly, or not at all.
 SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "layer_norm": lambda x: F.layer_norm(x, (4,), x[0], x[1]),
@@ -212,6 +214,24 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     ),
     "glu": lambda x: F.glu(x),
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None] ** 2),
+    "attention of a query without keys": lambda x: F.scaled_dot_product_attention(
+        x[None], x[None], x[None] ** 2, KEYS
+    ),
+    "attention of such a query by a mask of floats": lambda x: F.scaled_dot_product_attention(
+        x[None], x[None], x[None] ** 2, torch.zeros(3, 3).double().masked_fill(~KEYS, -torch.inf)
+    ),
+    "solve": lambda x: torch.linalg.solve(x[:, :3], x),
+    "solve from the right": lambda x: torch.linalg.solve(x[:, :3], x.T, left=False),
+    "solve for a vector": lambda x: torch.linalg.solve(x[:, :3], x[:, 3]),
+    "solve for several": lambda x: torch.linalg.solve(
+        x[None, :, :3], torch.stack([x, x**2])
+    ).sum(0),
+    "solve_ex": lambda x: torch.linalg.solve_ex(x[:, :3], x).result,
+    "det": lambda x: torch.stack([x[:, :3].det(), x[:, 1:].det()]),
+    "slogdet": lambda x: torch.linalg.slogdet(x[:, 1:]).logabsdet,
+    "slogdet of complex numbers": lambda x: torch.complex(x[:, 1:], x[:, :3]).slogdet()[0].imag,
+    "logdet": lambda x: torch.logdet(x @ x.T),
+    "logdet of complex numbers": lambda x: torch.complex(x[:, 1:], x[:, :3]).logdet().imag,
 }  # fmt: skip
 
 
@@ -236,6 +256,24 @@ def test_operations_that_are_written_out(name: str) -> None:
     with sdpa_kernel(SDPBackend.MATH):
         expected = jvp(grad(loss), (x,), (vector,))
     assert_same((found.grads[0], found.hvp[0]), expected, 5e-2 if coarse else TOLERANCE)
+
+
+def test_inverse_from_a_factor() -> None:
+    """Of torch's own rules for it the one for forward mode is wrong."""
+
+    def loss_of(inverse: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Any], Tensor]:
+        def loss(x: Tensor, _: Any) -> Tensor:
+            return inverse((x @ x.T).tril()).cos().sum()
+
+        return loss
+
+    x, vector = torch.randn(2, 3, 3, dtype=torch.float64)
+    schedule = schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline(loss_of(torch.cholesky_inverse), schedule=schedule, compile=False)
+    _, grads, product = fpipe.hvp(pipe).step(x, torch.zeros(1), vector)
+    whole = loss_of(lambda factor: torch.linalg.inv(factor @ factor.T))
+    expected: Any = jvp(grad(whole), (x, torch.zeros(1)), (vector, torch.zeros(1)))
+    assert_same((grads, product), expected, TOLERANCE)
 
 
 # ── by the batch ────────────────────────────────────────────────────────────────────────────────
@@ -366,6 +404,22 @@ def test_refuses_kernels_whose_second_derivative_would_be_wrong() -> None:
                           compile=False)  # fmt: skip
     with pytest.raises(StageError, match=r"second derivative of aten\.native_layer_norm.default"):
         fpipe.hvp(pipe).step([torch.randn(2, 4)], torch.zeros(1), [torch.randn(2, 4)])
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda p: torch.linalg.tensorsolve(p, p[0]), "linalg_tensorsolve .*; call torch"),
+        (lambda p: torch.linalg.householder_product(p, p[0]), "householder_product would be wrong"),
+        (lambda p: torch.triangular_solve(p, p)[0], "triangular_solve would be wrong; call"),
+    ],
+)  # fmt: skip
+def test_refuses_linear_algebra_that_would_be_wrong(function: Any, text: str) -> None:
+    schedule = schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline(lambda p, _: function(p).sum(), schedule=schedule, compile=False)
+    p = torch.randn(3, 3)
+    with pytest.raises(StageError, match=f"the second derivative of .*{text}"):
+        fpipe.hvp(pipe).step(p, torch.zeros(1), p)
 
 
 @pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm])

@@ -184,6 +184,20 @@ def test_ensembles_of_ensembles() -> None:
         assert_same(fpipe.Step(loss[number], member(grads, number, -1)), alone)
 
 
+def test_an_operation_whose_batching_rule_has_another_gradient() -> None:
+    def replaced(params: Any, x: Tensor) -> Tensor:
+        first = torch.select_scatter(x * params["w"], params["row"], 1, -1)
+        return (first.select_scatter(params["row"] ** 2, dim=1, index=0) * x).square().sum()
+
+    pipe = fpipe.pipeline(
+        replaced, schedule=schedules.gpipe(ranks=1, microbatches=1), compile=False
+    )
+    params = {"w": torch.randn(2, 4, 3, 5).double(), "row": torch.randn(2, 4, 5).double()}
+    x = torch.randn(4, 3, 5).double()
+    found = fpipe.vmap(pipe).step(params, x).grads
+    assert_same(found, torch.func.vmap(torch.func.grad(replaced), (0, None))(params, x))
+
+
 def test_randomness() -> None:
     def noisy(_: Any, x: Tensor) -> Tensor:
         return F.dropout(x, 0.5)
