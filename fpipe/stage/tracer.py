@@ -7,7 +7,7 @@ into pure ops; what still writes to an input afterwards is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -309,11 +309,53 @@ def _record(
                     raise
                 graph = make_fx(flat, tracing_mode="fake")(*arguments)
             # Those have not been made functional. And where nothing is differentiated, composite
-            # ops are taken apart after they have been, and may write to what they have made.
-            if any(writes(graph.graph)):
-                graph = make_fx(functionalize(graph), tracing_mode="fake")(*arguments)
-            return graph
+            # ops are taken apart after they have been, and may write to what they have made. Nor
+            # has what is made of tensors alone that the function closes over.
+            return _functional(graph, arguments) if any(writes(graph.graph)) else graph
     except StageError:
         raise
     except Exception as error:
         raise explain(name, error, leaves.given) from error
+
+
+def _functional(module: fx.GraphModule, arguments: Sequence[Tensor]) -> fx.GraphModule:
+    """The same without writes, made functional with what it closes over among its arguments."""
+    found = {
+        node.target: getattr(module, node.target)
+        for node in module.graph.nodes
+        if node.op == "get_attr"
+    }
+    held = {target: value for target, value in found.items() if type(value) in _DENSE}
+
+    def run(*values: Tensor) -> Any:
+        own = dict(zip(held, values[len(arguments) :], strict=True))
+        return _Given(module, own).run(*values[: len(arguments)])
+
+    made = make_fx(functionalize(run), tracing_mode="fake")(*arguments, *held.values())
+    placeholders = [node for node in made.graph.nodes if node.op == "placeholder"]
+    for node, (target, value) in zip(placeholders[len(arguments) :], held.items(), strict=True):
+        made.register_buffer(f"held{target}", value)
+        with made.graph.inserting_after(placeholders[-1]):
+            constant = made.graph.get_attr(f"held{target}")
+        constant.meta |= node.meta
+        node.replace_all_uses_with(constant)
+        made.graph.erase_node(node)
+    return made
+
+
+_DENSE = (Tensor, torch.nn.Parameter)
+"""Not abstract; others are refused by name later."""
+
+
+class _Given(fx.Interpreter):
+    """Runs a graph with other tensors in place of those that it closes over."""
+
+    def __init__(self, module: fx.GraphModule, given: Mapping[str, Tensor]) -> None:
+        super().__init__(module)
+        self._given = given
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The tensor of this name."""
+        if target in self._given:
+            return self._given[target]
+        return super().get_attr(target, args, kwargs)

@@ -335,6 +335,21 @@ def test_closed_over_tensors() -> None:
 SHIFT = rand(1)
 
 
+def test_what_is_made_of_a_closed_over_tensor_may_be_written_to() -> None:
+    # As attention does with a mask of bools: it was taken for a write to somebody's tensor.
+    blocked = torch.tensor([[False, True, False]])
+
+    def masked(p: Any, x: Tensor) -> Tensor:
+        scores = torch.zeros_like(blocked, dtype=x.dtype).masked_fill_(blocked, -torch.inf)
+        return mlp_layer(p, x) + (x + scores).softmax(1) * torch.ones_like(SHIFT).mul_(SHIFT)
+
+    check([mlp_first, masked], MODEL.params, MODEL.batch)
+    pipe = plain_pipeline([mlp_first, masked])
+    assert_same(pipe.value(MODEL.params, MODEL.batch), pipe.step(MODEL.params, MODEL.batch).loss)
+    vector = hvp(pipe).step(MODEL.params, MODEL.batch, MODEL.params)
+    assert_same(vector.grads, pipe.step(MODEL.params, MODEL.batch).grads)
+
+
 def test_composite_operation_that_writes_within() -> None:
     # Where nothing is differentiated it came out of the trace with the write, and was refused.
     def smooth(y: Tensor, batch: Any) -> Tensor:
