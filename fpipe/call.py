@@ -88,7 +88,8 @@ class Call:
         with nullcontext() if self.device.type == "cpu" else self.device, _without_hooks():
             made = getattr(self.pipe, self.method)(*arguments, **self.options)
         after = _drawn_from(leaves) if self.differentiable else []
-        self.drew = not all(map(torch.equal, before, after))
+        # Other threads may have drawn.
+        self.drew = not all(map(torch.equal, before, after)) and self.pipe.workshop.may_draw
         outputs, self.made = tree.flatten(made)
         return tuple(outputs)
 

@@ -174,6 +174,16 @@ def is_random(node: fx.Node) -> bool:
     )
 
 
+def may_draw(node: fx.Node) -> bool:
+    """Whether running `node` may draw from torch's generator: who knows what others' ops do."""
+    target = node.target
+    foreign = isinstance(target, torch._ops.OpOverload) and target.namespace not in _KNOWN
+    return foreign or is_random(node)
+
+
+_KNOWN = frozenset({"aten", "prims", "fpipe"})
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether `node` only looks at the storage of its first argument."""
     target = _producer(node).target

@@ -17,7 +17,7 @@ from fpipe.stage.chain import Chain, ChainTracer
 from fpipe.stage.code import StageCode
 from fpipe.stage.compiler import Compiler
 from fpipe.stage.function import FunctionTracer
-from fpipe.stage.joint import Source
+from fpipe.stage.joint import Source, may_draw
 from fpipe.stage.partition import Policy
 
 Trained = tuple[frozenset[Source], ...]
@@ -94,6 +94,12 @@ class Workshop:
             _key(signature, size, shape) in self._chains
             for size, shape in zip(sizes, signature.batch, strict=True)
         )
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether anything that was traced so far may draw from torch's generator."""
+        stages = (stage for chain in self._chains.values() for stage in chain.stages)
+        return any(may_draw(node) for stage in stages for node in stage.joint.graph.nodes)
 
     def _cut(self, chain: Chain, trained: Trained, policy: Policy) -> tuple[StageCode, ...]:
         key = (chain, trained, policy)

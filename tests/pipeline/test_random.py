@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,3 +76,43 @@ def test_microbatches_draw_apart() -> None:
     pipe = fpipe.pipeline([first], lambda y, _: y.mean(), schedule, compile=False)
     output = pipe.forward([torch.ones(1)], torch.zeros(2, 1))
     assert not output[0].equal(output[1])
+
+
+def test_what_another_thread_draws_meanwhile_is_its_own() -> None:
+    """It was taken for a seed while a stage was traced, and for draws of the stage afterwards."""
+    end = threading.Event()
+
+    def elsewhere(drawn: threading.Event) -> None:
+        torch.rand(3)
+        drawn.set()
+        end.wait()
+
+    def stage(p: Tensor, x: Tensor) -> Tensor:
+        drawn = threading.Event()
+        threading.Thread(target=elsewhere, args=(drawn,), daemon=True).start()
+        drawn.wait()
+        return torch.tanh(x * p)
+
+    def seeded(p: Tensor, x: Tensor) -> Tensor:
+        y = stage(p, x)
+        torch.manual_seed(torch.initial_seed())
+        return y
+
+    def plain(p: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(x * p).square().mean()
+
+    def slope(value: Any) -> Any:
+        return torch.func.grad(lambda p: torch.func.grad(value)(p, x).square().sum())
+
+    def piped(of: Callable[[Tensor, Tensor], Tensor]) -> Any:
+        schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
+        pipe = fpipe.pipeline([of], lambda y, _: y.square().mean(), schedule, compile=False)
+        return lambda p, x: pipe.value([p], x)
+
+    p, x = torch.tensor(0.5, dtype=torch.float64), torch.linspace(1, 2, 4, dtype=torch.float64)
+    try:
+        torch.testing.assert_close(slope(piped(stage))(p), slope(plain)(p))
+        with pytest.raises(fpipe.StageError, match="seeds torch's generator"):
+            piped(seeded)(p, x)
+    finally:
+        end.set()
