@@ -4,8 +4,9 @@ Fused attention has no forward-mode rule anywhere, and no batching rule on the C
 would run it member by member; for a query that may look at no key its plain mathematics have no
 finite one. The normalisations have forward-mode rules, but the derivative of those by the input is
 silently wrong (pytorch #196699 and #196700: the saved mean and deviation are taken for constants),
-as is some linear algebra, and that of a gated unit does not exist. What `vmap` makes of
-``select_scatter`` has another gradient. Written out, all are right.
+as is some linear algebra, and that of a gated unit does not exist. That of ``logcumsumexp`` loses
+its digits. Recurrent layers have no batching rules, and what `vmap` makes of ``select_scatter`` has
+another gradient. Written out, all are right.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch._functorch import eager_transforms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -233,6 +235,24 @@ def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
     return torch.where(chosen.view(-1, *(1 for _ in range(after))), src.unsqueeze(dim), input)
 
 
+def _logcumsumexp(input: Tensor, dim: int) -> Tensor:
+    # Each sum by itself: the forward-mode rule has differences of sums, which cancel.
+    values = input.movedim(dim, -1).unsqueeze(-2)
+    size = values.shape[-1]
+    earlier = torch.ones(size, size, dtype=torch.bool, device=input.device).tril()
+    return torch.where(earlier, values, -torch.inf).logsumexp(-1).movedim(-1, dim)
+
+
+def _taken_apart(func: Callable[..., Any], op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A recurrent layer in steps; one of packed sequences, whose weights come fourth, as it is."""
+
+    def layer(*args: Any) -> Any:
+        steps = decomposition_table[op]
+        return func(*args) if isinstance(args[3], list | tuple) else steps(*args)
+
+    return layer
+
+
 def _refused(func: Callable[..., Any], instead: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
@@ -245,6 +265,10 @@ def _refused(func: Callable[..., Any], instead: str) -> Callable[..., Any]:
 _BATCHED: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.select_scatter: _select_scatter,
     Tensor.select_scatter: _select_scatter,
+    torch.lstm: _taken_apart(torch.lstm, aten.lstm.input),
+    torch.gru: _taken_apart(torch.gru, aten.gru.input),
+    torch.rnn_tanh: _taken_apart(torch.rnn_tanh, aten.rnn_tanh.input),
+    torch.rnn_relu: _taken_apart(torch.rnn_relu, aten.rnn_relu.input),
 }
 
 _SMOOTH: Mapping[Callable[..., Any], Callable[..., Any]] = {
@@ -253,6 +277,8 @@ _SMOOTH: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.instance_norm: _instance_norm,
     F.glu: _glu,
     F.scaled_dot_product_attention: _attention,
+    torch.logcumsumexp: _logcumsumexp,
+    Tensor.logcumsumexp: _logcumsumexp,
     **LINEAR,
     **{func: _refused(func, instead) for func, instead in UNKNOWN.items()},
 }

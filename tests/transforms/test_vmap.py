@@ -198,6 +198,38 @@ def test_an_operation_whose_batching_rule_has_another_gradient() -> None:
     assert_same(found, torch.func.vmap(torch.func.grad(replaced), (0, None))(params, x))
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        torch.nn.LSTM(2, 3, num_layers=2, bidirectional=True),
+        torch.nn.GRU(2, 3, batch_first=True),
+        torch.nn.RNN(2, 3, batch_first=True),
+        torch.nn.RNN(2, 3, batch_first=True, nonlinearity="relu"),
+    ],
+    ids=repr,
+)
+def test_recurrent_layers(layer: torch.nn.Module) -> None:
+    """torch has no batching rules for them."""
+    layer = layer.double()
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        output, *_ = torch.func.functional_call(layer, params, (x,))
+        return fpipe.cut(output).square().mean()
+
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=1)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
+    params = {name: leaf.detach() for name, leaf in layer.named_parameters()}
+    members, x = members_of(params), torch.randn(4, 5, 2, dtype=torch.float64)
+    found = fpipe.vmap(pipe).step(members, x)
+    rows = fpipe.per_example_grads(pipe).step(params, x)
+    for number in range(MEMBERS):
+        alone = torch.func.grad(loss_fn)(member(members, number), x)
+        assert_same(member(found.grads, number), alone)
+    for number in range(4):
+        alone = torch.func.grad(loss_fn)(params, x[number : number + 1])
+        assert_same(member(rows.grads, number), alone)
+
+
 def test_randomness() -> None:
     def noisy(_: Any, x: Tensor) -> Tensor:
         return F.dropout(x, 0.5)
