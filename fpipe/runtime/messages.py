@@ -55,7 +55,8 @@ def plan_mail(
         for index, task in enumerate(row):
             by_target: dict[int, list[Computed]] = defaultdict(list)
             for value in task.outputs:
-                for target in readers.get(value, ()):
+                # What a later task computes again, for its own rank, has been sent.
+                for target in readers.pop(value, ()):
                     by_target[target].append(value)
             for target, values in sorted(by_target.items()):
                 _post(mail, rank, index, target, task, tuple(values))

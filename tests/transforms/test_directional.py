@@ -292,6 +292,23 @@ def test_operations_whose_forward_mode_rules_are_wrong_themselves(name: str) -> 
 SEED = torch.Generator().manual_seed(0)
 
 
+def test_what_is_computed_again_is_not_sent_again() -> None:
+    """Full remat hands what it recomputes from I to W, and some of it had gone to the next rank."""
+    params = [torch.randn(2, 4).double(), torch.randn(4, 1).double()]
+    batch, vector = {"x": torch.randn(4, 2).double()}, vector_like(params)
+    schedule = schedules.zb_h1(ranks=2, microbatches=2)
+    stages = [lambda p, batch: torch.tanh(batch["x"] @ p), lambda p, x: x @ p]
+    found = [
+        fpipe.hvp(
+            fpipe.pipeline(
+                stages, lambda y, _: y.square().mean(), schedule, remat=remat, compile=False
+            )
+        ).step(params, batch, vector)
+        for remat in ("full", "none")
+    ]
+    assert_same(tuple(found[0]), tuple(found[1]), TOLERANCE)
+
+
 # ── by the batch ────────────────────────────────────────────────────────────────────────────────
 
 
