@@ -13,6 +13,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.errors import BatchError
 
@@ -55,11 +56,36 @@ def tensors(name: str, tree: Any, hint: str) -> tuple[list[Tensor], optree.PyTre
                 f"{name}{paths(spec)[index]}{found}: every leaf of {name} must be a dense tensor "
                 f"({hint})"
             )
+        if type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            leaf = leaves[index] = _plain(f"{name}{paths(spec)[index]}", leaf)
         if leaf.requires_grad:
             leaves[index] = leaf.detach()
         if leaf.is_conj() or leaf.is_neg():
             leaves[index] = leaves[index].resolve_conj().resolve_neg()
     return leaves, spec
+
+
+def _plain(name: str, leaf: Tensor) -> Tensor:
+    """The tensor within a leaf whose class computes in a way of its own.
+
+    Raises:
+        BatchError: it is none that compiled code, which reads memory, can do without.
+    """
+    if isinstance(leaf, FakeTensor):
+        return leaf  # a shape, for whoever asks for no more
+    # Few have one, and it imports all of torch.distributed.
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(leaf, AsyncCollectiveTensor):
+        return leaf.wait()
+    kind = type(leaf).__name__
+    instead = (
+        "pass this process's part of it, .to_local(), and let the stages communicate, or all of "
+        "it, .full_tensor()"
+        if kind == "DTensor"
+        else "pass the plain tensors that it is made of, and make it of them in the stage"
+    )
+    raise BatchError(f"{name} is a {kind}: stages compute with plain tensors ({instead})")
 
 
 def unflatten(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:

@@ -6,7 +6,7 @@ from torch import nn
 
 from fpipe.errors import StageError
 
-# By name: the first one's module takes a second to import.
+# By name: some of their modules take a second to import.
 _WRAPPERS = {
     "OptimizedModule": ("_orig_mod", "fpipe compiles the stages itself (compile=)"),
     "DataParallel": ("module", "a pipeline lies on several devices by devices="),
@@ -16,23 +16,35 @@ _WRAPPERS = {
     ),
 }
 
+_WHOLE = (
+    "pass the module as it is before it is sharded: a pipeline divides it by layers, and what "
+    "divides layers communicates in stage functions (docs/distributed.md)"
+)
+
 
 def refuse_lost(module: nn.Module) -> None:
-    """Refuse wrappers around a module, and hooks on the gradients of its parameters.
+    """Refuse wrappers around a module, sharded parameters, and hooks on gradients of parameters.
 
     Raises:
         StageError: it has some; names it.
     """
     for path, part in module.named_modules():
         kind = type(part).__name__
+        where = f"module.get_submodule({path!r})" if path else "module"
+        if kind == "FullyShardedDataParallel":
+            raise StageError(f"{where} is a {kind}: {_WHOLE}")
         inner, why = _WRAPPERS.get(kind, ("", ""))
         if inner in part._modules and type(part).__module__.startswith("torch."):
-            where = f"module.get_submodule({path!r})" if path else "module"
             raise StageError(
                 f"{where} is a {kind} around a {type(part._modules[inner]).__name__}: take what is "
                 f"within, .{inner}; {why}"
             )
     for name, parameter in module.named_parameters():
+        if type(parameter).__name__ == "DTensor":
+            raise StageError(
+                f"module.get_parameter({name!r}) is a DTensor, as fully_shard and "
+                f"parallelize_module make: {_WHOLE}"
+            )
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise StageError(
                 f"module.get_parameter({name!r}) has hooks on its gradient, which a step does not "

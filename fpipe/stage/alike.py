@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import Tensor, fx
 
 from fpipe.stage.cut import Segment
-from fpipe.stage.fingerprint import devices_of, fingerprint
+from fpipe.stage.fingerprint import fingerprint, places_of
 from fpipe.stage.joint import Constant, Param, Source, SumSoFar
 from fpipe.stage.tracer import Leaves, Traced
 
@@ -39,7 +39,7 @@ def likeness(part: Segment, leaves: Leaves) -> Hashable:
         node.meta["val"] = value
     return (
         fingerprint(part.graph),
-        devices_of(part.graph),
+        places_of(part.graph),
         leaves.differentiable,
         tuple(type(source) for source in leaves.sources),
         tuple(map(len, part.readers)),

@@ -43,7 +43,8 @@ def lift_constants(
         if not isinstance(value, Tensor):
             raise StageError(
                 f"{name} closes over a {type(value).__name__} that the tracer keeps as an "
-                "attribute: use plain tensor operations in a stage"
+                "attribute: use plain tensor operations in a stage, and in place of "
+                "torch.distributed's own collectives those of its _functional_collectives"
             )
         if isinstance(value, FakeTensor) or is_traced(value):
             raise StageError(

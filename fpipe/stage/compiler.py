@@ -68,7 +68,7 @@ class Compiler:
             StageError: it cannot be compiled; the cause is what the compiler raised.
         """
         # Inductor writes the number of threads into its loops.
-        key = (piece.fingerprint, piece.devices, torch.get_num_threads())
+        key = (piece.fingerprint, piece.places, torch.get_num_threads())
         if key not in self._artefacts:
             examples = [value_of(n) for n in piece.graph.nodes if n.op == "placeholder"]
             log.info("compiling %s", label)

@@ -16,6 +16,7 @@ from typing import Any
 
 import optree
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 from torch._functorch.autograd_function import custom_function_call
 from torch._subclasses.fake_tensor import FakeTensor
@@ -47,6 +48,7 @@ _PLAIN = (
     torch.Size,
     torch.layout,
     torch.memory_format,
+    dist.ProcessGroup,
 )
 
 _TENSOR = object()
@@ -209,7 +211,7 @@ def check_plain(function: Any, values: Any) -> None:
             raise Untraceable(
                 f"gives a {type(leaf).__name__} to {name_of(function)}, a torch.autograd.Function",
                 "tensors that it holds would not be seen; give it tensors and plain values, such "
-                "as numbers, strings and dtypes, in tuples, lists and dicts if need be",
+                "as numbers, strings, dtypes and process groups, in tuples, lists and dicts",
             )
 
 

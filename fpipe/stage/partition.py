@@ -21,7 +21,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx
 
-from fpipe.stage.fingerprint import devices_of, fingerprint
+from fpipe.stage.fingerprint import fingerprint, places_of
 from fpipe.stage.footprint import footprint
 from fpipe.stage.joint import (
     Cotangent,
@@ -59,13 +59,13 @@ class Piece:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for pieces that compute the same, on whatever devices."""
+        """Equal for pieces that compute the same, on whatever devices, among whatever processes."""
         return fingerprint(self.graph)
 
     @cached_property
-    def devices(self) -> tuple[torch.device, ...]:
-        """Those that its graph names."""
-        return devices_of(self.graph)
+    def places(self) -> tuple[torch.device | str, ...]:
+        """The devices and process groups that its graph names."""
+        return places_of(self.graph)
 
     def footprint(self, handed: frozenset[int], *, fuses: bool) -> int:
         """Bytes that a call needs beyond what is held when it starts; see `footprint`."""

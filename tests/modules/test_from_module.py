@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 import fpipe
 from fpipe.nn import state_of
@@ -439,13 +442,18 @@ def hooked(register: Callable[[Tensor], Any]) -> nn.Module:
     return module
 
 
-def replicated() -> nn.Module:
-    """One of a group of one, which is all that its constructor wants."""
+def spread(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """One of a group of one, which is all that constructors want."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return nn.parallel.DistributedDataParallel(linears())
+        return wrap(linears())
     finally:
         dist.destroy_process_group()
+
+
+def sharded(module: nn.Module) -> nn.Module:
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    return module
 
 
 @pytest.mark.parametrize(
@@ -456,7 +464,21 @@ def replicated() -> nn.Module:
             lambda: nn.DataParallel(linears()),
             r"module is a DataParallel around a Sequential: .*dev",
         ),
-        (replicated, r"module is a DistributedDataParallel .* \.module; it cannot average the gra"),
+        (
+            lambda: spread(nn.parallel.DistributedDataParallel),
+            r"module is a DistributedDataParallel .* \.module; it cannot average the gra",
+        ),
+        (lambda: spread(sharded), r"get_parameter\('0\.weight'\) is a DTensor, .* before it is sh"),
+        (
+            lambda: spread(
+                partial(
+                    FullyShardedDataParallel,
+                    device_id=torch.device("cpu"),
+                    sharding_strategy=ShardingStrategy.NO_SHARD,
+                )
+            ),
+            r"module is a FullyShardedDataParallel: pass the module as it is before it is sharded",
+        ),
         (lambda: nn.Sequential(nn.DataParallel(linears())), r"module\.get_submodule\('0'\) is a D"),
         (
             lambda: hooked(lambda w: w.register_hook(lambda grad: grad * 0)),

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe import StageError
-from fpipe.stage.fingerprint import devices_of, fingerprint
+from fpipe.stage.fingerprint import fingerprint, places_of
 from fpipe.stage.joint import Param
 from fpipe.stage.remat import policies, save_all, save_nothing
 from fpipe.stage.simplify import simplify
@@ -169,8 +169,23 @@ def test_numbers_of_devices_do_not_count() -> None:
         return traced(lambda x: (x + 1, torch.ones(3, device=places)), x)
 
     assert fingerprint(on("cuda:0")) == fingerprint(on("cuda:1"))
-    assert devices_of(on("cuda:0", "cpu")) == (torch.device("cuda", 0), torch.device("cpu"))
+    assert places_of(on("cuda:0", "cpu")) == (torch.device("cuda", 0), torch.device("cpu"))
     different = [on("cuda:0"), on("cpu"), on("cuda:0", "cuda:1"), on("cuda:0", "cpu")]
+    assert len({fingerprint(graph) for graph in different}) == len(different)
+
+
+def test_names_of_process_groups_do_not_count() -> None:
+    """Each row of a mesh sums over a group of its own; code that sums over another is another."""
+
+    def over(*names: str) -> fx.Graph:
+        reduce = torch.ops._c10d_functional.all_reduce
+        with FakeTensorMode():
+            x = torch.empty(3)
+        return traced(lambda x: [reduce(x, "sum", name) for name in names], x)
+
+    assert fingerprint(over("3")) == fingerprint(over("5"))
+    assert places_of(over("3", "5")) == (torch.device("cpu"), "3", "5")
+    different = [over("3"), over("3", "3"), over("3", "5")]
     assert len({fingerprint(graph) for graph in different}) == len(different)
 
 

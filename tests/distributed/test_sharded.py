@@ -1,0 +1,190 @@
+"""Layers that are divided among processes beside a pipeline, as docs/distributed.md shows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import fpipe
+from fpipe import Schedule, schedules
+from tests.distributed.actors import Group
+from tests.distributed.crew import Crew, attempt, values
+from tests.models import assert_same
+
+MESHES = [("tp", "pp"), ("pp", "tp")]
+LAYERS = 4
+
+
+class Enter(torch.autograd.Function):
+    """The same on every process of a group, whose gradients add up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return collectives.all_reduce(grad.contiguous(), "sum", ctx.group), None
+
+
+class Leave(torch.autograd.Function):
+    """The sum over a group, with the same gradient on each of its processes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return collectives.all_reduce(x.contiguous(), "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, None
+
+
+class Block(nn.Module):
+    """Two matrices, of which each process of `group` has its part."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        parts = 1 if group is None else group.size()
+        self.group = group
+        self.into = nn.Linear(4, 8 // parts, bias=False, dtype=torch.float64)
+        self.out = nn.Linear(8 // parts, 4, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group is None:
+            return x + self.out(torch.tanh(self.into(x)))
+        part = self.out(torch.tanh(self.into(Enter.apply(x, self.group))))
+        return x + Leave.apply(part, self.group)
+
+
+def part_of(value: Tensor, name: str, mesh: DeviceMesh) -> Tensor:
+    """What this process has of a matrix."""
+    parts = value.chunk(mesh["tp"].size(), 0 if "into" in name else 1)
+    return parts[mesh["tp"].get_local_rank()].contiguous()
+
+
+def mean_square(output: Tensor, _: Any) -> Tensor:
+    return output.square().mean()
+
+
+def step_of(mesh: DeviceMesh, schedule: Schedule, kind: str, **options: Any) -> None:
+    """A step of a pipeline with divided layers, against autograd on whole ones."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(Block(None) for _ in range(LAYERS)))
+    x = torch.randn(8, 4, dtype=torch.float64)
+    value = mean_square(whole(x), None)
+    value.backward()
+    divided = nn.Sequential(*(Block(mesh.get_group("tp")) for _ in range(LAYERS)))
+    params = {name: part_of(p.detach(), name, mesh) for name, p in whole.named_parameters()}
+    grads: dict[str, Any] = {}
+    if kind == "module":
+        pipe: Any = fpipe.from_module(
+            divided,
+            schedule=schedule,
+            cuts=["0", "1", "2"] if schedule.num_stages == 4 else ["1"],
+            loss=mean_square,
+            mesh=mesh,
+            **options,
+        )
+        loss, grads = pipe.step(params, {"input": x})
+    else:
+        width = LAYERS // schedule.num_stages
+        stages, parts = [], []
+        for first in range(0, LAYERS, width):
+            stage = divided[first : first + width]
+            stages.append(lambda p, x, stage=stage: torch.func.functional_call(stage, p, (x,)))
+            names = [name for name, _ in stage.named_parameters()]
+            parts.append({name: params[name] for name in names})
+        pipe = fpipe.pipeline(stages, mean_square, schedule, mesh=mesh, **options)
+        loss, by_stage = pipe.step(pipe.local(parts), x)
+        for part in by_stage:
+            grads |= part or {}
+    assert_same(loss, value.detach())
+    found = {name: grad for name, grad in grads.items() if grad is not None}
+    assert len(found) == LAYERS
+    for name, grad in found.items():
+        expected = whole.get_parameter(name).grad
+        assert expected is not None
+        assert_same(grad, part_of(expected, name, mesh))
+
+
+def steps_of(group: Group, names: tuple[str, str]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    zero_bubble, waves = (
+        make(ranks=2, microbatches=4) for make in (schedules.zb_h1, schedules.zbv)
+    )
+    for kind in ("stages", "module"):
+        step_of(mesh, zero_bubble, kind, compile=False)
+        step_of(mesh, waves, kind, compile=False, remat="full")
+    step_of(mesh, zero_bubble, "stages", compile=True)
+
+
+@pytest.mark.parametrize("names", MESHES, ids="-".join)
+def test_divided_layers_train_as_whole_ones(crew: Crew, names: tuple[str, str]) -> None:
+    """The groups of a mesh dimension have other names on each rank of a pipeline."""
+    values(crew.run(steps_of, names))
+
+
+def given_as_pieces(group: Group) -> list[Any]:
+    """What becomes of arguments that are spread over processes."""
+    assert group is not None
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    stages = [lambda w, x: x @ w] * 2
+    pipe = fpipe.pipeline(stages, mean_square, schedule, mesh=mesh, compile=False)
+    matrix, batch = torch.eye(4), torch.ones(4, 4)
+    spread = distribute_tensor(matrix, mesh, [Replicate()])
+    rows = distribute_tensor(batch, mesh, [Shard(0)])
+    return [
+        attempt(pipe.step, pipe.local([spread, spread]), batch),
+        attempt(pipe.step, pipe.local([matrix, matrix]), rows),
+        attempt(pipe.step, pipe.local([matrix, matrix]), batch),
+    ]
+
+
+def test_distributed_tensors_are_refused_by_name(crew: Crew) -> None:
+    """The batch was indexed for a sample of its numbers, which broke the connections."""
+    for rank, (params, batch, plain) in enumerate(values(crew.run(given_as_pieces, ranks=[0, 1]))):
+        assert f"params[{rank}] is a DTensor: stages" in params.error.text
+        assert "batch is a DTensor" in batch.error.text
+        assert ".to_local()" in batch.error.text and ".full_tensor()" in batch.error.text
+        assert plain.failure is None
+
+
+def on_its_way(group: Group) -> Any:
+    """A step on what a collective has not finished."""
+    assert group is not None
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline([lambda w, x: x @ w] * 2, mean_square, schedule, group=group)
+    matrix = collectives.all_reduce(torch.eye(4), "sum", group)
+    batch = collectives.all_reduce(torch.ones(4, 4), "sum", group)
+    return pipe.step(pipe.local([matrix, matrix]), batch).loss
+
+
+def test_results_of_collectives_are_awaited(crew: Crew) -> None:
+    """Compiled code read memory that such a tensor does not show."""
+    for loss in values(crew.run(on_its_way, ranks=[0, 1])):
+        assert loss == 64.0
+
+
+def communicate_plainly(group: Group) -> Any:
+    def stage(w: Tensor, x: Tensor) -> Tensor:
+        y = x @ w
+        dist.all_reduce(y, group=group)
+        return y
+
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline([stage] * 2, mean_square, schedule, group=group, compile=False)
+    pipe.step(pipe.local([torch.eye(4)] * 2), torch.ones(4, 4))
+
+
+def test_collectives_in_place_are_refused(crew: Crew) -> None:
+    for outcome in crew.run(communicate_plainly, ranks=[0, 1]):
+        assert "torch.distributed's own collectives" in outcome.error.text
