@@ -32,6 +32,7 @@ class Plan:
         losses: how many dimensions of the loss count losses with a weight of their own.
         layout: how the values that come back from each microbatch are numbered.
         fingerprint: equal for plans that compute the same.
+        communicates: whether stages have collectives of their own.
         rows: of the batch.
         sink: how gradients and losses are collected.
         frozen: stage and leaf of the parameters that are not trained.
@@ -44,6 +45,7 @@ class Plan:
     losses: int
     layout: Layout
     fingerprint: str
+    communicates: bool
     rows: int
     sink: Sink
     frozen: frozenset[tuple[int, int]]

@@ -65,7 +65,11 @@ class Planner:
         if signature not in self._plans:
             with _TRACING:
                 if signature not in self._plans:
-                    self._plans[signature] = self._make(signature)
+                    if torch.is_anomaly_enabled():
+                        log.warning("anomaly mode of torch.autograd does not see into a pipeline")
+                    # It would look for NaN in what is traced, which has no numbers.
+                    with torch.autograd.set_detect_anomaly(False):
+                        self._plans[signature] = self._make(signature)
         return self._plans[signature]
 
     def __contains__(self, signature: Signature) -> bool:
@@ -151,7 +155,8 @@ class Planner:
             weights,
             chains[0].value(chains[0].results[1]).dim() if layout.heads > 1 else 0,
             layout,
-            "\n".join(sorted(made.fingerprints())),
+            "\n".join(sorted(piece.fingerprint for piece in made.pieces())),
+            any(piece.communicates for piece in made.pieces()),
             sum(rows),
             self._sink,
             made.frozen,

@@ -67,6 +67,11 @@ class Piece:
         """The devices and process groups that its graph names."""
         return places_of(self.graph)
 
+    @property
+    def communicates(self) -> bool:
+        """Whether it has collectives."""
+        return any(isinstance(place, str) for place in self.places)
+
     def footprint(self, handed: frozenset[int], *, fuses: bool) -> int:
         """Bytes that a call needs beyond what is held when it starts; see `footprint`."""
         if (handed, fuses) not in self._footprints:

@@ -18,7 +18,7 @@ from fpipe.stage.code import StageCode
 from fpipe.stage.compiler import Compiler
 from fpipe.stage.function import FunctionTracer
 from fpipe.stage.joint import Source, may_draw
-from fpipe.stage.partition import Policy
+from fpipe.stage.partition import Piece, Policy
 
 Trained = tuple[frozenset[Source], ...]
 
@@ -38,12 +38,12 @@ class Made(NamedTuple):
     last: Mapping[int, tuple[StageCode, ...]]
     frozen: frozenset[tuple[int, int]]
 
-    def fingerprints(self) -> Iterator[str]:
-        """Of every piece: equal for pieces that compute the same."""
+    def pieces(self) -> Iterator[Piece]:
+        """Those of all stages."""
         for codes in (self.usual, self.last):
             for stages in codes.values():
                 for code in stages:
-                    yield from (piece.fingerprint for piece in code.pieces.values())
+                    yield from code.pieces.values()
 
 
 class Workshop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -130,6 +131,30 @@ def steps_of(group: Group, names: tuple[str, str]) -> None:
 def test_divided_layers_train_as_whole_ones(crew: Crew, names: tuple[str, str]) -> None:
     """The groups of a mesh dimension have other names on each rank of a pipeline."""
     values(crew.run(steps_of, names))
+
+
+def recorded_by_one(group: Group) -> list[Tensor]:
+    """Steps of which one is recorded, on one rank of one row."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
+    part = mesh.get_group("tp")
+
+    def stage(w: Tensor, x: Tensor) -> Tensor:
+        return x + Leave.apply(Enter.apply(x, part) @ w, part)
+
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=4)
+    pipe = fpipe.pipeline([stage] * 2, mean_square, schedule, mesh=mesh, compile=False)
+    params = pipe.local([torch.eye(4)] * 2)
+    losses = []
+    for step in range(3):
+        with fpipe.record() if (step, dist.get_rank()) == (1, 1) else nullcontext():
+            losses.append(pipe.step(params, torch.ones(8, 4)).loss)
+    return losses
+
+
+def test_a_collective_is_not_repeated_where_one_row_records(crew: Crew) -> None:
+    """The first rank had run ahead, and did so again to be recorded: its peer waited for ever."""
+    for losses in values(crew.run(recorded_by_one)):
+        assert [loss.item() for loss in losses] == [81.0] * 3
 
 
 def given_as_pieces(group: Group) -> list[Any]:

@@ -394,6 +394,16 @@ def test_within_grad_modes(mode: Any) -> None:
     assert_identical(pipe.step(MODEL.params, MODEL.batch), inside)
 
 
+def test_anomaly_mode_does_not_look_into_traces(caplog: pytest.LogCaptureFixture) -> None:
+    """It looked for NaN in abstract gradients, and the stage was told not to branch on data."""
+    expected = unpipelined(MODEL.stages, mean_square, MODEL.params, MODEL.batch)
+    pipe = plain_pipeline(MODEL.stages)
+    with torch.autograd.set_detect_anomaly(True):
+        assert_same(pipe.step(MODEL.params, MODEL.batch), expected)
+        assert torch.is_anomaly_enabled()
+    assert "anomaly mode of torch.autograd does not see into a pipeline" in caplog.text
+
+
 def test_step_is_a_named_tuple() -> None:
     step = plain_pipeline(MODEL.stages).step(MODEL.params, MODEL.batch)
     assert step._fields == ("loss", "grads")
