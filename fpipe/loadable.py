@@ -80,13 +80,14 @@ class Loadable(Holder):
             shapes: as for `init`; tensors of other dtypes are converted.
             rename: from the name of a leaf (as for `init`) to that in the checkpoint.
             strict: refuse a checkpoint that has more than the parameters. Buffers of a module, and
-                other names of tied parameters, are no more.
+                other names of tied parameters with the same numbers, are no more.
 
         Returns:
             As `init`, on the default device, that of each rank or that of the process group.
 
         Raises:
-            BatchError: a parameter is missing or has another shape, or there are more; says which.
+            BatchError: a parameter is missing or does not fit, there are more, or a file is broken;
+                says which.
             StageError: as for `init`, as is PipelineError.
         """
 

@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from fpipe.checkpoint.source import check_shape
+from fpipe.checkpoint.source import check_dtype, check_shape
+from fpipe.errors import BatchError
 
 
 class DistributedDirectory:
@@ -27,8 +29,8 @@ class DistributedDirectory:
     def __init__(self, path: Path) -> None:
         self._path = path
         entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        self._shapes = {
-            name: tuple(entry.size)
+        self._kinds = {
+            name: (tuple(entry.size), entry.properties.dtype)
             for name, entry in entries.items()
             if isinstance(entry, TensorStorageMetadata)
         }
@@ -36,16 +38,22 @@ class DistributedDirectory:
     @property
     def names(self) -> frozenset[str]:
         """All that there is."""
-        return frozenset(self._shapes)
+        return frozenset(self._kinds)
 
     def read(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Read some."""
         for name, like in wanted.items():
-            check_shape(name, self._shapes[name], like)
+            shape, dtype = self._kinds[name]
+            check_shape(name, shape, like)
+            check_dtype(name, dtype, like)
         found = {name: torch.empty_like(like, device="cpu") for name, like in wanted.items()}
         if found:
             with warnings.catch_warnings():
                 # That it reads without the other processes is just what is meant.
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-                dcp.load(found, storage_reader=dcp.FileSystemReader(self._path), no_dist=True)
+                try:
+                    dcp.load(found, storage_reader=dcp.FileSystemReader(self._path), no_dist=True)
+                except CheckpointException as error:  # it is no Exception, which callers catch
+                    (first, _), *_ = error.failures.values()
+                    raise BatchError(f"{self._path} cannot be read: {first}") from error
         return found

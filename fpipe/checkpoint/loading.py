@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fpipe.checkpoint.safetensors_files import INDEX, SafetensorsFiles
@@ -58,9 +59,14 @@ def source_of(path: str | PathLike[str]) -> Source:
         return SafetensorsFiles.indexed(indices[0])
     if files and not indices:
         return SafetensorsFiles.listed(files)
-    found = f"{len(indices)} indices" if indices else "neither" if place.is_dir() else "nothing"
+    if indices:
+        found = f"holds {len(indices)} indices"
+    elif place.is_dir():
+        found = "holds neither"
+    else:
+        found = "has another suffix than .safetensors" if place.exists() else "holds nothing"
     raise BatchError(
-        f"{place} holds {found}: give a file of safetensors, a directory of such files with one "
+        f"{place} {found}: give a file of safetensors, a directory of such files with one "
         "index or none, or a directory of torch.distributed.checkpoint"
     )
 
@@ -71,8 +77,8 @@ def stored_names(
     naming: Naming,
     rename: Callable[[str], str] | None,
     strict: bool,
-) -> dict[str, str]:
-    """The name in the checkpoint of each tensor, but for those that may be missing and are.
+) -> dict[str, list[str]]:
+    """The names in the checkpoint of each tensor, but for those that may be missing and are.
 
     Args:
         source: the checkpoint.
@@ -80,20 +86,21 @@ def stored_names(
         naming: what is known of them.
         rename: from the name of a tensor to that in the checkpoint; None for the same. It need not
             know aliases and what is beside: those that it raises for are not looked for.
-        strict: refuse what is in the checkpoint and is none of them.
+        strict: refuse what is in the checkpoint and is none of them; name all that a tied one has,
+            which must then be the same, and else the first.
 
     Raises:
         BatchError: one is missing in the checkpoint, or has no counterpart.
     """
     renamed = rename or (lambda name: name)
-    found: dict[str, str] = {}
+    found: dict[str, list[str]] = {}
     known: set[str] = set()
     for name in names:
         stored = [renamed(name), *_those_renamed(naming.aliases.get(name, ()), renamed)]
         known.update(stored)
         there = [alias for alias in stored if alias in source.names]
         if there:
-            found[name] = there[0]
+            found[name] = there if strict else there[:1]
     missing = [name for name in names if name not in found and name not in naming.optional]
     if strict or missing:
         known.update(_those_renamed(naming.beside, renamed))
@@ -137,7 +144,17 @@ def reading(
 
     def read(wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         there = {name: like for name, like in wanted.items() if name in stored}
-        found = source.read({stored[name]: like for name, like in there.items()})
-        return {name: found[stored[name]] for name in there}
+        asked = {alias: like for name, like in there.items() for alias in stored[name]}
+        found = source.read(asked)
+        for name in there:
+            first, *others = stored[name]
+            for other in others:
+                if not torch.equal(found[first], found[other]):
+                    raise BatchError(
+                        f"the checkpoint's {first!r} and {other!r} have other numbers, and in the "
+                        "model they are one tied parameter: it is of a model in which they are "
+                        f"not tied; pass strict=False to take {first!r}"
+                    )
+        return {name: found[stored[name][0]] for name in there}
 
     return read

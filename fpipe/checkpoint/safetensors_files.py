@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fpipe.checkpoint.source import check_shape
-from fpipe.errors import BatchError
+from fpipe.checkpoint.source import check_dtype, check_shape
+from fpipe.errors import BatchError, few
 
 INDEX = "*.safetensors.index.json"
 
@@ -33,7 +33,10 @@ class SafetensorsFiles:
         Raises:
             BatchError: it is no index.
         """
-        found = json.loads(index.read_text("utf-8"))
+        try:
+            found = json.loads(index.read_text("utf-8"))
+        except ValueError as error:
+            raise BatchError(f"{index} is no JSON: {error}") from error
         files = found.get("weight_map") if isinstance(found, dict) else None
         if not isinstance(files, dict):
             raise BatchError(
@@ -44,8 +47,21 @@ class SafetensorsFiles:
 
     @classmethod
     def listed(cls, files: Sequence[Path]) -> SafetensorsFiles:
-        """All tensors of some files, by the lists at their heads."""
-        return cls({name: file for file in files for name in _names_in(file)})
+        """All tensors of some files, by the lists at their heads.
+
+        Raises:
+            BatchError: two files have tensors of one name.
+        """
+        found: dict[str, Path] = {}
+        for file in files:
+            for name in _names_in(file):
+                if found.setdefault(name, file) != file:
+                    raise BatchError(
+                        f"{name!r} is in two files, {found[name]} and {file}, and no index says "
+                        "which one counts: give the file, or a directory of those that belong "
+                        "together"
+                    )
+        return cls(found)
 
     @property
     def names(self) -> frozenset[str]:
@@ -60,9 +76,15 @@ class SafetensorsFiles:
         found = {}
         for file, names in by_file.items():
             opened = _opened(file)
+            absent = set(names).difference(opened.keys())
+            if absent:
+                raise BatchError(f"{file} lacks {few(sorted(absent))}, which its index says it has")
             for name in names:
-                check_shape(name, tuple(opened.get_slice(name).get_shape()), wanted[name])
-                found[name] = opened.get_tensor(name).to(wanted[name].dtype)
+                like = wanted[name]
+                check_shape(name, tuple(opened.get_slice(name).get_shape()), like)
+                value = opened.get_tensor(name)
+                check_dtype(name, value.dtype, like)
+                found[name] = value.to(like.dtype)
         return found
 
 
@@ -72,11 +94,18 @@ def _names_in(file: Path) -> list[str]:
 
 
 def _opened(file: Path) -> Any:
-    """A file whose head has been read."""
+    """A file whose head has been read.
+
+    Raises:
+        BatchError: it cannot be.
+    """
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise BatchError(
             f"reading {file} takes the package safetensors: pip install safetensors"
         ) from error
-    return safe_open(file, framework="pt")
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise BatchError(f"{file} cannot be read: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from fpipe.errors import BatchError
@@ -27,7 +28,7 @@ class Source(Protocol):
             Tensors on the CPU, of those dtypes.
 
         Raises:
-            BatchError: one has another shape.
+            BatchError: one has another shape, or its numbers do not fit.
         """
 
 
@@ -41,4 +42,17 @@ def check_shape(name: str, found: tuple[int, ...], like: Tensor) -> None:
         raise BatchError(
             f"the checkpoint's {name!r} has shape {found}, but the model's has "
             f"{tuple(like.shape)}: it is of a model of another configuration"
+        )
+
+
+def check_dtype(name: str, found: torch.dtype, like: Tensor) -> None:
+    """Refuse numbers that cannot become the model's, as complex ones cannot become real.
+
+    Raises:
+        BatchError: names the tensor.
+    """
+    if not torch.can_cast(found, like.dtype):
+        raise BatchError(
+            f"the checkpoint's {name!r} has dtype {found}, but the model's has {like.dtype}, in "
+            "which a part of its numbers would be lost: convert the checkpoint"
         )

@@ -220,6 +220,65 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         pipe.load(path)
 
 
+def test_what_is_broken_is_refused_with_its_file(tmp_path: Path) -> None:
+    pipe, path = pipe_of(language_model()), write_indexed(language_model(), tmp_path)
+    index = path / "model.safetensors.index.json"
+    stored = json.loads(index.read_text("utf-8"))["weight_map"]
+    for found, rule in (
+        ("{", r"index\.json is no JSON: Expecting"),
+        (
+            {**stored, "embedding.weight": "gone.safetensors"},
+            r"gone\.safetensors cannot be read",
+        ),
+        (dict.fromkeys(stored, "1.safetensors"), r"1\.safetensors lacks .*, which its index says"),
+    ):
+        text = found if isinstance(found, str) else json.dumps({"weight_map": found})
+        index.write_text(text, "utf-8")
+        with pytest.raises(fpipe.BatchError, match=rule):
+            pipe.load(path)
+    (path / "0.safetensors").write_bytes(b"none")
+    with pytest.raises(fpipe.BatchError, match=r"0\.safetensors cannot be read: Error while des"):
+        pipe.load(path / "0.safetensors")
+    torch.save({}, path / "model.pt")
+    with pytest.raises(fpipe.BatchError, match=r"model\.pt has another suffix than \.safetensors"):
+        pipe.load(path / "model.pt")
+
+
+def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+    """The last file counted, in the order of their names."""
+    write_listed(language_model(), tmp_path)
+    save_file({"embedding.weight": torch.ones(3)}, tmp_path / "optimizer.safetensors")
+    with pytest.raises(fpipe.BatchError, match=r"'embedding.weight' is in two files, .*optimi"):
+        pipe_of(language_model()).load(tmp_path)
+
+
+@pytest.mark.parametrize("write", [write_file, write_distributed])
+def test_numbers_that_would_lose_a_part_are_refused(
+    write: Callable[[nn.Module, Path], Path], tmp_path: Path
+) -> None:
+    """Of complex numbers the real part was taken."""
+    module = language_model()
+    norm: Any = module.blocks[1].norm
+    norm.bias = nn.Parameter(norm.bias.detach().to(torch.complex64))
+    with pytest.raises(fpipe.BatchError, match=r"norm.bias' has dtype torch.complex64, but the"):
+        pipe_of(without_weights()).load(write(module, tmp_path))
+
+
+def test_tied_parameter_that_the_checkpoint_has_untied_is_refused(tmp_path: Path) -> None:
+    """The first name counted: another model than that of the checkpoint, and nobody was told."""
+    module: Any = build("gpt2", 2)
+    own = detached(module)
+    table = own["transformer.wte.weight"]
+    path = tmp_path / "model.safetensors"
+    pipe = pipe_of(module, "transformer.h.0")
+    save_file(own | {"lm_head.weight": table.clone()}, path)
+    assert torch.equal(pipe.load(path)["transformer.wte.weight"], table)
+    save_file(own | {"lm_head.weight": table + 1}, path)
+    with pytest.raises(fpipe.BatchError, match=r"'transformer.wte.weight' and 'lm_head.wei"):
+        pipe.load(path)
+    assert torch.equal(pipe.load(path, strict=False)["transformer.wte.weight"], table)
+
+
 def test_stages_of_functions_load_by_the_paths_of_their_leaves(tmp_path: Path) -> None:
     def stage(params: dict[str, Tensor], x: Tensor) -> Tensor:
         return x @ params["w"]
