@@ -170,6 +170,13 @@ class Definition:
                 f"{self.schedule.name} has {self.schedule.num_ranks} ranks: start one process per "
                 "rank, or make the schedule for this number of ranks"
             )
+        try:
+            dist.get_process_group_ranks(group)
+        except KeyError:
+            raise StageError(
+                "the process group has been destroyed, by dist.destroy_process_group: pass one of "
+                "those that there are now"
+            ) from None
 
     @property
     def returns(self) -> Returns:

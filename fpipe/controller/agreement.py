@@ -80,15 +80,46 @@ class Offer(NamedTuple):
     problem: str | None
 
 
-def start_headers(header: Header, group: dist.ProcessGroup) -> Callable[[], list[Header]]:
-    """Send the header of this rank; what comes back waits for those of all ranks."""
-    rows = _start(torch.tensor(list(header), device="cpu"), group)
-    return lambda: [Header(*row) for row in rows().tolist()]
+class OtherPipeline(PipelineError):
+    """Ranks have called different pipelines."""
 
 
-def gather_headers(header: Header, group: dist.ProcessGroup) -> list[Header]:
+def start_headers(
+    header: Header, group: dist.ProcessGroup, pipeline: int
+) -> Callable[[], list[Header]]:
+    """Send the header of this rank; what comes back waits for those of all ranks.
+
+    Args:
+        header: of this rank.
+        group: the ranks.
+        pipeline: the number of the pipeline that was called, among those of the group.
+
+    Raises:
+        OtherPipeline: what comes back does, where a rank has called another one.
+    """
+    words = _start(torch.tensor([*header, pipeline], device="cpu"), group)
+
+    def wait() -> list[Header]:
+        rows = words().tolist()
+        numbers = [row.pop() for row in rows]
+        rank = odd_one_out(numbers)
+        if rank is not None:
+            other = next(number for number in numbers if number != numbers[rank])
+            raise refusal(
+                rank,
+                f"rank {rank} called the pipeline that is number {numbers[rank]} of those that it "
+                f"has made over this group, but others called number {other}: all ranks must make "
+                "their pipelines, and call them, in the same order",
+                OtherPipeline,
+            )
+        return [Header(*row) for row in rows]
+
+    return wait
+
+
+def gather_headers(header: Header, group: dist.ProcessGroup, pipeline: int) -> list[Header]:
     """The headers of all ranks."""
-    return start_headers(header, group)()
+    return start_headers(header, group, pipeline)()
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -126,6 +157,8 @@ def connected(operation: Callable[[], T]) -> T:
     """Run an operation of all ranks; its failure is a lost connection."""
     try:
         return operation()
+    except PipelineError:
+        raise
     except RuntimeError as error:
         raise ConnectionLost(None, str(error)) from error
 
@@ -179,14 +212,14 @@ def check_keys(headers: Sequence[Header]) -> None:
         )
 
 
-def meet(call: str, group: dist.ProcessGroup) -> None:
+def meet(call: str, group: dist.ProcessGroup, pipeline: int) -> None:
     """Wait for all ranks to come to the same call.
 
     Raises:
         PipelineError: a rank does something else.
     """
     own = Header(0, CALLS.index(call), 0, 0, 0)
-    check_calls(connected(lambda: gather_headers(own, group)))
+    check_calls(connected(lambda: gather_headers(own, group, pipeline)))
 
 
 def of_number(value: float) -> Header:
@@ -320,9 +353,11 @@ def _rows(offer: Offer) -> str:
     return f"{sum(offer.rows)} rows in microbatches of [{leaves}]"
 
 
-def refusal(rank: int | None, text: str) -> PipelineError:
+def refusal(
+    rank: int | None, text: str, kind: type[PipelineError] = PipelineError
+) -> PipelineError:
     """The error of a step that did not begin."""
-    return PipelineError(f"{text}. The pipeline can be used again", rank=rank)
+    return kind(f"{text}. The pipeline can be used again", rank=rank)
 
 
 def named(error: BaseException) -> str:

@@ -115,6 +115,7 @@ class Calls:
         device: where this rank computes.
         setup: what must be the same on all ranks, as texts by name.
         prepare: gets the programs of a new plan ready to run, on all ranks at once.
+        number: of the pipeline, among those of the group.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Calls:
         device: torch.device,
         setup: Mapping[str, str],
         prepare: Callable[[Sequence[Program]], None],
+        number: int,
     ) -> None:
         self._planner = planner
         self._read_params = read
@@ -139,6 +141,7 @@ class Calls:
         self._device = device
         self._setup = {name: digest(text) for name, text in setup.items()}
         self._prepare = prepare
+        self._number = number
         self._agreed: dict[tuple[int, ...], Plan] = {}
         self._expected: dict[tuple[int, int, int], Plan] = {}
 
@@ -164,7 +167,7 @@ class Calls:
         except Exception as error:
             problem = error
         header = _header(given, name or f"pipe.{goal}", self._planner.ambient())
-        headers = connected(lambda: start_headers(header, self._control))
+        headers = connected(lambda: start_headers(header, self._control, self._number))
         return Call(goal, given, problem, header, lambda: connected(headers))
 
     def agree(self, call: Call) -> Agreed:

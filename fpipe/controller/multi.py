@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from fpipe import tree
 from fpipe.controller.agreement import (
+    OtherPipeline,
     connected,
     gather,
     gather_headers,
@@ -49,7 +50,7 @@ from fpipe.runtime.drain import drain
 from fpipe.runtime.group import GroupTransport
 from fpipe.runtime.instrument import observed
 from fpipe.runtime.interpreter import Run
-from fpipe.runtime.program import Program
+from fpipe.runtime.program import Compute, Free, Program
 from fpipe.runtime.transport import ConnectionLost, Interrupted
 from fpipe.schedule import Schedule
 from fpipe.shapes import Goal
@@ -98,8 +99,8 @@ class MultiController:
         members = [str(rank) for rank in dist.get_process_group_ranks(group)]
         store = dist.PrefixStore("fpipe", dist.distributed_c10d._get_default_store())
         # Every rank makes its pipelines in the same order, so counting them names this one.
-        number = store.add(f"pipelines/{'-'.join(members)}/{self._rank}", 1)
-        self._name = f"{'-'.join(members)}/{number}"
+        self._number = store.add(f"pipelines/{'-'.join(members)}/{self._rank}", 1)
+        self._name = f"{'-'.join(members)}/{self._number}"
         carried = carriers(group)
         # Headers, losses and objects are small and live on the CPU, whatever carries the values.
         self._control = group
@@ -118,6 +119,7 @@ class MultiController:
             device,
             setup,
             self._transport.open,
+            self._number,
         )
 
     def run(self, enter: Enter, goal: Goal, key: Any = None) -> Finished:
@@ -154,9 +156,12 @@ class MultiController:
 
     def add_up(self, value: float) -> float:
         """The sum of a number over all ranks, in their order, so that it has the same bits."""
-        return self._together(
-            lambda: sum_of(connected(lambda: gather_headers(of_number(value), self._control)))
-        )
+
+        def work() -> float:
+            own = of_number(value)
+            return sum_of(connected(lambda: gather_headers(own, self._control, self._number)))
+
+        return self._together(work)
 
     def together(self, call: str, work: Callable[[Gather], T]) -> T:
         """Do what all ranks do at once, under the watch, which ends it when one of them is lost.
@@ -169,7 +174,7 @@ class MultiController:
             return connected(lambda: gather_objects(value, self._control))
 
         def checked() -> T:
-            meet(call, self._control)
+            meet(call, self._control, self._number)
             return work(gather_all)
 
         return self._together(checked)
@@ -192,6 +197,9 @@ class MultiController:
         self._watch.begin(f"{self._name}/fault/{self._steps}")
         try:
             return work()
+        except OtherPipeline as error:
+            self._steps -= 1  # ranks that have called another one do not count it here
+            raise PipelineError(str(error), rank=error.rank) from None
         except PipelineError:
             raise  # the same on every rank
         except ConnectionLost as lost:
@@ -231,11 +239,13 @@ class MultiController:
         run = ahead.run if ahead else Run(observed(plan.programs[self._rank], marks))
         failure: PipelineError | None = None
         total: Total | None = None
+        begun = False
         with torch.no_grad(), without_autocast():
             try:
                 if ahead is None:
                     run = self._load(run.program, plan, given)
-                else:
+                begun = True
+                if ahead is not None:
                     ahead.join(self._transport)
                 run.advance(self._transport)
                 total = plan.total([run])
@@ -245,6 +255,8 @@ class MultiController:
                 failure = self._reported()
                 self._drain(run)
             except Exception as error:
+                if begun and _is_torn(run, error):
+                    raise error.__cause__ or error from None
                 failure = self._blame(error)
                 self._drain(run)
             total = self._finish(plan, total, failed=failure is not None)
@@ -356,3 +368,14 @@ class MultiController:
         """A group for some of the ranks."""
         own = dist.PrefixStore(f"{self._name}/{name}", store)
         return connect(backend, own, ranks.index(self._rank), len(ranks), dist.default_pg_timeout)
+
+
+def _is_torn(run: Run, error: Exception) -> bool:
+    """Whether a message may have been left half-way, by what the handler of a signal has raised.
+
+    One that is sent again in the drain would be taken for the next one. Memory is asked for before
+    anything moves.
+    """
+    rest = run.program.instructions[run.next :]
+    moves = bool(rest) and not isinstance(rest[0], Compute | Free)
+    return moves and not isinstance(error.__cause__, torch.OutOfMemoryError)

@@ -79,7 +79,7 @@ def from_module(
         example: a batch, to choose cuts for; only its shapes count, unless times are measured.
         memory: bytes that a rank may hold, as for `fpipe.balance`.
         measure: balance measured times instead of counted costs. Over a process group the first
-            rank measures, and the others take its cuts.
+            rank measures, and the others take its cuts. Not with a mesh of several pipelines.
         loss: ``(output, batch) -> scalar``, of what the forward returns and the microbatch; None
             takes the output's own ``loss``, as Hugging Face models give it for ``labels``. Entries
             of the batch that the forward does not take are for `loss` alone.
@@ -148,6 +148,13 @@ def from_module(
         ('1',)
     """
     group = group_of(group, mesh)
+    if measure and mesh is not None and group is not None and mesh.size() > group.size():
+        raise StageError(
+            f"measure=True with a mesh of {mesh.size()} processes, in which a pipeline has "
+            f"{group.size()}: each pipeline would choose cuts by times of its own, and then their "
+            "gradients lie on other ranks; let one process choose, fpipe.balance(..., "
+            "measure=True), broadcast its cuts, and pass those"
+        )
     definition = declared(
         module,
         loss,

@@ -84,7 +84,9 @@ class Run:
 def _blame(program: Program, index: int, error: Exception) -> PipelineError:
     """Say which action of which rank failed, whatever raised."""
     instruction = program.instructions[index]
-    assert not isinstance(instruction, Free)
+    if isinstance(instruction, Free):  # which the handler of a signal has interrupted
+        text = f"rank {program.rank} failed: {type(error).__name__}: {error}"
+        return PipelineError(text, rank=program.rank)
     action = instruction.action if isinstance(instruction, Compute) else instruction.message.action
     which = "" if action.microbatch is None else f", microbatch {action.microbatch}"
     return PipelineError(

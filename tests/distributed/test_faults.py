@@ -249,6 +249,27 @@ def test_a_rank_that_is_interrupted(deed: str, kind: str) -> None:
                 assert error.text.endswith(GONE)
 
 
+def test_a_handler_that_raises_between_messages() -> None:
+    """The message was sent once more in the drain, and all ranks waited for ever."""
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=4)
+    with Crew(2) as crew:
+        answers = values(crew.run(traps.raise_after_sending, schedule, 0))
+        for call in (0, 1):
+            for error in failures(answers, call):
+                assert "rank 0 failed: ValueError: boom 42" in error.text
+                assert error.text.endswith(GONE)
+
+
+def test_ranks_that_call_different_pipelines(crew: Crew) -> None:
+    """Alike, they ran each its own, as if those were one."""
+    answers = values(crew.run(traps.call_apart, ranks=[0, 1, 2]))
+    for error in failures(answers, 0):
+        assert error.rank == 1 and "rank 1 called the pipeline that is number" in error.text
+        assert "all ranks must make their pipelines, and call them, in the same order" in error.text
+    assert_good(answers, 1)
+    assert_good(answers, 2)
+
+
 @pytest.mark.parametrize("deed", ["kill", "stop"])
 def test_the_rank_that_hosts_the_store(deed: str) -> None:
     schedule = schedules.one_f_one_b(ranks=3, microbatches=4)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from fpipe import Schedule, schedules
@@ -74,6 +75,19 @@ def test_every_rank_takes_the_cuts_that_the_first_has_measured(crew: Crew) -> No
     assert first[0] == second[0] and first[0].unit == "s"
     expected = unpipelined(language_model(), detached(language_model()), make_batch())
     torch.testing.assert_close(second[1].loss, expected.loss)
+
+
+def measure_in_rows(group: dist.ProcessGroup) -> Outcome:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    options: Any = {"example": make_batch(), "measure": True, "mesh": mesh}
+    return attempt(lambda: fpipe.from_module(language_model(), schedule=schedule, **options))
+
+
+def test_rows_of_a_mesh_do_not_measure_each_for_itself(crew: Crew) -> None:
+    """Their cuts could differ, and the gradients that replicas add up lie on other ranks then."""
+    for outcome in values(crew.run(measure_in_rows)):
+        assert "measure=True with a mesh of 4 processes, in which a pip" in outcome.error.text
 
 
 def measure_nothing(group: dist.ProcessGroup, schedule: Schedule) -> tuple[Outcome, Any]:

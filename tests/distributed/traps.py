@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor, fx
 
 import fpipe
 from fpipe import Schedule, tree
+from fpipe.runtime.group import GroupTransport
 from fpipe.stage.compiler import Call
 from tests.distributed.actors import model_of, pipeline
 from tests.distributed.crew import Outcome, attempt
@@ -133,6 +135,41 @@ def go_on_without(group: dist.ProcessGroup, lost: int, deed: str, at: int) -> li
         return pipe.step(pipe.local(model.params), model.batch).loss
 
     return [*outcomes, attempt(again)]
+
+
+def raise_after_sending(group: dist.ProcessGroup, schedule: Schedule, victim: int) -> list[Outcome]:
+    """What the handler of a signal raises comes between a message and the next instruction."""
+    model = model_of("mlp", schedule.num_stages, 2 * schedule.num_microbatches)
+    pipe = pipeline(group, model, schedule)
+    params = pipe.local(model.params)
+    send = GroupTransport.send
+
+    def send_and_raise(*arguments: Any) -> None:
+        send(*arguments)
+        boom()
+
+    def call() -> Tensor:
+        return pipe.step(params, model.batch).loss
+
+    call()
+    with patch.object(GroupTransport, "send", send_and_raise if group.rank() == victim else send):
+        failed = attempt(call)
+    return [failed, attempt(call)]
+
+
+def call_apart(group: dist.ProcessGroup) -> list[Outcome]:
+    """Two pipelines of one kind, of which one rank calls another; then all call the same."""
+    schedule = fpipe.schedules.one_f_one_b(ranks=group.size(), microbatches=2)
+    model = model_of("mlp", schedule.num_stages, 4)
+    pipes = [pipeline(group, model, schedule) for _ in range(2)]
+    params = pipes[0].local(model.params)
+
+    def call(index: int) -> Tensor:
+        return pipes[index].step(params, model.batch).loss
+
+    call(0), call(1)
+    mixed = attempt(call, int(group.rank() == 1))
+    return [mixed, attempt(call, 0), attempt(call, 1)]
 
 
 def fail_early(

@@ -75,6 +75,10 @@ ALONE = dist.ProcessGroup(dist.HashStore(), 0, 1)
         ({"group": ALONE, "timeout": 0}, "timeout=0 must be a positive number of seconds"),
         ({"group": ALONE, "timeout": "3"}, "timeout='3' must be a positive number of seconds"),
         ({"group": ALONE}, "the process group has 1 processes, but the schedule zb_h1 has 2 ranks"),
+        (
+            {"group": dist.ProcessGroup(dist.HashStore(), 0, 2)},
+            "the process group has been destr",
+        ),
         ({"group": ALONE, "devices": ["cpu"] * 2}, "devices is for a pipeline in one process"),
     ],
 )
