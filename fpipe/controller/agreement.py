@@ -1,6 +1,6 @@
 """Agreement: what ranks tell each other so that they run the same step.
 
-Every step starts with a header of six integers from each rank. When the header shows something
+Every step starts with a header of seven integers from each rank. When the header shows something
 new, or something wrong, the ranks exchange offers: what each was given, or why it could not use it.
 """
 
