@@ -133,6 +133,44 @@ def test_divided_layers_train_as_whole_ones(crew: Crew, names: tuple[str, str]) 
     values(crew.run(steps_of, names))
 
 
+def gathered(group: Group, compile: bool) -> None:
+    """A step in which replicas hold a part of each parameter, and rows of their own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replicas, own = mesh.get_group("dp"), mesh["dp"].get_local_rank()
+    torch.manual_seed(0)
+    whole = [torch.randn(4, 4, dtype=torch.float64) for _ in range(4)]
+    batch = torch.randn(8, 4, dtype=torch.float64)
+
+    def stage(w: Tensor, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ collectives.all_gather_tensor(w, 0, replicas))
+
+    def plain(params: list[Tensor]) -> Tensor:
+        x = batch
+        for w in params:
+            x = x + torch.tanh(x @ w)
+        return x.square().mean()
+
+    expected, value = torch.func.grad_and_value(plain)(whole)
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    pipe = fpipe.pipeline([stage] * 4, mean_square, schedule, mesh=mesh, compile=compile)
+    params = pipe.local([w.chunk(2)[own].clone() for w in whole])
+    loss, grads = pipe.step(params, batch.chunk(2)[own])
+    dist.all_reduce(loss, group=replicas)
+    assert_same(loss / 2, value)
+    for w, grad in zip(expected, grads, strict=True):
+        if grad is not None:
+            assert_same(grad / 2, w.chunk(2)[own])
+    for program in pipe.programs(params, batch.chunk(2)[own]):
+        assert str(program).count("UNSHARD %") == 2
+
+
+@pytest.mark.parametrize(
+    "compile", [False, pytest.param(True, marks=pytest.mark.inductor)], ids=["eager", "compiled"]
+)
+def test_parameters_are_gathered_once_a_step(crew: Crew, compile: bool) -> None:
+    values(crew.run(gathered, compile))
+
+
 def recorded_by_one(group: Group) -> list[Tensor]:
     """Steps of which one is recorded, on one rank of one row."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
