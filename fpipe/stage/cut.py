@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from fpipe.stage.joint import Source, StateLeaf, Upstream, is_random
+from fpipe.stage.joint import Source, StateLeaf, Upstream, ancestors, is_random
 
 T = TypeVar("T")
 
@@ -201,13 +201,7 @@ def _assign(graph: fx.Graph, sources: dict[str, Source]) -> dict[fx.Node, int]:
 
 def _needed(results: Sequence[fx.Node]) -> list[fx.Node]:
     """What `results` depend on, and themselves, in graph order."""
-    found: set[fx.Node] = set()
-    stack = list(results)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
+    found = ancestors(results)
     return [node for node in results[0].graph.nodes if node in found]
 
 
