@@ -67,8 +67,9 @@ def balance(
         reduction: what the loss function returns.
         is_compiling: as for `from_module`.
         candidates: names of submodules after which a cut may be; None takes the children of the
-            outermost `ModuleList`s and `Sequential`s, and where these are too few for the stages
-            those of the lists within them. Those not called exactly once are left out.
+            outermost `ModuleList`s and `Sequential`s; where these are too few for the stages,
+            those of the lists within them, and then submodules of any kind, the outer ones first.
+            Those not called exactly once are left out.
         memory: bytes that a rank may hold: parameters and their gradients, and for every
             microbatch that the schedule lets a stage hold at once, the values that its forward
             makes (more than it keeps). A tied parameter counts for each stage that reads it.

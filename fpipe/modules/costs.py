@@ -6,31 +6,26 @@ computed, and parameters may lie on the meta device.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from fpipe import tree
 from fpipe.definition import Definition
-from fpipe.errors import StageError
 from fpipe.modules.buffers import shaped_buffers
+from fpipe.modules.candidates import candidates_of
 from fpipe.modules.loss import ModuleLoss, held_by
 from fpipe.shapes import TreeShape
-from fpipe.stage.abstract import Abstract
 from fpipe.stage.custom import Applied
 from fpipe.stage.cut import Segment
 from fpipe.stage.function import FunctionTracer
 from fpipe.stage.joint import Param, Upstream, is_view
-from fpipe.stage.known import Known
-from fpipe.stage.purity import WriteGuard
 
 _CPU = torch.device("cpu")
 
@@ -60,24 +55,6 @@ Loads = Callable[[Sequence[Part]], Sequence[float]]
 """What each part is taken to cost, all in one unit: `counted`, or `measured`."""
 
 
-def candidates_of(module: nn.Module, depth: int = 1) -> list[str]:
-    """The layers of a module: the children of its outermost `ModuleList`s and `Sequential`s.
-
-    Args:
-        module: the whole.
-        depth: how many lists deep; at 2 the layers of layers are candidates too.
-    """
-    found: list[str] = []
-    lists: list[str] = []
-    for name, submodule in module.named_modules():
-        around = sum(not outer or name.startswith(f"{outer}.") for outer in lists)
-        if isinstance(submodule, nn.ModuleList | nn.Sequential) and around < depth:
-            lists.append(name)
-            prefix = f"{name}." if name else ""
-            found += [prefix + child for child, _ in submodule.named_children()]
-    return found
-
-
 def parts_of(
     definition: Definition, microbatch: TreeShape, candidates: Sequence[str] | None
 ) -> tuple[Part, ...]:
@@ -86,9 +63,7 @@ def parts_of(
     Args:
         definition: of the module, which is not cut; its parameters may lie on any device.
         microbatch: shapes of the keyword arguments of its forward.
-        candidates: names of submodules; None takes those of `candidates_of`, as deep as it takes
-            to have one between each two stages. Those that the forward does not call once are left
-            out.
+        candidates: names of submodules, as `candidates_of` takes them.
 
     Raises:
         StageError: the module cannot be traced, or has no candidate.
@@ -102,18 +77,14 @@ def parts_of(
     microbatch = microbatch.with_data(_CPU)
     whole = definition.loss.with_buffers(shaped_buffers(module))
     names = sorted(dict(module.named_parameters()))
-    fewest = definition.schedule.num_stages - 1
-    order: list[str] = []
-    for chosen in _choices(module) if candidates is None else [list(candidates)]:
-        order = _called_once(whole, chosen, shape, microbatch, has_state=definition.has_state)
-        if len(order) >= fewest:
-            break
-    if not order:
-        raise StageError(
-            f"{type(module).__name__} has no submodules in a ModuleList or Sequential that its "
-            "forward calls once (a layer that is called again and again is no place for a cut): "
-            "name some with candidates=, or the cuts themselves"
-        )
+    order = candidates_of(
+        whole,
+        candidates,
+        definition.schedule.num_stages - 1,
+        shape,
+        microbatch,
+        has_state=definition.has_state,
+    )
     tracer = FunctionTracer(whole.with_cuts(order), len(order) + 1, None, definition.returns)
     segments = tracer.segments(shape, microbatch)
     widths = _widths(segments)
@@ -134,56 +105,9 @@ def parts_of(
     )
 
 
-def _choices(module: nn.Module) -> Iterator[list[str]]:
-    """Candidates, ever deeper, as long as there are more."""
-    found: list[str] = []
-    for depth in count(1):
-        deeper = candidates_of(module, depth)
-        if len(deeper) == len(found):
-            return
-        yield (found := deeper)
-
-
 def counted(intensity: float) -> Loads:
     """Loads in FLOPs: those of a part, and so many for each byte that it reads or writes."""
     return lambda parts: [part.flops + intensity * part.moved for part in parts]
-
-
-def _called_once(
-    whole: ModuleLoss,
-    candidates: Sequence[str],
-    given: TreeShape,
-    microbatch: TreeShape,
-    *,
-    has_state: bool,
-) -> list[str]:
-    """The candidates that the forward calls once, in the order of the calls."""
-    whole.with_cuts(candidates)  # names the one that does not exist
-    calls: list[str] = []
-    handles = [
-        whole.module.get_submodule(name).register_forward_hook(
-            lambda _, __, ___, name=name: calls.append(name)
-        )
-        for name in candidates
-    ]
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    try:
-        own, batch = Abstract.of(given, mode), Abstract.of(microbatch, mode)
-        params = tree.unflatten(own.spec, own.values)
-        # Without the guard a buffer on the CPU would really be written to.
-        with mode, torch.no_grad(), WriteGuard({}, whole), Known():
-            whole(
-                *(params if has_state else (params,)),
-                tree.unflatten(batch.spec, batch.values),
-            )
-    except Exception:
-        # It is said, with its place, when the module is recorded.
-        return list(candidates)
-    finally:
-        for handle in handles:
-            handle.remove()
-    times = Counter(calls)
-    return [name for name in calls if times[name] == 1]
 
 
 def _widths(segments: Sequence[Segment]) -> list[int]:

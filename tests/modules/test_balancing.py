@@ -189,6 +189,34 @@ def test_layers_within_layers_where_the_outer_ones_are_too_few() -> None:
         fpipe.balance(module, nine, batch, loss=total)
 
 
+def test_layers_that_are_in_no_list() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = (nn.Linear(16, 16, bias=False) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(torch.tanh(self.up(x)))
+
+    class Attributes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.stem, self.body = Block(), Block(), nn.ModuleList([Block()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body[0](self.stem(x)))
+
+    batch = {"x": torch.ones(ROWS, 16)}
+
+    def balanced(ranks: int) -> fpipe.Balance:
+        schedule = fpipe.schedules.one_f_one_b(ranks=ranks, microbatches=2)
+        return fpipe.balance(Attributes(), schedule, batch, loss=total, intensity=0)
+
+    assert balanced(2).cuts == ("body.0",)  # the list is enough
+    assert balanced(3).cuts == ("stem", "body.0")
+    assert len({stage.flops for stage in balanced(6).stages}) == 1
+
+
 def test_loss_functions_that_return_more_are_weighed() -> None:
     def weighted(output: Tensor, batch: dict[str, Tensor]) -> Any:
         return (output.sum(), batch["x"].sum()), {"output": output}
@@ -205,7 +233,7 @@ def test_what_does_not_fit_is_refused() -> None:
     batch = {"x": torch.ones(ROWS, 16)}
     with pytest.raises(fpipe.StageError, match=r"no division into 2 stages .* memory=100"):
         fpipe.balance(Uneven(), schedule, batch, loss=total, memory=100)
-    with pytest.raises(fpipe.StageError, match=r"has no submodules in a ModuleList"):
+    with pytest.raises(fpipe.StageError, match=r"Linear has no submodule, of those .* calls once"):
         fpipe.balance(nn.Linear(16, 2), schedule, {"input": batch["x"]}, loss=total)
     with pytest.raises(fpipe.StageError, match=r"intensity=-1 and slack=0.02 must not be negative"):
         fpipe.balance(Uneven(), schedule, batch, loss=total, intensity=-1)
