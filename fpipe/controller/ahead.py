@@ -94,4 +94,8 @@ class Ahead:
         for message in self._held.posted:
             transport.post(message)
         if self._error is not None:
-            raise self._error
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # with its traceback this frame would keep itself, and the run

@@ -12,7 +12,7 @@ waiting and the channels stay usable; only when a rank is gone are the connectio
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -45,7 +45,7 @@ from fpipe.parameters import Parameters
 from fpipe.plan import Plan
 from fpipe.planner import Planner
 from fpipe.recording import Marks, active, timeline_of
-from fpipe.runtime.connect import carriers, connect, ring
+from fpipe.runtime.connect import Lines, carriers
 from fpipe.runtime.drain import drain
 from fpipe.runtime.group import GroupTransport
 from fpipe.runtime.instrument import observed
@@ -94,21 +94,22 @@ class MultiController:
         self._stages = schedule.stages_of(self._rank)
         self._device = device
         self._steps = 0
-        self._draining = False
         self._broken: Fault | None = None
         members = [str(rank) for rank in dist.get_process_group_ranks(group)]
         store = dist.PrefixStore("fpipe", dist.distributed_c10d._get_default_store())
         # Every rank makes its pipelines in the same order, so counting them names this one.
         self._number = store.add(f"pipelines/{'-'.join(members)}/{self._rank}", 1)
         self._name = f"{'-'.join(members)}/{self._number}"
-        carried = carriers(group)
+        self._lines = Lines(group, dist.PrefixStore(self._name, store))
         # Headers, losses and objects are small and live on the CPU, whatever carries the values.
         self._control = group
-        if carried.get("cpu") != "gloo":
-            self._control = self._connect("gloo", store, "control", range(group.size()))
-        separate = partial(self._connect, "nccl", store) if device.type == "cuda" else None
-        self._transport = GroupTransport(group, device, separate, self._interrupted)
-        self._watch = Watch(store, members, self._rank, timeout, self._ring)
+        if carriers(group).get("cpu") != "gloo":
+            self._control = self._lines.make("gloo", "control", range(group.size()))
+        separate = partial(self._lines.make, "nccl") if device.type == "cuda" else None
+        # None of these refers to this object: a cycle would keep threads, connections and code
+        # until the garbage collector comes by.
+        self._watch = Watch(store, members, self._rank, timeout, self._lines.ring)
+        self._transport = GroupTransport(group, device, separate, self._watch.has_fault)
         self._calls = Calls(
             planner,
             read,
@@ -204,12 +205,10 @@ class MultiController:
             raise  # the same on every rank
         except ConnectionLost as lost:
             raise self._give_up(self._watch.culprit(lost.peer, str(lost))) from lost
+        except Exception as error:
+            raise self._tear(error) from error
         except BaseException as error:
-            # Messages are left half-way: what comes next could not be told from what came before.
-            fault = Fault(self._rank, f"rank {self._rank} failed: {named(error)}", breaks=True)
-            broken = self._give_up(self._watch.report(fault))
-            if isinstance(error, Exception):
-                raise broken from error
+            self._tear(error)
             raise
         finally:
             self._watch.end()
@@ -253,15 +252,18 @@ class MultiController:
                 raise
             except Interrupted:
                 failure = self._reported()
-                self._drain(run)
+                drain(run, self._transport)
             except Exception as error:
                 if begun and _is_torn(run, error):
                     raise error.__cause__ or error from None
                 failure = self._blame(error)
-                self._drain(run)
+                drain(run, self._transport)
             total = self._finish(plan, total, failed=failure is not None)
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # with its traceback this frame would keep itself, and the pipeline
         if records:
             everyone = connected(lambda: gather_objects(marks, self._control))
             recording = active()
@@ -320,13 +322,6 @@ class MultiController:
             fault = Fault(None, "a rank failed and could not tell why", breaks=False)
         return fault.error()
 
-    def _drain(self, run: Run) -> None:
-        self._draining = True
-        try:
-            drain(run, self._transport)
-        finally:
-            self._draining = False
-
     def _finish(self, plan: Plan, total: Total | None, *, failed: bool) -> Total | None:
         """Give every rank the loss, and know whether all ranks came to their end."""
         size, several = prod(plan.loss_shape), plan.weight_shape
@@ -346,28 +341,19 @@ class MultiController:
         weight = None if several is None else word[1 + size :].reshape(several).to(self._device)
         return Total(loss, weight)
 
-    def _interrupted(self) -> bool:
-        return self._watch.fault is not None and not self._draining
+    def _tear(self, error: BaseException) -> PipelineError:
+        """Messages are left half-way: what comes next could not be told from what came before."""
+        fault = Fault(self._rank, f"rank {self._rank} failed: {named(error)}", breaks=True)
+        self._broken = fault  # already, for who has interrupted this may do so again
+        return self._give_up(self._watch.report(fault))
 
     def _give_up(self, fault: Fault) -> PipelineError:
         """The connections are lost: wake everyone, and be usable no more."""
         self._broken = replace(fault, breaks=True)
-        self._ring()
+        self._lines.ring()
         self._transport.forget()
         self._watch.close()
         return self._broken.error()
-
-    def _ring(self) -> None:
-        self._transport.ring()
-        if self._control is not self._group:
-            ring(self._control)
-
-    def _connect(
-        self, backend: str, store: dist.Store, name: str, ranks: Sequence[int]
-    ) -> dist.ProcessGroup:
-        """A group for some of the ranks."""
-        own = dist.PrefixStore(f"{self._name}/{name}", store)
-        return connect(backend, own, ranks.index(self._rank), len(ranks), dist.default_pg_timeout)
 
 
 def _is_torn(run: Run, error: Exception) -> bool:

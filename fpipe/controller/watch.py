@@ -98,6 +98,10 @@ class Watch:
         for thread in threads:
             thread.start()
 
+    def has_fault(self) -> bool:
+        """Whether this step is to be given up."""
+        return self.fault is not None
+
     def begin(self, topic: str) -> None:
         """A step begins, whose faults are written under `topic`."""
         with self._lock:

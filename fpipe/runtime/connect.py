@@ -8,7 +8,7 @@ are named by their purpose, are known to their members alone, and are forgotten 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Final
@@ -75,6 +75,34 @@ def connect(
         group._set_default_backend(kind)
         group._register_backend(device, kind, dist.ProcessGroupGloo(store, rank, size, timeout))
     return group
+
+
+class Lines:
+    """The groups that a pipeline uses: the caller's, and those that it makes beside it.
+
+    They refer to nothing of the pipeline, so that it ends when it is forgotten.
+
+    Args:
+        group: the caller's, of the ranks of the pipeline.
+        store: with a prefix that is the pipeline's alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store) -> None:
+        self._groups = [group]
+        self._rank = group.rank()
+        self._store = store
+
+    def make(self, backend: str, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A group of some of the ranks under a name of its own; each of them calls it."""
+        own = dist.PrefixStore(name, self._store)
+        made = connect(backend, own, ranks.index(self._rank), len(ranks), dist.default_pg_timeout)
+        self._groups.append(made)
+        return made
+
+    def ring(self) -> None:
+        """Wake every operation that waits, here and on other ranks, by breaking the groups."""
+        for group in list(self._groups):
+            ring(group)
 
 
 @contextmanager

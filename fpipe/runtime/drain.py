@@ -20,7 +20,7 @@ def drain(run: Run, transport: GroupTransport) -> None:
         elif isinstance(instruction, Recv):
             transport.post(instruction.message)
         elif isinstance(instruction, WaitRecv):
-            transport.receive(instruction.message)
+            transport.take(instruction.message)
         elif isinstance(instruction, WaitSend):
             transport.wait_sent(instruction.message)
     run.next = len(run.program.instructions)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.runtime.buffers import Buffers
-from fpipe.runtime.connect import MESSAGE, ring
+from fpipe.runtime.connect import MESSAGE
 from fpipe.runtime.program import Message, Program, Send
 from fpipe.runtime.transport import ConnectionLost, Interrupted
 from fpipe.runtime.waiting import Arrival, look_out
@@ -75,9 +75,13 @@ class GroupTransport:
         self._posted[message] = (works, values, arrival)
 
     def receive(self, message: Message) -> Sequence[Tensor]:
-        """Wait until the values have arrived."""
+        """Wait until the values have arrived, unless the step is to be given up."""
         if self._interrupted():
             raise Interrupted
+        return self.take(message)
+
+    def take(self, message: Message) -> Sequence[Tensor]:
+        """Wait until the values have arrived, whatever has become of the step."""
         works, values, arrival = self._posted.pop(message)
         if arrival is not None:
             look_out(arrival)
@@ -104,11 +108,6 @@ class GroupTransport:
         self._posted.clear()
         self._sent.clear()
         self._buffers.clear()
-
-    def ring(self) -> None:
-        """Wake every operation that waits, here and on other ranks, by breaking the connections."""
-        for group in (self._group, *list(self._channels.values())):
-            ring(group)
 
     def _route(self, message: Message, peer: int) -> tuple[dist.ProcessGroup, int]:
         """The group that carries a message, and the rank of `peer` in it."""

@@ -1,0 +1,50 @@
+"""A pipeline that nobody holds any more leaves no thread, no connection and no code behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch.distributed as dist
+
+from fpipe import schedules
+from tests.distributed.actors import model_of, pipeline
+from tests.distributed.crew import Crew, attempt, values
+from tests.distributed.traps import Trap
+
+
+def make_and_drop(group: dist.ProcessGroup, victim: int | None) -> tuple[bool, int]:
+    """Whether a pipeline that was dropped is still there, and how many threads it has left."""
+    schedule = schedules.zb_h1(ranks=group.size(), microbatches=4)
+    model = model_of("mlp", schedule.num_stages, 8)
+    trap = Trap()
+
+    def use() -> weakref.ref[object]:
+        pipe = pipeline(group, model, schedule, compile=trap)
+        params = pipe.local(model.params)
+        pipe.step(params, model.batch)
+        if group.rank() == victim:
+            trap.arm("boom", 0)
+        failed = attempt(pipe.step, params, model.batch).failure is not None
+        assert failed == (victim is not None)
+        return weakref.ref(pipe._controller)
+
+    use()  # what is imported on the way is there to stay
+    gc.collect()
+    before = threading.active_count()
+    gc.disable()
+    try:
+        dropped = use()
+        return dropped() is not None, threading.active_count() - before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("victim", [None, 0, 1])
+def test_a_dropped_pipeline_ends_at_once(crew: Crew, victim: int | None) -> None:
+    # Its transport and its watch referred to the controller that held them, and the frames of a
+    # step that failed to themselves, so threads, connections and kernels stayed until the garbage
+    # collector came by.
+    assert values(crew.run(make_and_drop, victim, ranks=range(2))) == [(False, 0)] * 2
