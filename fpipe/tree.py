@@ -7,7 +7,8 @@ optree, globally or in the namespace ``"fpipe"``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import optree
@@ -46,6 +47,12 @@ def tensors(name: str, tree: Any, hint: str) -> tuple[list[Tensor], optree.PyTre
             raise BatchError(
                 f"{name}{paths(spec)[index]} is a module, {type(leaf).__name__}: pass its "
                 "parameters, dict(module.named_parameters())"
+            )
+        if isinstance(leaf, Mapping) or is_dataclass(leaf):
+            instead = "dict(…) of it" if isinstance(leaf, Mapping) else "its fields in a dict"
+            raise BatchError(
+                f"{name}{paths(spec)[index]} is a {type(leaf).__name__}, into which pytrees do not "
+                f'look: pass {instead}, or register the class with optree, namespace="fpipe"'
             )
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
             if not isinstance(leaf, Tensor):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -106,6 +107,27 @@ def test_module_in_place_of_its_parameters() -> None:
     rule = r"params\[0\] is a module, Linear: pass its parameters, dict\(module.named_parameters"
     with pytest.raises(BatchError, match=rule):
         tree.tensors("params", [torch.nn.Linear(1, 1)], "a hint")
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("container", "instead"),
+    [
+        (UserDict(x=torch.ones(1)), r"dict\(…\) of it"),
+        (Pair(torch.ones(1)), "its fields in a dict"),
+    ],
+)
+def test_containers_that_are_no_nodes(container: Any, instead: str) -> None:
+    # As tokenizers of Hugging Face return them. The hint was to make a tensor of them.
+    kind = type(container).__name__
+    with pytest.raises(
+        BatchError, match=rf"batch\['k'\] is a {kind}, into which .*: pass {instead}"
+    ):
+        tree.tensors("batch", {"k": container}, "a hint")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
