@@ -194,6 +194,21 @@ class MultiController:
                 f"pipeline as rank {self._rank} and alone has its connections: call the pipeline "
                 "there"
             )
+        # Messages of two calls would be taken for one another.
+        if not self._lines.busy.acquire(blocking=False):
+            raise PipelineError(
+                f"rank {self._rank} called a pipeline while another call over the same process "
+                "group is under way, in another thread or in what it runs: a group carries one "
+                "call at a time, so give each thread a group of its own (dist.new_group)",
+                rank=self._rank,
+            )
+        try:
+            return self._watched(work)
+        finally:
+            self._lines.busy.release()
+
+    def _watched(self, work: Callable[[], T]) -> T:
+        """Do it, and find out what has become of a rank that does not."""
         self._steps += 1
         self._watch.begin(f"{self._name}/fault/{self._steps}")
         try:

@@ -8,10 +8,12 @@ are named by their purpose, are known to their members alone, and are forgotten 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -77,6 +79,9 @@ def connect(
     return group
 
 
+_BUSY: Final[WeakKeyDictionary[dist.ProcessGroup, threading.Lock]] = WeakKeyDictionary()
+
+
 class Lines:
     """The groups that a pipeline uses: the caller's, and those that it makes beside it.
 
@@ -85,9 +90,13 @@ class Lines:
     Args:
         group: the caller's, of the ranks of the pipeline.
         store: with a prefix that is the pipeline's alone.
+
+    Attributes:
+        busy: held while a call of any pipeline over `group` is under way.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store) -> None:
+        self.busy = _BUSY.setdefault(group, threading.Lock())
         self._groups = [group]
         self._rank = group.rank()
         self._store = store

@@ -260,6 +260,15 @@ def test_a_handler_that_raises_between_messages() -> None:
                 assert error.text.endswith(GONE)
 
 
+def test_a_call_while_another_is_under_way(crew: Crew) -> None:
+    # Its messages went between those of the other, on which gloo ended the process.
+    for answer in values(crew.run(traps.call_meanwhile, ranks=range(2))):
+        for outcome in answer[-2:]:
+            assert "while another call over the same process group" in outcome.error.text
+        same, other, first, second = values(answer[:-2])
+        assert same == first and other == second
+
+
 def test_ranks_that_call_different_pipelines(crew: Crew) -> None:
     """Alike, they ran each its own, as if those were one."""
     answers = values(crew.run(traps.call_apart, ranks=[0, 1, 2]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -170,6 +171,30 @@ def call_apart(group: dist.ProcessGroup) -> list[Outcome]:
     call(0), call(1)
     mixed = attempt(call, int(group.rank() == 1))
     return [mixed, attempt(call, 0), attempt(call, 1)]
+
+
+def call_meanwhile(group: dist.ProcessGroup) -> list[Outcome]:
+    """A call within a call, in another thread: of the same pipeline, and of one over its group."""
+    schedule = fpipe.schedules.one_f_one_b(ranks=group.size(), microbatches=2)
+    model = model_of("mlp", schedule.num_stages, 4)
+    trap = Trap()
+    pipes = [pipeline(group, model, schedule, compile=trap) for _ in range(2)]
+    params = pipes[0].local(model.params)
+
+    def call(index: int) -> Tensor:
+        return pipes[index].step(params, model.batch).loss
+
+    found = [attempt(call, 0), attempt(call, 1)]
+
+    def meanwhile() -> None:
+        for index in (0, 1):
+            thread = threading.Thread(target=lambda i=index: found.append(attempt(call, i)))
+            thread.start()
+            thread.join()
+
+    with patch.dict(DEEDS, meanwhile=meanwhile):
+        trap.arm("meanwhile", 1)
+        return [attempt(call, 0), attempt(call, 1), *found]
 
 
 def fail_early(
