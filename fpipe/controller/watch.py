@@ -16,6 +16,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from torch.distributed import DistNetworkError
@@ -24,6 +26,9 @@ from fpipe.controller.fault import Fault
 
 BEAT = 0.5
 """Seconds between two beats."""
+
+GONE = ""
+"""Stands in place of a beat when a pipeline has ended; the rank's other pipelines go on beating."""
 
 DEAD = 3.0
 """Seconds without a beat that make a rank dead once a connection has broken."""
@@ -42,7 +47,7 @@ class Silence(NamedTuple):
     """Since when a rank has not been heard of; one that was before is suspected first.
 
     Attributes:
-        has_beaten: whether it ever was.
+        has_beaten: whether it was, and has not ended the pipeline since.
         seconds: since it was last seen to beat, or since it was first looked for.
     """
 
@@ -89,13 +94,15 @@ class Watch:
         stop = threading.Event()
         # Weak references, so that a forgotten pipeline ends its threads.
         arguments = (weakref.ref(self), stop, self._wake)
+        leave = partial(store.set, self._keys[rank], GONE)
         threads = [
-            threading.Thread(target=target, args=arguments, name="fpipe", daemon=True)
-            for target in (_beat_for_ever, _guard_for_ever)
+            threading.Thread(target=_beat_for_ever, args=(*arguments, leave), daemon=True),
+            threading.Thread(target=_guard_for_ever, args=arguments, daemon=True),
         ]
         self.close = weakref.finalize(self, _end, stop, self._wake, threads)
         """End the threads; done at the latest when the process ends."""
         for thread in threads:
+            thread.name = "fpipe"
             thread.start()
 
     def has_fault(self) -> bool:
@@ -216,7 +223,12 @@ class Watch:
         value = self._store.get(key) if self._store.check([key]) else None
         if rank not in self._seen or self._seen[rank][0] != value:
             self._seen[rank] = (value, now)
-        return Silence(value is not None, now - self._seen[rank][1])
+        return Silence(value not in (None, GONE.encode()), now - self._seen[rank][1])
+
+    @property
+    def has_store(self) -> bool:
+        """Whether the store answers, as far as is known."""
+        return self._lost is None
 
 
 def _silent(rank: int, seconds: float) -> Fault:
@@ -249,16 +261,25 @@ def _store_silent(rank: int, seconds: float) -> Fault:
     )
 
 
-def _beat_for_ever(watch: weakref.ref[Watch], stop: threading.Event, wake: threading.Event) -> None:
+def _beat_for_ever(
+    watch: weakref.ref[Watch],
+    stop: threading.Event,
+    wake: threading.Event,
+    leave: Callable[[], None],
+) -> None:
     pause = 0.0
     while True:
         wake.wait(pause)
         wake.clear()
         alive = watch()
         if stop.is_set() or alive is None:
-            return
+            break
         pause = alive.beat()
         del alive
+    # At the end of the process the store may be gone, and nobody waits for this rank any more.
+    if threading.main_thread().is_alive() and (alive is None or alive.has_store):
+        with suppress(RuntimeError):
+            leave()
 
 
 def _guard_for_ever(

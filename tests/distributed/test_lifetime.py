@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from fpipe import schedules
+from fpipe.controller.watch import Watch
 from tests.distributed.actors import model_of, pipeline
 from tests.distributed.crew import Crew, attempt, values
 from tests.distributed.traps import Trap
@@ -48,3 +49,15 @@ def test_a_dropped_pipeline_ends_at_once(crew: Crew, victim: int | None) -> None
     # step that failed to themselves, so threads, connections and kernels stayed until the garbage
     # collector came by.
     assert values(crew.run(make_and_drop, victim, ranks=range(2))) == [(False, 0)] * 2
+
+
+def test_a_rank_without_a_pipeline_is_not_silent() -> None:
+    # What it had written last stood still, so a rank that took its time until its next pipeline
+    # was told of as one that had stopped.
+    store = dist.HashStore()
+    first, second = (Watch(store, ["0", "1"], rank, 60.0, ring=lambda: None) for rank in (0, 1))
+    first.beat()
+    assert second._silence(0).has_beaten
+    first.close()
+    assert not second._silence(0).has_beaten
+    second.close()
