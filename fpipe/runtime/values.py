@@ -3,6 +3,9 @@
 A name is local to one stage and one microbatch. Following it through the placeholders of stages
 leads to its origin: a leaf of the parameters or of the batch, a constant, or a kernel's output.
 A value that stages only pass on is thus sent straight from where it was made to where it is read.
+
+Values of all kinds are the keys of one dict, and named tuples compare as tuples. So those that have
+as many integers as others have a `kind` too, which is no identifier: the name of a `Computed` is.
 """
 
 from __future__ import annotations
@@ -39,8 +42,7 @@ class BatchValue(NamedTuple):
 
     microbatch: int
     leaf: int
-    # Named apart from ParamValue, with which it would otherwise compare equal as a tuple.
-    kind: str = "batch"
+    kind: str = "<batch>"
 
 
 class ConstantValue(NamedTuple):
@@ -54,14 +56,14 @@ class KeyValue(NamedTuple):
 
     microbatch: int
     number: int
-    kind: str = "key"
+    kind: str = "<key>"
 
 
 class SeedValue(NamedTuple):
     """The weight of a microbatch's loss."""
 
     microbatch: int
-    kind: str = "seed"
+    kind: str = "<seed>"
 
 
 class SumValue(NamedTuple):

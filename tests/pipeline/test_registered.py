@@ -255,3 +255,23 @@ def test_chunked_cross_entropy(reduction: str) -> None:
     found = pipe.step(params, {"x": BATCH, "y": target})
     torch.testing.assert_close(found.loss, value.detach())
     torch.testing.assert_close(found.grads, {k: v.grad for k, v in own.items()})
+
+
+def test_an_operation_may_be_named_as_what_a_program_is_given() -> None:
+    # What a node named "batch" computed compared equal to a leaf of the batch, and took its slot.
+    library = torch.library.Library("fpipe_tests", "FRAGMENT")
+    library.define("batch(Tensor x) -> Tensor")
+    library.impl("batch", lambda x: 2 * x, "CompositeExplicitAutograd")
+    torch.library.register_fake("fpipe_tests::batch", torch.empty_like, lib=library)
+
+    def first(w: Tensor, x: Tensor) -> Any:
+        return torch.ops.fpipe_tests.batch(x.detach()), x * w
+
+    def last(w: Tensor, x: Any) -> Tensor:
+        return x[0] + x[1] * w
+
+    schedule = fpipe.schedules.gpipe(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline([first, last], lambda y, b: (y * b).mean(), schedule, compile=False)
+    params, batch = [torch.tensor(2.0), torch.tensor(3.0)], torch.arange(1.0, 5.0)
+    loss, _ = pipe.step(params, batch)
+    torch.testing.assert_close(loss, (8 * batch * batch).mean())
