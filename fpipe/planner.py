@@ -72,9 +72,6 @@ class Planner:
                         self._plans[signature] = self._make(signature)
         return self._plans[signature]
 
-    def __contains__(self, signature: Signature) -> bool:
-        return signature in self._plans
-
     def ambient(self) -> Ambient:
         """What a trace depends on beside its arguments, as it is now."""
         return ambient(self._modes())

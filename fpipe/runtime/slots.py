@@ -21,9 +21,6 @@ class Slots:
         self._free: list[int] = []
         self.count = 0
 
-    def __contains__(self, value: Value) -> bool:
-        return value in self._slot
-
     def __getitem__(self, value: Value) -> int:
         return self._slot[value]
 

@@ -87,11 +87,6 @@ class Compiler:
             self._artefacts[key] = made
         return self._artefacts[key]
 
-    @property
-    def num_artefacts(self) -> int:
-        """How many distinct graphs have been compiled."""
-        return len(self._artefacts)
-
 
 def _maker(compile: Compile) -> Callable[[fx.Graph, list[Tensor]], Call]:
     if compile is False:

@@ -72,14 +72,12 @@ class Traced:
         joint: the graph.
         spec: structure of the output.
         values: fake output leaves, contiguous.
-        paths: how a user would write each output leaf.
         carries_gradient: whether each output leaf has a cotangent.
     """
 
     joint: Joint
     spec: optree.PyTreeSpec
     values: tuple[Tensor, ...]
-    paths: tuple[str, ...]
     carries_gradient: tuple[bool, ...]
 
 
@@ -127,7 +125,6 @@ def trace(
         return [sink.lifted(value, rows) if flag else value for value, flag in pairs]
 
     values, spec = _run_abstractly(name, lambda own: function(lift(own)), leaves, mode, origin)
-    paths = tuple("y" + path for path in tree.paths(spec))
     carries = tuple(
         differentiate
         and any(leaves.differentiable)
@@ -234,7 +231,7 @@ def trace(
         sums=sums,
     )
     fakes = tuple(_contiguous_like(v, mode) for v in values)
-    return Traced(result, spec, fakes, paths, carries)
+    return Traced(result, spec, fakes, carries)
 
 
 def _run_abstractly(
