@@ -29,8 +29,8 @@ from fpipe.runtime.program import (
     WaitSend,
 )
 from fpipe.runtime.slots import Slots
-from fpipe.runtime.tasks import Task, tasks_of, tie
-from fpipe.runtime.tied import tie_apart
+from fpipe.runtime.tasks import Task, tasks_of
+from fpipe.runtime.tied import tie
 from fpipe.runtime.values import (
     BatchValue,
     Codes,
@@ -97,10 +97,7 @@ def lower(
     tasks = tasks_of(schedule, codes, resolve)
     if tied:
         several = not all(map(runs_here, range(schedule.num_ranks)))
-        if sink.join is None:
-            tasks = tie(tasks, schedule, codes, everywhere=several)
-        else:
-            tasks = tie_apart(tasks, schedule, codes, sink, everywhere=several)
+        tasks = tie(tasks, schedule, codes, sink, everywhere=several)
     results: list[dict[Value, None]] = [{} for _ in schedule.actions]
     grads: list[list[tuple[SumValue, Value]]] = [[] for _ in schedule.actions]
     outputs: list[list[tuple[int, int, Value]]] = [[] for _ in schedule.actions]

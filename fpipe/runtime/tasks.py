@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from fpipe.runtime.values import Codes, Computed, Resolver, SumValue, Value
@@ -119,108 +117,6 @@ def _running(
         partial(code.footprint, op),
         code.constants,
     )
-
-
-def tie(tasks: Tasks, schedule: Schedule, codes: Codes, *, everywhere: bool) -> Tasks:
-    """Add up the gradients of a parameter that several stages read.
-
-    Stages number the leaves of one and the same tree, so sums of one leaf belong together. They are
-    added in the order of the stages, at the end: by each rank that reads the parameter, which all
-    get the same bits, or by the first of them alone. A rank that reads it where no gradient flows
-    gets the sum too, or its copy would stay what it was.
-
-    Args:
-        tasks: of a function that was cut.
-        schedule: of the tasks.
-        codes: the code of each stage and microbatch.
-        everywhere: on every rank that reads the parameter.
-    """
-    stages_of: dict[int, list[int]] = defaultdict(list)
-    for total in sorted(tasks.sums):
-        if total.argument == "params":
-            stages_of[total.leaf].append(total.stage)
-    sums = dict(tasks.sums)
-    reading = reading_stages(schedule, codes) if everywhere else None
-    for leaf, stages in stages_of.items():
-        holders = holders_of(leaf, stages, reading, schedule)
-        if len(stages) == len(holders) == 1:
-            continue
-        code = codes(stages[0], 0)
-        spec = code.specs[code.sums[Param(leaf)].start]
-        parts = tuple(sums.pop(SumValue(stage, leaf)) for stage in stages)
-        for rank, stage in sorted(holders.items()):
-            task = sum_task(SumValue(stage, leaf), parts, spec)
-            tasks.rows[rank].append(task)
-            sums[SumValue(stage, leaf)] = task.outputs[0]
-    return Tasks(tasks.rows, sums)
-
-
-def reading_stages(schedule: Schedule, codes: Codes) -> dict[int, set[int]]:
-    """The stages that read each leaf of shared parameters."""
-    found: dict[int, set[int]] = defaultdict(set)
-    for stage in range(schedule.num_stages):
-        code = codes(stage, 0)
-        for name in (name for piece in code.pieces.values() for name in piece.inputs):
-            source = code.sources.get(name)
-            if isinstance(source, Param):
-                found[source.leaf].add(stage)
-    return found
-
-
-def holders_of(
-    leaf: int, stages: Sequence[int], reading: Mapping[int, set[int]] | None, schedule: Schedule
-) -> dict[int, int]:
-    """The ranks that get the gradient of a shared leaf, each with a stage that stands for it.
-
-    Args:
-        leaf: of the parameters.
-        stages: those that have a part of the gradient, in order.
-        reading: the stages that read each leaf, all of whose ranks get it; None for one rank.
-        schedule: of the stages.
-    """
-    if reading is None:
-        return {schedule.placement[stages[0]]: stages[0]}
-    every = sorted({*stages, *reading[leaf]}, reverse=True)
-    return {schedule.placement[stage]: stage for stage in every}
-
-
-def sum_task(
-    total: SumValue,
-    parts: tuple[Value, ...],
-    spec: Spec,
-    fold: Callable[[Tensor], Tensor] | None = None,
-) -> Task:
-    """The task that adds up the stages' parts of a gradient.
-
-    Args:
-        total: the sum.
-        parts: of it, in the order of the stages.
-        spec: of each part.
-        fold: what is kept of the sum, None for all of it.
-    """
-    kept = spec
-    if fold is not None:
-        folded = fold(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
-        kept = Spec(tuple(folded.shape), folded.dtype)
-    # A new tensor each time, beside the one before it.
-    needed = spec.nbytes * min(2, len(parts) - (fold is None))
-    return Task(
-        Action(total.stage, Op.REDUCE_GRAD, None),
-        lambda: partial(_add_up, fold),
-        parts,
-        (Computed(total.stage, total.microbatch, f"whole gradient of leaf {total.leaf}"),),
-        (kept,),
-        lambda handed: needed,
-    )
-
-
-def _add_up(fold: Callable[[Tensor], Tensor] | None, values: list[Tensor]) -> list[Tensor]:
-    """A kernel: what is kept of the sum of all inputs, from left to right."""
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    values.clear()
-    return [total if fold is None else fold(total)]
 
 
 def _sum_of(stage: int, source: Source) -> SumValue:

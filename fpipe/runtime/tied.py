@@ -1,50 +1,60 @@
-"""Gradients of a parameter that several stages read, where microbatches are not summed.
+"""Gradients of a parameter that several stages read: their parts are added up.
 
-Each microbatch then has a sum of its own, over the stages: it is made as soon as its parts are
-there, so that they can go, and folded only then.
+Where microbatches are summed, the stages' sums are added at the end. Where they are not, each
+microbatch has a sum of its own over the stages: it is made as soon as its parts are there, so that
+they can go, and folded only then.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
-from fpipe.runtime.tasks import Task, Tasks, holders_of, reading_stages, sum_task
+import torch
+from torch import Tensor
+
+from fpipe.runtime.tasks import Task, Tasks
 from fpipe.runtime.values import Codes, Computed, SumValue, Value
-from fpipe.schedule import Schedule
-from fpipe.stage.joint import Param, Sum
+from fpipe.schedule import Action, Op, Schedule
+from fpipe.shapes import Spec
+from fpipe.stage.joint import Param
 from fpipe.stage.sink import Sink
 
 Place = tuple[int, int]
-"""A leaf and a microbatch."""
+"""A leaf and a microbatch, -1 for the sum over all."""
+
+Added = dict[Place, list[tuple[int, Task]]]
+"""The tasks that make a sum over the stages, each with its rank."""
 
 
-def tie_apart(
-    tasks: Tasks, schedule: Schedule, codes: Codes, sink: Sink, *, everywhere: bool
-) -> Tasks:
-    """Add up the stages' parts of the gradient of each microbatch by a parameter.
+def tie(tasks: Tasks, schedule: Schedule, codes: Codes, sink: Sink, *, everywhere: bool) -> Tasks:
+    """Add up the stages' parts of each gradient.
 
-    They are added in the order of the stages: by each rank that reads the parameter, or by the
-    first of them alone.
+    Stages number the leaves of one and the same tree, so what they have of one leaf belongs
+    together. It is added in the order of the stages: by each rank that reads the parameter, which
+    all get the same bits, or by the first of them alone. A rank that reads it where no gradient
+    flows gets the sum too, or its copy would stay what it was.
 
     Args:
         tasks: of a function that was cut.
         schedule: of the tasks.
         codes: the code of each stage and microbatch.
-        sink: what is kept of the sums.
+        sink: whether microbatches are summed, and what is kept of the sums.
         everywhere: on every rank that reads the parameter, unless the sink gives all ranks all.
     """
     stages_of: dict[Place, list[int]] = defaultdict(list)
     for total in sorted(tasks.sums):
-        stages_of[total.leaf, total.microbatch].append(total.stage)
-    sums = dict(tasks.sums)
+        if total.argument == "params":
+            stages_of[total.leaf, total.microbatch].append(total.stage)
     every = everywhere and not sink.everywhere
-    reading = reading_stages(schedule, codes) if every else None
-    added: dict[Place, list[tuple[int, Task]]] = {}
+    reading = _reading_stages(schedule, codes) if every else None
+    sums = dict(tasks.sums)
+    added: Added = {}
     for (leaf, microbatch), stages in stages_of.items():
-        code = codes(stages[0], microbatch)
-        entry: Sum = code.sums[Param(leaf)]
-        holders = holders_of(leaf, stages, reading, schedule)
+        code = codes(stages[0], max(microbatch, 0))
+        entry = code.sums[Param(leaf)]
+        holders = _holders_of(leaf, stages, reading, schedule)
         if len(stages) == len(holders) == 1 and entry.folded:
             continue
         fold = None if entry.folded else sink.fold
@@ -52,15 +62,23 @@ def tie_apart(
         group = added[leaf, microbatch] = []
         for rank, stage in sorted(holders.items()):
             total = SumValue(stage, leaf, microbatch)
-            task = sum_task(total, parts, code.specs[entry.start], fold)
+            task = _sum_task(total, parts, code.specs[entry.start], fold)
             group.append((rank, task))
             sums[total] = task.outputs[0]
-    return Tasks(_woven(tasks.rows, added), sums)
+    place = _at_the_end if sink.join is None else _woven
+    return Tasks(place(tasks.rows, added), sums)
 
 
-def _woven(
-    rows: Sequence[list[Task]], added: dict[Place, list[tuple[int, Task]]]
-) -> tuple[list[Task], ...]:
+def _at_the_end(rows: Sequence[list[Task]], added: Added) -> tuple[list[Task], ...]:
+    """The rows with further tasks after all others."""
+    further = [pair for group in added.values() for pair in group]
+    return tuple(
+        [*row, *(task for holder, task in further if holder == rank)]
+        for rank, row in enumerate(rows)
+    )
+
+
+def _woven(rows: Sequence[list[Task]], added: Added) -> tuple[list[Task], ...]:
     """The rows with further tasks, each as early as its inputs are there on any rank.
 
     Whatever a task waits for stands before it in one order of all tasks, so no ranks can wait for
@@ -101,3 +119,71 @@ def _in_one_order(rows: Sequence[list[Task]]) -> Iterator[tuple[int, Task]]:
                 going = True
                 yield rank, task
     assert places == list(map(len, rows)), "the tasks wait for each other"
+
+
+def _reading_stages(schedule: Schedule, codes: Codes) -> dict[int, set[int]]:
+    """The stages that read each leaf of shared parameters."""
+    found: dict[int, set[int]] = defaultdict(set)
+    for stage in range(schedule.num_stages):
+        code = codes(stage, 0)
+        for name in (name for piece in code.pieces.values() for name in piece.inputs):
+            source = code.sources.get(name)
+            if isinstance(source, Param):
+                found[source.leaf].add(stage)
+    return found
+
+
+def _holders_of(
+    leaf: int, stages: Sequence[int], reading: Mapping[int, set[int]] | None, schedule: Schedule
+) -> dict[int, int]:
+    """The ranks that get the gradient of a shared leaf, each with a stage that stands for it.
+
+    Args:
+        leaf: of the parameters.
+        stages: those that have a part of the gradient, in order.
+        reading: the stages that read each leaf, all of whose ranks get it; None for one rank.
+        schedule: of the stages.
+    """
+    if reading is None:
+        return {schedule.placement[stages[0]]: stages[0]}
+    every = sorted({*stages, *reading[leaf]}, reverse=True)
+    return {schedule.placement[stage]: stage for stage in every}
+
+
+def _sum_task(
+    total: SumValue,
+    parts: tuple[Value, ...],
+    spec: Spec,
+    fold: Callable[[Tensor], Tensor] | None,
+) -> Task:
+    """The task that adds up the stages' parts of a gradient.
+
+    Args:
+        total: the sum.
+        parts: of it, in the order of the stages.
+        spec: of each part.
+        fold: what is kept of the sum; None for all of it.
+    """
+    kept = spec
+    if fold is not None:
+        folded = fold(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+        kept = Spec(tuple(folded.shape), folded.dtype)
+    # A new tensor each time, beside the one before it.
+    needed = spec.nbytes * min(2, len(parts) - (fold is None))
+    return Task(
+        Action(total.stage, Op.REDUCE_GRAD, None),
+        lambda: partial(_add_up, fold),
+        parts,
+        (Computed(total.stage, total.microbatch, f"whole gradient of leaf {total.leaf}"),),
+        (kept,),
+        lambda handed: needed,
+    )
+
+
+def _add_up(fold: Callable[[Tensor], Tensor] | None, values: list[Tensor]) -> list[Tensor]:
+    """A kernel: what is kept of the sum of all inputs, from left to right."""
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    values.clear()
+    return [total if fold is None else fold(total)]
