@@ -289,50 +289,6 @@ def _check_stages(schedule: Schedule, stages: Sequence[Stage]) -> None:
         )
 
 
-def stages_of(stages: Any) -> tuple[Stage, ...]:
-    """Functions as stages.
-
-    Raises:
-        StageError: they are no sequence, or one of them is not callable.
-    """
-    if not isinstance(stages, Sequence):
-        raise StageError(
-            f"stages={stages!r:.60} is a {type(stages).__name__}: it must be a list or tuple with "
-            "one function per stage of the schedule"
-        )
-    return tuple(stage if isinstance(stage, Stage) else Stage(stage) for stage in stages)
-
-
-def whole_loss(function: Any, loss: Any) -> Any:
-    """The loss of a pipeline that is made of one function.
-
-    Raises:
-        StageError: a loss is given beside it.
-    """
-    if loss is not None:
-        raise StageError(
-            f"loss={loss!r:.60} is given beside one function of the whole model, which returns the "
-            "loss itself: leave loss out, or pass a list of stages"
-        )
-    return function
-
-
-def placed(devices: Sequence[torch.device | str | int] | None) -> tuple[torch.device, ...] | None:
-    """Devices with their indices, as tensors on them report them.
-
-    Raises:
-        StageError: there is no such device.
-    """
-    if devices is None:
-        return None
-    if isinstance(devices, str):
-        raise StageError(f"devices={devices!r} is one name: give a list with one device per rank")
-    try:
-        return tuple(torch.empty(0, device=device).device for device in devices)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        raise StageError(f"devices={devices!r:.60} cannot be used: {error}") from error
-
-
 def group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     """The process group that `group` or `mesh` names, None for neither.
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.convention import called
-from fpipe.definition import Definition, group_of, placed, stages_of, whole_loss
+from fpipe.definition import Definition, group_of
 from fpipe.engine import Pipeline
+from fpipe.errors import StageError
 from fpipe.schedule import Schedule
 from fpipe.stage.compiler import Compile
 from fpipe.stage.remat import Remat
@@ -129,11 +130,11 @@ def pipeline(
         (1.0, [(3, 3), (3, 1)])
     """
     whole = callable(stages) and not isinstance(stages, Stage)
-    chosen_loss: Any = whole_loss(stages, loss) if whole else loss
+    chosen_loss: Any = _whole_loss(stages, loss) if whole else loss
     chosen_schedule: Any = schedule
     return Pipeline(
         Definition(
-            stages=() if whole else stages_of(stages),
+            stages=() if whole else _stages_of(stages),
             loss=chosen_loss,
             function=whole,
             schedule=chosen_schedule,
@@ -148,8 +149,52 @@ def pipeline(
             remat=remat,
             compile=compile,
             accum_dtype=accum_dtype,
-            devices=placed(devices),
+            devices=_placed(devices),
             group=group_of(group, mesh),
             timeout=timeout,
         )
     )
+
+
+def _stages_of(stages: Any) -> tuple[Stage, ...]:
+    """Functions as stages.
+
+    Raises:
+        StageError: they are no sequence, or one of them is not callable.
+    """
+    if not isinstance(stages, Sequence):
+        raise StageError(
+            f"stages={stages!r:.60} is a {type(stages).__name__}: it must be a list or tuple with "
+            "one function per stage of the schedule"
+        )
+    return tuple(stage if isinstance(stage, Stage) else Stage(stage) for stage in stages)
+
+
+def _whole_loss(function: Any, loss: Any) -> Any:
+    """The loss of a pipeline that is made of one function.
+
+    Raises:
+        StageError: a loss is given beside it.
+    """
+    if loss is not None:
+        raise StageError(
+            f"loss={loss!r:.60} is given beside one function of the whole model, which returns the "
+            "loss itself: leave loss out, or pass a list of stages"
+        )
+    return function
+
+
+def _placed(devices: Sequence[torch.device | str | int] | None) -> tuple[torch.device, ...] | None:
+    """Devices with their indices, as tensors on them report them.
+
+    Raises:
+        StageError: there is no such device.
+    """
+    if devices is None:
+        return None
+    if isinstance(devices, str):
+        raise StageError(f"devices={devices!r} is one name: give a list with one device per rank")
+    try:
+        return tuple(torch.empty(0, device=device).device for device in devices)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise StageError(f"devices={devices!r:.60} cannot be used: {error}") from error

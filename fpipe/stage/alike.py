@@ -65,15 +65,4 @@ def seen_from(traced: Traced, sources: Sequence[Source], part: Segment) -> Trace
             case _:
                 return names[source]
 
-    joint = traced.joint
-    renamed = replace(
-        joint,
-        sources={name: rename(source) for name, source in joint.sources.items()},
-        gradients={rename(source): name for source, name in joint.gradients.items()},
-        sums={rename(source): entry for source, entry in joint.sums.items()},
-        cotangents=tuple(
-            tuple(c._replace(reader=reader) for c, reader in zip(group, stages, strict=False))
-            for group, stages in zip(joint.cotangents, part.readers, strict=True)
-        ),
-    )
-    return replace(traced, joint=renamed)
+    return replace(traced, joint=traced.joint.renamed(rename, part.readers))

@@ -133,25 +133,9 @@ class ChainTracer:
             with_loss = index == last and goal != "forward"
             x, here = self._placed(x, index), self._placed(batch, index)
             self._check_device(labels[-1], params[index], index)
-            key = (
-                *(
-                    id(stage.fn),
-                    stage.reads_batch,
-                    stage.reads_key,
-                    with_loss,
-                    goal == "step",
-                    index == 0,
-                ),
-                *(
-                    params[index].key,
-                    flags[index],
-                    x.key,
-                    tuple(carries),
-                    here.key,
-                    rows,
-                    ambient(),
-                ),
-            )
+            how = (stage.reads_batch, stage.reads_key, with_loss, goal == "step", index == 0)
+            shapes_of = (params[index].key, flags[index], x.key, tuple(carries), here.key, rows)
+            key = (id(stage.fn), how, shapes_of, ambient())
             if key not in self._traces:
                 self._traces[key] = self._trace(
                     labels[-1], labels[-2] if index else None, stage, params[index], flags[index],
@@ -284,11 +268,4 @@ def _seen_from(joint: Joint, index: int) -> Joint:
     def rename(source: Source) -> Source:
         return Upstream(index - 1, source.leaf) if isinstance(source, Upstream) else source
 
-    return replace(
-        joint,
-        sources={name: rename(source) for name, source in joint.sources.items()},
-        gradients={rename(source): name for source, name in joint.gradients.items()},
-        cotangents=tuple(
-            tuple(c._replace(reader=index + 1) for c in group) for group in joint.cotangents
-        ),
-    )
+    return joint.renamed(rename, [[index + 1]] * len(joint.cotangents))

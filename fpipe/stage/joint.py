@@ -13,8 +13,8 @@ it came in by, and the runtime follows it to where it was made.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -151,6 +151,26 @@ class Joint:
     def nodes(self) -> dict[str, fx.Node]:
         """Nodes by name."""
         return {node.name: node for node in self.graph.nodes}
+
+    def renamed(
+        self, rename: Callable[[Source], Source], readers: Sequence[Sequence[int]]
+    ) -> Joint:
+        """The same graph as that of another stage.
+
+        Args:
+            rename: from each source to what takes its place.
+            readers: for each output, the stages that read it there.
+        """
+        return replace(
+            self,
+            sources={name: rename(source) for name, source in self.sources.items()},
+            gradients={rename(source): name for source, name in self.gradients.items()},
+            sums={rename(source): entry for source, entry in self.sums.items()},
+            cotangents=tuple(
+                tuple(c._replace(reader=reader) for c, reader in zip(group, stages, strict=False))
+                for group, stages in zip(self.cotangents, readers, strict=True)
+            ),
+        )
 
 
 def value_of(node: fx.Node) -> Tensor:
