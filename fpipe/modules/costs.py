@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
@@ -25,7 +25,7 @@ from fpipe.shapes import TreeShape
 from fpipe.stage.custom import Applied
 from fpipe.stage.cut import Segment
 from fpipe.stage.function import FunctionTracer
-from fpipe.stage.joint import Param, Upstream, is_view
+from fpipe.stage.joint import Param, Upstream, is_view, nbytes_of
 
 _CPU = torch.device("cpu")
 
@@ -120,20 +120,10 @@ def _widths(segments: Sequence[Segment]) -> list[int]:
     widths = [0] * len(segments)
     for source, end in ends.items():
         (outputs,) = segments[source.stage].graph.output_node().args
-        size = _bytes(outputs[source.leaf])  # type: ignore[index, arg-type]
+        size = nbytes_of(outputs[source.leaf])  # type: ignore[index, arg-type]
         for boundary in range(source.stage, end):
             widths[boundary] += size
     return widths
-
-
-def _values(node: fx.Node) -> list[Tensor]:
-    value: Any = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else (value,)
-    return [v for v in values if isinstance(v, Tensor)]
-
-
-def _bytes(node: fx.Node) -> int:
-    return sum(value.numel() * value.element_size() for value in _values(node))
 
 
 def _flops(node: fx.Node) -> int:
@@ -160,8 +150,8 @@ def _is_work(node: fx.Node) -> bool:
 
 
 def _moved(node: fx.Node) -> int:
-    return _bytes(node) + sum(map(_bytes, node.all_input_nodes)) if _is_work(node) else 0
+    return nbytes_of(node) + sum(map(nbytes_of, node.all_input_nodes)) if _is_work(node) else 0
 
 
 def _made(node: fx.Node) -> int:
-    return _bytes(node) if _is_work(node) else 0
+    return nbytes_of(node) if _is_work(node) else 0

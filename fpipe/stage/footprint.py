@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Collection
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from fpipe.stage.joint import is_product, is_random, is_view
+from fpipe.stage.joint import is_product, is_random, is_view, nbytes_of
 
 aten = torch.ops.aten
 
@@ -70,16 +70,17 @@ def footprint(graph: fx.Graph, handed: Collection[int], *, fuses: bool) -> int:
     for node in nodes:
         if node not in computed:
             continue
-        held += _nbytes(node)
+        size = nbytes_of(node)
+        held += size
         gone = ending[node]
         # Fused code writes over what it reads for the last time, if that is not the caller's.
         if fuses and not is_product(node):
-            over = [n for n in gone if n.op != "placeholder" and _nbytes(n) == _nbytes(node)][:1]
-            held -= sum(map(_nbytes, over))
+            over = [n for n in gone if n.op != "placeholder" and nbytes_of(n) == size][:1]
+            held -= sum(map(nbytes_of, over))
             gone = [n for n in gone if n not in over]
         peak = max(peak, held)
-        unread = _nbytes(node) - sum(_nbytes(value) for value in _made_by(node) if value in last)
-        held -= unread + sum(map(_nbytes, gone))
+        unread = size - sum(nbytes_of(value) for value in _made_by(node) if value in last)
+        held -= unread + sum(map(nbytes_of, gone))
     return peak
 
 
@@ -116,11 +117,3 @@ def _reads_by_element(node: fx.Node) -> bool:
     if node.op == "output" or is_product(node):
         return False
     return not is_view(node) or all(map(_reads_by_element, node.users))
-
-
-def _nbytes(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else (value,)
-    # How many elements a sparse tensor has is data.
-    dense = (v for v in values if isinstance(v, Tensor) and v.layout is torch.strided)
-    return sum(v.nbytes for v in dense)

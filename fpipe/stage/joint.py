@@ -13,7 +13,7 @@ it came in by, and the runtime follows it to where it was made.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -231,21 +231,33 @@ def is_zero(node: fx.Node) -> bool:
     return node.target in _ZEROS
 
 
-def ancestors(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """`roots` and all that they depend on."""
-    found: set[fx.Node] = set()
+def ancestors(roots: Iterable[fx.Node], until: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """`roots` and all that they depend on, but for `until` and what those alone depend on."""
+    found: set[fx.Node] = set(until)
     stack = list(roots)
     while stack:
         node = stack.pop()
         if node not in found:
             found.add(node)
             stack.extend(node.all_input_nodes)
-    return found
+    return found.difference(until)
 
 
 def is_product(node: fx.Node) -> bool:
     """Whether a library computes `node`: a matrix product, a convolution, attention."""
     return getattr(node.target, "overloadpacket", None) in flop_registry
+
+
+def values_of(node: fx.Node) -> list[Tensor]:
+    """The fake tensors that stand for what `node` computes: several, if it returns several."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else (value,)
+    return [v for v in values if isinstance(v, Tensor)]
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """Bytes of what `node` computes; how many elements a sparse tensor has is data."""
+    return sum(v.nbytes for v in values_of(node) if v.layout is torch.strided)
 
 
 def _producer(node: fx.Node) -> fx.Node:

@@ -33,6 +33,7 @@ from fpipe.stage.joint import (
     is_random,
     is_view,
     is_zero,
+    values_of,
 )
 from fpipe.stage.preparing import unchanging
 
@@ -241,13 +242,7 @@ def _forward_nodes(results: Iterable[fx.Node]) -> set[fx.Node]:
 
 def _slice(roots: Collection[fx.Node], available: Collection[fx.Node]) -> list[fx.Node]:
     """The nodes that must run to compute `roots` when `available` need not, in graph order."""
-    found: set[fx.Node] = set()
-    stack = [node for node in roots if node not in available]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(n for n in node.all_input_nodes if n not in available)
+    found = ancestors(roots, until=available)
     if not found:
         return []
     graph = next(iter(found)).graph
@@ -267,9 +262,7 @@ def _can_hold(node: fx.Node) -> bool:
 
 
 def _size(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else (value,)
-    return sum(v.numel() for v in values if isinstance(v, Tensor))
+    return sum(v.numel() for v in values_of(node))
 
 
 def _build(
