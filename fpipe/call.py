@@ -68,7 +68,7 @@ class Call:
 
     @property
     def places(self) -> Any:
-        """Its arguments with the place of each leaf among all of them instead of the leaf."""
+        """The arguments with the number of each leaf, counted over all of them, in its place."""
         return tree.unflatten(self.spec, range(self.spec.num_leaves))
 
     def enter(self, leaves: Sequence[Tensor]) -> Any:

@@ -54,7 +54,8 @@ class Convention(NamedTuple):
         batch: from gradients in the structure of the stages' batch to what is returned.
         out_dims: from the caller's dimensions of an output to those of what the last stage returns.
         aux_dims: the same for aux.
-        vectors: for each argument beside params and batch, the one of these along which it points.
+        vectors: for each argument after the batch, the one that it is a direction of, ``"params"``
+            or ``"batch"``.
         weigh: from gradients of the losses by the parameters, in the caller's view, and a weight
             for each of the losses, to the gradients of the weighted sum; None where the losses
             cannot be differentiated.

@@ -17,6 +17,21 @@ class use:
     """Make a pipeline the one that `fpipe.step` runs: ``with fpipe.use(pipe): …``.
 
     It holds for the current thread or task and may be nested.
+
+    Args:
+        pipe: what `fpipe.pipeline`, `fpipe.from_module` or a transform of these returns.
+
+    Raises:
+        FpipeError: `pipe` is no pipeline.
+
+    Example:
+        >>> import torch, fpipe
+        >>> schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
+        >>> stage, loss = (lambda w, x: x * w), (lambda y, _: y.mean())
+        >>> pipe = fpipe.pipeline([stage], loss, schedule, compile=False)
+        >>> with fpipe.use(pipe) as used:
+        ...     used is pipe
+        True
     """
 
     def __init__(self, pipe: Pipeline) -> None:

@@ -107,7 +107,7 @@ class Loadable(Holder):
         """Read a state from files, all of it on each process, as `step` returns it.
 
         Args:
-            path: as for `load`, as is `rename`. What else is there is passed over.
+            path: as for `load`. What is no part of the state is passed over.
             shapes: a state as for `step`, of which shapes and dtypes count. The pipeline of a
                 module knows it.
             rename: from the name of a leaf to that in the checkpoint.

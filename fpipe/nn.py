@@ -78,8 +78,8 @@ def batch_norm(
     Args:
         x: shape ``(rows, channels, ...)``, floating-point.
         stats: `BatchStats`, as a state holds them.
-        weight: scale of each channel, None for 1.
-        bias: shift of each channel, None for 0.
+        weight: scale of each channel, shape ``(channels,)``, None for 1.
+        bias: shift of each channel, shape ``(channels,)``, None for 0.
         training: as above.
         momentum: as in `torch.nn.BatchNorm2d`.
         eps: added to the variance.
@@ -128,6 +128,9 @@ def call(
     Returns:
         What the forward returns, and the new state.
 
+    Raises:
+        StageError: the forward assigns to a buffer that is not in `state`.
+
     Example:
         >>> module = nn.BatchNorm1d(1)
         >>> params = {name: p.detach() for name, p in module.named_parameters()}
@@ -158,8 +161,8 @@ def called_with(
 ) -> Any:
     """`torch.func.functional_call`, after which the module holds what it held before.
 
-    Of submodules that have two names it would keep what it was given, and of buffers that the
-    forward assigns to the new value.
+    By itself that function would leave behind what was passed in, in submodules that have two
+    names, and the new value of a buffer that the forward assigns to.
 
     Args:
         module: called with the arguments and options.
@@ -201,6 +204,11 @@ def state_of(module: nn.Module) -> dict[str, Any]:
     Returns:
         `BatchStats` by the name of each submodule that has them, and the other buffers by their own
         names. They are the module's own tensors.
+
+    Example:
+        >>> module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        >>> sorted(state_of(module))
+        ['1', '1.num_batches_tracked']
     """
     state: dict[str, Any] = {
         name: BatchStats(part.running_mean, part.running_var)

@@ -38,7 +38,7 @@ def load_buffers(
     Args:
         module: it is not changed, and may lie on the meta device; its buffers tell names, shapes
             and dtypes.
-        path: as for `Pipeline.load`, as is `rename`. What else is there is passed over.
+        path: as for `Pipeline.load`. What is no buffer is passed over.
         rename: from the name of a buffer to that in the checkpoint.
         device: where they shall lie: that of the parameters.
 

@@ -1,5 +1,4 @@
-"""The forward of a module while it is traced: what it is told of that, why it is refused, and what
-it leaves behind: nothing."""
+"""The forward of a module while it is traced, and the module left as it was afterwards."""
 
 from __future__ import annotations
 

@@ -108,11 +108,10 @@ def segments(
         sources: where each placeholder comes from.
         heads: how many of the first results come from the last stage, wherever they are computed.
 
-    What depends on no stage, such as a leaf of the batch, comes from the last one, and what depends
-    on the state alone from the stage that reads that state.
-
     Returns:
-        The segments, and where each result comes from.
+        The segments, and where each result comes from: one that depends on the state alone from the
+        stage that reads that state, and one that depends on no stage, such as a leaf of the batch,
+        from the last.
     """
     results: Any = graph.output_node().args[0]
     stage_of = _assign(graph, sources)

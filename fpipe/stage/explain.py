@@ -152,7 +152,8 @@ def describe(name: str, value: Any) -> str:
 def place(error: BaseException) -> str:
     """Where in the user's own code an error came from, as the middle of a sentence.
 
-    Within a module of torch's that nobody's code has called, it is there.
+    If no frame is the user's, as for a `torch.nn` module that is itself the stage, it is the place
+    in that module.
     """
     found = layer = ""
     traceback = error.__traceback__
@@ -160,7 +161,7 @@ def place(error: BaseException) -> str:
         code = traceback.tb_frame.f_code
         file = code.co_filename
         if (file, code.co_name) == ("<string>", "<lambda>"):
-            pass  # in which make_fx wraps what it traces
+            pass  # make_fx wraps what it traces in it
         elif not file.startswith(_MACHINERY):
             found = f" at {file}:{traceback.tb_lineno}"
         elif file.startswith(_LAYERS):

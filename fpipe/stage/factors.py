@@ -1,7 +1,7 @@
 """Products of two dtypes are refused where they are written, while a function is traced.
 
-torch refuses them when they run, but their abstract counterparts take them, so that a step would
-fail at its first action instead.
+torch refuses them when they run, but not on abstract tensors: without this the trace would succeed
+and the first action of the step would fail.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fpipe import tree
 aten = torch.ops.aten
 
 _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.mv.default, aten.addmv.default})
-"""Those of which torch's abstract counterparts compare no dtypes; those of others do."""
+"""Products whose dtypes torch does not compare on abstract tensors; it does for all others."""
 
 
 class OneDtype(TorchDispatchMode):

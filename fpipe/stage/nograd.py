@@ -47,10 +47,10 @@ def keeping_detached(calls: Calls) -> Iterator[None]:
 class _AsCalled(TorchFunctionMode):
     """What has to be known of calls, before they are operations.
 
-    ``x.data`` becomes the operation ``x.detach()``. A view of what has been updated in place is
-    made anew when it is read next. So what a call is given while gradients are disabled is read
-    before with gradients, for it is no less differentiable for being read there, and what it
-    returns is read once without, however often it is read with gradients later. A hook on a
+    ``x.data`` becomes the operation ``x.detach()``. A view of a tensor that was updated in place is
+    made anew when it is next read, in the grad mode of that moment. So the arguments of a call that
+    is made while gradients are disabled are read beforehand with gradients, which they keep; and
+    its results are read at once without, so that a later read cannot give them any. A hook on a
     gradient is no operation either, and would be lost. A Function with a backward of its own is
     recorded as one operation.
     """

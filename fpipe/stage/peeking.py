@@ -15,12 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 
 class WithoutPeeking(TorchFunctionMode):
-    """Within it nobody checks indices of `one_hot`, variances of `gaussian_nll_loss`, or what
-    `torch.distributions` are given.
+    """Within it torch does not check the values of arguments.
 
-    An index that is no class then gives a row of zeros, as it does on CUDA under torch.compile, and
-    a negative variance is as one of `eps`. And a tensor in a message, which is formatted whether it
-    is needed or not, is given as its shape.
+    Indices of `one_hot` that are no class give rows of zeros, as on CUDA under torch.compile; in
+    `gaussian_nll_loss` a negative variance counts as `eps`; and `torch.distributions` take what
+    they are given. A tensor that is formatted into a message, needed or not, appears as its shape.
     """
 
     def __torch_function__(

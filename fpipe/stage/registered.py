@@ -1,7 +1,7 @@
 """Operations of `torch.library` whose backward is registered, as those of hand-written kernels are.
 
-torch makes a Function of what ``register_autograd`` was given. `torch.func` refuses it in reverse,
-for its forward takes ctx, and forgets in forward mode that there is something to differentiate.
+torch makes a Function of what ``register_autograd`` was given. `torch.func` refuses it in reverse
+mode, because its forward takes ctx, and in forward mode silently treats its result as constant.
 """
 
 from __future__ import annotations

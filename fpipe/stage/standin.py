@@ -12,8 +12,8 @@ from typing import Any
 class StandIn:
     """Methods that stand in for others while anyone is within `active`.
 
-    All threads call them then. Where `is_active` is False, in a thread that is not within, they do
-    what those do that they stand for.
+    All threads call them then. In a thread that is not within `active`, where `is_active` is False,
+    a stand-in must do what the method does that it replaces.
 
     Args:
         name: of the methods.
