@@ -150,8 +150,9 @@ def trace(
 
     def joint(arguments: Sequence[Tensor], seeds: Sequence[Tensor]) -> Any:
         arguments = lift(arguments)
-        if not seeds or not wanted:
-            return forward(*arguments), []
+        if not seeds:
+            # Earlier stages wait for what is wanted all the same, as where an output is constant.
+            return forward(*arguments), [torch.zeros_like(arguments[i]) for i in wanted]
 
         def split(*chosen: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             full = list(arguments)

@@ -224,6 +224,22 @@ def test_value_that_is_transposed_across_a_cut() -> None:
     torch.testing.assert_close(step.grads, grads)
 
 
+def test_value_of_which_a_stage_returns_no_derivative() -> None:
+    # A stage none of whose results has a gradient gave none back, and that before waited for it.
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        x = fpipe.cut(batch["x"] @ params["a"])
+        positive = fpipe.cut(x > 0)
+        return (positive.double() @ params["b"]).square().mean()
+
+    params, batch = make_network()
+    pipe = fpipe.pipeline(
+        loss_fn, schedule=fpipe.schedules.zb_h1(ranks=3, microbatches=2), compile=False
+    )
+    step = pipe.step(params, batch)
+    grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
+    torch.testing.assert_close((step.loss, step.grads), (loss, grads))
+
+
 def test_one_hot_looks_at_no_data() -> None:
     def loss_fn(params: Any, batch: Any) -> Tensor:
         kinds = F.one_hot(batch["kind"], 3).to(torch.float64)
