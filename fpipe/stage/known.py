@@ -7,7 +7,9 @@ whatever the arguments are, so that the trace may take the branch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,9 +27,26 @@ _MOST = 2**20
 _ANSWERS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default})
 _LITERAL = torch.ops.aten.lift_fresh.default  # of what torch.tensor has made
 
+_ZEROS = torch.ops.aten._efficientzerotensor.default
+_SYMBOLIC: ContextVar[bool] = ContextVar("fpipe.symbolic_zeros", default=False)
+
+
+@contextmanager
+def symbolic_zeros() -> Iterator[None]:
+    """Within it the zeros that stand for a missing direction stay what they are, without memory."""
+    token = _SYMBOLIC.set(True)
+    try:
+        yield
+    finally:
+        _SYMBOLIC.reset(token)
+
 
 class Known(TorchDispatchMode):
-    """Computes beside the abstract values those that no argument goes into, and reads them."""
+    """Computes beside the abstract values those that no argument goes into, and reads them.
+
+    Zeros that a forward mode within the function makes without memory get some, for nothing can be
+    computed with them; and fake ones lose their device when `vmap` has to look into them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,6 +61,10 @@ class Known(TorchDispatchMode):
     ) -> Any:
         """Call `func`; what it says of known values in Python is read off them."""
         options = dict(kwargs or {})
+        if func is _ZEROS:
+            if _SYMBOLIC.get():
+                return func(*args, **options)
+            func = torch.ops.aten.zeros.default
         leaves, spec = tree.flatten((args, options))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if func is _LITERAL and not isinstance(args[0], FakeTensor):

@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fpipe.stage.known import symbolic_zeros
 from fpipe.transforms.linear import LINEAR, UNKNOWN
 
 aten = torch.ops.aten
@@ -90,8 +91,7 @@ class _Kernels(TorchDispatchMode):
     """Refuses the kernels whose second derivative would be wrong without a word.
 
     Args:
-        under_vmap: make the zeros that stand for a missing direction in full. Fake tensors lose the
-            device of the symbolic ones when `vmap` has to look into them.
+        under_vmap: make the zeros that stand for a missing direction in full, as a tracer does.
     """
 
     def __init__(self, *, under_vmap: bool) -> None:
@@ -110,8 +110,9 @@ class _Kernels(TorchDispatchMode):
                 f"the second derivative of {func} would be wrong; call torch.nn.functional.{{layer,"
                 "batch,instance}_norm, which are written out here, or write the formula"
             )
-        if self._under_vmap and func is aten._efficientzerotensor.default:
-            return torch.zeros(*args, **(kwargs or {}))
+        if not self._under_vmap and func is aten._efficientzerotensor.default:
+            with symbolic_zeros():
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

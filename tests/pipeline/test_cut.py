@@ -240,6 +240,40 @@ def test_value_of_which_a_stage_returns_no_derivative() -> None:
     torch.testing.assert_close((step.loss, step.grads), (loss, grads))
 
 
+def halved(x: Tensor) -> Tensor:
+    return torch.func.hessian(lambda v: (v * 2).abs())(x.mean()) + x.sum()
+
+
+def mapped_directions(x: Tensor) -> Tensor:
+    def along(direction: Tensor) -> Tensor:
+        pushed: Any = torch.func.jvp(torch.func.grad(torch.abs), (x[0, 0],), (direction,))
+        return pushed[1]
+
+    return torch.func.vmap(along)(x[0]).sum() + x.square().sum()
+
+
+@pytest.mark.parametrize("within", [halved, mapped_directions])
+def test_direction_that_is_missing_within_a_function(within: Any) -> None:
+    # Mapped, the zeros that stand for it lost their device, or ended the process.
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        return within(fpipe.cut(batch["x"] @ params["a"])) + 0 * params["b"].sum()
+
+    load_rules()
+    params, batch = make_network()
+    schedule = fpipe.schedules.gpipe(ranks=2, microbatches=1)
+    whole = fpipe.pipeline(loss_fn, schedule=schedule, compile=False).step(params, batch)
+    stages = fpipe.pipeline(
+        [lambda p, batch: batch["x"] @ p, lambda p, x: within(x)],
+        lambda y, _: y,
+        schedule,
+        compile=False,
+    )
+    step = stages.step([params["a"], params["b"]], batch)
+    grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
+    torch.testing.assert_close((whole.loss, whole.grads), (loss, grads))
+    torch.testing.assert_close((step.loss, step.grads[0]), (loss, grads["a"]))
+
+
 def test_one_hot_looks_at_no_data() -> None:
     def loss_fn(params: Any, batch: Any) -> Tensor:
         kinds = F.one_hot(batch["kind"], 3).to(torch.float64)
