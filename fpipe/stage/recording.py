@@ -39,6 +39,7 @@ from fpipe.stage.returns import Layout, Returns, check_state
 from fpipe.stage.rewrites import (
     free_views_of_layout,
     make_copies_differentiable,
+    make_draws_differentiable,
     return_statistics,
 )
 from fpipe.stage.scripted import as_written
@@ -133,6 +134,7 @@ class Recorder:
         mark(graph, marks)
         calls.put_into(graph)
         make_copies_differentiable(graph)
+        make_draws_differentiable(graph)
         free_views_of_layout(graph)
         return_statistics(self.name, graph)
         draws: list[fx.Node] = []

@@ -24,6 +24,48 @@ _BATCH_NORMS = frozenset({aten.native_batch_norm.default, aten.cudnn_batch_norm.
 # With a probability given beside the tensor whose shape they take.
 _BERNOULLIS = frozenset({aten.bernoulli.p, aten.bernoulli.Tensor})
 
+# What overwrites a value with what is drawn, as functionalisation writes it: not differentiable.
+_OVERWRITES = frozenset(
+    {
+        aten.normal_functional.default,
+        *(op.default for op in (aten.uniform, aten.exponential, aten.geometric)),
+        *(op.default for op in (aten.log_normal, aten.cauchy)),
+        *_BERNOULLIS,
+    }
+)
+
+
+def make_draws_differentiable(graph: fx.Graph) -> None:
+    """Let no gradient flow into what a draw overwrites, and the right one through ``rrelu``.
+
+    Torch has no derivative of the former, and takes that of ``rrelu_with_noise_functional`` by the
+    memory that was to hold its noise, and not by the noise: the value is `x` times the noise.
+    """
+    for node in list(graph.nodes):
+        is_rrelu = node.target is aten.rrelu_with_noise_functional.default
+        if not (is_rrelu or node.target in _OVERWRITES):
+            continue
+        if is_rrelu and not (len(node.args) > 4 and node.args[4]):
+            continue  # not in training: the slope is a number
+        x = node.args[0]
+        with graph.inserting_before(node):
+            constant = graph.call_function(aten.detach.default, (x,))
+        constant.meta |= {"val": x.meta["val"], STAGE: node.meta[STAGE]}
+        node.update_arg(0, constant)
+        if not is_rrelu:
+            continue
+        value, noise = node.meta["val"]
+        with graph.inserting_after(node):
+            drawn = graph.call_function(operator.getitem, (node, 1))
+        with graph.inserting_after(drawn):
+            product = graph.call_function(aten.mul.Tensor, (x, drawn))
+        drawn.meta |= {"val": noise, STAGE: node.meta[STAGE]}
+        product.meta |= {"val": value, STAGE: node.meta[STAGE]}
+        for user in list(node.users):
+            if user.target is operator.getitem and user.args[1] == 0:
+                user.replace_all_uses_with(product)
+                graph.erase_node(user)
+
 
 def make_copies_differentiable(graph: fx.Graph) -> None:
     """Replace the functional ``copy(target, value)``, which has no derivative.

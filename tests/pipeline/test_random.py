@@ -68,6 +68,42 @@ def test_one_microbatch_draws_what_the_plain_function_draws() -> None:
     assert_same(step, expected)
 
 
+DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
+    # The derivative that torch has of it, once recorded, reads memory that nobody has written to.
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "rrelu_": lambda x: F.rrelu_(x * 1, training=True),
+    "rrelu in evaluation": lambda x: F.rrelu(x, training=False),
+    # Of what overwrites a value there is none.
+    "normal_": lambda x: x * x.clone().normal_(),
+    "uniform_": lambda x: x * x.clone().uniform_(),
+    "bernoulli_": lambda x: x * x.clone().bernoulli_(0.5),
+    "bernoulli_ of a tensor": lambda x: x * x.clone().bernoulli_(torch.full_like(x, 0.5)),
+    "exponential_ of a part": lambda x: (x.clone()[0].exponential_() * x).tanh(),
+    "geometric_": lambda x: x * x.clone().geometric_(0.5),
+    "log_normal_": lambda x: x * x.clone().log_normal_(),
+    "cauchy_": lambda x: x * x.clone().cauchy_(),
+}
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("layer", DRAWN.values(), ids=DRAWN)
+def test_gradient_of_a_cut_function_that_draws(layer: Any, remat: Any) -> None:
+    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
+        y = layer(fpipe.cut(x * w).sin())
+        return fpipe.cut(y * y).sum()
+
+    torch.manual_seed(0)
+    w, x = torch.randn(3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    own = w.clone().requires_grad_()
+    torch.manual_seed(1)
+    loss = loss_fn(own, x)
+    loss.backward()
+    schedule = schedules.zb_h1(ranks=3, microbatches=1)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, remat=remat, compile=False)
+    torch.manual_seed(1)
+    assert_same(pipe.step(w, x), fpipe.Step(loss.detach(), own.grad))
+
+
 def test_microbatches_draw_apart() -> None:
     def first(p: Tensor, x: Tensor) -> Tensor:
         return x * p + torch.rand(1)
