@@ -107,4 +107,5 @@ def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) 
 
 def _unit(x: Tensor, dim: int, eps: float) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
-    return x / _Kept.apply(norm, norm.detach().clamp_min(eps))
+    # The bound has no gradient of its own: below it that of the norm stays what it is.
+    return x / torch.where(norm < eps, eps + (norm - norm.detach()), norm)

@@ -103,6 +103,9 @@ LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
     "cosine": lambda x: x * F.cosine_similarity(x, x.roll(1, 0))[:, None],
     "cosine within its bound": lambda x: x * F.cosine_similarity(x, x.exp(), 0, 2.0),
     "cosine of all pairs": lambda x: x @ F.cosine_similarity(x[None, :3], x[:3, None], -1),
+    "cosine of each row": lambda x: (
+        x * torch.vmap(lambda row: F.cosine_similarity(row, x[0], 0, 2.0))(x)[:, None]
+    ),
     "cosine of other dtypes": lambda x: (
         x * F.cosine_similarity(x, torch.ones(3).int(), -1)[:, None]
     ),
