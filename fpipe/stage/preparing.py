@@ -8,6 +8,7 @@ otherwise do so for each microbatch, and keep the result of each until its backw
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -38,6 +39,8 @@ def unchanging(joint: Joint, live: Collection[fx.Node]) -> Unchanging:
         live: the nodes that its pieces may run.
     """
     leaving = {joint.nodes[name] for name in (*joint.outputs, *joint.gradients.values())}
+    # What returns several, one of which leaves, is run where that leaves from.
+    leaving |= {node.all_input_nodes[0] for node in leaving if node.target is operator.getitem}
     fixed: set[fx.Node] = set()
     cheap: set[fx.Node] = set()
     for node in joint.graph.nodes:

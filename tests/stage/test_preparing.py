@@ -112,3 +112,14 @@ def test_an_output_is_made_by_the_forward() -> None:
         return x @ weight, weight
 
     assert "exp" in ops(pieces_of(returning, rand(3, 3), X)["F"])
+
+
+def test_of_several_results_one_of_which_is_an_output() -> None:
+    # The op, whose results are no one value, was to be returned.
+    def returning(p: Tensor, x: Tensor) -> Any:
+        values, vectors = torch.linalg.eigh(p @ p.t())
+        return x @ vectors, values
+
+    pieces = pieces_of(returning, rand(3, 3), X)
+    assert "_linalg_eigh" in ops(pieces["F"])
+    assert "_linalg_eigh" not in ops(pieces[PREPARE])
