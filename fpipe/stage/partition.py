@@ -140,7 +140,9 @@ def partition(
     early = _choose_input_grad(whole, input_grads, starts, backward)
     available = kept | {n for n in early - cheap if _can_hold(n)}
     in_f = [n for n in checks if n not in backward]
-    in_b = [n for n in checks if n in backward]
+    # One on a cotangent that nobody hands back, for no gradient depends on it, would wait for it.
+    unasked = (placeholders & backward) - ancestors([*input_grads, *starts])
+    in_b = [n for n in checks if n in backward and unasked.isdisjoint(ancestors([n]))]
     deferred = set(whole) - early
     in_w = [n for n in in_b if not deferred.isdisjoint(_slice([n], kept)) or not early]
     in_i = [n for n in in_b if n not in in_w]

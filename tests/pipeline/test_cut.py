@@ -240,6 +240,24 @@ def test_value_of_which_a_stage_returns_no_derivative() -> None:
     torch.testing.assert_close((step.loss, step.grads), (loss, grads))
 
 
+def test_check_of_a_derivative_that_nobody_asks_for() -> None:
+    # That of a solve was run, with a cotangent that no stage hands back.
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        with torch.no_grad():
+            x = batch["x"] @ params["a"]
+        x = fpipe.cut(x)
+        solved = fpipe.cut(torch.linalg.solve(x.t() @ x + torch.eye(3, dtype=x.dtype), x.t()))
+        return (solved.t() @ params["b"]).square().mean()
+
+    params, batch = make_network()
+    pipe = fpipe.pipeline(
+        loss_fn, schedule=fpipe.schedules.zb_h1(ranks=3, microbatches=1), compile=False
+    )
+    step = pipe.step(params, batch)
+    grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
+    torch.testing.assert_close((step.loss, step.grads), (loss, grads))
+
+
 def halved(x: Tensor) -> Tensor:
     return torch.func.hessian(lambda v: (v * 2).abs())(x.mean()) + x.sum()
 
