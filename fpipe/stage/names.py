@@ -80,7 +80,7 @@ def _within(name: str, found: Any) -> Iterator[tuple[str, Any]]:
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     function = inspect.unwrap(function)
-    if not isinstance(function, FunctionType) or function.__module__.startswith("torch."):
+    if not isinstance(function, FunctionType) or (function.__module__ or "").startswith("torch."):
         return
     closure = inspect.getclosurevars(function)
     yield from closure.nonlocals.items()

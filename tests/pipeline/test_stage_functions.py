@@ -323,6 +323,13 @@ def test_partials_methods_and_modules() -> None:
     check([mlp_first, partial(scaled, 2.0), linear, Owner().method], params, MODEL.batch)
 
 
+def test_function_of_no_module() -> None:
+    # What it closes over was looked for as if it had one.
+    names: dict[str, Any] = {"torch": torch}
+    exec("def stage(p, x): return torch.tanh(x) * torch.tensor([1.0, 0, 2])", names)
+    check([mlp_first, names["stage"]], MODEL.params, MODEL.batch)
+
+
 def test_closed_over_tensors() -> None:
     shift = rand(3).requires_grad_()
 
