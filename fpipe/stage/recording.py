@@ -45,6 +45,7 @@ from fpipe.stage.rewrites import (
 from fpipe.stage.scripted import as_written
 from fpipe.stage.seeding import unseeded
 from fpipe.stage.sink import Sink
+from fpipe.stage.strided import number_elements
 from fpipe.stage.unseen import UnseenWrites
 from fpipe.stage.updates import keep_changed
 
@@ -135,6 +136,7 @@ class Recorder:
         calls.put_into(graph)
         make_copies_differentiable(graph)
         make_draws_differentiable(graph)
+        number_elements(self.name, graph)
         free_views_of_layout(graph)
         return_statistics(self.name, graph)
         draws: list[fx.Node] = []
