@@ -7,14 +7,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fpipe.convention import Dual
-from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import BatchError
 from fpipe.runtime.program import Program
-from fpipe.schedule import Schedule
-from fpipe.stage.workshop import Workshop
 from fpipe.transforms.derivative import derivative
 from fpipe.transforms.transformed import check_pipeline, refuse_choice
+from fpipe.transforms.wrapping import Wrapping
 
 
 class Jvp(NamedTuple):
@@ -59,7 +57,7 @@ class HvpAux(NamedTuple):
     aux: Any
 
 
-class Directional:
+class Directional(Wrapping):
     """A pipeline whose methods take a vector beside parameters and batch; `fpipe.hvp` makes one.
 
     A vector has the structure, shapes and dtypes of the parameters, or of the gradients, which have
@@ -71,13 +69,6 @@ class Directional:
         definition: all that it was made from.
         pipeline: the pipeline of dual stages that it runs.
     """
-
-    def __init__(self, definition: Definition, workshop: Workshop | None = None) -> None:
-        self.definition = definition
-        self.pipeline = Pipeline(definition, workshop)
-
-    def __repr__(self) -> str:
-        return f"<Directional {self.pipeline!r}>"
 
     def step(self, params: Any, batch: Any, vector: Any, key: Tensor | None = None) -> Any:
         """Loss, gradients and the product with the vector, from one forward and one backward.
@@ -128,15 +119,6 @@ class Directional:
         vectors = self._vectors(vector)
         found = self.pipeline.run_forward(params, batch, *vectors, key=key, out_dims=out_dims)
         return found._replace(loss=Jvp(*found.loss)) if self.definition.function else found
-
-    def with_schedule(self, schedule: Schedule) -> Directional:
-        """The same under another schedule, as `Pipeline.with_schedule`."""
-        pipe = self.pipeline.with_schedule(schedule)
-        return Directional(pipe.definition, pipe.workshop)
-
-    def local(self, params: Any) -> Any:
-        """As `Pipeline.local`, of parameters or a vector."""
-        return self.pipeline.local(params)
 
     def programs(self, params: Any, batch: Any, vector: Any) -> tuple[Program, ...]:
         """As `Pipeline.programs`."""

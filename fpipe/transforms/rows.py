@@ -16,10 +16,8 @@ from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError
 from fpipe.runtime.program import Program
-from fpipe.schedule import Schedule
 from fpipe.stage.joint import is_differentiable
 from fpipe.stage.sink import Sink
-from fpipe.stage.workshop import Workshop
 from fpipe.transforms.mapping import over, prefix_map
 from fpipe.transforms.plain import batched
 from fpipe.transforms.transformed import (
@@ -30,6 +28,7 @@ from fpipe.transforms.transformed import (
     refuse_choice,
     refuse_state,
 )
+from fpipe.transforms.wrapping import Wrapping
 
 
 class ExampleNorms(NamedTuple):
@@ -58,20 +57,13 @@ class ExampleNormsAux(NamedTuple):
     aux: Any
 
 
-class NormPipeline:
+class NormPipeline(Wrapping):
     """A pipeline that returns norms of gradients; `fpipe.per_example_norms` makes one.
 
     Attributes:
         definition: all that it was made from.
         pipeline: the pipeline that it runs.
     """
-
-    def __init__(self, definition: Definition, workshop: Workshop | None = None) -> None:
-        self.definition = definition
-        self.pipeline = Pipeline(definition, workshop)
-
-    def __repr__(self) -> str:
-        return f"<NormPipeline {self.pipeline!r}>"
 
     def step(self, params: Any, batch: Any, key: Tensor | None = None) -> Any:
         """Loss and gradient norm of each example, in the order of the rows of the batch.
@@ -88,15 +80,6 @@ class NormPipeline:
     def value(self, params: Any, batch: Any, key: Tensor | None = None) -> Tensor:
         """The loss of each example; runs forward only."""
         return self.pipeline.value(params, batch, key)
-
-    def with_schedule(self, schedule: Schedule) -> NormPipeline:
-        """The same under another schedule, as `Pipeline.with_schedule`."""
-        pipe = self.pipeline.with_schedule(schedule)
-        return NormPipeline(pipe.definition, pipe.workshop)
-
-    def local(self, params: Any) -> Any:
-        """As `Pipeline.local`."""
-        return self.pipeline.local(params)
 
     def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
         """As `Pipeline.programs`."""
