@@ -19,6 +19,7 @@ from fpipe.errors import BatchError, ScheduleError, StageError
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.verifier import verify
 from fpipe.stage.compiler import Compile
+from fpipe.stage.objective import Objective
 from fpipe.stage.remat import Remat
 from fpipe.stage.returns import Returns
 from fpipe.stage.sink import SUM, Sink
@@ -239,6 +240,18 @@ class Definition:
     def wanted(self) -> tuple[str, ...]:
         """The names in `argnums`."""
         return (self.argnums,) if isinstance(self.argnums, str) else self.argnums
+
+    @property
+    def objective(self) -> Objective:
+        """What the stages are differentiated for."""
+        return Objective(
+            returns=self.returns,
+            loss_shape=self.loss_shape,
+            argnums=self.wanted,
+            trainable=self.trainable,
+            accum_dtype=self.accum_dtype,
+            sink=self.sink,
+        )
 
     @property
     def setup(self) -> dict[str, str]:

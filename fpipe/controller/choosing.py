@@ -91,23 +91,13 @@ def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
         return FunctionTracer(
             definition.loss,
             definition.schedule.num_stages,
-            definition.accum_dtype,
-            definition.returns,
-            definition.has_key,
-            definition.trainable,
+            definition.objective,
+            has_key=definition.has_key,
             keyed=definition.keyed,
-            loss_shape=definition.loss_shape,
-            sink=definition.sink,
-            argnums=definition.wanted,
         )
     return ChainTracer(
         definition.stages,
         definition.loss,
-        definition.loss_shape,
-        definition.accum_dtype,
-        definition.stage_devices,
-        definition.sink,
-        definition.wanted,
-        definition.returns,
-        definition.trainable,
+        definition.objective,
+        devices=definition.stage_devices,
     )

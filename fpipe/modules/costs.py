@@ -26,6 +26,7 @@ from fpipe.stage.custom import Applied
 from fpipe.stage.cut import Segment
 from fpipe.stage.function import FunctionTracer
 from fpipe.stage.joint import Param, Upstream, is_view, nbytes_of
+from fpipe.stage.objective import Objective
 
 _CPU = torch.device("cpu")
 
@@ -85,7 +86,7 @@ def parts_of(
         microbatch,
         has_state=definition.has_state,
     )
-    tracer = FunctionTracer(whole.with_cuts(order), len(order) + 1, None, definition.returns)
+    tracer = FunctionTracer(whole.with_cuts(order), len(order) + 1, Objective(definition.returns))
     segments = tracer.segments(shape, microbatch)
     widths = _widths(segments)
     return tuple(

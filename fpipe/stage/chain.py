@@ -7,9 +7,9 @@ Stages with one function and one kind of inputs share a trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,20 +20,11 @@ from fpipe.errors import StageError
 from fpipe.shapes import Goal, TreeShape, ambient
 from fpipe.stage.abstract import Abstract, abstract_key
 from fpipe.stage.explain import describe, explain
-from fpipe.stage.joint import (
-    BatchLeaf,
-    Joint,
-    Key,
-    Param,
-    Source,
-    Upstream,
-    is_differentiable,
-)
-from fpipe.stage.returns import LOSS, Layout, Returns, Taken
-from fpipe.stage.sink import SUM, Sink
+from fpipe.stage.joint import BatchLeaf, Joint, Key, Param, Source, Upstream
+from fpipe.stage.objective import Objective
+from fpipe.stage.returns import Layout, Taken
 from fpipe.stage.stage import Stage
 from fpipe.stage.tracer import Leaves, Traced, check_output, trace
-from fpipe.stage.trainable import ALL, Trainable
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,42 +57,56 @@ NEXT = -1
 """Stands for the stage that follows, in a trace that several stages share."""
 
 
+class _Given(NamedTuple):
+    """What a stage is traced on.
+
+    Attributes:
+        params: its parameters.
+        trained: whether each leaf of `params` is trained.
+        x: what the stage before returns; of the first stage the microbatch.
+        x_sources: where each leaf of `x` comes from.
+        carries: whether each leaf of `x` carries a gradient.
+        batch: the microbatch.
+        rows: of the microbatch.
+    """
+
+    params: Abstract
+    trained: Sequence[bool]
+    x: Abstract
+    x_sources: Sequence[Source]
+    carries: Sequence[bool]
+    batch: Abstract
+    rows: int
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for what a stage cannot tell apart; where `x` comes from does not matter."""
+        trees = self.params.key, self.x.key, self.batch.key
+        return trees, tuple(self.trained), tuple(self.carries), self.rows
+
+
 class ChainTracer:
     """Traces chains; stages with one function and one kind of inputs are traced once.
 
     Args:
         stages: the stage functions.
         loss: ``(y, microbatch) -> loss``.
-        loss_shape: shape of the loss, with None for a size that the arguments tell.
-        accum_dtype: dtype to sum parameter gradients in, None for their own.
+        objective: what they are differentiated for.
         devices: the device of each stage, None to leave all values where they are.
-        sink: how parameter gradients are collected.
-        argnums: what gradients are taken by, ``"params"`` and ``"batch"``.
-        returns: what `loss` returns.
-        trainable: which parameters get a gradient.
     """
 
     def __init__(
         self,
         stages: Sequence[Stage],
         loss: Callable[[Any, Any], Any],
-        loss_shape: tuple[int | None, ...],
-        accum_dtype: torch.dtype | None,
+        objective: Objective,
+        *,
         devices: Sequence[torch.device] | None = None,
-        sink: Sink = SUM,
-        argnums: Collection[str] = ("params",),
-        returns: Returns = LOSS,
-        trainable: Trainable = ALL,
     ) -> None:
         self._stages = tuple(stages)
         self._loss = loss
-        self._loss_shape = loss_shape
-        self._accum_dtype = accum_dtype
+        self._objective = objective
         self._devices = devices
-        self._sink = sink
-        self._argnums = frozenset(argnums)
-        self._returns = returns
-        self._trainable = trainable
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._traces: dict[Any, Traced] = {}
 
@@ -121,12 +126,12 @@ class ChainTracer:
         """
         params = [Abstract.of(shape, self._mode) for shape in shapes]
         batch = Abstract.of(microbatch, self._mode)
-        flags = self._trainable.flags([shape.spec for shape in shapes], shared=False)
+        flags = self._objective.trainable.flags([shape.spec for shape in shapes], shared=False)
         traced: list[Traced] = []
         labels = []
         x = batch
         x_sources: list[Source] = [BatchLeaf(i) for i in range(len(batch.values))]
-        carries = [self._wants("batch", value) for value in batch.values]
+        carries = [self._objective.is_by("batch", value) for value in batch.values]
         last = len(self._stages) - 1
         for index, stage in enumerate(self._stages):
             labels.append(f"stage {index} ({stage.label})")
@@ -134,14 +139,18 @@ class ChainTracer:
             x, here = self._placed(x, index), self._placed(batch, index)
             self._check_device(labels[-1], params[index], index)
             how = (stage.reads_batch, stage.reads_key, with_loss, goal == "step", index == 0)
-            shapes_of = (params[index].key, flags[index], x.key, tuple(carries), here.key, rows)
-            key = (id(stage.fn), how, shapes_of, ambient())
+            given = _Given(params[index], flags[index], x, x_sources, carries, here, rows)
+            key = (id(stage.fn), how, given.key, ambient())
             if key not in self._traces:
+                giver = f"what {labels[-2]} returns" if index else "a microbatch"
                 self._traces[key] = self._trace(
-                    labels[-1], labels[-2] if index else None, stage, params[index], flags[index],
-                    x, x_sources, carries, here, with_loss=with_loss,
-                    differentiate=goal == "step", rows=rows,
-                )  # fmt: skip
+                    labels[-1],
+                    stage,
+                    given,
+                    giver,
+                    with_loss=with_loss,
+                    differentiate=goal == "step",
+                )
             result = self._traces[key]
             result = replace(result, joint=_seen_from(result.joint, index))
             traced.append(result)
@@ -157,11 +166,7 @@ class ChainTracer:
 
     def frozen(self, shapes: Sequence[TreeShape]) -> frozenset[tuple[int, int]]:
         """Stage and leaf of the parameters that are not trained."""
-        return self._trainable.frozen([shape.spec for shape in shapes], shared=False)
-
-    def _wants(self, argument: str, value: Tensor) -> bool:
-        """Whether the gradient by a leaf of an argument is asked for, and exists."""
-        return argument in self._argnums and is_differentiable(value)
+        return self._objective.trainable.frozen([shape.spec for shape in shapes], shared=False)
 
     def _placed(self, values: Abstract, index: int) -> Abstract:
         """The same leaves on the device of a stage."""
@@ -183,22 +188,17 @@ class ChainTracer:
     def _trace(
         self,
         label: str,
-        before: str | None,
         stage: Stage,
-        params: Abstract,
-        trained: Sequence[bool],
-        x: Abstract,
-        x_sources: Sequence[Source],
-        carries: Sequence[bool],
-        batch: Abstract,
+        given: _Given,
+        giver: str,
         *,
         with_loss: bool,
         differentiate: bool,
-        rows: int,
     ) -> Traced:
+        params, x, batch = given.params, given.x, given.batch
+        objective = self._objective
         n_params, n_x, n_b = len(params.values), len(x.values), len(batch.values)
         keys = [abstract_key(batch, self._mode)] if stage.reads_key else []
-        giver = f"what {before} returns" if before else "a microbatch"
         inputs = describe("x", tree.unflatten(x.spec, x.values))
 
         def function(leaves: Sequence[Any]) -> Any:
@@ -219,7 +219,7 @@ class ChainTracer:
                 values=(*params.values, *x.values, *batch.values, *keys),
                 sources=(
                     *(Param(i) for i in range(n_params)),
-                    *x_sources,
+                    *given.x_sources,
                     *(BatchLeaf(i) for i in range(n_b)),
                     *(Key(of_stage=True) for _ in keys),
                 ),
@@ -231,23 +231,23 @@ class ChainTracer:
                 ),
                 differentiable=(
                     *(
-                        flag and self._wants("params", value)
-                        for flag, value in zip(trained, params.values, strict=True)
+                        flag and objective.is_by("params", value)
+                        for flag, value in zip(given.trained, params.values, strict=True)
                     ),
-                    *carries,
-                    *(self._wants("batch", v) for v in batch.values),
+                    *given.carries,
+                    *(objective.is_by("batch", v) for v in batch.values),
                     *(False for _ in keys),
                 ),
                 given=f"{giver} ({inputs})",
             ),
             self._mode,
             differentiate=differentiate,
-            accum_dtype=self._accum_dtype,
+            accum_dtype=objective.accum_dtype,
             origin=(stage.fn, self._loss) if with_loss else stage.fn,
             # Of what comes with the loss the loss alone is differentiated.
             readers=lambda leaf: () if with_loss and leaf else (NEXT,),
-            sink=self._sink,
-            rows=rows,
+            sink=objective.sink,
+            rows=given.rows,
         )
 
     def _loss_of(self, label: str, y: Any, microbatch: Any) -> Taken:
@@ -259,7 +259,8 @@ class ChainTracer:
         except Exception as error:
             given = f"{describe('y', y)}, {describe('microbatch', microbatch)}"
             raise explain(name, error, given) from error
-        return self._returns.take(f"{name} is", "loss(y, microbatch)", loss, self._loss_shape)
+        returns, shape = self._objective.returns, self._objective.loss_shape
+        return returns.take(f"{name} is", "loss(y, microbatch)", loss, shape)
 
 
 def _seen_from(joint: Joint, index: int) -> Joint:

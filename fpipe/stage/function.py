@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from fpipe import tree
@@ -25,20 +24,10 @@ from fpipe.stage.abstract import Abstract, abstract_key
 from fpipe.stage.alike import likeness, seen_from
 from fpipe.stage.chain import Chain
 from fpipe.stage.cut import Segment
-from fpipe.stage.joint import (
-    BatchLeaf,
-    Key,
-    Param,
-    Source,
-    StateLeaf,
-    Upstream,
-    is_differentiable,
-)
+from fpipe.stage.joint import BatchLeaf, Key, Param, Source, StateLeaf, Upstream
+from fpipe.stage.objective import Objective
 from fpipe.stage.recording import Recorder
-from fpipe.stage.returns import Returns
-from fpipe.stage.sink import SUM, Sink
 from fpipe.stage.tracer import Leaves, Traced, trace
-from fpipe.stage.trainable import ALL, Trainable
 from fpipe.stage.updates import updates_of
 
 
@@ -49,40 +38,35 @@ class FunctionTracer:
         loss_fn: ``(params, batch) -> scalar``, with a `fpipe.cut` between stages; with a state
             ``(params, state, batch) -> (scalar, state)``.
         num_stages: of the schedule: one more than the cuts that it must execute.
-        accum_dtype: dtype to sum parameter gradients in, None for their own.
-        returns: what it returns.
+        objective: what it is differentiated for.
         has_key: it is called with the key of the microbatch, as the keyword argument ``key``.
-        trainable: which parameters get a gradient.
         keyed: what it draws, it draws from the key of the microbatch, which it is not called with.
-        loss_shape: shape of the loss, with None for a size that the arguments tell.
-        sink: how parameter gradients are collected.
-        argnums: what gradients are taken by, ``"params"`` and ``"batch"``.
     """
 
     def __init__(
         self,
         loss_fn: Callable[..., Any],
         num_stages: int,
-        accum_dtype: torch.dtype | None,
-        returns: Returns,
-        has_key: bool = False,
-        trainable: Trainable = ALL,
+        objective: Objective,
         *,
+        has_key: bool = False,
         keyed: bool = False,
-        loss_shape: tuple[int | None, ...] = (),
-        sink: Sink = SUM,
-        argnums: Collection[str] = ("params",),
     ) -> None:
-        by_batch = "batch" in argnums
+        self._objective = objective
         self._record = Recorder(
-            loss_fn, num_stages, returns, has_key, keyed, loss_shape, sink, by_batch
+            loss_fn=loss_fn,
+            num_stages=num_stages,
+            returns=objective.returns,
+            has_key=has_key,
+            keyed=keyed,
+            loss_shape=objective.loss_shape,
+            sink=objective.sink,
+            by_batch="batch" in objective.argnums,
         )
         self._mode = self._record.mode
-        self._accum_dtype = accum_dtype
-        self._sink = sink
-        self._by_params, self._by_batch = "params" in argnums, by_batch
         # The state comes with the parameters, after them.
-        self._trainable = replace(trainable, within=(0,)) if returns.state else trainable
+        own = objective.trainable
+        self._trainable = replace(own, within=(0,)) if objective.returns.state else own
 
     def __call__(
         self, shapes: Sequence[TreeShape], microbatch: TreeShape, goal: Goal, rows: int = 1
@@ -113,7 +97,8 @@ class FunctionTracer:
         results = results[: len(results) - len(updates)]
         frozen = self.frozen(shapes)
         trained = [
-            self._by_params and (0, leaf) not in frozen for leaf in range(len(params.values))
+            (0, leaf) not in frozen and self._objective.is_by("params", value)
+            for leaf, value in enumerate(params.values)
         ]
         tied = self._tied(parts)
         traced: list[Traced] = []
@@ -144,7 +129,7 @@ class FunctionTracer:
 
     def _tied(self, parts: Sequence[Segment]) -> frozenset[Source]:
         """The parameters that several parts read, where their gradients are not kept whole."""
-        if self._sink.fold is None:
+        if self._objective.sink.fold is None:
             return frozenset()
         counts = Counter(source for part in parts for source in part.sources)
         return frozenset(source for source, count in counts.items() if count > 1)
@@ -167,10 +152,10 @@ class FunctionTracer:
             leaves,
             self._mode,
             differentiate=differentiate,
-            accum_dtype=self._accum_dtype,
+            accum_dtype=self._objective.accum_dtype,
             origin=self._record.loss_fn,
             readers=part.readers.__getitem__,
-            sink=self._sink,
+            sink=self._objective.sink,
             rows=rows,
             tied=[source for source in part.sources if source in tied],
         )
@@ -201,7 +186,7 @@ class FunctionTracer:
                 case Param(leaf):
                     values.append(params.values[leaf])
                     paths.append(param_paths[leaf])
-                    differentiable.append(trained[leaf] and is_differentiable(params.values[leaf]))
+                    differentiable.append(trained[leaf])
                 case StateLeaf(leaf):
                     values.append(params.values[leaf])
                     paths.append(param_paths[leaf])
@@ -209,7 +194,7 @@ class FunctionTracer:
                 case BatchLeaf(leaf):
                     values.append(batch.values[leaf])
                     paths.append("batch" + batch_paths[leaf])
-                    differentiable.append(self._by_batch and is_differentiable(batch.values[leaf]))
+                    differentiable.append(self._objective.is_by("batch", batch.values[leaf]))
                 case Key():
                     values.append(abstract_key(batch, self._mode))  # each is an argument of its own
                     paths.append("key")

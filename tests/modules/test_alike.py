@@ -8,7 +8,7 @@ from fpipe.modules.loss import ModuleLoss
 from fpipe.shapes import TreeShape
 from fpipe.stage.function import FunctionTracer
 from fpipe.stage.joint import Param
-from fpipe.stage.returns import LOSS
+from fpipe.stage.objective import Objective
 from fpipe.tree import flatten
 from tests.modules.models import CUTS, detached, language_model, make_batch
 
@@ -17,7 +17,7 @@ def test_middle_blocks_share_a_trace_under_their_own_names() -> None:
     module = language_model()
     params, spec = flatten(detached(module))
     batch, batch_spec = flatten(make_batch(2))
-    tracer = FunctionTracer(ModuleLoss(module, CUTS, None), 4, None, LOSS)
+    tracer = FunctionTracer(ModuleLoss(module, CUTS, None), 4, Objective())
     shape = TreeShape.of(spec, params)
     chain = tracer([shape] * 4, TreeShape.of(batch_spec, batch), "step", 2)
     first, second, third, last = (stage.joint for stage in chain.stages)

@@ -13,7 +13,7 @@ from fpipe import random
 from fpipe.modules.loss import ModuleLoss
 from fpipe.shapes import TreeShape
 from fpipe.stage.function import FunctionTracer
-from fpipe.stage.returns import LOSS
+from fpipe.stage.objective import Objective
 from fpipe.tree import flatten
 from tests.modules.hugging_face import LIBRARY, cross_entropy
 from tests.modules.models import detached
@@ -131,7 +131,7 @@ def test_quantised_model_equals_itself_unpipelined(
 def test_layers_with_the_same_calls_are_alike(model: Model) -> None:
     params, spec = flatten(detached(model))
     batch, batch_spec = flatten(make_batch(2))
-    tracer = FunctionTracer(ModuleLoss(model, CUTS, squares), 4, None, LOSS)
+    tracer = FunctionTracer(ModuleLoss(model, CUTS, squares), 4, Objective())
     shape = TreeShape.of(spec, params)
     chain = tracer([shape] * 4, TreeShape.of(batch_spec, batch), "step", 2)
     _, second, third, last = (stage.joint for stage in chain.stages)

@@ -21,6 +21,7 @@ from fpipe.stage.assembling import assemble, live_leaves
 from fpipe.stage.chain import ChainTracer
 from fpipe.stage.code import StageCode
 from fpipe.stage.compiler import Call, Compiler
+from fpipe.stage.objective import Objective
 from fpipe.stage.partition import Policy
 from fpipe.stage.remat import save_all
 from fpipe.stage.stage import Stage
@@ -43,7 +44,7 @@ def _codes(
     microbatch: TreeShape,
     policy: Policy,
 ) -> tuple[StageCode, ...]:
-    tracer = ChainTracer([Stage(stage) for stage in stages], loss, (), None)
+    tracer = ChainTracer([Stage(stage) for stage in stages], loss, Objective())
     chain = tracer(shapes, microbatch, "step")
     return assemble(chain, live_leaves([chain]), policy, Compiler(False))
 
