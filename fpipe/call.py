@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from fpipe import tree
-from fpipe.derived import of_members
+from fpipe.derived import Callee, Method, of_members
 from fpipe.draws import generators
 from fpipe.errors import FpipeError
 from fpipe.rules import pull_back, push_forward
@@ -57,8 +57,8 @@ class Call:
         device: the default one where the call is made; within an operation torch forgets it.
     """
 
-    pipe: Any
-    method: str
+    pipe: Callee
+    method: Method
     spec: optree.PyTreeSpec
     options: dict[str, Any] = field(default_factory=dict)
     differentiable: bool = False
@@ -92,6 +92,16 @@ class Call:
         self.drew = not all(map(torch.equal, before, after)) and self.pipe.workshop.may_draw
         outputs, self.made = tree.flatten(made)
         return tuple(outputs)
+
+    def another(
+        self,
+        pipe: Callee,
+        method: Method,
+        spec: optree.PyTreeSpec,
+        made: optree.PyTreeSpec | None = None,
+    ) -> Call:
+        """Another call with the same options; it can be differentiated as this one can."""
+        return replace(self, pipe=pipe, method=method, spec=spec, made=made)
 
     def of_members(
         self, leaves: Sequence[Tensor], dims: Sequence[int | None], size: int, randomness: str

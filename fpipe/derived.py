@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
@@ -21,9 +21,12 @@ from fpipe.transforms.derivative import derivative
 from fpipe.transforms.ensemble import ensemble
 from fpipe.transforms.mapping import prefix_map
 
+Method = Literal["step", "value", "run_step", "run_value", "run_forward"]
+"""The methods of a pipeline that calls within autograd and `torch.func` are made of."""
+
 
 class Callee(Protocol):
-    """What a pipeline is to this module.
+    """What a pipeline is to a call of it.
 
     Attributes:
         definition: all that it was made from.
@@ -40,7 +43,7 @@ class Callee(Protocol):
     def __init__(self, definition: Definition, *, workshop: Workshop | None = None) -> None: ...
 
 
-def choosing(pipe: Callee, names: tuple[str, ...]) -> Any:
+def choosing(pipe: Callee, names: tuple[str, ...]) -> Callee:
     """The pipeline whose gradients are those by the arguments that `names` has, as a tuple."""
     if pipe.definition.argnums == names:
         return pipe
@@ -49,7 +52,7 @@ def choosing(pipe: Callee, names: tuple[str, ...]) -> Any:
     return _kept(pipe, names, lambda: replace(pipe.definition, argnums=names), workshop)
 
 
-def of_members(pipe: Callee, in_dims: tuple[Any, ...], randomness: str, key: Any) -> Any:
+def of_members(pipe: Callee, in_dims: tuple[Any, ...], randomness: str, key: Any) -> Callee:
     """The pipeline of all members.
 
     Args:
@@ -66,14 +69,14 @@ def of_members(pipe: Callee, in_dims: tuple[Any, ...], randomness: str, key: Any
     return _kept(pipe, key, make)
 
 
-def alone(pipe: Callee) -> Any:
+def alone(pipe: Callee) -> Callee:
     """The pipeline of one member of an ensemble."""
     assert pipe.definition.alone is not None
     one = pipe.definition.alone[0]
     return _kept(pipe, "alone", lambda: replace(one, schedule=pipe.definition.schedule))
 
 
-def moving(pipe: Callee) -> Any:
+def moving(pipe: Callee) -> Callee:
     """The pipeline of dual stages, which takes a vector for the parameters and one for the batch.
 
     Raises:
@@ -82,7 +85,7 @@ def moving(pipe: Callee) -> Any:
     return _kept(pipe, "moving", lambda: _dual(pipe.definition, stacked=False))
 
 
-def bent(pipe: Callee) -> Any:
+def bent(pipe: Callee) -> Callee:
     """The same of a pipeline with vectors in the shapes of the gradients.
 
     Members of an ensemble who share a parameter have a gradient each, and so a direction each.
@@ -97,7 +100,7 @@ def bent(pipe: Callee) -> Any:
 
 def _kept(
     pipe: Callee, key: Any, make: Callable[[], Definition], workshop: Workshop | None = None
-) -> Any:
+) -> Callee:
     """The pipeline that `pipe` keeps under `key`, made when it is first asked for."""
     if key not in pipe.derived:
         definition = make()

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.call import Call
-from fpipe.definition import ARGUMENTS, Definition
-from fpipe.derived import choosing
+from fpipe.definition import ARGUMENTS
+from fpipe.derived import Callee, choosing
 from fpipe.errors import FpipeError
 
 
@@ -25,12 +25,12 @@ def is_tracked(leaves: Sequence[Any]) -> bool:
     )
 
 
-def has_history(pipe: Any) -> bool:
+def has_history(pipe: Callee) -> bool:
     """Whether the pipeline's loss, or losses, can be differentiated."""
     return pipe.definition.convention.weigh is not None
 
 
-def tracked_value(pipe: Any, *arguments: Any, **options: Any) -> Any:
+def tracked_value(pipe: Callee, *arguments: Any, **options: Any) -> Any:
     """The loss, or losses, with history.
 
     Args:
@@ -45,7 +45,7 @@ def tracked_value(pipe: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def tracked_step(
-    pipe: Any, wanted: tuple[str, ...], *arguments: Any, **options: Any
+    pipe: Callee, wanted: tuple[str, ...], *arguments: Any, **options: Any
 ) -> tuple[Any, ...]:
     """The loss and the gradients, with history; arguments and errors are those of `tracked_value`.
 
@@ -56,7 +56,7 @@ def tracked_step(
         ``(loss, grads)``, the gradients as a tuple, and aux if there is any.
     """
     leaves, spec = tree.flatten(arguments)
-    definition: Definition = pipe.definition
+    definition = pipe.definition
     tracked = {
         name
         for name, own in zip(definition.along, arguments, strict=True)

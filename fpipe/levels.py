@@ -22,6 +22,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from fpipe import tree
 from fpipe.call import Call, refuse
+from fpipe.derived import Callee, Method
 from fpipe.history import has_history, is_tracked, tracked_step, tracked_value
 from fpipe.results import Step, StepAux
 
@@ -42,7 +43,7 @@ def _is_forward_mode() -> bool:
 
 
 @_disable_dynamo
-def call_within(pipe: Any, method: str, *arguments: Any, **options: Any) -> Any:
+def call_within(pipe: Callee, method: Method, *arguments: Any, **options: Any) -> Any:
     """Call a method of a pipeline within the innermost transform of `torch.func`.
 
     Args:
@@ -79,7 +80,7 @@ def call_within(pipe: Any, method: str, *arguments: Any, **options: Any) -> Any:
         return getattr(pipe, method)(*tree.unflatten(spec, leaves), **options)
 
 
-def _call_outside(pipe: Any, method: str, *arguments: Any, **options: Any) -> Any:
+def _call_outside(pipe: Callee, method: Method, *arguments: Any, **options: Any) -> Any:
     """Call a method where no transform of `torch.func` is at work."""
     if not _is_forward_mode():
         return getattr(pipe, method)(*arguments, **options)
@@ -90,7 +91,7 @@ def _call_outside(pipe: Any, method: str, *arguments: Any, **options: Any) -> An
 
 
 def _tracked(
-    pipe: Any, method: str, kind: str, arguments: tuple[Any, ...], options: dict[str, Any]
+    pipe: Callee, method: Method, kind: str, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> Any:
     """A call whose result may be differentiated."""
     if not has_history(pipe) or method not in ("value", "run_value", "step", "run_step"):
@@ -107,7 +108,9 @@ def _tracked(
     return StepAux(loss, grads, *aux) if aux else Step(loss, grads)
 
 
-def _moving(pipe: Any, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _moving(
+    pipe: Callee, method: Method, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
     """A call whose arguments have tangents."""
     if pipe.rank is not None:
         raise refuse("Jvp")

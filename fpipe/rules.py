@@ -13,21 +13,49 @@ parameters and batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, Self
 
+import optree
 import torch
 from torch import Tensor
 
 from fpipe import tree
 from fpipe.convention import scaled
 from fpipe.definition import ARGUMENTS, Definition
-from fpipe.derived import alone, bent, choosing, moving
+from fpipe.derived import Callee, Method, alone, bent, choosing, moving
 from fpipe.errors import FpipeError
 from fpipe.transforms.ensemble import stacked_along
 
 Trees = dict[int, Any]
 """Gradients of the arguments of a call, by their places among them."""
+
+
+class Differentiable(Protocol):
+    """What a call is to this module: `fpipe.call.Call` says more of each."""
+
+    pipe: Callee
+    method: Method
+    spec: optree.PyTreeSpec
+    drew: bool
+
+    @property
+    def places(self) -> Any:
+        """The arguments with the number of each leaf in its place."""
+
+    def enter(self, leaves: Sequence[Tensor]) -> Any:
+        """Make the call."""
+
+    def result(self, outputs: Sequence[Any]) -> Any:
+        """The result whose leaves are `outputs`."""
+
+    def another(
+        self,
+        pipe: Callee,
+        method: Method,
+        spec: optree.PyTreeSpec,
+        made: optree.PyTreeSpec | None = None,
+    ) -> Self:
+        """Another call with the same options; it can be differentiated as this one can."""
 
 
 def third() -> FpipeError:
@@ -39,7 +67,7 @@ def third() -> FpipeError:
 
 
 def pull_back(
-    call: Any,
+    call: Differentiable,
     leaves: Sequence[Tensor],
     outputs: Sequence[Tensor],
     cotangents: Sequence[Tensor | None],
@@ -58,7 +86,7 @@ def pull_back(
         FpipeError: there is no such derivative, or it would draw other random numbers.
     """
     arguments = call.places
-    definition: Definition = call.pipe.definition
+    definition = call.pipe.definition
     names = _needed(definition, arguments, needed)
     weights = call.result(cotangents)
     if call.method == "run_value":
@@ -85,7 +113,7 @@ def pull_back(
 
 
 def push_forward(
-    call: Any, leaves: Sequence[Tensor], tangents: Sequence[Tensor | None]
+    call: Differentiable, leaves: Sequence[Tensor], tangents: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """The derivative of each leaf of a call's result, in the direction of `tangents`.
 
@@ -118,9 +146,11 @@ def _needed(
     return tuple(name for name in ARGUMENTS if name in wanted)
 
 
-def _made(call: Any, leaves: Sequence[Tensor], weights: Any, names: tuple[str, ...]) -> Trees:
+def _made(
+    call: Differentiable, leaves: Sequence[Tensor], weights: Any, names: tuple[str, ...]
+) -> Trees:
     """Weighed gradients of the losses by arguments, from a step that is made for them."""
-    definition: Definition = call.pipe.definition
+    definition = call.pipe.definition
     if call.pipe.rank is not None:
         raise FpipeError(
             f"a pipeline over processes was differentiated by {' and '.join(names)} when its step "
@@ -130,23 +160,23 @@ def _made(call: Any, leaves: Sequence[Tensor], weights: Any, names: tuple[str, .
     if definition.alone is not None and "batch" in names:
         return _of_each_member(call, leaves, weights, names)
     _refuse_redrawing(call)
-    own = _call(call, choosing(call.pipe, names), "run_step", call.spec, leaves)[1]
+    own = call.another(choosing(call.pipe, names), "run_step", call.spec).enter(leaves)[1]
     arguments = call.places
     return _weighed(definition, arguments, dict(zip(names, own, strict=True)), weights)
 
 
 def _of_each_member(
-    call: Any, leaves: Sequence[Tensor], weights: Any, names: tuple[str, ...]
+    call: Differentiable, leaves: Sequence[Tensor], weights: Any, names: tuple[str, ...]
 ) -> Trees:
     """What `_made` returns for an ensemble: each member's own, summed where members share."""
-    definition: Definition = call.pipe.definition
+    definition = call.pipe.definition
     assert definition.alone is not None
     arguments = call.places
     named = list(zip(definition.along, arguments, strict=True))
     needed = [name in names for name, argument in named for _ in tree.flatten(argument)[0]]
     dims = stacked_along(definition, tree.unflatten(call.spec, leaves))
     cotangents, spec = tree.flatten(weights)
-    one = replace(call, pipe=alone(call.pipe), method="run_value", made=spec)
+    one = call.another(alone(call.pipe), "run_value", call.spec, made=spec)
     places: list[int] = []
 
     def of_one(*values: Tensor) -> list[Tensor]:
@@ -209,14 +239,14 @@ def _weighed(
 
 
 def _products(
-    call: Any,
+    call: Differentiable,
     leaves: Sequence[Tensor],
     loss: Tensor,
     vectors: Sequence[Any],
     names: tuple[str, ...],
 ) -> Trees:
     """The second derivative, applied to vectors in the structure of the gradients."""
-    definition: Definition = call.pipe.definition
+    definition = call.pipe.definition
     if definition.sink.join is not None:
         raise FpipeError(
             "gradients of single examples were differentiated again, each in a direction of its "
@@ -233,8 +263,8 @@ def _products(
 
 
 def _moved(
-    call: Any,
-    dual: Callable[[Any], Any],
+    call: Differentiable,
+    dual: Callable[[Callee], Callee],
     leaves: Sequence[Tensor],
     vectors: Sequence[Any],
     names: tuple[str, ...] = (),
@@ -251,13 +281,8 @@ def _moved(
     flat, spec = tree.flatten((*tree.unflatten(call.spec, leaves), *vectors))
     pipe = dual(call.pipe)
     if names:
-        return _call(call, choosing(pipe, names), "run_step", spec, flat)
-    return _call(call, pipe, "run_value", spec, flat)
-
-
-def _call(call: Any, pipe: Any, method: str, spec: Any, leaves: Sequence[Tensor]) -> Any:
-    """Another call with the same options; it can be differentiated as this one can."""
-    return replace(call, pipe=pipe, method=method, spec=spec, made=None).enter(leaves)
+        return call.another(choosing(pipe, names), "run_step", spec).enter(flat)
+    return call.another(pipe, "run_value", spec).enter(flat)
 
 
 def _vector(places: Any, directions: Sequence[Tensor | None], like: Sequence[Tensor]) -> Any:
@@ -277,7 +302,7 @@ def _add(found: Trees, more: Trees) -> None:
         found[place] = tree.tree_map(torch.add, found[place], value) if place in found else value
 
 
-def _refuse_redrawing(call: Any) -> None:
+def _refuse_redrawing(call: Differentiable) -> None:
     if call.drew:
         raise FpipeError(
             "a derivative of a pipeline runs it again, but its stages draw from torch's generator, "
