@@ -5,8 +5,9 @@ would run it member by member; for a query that may look at no key its plain mat
 finite one. The normalisations have forward-mode rules, but the derivative of those by the input is
 silently wrong (pytorch #196699 and #196700: the saved mean and deviation are taken for constants),
 as is some linear algebra, and that of a gated unit does not exist. That of ``logcumsumexp`` loses
-its digits. Recurrent layers have no batching rules, and what `vmap` makes of ``select_scatter`` has
-another gradient. Written out, all are right.
+its digits, and ``lerp_``, of which quantiles are made, fails on abstract tensors within a `jvp`.
+Recurrent layers have no batching rules, and what `vmap` makes of ``select_scatter`` has another
+gradient. Written out, all are right.
 """
 
 from __future__ import annotations
@@ -244,6 +245,57 @@ def _logcumsumexp(input: Tensor, dim: int) -> Tensor:
     return torch.where(earlier, values, -torch.inf).logsumexp(-1).movedim(-1, dim)
 
 
+def _lerp_(input: Tensor, end: Tensor, weight: Any) -> Tensor:
+    # The abstract kernel of the update in place looks for an overload, and prints its arguments for
+    # each that does not fit. That fails within a jvp, and so does every jvp of the thread after it.
+    return input.copy_(torch.lerp(input.clone(), end, weight))
+
+
+def _quantile(
+    input: Tensor,
+    q: float | Tensor,
+    dim: int | None = None,
+    keepdim: bool = False,
+    *,
+    interpolation: str = "linear",
+) -> Tensor:
+    length = input.numel() if dim is None else input.shape[dim]
+    return _interpolated(torch.quantile, input, q, dim, keepdim, interpolation, length)
+
+
+def _nanquantile(
+    input: Tensor,
+    q: float | Tensor,
+    dim: int | None = None,
+    keepdim: bool = False,
+    *,
+    interpolation: str = "linear",
+) -> Tensor:
+    count = input.isnan().logical_not().sum(dim, keepdim)
+    return _interpolated(torch.nanquantile, input, q, dim, keepdim, interpolation, count)
+
+
+def _interpolated(
+    func: Callable[..., Tensor],
+    input: Tensor,
+    q: float | Tensor,
+    dim: int | None,
+    keepdim: bool,
+    interpolation: str,
+    length: int | Tensor,
+) -> Tensor:
+    """A quantile; torch interpolates by an update in place, as in `_lerp_`."""
+    if interpolation not in ("linear", "midpoint"):
+        return func(input, q, dim, keepdim, interpolation=interpolation)
+    below = func(input, q, dim, keepdim, interpolation="lower")
+    above = func(input, q, dim, keepdim, interpolation="higher")
+    if interpolation == "midpoint":
+        return torch.lerp(below, above, 0.5)
+    at = q if isinstance(q, Tensor) else below.new_tensor(q)
+    rank = at.view((*at.shape, *(1 for _ in below.shape[at.dim() :]))) * (length - 1)
+    return torch.lerp(below, above, (rank - rank.floor()).expand(below.shape))
+
+
 def _taken_apart(func: Callable[..., Any], op: torch._ops.OpOverload) -> Callable[..., Any]:
     """A recurrent layer in steps; one of packed sequences, whose weights come fourth, as it is."""
 
@@ -280,6 +332,11 @@ _SMOOTH: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
     torch.logcumsumexp: _logcumsumexp,
     Tensor.logcumsumexp: _logcumsumexp,
+    Tensor.lerp_: _lerp_,
+    torch.quantile: _quantile,
+    Tensor.quantile: _quantile,
+    torch.nanquantile: _nanquantile,
+    Tensor.nanquantile: _nanquantile,
     **LINEAR,
     **{func: _refused(func, instead) for func, instead in UNKNOWN.items()},
 }

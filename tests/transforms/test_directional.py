@@ -231,6 +231,13 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "slogdet": lambda x: torch.linalg.slogdet(x[:, 1:]).logabsdet,
     "slogdet of complex numbers": lambda x: torch.complex(x[:, 1:], x[:, :3]).slogdet()[0].imag,
     "logdet": lambda x: torch.logdet(x @ x.T),
+    "lerp_": lambda x: (x * 2).lerp_(x.sin(), x.cos()),
+    "quantile": lambda x: torch.stack([x.quantile(0.3), torch.quantile(x, 0.5)]),
+    "quantile of rows": lambda x: x.quantile(0.3, 1, interpolation="midpoint"),
+    "quantiles": lambda x: torch.quantile(x, torch.tensor([0.3, 0.9]).to(x), 0, True),
+    "lower quantile": lambda x: x.quantile(0.3, 1, interpolation="lower"),
+    "nanquantile": lambda x: x.where(x < x.max(), torch.nan).nanquantile(0.3, 1),
+    "nanquantiles": lambda x: torch.nanquantile(x, torch.tensor([0.3, 0.9]).to(x)),
     "logdet of complex numbers": lambda x: torch.complex(x[:, 1:], x[:, :3]).logdet().imag,
 }  # fmt: skip
 
