@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.func import vjp
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +21,8 @@ from fpipe import tree
 from fpipe.stage.custom import CALL, Calls, recording_calls
 from fpipe.stage.explain import Untraceable
 from fpipe.stage.joint import is_differentiable
+
+T = TypeVar("T")
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
@@ -31,6 +34,17 @@ def with_gradients() -> Iterator[None]:
     # To torch 2.11 inference mode means no derivatives even where gradients are enabled again.
     with torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+def undifferentiated(function: Callable[[], T]) -> T:
+    """What `function` returns, recorded like one that is differentiated, by nothing.
+
+    `functionalize` takes what a composite operation returns for a new value, also where it is its
+    argument, as for ``x.type_as(x)``, so that a write to it would not reach that. Under a `vjp`
+    composite operations are taken apart before.
+    """
+    result: Any = vjp(lambda nothing: (nothing, function()), torch.zeros(()), has_aux=True)
+    return result[2]
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from fpipe.stage.factors import OneDtype
 from fpipe.stage.joint import BatchLeaf, Key, Param, Source, StateLeaf, Upstream, is_differentiable
 from fpipe.stage.keyed import draw_from_keys
 from fpipe.stage.known import Known
-from fpipe.stage.nograd import keeping_detached, with_gradients
+from fpipe.stage.nograd import keeping_detached, undifferentiated, with_gradients
 from fpipe.stage.peeking import WithoutPeeking
 from fpipe.stage.purity import WriteGuard
 from fpipe.stage.returns import Layout, Returns, check_state
@@ -250,7 +250,7 @@ class Recorder:
                 return first, others
 
             if not moving:
-                first, others = loss()
+                first, others = undifferentiated(loss)
             else:
                 result: Any = vjp(loss, *(leaves[index] for index in moving), has_aux=True)
                 first, _, others = result

@@ -36,7 +36,7 @@ from fpipe.stage.joint import (
     is_differentiable,
 )
 from fpipe.stage.known import Known
-from fpipe.stage.nograd import with_gradients
+from fpipe.stage.nograd import undifferentiated, with_gradients
 from fpipe.stage.peeking import WithoutPeeking
 from fpipe.stage.purity import WriteGuard, refuse_writes, writes
 from fpipe.stage.seeding import unseeded
@@ -152,7 +152,8 @@ def trace(
         arguments = lift(arguments)
         if not seeds:
             # Earlier stages wait for what is wanted all the same, as where an output is constant.
-            return forward(*arguments), [torch.zeros_like(arguments[i]) for i in wanted]
+            zeros = [torch.zeros_like(arguments[i]) for i in wanted]
+            return undifferentiated(lambda: forward(*arguments)), zeros
 
         def split(*chosen: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             full = list(arguments)

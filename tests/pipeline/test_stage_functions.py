@@ -16,6 +16,7 @@ from fpipe import Stage, hvp
 from tests.models import (
     assert_same,
     check,
+    mean_square,
     mlp,
     mlp_first,
     mlp_layer,
@@ -168,6 +169,23 @@ def test_operations_within_a_stage(op: Callable[[Tensor], Tensor]) -> None:
         return mlp_layer(p, op(x))
 
     check([first, second], MODEL.params, MODEL.batch, microbatches=1)
+
+
+@pytest.mark.parametrize(
+    "itself", [lambda x: x.type_as(x), torch.atleast_2d, lambda x: x.to_dense()]
+)
+def test_write_to_what_an_operation_returns_of_its_argument(itself: Any) -> None:
+    """Where nothing is differentiated too."""
+
+    def layer(p: Any, x: Tensor) -> Tensor:
+        y = mlp_layer(p, x) * 1
+        itself(y)[:, 0] = 0.5
+        return y
+
+    check([mlp_first, layer], MODEL.params, MODEL.batch)
+    pipe = plain_pipeline([mlp_first, layer])
+    expected = unpipelined([mlp_first, layer], mean_square, MODEL.params, MODEL.batch).loss
+    assert_same(pipe.value(MODEL.params, MODEL.batch), expected)
 
 
 def convolutions(p: Any, x: Tensor) -> Tensor:
