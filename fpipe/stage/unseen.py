@@ -18,6 +18,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fpipe import tree
+from fpipe.stage.explain import Untraceable
+
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _ITEMS = frozenset({"__setitem__", *(f"__i{name}__" for name in _OPERATORS)})
 
@@ -32,12 +35,16 @@ class UnseenWrites(TorchFunctionMode):
     """Within it a value that carries a gradient keeps it when it is written to unseen.
 
     That is by a method, within ``torch.no_grad()`` or by way of ``x.detach()`` or ``x.data``. And
-    ``x.detach_()``, which is no operation, becomes one.
+    ``x.detach_()``, which is no operation, becomes one: a write, which reaches the views of `x`.
+    Those that were made before keep their gradient in torch, and are not to be read any more.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._detached = WeakTensorKeyDictionary()  # tensor -> that of which it is the detached
+        self._views = WeakTensorKeyDictionary()  # tensor -> that of which it is a view
+        # View of what has been detached in place since -> its version.
+        self._left = WeakTensorKeyDictionary()
 
     def __torch_function__(
         self,
@@ -46,13 +53,46 @@ class UnseenWrites(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call `func`, or what stands for it."""
+        """Call `func`, or what stands for it.
+
+        Raises:
+            Untraceable: it reads a view of what has been detached in place since.
+        """
         options = kwargs or {}
+        seen = func not in _DETACHING and torch.is_grad_enabled()
+        lost = seen and self._reads_left(args, options)
+        result = self._call(func, args, options)
+        found = result if isinstance(result, tuple | list) else (result,)
+        made = [value for value in found if isinstance(value, Tensor)]
+        if made and lost:
+            raise Untraceable(
+                "calls detach_() on a tensor and then reads a view made of it before",
+                "that view would lose its gradient; say y = y.detach() instead",
+            )
+        for value in made:
+            if value.requires_grad and value._is_view():
+                self._views[value] = value._base
+        return result
+
+    def _reads_left(self, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        # A write to the whole takes a view along, in torch too.
+        return bool(self._left) and any(
+            isinstance(value, Tensor) and self._left.get(value) == value._version
+            for value in tree.flatten((args, options))[0]
+        )
+
+    def _call(
+        self, func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
         if func is torch.cosine_similarity:
             return _cosine_similarity(*args, **options)
         if func in _DETACHING_ITSELF and args[0].requires_grad:
             with torch.enable_grad():
-                return args[0].copy_(args[0].detach())
+                args[0].copy_(args[0].detach())
+            for view, base in self._views.items():
+                if base is args[0]:
+                    self._left[view] = view._version
+            return args[0]
         if func in _DETACHING:
             result = func(*args, **options)
             self._detached[result] = self._detached.get(args[0], args[0])

@@ -85,6 +85,21 @@ def detached_in_place(x: Tensor) -> Tensor:
     return x * y * z
 
 
+def detached_after_a_view_was_read(x: Tensor) -> Tensor:
+    z = x.exp()
+    row = z[0].sin()
+    z.detach_()
+    return x * z * row
+
+
+def detached_and_written_to(x: Tensor) -> Tensor:
+    z = x.exp()
+    row = z[0]
+    z.detach_()
+    z.mul_(2)
+    return x * z * row
+
+
 LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
     "method": within_no_grad(lambda x: x.clamp_(-0.1, 0.1)),
     "chain": within_no_grad(lambda x: x.mul_(2).add_(1)),
@@ -100,6 +115,8 @@ LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
     "infinity": to_infinity,
     "seen": seen,
     "detach_": detached_in_place,
+    "detach_ after a view was read": detached_after_a_view_was_read,
+    "detach_ before a write": detached_and_written_to,
     "cosine": lambda x: x * F.cosine_similarity(x, x.roll(1, 0))[:, None],
     "cosine within its bound": lambda x: x * F.cosine_similarity(x, x.exp(), 0, 2.0),
     "cosine of all pairs": lambda x: x @ F.cosine_similarity(x[None, :3], x[:3, None], -1),
@@ -166,6 +183,23 @@ def test_other_ways_to_write_are_refused(layer: Any, where: str) -> None:
     with pytest.raises(
         fpipe.StageError,
         match=r"test_unseen\.py:\d+ writes in place to a value that carries a gradient, " + where,
+    ):
+        pipe.step(PARAMS, BATCH)
+
+
+def test_view_of_what_is_detached_in_place_is_refused() -> None:
+    """It keeps its gradient in torch."""
+
+    def loss_fn(params: Any, batch: Tensor) -> Tensor:
+        x = fpipe.cut(batch @ params["a"]).exp()
+        row = x[0]
+        x.detach_()
+        return ((x * row.sin()) @ params["b"]).sum()
+
+    schedule = fpipe.schedules.gpipe(ranks=2, microbatches=1)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
+    with pytest.raises(
+        fpipe.StageError, match=r"then reads a view made of it before at .*test_unseen\.py:\d+"
     ):
         pipe.step(PARAMS, BATCH)
 
