@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -87,11 +88,10 @@ def _with_preparations(row: Sequence[Task], codes: Codes, resolve: Resolver) -> 
         for value in task.inputs:
             if not isinstance(value, Computed):
                 continue
-            stage, microbatch, name = value
-            place = stage, microbatch
-            if place not in made and name in codes(stage, microbatch).prepared:
+            place = value.stage, value.microbatch
+            if place not in made and value.name in codes(*place).prepared:
                 made.add(place)
-                whole.append(_preparation(stage, microbatch, codes, resolve))
+                whole.append(_preparation(*place, codes, resolve))
         whole.append(task)
     return whole
 
@@ -149,7 +149,7 @@ def _task_of(
             name = entry.total if continues else entry.start
             total = _sum_of(stage, source)
             if entry.so_far is None:
-                total = total._replace(microbatch=microbatch)
+                total = replace(total, microbatch=microbatch)
             sums[total] = resolve(stage, microbatch, name)
     if piece is None:
         return None

@@ -3,15 +3,12 @@
 A name is local to one stage and one microbatch. Following it through the placeholders of stages
 leads to its origin: a leaf of the parameters or of the batch, a constant, or a kernel's output.
 A value that stages only pass on is thus sent straight from where it was made to where it is read.
-
-Values of all kinds are the keys of one dict, and named tuples compare as tuples. So those that have
-as many integers as others have a `kind` too, which is no identifier: the name of a `Computed` is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from fpipe.stage.code import StageCode
 from fpipe.stage.joint import (
@@ -30,43 +27,46 @@ Codes = Callable[[int, int], StageCode]
 """From stage and microbatch to the code that runs it."""
 
 
-class ParamValue(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ParamValue:
     """A leaf of a stage's parameters."""
 
     stage: int
     leaf: int
 
 
-class BatchValue(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class BatchValue:
     """A leaf of a microbatch."""
 
     microbatch: int
     leaf: int
-    kind: str = "<batch>"
 
 
-class ConstantValue(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ConstantValue:
     """The address of a tensor that a stage function closes over."""
 
     address: int
 
 
-class KeyValue(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class KeyValue:
     """The key of a microbatch, with the number of a stage or of a draw folded in; -1 for none."""
 
     microbatch: int
     number: int
-    kind: str = "<key>"
 
 
-class SeedValue(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SeedValue:
     """The weight of a microbatch's loss."""
 
     microbatch: int
-    kind: str = "<seed>"
 
 
-class SumValue(NamedTuple):
+@dataclass(frozen=True, order=True, slots=True)
+class SumValue:
     """The running sum of a gradient, or the gradient of one microbatch by itself.
 
     Attributes:
@@ -82,7 +82,8 @@ class SumValue(NamedTuple):
     argument: str = "params"
 
 
-class Computed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Computed:
     """An output of one of a stage's kernels.
 
     Attributes:

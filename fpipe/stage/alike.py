@@ -58,7 +58,7 @@ def seen_from(traced: Traced, sources: Sequence[Source], part: Segment) -> Trace
 
     def rename(source: Source) -> Source:
         match source:
-            case Constant():  # of the same number as a parameter it would compare equal to that
+            case Constant():
                 return source
             case SumSoFar(leaf):
                 return SumSoFar(names[Param(leaf)].leaf)  # type: ignore[union-attr]

@@ -29,28 +29,30 @@ _ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.
 _FILLED = frozenset({aten.full.default, aten.full_like.default, aten.new_full.default})
 
 
-class Param(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Param:
     """Source: a leaf of the stage's own parameters."""
 
     leaf: int
 
 
-class Upstream(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Upstream:
     """Source: an output leaf of another stage."""
 
     stage: int
     leaf: int
 
 
-class BatchLeaf(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class BatchLeaf:
     """Source: a leaf of the microbatch."""
 
     leaf: int
-    # Named apart from Param, with which it would otherwise compare equal as a tuple.
-    kind: str = "batch"
 
 
-class StateLeaf(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StateLeaf:
     """Source: a leaf of the state, as the microbatch before has left it.
 
     Attributes:
@@ -58,16 +60,17 @@ class StateLeaf(NamedTuple):
     """
 
     leaf: int
-    kind: str = "state"
 
 
-class Constant(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Constant:
     """Source: a tensor that the stage function closes over."""
 
     number: int
 
 
-class Key(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Key:
     """Source: the key of the microbatch.
 
     Attributes:
@@ -77,14 +80,15 @@ class Key(NamedTuple):
 
     of_stage: bool
     draw: int = -1
-    kind: str = "key"
 
 
-class Seed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Seed:
     """Source: the cotangent of the loss, the weight of the microbatch in the mean."""
 
 
-class SumSoFar(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SumSoFar:
     """Source: the sum over earlier microbatches of the gradient of a parameter leaf."""
 
     leaf: int
