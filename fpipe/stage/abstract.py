@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe.shapes import TreeShape, device_of_keys
+from fpipe.stage.joint import Source
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,25 @@ class Abstract:
     def key(self) -> TreeShape:
         """Equal for trees that a stage cannot tell apart when it is traced."""
         return TreeShape.of(self.spec, self.values)
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """Flat abstract arguments of a stage function.
+
+    Attributes:
+        values: fake tensors.
+        sources: where each comes from.
+        paths: how a user would write each, for messages.
+        differentiable: whether each gets a gradient.
+        given: where the stage's input comes from and what it is, for messages.
+    """
+
+    values: tuple[Tensor, ...]
+    sources: tuple[Source, ...]
+    paths: tuple[str, ...]
+    differentiable: tuple[bool, ...]
+    given: str
 
 
 def abstract_key(batch: Abstract, mode: FakeTensorMode) -> Tensor:

@@ -11,10 +11,11 @@ from dataclasses import replace
 
 from torch import Tensor, fx
 
+from fpipe.stage.abstract import Leaves
 from fpipe.stage.cut import Segment
 from fpipe.stage.fingerprint import fingerprint, places_of
 from fpipe.stage.joint import Constant, Param, Source, SumSoFar
-from fpipe.stage.tracer import Leaves, Traced
+from fpipe.stage.tracer import Traced
 
 
 def merge_constants(module: fx.GraphModule) -> None:

@@ -18,13 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fpipe import tree
 from fpipe.errors import StageError
 from fpipe.shapes import Goal, TreeShape, ambient
-from fpipe.stage.abstract import Abstract, abstract_key
+from fpipe.stage.abstract import Abstract, Leaves, abstract_key
 from fpipe.stage.explain import describe, explain
 from fpipe.stage.joint import BatchLeaf, Joint, Key, Param, Source, Upstream
 from fpipe.stage.objective import Objective
 from fpipe.stage.returns import Layout, Taken
 from fpipe.stage.stage import Stage
-from fpipe.stage.tracer import Leaves, Traced, check_output, trace
+from fpipe.stage.tracer import Traced, check_output, trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,12 +241,11 @@ class ChainTracer:
                 given=f"{giver} ({inputs})",
             ),
             self._mode,
+            objective,
             differentiate=differentiate,
-            accum_dtype=objective.accum_dtype,
             origin=(stage.fn, self._loss) if with_loss else stage.fn,
             # Of what comes with the loss the loss alone is differentiated.
             readers=lambda leaf: () if with_loss and leaf else (NEXT,),
-            sink=objective.sink,
             rows=given.rows,
         )
 

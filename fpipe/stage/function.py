@@ -20,14 +20,14 @@ from fpipe import tree
 from fpipe.draws import draws
 from fpipe.errors import StageError
 from fpipe.shapes import Goal, TreeShape
-from fpipe.stage.abstract import Abstract, abstract_key
+from fpipe.stage.abstract import Abstract, Leaves, abstract_key
 from fpipe.stage.alike import likeness, seen_from
 from fpipe.stage.chain import Chain
 from fpipe.stage.cut import Segment
 from fpipe.stage.joint import BatchLeaf, Key, Param, Source, StateLeaf, Upstream
 from fpipe.stage.objective import Objective
 from fpipe.stage.recording import Recorder
-from fpipe.stage.tracer import Leaves, Traced, trace
+from fpipe.stage.tracer import Traced, trace
 from fpipe.stage.updates import updates_of
 
 
@@ -56,12 +56,9 @@ class FunctionTracer:
         self._record = Recorder(
             loss_fn=loss_fn,
             num_stages=num_stages,
-            returns=objective.returns,
+            objective=objective,
             has_key=has_key,
             keyed=keyed,
-            loss_shape=objective.loss_shape,
-            sink=objective.sink,
-            by_batch="batch" in objective.argnums,
         )
         self._mode = self._record.mode
         # The state comes with the parameters, after them.
@@ -151,11 +148,10 @@ class FunctionTracer:
             partial(_call, module),
             leaves,
             self._mode,
+            self._objective,
             differentiate=differentiate,
-            accum_dtype=self._objective.accum_dtype,
             origin=self._record.loss_fn,
             readers=part.readers.__getitem__,
-            sink=self._objective.sink,
             rows=rows,
             tied=[source for source in part.sources if source in tied],
         )

@@ -33,6 +33,7 @@ from fpipe.stage.joint import BatchLeaf, Key, Param, Source, StateLeaf, Upstream
 from fpipe.stage.keyed import draw_from_keys
 from fpipe.stage.known import Known
 from fpipe.stage.nograd import keeping_detached, undifferentiated, with_gradients
+from fpipe.stage.objective import Objective
 from fpipe.stage.peeking import WithoutPeeking
 from fpipe.stage.purity import WriteGuard
 from fpipe.stage.returns import Layout, Returns, check_state
@@ -44,7 +45,6 @@ from fpipe.stage.rewrites import (
 )
 from fpipe.stage.scripted import as_written
 from fpipe.stage.seeding import unseeded
-from fpipe.stage.sink import Sink
 from fpipe.stage.strided import number_elements
 from fpipe.stage.unseen import UnseenWrites
 from fpipe.stage.updates import keep_changed
@@ -77,29 +77,28 @@ class Recorder:
         loss_fn: ``(params, batch) -> scalar``, with a `fpipe.cut` between stages; with a state
             ``(params, state, batch) -> (scalar, state)``.
         num_stages: one more than the cuts that it must execute.
-        returns: what it returns.
+        objective: what it is differentiated for.
         has_key: it is called with the key of the microbatch, as the keyword argument ``key``.
         keyed: what it draws, it draws from the key of the microbatch, which it is not called with.
-        loss_shape: shape of the loss, with None for a size that the arguments tell.
-        sink: how parameter gradients are collected.
-        by_batch: gradients are taken by the batch.
         mode: in which everything is fake.
     """
 
     loss_fn: Callable[..., Any]
     num_stages: int
-    returns: Returns
+    objective: Objective
     has_key: bool
     keyed: bool
-    loss_shape: tuple[int | None, ...]
-    sink: Sink
-    by_batch: bool
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
 
     @property
     def name(self) -> str:
         """The function in messages."""
         return getattr(self.loss_fn, "__qualname__", type(self.loss_fn).__name__)
+
+    @property
+    def returns(self) -> Returns:
+        """What the function returns."""
+        return self.objective.returns
 
     def num_states(self, spec: optree.PyTreeSpec) -> int:
         """How many of the last leaves of what comes in as parameters are the state's."""
@@ -161,11 +160,12 @@ class Recorder:
 
     def _lifted(self, params: Abstract, rows: int) -> Abstract:
         """The parameters as the function takes them, which gradients are taken by."""
-        if self.sink.lift is None:
+        sink = self.objective.sink
+        if sink.lift is None:
             return params
         with self.mode:
             values = [
-                self.sink.lifted(leaf, rows) if is_differentiable(leaf) else leaf
+                sink.lifted(leaf, rows) if is_differentiable(leaf) else leaf
                 for leaf in params.values
             ]
         return replace(params, values=tuple(values))
@@ -176,7 +176,7 @@ class Recorder:
         Some ops record what a backward needs only where an input requires a gradient.
         """
         count, states = len(params.values), self.num_states(params.spec)
-        end = len(batch.values) if self.by_batch else 0
+        end = len(batch.values) if "batch" in self.objective.argnums else 0
         return [
             index
             for index, leaf in enumerate((*params.values, *batch.values[:end]))
@@ -288,7 +288,7 @@ class Recorder:
     def _taken(self, value: Any, params: Abstract, goal: Goal) -> tuple[list[Tensor], Layout]:
         """What it returned as flat tensors, the new state last, and how the others are numbered."""
         subject = f"{self.name} returns"
-        taken = self.returns.take(subject, self.returns.call, value, self.loss_shape)
+        taken = self.returns.take(subject, self.returns.call, value, self.objective.loss_shape)
         if goal == "value":
             taken = taken._replace(aux=None)
         flat, layout = taken.flat()
