@@ -230,7 +230,7 @@ class Pipeline(Loadable):
         """Do what all processes do at once; a rank that is lost is known as in `step`.
 
         Args:
-            call: one of `fpipe.controller.agreement.CALLS`.
+            call: one of `fpipe.controller.header.CALLS`.
             work: is given what takes a picklable value of each process and returns all of them.
                 What it raises breaks the connections of the group.
         """

@@ -12,25 +12,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fpipe.controller.agreement import (
-    CALLS,
-    Header,
+from fpipe.controller.controller import Enter
+from fpipe.controller.digests import digest, identity
+from fpipe.controller.gathering import connected, gather_objects
+from fpipe.controller.header import CALLS, Header, check_calls, check_keys, start_headers
+from fpipe.controller.keys import Words, as_number
+from fpipe.controller.offer import (
     Offer,
-    check_calls,
-    check_keys,
     check_offers,
     check_verdicts,
-    connected,
-    digest,
-    gather_objects,
-    identity,
-    named,
-    start_headers,
     unsendable,
     warn_of_other_numbers,
 )
-from fpipe.controller.controller import Enter
-from fpipe.controller.keys import Words, as_number
+from fpipe.controller.refusal import named
 from fpipe.controller.sample import sample
 from fpipe.microbatch import Microbatches, split
 from fpipe.parameters import Parameters

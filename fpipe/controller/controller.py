@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -105,3 +106,13 @@ def load(
         for (_, _, slot), own in zip(bindings.keys, keys_of(key, places, device), strict=True):
             slots[slot] = own
     return run
+
+
+@contextmanager
+def as_traced() -> Iterator[None]:
+    """Within it kernels run as they were traced: casts are in them, and must not be made again."""
+    with torch.no_grad(), ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

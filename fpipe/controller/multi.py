@@ -1,12 +1,11 @@
 """Each process drives its own rank, over a process group.
 
-    call ── plan ── run ── loss and status ──► result, or the fault
+    call ──► announced ── agreed ── executed ──► result, or the fault
+                └─ ahead ─┘
 
 While the header of a call is under way a rank computes what it can without messages, by the plan
-of the last call that was like it.
-
-A rank that fails goes through the rest of its program without computing, so that nobody is left
-waiting and the channels stay usable; only when a rank is gone are the connections given up.
+of the last call that was like it. All of it is watched: when a rank is gone or silent, or an error
+leaves messages half-way, the connections are given up, and every wait ends.
 """
 
 from __future__ import annotations
@@ -15,46 +14,30 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from fpipe import tree
-from fpipe.controller.agreement import (
-    OtherPipeline,
-    connected,
-    gather,
-    gather_headers,
-    gather_objects,
-    meet,
-    named,
-    of_number,
-    sum_of,
-)
-from fpipe.controller.ahead import Ahead, prelude
-from fpipe.controller.calls import Agreed, Call, Calls, Given
-from fpipe.controller.controller import Enter, Finished, Gather, load
+from fpipe.controller.ahead import Ahead
+from fpipe.controller.calls import Call, Calls
+from fpipe.controller.controller import Enter, Finished, Gather
+from fpipe.controller.execution import Execution
 from fpipe.controller.fault import Fault
+from fpipe.controller.gathering import connected, gather_objects
+from fpipe.controller.header import OtherPipeline, gather_headers, meet, of_number, sum_of
 from fpipe.controller.keys import Words
-from fpipe.controller.single import without_autocast
+from fpipe.controller.refusal import named
 from fpipe.controller.watch import Watch
 from fpipe.errors import PipelineError
 from fpipe.parameters import Parameters
-from fpipe.plan import Plan
 from fpipe.planner import Planner
-from fpipe.recording import Marks, active, timeline_of
 from fpipe.runtime.connect import Lines, carriers
-from fpipe.runtime.drain import drain
 from fpipe.runtime.group import GroupTransport
-from fpipe.runtime.instrument import observed
-from fpipe.runtime.interpreter import Run
-from fpipe.runtime.program import Compute, Free, Program
-from fpipe.runtime.transport import ConnectionLost, Interrupted
+from fpipe.runtime.program import Program
+from fpipe.runtime.transport import ConnectionLost
 from fpipe.schedule import Schedule
 from fpipe.shapes import Goal
-from fpipe.total import Total
 
 T = TypeVar("T")
 
@@ -91,8 +74,6 @@ class MultiController:
         self._group = group
         self._rank = group.rank()
         self._process = os.getpid()
-        self._stages = schedule.stages_of(self._rank)
-        self._device = device
         self._steps = 0
         self._broken: Fault | None = None
         members = [str(rank) for rank in dist.get_process_group_ranks(group)]
@@ -110,6 +91,8 @@ class MultiController:
         # until the garbage collector comes by.
         self._watch = Watch(store, members, self._rank, timeout, self._lines.ring)
         self._transport = GroupTransport(group, device, separate, self._watch.has_fault)
+        stages = schedule.stages_of(self._rank)
+        self._execute = Execution(self._transport, self._watch, self._control, stages, device)
         self._calls = Calls(
             planner,
             read,
@@ -132,7 +115,7 @@ class MultiController:
 
         def work() -> Finished:
             call = self._calls.announce(enter, goal, lambda: self._read_key(key))
-            ahead = self._run_ahead(call)
+            ahead = self._ahead(call)
             try:
                 agreed = self._calls.agree(call)
             except BaseException:
@@ -145,6 +128,13 @@ class MultiController:
             return self._execute(agreed, ahead)
 
         return self._together(work)
+
+    def _ahead(self, call: Call) -> Ahead | None:
+        """Run by the plan that this call had before, while its header is under way."""
+        plan = self._calls.expected(call)
+        if plan is None or call.given is None or call.header.records:
+            return None
+        return self._execute.ahead(plan, call.given)
 
     def programs(self, enter: Enter) -> tuple[Program, ...]:
         """The programs of all ranks for a training step; every rank must ask for them."""
@@ -228,134 +218,6 @@ class MultiController:
         finally:
             self._watch.end()
 
-    # ── execution ──────────────────────────────────────────────────────────────────────────────
-
-    def _run_ahead(self, call: Call) -> Ahead | None:
-        """Compute by the plan that this call had before, up to the first message."""
-        plan = self._calls.expected(call)
-        # What is dropped is computed again, but the processes in its collectives do so once.
-        if plan is None or plan.communicates or call.given is None or call.header.records:
-            return None
-        program = observed(plan.programs[self._rank], None)
-        until = prelude(program)
-        if not until:
-            return None
-        with torch.no_grad(), without_autocast():
-            try:
-                run = self._load(program, plan, call.given)
-            except Exception:
-                return None  # it fails again when all ranks are there to hear of it
-            return Ahead(plan, run, until, self._device)
-
-    def _execute(self, agreed: Agreed, ahead: Ahead | None) -> Finished:
-        given, plan, records = agreed
-        marks: Marks | None = {} if records else None
-        run = ahead.run if ahead else Run(observed(plan.programs[self._rank], marks))
-        failure: PipelineError | None = None
-        total: Total | None = None
-        begun = False
-        with torch.no_grad(), without_autocast():
-            try:
-                if ahead is None:
-                    run = self._load(run.program, plan, given)
-                begun = True
-                if ahead is not None:
-                    ahead.join(self._transport)
-                run.advance(self._transport)
-                total = plan.total([run])
-            except ConnectionLost:
-                raise
-            except Interrupted:
-                failure = self._reported()
-                drain(run, self._transport)
-            except Exception as error:
-                if begun and _is_torn(run, error):
-                    raise error.__cause__ or error from None
-                failure = self._blame(error)
-                drain(run, self._transport)
-            total = self._finish(plan, total, failed=failure is not None)
-        if failure is not None:
-            try:
-                raise failure
-            finally:
-                del failure  # with its traceback this frame would keep itself, and the pipeline
-        if records:
-            everyone = connected(lambda: gather_objects(marks, self._control))
-            recording = active()
-            if recording is not None:
-                recording.timelines.append(timeline_of(plan.schedule, everyone))
-        return Finished(given.params, plan, [run], total, given.whole)
-
-    def _load(self, program: Program, plan: Plan, given: Given) -> Run:
-        if program.bindings.batch and given.parts is None:
-            raise PipelineError(
-                f"rank {self._rank} was given batch=None, but its stages {list(self._stages)} read "
-                "the batch: pass it on this rank too",
-                rank=self._rank,
-            )
-        self._check_params(program, given.params)
-        return load(program, plan, given.params, given.parts, self._device, given.key)
-
-    def _check_params(self, program: Program, params: Parameters) -> None:
-        """Refuse parameters that do not lie where this rank computes."""
-        for stage, leaf, _ in program.bindings.params:
-            device = params.stages[stage][leaf].device
-            if device == self._device:
-                continue
-            place = (
-                "the meta device and has no data: pipe.init and pipe.load make those that a rank "
-                "reads"
-                if device.type == "meta"
-                else f"{device} while the rank computes on {self._device}, where its process group "
-                "moves values: move it there (NCCL moves those of CUDA, of the device that "
-                "torch.cuda.set_device has chosen before the pipeline is made)"
-            )
-            path = tree.paths(params.specs[stage])[leaf]
-            raise PipelineError(
-                f"rank {self._rank} reads the parameter {path} in its stage {stage}, but what it "
-                f"was given lies on {place}",
-                rank=self._rank,
-                stage=stage,
-            )
-
-    def _blame(self, error: Exception) -> PipelineError:
-        """Tell all ranks what failed here."""
-        cause = error.__cause__
-        if not isinstance(error, PipelineError):
-            cause = error
-            error = PipelineError(f"rank {self._rank} failed: {named(error)}", rank=self._rank)
-        fault = Fault.of(error)
-        self._watch.report(fault)
-        failure = fault.error()
-        failure.__cause__ = cause
-        return failure
-
-    def _reported(self) -> PipelineError:
-        """What failed on another rank."""
-        fault = self._watch.await_fault()
-        if fault is None:
-            fault = Fault(None, "a rank failed and could not tell why", breaks=False)
-        return fault.error()
-
-    def _finish(self, plan: Plan, total: Total | None, *, failed: bool) -> Total | None:
-        """Give every rank the loss, and know whether all ranks came to their end."""
-        size, several = prod(plan.loss_shape), plan.weight_shape
-        length = 1 + size + (0 if several is None else prod(several))
-        word = torch.zeros(length, dtype=torch.float64, device="cpu")
-        word[0] = failed
-        if total is not None:
-            word[1 : 1 + size] = total.loss.flatten()
-            if total.weight is not None:
-                word[1 + size :] = total.weight.flatten()
-        word = connected(lambda: gather(word, self._control)).sum(0)
-        if word[0] > 0 and not failed:
-            raise self._reported()
-        if not plan.layout.heads:
-            return None
-        loss = word[1 : 1 + size].reshape(plan.loss_shape).to(self._device, plan.weights.dtype)
-        weight = None if several is None else word[1 + size :].reshape(several).to(self._device)
-        return Total(loss, weight)
-
     def _tear(self, error: BaseException) -> PipelineError:
         """Messages are left half-way: what comes next could not be told from what came before."""
         fault = Fault(self._rank, f"rank {self._rank} failed: {named(error)}", breaks=True)
@@ -369,14 +231,3 @@ class MultiController:
         self._transport.forget()
         self._watch.close()
         return self._broken.error()
-
-
-def _is_torn(run: Run, error: Exception) -> bool:
-    """Whether a message may have been left half-way, by what the handler of a signal has raised.
-
-    One that is sent again in the drain would be taken for the next one. Memory is asked for before
-    anything moves.
-    """
-    rest = run.program.instructions[run.next :]
-    moves = bool(rest) and not isinstance(rest[0], Compute | Free)
-    return moves and not isinstance(error.__cause__, torch.OutOfMemoryError)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
 
-from fpipe.controller.controller import Enter, Finished, Gather, load
+from fpipe.controller.controller import Enter, Finished, Gather, as_traced, load
 from fpipe.controller.keys import Words
 from fpipe.microbatch import Microbatches, split
 from fpipe.parameters import Parameters
@@ -58,7 +57,7 @@ class SingleController:
         params, batch = enter()
         words = self._read_key(key)
         leaves, parts, plan = self._plan(params, batch, goal)
-        with torch.no_grad(), without_autocast():
+        with as_traced():
             recording = active()
             marks: list[Marks | None] = [None if recording is None else {} for _ in plan.programs]
             runs = [
@@ -112,9 +111,3 @@ class SingleController:
             self._planner.ambient(),
         )
         return leaves, parts, signature
-
-
-def without_autocast() -> Any:
-    """Casts were recorded when the stages were traced: running them must not cast again."""
-    active = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return torch.autocast(active[0], enabled=False) if active else nullcontext()

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from fpipe.controller.agreement import named
 from fpipe.controller.controller import Gather
+from fpipe.controller.refusal import named
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import PipelineError, StageError

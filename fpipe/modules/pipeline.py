@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fpipe import tree
 from fpipe.checkpoint.loading import Naming, reading
-from fpipe.controller.agreement import connected
+from fpipe.controller.gathering import connected
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import BatchError, PipelineError, StageError

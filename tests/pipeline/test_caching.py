@@ -94,6 +94,31 @@ def test_autocast_counts() -> None:
     assert not half.loss.equal(cast.loss)
 
 
+def test_autocast_of_no_kind_when_kernels_run() -> None:
+    """Casts were recorded, for two kinds of devices too."""
+    seen = set()
+
+    def watched(graph: fx.GraphModule, _: Any) -> Any:
+        def run(values: list[Tensor]) -> Any:
+            seen.update(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+            arguments = list(values)
+            values.clear()
+            return graph(*arguments)
+
+        return run
+
+    model = mlp(2, 4)
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model.stages, model.loss, schedule, compile=watched)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            pipe.step(model.params, model.batch)
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+    assert not seen
+
+
 def test_default_dtype_counts() -> None:
     def first(p: Any, batch: Any) -> Tensor:
         return batch["x"] * torch.full((), 1 / 3)  # in the default dtype

@@ -1,0 +1,59 @@
+"""What every rank gets of all others: tensors of one shape, and picklable values."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fpipe.errors import PipelineError
+from fpipe.runtime.transport import ConnectionLost
+from fpipe.runtime.waiting import look_out
+
+T = TypeVar("T")
+
+
+def connected(operation: Callable[[], T]) -> T:
+    """Run an operation of all ranks; its failure is a lost connection."""
+    try:
+        return operation()
+    except PipelineError:
+        raise
+    except RuntimeError as error:
+        raise ConnectionLost(None, str(error)) from error
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """One picklable value of each rank."""
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = [int(size) for size in gather(torch.tensor(len(data), device="cpu"), group)]
+    padded = torch.nn.functional.pad(data, (0, max(sizes) - len(data)))
+    return [
+        pickle.loads(bytes(row[:size].tolist()))
+        for row, size in zip(gather(padded, group), sizes, strict=True)
+    ]
+
+
+def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensors of all ranks, all of one shape, along a new first dimension."""
+    return start_gather(own, group)()
+
+
+def start_gather(own: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Begin to gather; what comes back waits for the tensors of all ranks."""
+    # Gloo gathers and reduces around a ring, one rank after the other. This is one message to each,
+    # and takes a fourth of the time on four ranks whose cores are asleep.
+    copies = own.expand(group.size(), *own.shape).contiguous()
+    everyone = torch.empty_like(copies)
+    work = group.alltoall_base(everyone, copies, [], [])
+
+    def wait() -> Tensor:
+        look_out(work.is_completed)
+        work.wait()
+        return everyone
+
+    return wait

@@ -1,0 +1,145 @@
+"""Headers: the few integers with which ranks tell each other what they were called for.
+
+Whatever ranks do together begins with one of each rank. When they show something new, or something
+wrong, the ranks exchange offers.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fpipe.controller.gathering import connected, start_gather
+from fpipe.controller.refusal import odd_one_out, refusal
+from fpipe.errors import PipelineError
+
+CALLS = (
+    *("pipe.step", "pipe.value", "pipe.forward", "pipe.add_up", "pipe.programs"),
+    *("pipe.load_into", "fpipe.balance", "fpipe.global_norm"),
+)
+"""What all ranks do together."""
+
+
+class Header(NamedTuple):
+    """The first word of a rank in a step.
+
+    Attributes:
+        failed: 1 if the rank cannot use what it was given.
+        call: index in `CALLS`.
+        batch: identity of the batch's shapes, 0 for a rank that was given no batch; for ``add_up``
+            the bits of the number.
+        params: identity of its parameters' shapes.
+        records: 1 if it records the step.
+        key: of the step, 0 for none.
+    """
+
+    failed: int
+    call: int
+    batch: int
+    params: int
+    records: int
+    key: int = 0
+
+
+class OtherPipeline(PipelineError):
+    """Ranks have called different pipelines."""
+
+
+def start_headers(
+    header: Header, group: dist.ProcessGroup, pipeline: int
+) -> Callable[[], list[Header]]:
+    """Send the header of this rank; what comes back waits for those of all ranks.
+
+    Args:
+        header: of this rank.
+        group: the ranks.
+        pipeline: the number of the pipeline that was called, among those of the group.
+
+    Raises:
+        OtherPipeline: what comes back does, where a rank has called another one.
+    """
+    words = start_gather(torch.tensor([*header, pipeline], device="cpu"), group)
+
+    def wait() -> list[Header]:
+        rows = words().tolist()
+        numbers = [row.pop() for row in rows]
+        rank = odd_one_out(numbers)
+        if rank is not None:
+            other = next(number for number in numbers if number != numbers[rank])
+            raise refusal(
+                rank,
+                f"rank {rank} called the pipeline that is number {numbers[rank]} of those that it "
+                f"has made over this group, but others called number {other}: all ranks must make "
+                "their pipelines, and call them, in the same order",
+                OtherPipeline,
+            )
+        return [Header(*row) for row in rows]
+
+    return wait
+
+
+def gather_headers(header: Header, group: dist.ProcessGroup, pipeline: int) -> list[Header]:
+    """The headers of all ranks."""
+    return start_headers(header, group, pipeline)()
+
+
+def check_calls(headers: Sequence[Header]) -> None:
+    """Refuse ranks that were called for different things.
+
+    Raises:
+        PipelineError: names the rank.
+    """
+    calls = [header.call for header in headers]
+    rank = odd_one_out(calls)
+    if rank is not None:
+        other = next(call for call in calls if call != calls[rank])
+        raise refusal(
+            rank,
+            f"rank {rank} called {CALLS[calls[rank]]}, but others called {CALLS[other]}: all ranks "
+            "must call the same method",
+        )
+
+
+def check_keys(headers: Sequence[Header]) -> None:
+    """Refuse ranks that got different keys.
+
+    Raises:
+        PipelineError: names the rank.
+    """
+    ready = [rank for rank, header in enumerate(headers) if not header.failed]
+    odd = odd_one_out([headers[rank].key for rank in ready]) if ready else None
+    if odd is not None:
+        raise refusal(
+            ready[odd],
+            f"rank {ready[odd]} got another key than the other ranks: pass the same key on all",
+        )
+
+
+def meet(call: str, group: dist.ProcessGroup, pipeline: int) -> None:
+    """Wait for all ranks to come to the same call.
+
+    Raises:
+        PipelineError: a rank does something else.
+    """
+    own = Header(0, CALLS.index(call), 0, 0, 0)
+    check_calls(connected(lambda: gather_headers(own, group, pipeline)))
+
+
+def of_number(value: float) -> Header:
+    """The header of ``add_up``."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", value))
+    return Header(0, CALLS.index("pipe.add_up"), bits, 0, 0)
+
+
+def sum_of(headers: Sequence[Header]) -> float:
+    """The sum of the numbers of all ranks.
+
+    Raises:
+        PipelineError: a rank does something else.
+    """
+    check_calls(headers)
+    return sum(struct.unpack("<d", struct.pack("<q", header.batch))[0] for header in headers)

@@ -1,0 +1,26 @@
+"""The errors of steps that do not begin, and the rank that is to blame."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
+from fpipe.errors import PipelineError
+
+
+def odd_one_out(values: Sequence[Hashable]) -> int | None:
+    """The first rank that differs from most others, None if all are equal."""
+    common = Counter(values).most_common(1)[0][0]
+    return next((rank for rank, value in enumerate(values) if value != common), None)
+
+
+def refusal(
+    rank: int | None, text: str, kind: type[PipelineError] = PipelineError
+) -> PipelineError:
+    """The error of a step that did not begin."""
+    return kind(f"{text}. The pipeline can be used again", rank=rank)
+
+
+def named(error: BaseException) -> str:
+    """The error's kind and text."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
