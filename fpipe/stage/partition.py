@@ -33,7 +33,7 @@ from fpipe.stage.joint import (
     is_random,
     is_view,
     is_zero,
-    values_of,
+    nbytes_of,
 )
 from fpipe.stage.preparing import unchanging
 
@@ -208,7 +208,7 @@ def _choose_input_grad(
         if node in chosen or node not in backward or is_product(node) or is_view(node):
             continue
         waits = any(n in inside and n not in chosen for n in node.all_input_nodes)
-        if not waits and _size(node) <= sum(_size(n) for n in node.all_input_nodes):
+        if not waits and nbytes_of(node) <= sum(map(nbytes_of, node.all_input_nodes)):
             chosen.add(node)
     return chosen
 
@@ -261,10 +261,6 @@ def _reads(nodes: Collection[fx.Node]) -> list[fx.Node]:
 def _can_hold(node: fx.Node) -> bool:
     """Whether a value is worth a slot: a tensor, and no view (its base is held instead)."""
     return isinstance(node.meta.get("val"), Tensor) and not is_view(node)
-
-
-def _size(node: fx.Node) -> int:
-    return sum(v.numel() for v in values_of(node))
 
 
 def _build(

@@ -96,7 +96,7 @@ def test_autocast_counts() -> None:
 
 def test_autocast_of_no_kind_when_kernels_run() -> None:
     """Casts were recorded, for two kinds of devices too."""
-    seen = set()
+    seen: set[str] = set()
 
     def watched(graph: fx.GraphModule, _: Any) -> Any:
         def run(values: list[Tensor]) -> Any:

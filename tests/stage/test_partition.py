@@ -73,6 +73,14 @@ def test_growing_ops_are_put_off() -> None:
     assert "sum" in ops(pieces["W"])
 
 
+def test_ops_that_grow_in_bytes_are_put_off() -> None:
+    def shift(p: Tensor, x: Tensor) -> Tensor:
+        return x.half() + p.half()
+
+    pieces = pieces_of(shift, rand(4, 3), X)
+    assert ops(pieces["W"]) == ["_to_copy"]
+
+
 def test_sums_continue_in_the_graph() -> None:
     pieces = pieces_of(linear, LINEAR, X)
     for plain, continued in (("B", "B+"), ("W", "W+")):
