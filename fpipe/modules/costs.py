@@ -23,10 +23,10 @@ from fpipe.modules.candidates import candidates_of
 from fpipe.modules.loss import ModuleLoss, held_by
 from fpipe.shapes import TreeShape
 from fpipe.stage.custom import Applied
-from fpipe.stage.cut import Segment
 from fpipe.stage.function import FunctionTracer
 from fpipe.stage.joint import Param, Upstream, is_view, nbytes_of
 from fpipe.stage.objective import Objective
+from fpipe.stage.segments import Segment
 
 _CPU = torch.device("cpu")
 

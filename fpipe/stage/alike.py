@@ -12,9 +12,9 @@ from dataclasses import replace
 from torch import Tensor, fx
 
 from fpipe.stage.abstract import Leaves
-from fpipe.stage.cut import Segment
 from fpipe.stage.fingerprint import fingerprint, places_of
 from fpipe.stage.joint import Constant, Param, Source, SumSoFar
+from fpipe.stage.segments import Segment
 from fpipe.stage.tracer import Traced
 
 

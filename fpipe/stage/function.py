@@ -23,10 +23,10 @@ from fpipe.shapes import Goal, TreeShape
 from fpipe.stage.abstract import Abstract, Leaves, abstract_key
 from fpipe.stage.alike import likeness, seen_from
 from fpipe.stage.chain import Chain
-from fpipe.stage.cut import Segment
 from fpipe.stage.joint import BatchLeaf, Key, Param, Source, StateLeaf, Upstream
 from fpipe.stage.objective import Objective
 from fpipe.stage.recording import Recorder
+from fpipe.stage.segments import Segment
 from fpipe.stage.tracer import Traced, trace
 from fpipe.stage.updates import updates_of
 

@@ -24,6 +24,9 @@ from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 
+STAGE = "fpipe.stage"
+"""Where the ``meta`` of a node in a recorded function says in which stage that was."""
+
 _COPIES = frozenset({aten.clone.default, aten._to_copy.default})
 _ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
 _FILLED = frozenset({aten.full.default, aten.full_like.default, aten.new_full.default})

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe.draws import KEYED, draws, refusal
 from fpipe.errors import StageError
-from fpipe.stage.cut import STAGE
+from fpipe.stage.joint import STAGE
 
 
 def draw_from_keys(name: str, graph: fx.Graph, key: Tensor, mode: FakeTensorMode) -> list[fx.Node]:

@@ -26,7 +26,7 @@ from fpipe.stage.abstract import Abstract, abstract_key
 from fpipe.stage.alike import merge_constants
 from fpipe.stage.combined import with_contexts
 from fpipe.stage.custom import Calls
-from fpipe.stage.cut import Segment, mark, noting, segments
+from fpipe.stage.cut import noting
 from fpipe.stage.explain import ImpureError, Untraceable, describe, explain
 from fpipe.stage.factors import OneDtype
 from fpipe.stage.joint import BatchLeaf, Key, Param, Source, StateLeaf, Upstream, is_differentiable
@@ -45,6 +45,7 @@ from fpipe.stage.rewrites import (
 )
 from fpipe.stage.scripted import as_written
 from fpipe.stage.seeding import unseeded
+from fpipe.stage.segments import Segment, mark, segments
 from fpipe.stage.strided import number_elements
 from fpipe.stage.unseen import UnseenWrites
 from fpipe.stage.updates import keep_changed

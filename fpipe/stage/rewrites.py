@@ -13,8 +13,7 @@ import torch
 from torch import fx
 
 from fpipe.errors import StageError
-from fpipe.stage.cut import STAGE
-from fpipe.stage.joint import is_view
+from fpipe.stage.joint import STAGE, is_view
 
 aten = torch.ops.aten
 

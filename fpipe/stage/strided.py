@@ -16,8 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.errors import StageError
-from fpipe.stage.cut import STAGE
-from fpipe.stage.joint import value_of
+from fpipe.stage.joint import STAGE, value_of
 
 aten = torch.ops.aten
 

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from fpipe.errors import StageError
-from fpipe.stage.cut import Segment
 from fpipe.stage.joint import StateLeaf, Upstream
+from fpipe.stage.segments import Segment
 
 _COPIES = frozenset(
     {torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default}
