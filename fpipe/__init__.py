@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from fpipe.norms import Clipped, clip_by_global_norm, global_norm
     from fpipe.profiling import profile
     from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
-    from fpipe.stage.cut import cut
-    from fpipe.stage.stage import Stage
+    from fpipe.stage.cutting.cut import cut
+    from fpipe.stage.declared.stage import Stage
     from fpipe.transforms.choice import grad
     from fpipe.transforms.directional import Directional, Hvp, HvpAux, Jvp, ggnvp, hvp, jvp
     from fpipe.transforms.ensemble import vmap
@@ -113,14 +113,14 @@ _LAZY = {
     "ModulePipeline": "fpipe.modules.pipeline",
     "NormPipeline": "fpipe.transforms.rows",
     "Pipeline": "fpipe.engine",
-    "Stage": "fpipe.stage.stage",
+    "Stage": "fpipe.stage.declared.stage",
     "Step": "fpipe.results",
     "StepAux": "fpipe.results",
     "StepState": "fpipe.results",
     "StepStateAux": "fpipe.results",
     "balance": "fpipe.modules.balancing",
     "clip_by_global_norm": "fpipe.norms",
-    "cut": "fpipe.stage.cut",
+    "cut": "fpipe.stage.cutting.cut",
     "from_module": "fpipe.modules.entry",
     "ggnvp": "fpipe.transforms.directional",
     "grad": "fpipe.transforms.choice",

@@ -18,13 +18,13 @@ from fpipe.convention import DEFERRED, PLAIN, Convention
 from fpipe.errors import BatchError, ScheduleError, StageError
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.verifier import verify
-from fpipe.stage.compiler import Compile
-from fpipe.stage.objective import Objective
-from fpipe.stage.remat import Remat
-from fpipe.stage.returns import Returns
-from fpipe.stage.sink import SUM, Sink
-from fpipe.stage.stage import Stage
-from fpipe.stage.trainable import ALL, Trainable
+from fpipe.stage.declared.objective import Objective
+from fpipe.stage.declared.returns import Returns
+from fpipe.stage.declared.sink import SUM, Sink
+from fpipe.stage.declared.stage import Stage
+from fpipe.stage.declared.trainable import ALL, Trainable
+from fpipe.stage.pieces.compiler import Compile
+from fpipe.stage.pieces.remat import Remat
 
 REDUCTIONS = ("mean", "sum", "weighted")
 

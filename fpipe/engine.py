@@ -14,19 +14,19 @@ from typing import Any, NoReturn, Self, TypeVar
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.arguments.parameters import keep
+from fpipe.arguments.shapes import Goal
 from fpipe.controller.choosing import controller_of, workshop_of
 from fpipe.controller.controller import Gather
 from fpipe.definition import Definition
 from fpipe.errors import BatchError, FpipeError
-from fpipe.history import has_history, is_tracked, tracked_value
-from fpipe.levels import call_within, is_within
 from fpipe.loadable import Loadable
+from fpipe.nesting.history import has_history, is_tracked, tracked_value
+from fpipe.nesting.levels import call_within, is_within
 from fpipe.outcome import Outcome
-from fpipe.parameters import keep
 from fpipe.results import ForwardAux
 from fpipe.runtime.program import Program
 from fpipe.schedule import Schedule
-from fpipe.shapes import Goal
 from fpipe.stage.workshop import Workshop
 
 T = TypeVar("T")

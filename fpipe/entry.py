@@ -14,10 +14,10 @@ from fpipe.definition import Definition, group_of
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError
 from fpipe.schedule import Schedule
-from fpipe.stage.compiler import Compile
-from fpipe.stage.remat import Remat
-from fpipe.stage.stage import Stage
-from fpipe.stage.trainable import Trainable
+from fpipe.stage.declared.stage import Stage
+from fpipe.stage.declared.trainable import Trainable
+from fpipe.stage.pieces.compiler import Compile
+from fpipe.stage.pieces.remat import Remat
 
 
 def pipeline(

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.parameters import Parameters
-from fpipe.plan import Plan
+from fpipe.arguments.parameters import Parameters
+from fpipe.planning.plan import Plan
+from fpipe.planning.total import divided
 from fpipe.runtime.interpreter import Run
-from fpipe.stage.joint import is_differentiable
-from fpipe.total import divided
+from fpipe.stage.graphs.joint import is_differentiable
 
 
 def collected(plan: Plan, runs: Sequence[Run]) -> dict[tuple[int, int], Tensor]:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from fpipe import random, tree
+from fpipe.arguments.parameters import check_parts
+from fpipe.arguments.shapes import in_words
 from fpipe.definition import Definition
 from fpipe.errors import BatchError, PipelineError, StageError
-from fpipe.parameters import check_parts
 from fpipe.runtime.connect import device_of
-from fpipe.shapes import in_words
 
 Make = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """From meta tensors of the shapes and dtypes of some leaves to the leaves, all by name."""

@@ -12,8 +12,8 @@ from fpipe import tree
 from fpipe.controller.controller import Finished
 from fpipe.definition import Definition
 from fpipe.gradients import batch_gradients, collected, gradients
+from fpipe.planning.total import divided
 from fpipe.results import Step, StepAux, StepState, StepStateAux
-from fpipe.total import divided
 
 
 @dataclass(frozen=True, eq=False)

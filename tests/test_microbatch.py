@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fpipe import BatchError, tree
-from fpipe.microbatch import merge, split
+from fpipe.arguments.microbatch import merge, split
 
 
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(0, 2))

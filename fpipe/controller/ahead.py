@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fpipe.draws import generators
-from fpipe.plan import Plan
+from fpipe.planning.plan import Plan
 from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Compute, Message, Program, Send, WaitRecv
 from fpipe.runtime.transport import Transport

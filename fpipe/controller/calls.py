@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from fpipe.arguments.microbatch import Microbatches, split
+from fpipe.arguments.parameters import Parameters
+from fpipe.arguments.shapes import Ambient, Goal, Signature, TreeShape, batch_shapes
 from fpipe.controller.controller import Enter
 from fpipe.controller.digests import digest, identity
 from fpipe.controller.gathering import connected, gather_objects
@@ -26,14 +29,11 @@ from fpipe.controller.offer import (
 )
 from fpipe.controller.refusal import named
 from fpipe.controller.sample import sample
-from fpipe.microbatch import Microbatches, split
-from fpipe.parameters import Parameters
-from fpipe.plan import Plan
-from fpipe.planner import Planner
+from fpipe.planning.plan import Plan
+from fpipe.planning.planner import Planner
 from fpipe.recording import active
 from fpipe.runtime.program import Program, describe
 from fpipe.schedule import Schedule
-from fpipe.shapes import Ambient, Goal, Signature, TreeShape, batch_shapes
 
 NOWHERE = torch.device("meta")
 """Stands for every rank's own device in what ranks compare."""

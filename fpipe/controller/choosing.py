@@ -9,20 +9,20 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from fpipe.arguments.parameters import Parameters, keep
 from fpipe.controller.controller import Controller
 from fpipe.controller.keys import read_key
 from fpipe.controller.multi import MultiController
 from fpipe.controller.single import SingleController
 from fpipe.definition import Definition
-from fpipe.parameters import Parameters, keep
-from fpipe.planner import Planner
+from fpipe.planning.planner import Planner
 from fpipe.runtime.connect import device_of
 from fpipe.runtime.lower import lower
 from fpipe.runtime.order import lower_for_group
-from fpipe.stage.chain import ChainTracer
-from fpipe.stage.compiler import Compiler
-from fpipe.stage.function import FunctionTracer
-from fpipe.stage.remat import policies
+from fpipe.stage.cutting.function import FunctionTracer
+from fpipe.stage.pieces.compiler import Compiler
+from fpipe.stage.pieces.remat import policies
+from fpipe.stage.tracing.chain import ChainTracer
 from fpipe.stage.workshop import Workshop
 
 

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from fpipe.arguments.microbatch import Microbatches
+from fpipe.arguments.parameters import Parameters
+from fpipe.arguments.shapes import Goal, device_of_keys
 from fpipe.controller.keys import Words, keys_of
-from fpipe.microbatch import Microbatches
-from fpipe.parameters import Parameters
-from fpipe.plan import Plan
+from fpipe.planning.plan import Plan
+from fpipe.planning.total import Total
 from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Program
-from fpipe.shapes import Goal, device_of_keys
-from fpipe.total import Total
 
 T = TypeVar("T")
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fpipe import tree
+from fpipe.arguments.parameters import Parameters
 from fpipe.controller.ahead import Ahead, prelude
 from fpipe.controller.calls import Agreed, Given
 from fpipe.controller.controller import Finished, as_traced, load
@@ -24,8 +25,8 @@ from fpipe.controller.gathering import connected, gather, gather_objects
 from fpipe.controller.refusal import named
 from fpipe.controller.watch import Watch
 from fpipe.errors import PipelineError
-from fpipe.parameters import Parameters
-from fpipe.plan import Plan
+from fpipe.planning.plan import Plan
+from fpipe.planning.total import Total
 from fpipe.recording import Marks, active, timeline_of
 from fpipe.runtime.drain import drain
 from fpipe.runtime.group import GroupTransport
@@ -33,7 +34,6 @@ from fpipe.runtime.instrument import observed
 from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Compute, Free, Program
 from fpipe.runtime.transport import ConnectionLost, Interrupted
-from fpipe.total import Total
 
 
 class Execution:

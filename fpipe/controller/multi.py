@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fpipe.arguments.parameters import Parameters
+from fpipe.arguments.shapes import Goal
 from fpipe.controller.ahead import Ahead
 from fpipe.controller.calls import Call, Calls
 from fpipe.controller.controller import Enter, Finished, Gather
@@ -30,14 +32,12 @@ from fpipe.controller.keys import Words
 from fpipe.controller.refusal import named
 from fpipe.controller.watch import Watch
 from fpipe.errors import PipelineError
-from fpipe.parameters import Parameters
-from fpipe.planner import Planner
+from fpipe.planning.planner import Planner
 from fpipe.runtime.connect import Lines, carriers
 from fpipe.runtime.group import GroupTransport
 from fpipe.runtime.program import Program
 from fpipe.runtime.transport import ConnectionLost
 from fpipe.schedule import Schedule
-from fpipe.shapes import Goal
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fpipe import tree
+from fpipe.arguments.shapes import Ambient, TreeShape, in_words
 from fpipe.controller.refusal import odd_one_out, refusal
 from fpipe.controller.sample import Sample, other_batches
 from fpipe.errors import BatchError
-from fpipe.shapes import Ambient, TreeShape, in_words
 
 log = logging.getLogger("fpipe")
 

@@ -8,17 +8,17 @@ from typing import Any, TypeVar
 
 import torch
 
+from fpipe.arguments.microbatch import Microbatches, split
+from fpipe.arguments.parameters import Parameters
+from fpipe.arguments.shapes import Goal, Signature, TreeShape, batch_shapes, with_data
 from fpipe.controller.controller import Enter, Finished, Gather, as_traced, load
 from fpipe.controller.keys import Words
-from fpipe.microbatch import Microbatches, split
-from fpipe.parameters import Parameters
-from fpipe.plan import Plan
-from fpipe.planner import Planner
+from fpipe.planning.plan import Plan
+from fpipe.planning.planner import Planner
 from fpipe.recording import Marks, active, timeline_of
 from fpipe.runtime.instrument import observed
 from fpipe.runtime.local import LocalTransport, run_together
 from fpipe.runtime.program import Program
-from fpipe.shapes import Goal, Signature, TreeShape, batch_shapes, with_data
 
 T = TypeVar("T")
 

@@ -8,20 +8,20 @@ from typing import Any
 
 from torch import nn
 
+from fpipe.arguments.microbatch import split
+from fpipe.arguments.shapes import batch_shapes
 from fpipe.controller.controller import Gather
 from fpipe.controller.refusal import named
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import PipelineError, StageError
-from fpipe.microbatch import split
 from fpipe.modules.costs import Loads, Part, counted, parts_of
 from fpipe.modules.division import divide
 from fpipe.modules.loss import Loss, ModuleLoss, declared
 from fpipe.modules.measuring import measured
 from fpipe.modules.shares import Balance, StageShare
 from fpipe.schedule import Op, Schedule
-from fpipe.shapes import batch_shapes
-from fpipe.stage.compiler import Compile
+from fpipe.stage.pieces.compiler import Compile
 
 INTENSITY = 10
 """FLOPs that a machine does while it moves a byte, unless told."""

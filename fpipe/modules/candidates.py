@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe import tree
+from fpipe.arguments.shapes import TreeShape
 from fpipe.errors import StageError
 from fpipe.modules.loss import ModuleLoss
-from fpipe.shapes import TreeShape
-from fpipe.stage.abstract import Abstract
-from fpipe.stage.known import Known
-from fpipe.stage.purity import WriteGuard
+from fpipe.stage.refusing.purity import WriteGuard
+from fpipe.stage.tracing.abstract import Abstract
+from fpipe.stage.tracing.known import Known
 
 
 def candidates_of(

@@ -17,16 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from fpipe import tree
+from fpipe.arguments.shapes import TreeShape
 from fpipe.definition import Definition
 from fpipe.modules.buffers import shaped_buffers
 from fpipe.modules.candidates import candidates_of
 from fpipe.modules.loss import ModuleLoss, held_by
-from fpipe.shapes import TreeShape
-from fpipe.stage.custom import Applied
-from fpipe.stage.function import FunctionTracer
-from fpipe.stage.joint import Param, Upstream, is_view, nbytes_of
-from fpipe.stage.objective import Objective
-from fpipe.stage.segments import Segment
+from fpipe.stage.cutting.function import FunctionTracer
+from fpipe.stage.cutting.segments import Segment
+from fpipe.stage.declared.objective import Objective
+from fpipe.stage.foreign.custom import Applied
+from fpipe.stage.graphs.joint import Param, Upstream, is_view, nbytes_of
 
 _CPU = torch.device("cpu")
 

@@ -22,8 +22,8 @@ from fpipe.modules.pipeline import ModulePipeline
 from fpipe.modules.shares import Balance
 from fpipe.runtime.connect import device_of
 from fpipe.schedule import Schedule
-from fpipe.stage.compiler import Compile
-from fpipe.stage.remat import Remat
+from fpipe.stage.pieces.compiler import Compile
+from fpipe.stage.pieces.remat import Remat
 
 log = logging.getLogger("fpipe")
 

@@ -24,9 +24,9 @@ from fpipe.modules.lost import refuse_lost
 from fpipe.modules.tracing import explaining, unchanged
 from fpipe.nn import buffers_of, call, called_with, state_of
 from fpipe.schedule import Schedule
-from fpipe.stage.cut import cut
-from fpipe.stage.returns import LOSS, Returns
-from fpipe.stage.trainable import Trainable
+from fpipe.stage.cutting.cut import cut
+from fpipe.stage.declared.returns import LOSS, Returns
+from fpipe.stage.declared.trainable import Trainable
 
 Loss = Callable[[Any, Any], Any]
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from fpipe import random, tree
+from fpipe.arguments.microbatch import split
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError
-from fpipe.microbatch import split
 from fpipe.modules.costs import Loads, Part
 from fpipe.modules.loss import ModuleLoss, held_by, with_cuts
 from fpipe.profiling import all_forwards_first, profile

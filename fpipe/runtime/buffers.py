@@ -8,7 +8,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from fpipe.shapes import Spec
+from fpipe.arguments.shapes import Spec
 
 
 class Buffers:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fpipe.runtime.program import Compute, Program
 from fpipe.schedule import Action
-from fpipe.stage.compiler import Call
+from fpipe.stage.pieces.compiler import Call
 
 Wrap = Callable[[Call, Action], Call]
 

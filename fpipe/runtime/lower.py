@@ -44,7 +44,7 @@ from fpipe.runtime.values import (
     Value,
 )
 from fpipe.schedule import Schedule
-from fpipe.stage.sink import SUM, Sink
+from fpipe.stage.declared.sink import SUM, Sink
 
 
 class Windows(NamedTuple):

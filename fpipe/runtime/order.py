@@ -25,7 +25,7 @@ from fpipe.runtime.program import (
 )
 from fpipe.runtime.values import Codes
 from fpipe.schedule import Schedule
-from fpipe.stage.sink import SUM, Sink
+from fpipe.stage.declared.sink import SUM, Sink
 
 Place = tuple[int, int]
 """A rank and the index of one of its instructions."""

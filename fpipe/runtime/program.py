@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fpipe.arguments.shapes import Spec
 from fpipe.schedule import Action
-from fpipe.shapes import Spec
-from fpipe.stage.compiler import Call
+from fpipe.stage.pieces.compiler import Call
 
 
 class Message(NamedTuple):

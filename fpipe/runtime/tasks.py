@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fpipe.arguments.shapes import Spec
 from fpipe.runtime.values import Codes, Computed, Resolver, SumValue, Value
 from fpipe.schedule import Action, Op, Schedule
-from fpipe.shapes import Spec
-from fpipe.stage.code import StageCode
-from fpipe.stage.compiler import Call
-from fpipe.stage.joint import BatchLeaf, Param, Source
-from fpipe.stage.partition import PREPARE
+from fpipe.stage.graphs.joint import BatchLeaf, Param, Source
+from fpipe.stage.pieces.code import StageCode
+from fpipe.stage.pieces.compiler import Call
+from fpipe.stage.pieces.partition import PREPARE
 
 
 class Task(NamedTuple):

@@ -14,12 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fpipe.arguments.shapes import Spec
 from fpipe.runtime.tasks import Task, Tasks
 from fpipe.runtime.values import Codes, Computed, SumValue, Value
 from fpipe.schedule import Action, Op, Schedule
-from fpipe.shapes import Spec
-from fpipe.stage.joint import Param
-from fpipe.stage.sink import Sink
+from fpipe.stage.declared.sink import Sink
+from fpipe.stage.graphs.joint import Param
 
 Place = tuple[int, int]
 """A leaf and a microbatch, -1 for the sum over all."""

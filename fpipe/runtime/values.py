@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from fpipe.stage.code import StageCode
-from fpipe.stage.joint import (
+from fpipe.stage.graphs.joint import (
     BatchLeaf,
     Constant,
     Key,
@@ -21,7 +20,8 @@ from fpipe.stage.joint import (
     SumSoFar,
     Upstream,
 )
-from fpipe.stage.partition import PREPARE
+from fpipe.stage.pieces.code import StageCode
+from fpipe.stage.pieces.partition import PREPARE
 
 Codes = Callable[[int, int], StageCode]
 """From stage and microbatch to the code that runs it."""

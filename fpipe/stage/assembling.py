@@ -11,12 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fpipe.shapes import Spec
-from fpipe.stage.chain import Chain
-from fpipe.stage.code import StageCode
-from fpipe.stage.compiler import Compiler
-from fpipe.stage.joint import BatchLeaf, Param, Seed, Source, Upstream
-from fpipe.stage.partition import (
+from fpipe.arguments.shapes import Spec
+from fpipe.stage.graphs.joint import BatchLeaf, Param, Seed, Source, Upstream
+from fpipe.stage.pieces.code import StageCode
+from fpipe.stage.pieces.compiler import Compiler
+from fpipe.stage.pieces.partition import (
     Piece,
     Policy,
     forward_pieces,
@@ -24,6 +23,7 @@ from fpipe.stage.partition import (
     live_gradients,
     partition,
 )
+from fpipe.stage.tracing.chain import Chain
 
 
 def live_leaves(chains: Collection[Chain]) -> tuple[frozenset[Source], ...]:

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fpipe.shapes import Signature, TreeShape, distinct
+from fpipe.arguments.shapes import Signature, TreeShape, distinct
 from fpipe.stage.assembling import assemble, live_leaves
-from fpipe.stage.chain import Chain, ChainTracer
-from fpipe.stage.code import StageCode
-from fpipe.stage.compiler import Compiler
-from fpipe.stage.function import FunctionTracer
-from fpipe.stage.joint import Source, may_draw
-from fpipe.stage.partition import Piece, Policy
+from fpipe.stage.cutting.function import FunctionTracer
+from fpipe.stage.graphs.joint import Source, may_draw
+from fpipe.stage.pieces.code import StageCode
+from fpipe.stage.pieces.compiler import Compiler
+from fpipe.stage.pieces.partition import Piece, Policy
+from fpipe.stage.tracing.chain import Chain, ChainTracer
 
 Trained = tuple[frozenset[Source], ...]
 

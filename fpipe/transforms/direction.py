@@ -11,8 +11,8 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.convention import Convention, Dual
 from fpipe.errors import BatchError
-from fpipe.stage.joint import is_differentiable
-from fpipe.stage.trainable import Trainable
+from fpipe.stage.declared.trainable import Trainable
+from fpipe.stage.graphs.joint import is_differentiable
 from fpipe.transforms.parts import Parts
 
 HINT = "the gradients that step returns have the structure of a vector"

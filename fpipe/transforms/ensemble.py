@@ -13,7 +13,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.definition import Definition
 from fpipe.errors import StageError
-from fpipe.stage.sink import Sink
+from fpipe.stage.declared.sink import Sink
 from fpipe.transforms.mapping import join, over, prefix_map
 from fpipe.transforms.members import Members, behind
 from fpipe.transforms.parts import Parts

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.arguments.microbatch import Beneath
 from fpipe.convention import PLAIN, STATE, Convention, Dual
 from fpipe.errors import BatchError
-from fpipe.microbatch import Beneath
 from fpipe.transforms.mapping import over, prefix_map
 from fpipe.transforms.parts import Parts
 

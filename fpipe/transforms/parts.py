@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fpipe.arguments.parameters import check_parts, contained
 from fpipe.definition import Definition
 from fpipe.errors import BatchError
-from fpipe.parameters import check_parts, contained
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fpipe.stage.known import symbolic_zeros
+from fpipe.stage.tracing.known import symbolic_zeros
 from fpipe.transforms.linear import LINEAR, UNKNOWN
 
 aten = torch.ops.aten

@@ -16,8 +16,8 @@ from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError
 from fpipe.runtime.program import Program
-from fpipe.stage.joint import is_differentiable
-from fpipe.stage.sink import Sink
+from fpipe.stage.declared.sink import Sink
+from fpipe.stage.graphs.joint import is_differentiable
 from fpipe.transforms.mapping import over, prefix_map
 from fpipe.transforms.plain import batched
 from fpipe.transforms.transformed import (

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from fpipe.definition import Definition
 from fpipe.errors import StageError
-from fpipe.stage.stage import Stage
+from fpipe.stage.declared.stage import Stage
 
 
 class Transformed(Protocol):

@@ -22,7 +22,7 @@ from fpipe import Schedule, tree
 from fpipe.runtime.connect import connect
 from fpipe.runtime.group import GroupTransport
 from fpipe.runtime.program import Program, Send, WaitSend
-from fpipe.stage.compiler import Call
+from fpipe.stage.pieces.compiler import Call
 from tests.distributed.crew import Outcome, attempt
 from tests.models import MODELS, Model, adapted, mlp, piped
 

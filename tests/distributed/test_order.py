@@ -9,6 +9,7 @@ import torch
 
 import fpipe
 from fpipe import Action, Op, Schedule, ScheduleError, schedules
+from fpipe.arguments.shapes import Spec
 from fpipe.runtime.order import find_circle, prove
 from fpipe.runtime.program import (
     Bindings,
@@ -22,7 +23,6 @@ from fpipe.runtime.program import (
     WaitRecv,
     WaitSend,
 )
-from fpipe.shapes import Spec
 from tests.distributed import actors
 from tests.distributed.crew import Crew, values
 

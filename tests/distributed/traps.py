@@ -18,7 +18,7 @@ from torch import Tensor, fx
 import fpipe
 from fpipe import Schedule, tree
 from fpipe.runtime.group import GroupTransport
-from fpipe.stage.compiler import Call
+from fpipe.stage.pieces.compiler import Call
 from tests.distributed.actors import model_of, pipeline
 from tests.distributed.crew import Outcome, attempt
 from tests.models import Model

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe import random
+from fpipe.arguments.shapes import TreeShape
 from fpipe.modules.loss import ModuleLoss
-from fpipe.shapes import TreeShape
-from fpipe.stage.function import FunctionTracer
-from fpipe.stage.objective import Objective
+from fpipe.stage.cutting.function import FunctionTracer
+from fpipe.stage.declared.objective import Objective
 from fpipe.tree import flatten
 from tests.modules.hugging_face import LIBRARY, cross_entropy
 from tests.modules.models import detached

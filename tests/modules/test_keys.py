@@ -14,7 +14,7 @@ import fpipe
 from fpipe import Schedule, random, schedules
 from fpipe.nn import keyed
 from fpipe.runtime.program import Compute
-from fpipe.stage.compiler import Call
+from fpipe.stage.pieces.compiler import Call
 from tests.models import assert_identical, assert_same
 from tests.modules.dropping import CUTS, make_batch, make_module, squares, unpipelined
 from tests.modules.models import detached

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from fpipe import Schedule
-from fpipe.microbatch import Microbatches, split
-from fpipe.parameters import Parameters
+from fpipe.arguments.microbatch import Microbatches, split
+from fpipe.arguments.parameters import Parameters
+from fpipe.arguments.shapes import TreeShape
 from fpipe.runtime.interpreter import Run
 from fpipe.runtime.lower import DIRECT, Windows, lower
 from fpipe.runtime.program import Compute, Message, Program
-from fpipe.shapes import TreeShape
 from fpipe.stage.assembling import assemble, live_leaves
-from fpipe.stage.chain import ChainTracer
-from fpipe.stage.code import StageCode
-from fpipe.stage.compiler import Call, Compiler
-from fpipe.stage.objective import Objective
-from fpipe.stage.partition import Policy
-from fpipe.stage.remat import save_all
-from fpipe.stage.stage import Stage
+from fpipe.stage.declared.objective import Objective
+from fpipe.stage.declared.stage import Stage
+from fpipe.stage.pieces.code import StageCode
+from fpipe.stage.pieces.compiler import Call, Compiler
+from fpipe.stage.pieces.partition import Policy
+from fpipe.stage.pieces.remat import save_all
+from fpipe.stage.tracing.chain import ChainTracer
 from tests.models import Model
 
 

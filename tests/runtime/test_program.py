@@ -30,9 +30,9 @@ from fpipe.runtime.program import (
     WaitRecv,
     WaitSend,
 )
-from fpipe.stage.compiler import Call
-from fpipe.stage.partition import Policy
-from fpipe.stage.remat import save_all, save_nothing
+from fpipe.stage.pieces.compiler import Call
+from fpipe.stage.pieces.partition import Policy
+from fpipe.stage.pieces.remat import save_all, save_nothing
 from tests.laboratory.random_schedules import schedules as random_schedules
 from tests.meter import Meter
 from tests.models import Model, apply, assert_same, gpt, mlp, plain_pipeline, rand, unpipelined

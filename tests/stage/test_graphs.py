@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe import StageError
-from fpipe.stage.fingerprint import fingerprint, places_of
-from fpipe.stage.joint import Param
-from fpipe.stage.remat import policies, save_all, save_nothing
-from fpipe.stage.simplify import simplify
-from fpipe.stage.sums import add_sums
+from fpipe.stage.graphs.fingerprint import fingerprint, places_of
+from fpipe.stage.graphs.joint import Param
+from fpipe.stage.graphs.simplify import simplify
+from fpipe.stage.graphs.sums import add_sums
+from fpipe.stage.pieces.remat import policies, save_all, save_nothing
 from tests.models import rand
 
 

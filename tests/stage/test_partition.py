@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from fpipe.stage.partition import Piece
-from fpipe.stage.remat import save_all, save_nothing
+from fpipe.stage.pieces.partition import Piece
+from fpipe.stage.pieces.remat import save_all, save_nothing
 from tests.models import Model, rand
 from tests.runtime.lowering import codes_of
 from tests.stage.pieces import count, ops, pieces_of

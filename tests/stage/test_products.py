@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fpipe
 from fpipe.stage import products
-from fpipe.stage.products import blas_is_slow, with_onednn
+from fpipe.stage.pieces.products import blas_is_slow, with_onednn
 
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="needs a build of torch with oneDNN"

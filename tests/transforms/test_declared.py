@@ -447,7 +447,7 @@ def test_what_is_not_trained_has_no_direction(transform: Any, choice: str) -> No
     if choice == "whole stages":
         flags = [False, True, False, True]
     given: Any = flags
-    chosen = fpipe.stage.trainable.Trainable(flags).flags(
+    chosen = fpipe.stage.declared.trainable.Trainable(flags).flags(
         [tree.structure(part) for part in model.params], shared=False
     )
     if choice == "function":

@@ -1,0 +1,1 @@
+"""The caller's trees, flat and split, and their shapes."""

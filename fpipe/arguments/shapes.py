@@ -1,0 +1,204 @@
+"""Shapes without data: what a step depends on apart from the numbers, as comparable values.
+
+They are hashable, so that plans can be kept by them, and picklable, so that ranks can tell each
+other what they were given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from math import prod
+from typing import Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.arguments.microbatch import Microbatches
+from fpipe.errors import BatchError
+
+Goal = Literal["step", "value", "forward"]
+"""What is asked for: loss and gradients, the loss alone, or the last stage's output."""
+
+
+class Spec(NamedTuple):
+    """Shape and dtype of a dense tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class LeafShape(NamedTuple):
+    """All that tracing can see of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> LeafShape:
+        """The shape of a real or a fake tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+class TreeShape(NamedTuple):
+    """A pytree of tensors without their data."""
+
+    spec: optree.PyTreeSpec
+    leaves: tuple[LeafShape, ...]
+
+    @classmethod
+    def of(cls, spec: optree.PyTreeSpec, leaves: Sequence[Tensor]) -> TreeShape:
+        """The shape of a flat pytree."""
+        return cls(spec, tuple(map(LeafShape.of, leaves)))
+
+    def on(self, device: torch.device) -> TreeShape:
+        """The same shapes on another device."""
+        return TreeShape(self.spec, tuple(leaf._replace(device=device) for leaf in self.leaves))
+
+    def with_data(self, device: torch.device) -> TreeShape:
+        """The same shapes, on `device` where they lie on the meta device, which has no data."""
+        if not any(leaf.device.type == "meta" for leaf in self.leaves):
+            return self
+        return TreeShape(
+            self.spec,
+            tuple(
+                leaf._replace(device=device) if leaf.device.type == "meta" else leaf
+                for leaf in self.leaves
+            ),
+        )
+
+
+class Signature(NamedTuple):
+    """What a plan is made for.
+
+    Attributes:
+        goal: what is asked for.
+        params: the parameters of each stage.
+        rows: rows of each microbatch.
+        batch: the microbatches of each different number of rows, in the order in which those
+            numbers first come in `rows`.
+        ambient: what else a trace depends on.
+    """
+
+    goal: Goal
+    params: tuple[TreeShape, ...]
+    rows: tuple[int, ...]
+    batch: tuple[TreeShape, ...]
+    ambient: Ambient
+
+
+def with_data(signature: Signature, devices: Sequence[torch.device] | None) -> Signature:
+    """The signature of tensors that have data where its own lie on the meta device.
+
+    Args:
+        signature: of what may have shapes alone.
+        devices: the device of each stage, None for the CPU.
+    """
+    home = torch.device("cpu")
+    params = [
+        shape.with_data(home if devices is None else devices[stage])
+        for stage, shape in enumerate(signature.params)
+    ]
+    batch = [shape.with_data(home) for shape in signature.batch]
+    return signature._replace(params=tuple(params), batch=tuple(batch))
+
+
+def refuse_without_data(signature: Signature) -> None:
+    """Refuse to run on tensors that have shapes alone.
+
+    Raises:
+        BatchError: names the first that lies on the meta device.
+    """
+    trees = [("the parameter ", shape) for shape in signature.params]
+    for name, shape in (*trees, *(("batch", shape) for shape in signature.batch)):
+        for path, leaf in zip(tree.paths(shape.spec), shape.leaves, strict=True):
+            if leaf.device.type == "meta":
+                raise BatchError(
+                    f"{name}{path} lies on the meta device, so it has a shape and no data: "
+                    "pipe.programs takes such tensors; a step takes real ones"
+                )
+
+
+def batch_shapes(parts: Microbatches) -> tuple[TreeShape, ...]:
+    """One shape for each different number of rows, in the order of `distinct`."""
+    return tuple(
+        TreeShape.of(parts.spec, parts.leaves[parts.rows.index(rows)])
+        for rows in distinct(parts.rows)
+    )
+
+
+def distinct(rows: Sequence[int]) -> list[int]:
+    """The different numbers of rows, in the order in which they first come."""
+    return list(dict.fromkeys(rows))
+
+
+def device_of_keys(leaves: Sequence[Tensor]) -> torch.device:
+    """Where keys lie in one process: with the first leaf of the microbatch."""
+    return leaves[0].device if leaves else torch.device("cpu")
+
+
+class Ambient(NamedTuple):
+    """What a trace depends on beside its arguments.
+
+    Attributes:
+        casts: kinds of device under autocast, with the dtype.
+        dtype: the default one.
+        modes: of the definition.
+        threads: their number, which every process may choose for itself.
+    """
+
+    casts: tuple[tuple[str, torch.dtype], ...]
+    dtype: torch.dtype
+    modes: Hashable
+    threads: int
+
+
+def ambient(modes: Hashable = None) -> Ambient:
+    """What a trace depends on now, where the definition has these modes."""
+    casts = tuple(
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    )
+    return Ambient(casts, torch.get_default_dtype(), modes, torch.get_num_threads())
+
+
+def difference(before: Signature, now: Signature) -> str:
+    """The first thing in which two signatures of one goal differ, in words."""
+    for stage, (old, new) in enumerate(zip(before.params, now.params, strict=True)):
+        if found := _tree_difference(old, new):
+            return f"the parameters of stage {stage} changed: {found}"
+    # Microbatches of each size are compared, the biggest first.
+    for old, new in zip(before.batch, now.batch, strict=False):
+        if found := _tree_difference(old, new):
+            return f"the microbatch changed: {found}"
+    if before.rows != now.rows:
+        return f"the batch has {sum(now.rows)} rows, before {sum(before.rows)}"
+    if now.ambient.modes != before.ambient.modes:
+        return "the module was put in another mode, by train() or eval()"
+    return "autocast, the default dtype or the number of threads changed"
+
+
+def _tree_difference(before: TreeShape, now: TreeShape) -> str:
+    if before.spec != now.spec:
+        return "it has another structure"
+    for path, old, new in zip(tree.paths(now.spec), before.leaves, now.leaves, strict=True):
+        if old != new:
+            texts = [f"{in_words(leaf)} on {leaf.device}" for leaf in (new, old)]
+            if texts[0] == texts[1]:
+                texts = [f"{texts[0]} of strides {leaf.stride}" for leaf in (new, old)]
+            return f"{path or 'it'} is {texts[0]}, was {texts[1]}"
+    return ""
+
+
+def in_words(leaf: Tensor | LeafShape) -> str:
+    """Dtype and shape for a message, such as ``float32[2, 3]``."""
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"

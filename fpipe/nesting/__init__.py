@@ -1,0 +1,1 @@
+"""Calls within autograd and within transforms of torch.func."""

@@ -1,0 +1,207 @@
+"""A call of a pipeline as one operation of torch: what autograd and `torch.func` see of it.
+
+The operation takes the flat tensors of the arguments and returns those of the result. Mapped by
+`torch.func.vmap` it is the same call of the pipeline of all members, and differentiated it is that
+of a derived pipeline, so what runs is always a plan, traced and compiled as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import optree
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from fpipe import tree
+from fpipe.draws import generators
+from fpipe.errors import FpipeError
+from fpipe.nesting.derived import Callee, Method, of_members
+from fpipe.nesting.rules import pull_back, push_forward
+
+INSTEAD: Final = {
+    "Vmap": "torch.func.vmap over processes: fpipe.vmap(pipe) is the pipeline of all members, on "
+    "every rank",
+    "Grad": "torch.func.grad or vjp here: they know pipe.value, and in one process pipe.step, of "
+    "pipelines without a state; fpipe.hvp(pipe) gives second derivatives over processes too",
+    "Jvp": "torch.func.jvp or jacfwd, or forward-mode autograd, here: they know pipe.value and "
+    "pipe.step in one process, of pipelines without a state; fpipe.jvp(pipe) gives derivatives "
+    "over processes too, and those of outputs",
+    "Functionalize": "torch.func.functionalize: a step is pure already, call it outside",
+}
+
+
+def refuse(kind: str) -> FpipeError:
+    """Why a pipeline cannot run within a transform of `torch.func`, and what to use instead."""
+    text = INSTEAD.get(kind, "a transform of torch.func: call it outside")
+    return FpipeError(f"a pipeline cannot run inside {text}")
+
+
+@dataclass
+class Call:
+    """A method of a pipeline, of flat tensors.
+
+    Attributes:
+        pipe: the pipeline.
+        method: the name of the method.
+        spec: the structure of its arguments.
+        options: further arguments by name, which are the same for all members.
+        differentiable: the method is ``run_value`` or ``run_step``, and the operation knows its
+            derivatives; otherwise the method itself sees to what may be differentiated.
+        made: the structure of the result, from when it has run.
+        drew: whether it drew from torch's generator, when it ran.
+        device: the default one where the call is made; within an operation torch forgets it.
+    """
+
+    pipe: Callee
+    method: Method
+    spec: optree.PyTreeSpec
+    options: dict[str, Any] = field(default_factory=dict)
+    differentiable: bool = False
+    made: optree.PyTreeSpec | None = None
+    drew: bool = False
+    device: torch.device = field(default_factory=torch.get_default_device)
+
+    @property
+    def places(self) -> Any:
+        """The arguments with the number of each leaf, counted over all of them, in its place."""
+        return tree.unflatten(self.spec, range(self.spec.num_leaves))
+
+    def enter(self, leaves: Sequence[Tensor]) -> Any:
+        """Make the call as an operation; returns what the method does."""
+        outputs = _Operation.apply(self, *leaves)
+        return self.result(outputs)
+
+    def result(self, outputs: Sequence[Any]) -> Any:
+        """The result whose leaves are `outputs`."""
+        assert self.made is not None
+        return tree.unflatten(self.made, outputs)
+
+    def run(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Make the call where autograd and `torch.func` do not look."""
+        arguments = tree.unflatten(self.spec, leaves)
+        before = _drawn_from(leaves) if self.differentiable else []
+        with nullcontext() if self.device.type == "cpu" else self.device, _without_hooks():
+            made = getattr(self.pipe, self.method)(*arguments, **self.options)
+        after = _drawn_from(leaves) if self.differentiable else []
+        # Other threads may have drawn.
+        self.drew = not all(map(torch.equal, before, after)) and self.pipe.workshop.may_draw
+        outputs, self.made = tree.flatten(made)
+        return tuple(outputs)
+
+    def another(
+        self,
+        pipe: Callee,
+        method: Method,
+        spec: optree.PyTreeSpec,
+        made: optree.PyTreeSpec | None = None,
+    ) -> Call:
+        """Another call with the same options; it can be differentiated as this one can."""
+        return replace(self, pipe=pipe, method=method, spec=spec, made=made)
+
+    def of_members(
+        self, leaves: Sequence[Tensor], dims: Sequence[int | None], size: int, randomness: str
+    ) -> tuple[Call, list[Tensor]]:
+        """This call for all members, and its leaves.
+
+        Args:
+            leaves: stacked along `dims`.
+            dims: of each leaf the dimension of the members, None where they share it.
+            size: how many there are.
+            randomness: as in `torch.func.vmap`.
+
+        Returns:
+            A call whose results have the members in front.
+        """
+        if self.pipe.rank is not None:
+            raise refuse("Vmap")
+        own = "batch" in self.pipe.definition.wanted
+        # Leaves of the batch get a gradient each, not the sum over the members who share them.
+        first = self.spec.child(0).num_leaves if own else self.spec.num_leaves
+        stacked = [
+            leaf.movedim(dim, 0)
+            if dim is not None
+            else leaf.expand(size, *leaf.shape)
+            if index >= first
+            else leaf
+            for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True))
+        ]
+        mapped = tuple(
+            None if dim is None and index < first else 0 for index, dim in enumerate(dims)
+        )
+        in_dims, key = tree.unflatten(self.spec, mapped), (mapped, self.spec, randomness)
+        return replace(self, pipe=of_members(self.pipe, in_dims, randomness, key)), stacked
+
+
+@contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Beneath saved-tensor hooks, such as those of `torch.utils.checkpoint`.
+
+    They are about the graph of the caller; `torch.func`, by which stages are traced, refuses them.
+    """
+    hooks: list[Any] = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+
+
+def _drawn_from(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The states of the generators that a step on these tensors may draw from."""
+    return [generator.get_state() for generator in generators(leaf.device for leaf in leaves)]
+
+
+class _Operation(torch.autograd.Function):
+    """The operation; one that is not differentiable says so where a derivative is taken."""
+
+    @staticmethod
+    def forward(call: Call, *leaves: Tensor) -> tuple[Tensor, ...]:
+        return call.run(leaves)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.call = call = inputs[0]
+        ctx.set_materialize_grads(False)
+        if call.differentiable:
+            kept: tuple[Tensor, ...] = ()
+            if call.method == "run_step":
+                kept = output  # for the gradients, which a second derivative is about
+                ctx.mark_non_differentiable(*tree.flatten(call.result(output)[2:])[0])
+            ctx.save_for_backward(*inputs[1:], *kept)
+            ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    @_disable_dynamo
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        call: Call = ctx.call
+        count = call.spec.num_leaves
+        if not call.differentiable:
+            raise refuse("Grad")
+        if all(cotangent is None for cotangent in cotangents):
+            return None, *(None for _ in range(count))
+        saved = ctx.saved_tensors  # torch.utils.checkpoint hands them out once
+        leaves, outputs = saved[:count], saved[count:]
+        return None, *pull_back(call, leaves, outputs, cotangents, ctx.needs_input_grad[1:])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], call: Call, *leaves: Tensor) -> Any:
+        whole, stacked = call.of_members(leaves, in_dims[1:], info.batch_size, info.randomness)
+        # Below this level there may be others, for which such a call is an operation again.
+        outputs = _Operation.apply(whole, *stacked) if call.differentiable else whole.run(stacked)
+        call.made, call.drew = whole.made, whole.drew
+        return outputs, tuple(0 for _ in outputs)
+
+    @staticmethod
+    @_disable_dynamo
+    def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> Any:
+        if not ctx.call.differentiable:
+            raise refuse("Jvp")
+        return tuple(push_forward(ctx.call, ctx.saved_tensors, tangents))

@@ -1,0 +1,83 @@
+"""A pipeline inside a bigger computation: its loss, and its gradients, with autograd history.
+
+The forward of the autograd node runs a whole step, whose gradients its backward weighs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.definition import ARGUMENTS
+from fpipe.errors import FpipeError
+from fpipe.nesting.call import Call
+from fpipe.nesting.derived import Callee, choosing
+
+
+def is_tracked(leaves: Sequence[Any]) -> bool:
+    """Whether autograd or `torch.func.grad` wants to know what becomes of any of `leaves`."""
+    return torch.is_grad_enabled() and any(
+        isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves
+    )
+
+
+def has_history(pipe: Callee) -> bool:
+    """Whether the pipeline's loss, or losses, can be differentiated."""
+    return pipe.definition.convention.weigh is not None
+
+
+def tracked_value(pipe: Callee, *arguments: Any, **options: Any) -> Any:
+    """The loss, or losses, with history.
+
+    Args:
+        pipe: the pipeline.
+        arguments: as in `Pipeline.run_step`.
+        options: the key.
+
+    Raises:
+        FpipeError: it is to be differentiated by a batch that several losses or processes share.
+    """
+    return tracked_step(pipe, (), *arguments, **options)[0]
+
+
+def tracked_step(
+    pipe: Callee, wanted: tuple[str, ...], *arguments: Any, **options: Any
+) -> tuple[Any, ...]:
+    """The loss and the gradients, with history; arguments and errors are those of `tracked_value`.
+
+    Args:
+        wanted: what gradients are to be returned by.
+
+    Returns:
+        ``(loss, grads)``, the gradients as a tuple, and aux if there is any.
+    """
+    leaves, spec = tree.flatten(arguments)
+    definition = pipe.definition
+    tracked = {
+        name
+        for name, own in zip(definition.along, arguments, strict=True)
+        if is_tracked(tree.flatten(own)[0])
+    }
+    several = bool(definition.loss_shape[bool(definition.convention.vectors) :])
+    if "batch" in tracked and (pipe.rank is not None or (several and definition.alone is None)):
+        raise FpipeError(
+            "a leaf of the batch requires a gradient, but the losses of single examples, a "
+            "derivative of an ensemble, or a pipeline over processes, can be differentiated by the "
+            'parameters alone: detach the leaf; fpipe.grad(pipe, "batch") returns gradients by the '
+            "batch, torch.func.vmap of torch.func.grad of pipe.value those of each member, and "
+            "fpipe.vmap(fpipe.jvp(pipe)) can be differentiated by it"
+        )
+    if several:
+        tracked.discard("batch")  # its gradients will be needed member by member
+    names = tuple(name for name in ARGUMENTS if name in tracked or name in wanted)
+    if not names:
+        value = Call(pipe, "run_value", spec, options, differentiable=True)
+        return value.enter(leaves), ()
+    call = Call(choosing(pipe, names), "run_step", spec, options, differentiable=True)
+    loss, grads, *aux = call.enter(leaves)
+    by_name = dict(zip(names, grads, strict=True))
+    return loss, tuple(by_name[name] for name in wanted), *aux

@@ -1,0 +1,1 @@
+"""Programs for one signature, made once and kept."""

@@ -1,0 +1,186 @@
+"""Plans are made once for each signature, and kept."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from fpipe.arguments.shapes import (
+    Ambient,
+    Signature,
+    ambient,
+    difference,
+    distinct,
+    refuse_without_data,
+)
+from fpipe.planning.plan import Plan
+from fpipe.runtime.program import Program
+from fpipe.runtime.values import Codes
+from fpipe.schedule import Op, Schedule
+from fpipe.stage.declared.sink import Sink
+from fpipe.stage.graphs.joint import is_differentiable
+from fpipe.stage.pieces.code import StageCode
+from fpipe.stage.workshop import Made, Workshop
+
+log = logging.getLogger("fpipe")
+
+# torch cannot trace in two threads at one time.
+_TRACING = threading.RLock()
+
+
+class Planner:
+    """Makes plans, and keeps each for the next call with the same shapes.
+
+    Args:
+        workshop: makes the code of the stages; other planners may use it too.
+        schedule: the training schedule; its forwards alone serve evaluation.
+        mean: the loss is the mean over rows, so a microbatch counts by its rows.
+        cotangent: what of the losses is differentiated, None for all of them.
+        lower: makes the programs; it knows the transport.
+        sink: how gradients and losses are collected.
+        modes: as in the definition.
+    """
+
+    def __init__(
+        self,
+        *,
+        workshop: Workshop,
+        schedule: Schedule,
+        mean: bool,
+        cotangent: tuple[float, ...] | None,
+        lower: Callable[[Schedule, Codes], tuple[Program, ...]],
+        sink: Sink,
+        modes: Callable[[], Hashable],
+    ) -> None:
+        self._workshop = workshop
+        self._schedule = schedule
+        self._forwards = forwards_of(schedule)
+        self._mean = mean
+        self._cotangent = cotangent
+        self._lower = lower
+        self._sink = sink
+        self._modes = modes
+        self._plans: dict[Signature, Plan] = {}
+
+    def __call__(self, signature: Signature) -> Plan:
+        """The plan for arguments of these shapes."""
+        if signature not in self._plans:
+            with _TRACING:
+                if signature not in self._plans:
+                    if torch.is_anomaly_enabled():
+                        log.warning("anomaly mode of torch.autograd does not see into a pipeline")
+                    # It would look for NaN in what is traced, which has no numbers.
+                    with torch.autograd.set_detect_anomaly(False):
+                        self._plans[signature] = self._make(signature)
+        return self._plans[signature]
+
+    def ambient(self) -> Ambient:
+        """What a trace depends on beside its arguments, as it is now."""
+        return ambient(self._modes())
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return self._schedule.placement
+
+    def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The ranks that read a parameter in any plan so far, by stage and leaf, in order."""
+        found: dict[tuple[int, int], set[int]] = {}
+        for plan in self._plans.values():
+            for program in plan.programs:
+                for stage, leaf, _ in program.bindings.params:
+                    found.setdefault((stage, leaf), set()).add(program.rank)
+        return {key: tuple(sorted(ranks)) for key, ranks in found.items()}
+
+    def _make(self, signature: Signature) -> Plan:
+        start = time.perf_counter()
+        goal, _, rows, _, _ = signature
+        refuse_without_data(signature)
+        log.info(
+            "%s %s for microbatches of %s rows%s",
+            "planning" if signature in self._workshop else "tracing",
+            goal,
+            " and ".join(map(str, distinct(rows))),
+            self._why(signature),
+        )
+        made = self._workshop(signature)
+        schedule = self._schedule if goal == "step" else self._forwards
+        finals = _last_forwards(schedule)
+
+        def code_of(stage: int, microbatch: int) -> StageCode:
+            codes = made.last if finals[stage] == microbatch else made.usual
+            return codes[rows[microbatch]][stage]
+
+        plan = self._with_weights(schedule, self._lower(schedule, code_of), made, rows)
+        log.info("ready for %s after %.1f s", goal, time.perf_counter() - start)
+        if goal == "step" and not any(code_of(s, 0).sums for s in range(schedule.num_stages)):
+            log.warning(
+                "this step has no gradient: trainable= chooses no parameter, or the loss depends "
+                "on none that it chooses"
+            )
+        return plan
+
+    def _why(self, signature: Signature) -> str:
+        """What is new since the last trace for the same goal, for the log."""
+        before = [known for known in self._plans if known.goal == signature.goal]
+        if not before:
+            return ""
+        return f", again ({len(before)} kept), because {difference(before[-1], signature)}"
+
+    def _with_weights(
+        self,
+        schedule: Schedule,
+        programs: tuple[Program, ...],
+        made: Made,
+        rows: Sequence[int],
+    ) -> Plan:
+        chains = [made.chains[size] for size in rows]
+        layout = chains[0].layout
+        weighted = self._mean and self._sink.join is None
+        shares = [size / sum(rows) if weighted else 1.0 for size in rows]
+        # Where there is no loss, the numbers are not read.
+        none = torch.empty((), device="cpu")
+        values = [c.value(c.results[0]) if c.results else none for c in chains]
+        dtype = values[0].dtype if is_differentiable(values[0]) else None
+        weights = torch.tensor(shares, dtype=dtype, device=values[0].device)
+        seeds = tuple(
+            weight * self._chosen(weight.new_ones(value.shape if layout.heads else ()))
+            for weight, value in zip(weights, values, strict=True)
+        )
+        return Plan(
+            schedule,
+            programs,
+            seeds,
+            weights,
+            chains[0].value(chains[0].results[1]).dim() if layout.heads > 1 else 0,
+            layout,
+            "\n".join(sorted(piece.fingerprint for piece in made.pieces())),
+            any(piece.communicates for piece in made.pieces()),
+            sum(rows),
+            self._sink,
+            made.frozen,
+        )
+
+    def _chosen(self, ones: Tensor) -> Tensor:
+        """What of a microbatch's losses is differentiated."""
+        if self._cotangent is None or not ones.dim():
+            return ones
+        # The weights are over the last dimensions, the same for all that comes before.
+        parts = ones.new_tensor(self._cotangent)
+        return parts.expand(ones.numel() // parts.numel(), -1).reshape(ones.shape)
+
+
+def forwards_of(schedule: Schedule) -> Schedule:
+    """The forwards of a schedule alone, in their order: a schedule for evaluation."""
+    rows = [[action for action in row if action.op == Op.F] for row in schedule.actions]
+    return Schedule(schedule.placement, rows, name=f"{schedule.name} (forward only)")
+
+
+def _last_forwards(schedule: Schedule) -> dict[int, int | None]:
+    """The microbatch that each stage runs forward last."""
+    return {a.stage: a.microbatch for row in schedule.actions for a in row if a.op == Op.F}

@@ -1,0 +1,1 @@
+"""One loss function, recorded and divided at its cuts."""

@@ -1,0 +1,69 @@
+"""Segments of a function that differ only in what they read are traced once: the layers of a model.
+
+The trace of one serves the other with its sources renamed, so that pieces and compiled artefacts
+are shared too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from torch import Tensor, fx
+
+from fpipe.stage.cutting.segments import Segment
+from fpipe.stage.graphs.fingerprint import fingerprint, places_of
+from fpipe.stage.graphs.joint import Constant, Param, Source, SumSoFar
+from fpipe.stage.tracing.abstract import Leaves
+from fpipe.stage.tracing.tracer import Traced
+
+
+def merge_constants(module: fx.GraphModule) -> None:
+    """Let equal constants of one element or none be read by one name."""
+    names: dict[Hashable, str] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = getattr(module, node.target)
+        if isinstance(value, Tensor) and value.numel() <= 1 and value.device.type == "cpu":
+            key = (value.dtype, tuple(value.shape), repr(value.tolist()))
+            node.target = names.setdefault(key, node.target)
+
+
+def likeness(part: Segment, leaves: Leaves) -> Hashable:
+    """Equal for segments of one function whose traces differ only in the names of their sources.
+
+    Args:
+        part: its graph's placeholders get the values of `leaves`.
+        leaves: its abstract arguments.
+    """
+    placeholders = [node for node in part.graph.nodes if node.op == "placeholder"]
+    for node, value in zip(placeholders, leaves.values, strict=True):
+        node.meta["val"] = value
+    return (
+        fingerprint(part.graph),
+        places_of(part.graph),
+        leaves.differentiable,
+        tuple(type(source) for source in leaves.sources),
+        tuple(map(len, part.readers)),
+    )
+
+
+def seen_from(traced: Traced, sources: Sequence[Source], part: Segment) -> Traced:
+    """The trace of a segment as that of one like it.
+
+    Args:
+        traced: of the other segment.
+        sources: what the other reads, in order.
+        part: this one.
+    """
+    names = dict(zip(sources, part.sources, strict=True))
+
+    def rename(source: Source) -> Source:
+        match source:
+            case Constant():
+                return source
+            case SumSoFar(leaf):
+                return SumSoFar(names[Param(leaf)].leaf)  # type: ignore[union-attr]
+            case _:
+                return names[source]
+
+    return replace(traced, joint=traced.joint.renamed(rename, part.readers))

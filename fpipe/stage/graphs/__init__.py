@@ -1,0 +1,1 @@
+"""Graphs of a stage: what their values are, and rewrites of them."""

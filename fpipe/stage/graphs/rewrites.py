@@ -1,0 +1,172 @@
+"""Rewrites of recorded graphs: of ops that cannot be differentiated, that write to their arguments
+and do not say so, that rely on the layout which their argument had while recorded, or that draw.
+
+In a forward graph a new node takes the mark of the stage of the node that it replaces.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fpipe.errors import StageError
+from fpipe.stage.graphs.joint import STAGE, is_view
+
+aten = torch.ops.aten
+
+# Their schemas keep silent about the running statistics, which they write to.
+_BATCH_NORMS = frozenset({aten.native_batch_norm.default, aten.cudnn_batch_norm.default})
+
+# With a probability given beside the tensor whose shape they take.
+_BERNOULLIS = frozenset({aten.bernoulli.p, aten.bernoulli.Tensor})
+
+# What overwrites a value with what is drawn, as functionalisation writes it: not differentiable.
+_OVERWRITES = frozenset(
+    {
+        aten.normal_functional.default,
+        *(op.default for op in (aten.uniform, aten.exponential, aten.geometric)),
+        *(op.default for op in (aten.log_normal, aten.cauchy)),
+        *_BERNOULLIS,
+    }
+)
+
+
+def make_draws_differentiable(graph: fx.Graph) -> None:
+    """Let no gradient flow into what a draw overwrites, and the right one through ``rrelu``.
+
+    Torch has no derivative of the former, and takes that of ``rrelu_with_noise_functional`` by the
+    memory that was to hold its noise, and not by the noise: the value is `x` times the noise.
+    """
+    for node in list(graph.nodes):
+        is_rrelu = node.target is aten.rrelu_with_noise_functional.default
+        if not (is_rrelu or node.target in _OVERWRITES):
+            continue
+        if is_rrelu and not (len(node.args) > 4 and node.args[4]):
+            continue  # not in training: the slope is a number
+        x = node.args[0]
+        with graph.inserting_before(node):
+            constant = graph.call_function(aten.detach.default, (x,))
+        constant.meta |= {"val": x.meta["val"], STAGE: node.meta[STAGE]}
+        node.update_arg(0, constant)
+        if not is_rrelu:
+            continue
+        value, noise = node.meta["val"]
+        with graph.inserting_after(node):
+            drawn = graph.call_function(operator.getitem, (node, 1))
+        with graph.inserting_after(drawn):
+            product = graph.call_function(aten.mul.Tensor, (x, drawn))
+        drawn.meta |= {"val": noise, STAGE: node.meta[STAGE]}
+        product.meta |= {"val": value, STAGE: node.meta[STAGE]}
+        for user in list(node.users):
+            if user.target is operator.getitem and user.args[1] == 0:
+                user.replace_all_uses_with(product)
+                graph.erase_node(user)
+
+
+def make_copies_differentiable(graph: fx.Graph) -> None:
+    """Replace the functional ``copy(target, value)``, which has no derivative.
+
+    Functionalisation writes it for an assignment to a slice; it is `value` in the shape and dtype
+    of `target`.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
+        target = node.meta["val"]
+        with graph.inserting_before(node):
+            value = graph.call_function(
+                aten._to_copy.default, (node.args[1],), {"dtype": target.dtype}
+            )
+            shaped = graph.call_function(aten.expand.default, (value, list(target.shape)))
+        for new in (value, shaped):
+            new.meta |= {"val": target, STAGE: node.meta[STAGE]}
+        node.replace_all_uses_with(shaped)
+        graph.erase_node(node)
+
+
+def free_views_of_layout(graph: fx.Graph) -> None:
+    """Replace ``view`` by ``reshape``, which copies where a layout is not that of the trace.
+
+    What crosses a boundary becomes contiguous: a value that was transposed before a boundary and is
+    transposed back behind it, as a recurrent layer does with batches, can be viewed no more.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default
+
+
+def with_uniform_draws(graph: fx.Graph) -> fx.Graph:
+    """The graph with dropout drawn from uniform numbers, which Inductor draws itself.
+
+    On the CPU it leaves ``bernoulli`` to a kernel that draws from the generator which seeds its own
+    draws, too, and in an order that depends on what else a graph returns: with another remat policy
+    it would draw other numbers.
+    """
+    copied = copy_of(graph)
+    for node in list(copied.nodes):
+        if node.target not in _BERNOULLIS or node.kwargs.get("generator") is not None:
+            continue
+        like = node.meta["val"]
+        with copied.inserting_before(node):
+            place = {"dtype": torch.float32, "device": like.device}
+            uniform = copied.call_function(aten.rand.default, (list(like.shape),), place)
+            compare = aten.lt.Tensor if isinstance(node.args[1], fx.Node) else aten.lt.Scalar
+            drawn = copied.call_function(compare, (uniform, node.args[1]))
+            cast = copied.call_function(aten._to_copy.default, (drawn,), {"dtype": like.dtype})
+        node.replace_all_uses_with(cast)
+        copied.erase_node(node)
+    return copied
+
+
+def copy_of(graph: fx.Graph) -> fx.Graph:
+    """The same graph, to be rewritten in place."""
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    return copied
+
+
+def return_statistics(name: str, graph: fx.Graph) -> None:
+    """Let batch normalisations return their running statistics instead of writing to them.
+
+    Args:
+        name: the function in messages.
+        graph: changed in place; it has no backward yet.
+
+    Raises:
+        StageError: the statistics are a part of another tensor, which would change with them.
+    """
+    for node in list(graph.nodes):
+        if node.target not in _BATCH_NORMS or not node.args[5]:
+            continue
+        running = [arg for arg in node.args[3:5] if isinstance(arg, fx.Node)]
+        if not running:
+            continue
+        if any(is_view(arg) for arg in running):
+            raise StageError(
+                f"{name} lets a batch normalisation update running statistics that are a view of "
+                "another tensor: clone() each of them before, or call fpipe.nn.batch_norm"
+            )
+        with graph.inserting_after(node):
+            whole = graph.call_function(aten._native_batch_norm_legit_functional.default, node.args)
+        made: tuple[Any, ...] = node.meta["val"]
+        values = (*made[:3], *(arg.meta["val"] for arg in running))
+        whole.meta |= {"val": values, STAGE: node.meta[STAGE]}
+        later = set(_after(whole))
+        for user in list(node.users):
+            user.replace_input_with(node, whole)
+        for index, arg in enumerate(running, 3):
+            with graph.inserting_after(whole):
+                new = graph.call_function(operator.getitem, (whole, index))
+            new.meta |= {"val": arg.meta["val"], STAGE: node.meta[STAGE]}
+            for user in [user for user in arg.users if user in later]:
+                user.replace_input_with(arg, new)
+        graph.erase_node(node)
+
+
+def _after(node: fx.Node) -> list[fx.Node]:
+    """The nodes that come later."""
+    found = []
+    while node.next.op != "root":
+        node = node.next
+        found.append(node)
+    return found

@@ -1,0 +1,182 @@
+"""Small rewrites of a freshly traced joint graph.
+
+Five aims: no op that computes nothing (uncompiled runs pay for each); none that reads a value for
+its shape alone, which would be kept for it; none that computes input and weight gradient at once,
+because it could not be split between I and W; no value without memory; and results that are fit to
+leave: a parameter's gradient shares memory with nothing, because it becomes the caller's, an
+input's is contiguous, as every value at a stage boundary is, and none of them keeps more alive than
+itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+from fpipe.stage.graphs.joint import ancestors, base_of, value_of
+
+aten = torch.ops.aten
+
+# Identity ops that tracing leaves behind: the value is the argument.
+_IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default})
+
+# What ops that look only at the shape of their argument fill memory with.
+_FILLS: Final[dict[Any, Callable[[fx.Node], Any]]] = {
+    aten.zeros_like.default: lambda node: 0,
+    aten.new_zeros.default: lambda node: 0,
+    aten.ones_like.default: lambda node: 1,
+    aten.new_ones.default: lambda node: 1,
+    aten.full_like.default: lambda node: node.args[1],
+    aten.new_full.default: lambda node: node.args[2],
+}
+
+
+def simplify(
+    graph: fx.Graph, owned: Sequence[bool], private: Collection[fx.Node] = ()
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Rewrite `graph` in place; returns its output nodes and its gradient nodes.
+
+    Args:
+        graph: returns ``(outputs, gradients)``, two lists of nodes.
+        owned: for each gradient, whether it is a parameter's and so becomes the caller's.
+        private: placeholders that other stages cannot read: the parameters, and what the stage
+            closes over. Returned as an output, one of them is copied.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        _give_memory(node)
+        if node.target in _FILLS:
+            _look_at_nothing(node)
+        elif node.target in _IDENTITIES:
+            _replace(node, node.args[0])
+        elif node.target is aten.t.default and _is_transpose(node.args[0]):
+            _replace(node, node.args[0].args[0])
+        elif node.target is aten.convolution_backward.default:
+            _split_convolution_backward(graph, node)
+    graph.eliminate_dead_code()
+    _settle_gradients(graph, owned)
+    _settle_outputs(graph, private)
+    return _results(graph)
+
+
+def _results(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The nodes that the graph returns: outputs, gradients."""
+    returned: Any = graph.output_node().args[0]
+    outputs, gradients = returned
+    return list(outputs), list(gradients)
+
+
+def _settle_gradients(graph: fx.Graph, owned: Sequence[bool]) -> None:
+    """Copy the gradients that may not leave as they are.
+
+    None may be a value of the forward, which a backward of a user's own can return. A parameter's
+    may be no placeholder, no second look at another gradient, and must be dense; an input's must be
+    contiguous.
+    """
+    end = graph.output_node()
+    outputs, gradients = _results(graph)
+    forward = ancestors(outputs)
+    claimed: set[fx.Node] = set()
+    for index, node in enumerate(gradients):
+        base = base_of(node)
+        if owned[index]:
+            fit = base.op != "placeholder" and base not in claimed and _is_dense(value_of(node))
+        else:
+            fit = value_of(node).is_contiguous()
+        fit &= base.op == "placeholder" or base not in forward
+        if not fit or _is_part(node):
+            gradients[index] = _copy(graph, node)
+        claimed.add(base)
+    end.args = ((outputs, gradients),)
+
+
+def _settle_outputs(graph: fx.Graph, private: Collection[fx.Node]) -> None:
+    """Copy the outputs that other stages cannot read where they are, or that hold more alive."""
+    outputs, gradients = _results(graph)
+    copies = {n: _copy(graph, n) for n in dict.fromkeys(outputs) if n in private or _is_part(n)}
+    graph.output_node().args = (([copies.get(n, n) for n in outputs], gradients),)
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Whether `node` looks at a part of a value, and would keep the whole of it alive."""
+    return value_of(base_of(node)).numel() > value_of(node).numel()
+
+
+def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A contiguous copy of a value, at the end of the graph."""
+    with graph.inserting_before(graph.output_node()):
+        copy = graph.call_function(
+            aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+        )
+    copy.meta["val"] = value_of(node).new_empty(value_of(node).shape)
+    return copy
+
+
+def _is_dense(value: Tensor) -> bool:
+    """Whether the elements fill their memory once each, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _is_transpose(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is aten.t.default
+
+
+def _give_memory(node: fx.Node) -> None:
+    """Let zeros have memory: forward mode makes some without, and products with them have none.
+
+    Inductor takes them for buffers, which it writes to; a caller could not update them.
+    """
+    if node.target is aten._efficientzerotensor.default:
+        node.target = aten.zeros.default
+    value: Any = node.meta.get("val")
+    if isinstance(value, Tensor) and value._is_zerotensor():
+        with value.fake_mode:  # type: ignore[attr-defined]
+            node.meta["val"] = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            )
+
+
+def _look_at_nothing(node: fx.Node) -> None:
+    """Fill memory without an argument that only lends its shape, and would be kept for it."""
+    value = value_of(node)
+    if value.is_contiguous() and value.layout == torch.strided:
+        node.args = (list(value.shape), _FILLS[node.target](node))
+        node.kwargs = {"dtype": value.dtype, "device": value.device}
+        node.target = aten.full.default
+
+
+def _replace(node: fx.Node, by: fx.Node) -> None:
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
+def _split_convolution_backward(graph: fx.Graph, node: fx.Node) -> None:
+    """One op for the input gradient and one for weight and bias gradients."""
+    arguments: tuple[Any, ...] = node.args
+    mask = list(arguments[-1])
+    if not (mask[0] and any(mask[1:])):
+        return
+    values = node.meta["val"]
+    halves = {}
+    with graph.inserting_after(node):
+        for own in ([False, *mask[1:]], [True, False, False]):
+            half = graph.call_function(aten.convolution_backward.default, (*arguments[:-1], own))
+            half.meta["val"] = tuple(
+                v if keep else None for v, keep in zip(values, own, strict=True)
+            )
+            halves[own[0]] = half
+    for user in list(node.users):
+        assert user.target is operator.getitem
+        user.replace_input_with(node, halves[user.args[1] == 0])
+    graph.erase_node(node)

@@ -1,0 +1,1 @@
+"""From a joint graph to the callables that a schedule runs."""

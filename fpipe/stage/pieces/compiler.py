@@ -1,0 +1,228 @@
+"""Make graphs callable: boxed, cheap to call, and shared between stages that have the same graph.
+
+A boxed callable takes its inputs in a list that it empties, so that an input can be freed before
+the call ends; it returns a sequence. Inductor makes such a callable inside, and `compile_fx` with a
+captured inner compile hands it over without the wrappers that cost 10 to 30 microseconds a call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.graph import _BoxedCodeGen
+
+from fpipe.errors import StageError
+from fpipe.stage.graphs.joint import value_of
+from fpipe.stage.graphs.rewrites import free_views_of_layout, with_uniform_draws
+from fpipe.stage.pieces.partition import Piece
+from fpipe.stage.pieces.products import blas_is_slow, with_onednn
+
+log = logging.getLogger("fpipe")
+
+Call = Callable[[list[Tensor]], Sequence[Tensor]]
+Compile = bool | str | Mapping[str, Any] | Callable[[fx.GraphModule, Sequence[Tensor]], Call]
+
+# Checks of sizes cost a microsecond an input; strides are settled at each stage boundary instead.
+# They stay on in debug runs: TORCH_LOGS=output_code or compile={"options": {"size_asserts": True}}.
+_OPTIONS = {
+    "size_asserts": False,
+    "nan_asserts": False,
+    "scalar_asserts": False,
+    # It would compute the gradients of parameters at the end, and keep all that they read.
+    "reorder_for_locality": False,
+}
+
+
+class Compiler:
+    """Compiles graphs by one set of options, each distinct graph once.
+
+    Args:
+        compile: True for Inductor; False to run the graphs uncompiled; a mapping with what
+            `torch.compile` accepts (``backend``, ``mode``, ``options``); the name of a backend;
+            or a callable from a `GraphModule` and its example inputs (fake tensors) to a boxed
+            callable: one that takes a list, which it may empty, and returns a sequence.
+
+    Attributes:
+        fuses: elementwise operations are taken to run where their results are read.
+
+    Raises:
+        StageError: `compile` is none of these.
+    """
+
+    def __init__(self, compile: Compile) -> None:
+        self._make = _maker(compile)
+        self._name = getattr(compile, "__qualname__", repr(compile))
+        self.fuses = compile is not False
+        self._artefacts: dict[Hashable, Call] = {}
+
+    def __call__(self, piece: Piece, label: str) -> Call:
+        """The boxed callable of `piece`; `label` names it in the log and in errors.
+
+        Raises:
+            StageError: it cannot be compiled; the cause is what the compiler raised.
+        """
+        # Inductor writes the number of threads into its loops.
+        key = (piece.fingerprint, piece.places, torch.get_num_threads())
+        if key not in self._artefacts:
+            examples = [value_of(n) for n in piece.graph.nodes if n.op == "placeholder"]
+            log.info("compiling %s", label)
+            try:
+                made = self._make(piece.graph, examples)
+            except Exception as error:
+                raise StageError(
+                    f"{label} cannot be compiled: {type(error).__name__}: {error} (compile=False "
+                    "runs it uncompiled)"
+                ) from error
+            if not callable(made):
+                raise StageError(
+                    f"compile={self._name} made {made!r:.60} of {label}: it must return a boxed "
+                    "callable, which takes a list of inputs and returns a sequence of outputs"
+                )
+            self._artefacts[key] = made
+        return self._artefacts[key]
+
+
+def _maker(compile: Compile) -> Callable[[fx.Graph, list[Tensor]], Call]:
+    if compile is False:
+        return lambda graph, examples: _uncompiled(graph)
+    make = _maker_of_modules(compile)
+    return lambda graph, examples: make(_module(graph), examples)
+
+
+def _maker_of_modules(compile: Compile) -> Callable[[fx.GraphModule, list[Tensor]], Call]:
+    if compile is True:
+        return lambda module, examples: _inductor(module, examples, {})
+    if isinstance(compile, str):
+        return _maker_of_modules({"backend": compile})
+    if isinstance(compile, Mapping):
+        return _maker_from_options(dict(compile))
+    if callable(compile):
+        return compile
+    raise StageError(
+        f"compile={compile!r} must be True (Inductor), False, a mapping of torch.compile's options "
+        "(backend, mode, options), a backend's name, or a callable from graph and example inputs "
+        "to a boxed callable"
+    )
+
+
+def _maker_from_options(options: dict[str, Any]) -> Callable[[fx.GraphModule, list[Tensor]], Call]:
+    unknown = set(options) - {"backend", "mode", "options"}
+    if unknown:
+        raise StageError(
+            f"compile={options!r} has {sorted(unknown)}: it takes what torch.compile takes for a "
+            "static graph, that is backend, mode and options"
+        )
+    if options.get("backend", "inductor") != "inductor":
+        return lambda module, examples: _by_torch_compile(module, options)
+    patches: dict[str, Any] = {}
+    if options.get("mode") is not None:
+        patches |= torch._inductor.list_mode_options(options["mode"])
+    patches |= {k.replace("-", "_"): v for k, v in (options.get("options") or {}).items()}
+    if patches.get("triton.cudagraphs"):
+        raise StageError(
+            f"compile={options!r} asks for CUDA graphs, whose outputs are overwritten by the next "
+            "call, while a pipeline holds the outputs of many calls: choose another mode, such as "
+            "'max-autotune-no-cudagraphs'"
+        )
+    return lambda module, examples: _inductor(module, examples, patches)
+
+
+def _module(graph: fx.Graph) -> fx.GraphModule:
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _uncompiled(graph: fx.Graph) -> Call:
+    """The graph as Python, taking its inputs from a list and dropping each after its last use.
+
+    Some kernels lay their result out otherwise than the abstract ones with which the graph was
+    traced, so that a view of it might fail where a reshape copies.
+    """
+    free_views_of_layout(graph)
+    graph.set_codegen(_BoxedCodeGen())
+    call: Call = _module(graph).forward
+    return call
+
+
+def _by_torch_compile(module: fx.GraphModule, options: dict[str, Any]) -> Call:
+    compiled = torch.compile(module, fullgraph=True, dynamic=False, **options)
+
+    def call(inputs: list[Tensor]) -> Sequence[Tensor]:
+        taken = tuple(inputs)
+        inputs.clear()
+        outputs: Sequence[Tensor] = compiled(*taken)
+        return outputs
+
+    return call
+
+
+def _inductor(module: fx.GraphModule, examples: list[Tensor], patches: dict[str, Any]) -> Call:
+    """Inductor's own boxed callable, without the wrappers around it where they do nothing."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    captured: list[Any] = []
+    if not patches.get("fallback_random", inductor_config.fallback_random):
+        module = _module(with_uniform_draws(module.graph))
+    # Where Inductor tunes products it must see them.
+    tuning = ("max_autotune", "max_autotune_gemm")
+    tunes = any(patches.get(name, getattr(inductor_config, name)) for name in tuning)
+    if blas_is_slow() and not tunes:
+        module = _module(with_onednn(module.graph))
+
+    def capture(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        artefact = compile_fx_inner(graph, inputs, **options)
+        inner = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        captured.append((artefact, len(inner), _num_outputs(graph.graph)))
+        return artefact
+
+    # What is compiled for a number of threads is kept under it, by every version of torch.
+    threads = {"cpp.threads": torch.get_num_threads()}
+    # The other cache, of autograd's, would bring back the wrappers and pass over `capture`.
+    with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
+        wrapped: Any = compile_fx(
+            module,
+            _kept(examples),
+            inner_compile=capture,
+            config_patches=_OPTIONS | threads | patches,
+        )
+    if len(captured) == 1 and captured[0][1:] == (len(examples), _num_outputs(module.graph)):
+        call: Call = captured[0][0].current_callable
+        return call
+
+    def call_wrapped(inputs: list[Tensor]) -> Sequence[Tensor]:
+        taken = list(inputs)
+        inputs.clear()
+        outputs: Sequence[Tensor] = (
+            wrapped(taken) if getattr(wrapped, "_boxed_call", False) else wrapped(*taken)
+        )
+        return outputs
+
+    return call_wrapped
+
+
+def _kept(examples: Sequence[Tensor]) -> list[Tensor]:
+    """The same examples, of a kind for which Inductor keeps what it makes from run to run.
+
+    It looks into its cache on disk only where there is an environment of symbolic shapes; there are
+    no symbols in it.
+    """
+    mode = FakeTensorMode(
+        shape_env=ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    )
+    with mode:
+        return [
+            torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device)
+            for e in examples
+        ]
+
+
+def _num_outputs(graph: fx.Graph) -> int:
+    returned: Any = graph.output_node().args[0]
+    return len(returned)

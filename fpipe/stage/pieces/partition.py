@@ -1,0 +1,284 @@
+"""Cut a joint graph into the pieces that a schedule runs: F, B, I and W, and what they stand on.
+
+    P   parameters                 -> what no microbatch goes into; an input of all others
+    F   inputs                     -> outputs, residuals
+    B   residuals, cotangents      -> input gradients, sums of parameter gradients
+    I   residuals, cotangents      -> input gradients, handover
+    W   residuals, handover        -> sums of parameter gradients
+
+Every piece is a backward slice: walk from what it must return towards the placeholders, and stop
+at values that some earlier piece has made available. Which forward values are available to the
+backward is the remat policy's choice, and the only thing it chooses.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, fx
+
+from fpipe.stage.graphs.fingerprint import fingerprint, places_of
+from fpipe.stage.graphs.joint import (
+    Cotangent,
+    Joint,
+    Source,
+    Upstream,
+    ancestors,
+    is_product,
+    is_random,
+    is_view,
+    is_zero,
+    nbytes_of,
+)
+from fpipe.stage.pieces.footprint import footprint
+from fpipe.stage.pieces.preparing import unchanging
+
+Policy = Callable[[fx.Node], bool]
+
+PREPARE = "P"
+"""The piece that computes what no microbatch goes into, once a step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of a joint graph that runs at once.
+
+    Attributes:
+        inputs: names of the values it reads.
+        outputs: names of the values it returns.
+        graph: placeholders for `inputs`, in order, and one tuple of `outputs`.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    graph: fx.Graph
+    _footprints: dict[tuple[frozenset[int], bool], int] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for pieces that compute the same, on whatever devices, among whatever processes."""
+        return fingerprint(self.graph)
+
+    @cached_property
+    def places(self) -> tuple[torch.device | str, ...]:
+        """The devices and process groups that its graph names."""
+        return places_of(self.graph)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it has collectives."""
+        return any(isinstance(place, str) for place in self.places)
+
+    def footprint(self, handed: frozenset[int], *, fuses: bool) -> int:
+        """Bytes that a call needs beyond what is held when it starts; see `footprint`."""
+        if (handed, fuses) not in self._footprints:
+            self._footprints[handed, fuses] = footprint(self.graph, handed, fuses=fuses)
+        return self._footprints[handed, fuses]
+
+
+def live_gradients(joint: Joint) -> frozenset[Source]:
+    """Sources whose gradient is not zero.
+
+    It need not depend on a cotangent: a backward of a user's own may return what it likes.
+    """
+    nodes = joint.nodes
+    return frozenset(s for s, name in joint.gradients.items() if not is_zero(nodes[name]))
+
+
+def live_cotangents(joint: Joint, wanted: Iterable[Source]) -> tuple[tuple[Cotangent, ...], ...]:
+    """The cotangents that the gradients of the `wanted` sources depend on."""
+    nodes = joint.nodes
+    reached = ancestors(nodes[joint.gradients[source]] for source in wanted)
+    return tuple(tuple(c for c in group if nodes[c.name] in reached) for group in joint.cotangents)
+
+
+def partition(
+    joint: Joint,
+    *,
+    outputs: Iterable[str],
+    inputs: Iterable[Upstream],
+    params: Iterable[Source],
+    policy: Policy,
+) -> dict[str, Piece]:
+    """Cut `joint` into its pieces.
+
+    Args:
+        joint: the traced stage.
+        outputs: names of the outputs that anyone reads.
+        inputs: the upstream values whose gradient anyone reads.
+        params: the caller's leaves whose gradient is wanted and not zero.
+        policy: whether the backward may read a forward value (True), or computes it again from
+            the stage's inputs (False). Random values are always kept, what no microbatch goes into
+            is there anyway, and what is made of nothing is always made again.
+
+    Returns:
+        Pieces by op: ``F``, ``B``, ``I``, ``W``, and ``B+``, ``W+``, which take and return sums
+        over microbatches; and `PREPARE`. An op that has nothing to compute has no entry.
+    """
+    nodes = joint.nodes
+    placeholders = {n for n in nodes.values() if n.op == "placeholder"}
+    backward = _backward_nodes(joint)
+    results = [nodes[name] for name in outputs]
+    input_grads = [nodes[joint.gradients[source]] for source in inputs]
+    sums = [joint.sums[source] for source in params]
+    starts = [nodes[entry.start] for entry in sums]
+    totals = [nodes[entry.total] for entry in sums]
+    checks = _checks(joint)
+    prepared, cheap = unchanging(joint, ancestors([*results, *input_grads, *totals, *checks]))
+    given = placeholders.union(prepared)
+    kept = given | {
+        n
+        for n in _forward_nodes(results) - backward - cheap
+        if _can_hold(n) and (is_random(n) or policy(n))
+    }
+
+    whole = _slice([*input_grads, *starts], kept)
+    early = _choose_input_grad(whole, input_grads, starts, backward)
+    available = kept | {n for n in early - cheap if _can_hold(n)}
+    in_f = [n for n in checks if n not in backward]
+    # One on a cotangent that nobody hands back, for no gradient depends on it, would wait for it.
+    unasked = (placeholders & backward) - ancestors([*input_grads, *starts])
+    in_b = [n for n in checks if n in backward and unasked.isdisjoint(ancestors([n]))]
+    deferred = set(whole) - early
+    in_w = [n for n in in_b if not deferred.isdisjoint(_slice([n], kept)) or not early]
+    in_i = [n for n in in_b if n not in in_w]
+    weight = _slice([*starts, *in_w], available)
+    handover = [n for n in (*_reads(weight), *starts) if n in available - kept]
+    first = [*input_grads, *handover]
+    residuals = [
+        n
+        for part in (whole, _slice([*first, *in_b], kept), weight)
+        for n in _reads(part)
+        if n in kept
+    ]
+    pieces = {
+        PREPARE: _build(prepared, placeholders, ()),
+        "F": _build([*results, *residuals], given, in_f),
+        "B": _build([*input_grads, *starts], kept, in_b),
+        "B+": _build([*input_grads, *totals], kept, in_b),
+        "I": _build(first, kept, in_i),
+        "W": _build(starts, available, in_w),
+        "W+": _build(totals, available, in_w),
+    }
+    return {op: piece for op, piece in pieces.items() if piece is not None}
+
+
+def forward_pieces(joint: Joint, outputs: Iterable[str]) -> dict[str, Piece]:
+    """The pieces of a stage that runs forward only: it keeps nothing for a backward."""
+    nodes = joint.nodes
+    placeholders = {n for n in nodes.values() if n.op == "placeholder"}
+    results, checks = [nodes[name] for name in outputs], _checks(joint)
+    prepared, _ = unchanging(joint, ancestors([*results, *checks]))
+    pieces = {
+        PREPARE: _build(prepared, placeholders, ()),
+        "F": _build(results, placeholders.union(prepared), checks),
+    }
+    return {op: piece for op, piece in pieces.items() if piece is not None}
+
+
+def _choose_input_grad(
+    whole: Collection[fx.Node],
+    input_grads: Collection[fx.Node],
+    param_grads: Collection[fx.Node],
+    backward: Collection[fx.Node],
+) -> set[fx.Node]:
+    """The nodes of a backward that belong to I; the others belong to W.
+
+    I is what the input gradients need. A stage without input gradients (the first) still has a
+    chain of cotangents from which several parameters take their gradients: that chain is its I, so
+    that its W, as everywhere, is the work that serves one parameter alone and may wait.
+    """
+    inside = set(whole)
+    if input_grads:
+        chosen = ancestors(input_grads) & inside
+    else:
+        served: dict[fx.Node, set[fx.Node]] = {n: {n} for n in param_grads}
+        for node in reversed(list(whole)):
+            for user in node.users:
+                served.setdefault(node, set()).update(served.get(user, ()))
+        chosen = {n for n in whole if n in backward and len(served.get(n, ())) > 1}
+        chosen |= ancestors(chosen) & inside
+    # JaxPP's rule: what is no matrix product, waits for nothing deferred and returns no more than
+    # it reads costs less memory when it is done at once than when its inputs are kept.
+    for node in whole:
+        if node in chosen or node not in backward or is_product(node) or is_view(node):
+            continue
+        waits = any(n in inside and n not in chosen for n in node.all_input_nodes)
+        if not waits and nbytes_of(node) <= sum(map(nbytes_of, node.all_input_nodes)):
+            chosen.add(node)
+    return chosen
+
+
+def _checks(joint: Joint) -> list[fx.Node]:
+    """Ops that return nothing and raise if something is wrong, such as a singular matrix."""
+    return [
+        node
+        for node in joint.graph.nodes
+        if node.op == "call_function"
+        and node.is_impure()
+        and not node.users
+        and not is_random(node)
+    ]
+
+
+def _backward_nodes(joint: Joint) -> set[fx.Node]:
+    """Nodes that depend on a cotangent."""
+    names = {cotangent.name for group in joint.cotangents for cotangent in group}
+    found = {node for node in joint.graph.nodes if node.name in names}
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _forward_nodes(results: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes that the forward runs, with every element of an op that returns several."""
+    found = ancestors(results)
+    elements = {u for n in found for u in n.users if u.target is operator.getitem}
+    return found | elements
+
+
+def _slice(roots: Collection[fx.Node], available: Collection[fx.Node]) -> list[fx.Node]:
+    """The nodes that must run to compute `roots` when `available` need not, in graph order."""
+    found = ancestors(roots, until=available)
+    if not found:
+        return []
+    graph = next(iter(found)).graph
+    return [node for node in graph.nodes if node in found]
+
+
+def _reads(nodes: Collection[fx.Node]) -> list[fx.Node]:
+    """The values that `nodes` read and do not compute."""
+    inside = set(nodes)
+    read = (n for node in nodes for n in node.all_input_nodes if n not in inside)
+    return list(dict.fromkeys(read))
+
+
+def _can_hold(node: fx.Node) -> bool:
+    """Whether a value is worth a slot: a tensor, and no view (its base is held instead)."""
+    return isinstance(node.meta.get("val"), Tensor) and not is_view(node)
+
+
+def _build(
+    roots: Iterable[fx.Node], available: Collection[fx.Node], checks: Sequence[fx.Node]
+) -> Piece | None:
+    """A graph of its own that computes those of `roots` that are not available, with `checks`."""
+    returned = [n for n in dict.fromkeys(roots) if n not in available]
+    if not returned and not checks:
+        return None
+    nodes = _slice([*returned, *checks], available)
+    inputs = _reads(nodes)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = {"val": node.meta["val"]}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+        copies[node].meta = {"val": node.meta.get("val")}
+    graph.output(tuple(copies[node] for node in returned))
+    return Piece(tuple(n.name for n in inputs), tuple(n.name for n in returned), graph)

@@ -1,0 +1,50 @@
+"""Remat policies: which forward values the backward may read, and which it computes again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from torch import fx
+
+from fpipe.errors import StageError
+from fpipe.stage.pieces.partition import Policy
+
+Remat = str | Callable[[fx.Node], bool]
+
+
+def save_all(node: fx.Node) -> bool:
+    """Keep every forward value that the backward reads."""
+    return True
+
+
+def save_nothing(node: fx.Node) -> bool:
+    """Keep the stage's inputs (and random values) only; compute the rest again."""
+    return False
+
+
+NAMES: Final = ("none", "full", "except_last")
+
+
+def policies(remat: Remat) -> tuple[Policy, Policy]:
+    """The policy of every microbatch, and that of a stage's last.
+
+    Args:
+        remat: ``"none"`` keeps all residuals; ``"full"`` keeps none and runs the forward again in
+            the backward; ``"except_last"`` is full but for the last microbatch that a stage runs
+            forward, whose backward comes first or soon (torchgpipe, arXiv 2004.09910);
+            a callable gets an `fx.Node` of the traced forward (aten ops; ``node.meta["val"]`` has
+            shape and dtype) and returns whether its value may be kept.
+
+    Raises:
+        StageError: `remat` is none of these.
+    """
+    if callable(remat):
+        return remat, remat
+    if remat not in NAMES:
+        raise StageError(
+            f"remat={remat!r} must be one of {', '.join(map(repr, NAMES))}, or a callable that "
+            "takes a traced node and returns whether to save its value"
+        )
+    usual = save_all if remat == "none" else save_nothing
+    return usual, save_nothing if remat == "full" else save_all

@@ -1,0 +1,1 @@
+"""What a stage may not do, and how its user is told so."""

@@ -1,0 +1,116 @@
+"""Refuse stages that write to what is not theirs: their inputs, and tensors that they close over.
+
+In-place ops on a stage's own intermediate values are fine; tracing turns them into pure ones. But
+one that autograd does not see, within ``torch.no_grad()`` or by way of ``x.detach()``, leaves the
+gradient of a value as it was: no pure op of torch's does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fpipe.stage.refusing.explain import ImpureError, Untraceable, impure
+from fpipe.stage.refusing.names import name_in_closure
+
+
+class WriteGuard(TorchDispatchMode):
+    """Raises `ImpureError` at the op that writes, before it does, so that nothing is changed.
+
+    What draws from a generator that is not torch's writes to that, and is `Untraceable`.
+
+    Args:
+        inputs: fake inputs by how a user would write them.
+        origin: the user's function, or several, searched for the name of a closed-over tensor.
+    """
+
+    def __init__(self, inputs: Mapping[str, Tensor], origin: Any) -> None:
+        super().__init__()
+        self._origin = origin
+        self._foreign = {_memory(v): f"its input {path}" for path, v in inputs.items()}
+        self._carrying: set[int] = set()  # memory of values that carry a gradient
+        self._kept_alive = list(inputs.values())
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Check the arguments that `func` writes to, then call it."""
+        if kwargs and isinstance(kwargs.get("generator"), torch.Generator):
+            raise Untraceable(
+                "draws from a torch.Generator of its own",
+                "a stage is traced once, and cannot keep the generator's state; draw without "
+                "generator=, which under a key gives the same numbers whatever the schedule, or "
+                "draw before and keep what is drawn in a buffer or in the batch",
+            )
+        arguments = list(_arguments(func, args, kwargs or {}))
+        for declared, value in arguments:
+            if declared.is_write and (owner := self._owner(value) or self._unseen(value)):
+                raise ImpureError(owner, str(func))
+        for _, value in arguments:
+            if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+                self._carrying.add(_memory(value))
+                self._kept_alive.append(value)
+        result = func(*args, **(kwargs or {}))
+        for declared, value in arguments:
+            if declared.alias_info is not None and isinstance(result, Tensor):
+                owner = self._owner(value)
+                if owner is not None:
+                    self._foreign[_memory(result)] = owner
+                    self._kept_alive.append(result)
+        return result
+
+    def _owner(self, value: Any) -> str | None:
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            return None
+        if not isinstance(value, FakeTensor):
+            return f"a tensor that it closes over ({name_in_closure(value, self._origin)})"
+        return self._foreign.get(_memory(value))
+
+    def _unseen(self, value: Any) -> str | None:
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            return None
+        if value.requires_grad and not torch.is_grad_enabled():
+            return "a value that carries a gradient, within torch.no_grad()"
+        if not value.requires_grad and _memory(value) in self._carrying:
+            return "a value that carries a gradient, by way of what is detached from it"
+        return None
+
+
+def refuse_writes(name: str, graph: fx.Graph) -> None:
+    """Refuse any op that still writes, whatever tracing left.
+
+    Raises:
+        StageError: names the op.
+    """
+    for node in writes(graph):
+        where = "what the backward of a torch.autograd.Function is given"
+        raise impure(name, where, str(node.target))
+
+
+def writes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes that write to one of their inputs."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            yield node
+
+
+def _arguments(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[torch.Argument, Any]]:
+    """Each given argument with its declaration."""
+    declared = func._schema.arguments
+    yield from zip(declared, args, strict=False)
+    yield from ((a, kwargs[a.name]) for a in declared if a.name in kwargs)
+
+
+def _memory(value: Tensor) -> int:
+    return value.untyped_storage()._cdata

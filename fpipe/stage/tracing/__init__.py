@@ -1,0 +1,1 @@
+"""From functions to joint graphs of forward and backward."""

@@ -1,0 +1,61 @@
+"""Abstract arguments: fake tensors in place of those that a step will be called with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import optree
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fpipe.arguments.shapes import TreeShape, device_of_keys
+from fpipe.stage.graphs.joint import Source
+
+
+@dataclass(frozen=True)
+class Abstract:
+    """A pytree of fake tensors, flat."""
+
+    values: tuple[Tensor, ...]
+    spec: optree.PyTreeSpec
+
+    @classmethod
+    def of(cls, shape: TreeShape, mode: FakeTensorMode) -> Abstract:
+        """Fake tensors of these shapes."""
+        with mode:
+            values = tuple(
+                torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
+                for leaf in shape.leaves
+            )
+        return cls(values, shape.spec)
+
+    @property
+    def key(self) -> TreeShape:
+        """Equal for trees that a stage cannot tell apart when it is traced."""
+        return TreeShape.of(self.spec, self.values)
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """Flat abstract arguments of a stage function.
+
+    Attributes:
+        values: fake tensors.
+        sources: where each comes from.
+        paths: how a user would write each, for messages.
+        differentiable: whether each gets a gradient.
+        given: where the stage's input comes from and what it is, for messages.
+    """
+
+    values: tuple[Tensor, ...]
+    sources: tuple[Source, ...]
+    paths: tuple[str, ...]
+    differentiable: tuple[bool, ...]
+    given: str
+
+
+def abstract_key(batch: Abstract, mode: FakeTensorMode) -> Tensor:
+    """A fake key, on the device of the microbatch."""
+    with mode:
+        return torch.empty(2, dtype=torch.int64, device=device_of_keys(batch.values))

@@ -1,0 +1,82 @@
+"""Tensors that a stage closes over: constants of its graph, each with a name if it can be seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fpipe.errors import StageError
+from fpipe.stage.foreign.custom import is_traced
+from fpipe.stage.graphs.joint import Constant, Source
+from fpipe.stage.refusing.names import name_in_closure
+
+_DETACH = torch.ops.aten.detach.default
+
+
+def lift_constants(
+    name: str, module: fx.GraphModule, origin: Any
+) -> tuple[tuple[Tensor, ...], dict[str, Source]]:
+    """Turn tensors that the function closes over into placeholders.
+
+    The graph then depends on their shapes only, so stages that differ in them share an artefact.
+
+    Args:
+        name: the stage in messages.
+        module: the traced stage; its graph is changed in place.
+        origin: the user's own function, or several.
+
+    Raises:
+        StageError: one of them is sparse, or abstract, or requires grad and is not detached where
+            it is used.
+    """
+    graph = module.graph
+    found: dict[str, fx.Node] = {}
+    constants: list[Tensor] = []
+    sources: dict[str, Source] = {}
+    for node in list(graph.nodes):
+        if node.op != "get_attr":
+            continue
+        value = getattr(module, node.target)
+        if not isinstance(value, Tensor):
+            raise StageError(
+                f"{name} closes over a {type(value).__name__} that the tracer keeps as an "
+                "attribute: use plain tensor operations in a stage, and in place of "
+                "torch.distributed's own collectives those of its _functional_collectives"
+            )
+        if isinstance(value, FakeTensor) or is_traced(value):
+            raise StageError(
+                f"{name} closes over an abstract tensor ({name_in_closure(value, origin)}, shape "
+                f"{tuple(value.shape)}), which a cache outside of it, such as functools.cache, has "
+                "kept while it was traced: clear that cache, and call the function once on real "
+                "data before it is traced, or do not cache what torch computes"
+            )
+        if value.layout is not torch.strided:
+            raise StageError(
+                f"{name} closes over a sparse tensor ({name_in_closure(value, origin)}, layout "
+                f"{value.layout}), which cannot be traced: close over a dense one (.to_dense()), "
+                "or over its indices and values, and use index_add or scatter_add"
+            )
+        if value.requires_grad and not all(user.target is _DETACH for user in node.users):
+            raise StageError(
+                f"{name} closes over a tensor that requires grad "
+                f"({name_in_closure(value, origin)}, shape {tuple(value.shape)}): it would get no "
+                "gradient; pass it as a parameter of the stage (torch.func.functional_call does so "
+                "for a module), or detach it"
+            )
+        if node.target not in found:
+            with graph.inserting_before(_first_computation(graph)):
+                placeholder = graph.placeholder(f"constant_{len(constants)}")
+            placeholder.meta["val"] = node.meta["val"]
+            sources[placeholder.name] = Constant(len(constants))
+            constants.append(value.detach())
+            found[node.target] = placeholder
+        node.replace_all_uses_with(found[node.target])
+        graph.erase_node(node)
+    return tuple(constants), sources
+
+
+def _first_computation(graph: fx.Graph) -> fx.Node:
+    return next(node for node in graph.nodes if node.op != "placeholder")

@@ -1,0 +1,131 @@
+"""The grad mode that functions are recorded in, and what is kept of their own.
+
+A graph of operations does not tell within which grad mode they ran, and its derivative is taken
+later. So what is computed within ``torch.no_grad()`` is recorded as detached, and ``x.data`` too,
+which is no operation at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.func import vjp
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fpipe import tree
+from fpipe.stage.foreign.custom import CALL, Calls, recording_calls
+from fpipe.stage.graphs.joint import is_differentiable
+from fpipe.stage.refusing.explain import Untraceable
+
+T = TypeVar("T")
+
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
+
+
+@contextmanager
+def with_gradients() -> Iterator[None]:
+    """Within it functions can be differentiated, whatever the caller has disabled."""
+    # To torch 2.11 inference mode means no derivatives even where gradients are enabled again.
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def undifferentiated(function: Callable[[], T]) -> T:
+    """What `function` returns, recorded like one that is differentiated, by nothing.
+
+    `functionalize` takes what a composite operation returns for a new value, also where it is its
+    argument, as for ``x.type_as(x)``, so that a write to it would not reach that. Under a `vjp`
+    composite operations are taken apart before.
+    """
+    result: Any = vjp(lambda nothing: (nothing, function()), torch.zeros(()), has_aux=True)
+    return result[2]
+
+
+@contextmanager
+def keeping_detached(calls: Calls) -> Iterator[None]:
+    """Within it operations are recorded so that what carries no gradient is seen to carry none.
+
+    Args:
+        calls: keeps the calls of Functions with a backward of their own.
+    """
+    with recording_calls(calls), _AsCalled(calls), _DetachWithoutGrad():
+        yield
+
+
+class _AsCalled(TorchFunctionMode):
+    """What has to be known of calls, before they are operations.
+
+    ``x.data`` becomes the operation ``x.detach()``. A view of a tensor that was updated in place is
+    made anew when it is next read, in the grad mode of that moment. So the arguments of a call that
+    is made while gradients are disabled are read beforehand with gradients, which they keep; and
+    its results are read at once without, so that a later read cannot give them any. A hook on a
+    gradient is no operation either, and would be lost. A Function with a backward of its own is
+    recorded as one operation.
+    """
+
+    def __init__(self, calls: Calls) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`."""
+        if func == _DATA:
+            return args[0].detach()
+        if func in _HOOKS:
+            raise Untraceable(
+                f"calls {func.__name__} on a tensor",
+                "the derivative is taken of what is recorded, which has no hooks; to scale a "
+                "gradient by s write x * s + (x * (1 - s)).detach(), and clip or look at the "
+                "gradients that a step returns",
+            )
+        if func is CALL:
+            func = self._calls.record
+        if torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
+        with torch.enable_grad():
+            tree.tree_map(_read, (args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        tree.tree_map(_read, result)
+        return result
+
+
+class _DetachWithoutGrad(TorchDispatchMode):
+    """Detaches what operations return while gradients are disabled.
+
+    It stands below the transforms of `torch.func`, which hand down the grad mode that holds for
+    those outside of them: so a gradient that is taken within is not lost, and is detached itself.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`."""
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() or func._schema.is_mutable:
+            return result
+        return tree.tree_map(_detached, result)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) and is_differentiable(value) else value
+
+
+def _read(value: Any) -> None:
+    if isinstance(value, Tensor):
+        value.clone()

@@ -1,0 +1,151 @@
+"""Writes that autograd does not see, recorded so that they leave the gradient as it was.
+
+    v = norm.clone()
+    with torch.no_grad():          # or: v.data.clamp_min_(eps)
+        v.clamp_min_(eps)          # another value from now on, with the gradient of the one before
+
+Losses make use of them. In a graph of pure operations such a write is one that returns the new
+value and hands its cotangent to the old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fpipe import tree
+from fpipe.stage.refusing.explain import Untraceable
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_ITEMS = frozenset({"__setitem__", *(f"__i{name}__" for name in _OPERATORS)})
+
+_OTHERWISE = frozenset({"detach_", "requires_grad_", "resize_", "resize_as_", "set_"})
+"""Methods that change a tensor, and nothing in it."""
+
+_DETACHING = frozenset({Tensor.detach, torch.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
+_DETACHING_ITSELF = frozenset({Tensor.detach_, torch.detach_})
+
+
+class UnseenWrites(TorchFunctionMode):
+    """Within it a value that carries a gradient keeps it when it is written to unseen.
+
+    That is by a method, within ``torch.no_grad()`` or by way of ``x.detach()`` or ``x.data``. And
+    ``x.detach_()``, which is no operation, becomes one: a write, which reaches the views of `x`.
+    Those that were made before keep their gradient in torch, and are not to be read any more.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._detached = WeakTensorKeyDictionary()  # tensor -> that of which it is the detached
+        self._views = WeakTensorKeyDictionary()  # tensor -> that of which it is a view
+        # View of what has been detached in place since -> its version.
+        self._left = WeakTensorKeyDictionary()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`, or what stands for it.
+
+        Raises:
+            Untraceable: it reads a view of what has been detached in place since.
+        """
+        options = kwargs or {}
+        seen = func not in _DETACHING and torch.is_grad_enabled()
+        lost = seen and self._reads_left(args, options)
+        result = self._call(func, args, options)
+        found = result if isinstance(result, tuple | list) else (result,)
+        made = [value for value in found if isinstance(value, Tensor)]
+        if made and lost:
+            raise Untraceable(
+                "calls detach_() on a tensor and then reads a view made of it before",
+                "that view would lose its gradient; say y = y.detach() instead",
+            )
+        for value in made:
+            if value.requires_grad and value._is_view():
+                self._views[value] = value._base
+        return result
+
+    def _reads_left(self, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        # A write to the whole takes a view along, in torch too.
+        return bool(self._left) and any(
+            isinstance(value, Tensor) and self._left.get(value) == value._version
+            for value in tree.flatten((args, options))[0]
+        )
+
+    def _call(
+        self, func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        if func is torch.cosine_similarity:
+            return _cosine_similarity(*args, **options)
+        if func in _DETACHING_ITSELF and args[0].requires_grad:
+            with torch.enable_grad():
+                args[0].copy_(args[0].detach())
+            for view, base in self._views.items():
+                if base is args[0]:
+                    self._left[view] = view._version
+            return args[0]
+        if func in _DETACHING:
+            result = func(*args, **options)
+            self._detached[result] = self._detached.get(args[0], args[0])
+            return result
+        if not _writes(func):
+            return func(*args, **options)
+        seen = args[0]
+        owner = self._detached.get(seen, seen)
+        if not owner.requires_grad or (owner is seen and torch.is_grad_enabled()):
+            return func(*args, **options)
+        with torch.no_grad():
+            written = seen.detach().clone()
+            func(written, *args[1:], **options)
+        try:
+            with torch.enable_grad():
+                owner.copy_(_Kept.apply(owner, written))
+        except RuntimeError:  # it is a view that was made without gradients
+            return func(*args, **options)
+        return seen
+
+
+class _Kept(torch.autograd.Function):
+    """A new value in the place of an old one, with the gradient of that."""
+
+    @staticmethod
+    def forward(old: Tensor, new: Tensor) -> Tensor:
+        return new.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is saved."""
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        return cotangent, None
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """Whether it is a method of tensors that writes to its own."""
+    name = getattr(func, "__name__", "")
+    if getattr(Tensor, name, None) is not func and getattr(torch, name, None) is not func:
+        return False
+    return name in _ITEMS or (name[-1] == "_" != name[0] and name not in _OTHERWISE)
+
+
+def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """`torch.cosine_similarity`, whose write torch functions do not see."""
+    dtype = torch.result_type(x1, x2)
+    x1, x2 = torch.broadcast_tensors(x1.to(dtype), x2.to(dtype))
+    return (_unit(x1, dim, eps) * _unit(x2, dim, eps)).sum(dim)
+
+
+def _unit(x: Tensor, dim: int, eps: float) -> Tensor:
+    norm = torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+    # The bound has no gradient of its own: below it that of the norm stays what it is.
+    return x / torch.where(norm < eps, eps + (norm - norm.detach()), norm)
