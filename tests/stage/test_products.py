@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
 import fpipe
-from fpipe.stage import products
+from fpipe.stage.pieces import products
 from fpipe.stage.pieces.products import blas_is_slow, with_onednn
 
 needs_onednn = pytest.mark.skipif(
