@@ -115,12 +115,27 @@ def vectors() -> Iterator[None]:
     They are not tried first. On a busy machine Inductor may give up the trial and take others, and
     code that its cache keeps for those writes out of bounds where the better ones are found again.
     """
-    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor import config
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    before = pick_vec_isa()
+    forget_vector_instructions()
     with config.patch({"cpp.vec_isa_ok": True}):
         yield
+    forget_vector_instructions()
+    # What the next tests of this process compile is kept for others, as code without them.
+    assert pick_vec_isa() == before
+
+
+def forget_vector_instructions() -> None:
+    """What Inductor has found, some of which it keeps whatever the setting is."""
+    from torch._inductor import cpu_vec_isa
+
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    for isa in cpu_vec_isa.supported_vec_isa_list:
+        clear = getattr(type(isa).__bool__, "cache_clear", None)
+        if clear is not None:
+            clear()
 
 
 @pytest.mark.inductor
