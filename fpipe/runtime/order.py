@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from fpipe.errors import ScheduleError
-from fpipe.runtime.lower import Windows, lower
+from fpipe.runtime.lower import lower
 from fpipe.runtime.program import (
     Compute,
     Instruction,
@@ -24,6 +24,7 @@ from fpipe.runtime.program import (
     memory_curve,
 )
 from fpipe.runtime.values import Codes
+from fpipe.runtime.weaving import Windows
 from fpipe.schedule import Schedule
 from fpipe.stage.declared.sink import SUM, Sink
 

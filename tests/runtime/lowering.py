@@ -15,8 +15,9 @@ from fpipe.arguments.microbatch import Microbatches, split
 from fpipe.arguments.parameters import Parameters
 from fpipe.arguments.shapes import TreeShape
 from fpipe.runtime.interpreter import Run
-from fpipe.runtime.lower import DIRECT, Windows, lower
+from fpipe.runtime.lower import lower
 from fpipe.runtime.program import Compute, Message, Program
+from fpipe.runtime.weaving import DIRECT, Windows
 from fpipe.stage.assembling import assemble, live_leaves
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.declared.stage import Stage

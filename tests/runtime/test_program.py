@@ -18,7 +18,6 @@ import fpipe
 from fpipe import Schedule, schedules
 from fpipe.runtime import order
 from fpipe.runtime.interpreter import Run
-from fpipe.runtime.lower import DIRECT, Windows
 from fpipe.runtime.program import (
     Compute,
     Free,
@@ -30,6 +29,7 @@ from fpipe.runtime.program import (
     WaitRecv,
     WaitSend,
 )
+from fpipe.runtime.weaving import DIRECT, Windows
 from fpipe.stage.pieces.compiler import Call
 from fpipe.stage.pieces.partition import Policy
 from fpipe.stage.pieces.remat import save_all, save_nothing
