@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 # Before anything imports torch. The tests' tensors are too small to share between threads, and on a
 # busy machine threads that wait for one another make a test ten times slower. Examples and

@@ -26,7 +26,7 @@ TINY = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_no_schedule_of_a_tiny_case_beats_it(data: st.DataObject) -> None:
     placement, microbatches = data.draw(st.sampled_from(TINY))

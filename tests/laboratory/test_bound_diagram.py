@@ -64,7 +64,7 @@ def bound_of(
     return diagram.bound, diagram.exact
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=tiny_cases())
 def test_all_ranks_together_give_the_best_of_all_schedules(
     case: tuple[tuple[int, ...], int, Cost, float],
@@ -77,7 +77,7 @@ def test_all_ranks_together_give_the_best_of_all_schedules(
     assert value == pytest.approx(best(placement, microbatches, cost, memory))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(case=tiny_cases(), width=st.sampled_from([1, 2, 5]))
 def test_some_ranks_and_merged_states_only_lower_it(
     case: tuple[tuple[int, ...], int, Cost, float], width: int

@@ -170,7 +170,7 @@ def test_a_full_backward_is_used_where_it_is_cheaper() -> None:
     assert found.value <= 6 * 2.5 + 2.5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_it_finds_the_best_of_all_schedules_in_tiny_cases(data: st.DataObject) -> None:
     placement, microbatches = data.draw(st.sampled_from([((0, 1), 2), ((0, 1, 1, 0), 1)]))
@@ -197,7 +197,7 @@ def replace_activation(cost: Cost, stages: int) -> Cost:
     return Cost(cost.f, cost.i, cost.w, comm=cost.comm, activation=[1] * stages)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), ranks=st.integers(1, 5), data=st.data())
 def test_every_policy_makes_a_schedule_that_runs_as_it_says(
     seed: int, ranks: int, data: st.DataObject

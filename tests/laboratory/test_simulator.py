@@ -19,7 +19,7 @@ def row(text: str) -> list[Action]:
     return [Action.parse(word) for word in text.split()]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_it_agrees_with_a_simulator_that_looks_at_every_tick(data: st.DataObject) -> None:
     schedule = data.draw(schedules())

@@ -20,7 +20,7 @@ from fpipe.schedule.searching.problem import Order, make_problem, to_order, to_s
 from fpipe.schedule.searching.tightening import tighten
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), ranks=st.integers(1, 4), data=st.data())
 def test_what_it_makes_runs_as_it_says(seed: int, ranks: int, data: st.DataObject) -> None:
     placement = data.draw(st.sampled_from([linear(ranks), vee(ranks), looped(ranks, 3)]))

@@ -70,7 +70,7 @@ def test_critical_path_of_gpipe_goes_down_and_up() -> None:
     assert path == ["0F0", "1F0", "1F1", "1B0", "0B0", "0B1"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_the_critical_path_accounts_for_the_whole_makespan(data: st.DataObject) -> None:
     schedule = data.draw(schedules())

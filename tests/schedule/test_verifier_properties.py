@@ -114,7 +114,7 @@ def mutated(case: Case) -> Schedule:
     return Schedule(case.schedule.placement, rows)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases())
 def test_any_topological_order_is_accepted(case: Case) -> None:
     assert is_whole(case.schedule, case.requires)
@@ -122,7 +122,7 @@ def test_any_topological_order_is_accepted(case: Case) -> None:
     verify(case.schedule, case.requires)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(cases())
 @example(Case(Schedule([0], [[Action(0, Op.F, 0)]]), ["F"], Random(0)))
 def test_an_edit_is_refused_exactly_when_it_cannot_run(case: Case) -> None:
@@ -131,7 +131,7 @@ def test_an_edit_is_refused_exactly_when_it_cannot_run(case: Case) -> None:
     assert accepts(edited, case.requires) == can_run
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cases())
 def test_shuffled_rows_are_refused_exactly_when_they_cannot_run(case: Case) -> None:
     rows = [case.random.sample(row, len(row)) for row in case.schedule.actions]
