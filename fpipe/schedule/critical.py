@@ -1,21 +1,40 @@
-"""What an action waited for: transfers between ranks, and the critical path."""
+"""What each action waited for: messages between ranks, and the critical path."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
-from fpipe.schedule.action import Action, Op
+from fpipe.schedule.action import Action
 from fpipe.schedule.cost import Cost
-from fpipe.schedule.schedule import Schedule
+from fpipe.schedule.dependencies import chain, dependencies
+from fpipe.schedule.memory import Timed
 
-# A timeline's `Event`; spelt out because the timeline imports this module.
-Timed: TypeAlias = tuple[int, Action, float, float]
 Position: TypeAlias = tuple[int, int]  # rank, index in the rank's row
+Events: TypeAlias = Sequence[Sequence[Timed]]  # per rank, in the order in which it ran them
+
+
+class Wait(NamedTuple):
+    """What an action waited for last.
+
+    Attributes:
+        source: the action; None where it waited for nothing.
+        ready: when that was there: its end, and the way to this rank.
+    """
+
+    source: Position | None
+    ready: float
+
+
+class Message(NamedTuple):
+    """A value that crosses from one rank to another: the actions that make and read it."""
+
+    source: Position
+    target: Position
 
 
 class Transfer(NamedTuple):
-    """A value that crosses from one rank to another.
+    """A value that crosses from one rank to another, and its times.
 
     Attributes:
         source: the action that made it.
@@ -34,70 +53,64 @@ class Transfer(NamedTuple):
     arrives: float
 
 
-def transfers(
-    schedule: Schedule, events: Sequence[Sequence[Timed]], cost: Cost | None
-) -> Iterator[Transfer]:
-    """Every value that crosses ranks, in the order of its readers, rank by rank."""
-    positions = _producers(events)
-    for rank, row in enumerate(events):
-        for _, action, start, _ in row:
-            source = _input(schedule, positions, action)
-            if source is None or source[0] == rank:
-                continue
-            _, made, _, sent = events[source[0]][source[1]]
-            arrives = start if cost is None else sent + cost.hop(source[0], rank)
-            yield Transfer(made, action, source[0], rank, sent, arrives)
+def waits(
+    events: Events, num_stages: int, cost: Cost | None
+) -> tuple[list[list[Wait]], list[Message]]:
+    """Per rank what each action waited for, and every value that crosses ranks.
 
+    An action waits for the end of the one before it on its rank, and for its inputs to arrive. On a
+    tie it waited for its own rank: a path of such waits shows the work that fills the time.
 
-def critical_path(
-    schedule: Schedule, events: Sequence[Sequence[Timed]], cost: Cost | None
-) -> list[Position]:
-    """Positions of the actions that the last end waited for, first to last.
+    Args:
+        events: what each rank ran.
+        num_stages: number of stages.
+        cost: latencies between ranks; None where they are unknown, and taken as 0.
 
-    Walks back from the last end. An action waited for whichever came last: the end of the action
-    before it on its rank, or its input. Linear in the number of actions.
+    Returns:
+        The waits in the order of the rows; the messages in the order of their readers.
     """
-    positions = _producers(events)
+    graph = dependencies([[event[1] for event in row] for row in events], chain(num_stages))
+    begun = min((row[0][2] for row in events if row), default=0.0)
+    found: list[list[Wait]] = []
+    messages: list[Message] = []
+    for rank, row in enumerate(events):
+        found.append([])
+        for at in range(len(row)):
+            source: Position | None = None
+            ready = begun
+            if at:
+                source, ready = (rank, at - 1), row[at - 1][3]
+            for need in graph.needs[graph.starts[rank] + at]:
+                place = graph.place(need)
+                arrival = events[place[0]][place[1]][3]
+                if place[0] != rank:
+                    messages.append(Message(place, (rank, at)))
+                    arrival += cost.hop(place[0], rank) if cost is not None else 0.0
+                if source is None or arrival > ready:
+                    source, ready = place, arrival
+            found[-1].append(Wait(source, ready))
+    return found, messages
+
+
+def critical_path(events: Events, num_stages: int, cost: Cost | None) -> list[Position]:
+    """Positions of the actions that the last end waited for, first to last."""
     ends = [(row[-1][3], -rank) for rank, row in enumerate(events) if row]
     if not ends:
         return []
+    found, _ = waits(events, num_stages, cost)
     rank = -max(ends)[1]
     here: Position | None = (rank, len(events[rank]) - 1)
     path: list[Position] = []
     while here is not None:
         path.append(here)
-        rank, at = here
-        source = _input(schedule, positions, events[rank][at][1])
-        before = (rank, at - 1) if at else None
-        if source is not None and before is not None:
-            arrival = events[source[0]][source[1]][3]
-            arrival += cost.hop(source[0], rank) if cost is not None else 0.0
-            # On a tie the rank's own action: that path shows the work that fills the time.
-            here = source if arrival > events[rank][at - 1][3] else before
-        else:
-            here = source or before
+        here = found[here[0]][here[1]].source
     return path[::-1]
 
 
-def _producers(events: Sequence[Sequence[Timed]]) -> dict[tuple[int, bool, int | None], Position]:
-    """Where each stage's output (forward or backward) of each microbatch was made."""
-    return {
-        (stage, op == Op.F, microbatch): (rank, at)
-        for rank, row in enumerate(events)
-        for at, (_, (stage, op, microbatch), _, _) in enumerate(row)
-        if op == Op.F or op == Op.I or op == Op.B
-    }
-
-
-def _input(
-    schedule: Schedule,
-    producers: dict[tuple[int, bool, int | None], Position],
-    action: Action,
-) -> Position | None:
-    """Where the input of `action` from its neighbour stage was made, if it has one."""
-    stage, op, microbatch = action
-    if op == Op.F:
-        return producers.get((stage - 1, True, microbatch))
-    if op == Op.W and (stage, False, microbatch) in producers:
-        return None  # the I of its own stage hands it over
-    return producers.get((stage + 1, False, microbatch))
+def transfers(events: Events, num_stages: int, cost: Cost | None) -> Iterator[Transfer]:
+    """Every value that crosses ranks, in the order of its readers, rank by rank."""
+    for source, target in waits(events, num_stages, cost)[1]:
+        source_rank, made, _, sent = events[source[0]][source[1]]
+        target_rank, read, start, _ = events[target[0]][target[1]]
+        arrives = start if cost is None else sent + cost.hop(source_rank, target_rank)
+        yield Transfer(made, read, source_rank, target_rank, sent, arrives)

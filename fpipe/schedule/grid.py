@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 from fpipe.errors import ScheduleError
-from fpipe.schedule.action import Action
-from fpipe.schedule.dependencies import chain, dependencies
+from fpipe.schedule.action import Action, Op
+from fpipe.schedule.earliest import earliest_starts
 
 WIDTH: Final = 80  # what every terminal has
 BANDS: Final = 6
@@ -86,21 +86,15 @@ def text_grid(schedule: Rows, *, width: int | None = WIDTH, bands: int | None = 
 
 def _timed(schedule: Rows) -> list[Slots] | None:
     """What each rank does in each unit of time; None where some of it can never start."""
-    stages = range(len(schedule.placement))
-    if any(action.stage not in stages for row in schedule.actions for action in row):
+    starts = earliest_starts(schedule.actions, len(schedule.placement), dict.fromkeys(Op, 1))
+    if starts is None:
         return None
-    graph = dependencies(schedule.actions, chain(len(stages)))
-    slots: list[Slots] = [[] for _ in schedule.actions]
-    ends = [0] * len(graph.actions)
-    ran = 0
-    for number in graph.run_order():
-        row = slots[graph.place(number)[0]]
-        start = max([len(row), *(ends[need] for need in graph.needs[number])])
-        row += [None] * (start - len(row))
-        row.append(graph.actions[number])
-        ends[number] = start + 1
-        ran += 1
-    return slots if ran == len(graph.actions) else None
+    slots: list[Slots] = []
+    for row, times in zip(schedule.actions, starts, strict=True):
+        slots.append([None] * (int(times[-1]) + 1 if times else 0))
+        for action, time in zip(row, times, strict=True):
+            slots[-1][int(time)] = action
+    return slots
 
 
 def _is_plain(schedule: Rows) -> bool:

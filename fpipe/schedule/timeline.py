@@ -114,15 +114,13 @@ class Timeline:
         Each starts when the one before it ends, on the same rank, or when the output of the one
         before it arrives. In a recorded run each is what its successor waited for last.
         """
-        return tuple(
-            self.events[rank][at]
-            for rank, at in critical_path(self.schedule, self.events, self.cost)
-        )
+        path = critical_path(self.events, self.schedule.num_stages, self.cost)
+        return tuple(self.events[rank][at] for rank, at in path)
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         """Every value that crosses from rank to rank: what made it, what reads it, its arrival."""
-        return tuple(transfers(self.schedule, self.events, self.cost))
+        return tuple(transfers(self.events, self.schedule.num_stages, self.cost))
 
     @cached_property
     def bound(self) -> float:

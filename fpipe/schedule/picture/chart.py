@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action
 from fpipe.schedule.cost import Cost
-from fpipe.schedule.dependencies import Dependencies, chain, dependencies
-from fpipe.schedule.memory import Steps, Timed, held
-
-Position: TypeAlias = tuple[int, int]  # rank, index in the rank's row
+from fpipe.schedule.critical import Events, Message, Position, Wait, waits
+from fpipe.schedule.memory import Steps, held
 
 
 class Box(NamedTuple):
@@ -34,13 +32,6 @@ class Box(NamedTuple):
     turn: int
     waited: Position | None
     ready: float
-
-
-class Message(NamedTuple):
-    """A value that crosses from one rank to another: the boxes that make and read it."""
-
-    source: Position
-    target: Position
 
 
 @dataclass(frozen=True)
@@ -94,11 +85,12 @@ class Chart:
 def draw_up(
     name: str,
     placement: tuple[int, ...],
-    events: Sequence[Sequence[Timed]],
+    events: Events,
     cost: Cost | None,
     *,
     unit: str | None = None,
     note: str = "",
+    runs: bool = True,
 ) -> Chart:
     """The chart of what ran.
 
@@ -110,6 +102,8 @@ def draw_up(
             maker ends, and F keeps one microbatch's share of 1/p of the model.
         unit: of time; None for seconds without a cost, and no name with one.
         note: shown beside the name.
+        runs: whether actions waited for each other, which those of a schedule that cannot run do in
+            a circle.
 
     Raises:
         ScheduleError: an action is of a stage that the placement does not have.
@@ -121,25 +115,20 @@ def draw_up(
                     f"{action} (actions[{rank}][{at}]) is of stage {action.stage}, and the "
                     f"placement has {len(placement)} stages: fpipe.verify tells all that is amiss"
                 )
-    graph = dependencies([[event[1] for event in row] for row in events], chain(len(placement)))
     zero = min((row[0][2] for row in events if row), default=0.0)
     turns = _turns(placement)
+    waited: list[list[Wait]] = [[Wait(None, event[2]) for event in row] for row in events]
+    messages: list[Message] = []
+    if runs:
+        waited, messages = waits(events, len(placement), cost)
+    rows = tuple(
+        tuple(
+            Box(action, start - zero, end - zero, turns[action.stage], source, ready - zero)
+            for (_, action, start, end), (source, ready) in zip(row, own, strict=True)
+        )
+        for row, own in zip(events, waited, strict=True)
+    )
     costs = (cost or Cost(1, 1, 1)).on(placement)
-    rows, messages = [], []
-    for rank, row in enumerate(events):
-        boxes = []
-        for at, (_, action, start, end) in enumerate(row):
-            waited, ready = None, zero
-            for source in _needs(graph, rank, at):
-                arrival = events[source[0]][source[1]][3]
-                if source[0] != rank:
-                    messages.append(Message(source, (rank, at)))
-                    arrival += cost.hop(source[0], rank) if cost is not None else 0.0
-                if waited is None or arrival > ready:
-                    waited, ready = source, arrival
-            turn = turns[action.stage]
-            boxes.append(Box(action, start - zero, end - zero, turn, waited, ready - zero))
-        rows.append(tuple(boxes))
     memory = (
         tuple(
             (time - zero, amount) for time, amount in held(row, costs.activation, costs.freed_by_i)
@@ -148,14 +137,7 @@ def draw_up(
     )
     if unit is None:
         unit = "s" if cost is None else ""
-    return Chart(name, placement, tuple(rows), tuple(memory), tuple(messages), unit, note)
-
-
-def _needs(graph: Dependencies, rank: int, at: int) -> list[Position]:
-    """What an action waits for: first the one before it on its rank, which wins a tie."""
-    before = [(rank, at - 1)] if at else []
-    inputs = map(graph.place, graph.needs[graph.starts[rank] + at])
-    return before + [source for source in inputs if source not in before]
+    return Chart(name, placement, rows, tuple(memory), tuple(messages), unit, note)
 
 
 def _turns(placement: Sequence[int]) -> list[int]:
