@@ -38,7 +38,8 @@ class Schedule:
 
     Raises:
         ScheduleError: there is no rank or no stage, a placement names a rank that does not exist,
-            an entry is not an `Action`, `name` is no text, or an argument is no sequence.
+            an entry is not an `Action` of a number, an op and a number or None, `name` is no text,
+            or an argument is no sequence.
 
     Example:
         >>> from fpipe.schedule import Action, Schedule
@@ -69,7 +70,9 @@ class Schedule:
         ranks = tuple(map(_plain, ranks))
         _check_form(ranks, rows)
         object.__setattr__(self, "placement", ranks)
-        object.__setattr__(self, "actions", tuple(map(_plain_row, rows)))
+        object.__setattr__(
+            self, "actions", tuple(_plain_row(rank, row) for rank, row in enumerate(rows))
+        )
         object.__setattr__(self, "name", name)
 
     @property
@@ -86,7 +89,7 @@ class Schedule:
     def num_microbatches(self) -> int:
         """Number of microbatches: one more than the greatest that an action names, or 0."""
         every = (a.microbatch for row in self.actions for a in row)
-        named = (number for number in every if isinstance(number, int))
+        named = (number for number in every if number is not None)
         return max(named, default=-1) + 1
 
     @cached_property
@@ -276,18 +279,6 @@ def _in_order(name: str, values: Iterable[Any], of: str) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _plain(number: Any) -> Any:
-    """A number of numpy's, say, as Python's own; whatever is no integer is left to be refused."""
-    plain = plain_integer(number)
-    return number if plain is None else plain
-
-
-def _plain_row(row: tuple[Action, ...]) -> tuple[Action, ...]:
-    if all(type(stage) is int and type(number) in _NUMBERS for stage, _, number in row):
-        return row
-    return tuple(Action(_plain(stage), op, _plain(number)) for stage, op, number in row)
-
-
 def _check_form(placement: Sequence[int], actions: Sequence[Sequence[Action]]) -> None:
     if not placement or not actions:
         raise ScheduleError(
@@ -300,10 +291,44 @@ def _check_form(placement: Sequence[int], actions: Sequence[Sequence[Action]]) -
                 f"placement[{stage}]={rank!r} must be a rank from 0 to {len(actions) - 1}, "
                 f"because actions has {len(actions)} rows"
             )
-    for rank, row in enumerate(actions):
-        for position, action in enumerate(row):
-            if not isinstance(action, Action):
-                raise ScheduleError(
-                    f"actions[{rank}][{position}]={action!r} must be a fpipe.Action; "
-                    "fpipe.Action.parse('2F0') reads one from text"
-                )
+
+
+def _plain(number: Any) -> Any:
+    """A number of numpy's, say, as Python's own; whatever is no integer is left to be refused."""
+    plain = plain_integer(number)
+    return number if plain is None else plain
+
+
+def _plain_row(rank: int, row: tuple[Action, ...]) -> tuple[Action, ...]:
+    """A row of actions whose stage and microbatch are Python's own integers.
+
+    Raises:
+        ScheduleError: an entry is no action, or one of its fields is of another type.
+    """
+    if all(
+        type(action) is Action
+        and type(action[0]) is int
+        and type(action[1]) is Op
+        and type(action[2]) in _NUMBERS
+        for action in row
+    ):
+        return row
+    return tuple(_plain_action(action, f"actions[{rank}][{at}]") for at, action in enumerate(row))
+
+
+def _plain_action(action: object, place: str) -> Action:
+    if not isinstance(action, Action):
+        raise ScheduleError(
+            f"{place}={action!r:.60} must be a fpipe.Action; fpipe.Action.parse('2F0') reads one "
+            "from text"
+        )
+    stage, op, microbatch = _plain(action.stage), action.op, _plain(action.microbatch)
+    if not isinstance(stage, int):
+        fault = f"stage={stage!r:.60}: it must be the number of a stage"
+    elif not isinstance(op, str) or op not in Op.__members__:
+        fault = f"op={op!r:.60}: it must be one of {', '.join(Op)}"
+    elif not isinstance(microbatch, int | None):
+        fault = f"microbatch={microbatch!r:.60}: it must be a number, or None for a whole stage"
+    else:
+        return Action(stage, Op[op], microbatch)
+    raise ScheduleError(f"{place} has {fault}")

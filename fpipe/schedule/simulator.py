@@ -46,7 +46,7 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
     check_schedule(schedule)
     check_cost(cost)
     numbers = {number for row in schedule.actions for _, _, number in row}
-    if _misplaced(schedule) or not all(map(_is_count, numbers - {None})):
+    if _misplaced(schedule) or any(number is not None and number < 0 for number in numbers):
         verify(schedule)
     if schedule.num_microbatches > len(numbers):
         # Some have no action. Their tables might be larger than the memory of the machine.
@@ -166,10 +166,6 @@ def _misplaced(schedule: Schedule) -> bool:
         not {stage for stage, _, _ in row} <= set(schedule.stages_of(rank))
         for rank, row in enumerate(schedule.actions)
     )
-
-
-def _is_count(number: object) -> bool:
-    return isinstance(number, int) and number >= 0
 
 
 def _owed(schedule: Schedule) -> list[str]:

@@ -91,18 +91,16 @@ def check_schedule(schedule: object) -> None:
 def _fault(action: Action, rank: int, placement: Sequence[int]) -> str | None:
     """What is wrong with an action by itself, as the end of a sentence."""
     stage, op, microbatch = action
-    if not isinstance(stage, int) or not 0 <= stage < len(placement):
+    if not 0 <= stage < len(placement):
         return f"has stage={stage!r}: it must be a number from 0 to {len(placement) - 1}"
     if op in COMPUTE_OPS:
-        if not isinstance(microbatch, int) or microbatch < 0:
+        if microbatch is None or microbatch < 0:
             return f"has microbatch={microbatch!r}: {op} needs a number, 0 or more"
     elif op in WHOLE_STAGE_OPS:
         if microbatch is not None:
             return f"has microbatch={microbatch!r}: {op} is of the whole stage and takes None"
-    elif op in Op.__members__:
-        return "moves data between ranks, which lowering a schedule inserts: leave it out"
     else:
-        return f"has op={op!r}: it must be one of {', '.join(Op)}"
+        return "moves data between ranks, which lowering a schedule inserts: leave it out"
     if placement[stage] != rank:
         return (
             f"is on rank {rank}, and placement[{stage}] puts stage {stage} on rank "
