@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any, TypeAlias, TypeGuard
 
 from fpipe.errors import ScheduleError
+from fpipe.schedule.placements import plain_placement
 
 # Between these, sums and ratios of costs neither overflow nor vanish.
 LEAST, MOST = 1e-100, 1e100
@@ -87,9 +88,10 @@ class Cost:
         """The cost of each stage under a placement (stage → rank).
 
         Raises:
-            ScheduleError: a sequence does not have one value per stage, `comm` has no row for a
-                rank, or I would free more than F keeps.
+            ScheduleError: `placement` is none, a sequence does not have one value per stage, `comm`
+                has no row for a rank, or I would free more than F keeps.
         """
+        placement = plain_placement(placement)
         stages, ranks = len(placement), max(placement) + 1
 
         def each(name: str, value: PerStage) -> tuple[float, ...]:

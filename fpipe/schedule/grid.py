@@ -8,6 +8,7 @@ from typing import Final, Protocol
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.earliest import earliest_starts
+from fpipe.schedule.integer import plain_integer
 
 WIDTH: Final = 80  # what every terminal has
 BANDS: Final = 6
@@ -49,7 +50,7 @@ def text_grid(schedule: Rows, *, width: int | None = WIDTH, bands: int | None = 
         The lines, joined by newlines, none of which ends in a space.
 
     Raises:
-        ScheduleError: `bands` is less than 2.
+        ScheduleError: `width` is less than 1 or `bands` less than 2, or one is no integer.
 
     Example:
         >>> from fpipe.schedule.families.one_f_one_b import one_f_one_b
@@ -59,8 +60,8 @@ def text_grid(schedule: Rows, *, width: int | None = WIDTH, bands: int | None = 
         rank 1     F0 F1    B0 F2 B1 F3 B2    B3
         rank 2        F0 B0 F1 B1 F2 B2 F3 B3
     """
-    if bands is not None and bands < 2:
-        raise ScheduleError(f"bands={bands!r} must be 2 or more, or None for the whole grid")
+    width = _limit("width", width, 1)
+    bands = _limit("bands", bands, 2)
     slots = _timed(schedule)
     lines = []
     if slots is None:
@@ -82,6 +83,15 @@ def text_grid(schedule: Rows, *, width: int | None = WIDTH, bands: int | None = 
             cells = (column[row] for column in columns[start:end])
             lines.append("  ".join([label.ljust(margin), " ".join(cells)]).rstrip())
     return "\n".join(lines)
+
+
+def _limit(name: str, value: int | None, least: int) -> int | None:
+    if value is None:
+        return None
+    limit = plain_integer(value)
+    if limit is None or limit < least:
+        raise ScheduleError(f"{name}={value!r:.60} must be {least} or more, or None for no limit")
+    return limit
 
 
 def _timed(schedule: Rows) -> list[Slots] | None:

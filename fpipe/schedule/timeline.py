@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.bound import lower_bound
-from fpipe.schedule.cost import Cost
+from fpipe.schedule.cost import Cost, check_cost
 from fpipe.schedule.critical import Transfer, critical_path, transfers
 from fpipe.schedule.exchange.plain import PathLike, save
+from fpipe.schedule.integer import plain_integer
 from fpipe.schedule.memory import Steps, held
 from fpipe.schedule.schedule import LARGEST_SHOWN, Schedule
+from fpipe.schedule.verifier import check_schedule
 
 if TYPE_CHECKING:
     from fpipe.schedule.picture.chart import Chart
@@ -41,6 +43,9 @@ class Timeline:
         events: one tuple per rank, in the order in which the rank ran them.
         cost: what the times were simulated with; None for a recorded run whose costs are unknown.
 
+    Raises:
+        ScheduleError: `schedule` or `cost` is none, or there is not one row of events per rank.
+
     Example:
         >>> import fpipe
         >>> gpipe = fpipe.schedules.gpipe(ranks=2, microbatches=4)
@@ -54,6 +59,16 @@ class Timeline:
     schedule: Schedule
     events: tuple[tuple[Event, ...], ...]
     cost: Cost | None = None
+
+    def __post_init__(self) -> None:
+        check_schedule(self.schedule)
+        if self.cost is not None:
+            check_cost(self.cost)
+        rows, ranks = self.events, self.schedule.num_ranks
+        if not isinstance(rows, Sequence) or len(rows) != ranks:
+            raise ScheduleError(
+                f"events={rows!r:.60} must have a tuple of events for each of the {ranks} ranks"
+            )
 
     @cached_property
     def start(self) -> float:
@@ -103,7 +118,12 @@ class Timeline:
         F takes its activation when it starts; I frees its part, and B or W the rest, when it ends.
         Where a microbatch has no I or no W of a stage, the other frees all; where a stage has no
         backward, F keeps none.
+
+        Raises:
+            ScheduleError: there is no such rank.
         """
+        if plain_integer(rank) not in range(len(self.events)):
+            raise ScheduleError(f"rank={rank!r:.60} must be from 0 to {len(self.events) - 1}")
         costs = (self.cost or Cost(1, 1, 1)).on(self.schedule.placement)
         return held(self.events[rank], costs.activation, costs.freed_by_i)
 
@@ -204,7 +224,8 @@ class Timeline:
             What the file holds.
 
         Raises:
-            ScheduleError: `width` is too small, or `beside` is no sequence of timelines.
+            ScheduleError: `width` is too small, `unit` is no text, or `beside` is no sequence of
+                timelines.
         """
         from fpipe.schedule.picture.svg import svg
 

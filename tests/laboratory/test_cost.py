@@ -82,3 +82,9 @@ def test_any_real_number_will_do_and_is_kept_as_pythons_own() -> None:
     cost = Cost(np.array([1, 2]), three, 1, comm=np.array([[0, 1], [2, 0]]))
     assert cost == Cost([1, 2], 3, 1, comm=[[0, 1], [2, 0]])
     assert type(cost.i) is int
+
+
+@pytest.mark.parametrize("placement", [[], {}, "2", [-1], 2])
+def test_what_is_no_placement_is_refused(placement: Any) -> None:
+    with pytest.raises(ScheduleError, match=r"^placement="):
+        Cost(f=1, i=1, w=1).on(placement)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -171,3 +172,33 @@ def test_a_stage_without_a_backward_keeps_nothing() -> None:
     assert evaluation.peak == (0, 0)
     frozen = Schedule([0, 1], [row("0F0 0F1"), row("1F0 1B0 1F1 1B1")])
     assert simulate(frozen, UNIT).peak == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("schedule", "gpipe", "schedule='gpipe' is a str: it must be a fpipe.Schedule"),
+        ("cost", {"f": 1}, r"cost=\{'f': 1\} is a dict: make one with fpipe.Cost"),
+        ("events", (), r"events=\(\) must have a tuple of events for each of the 2 ranks"),
+        ("events", 7, "events=7 must have"),
+    ],
+)
+def test_what_makes_no_timeline_is_refused(field: str, value: Any, message: str) -> None:
+    timeline = simulate(fpipe.schedules.gpipe(ranks=2, microbatches=1), UNIT)
+    with pytest.raises(ScheduleError, match=message):
+        replace(timeline, **{field: value})
+
+
+@pytest.mark.parametrize("rank", [2, -1, "0", None])
+def test_memory_is_that_of_a_rank(rank: Any) -> None:
+    timeline = simulate(fpipe.schedules.gpipe(ranks=2, microbatches=1), UNIT)
+    with pytest.raises(ScheduleError, match=f"rank={rank!r} must be from 0 to 1"):
+        timeline.memory(rank)
+
+
+@pytest.mark.parametrize("unit", [b"ms", [], 1])
+def test_a_unit_is_text(unit: Any) -> None:
+    timeline = simulate(fpipe.schedules.gpipe(ranks=2, microbatches=1), UNIT)
+    for draw in (timeline.to_svg, timeline.to_html, timeline.to_trace):
+        with pytest.raises(ScheduleError, match="must be text, such as 'ms', or None"):
+            draw(unit=unit)

@@ -58,6 +58,12 @@ def test_strip_refuses_what_is_too_narrow() -> None:
         timeline.to_text(width=float("inf"))  # type: ignore[arg-type]
 
 
+def test_long_numbers_do_not_run_into_one_another() -> None:
+    timeline = simulate(schedules.gpipe(ranks=1, microbatches=1), Cost(1e100, 1e100, 1e100))
+    marks = timeline.to_text(width=80).splitlines()[0].split()[1:]
+    assert marks == ["0", "5e+99", "1e+100", "1.5e+100", "2.5e+100"]
+
+
 def test_axis() -> None:
     assert ticks(0, 5) == [0]
     assert ticks(1e-3, 4) == pytest.approx([0, 5e-4, 1e-3])

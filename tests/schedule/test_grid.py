@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
@@ -200,7 +201,8 @@ def test_nothing_to_draw() -> None:
     assert text_grid(read("", "")) == "time\nrank 0\nrank 1"
 
 
-@pytest.mark.parametrize("bands", [1, 0, -3])
-def test_bands_are_checked(bands: int) -> None:
-    with pytest.raises(ScheduleError, match=f"bands={bands} must be 2 or more"):
-        text_grid(schedules.gpipe(ranks=2, microbatches=2), bands=bands)
+@pytest.mark.parametrize("limit", [{"bands": 1}, {"bands": -3}, {"bands": "2"}, {"width": 8.5}])
+def test_limits_are_checked(limit: dict[str, Any]) -> None:
+    ((name, value),) = limit.items()
+    with pytest.raises(ScheduleError, match=f"{name}={value!r} must be . or more, or None"):
+        text_grid(schedules.gpipe(ranks=2, microbatches=2), **limit)

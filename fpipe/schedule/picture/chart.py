@@ -106,8 +106,13 @@ def draw_up(
             a circle.
 
     Raises:
-        ScheduleError: an action is of a stage that the placement does not have.
+        ScheduleError: `unit` is no text, or an action is of a stage that the placement does not
+            have.
     """
+    if unit is None:
+        unit = "s" if cost is None else ""
+    if not isinstance(unit, str):
+        raise ScheduleError(f"unit={unit!r:.60} must be text, such as 'ms', or None")
     for rank, row in enumerate(events):
         for at, (_, action, _, _) in enumerate(row):
             if not 0 <= action.stage < len(placement):
@@ -135,8 +140,6 @@ def draw_up(
         )
         for row in events
     )
-    if unit is None:
-        unit = "s" if cost is None else ""
     return Chart(name, placement, rows, tuple(memory), tuple(messages), unit, note)
 
 

@@ -8,6 +8,7 @@ from typing import Final
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import COMPUTE_OPS
+from fpipe.schedule.integer import plain_integer
 from fpipe.schedule.picture.axis import readable_unit, short, ticks
 from fpipe.schedule.picture.chart import Box, Chart
 
@@ -36,15 +37,16 @@ def strip(chart: Chart, *, width: int = 80) -> str:
         rank 0  FFFFF.....BBBBBBFFBBBBB...BBBBB  idle 25.0 %  peak 2
         rank 1  ...FFBBBBBFFFBBBBBFFFBBBBB.....  idle 25.0 %  peak 1
     """
-    if not isinstance(width, int) or width < NARROWEST:
-        raise ScheduleError(f"width={width!r} must be {NARROWEST} characters or more")
+    room = plain_integer(width)
+    if room is None or room < NARROWEST:
+        raise ScheduleError(f"width={width!r:.60} must be {NARROWEST} characters or more")
     factor, unit = readable_unit(chart.makespan, chart.unit)
     labels = ["time", *(f"rank {rank}" for rank in range(len(chart.rows)))]
     facts = [f"({unit})" if unit else ""]
     for rank, peak in enumerate(chart.peaks):
         facts.append(f"idle {100 * chart.idle(rank):4.1f} %  peak {short(peak)}")
     margin, right = max(map(len, labels)), max(map(len, facts))
-    columns = width - margin - right - 4
+    columns = room - margin - right - 4
     lines = [_axis(chart.makespan * factor, columns)]
     lines += ["".join(_letters(row, chart.makespan / columns, columns)) for row in chart.rows]
     return "\n".join(
@@ -58,7 +60,8 @@ def _axis(length: float, columns: int) -> str:
     line = ""
     for mark in ticks(length, columns // 8):
         at = round(mark / length * columns) if length else 0
-        if at + len(short(mark)) <= columns:
+        # Long numbers, as of 1e+100, would run into one another.
+        if at + len(short(mark)) <= columns and (at > len(line) or not line):
             line = line.ljust(at) + short(mark)
     return line
 
