@@ -73,6 +73,7 @@ act(PointerEvent, "pointerup", 200, 50);
 said.push(view.from > 0 ? "moved" : "stayed");
 canvas.dispatchEvent(new KeyboardEvent("keydown", { key: "0" }));
 said.push(range());
+said.push(number(7e30), number(2.5e9), number(1 / 3));
 for (const name of ["messages", "critical"]) document.getElementById(name).click();
 const out = document.createElement("pre");
 out.id = "said";
@@ -106,6 +107,9 @@ def test_page_in_a_browser(tmp_path: Path) -> None:
         "time 0 to 8.187",
         "moved",
         "time 0 to 10",
+        "7e+30",  # as Python's pictures have it; it was 7000000000000000000T
+        "2.5G",
+        "0.3333",
     ]
 
 

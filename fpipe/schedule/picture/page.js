@@ -70,6 +70,7 @@ function boxAt(x, y) {
 // ── what is said ──
 
 const number = (value) => {
+  if (Math.abs(value) >= 1e15) return (+value.toPrecision(4)).toExponential();
   for (const [limit, scale, prefix] of [[1e12, 1e12, "T"], [1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]])
     if (Math.abs(value) >= limit) return +(value / scale).toPrecision(4) + prefix;
   return String(+value.toPrecision(4));
