@@ -22,9 +22,11 @@ def add(commands: Commands[Any]) -> None:
         "compare",
         "simulate schedules and print a table of them, the fastest first",
         "fpipe compare 1f1b zb_h1 zbv --ranks 8 --microbatches 32 --cost 10,12,8 --comm 1\n\n"
-        "bubble: makespan less the work of the busiest rank; idle: of all ranks' time; peak: most\n"
-        "activations on a rank; gap: above the lower bound for that placement and that peak.\n\n"
-        + sources.FAMILIES,
+        "  bubble  makespan less the work of the busiest rank\n"
+        "  idle    part of all ranks' time in which they do nothing\n"
+        "  peak    most activations on a rank\n"
+        "  gap     how far the makespan is above what no schedule of that placement beats within\n"
+        "          that peak\n\n" + sources.FAMILIES,
     )
     parser.add_argument(
         "schedules",

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from fpipe.cli import sources
 from fpipe.cli.parsing import Commands, add_cost, cost_of, count, memory, new
-from fpipe.cli.simulating import report
+from fpipe.cli.simulating import LEGEND, report
 from fpipe.errors import ScheduleError
 from fpipe.schedule.exchange.plain import is_number, save
 from fpipe.schedule.placements import linear, looped, vee
@@ -25,10 +25,20 @@ def add(commands: Commands[Any]) -> None:
         commands,
         "search",
         "search for the best schedule for given costs and memory",
-        "fpipe search --ranks 4 --microbatches 12 --cost 10,12,8 --comm 1 --memory 3 -o best.csv",
+        "fpipe search --ranks 4 --microbatches 12 --cost 10,12,8 --comm 1 --memory 3 -o best.csv"
+        f"\n\n{LEGEND}",
     )
-    parser.add_argument("-p", "--ranks", type=count, required=True, metavar="P")
-    parser.add_argument("-m", "--microbatches", type=count, required=True, metavar="M")
+    parser.add_argument(
+        "-p", "--ranks", type=count, required=True, metavar="P", help="number of ranks"
+    )
+    parser.add_argument(
+        "-m",
+        "--microbatches",
+        type=count,
+        required=True,
+        metavar="M",
+        help="number of microbatches",
+    )
     add_cost(parser)
     parser.add_argument(
         "--memory",
@@ -40,15 +50,26 @@ def add(commands: Commands[Any]) -> None:
     parser.add_argument(
         "--placement",
         metavar="PLACEMENT",
-        help="linear, looped or v, or the rank of each stage, such as 0,1,1,0 (default: the best)",
+        help="linear, looped or v, or the rank of each stage, such as 0,1,1,0 (default: the best "
+        "of the three)",
     )
-    parser.add_argument("--objective", choices=("makespan", "span"), default="makespan")
+    parser.add_argument(
+        "--objective",
+        choices=("makespan", "span"),
+        default="makespan",
+        help="what to make small (default: makespan)",
+    )
     parser.add_argument(
         "--seconds", type=float, default=10.0, metavar="S", help="time to search (default: 10)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all random choices")
     parser.add_argument(
-        "--iterations", type=int, metavar="N", help="search so long in place of --seconds"
+        "--seed", type=int, default=0, metavar="N", help="of all random choices (default: 0)"
+    )
+    parser.add_argument(
+        "--iterations",
+        type=int,
+        metavar="N",
+        help="evaluations to make in place of --seconds, for the same result on every machine",
     )
     parser.add_argument(
         "-o",

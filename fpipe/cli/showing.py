@@ -17,7 +17,10 @@ def add(commands: Commands[Any]) -> None:
         commands,
         "show",
         "print a schedule as a grid, or write it as a picture or in another form",
-        "fpipe show zbv --ranks 4 --microbatches 8 --svg zbv.svg\n\n" + sources.FAMILIES,
+        "fpipe show zbv --ranks 4 --microbatches 8 --svg zbv.svg\n\n"
+        "A column of the grid is a unit of time. F0 is the forward of microbatch 0, 2F0 that of\n"
+        "stage 2; B is a full backward, I the gradient of a stage's input, W that of its weights.\n"
+        f"\n{sources.told_families()}",
     )
     parser.add_argument("schedule", metavar="SCHEDULE", help=sources.HELP)
     sources.add_size(parser)

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from typing import Any
+from typing import Any, Final
 
 from fpipe.cli import sources
 from fpipe.cli.parsing import Commands, add_cost, cost_of, new
 from fpipe.errors import ScheduleError
 from fpipe.schedule.simulator import simulate
 from fpipe.schedule.timeline import Timeline
+
+LEGEND: Final = """\
+A letter of the timeline is what a rank mostly does in that part of the time:
+F forward, B full backward, I input gradient, W weight gradient, in small
+letters for the later stages of the rank, and . for nothing.
+
+  makespan       from the first start to the last end
+  span           of the rank that takes longest, from its own first start to its last end
+  bubble         makespan less the work of the busiest rank
+  peak           most activations on a rank
+  bound          a time that no schedule of that placement beats within that peak
+  gap            how far the makespan is above the bound
+  critical path  the actions that the last end waited for"""
 
 
 def add(commands: Commands[Any]) -> None:
@@ -20,7 +33,7 @@ def add(commands: Commands[Any]) -> None:
         "simulate",
         "simulate a schedule: print its timeline, or write it as a picture",
         "fpipe simulate zb_h1 --ranks 4 --microbatches 8 --cost 10,12,8 --comm 1 --html zb.html"
-        "\n\n" + sources.FAMILIES,
+        f"\n\n{LEGEND}\n\n{sources.FAMILIES}",
     )
     parser.add_argument("schedule", metavar="SCHEDULE", help=sources.HELP)
     sources.add_size(parser)

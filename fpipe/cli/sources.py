@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+from textwrap import fill
 from typing import Final, NamedTuple
 
 from fpipe import schedules
@@ -20,7 +22,11 @@ HELP: Final = (
     "writes it, .json or .txt as fpipe does"
 )
 _EVALUATION: Final = "forward_only"  # no family of `schedules.get`, for it owes no gradients
-FAMILIES: Final = f"families: {', '.join([*schedules.FAMILIES, _EVALUATION])}"
+_MAKERS: Final = (*schedules.FAMILIES.values(), schedules.forward_only)
+FAMILIES: Final = (
+    f"families: {', '.join(family.__name__ for family in _MAKERS)}\n"
+    "(fpipe show --help says what each of them is)"
+)
 
 
 class Size(NamedTuple):
@@ -29,6 +35,22 @@ class Size(NamedTuple):
     ranks: int | None
     microbatches: int | None
     stages_per_rank: int | None
+
+
+def told_families() -> str:
+    """A line for each family, with what it is."""
+    lines = ["families:"]
+    for family in _MAKERS:
+        told = (sys.modules[family.__module__].__doc__ or "").partition("\n")[0]
+        lines.append(
+            fill(
+                f"{family.__name__:25}{told}",
+                width=80,
+                initial_indent="  ",
+                subsequent_indent=" " * 27,
+            )
+        )
+    return "\n".join(lines)
 
 
 def add_size(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +63,8 @@ def add_size(parser: argparse.ArgumentParser) -> None:
         "--stages-per-rank",
         type=count,
         metavar="V",
-        help="stages on each rank, for families that take any number (default: 2)",
+        help="stages on each rank, for families that take any number (default: 2; 1 for "
+        "forward_only)",
     )
 
 
@@ -131,7 +154,7 @@ def write_outputs(
     Raises:
         OSError: a file cannot be written.
     """
-    asked = [(form, getattr(options, form)) for form in forms if getattr(options, form)]
+    asked = [(form, path) for form in forms if (path := getattr(options, form)) is not None]
     for form, path in asked:
         text = getattr(drawn, f"to_{form}")(None if path == "-" else path)
         if path == "-":
@@ -145,7 +168,7 @@ PICTURES: Final = ("svg", "html", "trace")
 FILES: Final = ("csv", "json", "text")
 _FORMS: Final = {
     "svg": "a picture",
-    "html": "a page to look around in",
+    "html": "an interactive page",
     "trace": "a trace for https://ui.perfetto.dev",
     "csv": "the schedule as torch reads it",
     "json": "the schedule with its placement and name",

@@ -8,6 +8,7 @@ from typing import Any
 from fpipe.cli import sources
 from fpipe.cli.parsing import Commands, new
 from fpipe.errors import ScheduleError
+from fpipe.schedule.sizes import sizes
 from fpipe.schedule.verifier import verify
 
 
@@ -40,7 +41,5 @@ def _run(options: argparse.Namespace) -> None:
             verify(schedule, requires)
         except ScheduleError as error:
             raise ScheduleError(f"{path}: {error}") from error
-        print(
-            f"{path}: can run: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
-            f"{schedule.num_microbatches} microbatches"
-        )
+        size = sizes(schedule.num_ranks, schedule.num_stages, schedule.num_microbatches)
+        print(f"{path}: can run: {size}")

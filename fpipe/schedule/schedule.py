@@ -17,6 +17,7 @@ from fpipe.schedule.exchange.plain import PathLike, load, save
 from fpipe.schedule.exchange.text_form import format_text, parse_text
 from fpipe.schedule.grid import text_grid
 from fpipe.schedule.integer import plain_integer
+from fpipe.schedule.sizes import sizes
 
 _NUMBERS: Final = (int, type(None))  # what numbers the microbatch of nearly every action
 LARGEST_SHOWN: Final = 20_000  # actions in a notebook's picture: about two megabytes
@@ -263,10 +264,7 @@ class Schedule:
 
     @property
     def _summary(self) -> str:
-        return (
-            f"{self.name}: {self.num_ranks} ranks, {self.num_stages} stages, "
-            f"{self.num_microbatches} microbatches"
-        )
+        return f"{self.name}: {sizes(self.num_ranks, self.num_stages, self.num_microbatches)}"
 
 
 def _in_order(name: str, values: Iterable[Any], of: str) -> tuple[Any, ...]:

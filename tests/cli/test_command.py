@@ -89,6 +89,11 @@ def test_show_writes_every_form(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         assert written == getattr(zbv, f"to_{form}")()
 
 
+def test_an_empty_path_is_no_request_to_print(capsys: pytest.CaptureFixture[str]) -> None:
+    # As of a variable that the shell does not know: the grid was printed, and nothing was written.
+    assert refused(capsys, "show", "zbv", *SMALL, "--svg", "").startswith("fpipe show: error: ")
+
+
 def test_show_converts_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     zbv = schedules.zbv(ranks=2, microbatches=4)
     zbv.to_csv(tmp_path / "a.csv")
@@ -261,6 +266,8 @@ def test_verify_says_what_is_owed(capsys: pytest.CaptureFixture[str], tmp_path: 
         ("show none.csv", "fpipe show: error: none.csv: No such file or directory"),
         ("show ./none", "./none: the suffix must be one of .csv, .json, .txt"),
         ("show zbv -p 2 -m 4 --svg /no/where.svg", "/no/where.svg: No such file or directory"),
+        # The disk may be full; it was said of standard output.
+        ("show zbv -p 2 -m 4 --svg /dev/full", "show: error: /dev/full: No space left on device"),
         ("simulate zbv -p 2 -m 4 --cost 1,2", "--cost '1,2' has 2 numbers: it must be three or"),
         ("simulate zbv -p 2 -m 4 --cost 1,a,2", "--cost '1,a,2' must be three or four numbers"),
         ("simulate zbv -p 2 -m 4 --cost=-1,1,1", "cost f=-1.0 must be a finite number"),
@@ -360,6 +367,15 @@ def test_help_ends_in_an_example(command: str, capsys: pytest.CaptureFixture[str
     assert f"example:\n  fpipe {command} " in out
     example = out.partition(f"  fpipe {command} ")[2].splitlines()[0]
     assert example
+
+
+def test_help_tells_what_every_family_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["show", "--help"])
+    _, _, told = capsys.readouterr().out.partition("families:\n")
+    names = {line.split()[0] for line in told.splitlines() if line[2:3].strip()}
+    assert names == {*schedules.FAMILIES, "forward_only"}
+    assert "  gpipe                    GPipe: all forwards, then all backwards.\n" in told
 
 
 def test_the_script_is_declared() -> None:

@@ -60,6 +60,7 @@ def test_what_it_tells() -> None:
     assert not Schedule([0], [ROW]).splits_backward
     assert repr(schedule) == "<Schedule mine: 2 ranks, 3 stages, 5 microbatches>"
     assert str(schedule).startswith("mine: 2 ranks, 3 stages, 5 microbatches\n")
+    assert repr(Schedule([0], [ROW])) == "<Schedule custom: 1 rank, 1 stage, 1 microbatch>"
     assert Schedule([0], [[Action(0, Op.UNSHARD, None)]]).num_microbatches == 0
 
 

@@ -82,7 +82,15 @@ def save(path: PathLike | None, text: str) -> str:
 
     A name may hold what is no character, as that of a file that is not named in UTF-8 does. In the
     file a question mark stands for it.
+
+    Raises:
+        OSError: the file cannot be written; it always names the file.
     """
     if path is not None:
-        Path(path).write_bytes(text.encode(errors="replace"))
+        try:
+            Path(path).write_bytes(text.encode(errors="replace"))
+        except OSError as error:
+            if error.filename is None:  # the file could be opened and took nothing more
+                error.filename = os.fspath(path)
+            raise
     return text

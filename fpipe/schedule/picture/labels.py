@@ -8,6 +8,7 @@ from typing import Final
 
 from fpipe.schedule.picture.axis import readable_unit, short
 from fpipe.schedule.picture.chart import Chart
+from fpipe.schedule.sizes import sizes
 
 # What XML 1.0 has no place for, written in whatever way: a viewer would refuse the whole file.
 _NO_CHARACTER: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
@@ -26,13 +27,8 @@ def marked_up(text: str) -> str:
 def facts(chart: Chart) -> str:
     """The size of a schedule, how long it takes, and what must be known about its times."""
     factor, unit = readable_unit(chart.makespan, chart.unit)
-    counts = (
-        (len(chart.rows), "rank"),
-        (len(chart.placement), "stage"),
-        (chart.microbatches, "microbatch"),
-    )
     parts = [
-        ", ".join(_count(number, noun) for number, noun in counts),
+        sizes(len(chart.rows), len(chart.placement), chart.microbatches),
         f"makespan {short(chart.makespan * factor)} {unit}".rstrip(),
         *([chart.note] if chart.note else []),
     ]
@@ -53,8 +49,3 @@ def stage_names(chart: Chart, rank: int) -> str:
 def idle(chart: Chart, rank: int) -> str:
     """How much of the time a rank does nothing."""
     return f"idle {100 * chart.idle(rank):.1f} %"
-
-
-def _count(number: int, noun: str) -> str:
-    plural = noun + ("es" if noun.endswith("ch") else "s")
-    return f"{number} {noun if number == 1 else plural}"
