@@ -21,7 +21,7 @@ from fpipe.schedule.cost import (
 )
 from fpipe.schedule.families.arguments import plain_counts
 from fpipe.schedule.integer import plain_integer
-from fpipe.schedule.placements import plain_placement
+from fpipe.schedule.placements import plain_placement, stages_by_rank
 
 Objective: TypeAlias = Literal["makespan", "span"]
 Memory: TypeAlias = float | Iterable[float] | None
@@ -97,8 +97,7 @@ def lower_bound(
     span = objective == "span"
     best, likely = 0.0, placement[0]
     scarce = False
-    for rank, limit in enumerate(limits):
-        stages = [stage for stage, owner in enumerate(placement) if owner == rank]
+    for rank, (limit, stages) in enumerate(zip(limits, stages_by_rank(placement), strict=True)):
         if stages:
             problem = rank_problem(costs, stages, microbatches, limit)
             bound = max(rule(problem, span) for rule in (_idle_bound, area_bound, turns_bound))
@@ -130,9 +129,8 @@ def memory_limits(memory: Memory, placement: Sequence[int], costs: StageCosts) -
             f"memory has {len(limits)} values for {ranks} ranks: give one per rank, or one number"
         )
     checked = []
-    for rank, given in enumerate(limits):
+    for rank, (given, stages) in enumerate(zip(limits, stages_by_rank(placement), strict=True)):
         limit = plain_number(given)
-        stages = [stage for stage, owner in enumerate(placement) if owner == rank]
         least = sum(costs.activation[stage] for stage in stages)
         # A rank that keeps nothing, or has no stage, can do with no memory.
         if limit is None or not (limit > 0 or limit == least == 0):
@@ -140,8 +138,8 @@ def memory_limits(memory: Memory, placement: Sequence[int], costs: StageCosts) -
         if limit < least * (1 - 1e-9):
             raise ScheduleError(
                 f"memory={limit:g} of rank {rank} admits no schedule: the first backward needs one "
-                f"microbatch of all its stages {stages}, which is {least:g}; give at least that, "
-                "or place fewer stages on the rank"
+                f"microbatch of all its stages {list(stages)}, which is {least:g}; give at least "
+                "that, or place fewer stages on the rank"
             )
         checked.append(limit if limit <= MOST * MOST else float("inf"))
     return tuple(checked)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import math
 
-from fpipe.schedule.bound_rank import RankProblem, backward_work, deferred_activation, handover
+from fpipe.schedule.bound_rank import (
+    RankProblem,
+    backward_work,
+    deferred_activation,
+    handover,
+    lone_microbatch,
+)
 
 
 def area_bound(problem: RankProblem, span: bool) -> float:
@@ -67,11 +73,6 @@ def _plain(problem: RankProblem, span: bool) -> float:
 
 def lives(problem: RankProblem) -> list[float]:
     """The least life of one activation of each stage of the rank, from F's start to W's end."""
-    costs, full, hand = problem.costs, backward_work(problem.costs), handover(problem.costs)
-    behind = 0.0
-    lives = {}
-    for stage in range(len(costs.f) - 1, problem.stages[0] - 1, -1):
-        lives[stage] = costs.f[stage] + behind + full[stage]
-        if stage:
-            behind += costs.f[stage] + hand[stage] + costs.down[stage - 1] + costs.up[stage - 1]
-    return [lives[stage] for stage in problem.stages]
+    starts, returns = lone_microbatch(problem.costs)
+    full = backward_work(problem.costs)
+    return [returns[stage] - starts[stage] + full[stage] for stage in problem.stages]

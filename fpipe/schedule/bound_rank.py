@@ -53,14 +53,7 @@ def rank_problem(
     first, last = stages[0], stages[-1]
     full = backward_work(costs)
     hand = handover(costs)
-    starts = [0.0] * count  # of a microbatch's forward at each stage, alone in the pipeline
-    for stage in range(1, count):
-        starts[stage] = starts[stage - 1] + costs.f[stage - 1] + costs.down[stage - 1]
-    returns = [0.0] * count  # of its gradient at each stage: when the backward can start
-    returns[-1] = starts[-1] + costs.f[-1]
-    for stage in range(count - 2, -1, -1):
-        returns[stage] = returns[stage + 1] + hand[stage + 1] + costs.up[stage]
-
+    starts, returns = lone_microbatch(costs)
     first_return = returns[last] - starts[first]
     trip = returns[0] + full[0] - (starts[last] + costs.f[last])
     held, kept_for_w = costs.activation, deferred_activation(costs)
@@ -95,6 +88,20 @@ def rank_problem(
         ),
         all_fit=microbatches * sum(held[s] for s in stages) <= memory * (1 + 1e-9),
     )
+
+
+def lone_microbatch(costs: StageCosts) -> tuple[list[float], list[float]]:
+    """When a microbatch that is alone in the pipeline reaches each stage, and its gradient does.
+
+    No microbatch of any schedule is sooner, counted from its own start.
+    """
+    starts = [0.0]
+    for forward, hop in zip(costs.f, costs.down, strict=False):
+        starts.append(starts[-1] + forward + hop)
+    returns = [starts[-1] + costs.f[-1]]
+    for gradient, hop in zip(handover(costs)[:0:-1], costs.up[::-1], strict=True):
+        returns.append(returns[-1] + gradient + hop)
+    return starts, returns[::-1]
 
 
 def backward_work(costs: StageCosts) -> list[float]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fpipe.schedule.bound_rank import backward_work, handover
+from fpipe.schedule.bound_rank import backward_work, handover, lone_microbatch
 from fpipe.schedule.cost import StageCosts
 
 
@@ -56,13 +56,7 @@ def part_of(
     """
     stages = tuple(stage for stage, rank in enumerate(placement) if rank in ranks)
     hand, full = handover(costs), backward_work(costs)
-    # One microbatch alone: when it reaches each stage, and when its gradient does.
-    starts = [0.0]
-    for forward, hop in zip(costs.f, costs.down, strict=False):
-        starts.append(starts[-1] + forward + hop)
-    returns = [starts[-1] + costs.f[-1]]
-    for gradient, hop in zip(hand[:0:-1], costs.up[::-1], strict=True):
-        returns.insert(0, returns[0] + gradient + hop)
+    starts, returns = lone_microbatch(costs)
     last, first = stages[-1], stages[0]
     pairs = list(pairwise(stages))
     rank_of = tuple(ranks.index(placement[stage]) for stage in stages)

@@ -38,6 +38,19 @@ def vee(ranks: int) -> tuple[int, ...]:
     return (*range(ranks), *reversed(range(ranks)))
 
 
+def stages_by_rank(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The stages of each rank up to the greatest that has one, in order.
+
+    Example:
+        >>> stages_by_rank([0, 1, 1, 0])
+        ((0, 3), (1, 2))
+    """
+    stages: list[list[int]] = [[] for _ in range(max(placement) + 1)]
+    for stage, rank in enumerate(placement):
+        stages[rank].append(stage)
+    return tuple(map(tuple, stages))
+
+
 def plain_placement(placement: Sequence[int]) -> tuple[int, ...]:
     """A placement that a caller gives, its ranks as Python's own integers.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from fpipe.schedule.part import Part
@@ -78,23 +78,28 @@ def possible(part: Part, counts: Counts, microbatches: int) -> list[Step]:
             steps.append((2, at))
         if took[at] < (took[at - 1] if at else microbatches):
             limit = part.memory[rank] * (1 + 1e-9)
-            if held[rank] + part.kept[at] <= limit and _needed(part, took, rank, at) <= limit:
+            if held[rank] + part.kept[at] <= limit and (
+                len(own := part.own[rank]) == 1 or needed_later(own, part.kept, took, at) <= limit
+            ):
                 steps.append((0, at))
     return steps
 
 
-def _needed(part: Part, took: tuple[int, ...], rank: int, at: int) -> float:
+def needed_later(own: Sequence[int], kept: Sequence[float], took: Sequence[int], at: int) -> float:
     """What a rank must hold some time after a forward of one of its stages, in any schedule.
 
     When the first microbatch that lacks the rank's last forward comes to it, it holds an activation
     of every stage, and so do all younger ones of the stages that they have been through, because no
-    gradient comes back before.
+    gradient comes back before. What is older frees all of its memory in time.
+
+    Args:
+        own: the rank's stages, in order.
+        kept: per stage, what F keeps.
+        took: per stage, how many F are done.
+        at: the stage of the forward.
     """
-    own = part.own[rank]
-    if len(own) == 1:
-        return 0.0
     oldest = took[own[-1]] + (at == own[-1])
-    return sum(part.kept[each] * max(1, took[each] + (at == each) - oldest) for each in own)
+    return sum(kept[each] * max(1, took[each] + (at == each) - oldest) for each in own)
 
 
 def after(part: Part, state: State, steps: list[Step], final: bool) -> Iterator[tuple[Step, State]]:

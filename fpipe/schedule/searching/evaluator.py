@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from fpipe.schedule.bound_rank import handover, lone_microbatch
 from fpipe.schedule.searching.problem import FORWARD, GRADIENT, WEIGHT, Order, Problem
 
 _NOT_YET = -1.0
@@ -126,28 +127,19 @@ def make_evaluator(problem: Problem) -> Evaluator:
     delay: list[float] = []
     change: list[float] = []
     after: list[float] = []
-    behind = 0.0  # the way of a gradient from a stage to the end of stage 0's backward
-    backward_from = []
-    for stage in range(stages):
-        backward_from.append(behind)
-        behind += min(costs.i[stage], costs.b[stage]) + (
-            costs.up[stage] if stage < stages - 1 else 0.0
-        )
-    forward_from = behind  # from the end of the last forward; grows towards stage 0
-    forwards = [0.0] * stages
-    for stage in range(stages - 1, -1, -1):
-        forwards[stage] = forward_from
-        if stage:
-            forward_from += costs.f[stage] + costs.down[stage - 1]
+    starts, returns = lone_microbatch(costs)
+    hand = handover(costs)
+    end = returns[0] + hand[0]
     for stage in range(stages):
         first = stage * 3 * count
-        for kind, time, sizes, rest in (
-            (FORWARD, costs.f[stage], costs.activation[stage], forwards[stage]),
-            (GRADIENT, costs.i[stage], -costs.freed_by_i[stage], backward_from[stage]),
-            (WEIGHT, costs.w[stage], costs.freed_by_i[stage] - costs.activation[stage], 0.0),
+        kept, freed = costs.activation[stage], costs.freed_by_i[stage]
+        for kind, time, size, rest in (
+            (FORWARD, costs.f[stage], kept, end - starts[stage] - costs.f[stage]),
+            (GRADIENT, costs.i[stage], -freed, end - returns[stage] - hand[stage]),
+            (WEIGHT, costs.w[stage], freed - kept, 0.0),
         ):
             duration += [time] * count
-            change += [sizes] * count
+            change += [size] * count
             after += [rest] * count
             if kind == FORWARD:
                 made, late = first - 3 * count, costs.down[stage - 1] if stage else 0.0

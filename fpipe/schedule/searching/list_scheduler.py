@@ -6,6 +6,7 @@ from heapq import heapify, heappop, heappush
 
 from fpipe.schedule.searching.policy import UNLIMITED, Policy
 from fpipe.schedule.searching.problem import FORWARD, GRADIENT, WEIGHT, Order, Problem
+from fpipe.schedule.steps import needed_later
 
 _SLACK = 1e-9
 
@@ -79,7 +80,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
                 arrival = inputs[stage][took]
                 need = held[rank] + kept[stage]
                 if need - owed[rank] > memory or (
-                    len(own) > 1 and not _safe(own, stage, done_f, kept, memory)
+                    len(own) > 1 and needed_later(own, kept, done_f, stage) > memory
                 ):
                     continue
                 if need > memory:
@@ -157,14 +158,3 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
             for microbatch in range(count)
         ),
     )
-
-
-def _safe(
-    own: tuple[int, ...], stage: int, done_f: list[int], kept: tuple[float, ...], memory: float
-) -> bool:
-    """Whether the rank could still finish every microbatch if `stage` took a forward."""
-    # Whatever is older than the first that lacks a forward here frees all of its memory in time.
-    # That first one needs all stages; what is younger holds its memory until then.
-    oldest = done_f[own[-1]] + (stage == own[-1])
-    needed = sum(kept[s] * max(1, done_f[s] + (s == stage) - oldest) for s in own)
-    return needed <= memory

@@ -9,6 +9,7 @@ from functools import cached_property
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.bound import Memory, Objective, lower_bound, memory_limits
 from fpipe.schedule.cost import Cost, StageCosts
+from fpipe.schedule.placements import stages_by_rank
 from fpipe.schedule.schedule import Schedule
 
 # Kinds of work in the search's own, quick form of a schedule. An action is the number
@@ -116,9 +117,7 @@ def make_problem(
             activation=tuple(max(kept, kept - freed) for kept, freed in pairs),
             freed_by_i=tuple(max(0.0, freed) for _, freed in pairs),
         )
-    stages: list[list[int]] = [[] for _ in limits]
-    for stage, rank in enumerate(placement):
-        stages[rank].append(stage)
+    stages = stages_by_rank(placement)
     work = max(
         sum(costs.f[s] + min(costs.b[s], costs.i[s] + costs.w[s]) for s in own) for own in stages
     )
@@ -130,7 +129,7 @@ def make_problem(
         memory=limits,
         objective=objective,
         bound=0.0,
-        stages=tuple(map(tuple, stages)),
+        stages=stages,
         work=work,
     )
     return problem.examined(effort=0)
