@@ -19,8 +19,7 @@ from fpipe.schedule.cost import (
     is_several,
     plain_number,
 )
-from fpipe.schedule.families.arguments import plain_counts
-from fpipe.schedule.integer import plain_integer
+from fpipe.schedule.integer import plain_counts, plain_integer
 from fpipe.schedule.placements import plain_placement, stages_by_rank
 
 Objective: TypeAlias = Literal["makespan", "span"]

@@ -1,8 +1,10 @@
-"""Integers of any type, as Python's own."""
+"""Integers of any type, as Python's own, and counts among them."""
 
 from __future__ import annotations
 
 import operator
+
+from fpipe.errors import ScheduleError
 
 
 def plain_integer(value: object) -> int | None:
@@ -20,3 +22,22 @@ def plain_integer(value: object) -> int | None:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def plain_counts(**counts: int) -> tuple[int, ...]:
+    """The counts as Python's own integers, in their order; the keyword is the name to report.
+
+    Raises:
+        ScheduleError: one is no integer, a bool or less than 1.
+
+    Example:
+        >>> plain_counts(ranks=4, microbatches=8)
+        (4, 8)
+    """
+    found = []
+    for name, count in counts.items():
+        plain = plain_integer(count)
+        if plain is None or isinstance(plain, bool) or plain < 1:
+            raise ScheduleError(f"{name}={count!r} must be an integer, 1 or more")
+        found.append(plain)
+    return tuple(found)

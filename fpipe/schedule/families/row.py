@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
+from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
 
 Word = tuple[int, Op]  # (stage, op): an action that waits for its microbatch number
@@ -112,3 +113,29 @@ def rounds(stages: Sequence[int], size: int, microbatches: int) -> list[int]:
         [0, 0, 2, 2, 0, 0, 2, 2]
     """
     return [stage for stage in stages for _ in range(size)] * (microbatches // size)
+
+
+def round_size(*, ranks: int, microbatches: int) -> int:
+    """Microbatches in a round of an interleaved schedule: how many a stage takes before the next.
+
+    There are ``max(1, microbatches // ranks)`` rounds, so a round is at least as long as the
+    pipeline wherever there are microbatches enough (https://github.com/pytorch/pytorch/pull/129597).
+
+    Raises:
+        ScheduleError: the microbatches do not divide into rounds of one size.
+
+    Example:
+        >>> round_size(ranks=4, microbatches=10)  # two rounds
+        5
+    """
+    rounds = max(1, microbatches // ranks)
+    size, rest = divmod(microbatches, rounds)
+    if rest:
+        # Both are rounds of one size: either the number of rounds stays, or there is one more.
+        above = min(rounds * (size + 1), (rounds + 1) * ranks)
+        raise ScheduleError(
+            f"microbatches={microbatches} must divide into rounds of one size, and on "
+            f"ranks={ranks} there are max(1, microbatches // ranks) = {rounds} rounds: "
+            f"take {microbatches - rest} or {above} microbatches"
+        )
+    return size

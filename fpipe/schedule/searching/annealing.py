@@ -60,7 +60,7 @@ def _move(
     rank = problem.placement[stage]
     row, fused = order.rows[rank], order.fused
     if problem.fuses and kind != FORWARD and random.random() < 0.2:
-        return _refused_or_split(evaluator, order, action)
+        return _fused_or_split(evaluator, order, action)
     at = row.index(action)
     step = random.choice(_STEPS)
     to = min(len(row) - 1, at + step) if random.random() < 0.5 else max(0, at - step)
@@ -80,10 +80,10 @@ def _move(
     return rows, fused
 
 
-def _refused_or_split(
+def _fused_or_split(
     evaluator: Evaluator, order: Order, action: int
 ) -> tuple[list[list[int]], frozenset[int]] | None:
-    """Split a B in two, or fuse an I with its W, at the place of I."""
+    """The rows after an I and its W are fused into a B, or the B is split, at the place of I."""
     problem = evaluator.problem
     count = problem.microbatches
     stage, kind = divmod(action // count, 3)
