@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from fpipe.checkpoint.source import check_dtype, check_shape
+from fpipe.checkpoint.source import HEAD, check_dtype, check_shape
 from fpipe.errors import BatchError
 
 
@@ -24,11 +24,20 @@ class DistributedDirectory:
 
     Args:
         path: of the directory.
+
+    Raises:
+        BatchError: what says which tensors it has cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        try:
+            entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        except Exception as error:  # it is a pickle, and reading one may raise anything
+            raise BatchError(
+                f"{path / HEAD} cannot be read ({type(error).__name__}: {error}): it must be that "
+                "of a whole checkpoint, as torch.distributed.checkpoint.save writes it at its end"
+            ) from error
         self._kinds = {
             name: (tuple(entry.size), entry.properties.dtype)
             for name, entry in entries.items()

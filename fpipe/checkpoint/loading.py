@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from fpipe.checkpoint.safetensors_files import INDEX, SafetensorsFiles
-from fpipe.checkpoint.source import Source
+from fpipe.checkpoint.source import HEAD, Source
 from fpipe.errors import BatchError, few
-
-HEAD = ".metadata"
-"""What a directory of `torch.distributed.checkpoint` has."""
 
 
 class Naming(NamedTuple):

@@ -31,17 +31,19 @@ class SafetensorsFiles:
         """What an index lists: the other files are not opened for it.
 
         Raises:
-            BatchError: it is no index.
+            BatchError: it cannot be read, or is no index.
         """
         try:
             found = json.loads(index.read_text("utf-8"))
-        except ValueError as error:
+        except OSError as error:
+            raise BatchError(f"{index} cannot be read: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
             raise BatchError(f"{index} is no JSON: {error}") from error
         files = found.get("weight_map") if isinstance(found, dict) else None
-        if not isinstance(files, dict):
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
             raise BatchError(
-                f"{index} has no weight_map: an index of safetensors maps the name of each tensor "
-                "to its file"
+                f"{index} has no weight_map of names to files: an index of safetensors maps the "
+                "name of each tensor to its file"
             )
         return cls({name: index.parent / file for name, file in files.items()})
 

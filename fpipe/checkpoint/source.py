@@ -10,6 +10,9 @@ from torch import Tensor
 
 from fpipe.errors import BatchError
 
+HEAD = ".metadata"
+"""The file by which a directory of `torch.distributed.checkpoint` is known."""
+
 
 class Source(Protocol):
     """Tensors in files, by name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -230,6 +231,8 @@ def test_what_is_broken_is_refused_with_its_file(tmp_path: Path) -> None:
             {**stored, "embedding.weight": "gone.safetensors"},
             r"gone\.safetensors cannot be read",
         ),
+        ("[" * 100_000, r"index\.json is no JSON: maximum recursion"),
+        ({**stored, "embedding.weight": 1}, r"index\.json has no weight_map of names to files"),
         (dict.fromkeys(stored, "1.safetensors"), r"1\.safetensors lacks .*, which its index says"),
     ):
         text = found if isinstance(found, str) else json.dumps({"weight_map": found})
@@ -242,6 +245,20 @@ def test_what_is_broken_is_refused_with_its_file(tmp_path: Path) -> None:
     torch.save({}, path / "model.pt")
     with pytest.raises(fpipe.BatchError, match=r"model\.pt has another suffix than \.safetensors"):
         pipe.load(path / "model.pt")
+
+
+def test_index_that_is_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").mkdir()
+    with pytest.raises(fpipe.BatchError, match=r"index\.json cannot be read: Is a directory"):
+        pipe_of(language_model()).load(tmp_path)
+
+
+@pytest.mark.parametrize("head", [b"", b"garbage", pickle.dumps({"a": 1})])
+def test_broken_head_of_a_distributed_checkpoint_is_refused(head: bytes, tmp_path: Path) -> None:
+    """A save that was cut off leaves one; what unpickling made of it was raised."""
+    (tmp_path / ".metadata").write_bytes(head)
+    with pytest.raises(fpipe.BatchError, match=r"\.metadata cannot be read \(\w+: .*must be that"):
+        pipe_of(language_model()).load(tmp_path)
 
 
 def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
