@@ -139,10 +139,10 @@ def check(problem: Problem, stages: Sequence[int], cases: Mapping[str, Case]) ->
 # ── fpipe ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def fpipe_pipeline(
-    problem: Problem, schedule: fpipe.Schedule, compile: bool, *, alone: bool = False
-) -> Case:
-    """A step of a pipeline over all ranks, or in this process alone."""
+def stages_and_loss(
+    problem: Problem,
+) -> tuple[list[StageFn], Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]]:
+    """The problem as functions of a batch ``(inputs, targets)``."""
 
     def first(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
         return problem.functions[0](params, batch[0])
@@ -150,10 +150,16 @@ def fpipe_pipeline(
     def loss(y: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
         return problem.loss(y, batch[1])
 
+    return [first, *problem.functions[1:]], loss
+
+
+def fpipe_pipeline(
+    problem: Problem, schedule: fpipe.Schedule, compile: bool, *, alone: bool = False
+) -> Case:
+    """A step of a pipeline over all ranks, or in this process alone."""
+    stages, loss = stages_and_loss(problem)
     group = None if alone else dist.group.WORLD
-    pipe = fpipe.pipeline(
-        [first, *problem.functions[1:]], loss, schedule, compile=compile, group=group
-    )
+    pipe = fpipe.pipeline(stages, loss, schedule, compile=compile, group=group)
     params, batch = pipe.local(problem.params), (problem.inputs, problem.targets)
     return Case(
         run=lambda: pipe.step(params, batch),

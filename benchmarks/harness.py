@@ -21,6 +21,8 @@ from typing import Final
 
 import torch
 
+from fpipe.cli.parsing import count
+
 WARMUP: Final = 3
 
 Cell = str | float | None
@@ -138,7 +140,7 @@ def _show(cell: Cell) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
     """The options that every benchmark has."""
-    parser.add_argument("--rounds", type=int, default=rounds, help="timed runs of each case")
+    parser.add_argument("--rounds", type=count, default=rounds, help="timed runs of each case")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write it as Markdown")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from torch import Tensor, fx
 import fpipe
 from benchmarks import contest, memory
 from benchmarks.efficiency import run as efficiency
-from benchmarks.harness import WARMUP, Report, Timings, interleave
+from benchmarks.harness import WARMUP, Report, Timings, add_arguments, interleave
 from benchmarks.models import blocks, init_blocks, mean_square
 from benchmarks.overhead import across
 from benchmarks.overhead.run import lone_process_group
@@ -53,6 +54,15 @@ def test_ratio_is_taken_within_each_round() -> None:
     timings = Timings({"a": [2.0, 2.0, 20.0], "b": [1.0, 1.0, 10.0]})
     assert timings.median("a") == 2.0
     assert timings.ratio("a", "b") == 2.0
+
+
+def test_rounds_are_counted_from_one(capsys: pytest.CaptureFixture[str]) -> None:
+    # A median of nothing failed at the end of all work.
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, rounds=3)
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--rounds", "0"])
+    assert "--rounds: '0' must be a whole number, 1 or more" in capsys.readouterr().err
 
 
 def test_table_is_aligned_markdown() -> None:
@@ -125,13 +135,7 @@ def test_naps_put_one_sleep_into_each_piece() -> None:
         sleeps.add(tuple(t.split(".")[1] for t in targets if t.startswith("fpipe_naps")))
         return lambda inputs: ()  # nothing is run
 
-    def first(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return problem.functions[0](params, batch[0])
-
-    def loss(y: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return problem.loss(y, batch[1])
-
-    stages = [first, *problem.functions[1:]]
+    stages, loss = contest.stages_and_loss(problem)
     pipe = fpipe.pipeline(stages, loss, schedule, compile=count)
     pipe.programs(problem.params, (problem.inputs, problem.targets))
     # Each F and each I take a nap, and each W takes a late one; what is made of parameters, none.
@@ -212,3 +216,14 @@ def test_ensemble_runs(tmp_path: Path) -> None:
     ((members, *figures),) = report["rows"]
     assert members == "2"
     assert all(figure > 0 for figure in figures)
+
+
+@pytest.mark.parametrize("options", [["--placements", "linear"], ["--families"]])
+def test_search_runs(options: list[str]) -> None:
+    command = [sys.executable, "-m", "benchmarks.search.run", "--ranks", "2", "--iterations", "5"]
+    done = subprocess.run(
+        [*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    head, rule, *rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert rows and all(line.count("|") == head.count("|") == rule.count("|") for line in rows)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import fpipe
 from benchmarks import memory
-from benchmarks.contest import CPU, Problem, schedule_of
+from benchmarks.contest import CPU, Problem, schedule_of, stages_and_loss
 from benchmarks.efficiency import naps
 from benchmarks.efficiency.run import make_problem as make_naps
 from benchmarks.harness import Cell, Report, add_arguments, command, machine, publish
@@ -69,20 +69,8 @@ def make_wide_naps(schedule: fpipe.Schedule) -> Problem:
 
 def pipeline_of(problem: Problem, schedule: fpipe.Schedule, compile: bool) -> fpipe.Pipeline:
     """The problem's stages over all processes."""
-
-    def first(params: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return problem.functions[0](params, batch[0])
-
-    def loss(y: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return problem.loss(y, batch[1])
-
-    return fpipe.pipeline(
-        [first, *problem.functions[1:]],
-        loss,
-        schedule,
-        compile=compile,
-        group=dist.group.WORLD,
-    )
+    stages, loss = stages_and_loss(problem)
+    return fpipe.pipeline(stages, loss, schedule, compile=compile, group=dist.group.WORLD)
 
 
 def measure(

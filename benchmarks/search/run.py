@@ -1,6 +1,6 @@
 """How close does the search come to the lower bound, and to the published families?
 
-    python benchmarks/search/run.py [--iterations 2000] [--ranks 4 8] [--families | --large]
+    python -m benchmarks.search.run [--iterations 2000] [--ranks 4 8] [--families | --large]
 
 Every case is a placement, a cost and a memory. Printed: the bound, the best family of that
 placement that fits the memory, what the search found, its gap, and how long it took.
@@ -13,16 +13,28 @@ import time
 from collections.abc import Iterator
 from random import Random
 from statistics import fmean
+from typing import Final
 
 from fpipe import Cost, ScheduleError, schedules, search, simulate
 from fpipe.schedule.placements import linear, looped, vee
 
-PLACEMENTS = {"linear": linear, "looped": lambda ranks: looped(ranks, 2), "vee": vee}
-MEMORIES = (0.5, 0.75, 1.0, 2.0)  # of p microbatches
+PLACEMENTS: Final = {"linear": linear, "looped": lambda ranks: looped(ranks, 2), "vee": vee}
+MEMORIES: Final = (0.5, 0.75, 1.0, 2.0)  # of p microbatches
+PUBLISHED: Final = (
+    "zb_h1",
+    "zb_h2",
+    "zb_auto",
+    "zbv",
+    "v_half",
+    "v_min",
+    "interleaved_zero_bubble",
+    "dualpipev",
+    "group_1f1b",
+)
 
 
 def costs(ranks: int, stages: int) -> dict[str, Cost]:
-    """Unit, uneven, and latency-bound costs."""
+    """Unit, uneven, and latency-bound costs, by what the table calls them."""
     random = Random(ranks)
 
     def uneven(mean: float) -> list[float]:
@@ -56,25 +68,13 @@ def best_family(
 def cases(
     ranks: int, placements: list[str]
 ) -> Iterator[tuple[str, tuple[int, ...], str, Cost, float]]:
+    """Name and value of each placement and cost, and each memory that admits a schedule."""
     for name in placements:
         placement = PLACEMENTS[name](ranks)
         for label, cost in costs(ranks, len(placement)).items():
             for memory in MEMORIES:
                 if memory * ranks >= 1:
                     yield name, placement, label, cost, memory * ranks
-
-
-PUBLISHED = (
-    "zb_h1",
-    "zb_h2",
-    "zb_auto",
-    "zbv",
-    "v_half",
-    "v_min",
-    "interleaved_zero_bubble",
-    "dualpipev",
-    "group_1f1b",
-)
 
 
 def sweep(ranks: int, placements: list[str], seconds: float, iterations: int | None) -> None:
@@ -134,10 +134,10 @@ def against_families(ranks: int, seconds: float, iterations: int | None) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=5.0)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each search")
     parser.add_argument("--iterations", type=int, help="search so long instead, on any machine")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], help="how many, each alone")
     parser.add_argument(
         "--placements", nargs="+", choices=list(PLACEMENTS), default=list(PLACEMENTS)
     )

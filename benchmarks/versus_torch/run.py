@@ -50,8 +50,7 @@ OWN_BASE: Final = "fpipe unpipelined"
 def _ours_alone() -> list[str]:
     """The families of training schedules that torch has under no name."""
     shared = {schedule_of(name, 2, 8) for name in SHARED}
-    families = (name for name in fpipe.schedules.FAMILIES if name != "forward_only")
-    return [name for name in families if schedule_of(name, 2, 8) not in shared]
+    return [name for name in fpipe.schedules.FAMILIES if schedule_of(name, 2, 8) not in shared]
 
 
 # Schedules that torch does not have come after those that both have.
