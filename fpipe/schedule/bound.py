@@ -6,6 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
 from fpipe.errors import ScheduleError
+from fpipe.schedule.arguments import (
+    check_ordered,
+    is_several,
+    plain_counts,
+    plain_integer,
+    plain_number,
+)
 from fpipe.schedule.bound_area import area_bound
 from fpipe.schedule.bound_rank import RankProblem, rank_problem
 from fpipe.schedule.bound_scarce import scarce_bound
@@ -15,11 +22,7 @@ from fpipe.schedule.cost import (
     Cost,
     StageCosts,
     check_cost,
-    check_ordered,
-    is_several,
-    plain_number,
 )
-from fpipe.schedule.integer import plain_counts, plain_integer
 from fpipe.schedule.placements import plain_placement, stages_by_rank
 
 Objective: TypeAlias = Literal["makespan", "span"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Any, TypeAlias, TypeGuard
+from typing import TypeAlias
 
 from fpipe.errors import ScheduleError
+from fpipe.schedule.arguments import check_ordered, is_several, plain_number
 from fpipe.schedule.placements import plain_placement
 
 # Between these, sums and ratios of costs neither overflow nor vanish.
@@ -208,48 +208,3 @@ def _number(name: str, value: object, signed: bool = False) -> float:
             f"cost {name}={number:g} must be 0 or from {LEAST:g} to {MOST:g}: choose another unit"
         )
     return number
-
-
-def plain_number(value: object) -> float | None:
-    """A real number of any type, such as numpy's, as an int or a float; None for anything else.
-
-    Example:
-        >>> from fractions import Fraction
-        >>> plain_number(3), plain_number(Fraction(1, 2)), plain_number("3")
-        (3, 0.5, None)
-    """
-    if not isinstance(value, Real):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf  # type: ignore[operator]
-    return int(value) if isinstance(value, Integral) else number
-
-
-def is_several(value: object) -> TypeGuard[Iterable[Any]]:
-    """Whether a value can be gone through; an array of no dimension has the method and cannot."""
-    try:
-        iter(value)  # type: ignore[call-overload]
-    except TypeError:
-        return False
-    return True
-
-
-def check_ordered(name: str, values: object, of: str, otherwise: str) -> None:
-    """Refuse several values whose order says nothing.
-
-    Args:
-        name: of the argument, for messages.
-        values: one for each `of`.
-        of: ``"stage"`` or ``"rank"``.
-        otherwise: what may be given instead of several.
-
-    Raises:
-        ScheduleError: they are a mapping or a set.
-    """
-    if isinstance(values, Mapping | Set):
-        raise ScheduleError(
-            f"{name}={values!r:.60} is a {type(values).__name__}, which has no order of {of}s: "
-            f"give a sequence with one value per {of}, or {otherwise}"
-        )

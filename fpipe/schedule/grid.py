@@ -7,8 +7,8 @@ from typing import Final, Protocol
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
+from fpipe.schedule.arguments import plain_integer
 from fpipe.schedule.earliest import earliest_starts
-from fpipe.schedule.integer import plain_integer
 
 WIDTH: Final = 80  # what every terminal has
 BANDS: Final = 6

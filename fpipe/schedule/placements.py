@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fpipe.errors import ScheduleError
-from fpipe.schedule.integer import plain_integer
+from fpipe.schedule.arguments import plain_integer
 
 
 def linear(ranks: int) -> tuple[int, ...]:

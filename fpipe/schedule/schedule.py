@@ -10,13 +10,12 @@ from typing import Any, Final
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
-from fpipe.schedule.cost import is_several
+from fpipe.schedule.arguments import is_several, plain_integer
 from fpipe.schedule.exchange.csv_file import format_csv, parse_csv
 from fpipe.schedule.exchange.json_file import format_json, parse_json
 from fpipe.schedule.exchange.plain import PathLike, load, save
 from fpipe.schedule.exchange.text_form import format_text, parse_text
 from fpipe.schedule.grid import text_grid
-from fpipe.schedule.integer import plain_integer
 from fpipe.schedule.sizes import sizes
 
 _NUMBERS: Final = (int, type(None))  # what numbers the microbatch of nearly every action

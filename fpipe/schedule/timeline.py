@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
+from fpipe.schedule.arguments import plain_integer
 from fpipe.schedule.bound import lower_bound
 from fpipe.schedule.cost import Cost, check_cost
 from fpipe.schedule.critical import Transfer, critical_path, transfers
 from fpipe.schedule.exchange.plain import PathLike, save
-from fpipe.schedule.integer import plain_integer
 from fpipe.schedule.memory import Steps, held
 from fpipe.schedule.schedule import LARGEST_SHOWN, Schedule
 from fpipe.schedule.verifier import check_schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fpipe.schedule.action import Action, Op
-from fpipe.schedule.integer import plain_counts
+from fpipe.schedule.arguments import plain_counts
 from fpipe.schedule.placements import looped
 from fpipe.schedule.schedule import Schedule
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fpipe.schedule.action import Op
+from fpipe.schedule.arguments import plain_counts
 from fpipe.schedule.families.row import numbered
-from fpipe.schedule.integer import plain_counts
 from fpipe.schedule.placements import linear
 from fpipe.schedule.schedule import Schedule
 

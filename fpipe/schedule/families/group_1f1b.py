@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fpipe.errors import ScheduleError
+from fpipe.schedule.arguments import plain_counts
 from fpipe.schedule.families.row import numbered, rounds, split, weave
-from fpipe.schedule.integer import plain_counts
 from fpipe.schedule.placements import looped
 from fpipe.schedule.schedule import Schedule
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fpipe.schedule.arguments import plain_counts
 from fpipe.schedule.families.v_block import repeat_block
-from fpipe.schedule.integer import plain_counts
 from fpipe.schedule.schedule import Schedule
 
 

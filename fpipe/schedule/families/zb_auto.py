@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 
 from fpipe.errors import ScheduleError
+from fpipe.schedule.arguments import plain_counts
 from fpipe.schedule.cost import Cost, check_cost
-from fpipe.schedule.integer import plain_counts
 from fpipe.schedule.placements import linear
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.list_scheduler import list_schedule

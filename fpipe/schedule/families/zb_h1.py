@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fpipe.schedule.arguments import plain_counts
 from fpipe.schedule.families.row import numbered, split, weave
-from fpipe.schedule.integer import plain_counts
 from fpipe.schedule.placements import linear
 from fpipe.schedule.schedule import Schedule
 

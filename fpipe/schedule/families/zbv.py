@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fpipe.schedule.action import Op
+from fpipe.schedule.arguments import plain_counts
 from fpipe.schedule.families.row import Word, numbered
-from fpipe.schedule.integer import plain_counts
 from fpipe.schedule.placements import vee
 from fpipe.schedule.schedule import Schedule
 

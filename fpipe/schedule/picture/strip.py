@@ -8,7 +8,7 @@ from typing import Final
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import COMPUTE_OPS
-from fpipe.schedule.integer import plain_integer
+from fpipe.schedule.arguments import plain_integer
 from fpipe.schedule.picture.axis import readable_unit, short, ticks
 from fpipe.schedule.picture.chart import Box, Chart
 

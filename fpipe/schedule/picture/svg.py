@@ -9,7 +9,7 @@ from statistics import quantiles
 from typing import Final, NamedTuple
 
 from fpipe.errors import ScheduleError
-from fpipe.schedule.cost import plain_number
+from fpipe.schedule.arguments import plain_number
 from fpipe.schedule.picture.axis import readable_unit, short, ticks
 from fpipe.schedule.picture.chart import Box, Chart
 from fpipe.schedule.picture.labels import facts, idle, marked_up, stage_names

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 from fpipe.errors import ScheduleError
+from fpipe.schedule.arguments import plain_counts, plain_integer, plain_number
 from fpipe.schedule.bound import Memory, Objective
-from fpipe.schedule.cost import Cost, check_cost, plain_number
-from fpipe.schedule.integer import plain_counts, plain_integer
+from fpipe.schedule.cost import Cost, check_cost
 from fpipe.schedule.placements import linear, looped, plain_placement, vee
 from fpipe.schedule.searching.annealing import anneal
 from fpipe.schedule.searching.beam import beam

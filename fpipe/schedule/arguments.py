@@ -1,0 +1,92 @@
+"""What callers give, as Python's own values: integers, counts, numbers, several of them."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Set
+from numbers import Integral, Real
+from typing import Any, TypeGuard
+
+from fpipe.errors import ScheduleError
+
+
+def plain_integer(value: object) -> int | None:
+    """An integer of any type, such as numpy's, as an int; None for anything else.
+
+    What is an int of some kind, as a bool is, stays what it is.
+
+    Example:
+        >>> plain_integer(3), plain_integer(3.0), plain_integer("3")
+        (3, None, None)
+    """
+    if isinstance(value, int):
+        return value
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def plain_counts(**counts: int) -> tuple[int, ...]:
+    """The counts as Python's own integers, in their order; the keyword is the name to report.
+
+    Raises:
+        ScheduleError: one is no integer, a bool or less than 1.
+
+    Example:
+        >>> plain_counts(ranks=4, microbatches=8)
+        (4, 8)
+    """
+    found = []
+    for name, count in counts.items():
+        plain = plain_integer(count)
+        if plain is None or isinstance(plain, bool) or plain < 1:
+            raise ScheduleError(f"{name}={count!r} must be an integer, 1 or more")
+        found.append(plain)
+    return tuple(found)
+
+
+def plain_number(value: object) -> float | None:
+    """A real number of any type, such as numpy's, as an int or a float; None for anything else.
+
+    Example:
+        >>> from fractions import Fraction
+        >>> plain_number(3), plain_number(Fraction(1, 2)), plain_number("3")
+        (3, 0.5, None)
+    """
+    if not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf  # type: ignore[operator]
+    return int(value) if isinstance(value, Integral) else number
+
+
+def is_several(value: object) -> TypeGuard[Iterable[Any]]:
+    """Whether a value can be gone through; an array of no dimension has the method and cannot."""
+    try:
+        iter(value)  # type: ignore[call-overload]
+    except TypeError:
+        return False
+    return True
+
+
+def check_ordered(name: str, values: object, of: str, otherwise: str) -> None:
+    """Refuse several values whose order says nothing.
+
+    Args:
+        name: of the argument, for messages.
+        values: one for each `of`.
+        of: ``"stage"`` or ``"rank"``.
+        otherwise: what may be given instead of several.
+
+    Raises:
+        ScheduleError: they are a mapping or a set.
+    """
+    if isinstance(values, Mapping | Set):
+        raise ScheduleError(
+            f"{name}={values!r:.60} is a {type(values).__name__}, which has no order of {of}s: "
+            f"give a sequence with one value per {of}, or {otherwise}"
+        )
