@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for part in _PARTS:
         part.add(commands)
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        commands.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
             # A name may have characters that the terminal's encoding lacks.

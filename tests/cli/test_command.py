@@ -263,6 +263,11 @@ def test_verify_says_what_is_owed(capsys: pytest.CaptureFixture[str], tmp_path: 
         (f"show gpipe -p {'9' * 5000} -m 1", "9999 is too large: it has 5000 digits"),
         ("show zbv -p 0 -m 4", "--ranks: '0' must be a whole number, 1 or more"),
         ("show zbv -p 2 -m 4 --stages-per-rank 3", "stages_per_rank=3 does not fit"),
+        # It named `fpipe --help`, which lists no options of a command.
+        (
+            "show zbv --wide 3",
+            "fpipe show: error: unrecognized arguments: --wide 3 (try fpipe show",
+        ),
         ("show none.csv", "fpipe show: error: none.csv: No such file or directory"),
         ("show ./none", "./none: the suffix must be one of .csv, .json, .txt"),
         ("show zbv -p 2 -m 4 --svg /no/where.svg", "/no/where.svg: No such file or directory"),

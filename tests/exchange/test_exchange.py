@@ -139,6 +139,9 @@ def test_json_that_is_none_is_refused_by_line_and_column() -> None:
         ("placement 0 1\n", "text: no line has actions"),
         ("0F0 0B0\n  1F0 1G0", "line 2, column 7: text='1G0' is not an action"),
         ("rank 0: 0F0\nrank 2: 1F0", "line 2, column 1: 'rank 2' stands where rank 1 belongs"),
+        # The last one counted, and nobody was told.
+        ("placement 0 1\n0F0\n1F0\nplacement 1 0", "line 4: a second placement: leave one out"),
+        ("schedule a\nschedule b\n0F0", "line 2: a second schedule: leave one out"),
         ("placement 0 x\n0F0", "line 1: placement has 'x', which is no rank"),
         ("# two\n0F0\n0B0", r"line 3 \(rank 1\), column 1: 0B0 is on rank 1, and stage 0"),
     ],

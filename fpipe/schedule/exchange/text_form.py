@@ -44,8 +44,8 @@ def parse_text(text: str, *, source: str = "text") -> Plain:
         source: what the text is called in errors, such as its path.
 
     Raises:
-        ScheduleError: a word is no action, a line is out of order, or there is no row. The text
-            names line and column, counted from 1, and the reason.
+        ScheduleError: a word is no action, a line is out of order or a second of its kind, or there
+            is no row. The text names line and column, counted from 1, and the reason.
 
     Example:
         >>> plain = parse_text("0F0 0B0  # first rank\\n1F0 1B0")
@@ -53,6 +53,7 @@ def parse_text(text: str, *, source: str = "text") -> Plain:
         ((0, 1), '1F0', '1B0')
     """
     name, placement = "custom", None
+    told: set[str] = set()
     rows: list[list[Cell]] = []
     numbers: list[int] = []  # the line of each row
     for number, whole in enumerate(text.splitlines(), 1):
@@ -60,6 +61,10 @@ def parse_text(text: str, *, source: str = "text") -> Plain:
         head, rest = (*line.split(maxsplit=1), "", "")[:2]
         if not head:
             continue
+        if head in told:
+            raise ScheduleError(f"{source}: line {number}: a second {head}: leave one out")
+        if head in ("schedule", "placement"):
+            told.add(head)
         if head == "schedule":
             name = rest.strip() or name
         elif head == "placement":
