@@ -125,8 +125,9 @@ def _find(name: str) -> Callable[..., Schedule]:
     close = difflib.get_close_matches(plain, known, n=1)
     hint = f" Did you mean {known[close[0]]!r}?" if close else ""
     raise ScheduleError(
-        f"name={name!r} is not a schedule family.{hint} The families are {', '.join(FAMILIES)}; "
-        f"of torch's names {', '.join(_TORCH_NAMES)} and those that differ in case and '_' only."
+        f"name={name!r:.60} is not a schedule family.{hint} The families are "
+        f"{', '.join(FAMILIES)}; of torch's names {', '.join(_TORCH_NAMES)} and those that differ "
+        "in case and '_' only."
     )
 
 

@@ -42,7 +42,7 @@ def plain_counts(**counts: int) -> tuple[int, ...]:
     for name, count in counts.items():
         plain = plain_integer(count)
         if plain is None or isinstance(plain, bool) or plain < 1:
-            raise ScheduleError(f"{name}={count!r} must be an integer, 1 or more")
+            raise ScheduleError(f"{name}={count!r:.60} must be an integer, 1 or more")
         found.append(plain)
     return tuple(found)
 

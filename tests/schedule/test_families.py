@@ -40,6 +40,14 @@ def test_every_size_verifies_and_runs(name: str) -> None:
     assert made >= 45
 
 
+def test_long_arguments_are_shown_in_short() -> None:
+    with pytest.raises(ScheduleError, match=r"^name='x{59} is not a schedule family\."):
+        schedules.get("x" * 10_000, ranks=2, microbatches=2)
+    many: Any = [0] * 10_000
+    with pytest.raises(ScheduleError, match=r"^ranks=\[.{59} must be an integer, 1 or more$"):
+        schedules.gpipe(ranks=many, microbatches=2)
+
+
 def test_families_are_public_functions() -> None:
     for name in FAMILIES:
         assert getattr(schedules, name) is schedules.FAMILIES[name]
