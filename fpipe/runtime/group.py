@@ -91,6 +91,8 @@ class GroupTransport:
     def send(self, message: Message, values: Sequence[Tensor]) -> None:
         """Start to send; the values are kept until `wait_sent`."""
         channel, peer = self._route(message, message.target)
+        # All are contiguous but gradients of parameters, which may be transposed as those are read.
+        values = [value.contiguous() for value in values]
         works = self._start(message.target, channel.send, _travelling(values), peer)
         self._sent[message] = (works, values)
 

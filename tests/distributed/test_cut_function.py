@@ -78,6 +78,26 @@ def test_backward_of_a_function_is_its_own_on_every_rank(crew: Crew) -> None:
             assert grad is None or torch.equal(grad, whole)
 
 
+def turned(params: Any, batch: Tensor) -> Tensor:
+    """Two stages read one table, and what the second has of its gradient is transposed."""
+    h = fpipe.cut(batch @ params)
+    return h.square().mean() * params.T.tanh().mean()
+
+
+def transposed(group: dist.ProcessGroup | None) -> fpipe.Step:
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(turned, schedule=schedule, compile=False, group=group)
+    return pipe.step(rand(3, 3), rand(4, 3))
+
+
+def test_shared_parameter_whose_gradient_is_transposed_in_one_stage(crew: Crew) -> None:
+    crew.start(transposed, ranks=range(2))
+    parts: list[fpipe.Step] = values(crew.collect())
+    expected = transposed(None)
+    for part in parts:
+        assert_identical(part.grads, expected.grads)
+
+
 def apart(params: Any, batch: Tensor) -> Tensor:
     """Two stages read one scale, and the first lets no gradient through."""
     h = fpipe.cut(batch @ params["a"] * params["scale"].detach())
