@@ -150,7 +150,8 @@ def merge(
         name: what they are, for messages.
 
     Raises:
-        BatchError: `out_dims` is no prefix, or a leaf lacks the dimension.
+        BatchError: `out_dims` is no prefix, a leaf lacks the dimension, or microbatches differ in
+            another.
 
     Example:
         >>> spec = tree.structure((0, 0))
@@ -169,14 +170,43 @@ def merge(
         else:
             levels, own = (dim.levels, dim.dim) if isinstance(dim, Beneath) else (0, dim)
             shape = tuple(parts[0].shape[levels:])
+            label = f"{name}{tree.paths(spec)[index]}"
             if not shape and type(own) is int and own in (0, -1):
+                _check_alike(parts, [part.shape for part in parts], label)
                 merged.append(torch.stack(parts, levels))
             elif _is_dim(own, len(shape)):
-                merged.append(torch.cat(parts, own % len(shape) + levels))
+                at = own % len(shape) + levels
+                _check_alike(parts, [_but_for(at, part.shape) for part in parts], label)
+                merged.append(torch.cat(parts, at))
             else:
                 raise BatchError(
-                    f"out_dims is {own!r} for {name}{tree.paths(spec)[index]} of shape {shape} per "
-                    "microbatch: it must be one of its dimensions, or None to keep the last "
-                    "microbatch's"
+                    f"out_dims is {own!r} for {label} of shape {shape} per microbatch: it must be "
+                    "one of its dimensions, or None to keep the last microbatch's"
                 )
     return tree.unflatten(spec, merged)
+
+
+def _check_alike(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], label: str) -> None:
+    """Refuse values of microbatches that cannot be put together.
+
+    Args:
+        parts: one value per microbatch.
+        shapes: what must be the same of each.
+        label: what they are, for the message.
+
+    Raises:
+        BatchError: one differs.
+    """
+    for number, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            raise BatchError(
+                f"{label} is of shape {tuple(parts[0].shape)} in microbatch 0 and of shape "
+                f"{tuple(parts[number].shape)} in microbatch {number}: outputs of microbatches may "
+                "differ in their rows only, along the dimension that out_dims names; None there "
+                "keeps the last microbatch's"
+            )
+
+
+def _but_for(dim: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape with any number of rows."""
+    return tuple(-1 if own == dim else size for own, size in enumerate(shape))

@@ -574,3 +574,19 @@ def test_output_that_cannot_be_merged(stage: Any, out_dims: Any, rule: str) -> N
     pipe = plain_pipeline(after_first(stage))
     with pytest.raises(BatchError, match=rule):
         pipe.forward(MODEL.params, MODEL.batch, out_dims=out_dims)
+
+
+@pytest.mark.parametrize(
+    ("stage", "shapes"),
+    [
+        (lambda p, x: x @ x.T, r"of shape \(2, 2\) in microbatch 0 and of shape \(1, 1\)"),
+        (lambda p, x: x[:, 0].squeeze(), r"of shape \(2,\) in microbatch 0 and of shape \(\)"),
+        (lambda p, x: x[1:].sum(1).squeeze(), r"of shape \(\) in microbatch 0 and of shape \(0,\)"),
+    ],
+)
+def test_outputs_that_differ_in_more_than_rows(stage: Any, shapes: str) -> None:
+    pipe = plain_pipeline(after_first(stage))
+    rows = MODEL.batch["x"].shape[0] - 1
+    batch = {name: leaf[:rows] for name, leaf in MODEL.batch.items()}
+    with pytest.raises(BatchError, match=f"output is {shapes}"):
+        pipe.forward(MODEL.params, batch)
