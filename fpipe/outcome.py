@@ -42,6 +42,9 @@ class Outcome:
         definition, done = self.definition, self.done
         if definition.sink.everywhere:
             parts = list(collected(done.plan, done.runs).values())
+            if not parts:  # nothing that the loss depends on is trained
+                assert done.total is not None
+                return torch.zeros_like(done.total.mean)
             return divided(definition.convention.grads(parts), self._weight).abs()
         found = tuple(
             self._by_params() if argument == "params" else self._by_batch()

@@ -5,7 +5,8 @@ actions ── tasks ──► who reads what ── mail ──► order of ins
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 
 from fpipe.runtime.assembly import Ends, assemble
 from fpipe.runtime.messages import plan_mail
@@ -68,10 +69,15 @@ def _ends_of(
         ranks = range(schedule.num_ranks) if sink.everywhere else [schedule.placement[stage]]
         for rank in ranks:
             ends[rank].grads.append((total, value))
-    for microbatch in range(schedule.num_microbatches):
-        for stage, rank in enumerate(schedule.placement):
-            for number, name in codes(stage, microbatch).returned:
-                ends[rank].outputs.append((microbatch, number, resolve(stage, microbatch, name)))
+    # Microbatches of another size may make a leaf in another stage: a copy may be none there. All
+    # go to one rank, which puts them together.
+    homes: dict[int, int] = defaultdict(int)
+    returned = list(_returned(schedule, codes))
+    for _, stage, number, _ in returned:
+        homes[number] = max(homes[number], stage)
+    for microbatch, stage, number, name in returned:
+        value = resolve(stage, microbatch, name)
+        ends[schedule.placement[homes[number]]].outputs.append((microbatch, number, value))
     latest = schedule.num_microbatches - 1
     for stage in range(schedule.num_stages):
         for leaf, name in codes(stage, latest).updates.items():
@@ -80,3 +86,11 @@ def _ends_of(
             for own in ends:
                 own.states.append((leaf, resolve(stage, latest, name)))
     return ends
+
+
+def _returned(schedule: Schedule, codes: Codes) -> Iterator[tuple[int, int, int, str]]:
+    """Microbatch, stage, number and name of each value that the caller gets."""
+    for microbatch in range(schedule.num_microbatches):
+        for stage in range(schedule.num_stages):
+            for number, name in codes(stage, microbatch).returned:
+                yield microbatch, stage, number, name

@@ -128,8 +128,10 @@ class Members:
             return tuple(tuple(found) for found, _ in packed)
 
         in_dims = (*(0 for _ in leaves[: len(leaves) - len(mapped)]), *mapped)
-        out_dims: Any = (0, mapped, 0) if moves else (0, mapped)
-        packed = torch.vmap(one, in_dims=in_dims, out_dims=out_dims)(*leaves)
+        own, shown, *moving = torch.vmap(one, in_dims=in_dims)(*leaves)
+        # Not by out_dims=None, which torch refuses of what a vmap around this one has mapped.
+        fronts = zip(shown, mapped, strict=True)
+        packed = own, [leaf if dim == 0 else leaf[0] for leaf, dim in fronts], *moving
         params, *batches = (tree.unflatten(s, own) for s, own in zip(specs, packed, strict=True))
         return params, tuple(batches) if moves else batches[0]
 

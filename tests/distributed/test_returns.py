@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import fpipe
 from fpipe import Schedule, schedules
 from tests import state_model
 from tests.distributed.crew import Crew, values
-from tests.models import assert_identical
+from tests.models import assert_identical, rand
 from tests.returns_model import OUT_DIMS, make_batch, make_params, weighted_model
 from tests.state_model import make_state, without_aux
 
@@ -51,6 +52,37 @@ def test_weighted_sum_and_aux_have_the_bits_of_one_process(crew: Crew) -> None:
                 else:
                     assert found[name] is None
     assert all(any(step.grads[name] is not None for step, _ in parts) for name in whole.grads)
+
+
+def centred(params: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """The aux of two rows is made in the last stage, and that of one row is what the first made."""
+    h = fpipe.cut(torch.sin(batch @ params))
+    return h.square().mean(), h - h.mean(0) if len(h) > 1 else h
+
+
+def uneven(group: dist.ProcessGroup | None, out_dims: int | None) -> fpipe.StepAux:
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=3)
+    pipe = fpipe.pipeline(
+        centred,
+        schedule=schedule,
+        has_aux=True,
+        out_dims=out_dims,
+        compile=False,
+        group=group,
+    )
+    found: fpipe.StepAux = pipe.step(rand(3, 3), rand(4, 3))
+    return found
+
+
+@pytest.mark.parametrize("out_dims", [0, None])
+def test_aux_that_microbatches_make_in_different_stages_is_whole_on_one_rank(
+    crew: Crew, out_dims: int | None
+) -> None:
+    crew.start(uneven, out_dims, ranks=range(2))
+    first, last = values(crew.collect())
+    expected = uneven(None, out_dims)
+    assert first.aux is None
+    assert_identical(last.aux, expected.aux)
 
 
 def train(group: dist.ProcessGroup | None, schedule: Schedule, batch_norm: str) -> list[Any]:

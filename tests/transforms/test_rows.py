@@ -113,6 +113,18 @@ def test_of_ensembles_in_either_order() -> None:
         assert_same(norms.norms[:, number], norms_of(alone.grads))
 
 
+def test_norms_where_nothing_is_trained() -> None:
+    model = mlp(2, ROWS)
+    schedule = schedules.gpipe(ranks=2, microbatches=3)
+    pipe = pipe_of(model, schedule, trainable=False)
+    found = fpipe.per_example_norms(pipe).step(model.params, model.batch)
+    assert_same(found.norms, torch.zeros(ROWS).double())
+    assert_same(found.loss, fpipe.per_example_grads(pipe).value(model.params, model.batch))
+    members = tree.tree_map(lambda p: torch.stack([p, 1.1 * p]), model.params)
+    several = fpipe.per_example_norms(fpipe.vmap(pipe)).step(members, model.batch)
+    assert_same(several.norms, torch.zeros(ROWS, 2).double())
+
+
 def test_of_hessian_products_in_either_order() -> None:
     model = mlp(2, 3)
     pipe = pipe_of(model, schedules.zb_h1(ranks=2, microbatches=2))

@@ -184,6 +184,20 @@ def test_ensembles_of_ensembles() -> None:
         assert_same(fpipe.Step(loss[number], member(grads, number, -1)), alone)
 
 
+def test_directions_of_ensembles_of_ensembles_with_batches_of_their_own() -> None:
+    model = mlp(2, 6)
+    pipe = fpipe.hvp(pipe_of(model, schedules.gpipe(ranks=2, microbatches=2)))
+    params = tree.tree_map(members_of, model.params)
+    batch = {"x": torch.stack([model.batch["x"], model.batch["x"].flip(0)])}
+    batch["y"] = model.batch["y"]
+    inner, outer = (0, None, 0), (None, {"x": 0, "y": None}, None)
+    found = fpipe.vmap(fpipe.vmap(pipe, inner), outer).step(params, batch, params)
+    for number in range(2):
+        own = {"x": batch["x"][number], "y": batch["y"]}
+        alone = fpipe.vmap(pipe, inner).step(params, own, params)
+        assert_same(fpipe.Hvp(*(member(part, number) for part in found)), alone)
+
+
 def test_an_operation_whose_batching_rule_has_another_gradient() -> None:
     def replaced(params: Any, x: Tensor) -> Tensor:
         first = torch.select_scatter(x * params["w"], params["row"], 1, -1)
