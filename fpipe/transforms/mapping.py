@@ -22,11 +22,13 @@ def over(
 
     Args:
         function: of pytrees of tensors, to one.
-        arguments: its arguments, stacked; at least one leaf must be.
+        arguments: its arguments, stacked; at least one leaf must be, if there are any.
         in_dims: for each argument a pytree prefix of dimensions, None for leaves that are shared.
         randomness: as in `torch.func.vmap`.
     """
     leaves, spec = tree.flatten(tuple(arguments))
+    if not leaves:
+        return function(*arguments)  # torch's vmap refuses to call it
     dims = [
         dim
         for number, (prefix, argument) in enumerate(zip(in_dims, arguments, strict=True))

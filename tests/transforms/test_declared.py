@@ -390,6 +390,33 @@ def test_ensembles_of_ensembles_have_states() -> None:
         assert_same(tree.tree_map(lambda leaf, m=m: leaf[m], tuple(found)), wanted)
 
 
+@pytest.mark.parametrize(
+    "trainable", [{"w": True, "frozen": False}, lambda path: path == ("w",), False]
+)
+def test_members_with_a_state_and_frozen_parameters(trainable: Any) -> None:
+    def counted(params: Any, state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        h = fpipe.cut(torch.tanh(batch @ params["w"]))
+        return (h * params["frozen"]).square().mean(), state + 1
+
+    one = fpipe.pipeline(
+        counted,
+        schedule=schedules.zb_h1(ranks=2, microbatches=2),
+        has_state=True,
+        trainable=trainable,
+        compile=False,
+    )
+    params = stacked(stacked({"w": torch.randn(2, 3), "frozen": torch.randn(3)}), 3)
+    batch, count = torch.randn(4, 2), torch.zeros(3, 2)
+    found = fpipe.vmap(fpipe.vmap(one)).step(params, count, batch)
+    theirs = vmap(vmap(lambda p: counted(p, count[0, 0], batch)[0]))
+    assert found.grads["frozen"] is None
+    if trainable is False:
+        assert found.grads["w"] is None
+    else:
+        assert_same(found.grads["w"], grad(lambda p: theirs(p).sum())(params)["w"], 1e-5)
+    assert torch.equal(found.state, count + 2)
+
+
 def test_an_ensemble_of_modules_with_batch_norm() -> None:
     """What `torch.func.stack_module_state` returns is accepted as it is, its buffers too."""
     torch.manual_seed(0)

@@ -63,7 +63,8 @@ class FunctionTracer:
         self._mode = self._record.mode
         # The state comes with the parameters, after them.
         own = objective.trainable
-        self._trainable = replace(own, within=(0,)) if objective.returns.state else own
+        within = (0, *own.within) if objective.returns.state else own.within
+        self._trainable = replace(own, within=within)
 
     def __call__(
         self, shapes: Sequence[TreeShape], microbatch: TreeShape, goal: Goal, rows: int = 1
