@@ -30,7 +30,8 @@ class StepAux(NamedTuple):
             microbatches, merged by the pipeline's ``out_dims``, without autograd history. Over a
             process group a leaf is returned on the rank of the stage that made it (the last stage
             where it depends on no stage, but on parameters or the batch alone), and is None on the
-            others: nothing is sent for it.
+            others: nothing is sent for it, unless microbatches of different sizes make it in
+            different stages, the last of which gets them all.
     """
 
     loss: Tensor
