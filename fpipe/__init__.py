@@ -16,6 +16,7 @@ from fpipe.schedule.searching.result import SearchResult
 from fpipe.schedule.simulator import simulate
 from fpipe.schedule.timeline import Timeline
 from fpipe.schedule.verifier import verify
+from fpipe.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fpipe import nn, random

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from graphlib import CycleError, TopologicalSorter
+from importlib import metadata
 from itertools import chain
 from pathlib import Path
 from textwrap import dedent
@@ -87,7 +88,7 @@ PUBLIC_PURE: Final = frozenset(
 
 # The rooms of docs/architecture.md: a module imports from its own layer or from those above it.
 LAYERS: Final = (
-    ("fpipe.errors", "fpipe.tree"),
+    ("fpipe.errors", "fpipe.tree", "fpipe.version"),
     ("fpipe.schedule",),
     ("fpipe.schedules",),
     ("fpipe.cli",),
@@ -286,10 +287,14 @@ def test_no_work_is_left_as_a_note_in_the_code() -> None:
     assert not found
 
 
+def test_installed_under_the_version() -> None:
+    assert metadata.version("fpipe-torch") == fpipe.__version__
+
+
 def test_citation_names_the_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     citation = (ROOT / "CITATION.cff").read_text("utf-8")
-    assert f"version: {project['version']}\n" in citation
+    assert f"version: {fpipe.__version__}\n" in citation
     assert f"license: {project['license']}\n" in citation
 
 

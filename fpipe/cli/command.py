@@ -11,6 +11,7 @@ from typing import Final
 from fpipe.cli import comparing, searching, showing, simulating, verifying
 from fpipe.cli.parsing import Parser
 from fpipe.errors import ScheduleError
+from fpipe.version import __version__
 
 BAD_INPUT: Final = 2  # the exit code of every error of the user's, as in argparse
 _PARTS: Final = (showing, simulating, comparing, searching, verifying)
@@ -26,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, or 2 after one line on standard error where the input is bad.
 
     Raises:
-        SystemExit: with 2 where argparse refuses the arguments, with 0 after ``--help``.
+        SystemExit: with 2 where argparse refuses the arguments, with 0 after ``--help`` and
+            ``--version``.
 
     Example:
         >>> main(["show", "1f1b", "--ranks", "2", "--microbatches", "3"])
@@ -41,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Pipeline schedules: look at them, simulate, compare, search and check them.",
         epilog="example: fpipe compare 1f1b zb_h1 zbv --ranks 8 --microbatches 32 --cost 10,12,8",
     )
+    parser.add_argument("--version", action="version", version=f"fpipe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for part in _PARTS:
         part.add(commands)

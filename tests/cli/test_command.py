@@ -14,6 +14,7 @@ import pytest
 
 from fpipe import Schedule, schedules
 from fpipe.cli import main
+from fpipe.version import __version__
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--ranks", "2", "--microbatches", "4"]
@@ -381,6 +382,12 @@ def test_help_tells_what_every_family_is(capsys: pytest.CaptureFixture[str]) -> 
     names = {line.split()[0] for line in told.splitlines() if line[2:3].strip()}
     assert names == {*schedules.FAMILIES, "forward_only"}
     assert "  gpipe                    GPipe: all forwards, then all backwards.\n" in told
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fpipe {__version__}\n"
 
 
 def test_the_script_is_declared() -> None:
