@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fpipe.engine import Pipeline
+from fpipe.engine import Pipeline, check_is_pipeline
 from fpipe.errors import FpipeError
 
 _CURRENT: ContextVar[Pipeline | None] = ContextVar("fpipe.current", default=None)
@@ -35,11 +35,7 @@ class use:
     """
 
     def __init__(self, pipe: Pipeline) -> None:
-        if not isinstance(pipe, Pipeline):
-            raise FpipeError(
-                f"pipe={pipe!r:.60} is a {type(pipe).__name__}: fpipe.pipeline(...) makes what "
-                "fpipe.use takes"
-            )
+        check_is_pipeline("pipe", pipe, "fpipe.use")
         self._pipe = pipe
         self._tokens: list[Token[Pipeline | None]] = []
 
@@ -80,9 +76,10 @@ def step(
         (2.0, 1.0)
     """
     chosen = pipeline or in_use()
-    if not isinstance(chosen, Pipeline):
+    if chosen is None:
         raise FpipeError(
             "fpipe.step needs a pipeline: call it within `with fpipe.use(pipe):`, or pass "
             "pipeline=pipe"
         )
+    check_is_pipeline("pipeline", chosen, "fpipe.step")
     return chosen.step(params, *arguments, key=key, **named)

@@ -98,6 +98,8 @@ class Definition:
     alone: tuple[Definition, tuple[Any, ...], str] | None = None
 
     def __post_init__(self) -> None:
+        self._check_flags()
+        self._check_timeout()
         _check_schedule(self.schedule, None if self.function else self.trainable)
         if not callable(self.loss):
             raise StageError(
@@ -139,6 +141,17 @@ class Definition:
         if self.group is not None:
             self._check_group(self.group)
 
+    def _check_flags(self) -> None:
+        for name in ("has_aux", "has_key", "has_state"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise StageError(f"{name}={value!r:.60} must be True or False")
+
+    def _check_timeout(self) -> None:
+        given = self.timeout
+        if isinstance(given, bool) or not isinstance(given, int | float) or not given > 0:
+            raise StageError(f"timeout={given!r:.60} must be a positive number of seconds")
+
     def _check_state(self) -> None:
         if not self.function:
             raise StageError(
@@ -163,8 +176,6 @@ class Definition:
                 "devices is for a pipeline in one process; with group or mesh each process "
                 "computes on its own device (torch.cuda.set_device chooses it)"
             )
-        if not isinstance(self.timeout, int | float) or not self.timeout > 0:
-            raise StageError(f"timeout={self.timeout!r} must be a positive number of seconds")
         if group.size() != self.schedule.num_ranks:
             raise StageError(
                 f"the process group has {group.size()} processes, but the schedule "

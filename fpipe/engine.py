@@ -291,3 +291,16 @@ def _miscounted(arguments: Sequence[Any], takes: Sequence[str]) -> BatchError:
     return BatchError(
         f"the pipeline got {len(arguments)} arguments, but takes {len(takes)}: {', '.join(takes)}"
     )
+
+
+def check_is_pipeline(argument: str, value: object, function: str) -> None:
+    """Refuse what is no pipeline.
+
+    Raises:
+        FpipeError: names the argument, and the function that takes it.
+    """
+    if not isinstance(value, Pipeline):
+        raise FpipeError(
+            f"{argument}={value!r:.60} is a {type(value).__name__}: fpipe.pipeline(...) makes what "
+            f"{function} takes"
+        )

@@ -143,7 +143,7 @@ def pipeline(
             has_aux=has_aux,
             has_key=has_key,
             has_state=has_state,
-            convention=called(has_state, batch_norm),
+            convention=called(has_state is True, batch_norm),
             trainable=Trainable(trainable),
             reduction=reduction,
             remat=remat,

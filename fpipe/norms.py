@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.current import in_use
-from fpipe.engine import Pipeline
+from fpipe.engine import Pipeline, check_is_pipeline
 from fpipe.errors import FpipeError
 
 
@@ -59,7 +59,9 @@ def global_norm(grads: Any, *, pipeline: Pipeline | None = None) -> Tensor:
     """
     chosen = pipeline or in_use()
     leaves = _leaves(grads)
-    if chosen is None:
+    if chosen is not None:
+        check_is_pipeline("pipeline", chosen, "fpipe.global_norm")
+    else:
         _refuse_a_part(grads)
     squares = _squares(leaves)
     if chosen is None or chosen.rank is None:
@@ -100,8 +102,8 @@ def clip_by_global_norm(
         >>> grads, norm
         ([tensor([0.6000, 0.8000])], tensor(5.))
     """
-    if not max_norm > 0:
-        raise FpipeError(f"max_norm={max_norm!r} must be a positive number")
+    if not _is_positive(max_norm):
+        raise FpipeError(f"max_norm={max_norm!r:.60} must be a positive number")
     norm = global_norm(grads, pipeline=pipeline)
     scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), torch.nan)
 
@@ -110,6 +112,13 @@ def clip_by_global_norm(
         return (leaf * scale.to(leaf.device)).to(leaf.dtype)
 
     return Clipped(tree.tree_map(scaled, grads), norm)
+
+
+def _is_positive(number: Any) -> bool:
+    try:
+        return bool(number > 0)
+    except (TypeError, RuntimeError, ValueError):
+        return False
 
 
 def _leaves(grads: Any) -> list[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fpipe.engine import Pipeline
+from fpipe.engine import Pipeline, check_is_pipeline
 from fpipe.errors import FpipeError
 from fpipe.recording import record
 from fpipe.runtime.program import Compute, Free, Program, WaitRecv
@@ -42,7 +42,7 @@ def profile(
         of one on another rank that waited for it, in seconds; 0 in one process.
 
     Raises:
-        FpipeError: `steps` is not positive.
+        FpipeError: `pipe` is no pipeline, or `steps` no positive integer.
 
     Example:
         >>> import torch, fpipe
@@ -53,8 +53,9 @@ def profile(
         >>> len(cost.f), cost.activation  # stage 0 keeps its batch, which is the caller's
         (2, (0.0, 256.0))
     """
-    if steps < 1:
-        raise FpipeError(f"steps={steps!r} must be at least 1")
+    check_is_pipeline("pipe", pipe, "fpipe.profile")
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise FpipeError(f"steps={steps!r:.60} must be an integer, 1 or more")
     times: dict[tuple[int, Op], list[float]] = defaultdict(list)
     hops: list[float] = []
     kept: dict[int, tuple[float, float]] = {}

@@ -54,14 +54,15 @@ def tensors(name: str, tree: Any, hint: str) -> tuple[list[Tensor], optree.PyTre
                 f"{name}{paths(spec)[index]} is a {type(leaf).__name__}, into which pytrees do not "
                 f'look: pass {instead}, or register the class with optree, namespace="fpipe"'
             )
-        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
-            if not isinstance(leaf, Tensor):
-                found = f"={leaf!r:.60} is a {type(leaf).__name__}"
-            else:
-                found = " is nested" if leaf.is_nested else f" has layout {leaf.layout}"
+        if (
+            not isinstance(leaf, Tensor)
+            or leaf.layout is not torch.strided
+            or leaf.is_nested
+            or leaf.is_quantized
+        ):
             raise BatchError(
-                f"{name}{paths(spec)[index]}{found}: every leaf of {name} must be a dense tensor "
-                f"({hint})"
+                f"{name}{paths(spec)[index]}{_oddity(leaf)}: every leaf of {name} must be a dense "
+                f"tensor ({hint})"
             )
         if type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             leaf = leaves[index] = _plain(f"{name}{paths(spec)[index]}", leaf)
@@ -70,6 +71,17 @@ def tensors(name: str, tree: Any, hint: str) -> tuple[list[Tensor], optree.PyTre
         if leaf.is_conj() or leaf.is_neg():
             leaves[index] = leaves[index].resolve_conj().resolve_neg()
     return leaves, spec
+
+
+def _oddity(leaf: Any) -> str:
+    """What keeps a leaf from being a dense tensor, as the middle of a sentence."""
+    if not isinstance(leaf, Tensor):
+        return f"={leaf!r:.60} is a {type(leaf).__name__}"
+    if leaf.is_nested:
+        return " is nested"
+    if leaf.is_quantized:
+        return " is quantized"
+    return f" has layout {leaf.layout}"
 
 
 def _plain(name: str, leaf: Tensor) -> Tensor:

@@ -295,7 +295,7 @@ def declared(
         function=True,
         trainable=Trainable(None if all(trained.values()) else trained),
         schedule=schedule,
-        convention=called(options.get("has_state", False), batch_norm),
+        convention=called(options.get("has_state") is True, batch_norm),
         modes=partial(_modes_of, module, loss),
         **options,
     )

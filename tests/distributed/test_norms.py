@@ -125,7 +125,7 @@ def test_what_is_no_gradient(leaf: Any) -> None:
         fpipe.global_norm([{"w": leaf}])
 
 
-@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
-def test_bound_must_be_positive(bound: float) -> None:
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan"), "1", None, torch.ones(2)])
+def test_bound_must_be_positive(bound: Any) -> None:
     with pytest.raises(FpipeError, match=r"max_norm=.* must be a positive number"):
         fpipe.clip_by_global_norm([torch.ones(2)], bound)

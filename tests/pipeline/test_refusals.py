@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
+import traceback
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -52,6 +54,11 @@ def after_first(stage: Callable[..., Any]) -> list[Callable[..., Any]]:
         ({"accum_dtype": torch.int32}, "accum_dtype=torch.int32 must be a floating-point dtype"),
         ({"accum_dtype": "float32"}, "accum_dtype='float32' must be a floating-point dtype"),
         ({"devices": ["cpu"]}, "devices has 1 entries, but the schedule has 2 ranks"),
+        ({"has_aux": None}, "has_aux=None must be True or False"),
+        ({"has_state": torch.ones(2)}, r"has_state=tensor\(\[1., 1.\]\) must be True or False"),
+        ({"has_key": "yes"}, "has_key='yes' must be True or False"),
+        ({"timeout": float("nan")}, "timeout=nan must be a positive number of seconds"),
+        ({"timeout": True}, "timeout=True must be a positive number of seconds"),
         ({"devices": "cpu"}, "devices='cpu' is one name: give a list with one device per rank"),
         ({"devices": ["cpu", "nope"]}, r"devices=\['cpu', 'nope'\] cannot be used: "),
     ],
@@ -518,10 +525,75 @@ def test_loss_that_does_not_fit_the_output() -> None:
 # ── where a pipeline is called ──────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("chosen", [None, 3])
-def test_no_pipeline_to_run(chosen: Any) -> None:
+def test_no_pipeline_to_run() -> None:
     with pytest.raises(FpipeError, match=r"needs a pipeline: call it within `with fpipe.use"):
-        fpipe.step(MODEL.params, MODEL.batch, pipeline=chosen)
+        fpipe.step(MODEL.params, MODEL.batch)
+
+
+@pytest.mark.parametrize(
+    ("call", "rule"),
+    [
+        (lambda three: fpipe.step([], {}, pipeline=three), "pipeline=3 is a int: .* fpipe.step"),
+        (lambda three: fpipe.use(three), "pipe=3 is a int: .* makes what fpipe.use takes"),
+        (
+            lambda three: fpipe.global_norm([], pipeline=three),
+            "pipeline=3 .*fpipe.global_norm takes",
+        ),
+        (lambda three: fpipe.profile(three, [], {}), "pipe=3 .*fpipe.profile takes"),
+    ],
+)
+def test_what_is_no_pipeline(call: Any, rule: str) -> None:
+    with pytest.raises(FpipeError, match=rule):
+        call(3)
+
+
+@pytest.mark.parametrize("flag", ["reads_batch", "reads_key"])
+def test_flags_of_a_stage(flag: str) -> None:
+    options: Any = {flag: 1}
+    with pytest.raises(StageError, match=f"{flag}=1 must be True or False"):
+        fpipe.Stage(mlp_first, **options)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantized_leaf() -> None:
+    batch = MODEL.batch | {"y": torch.quantize_per_tensor(torch.ones(4, 3), 0.1, 0, torch.quint8)}
+    with pytest.raises(BatchError, match=r"batch\['y'\] is quantized: every leaf of batch must be"):
+        plain_pipeline(MODEL.stages).step(MODEL.params, batch)
+
+
+@pytest.mark.parametrize("steps", [0, "3", 2.0, True])
+def test_steps_to_profile(steps: Any) -> None:
+    pipe = plain_pipeline(MODEL.stages)
+    with pytest.raises(FpipeError, match=r"steps=.* must be an integer, 1 or more"):
+        fpipe.profile(pipe, MODEL.params, MODEL.batch, steps=steps)
+
+
+def test_the_cause_is_shown_where_the_user_wrote_it(caplog: pytest.LogCaptureFixture) -> None:
+    """With the frames of the tracers it was five times as long; they are logged."""
+
+    def inner(x: Tensor) -> Tensor:
+        return x @ x
+
+    with caplog.at_level(logging.DEBUG, "fpipe"), pytest.raises(StageError) as refused:
+        step(lambda p, batch: inner(batch["x"]), mlp_layer)
+    assert refused.value.__cause__ is not None
+    frames = traceback.extract_tb(refused.value.__cause__.__traceback__)
+    assert [(frame.filename, frame.name) for frame in frames] == [
+        (__file__, "<lambda>"),
+        (__file__, "inner"),
+    ]
+    (logged,) = [record for record in caplog.records if record.levelno == logging.DEBUG]
+    assert "is refused" in logged.message and logged.exc_info
+
+
+def test_torch_does_not_report_what_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """It printed a traceback of its own before the refusal."""
+    fakes = logging.getLogger("torch._subclasses.fake_tensor")
+    with caplog.at_level(logging.ERROR, fakes.name), pytest.raises(StageError, match="must have"):
+        params = [{"w": rand(5, 5), "b": rand(3)}, MODEL.params[1]]
+        plain_pipeline(MODEL.stages).step(params, MODEL.batch)
+    assert not [record for record in caplog.records if record.name == fakes.name]
+    assert not fakes.filters
 
 
 def test_abstract_tensor_in_a_cache() -> None:

@@ -48,7 +48,7 @@ from fpipe.stage.graphs.rewrites import (
     return_statistics,
 )
 from fpipe.stage.graphs.strided import number_elements
-from fpipe.stage.refusing.explain import ImpureError, Untraceable, describe, explain
+from fpipe.stage.refusing.explain import ImpureError, Untraceable, describe, explain, unreported
 from fpipe.stage.refusing.factors import OneDtype
 from fpipe.stage.refusing.purity import WriteGuard
 from fpipe.stage.refusing.seeding import unseeded
@@ -203,7 +203,14 @@ class Recorder:
                 generator of its own, or seeds torch's.
         """
         try:
-            with unseeded(), self.mode, with_gradients(), with_contexts(), WithoutPeeking():
+            with (
+                unreported(),
+                unseeded(),
+                self.mode,
+                with_gradients(),
+                with_contexts(),
+                WithoutPeeking(),
+            ):
                 inputs = [
                     value.clone().requires_grad_(index in moving).view_as(value)
                     for index, value in enumerate((*params.values, *batch.values, *keys))
@@ -266,7 +273,7 @@ class Recorder:
             return [first, *others]
 
         try:
-            with self.mode, with_gradients(), with_contexts(), WithoutPeeking():
+            with unreported(), self.mode, with_gradients(), with_contexts(), WithoutPeeking():
                 module = make_fx(functionalize(flat), tracing_mode="fake")(
                     *params.values, *batch.values, *keys
                 )

@@ -28,7 +28,7 @@ class Stage:
             ``fold_in(fold_in(key, m), s)`` for microbatch `m`, from the key of the step.
 
     Raises:
-        StageError: `fn` is not callable.
+        StageError: `fn` is not callable, or the others are neither True nor False.
 
     Example:
         >>> import fpipe
@@ -50,6 +50,10 @@ class Stage:
             raise StageError(
                 f"fn={self.fn!r:.60} is not callable: a stage is a function (params, x) -> y"
             )
+        for name in ("reads_batch", "reads_key"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise StageError(f"{name}={value!r:.60} must be True or False")
 
     @property
     def label(self) -> str:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import optree
@@ -18,6 +22,8 @@ from torch._subclasses.fake_tensor import (
 from fpipe import tree
 from fpipe.arguments.shapes import in_words
 from fpipe.errors import StageError
+
+log = logging.getLogger("fpipe")
 
 # Frames of these are not the user's own.
 _MACHINERY = (
@@ -56,14 +62,43 @@ class Untraceable(Exception):
         self.instead = instead
 
 
+@contextmanager
+def unreported() -> Iterator[None]:
+    """Within it torch does not print what a fake operation raises, which `explain` says.
+
+    It would do so with a traceback of its own, before the refusal, and also of what is tried only
+    to be caught.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def raises_nothing(record: logging.LogRecord) -> bool:
+        return record.exc_info is None
+
+    log.addFilter(raises_nothing)
+    try:
+        yield
+    finally:
+        log.removeFilter(raises_nothing)
+
+
 def explain(name: str, error: Exception, given: str) -> StageError:
     """The refusal of a function that raised `error` while it was traced.
+
+    The error keeps those frames of its traceback that are the user's, if any are; logged with all
+    of them at level DEBUG.
 
     Args:
         name: the function in messages, such as ``"stage 2 (block)"``.
         error: what it raised.
         given: what it was called with, such as ``"what stage 1 (f) returns (x: float32[3, 4])"``.
     """
+    refusal = _refusal(name, error, given)
+    log.debug("%s is refused", name, exc_info=error)
+    error.__traceback__ = _own(error.__traceback__) or error.__traceback__
+    return refusal
+
+
+def _refusal(name: str, error: Exception, given: str) -> StageError:
     text = str(error)
     at = place(error)
     if isinstance(error, ImpureError):
@@ -158,16 +193,34 @@ def place(error: BaseException) -> str:
     found = layer = ""
     traceback = error.__traceback__
     while traceback is not None:
-        code = traceback.tb_frame.f_code
-        file = code.co_filename
-        if (file, code.co_name) == ("<string>", "<lambda>"):
-            pass  # make_fx wraps what it traces in it
-        elif not file.startswith(_MACHINERY):
+        file = traceback.tb_frame.f_code.co_filename
+        if _is_own(traceback.tb_frame):
             found = f" at {file}:{traceback.tb_lineno}"
         elif file.startswith(_LAYERS):
             layer = f" at {file}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return found or layer
+
+
+def _is_own(frame: FrameType) -> bool:
+    """Whether a frame is the user's."""
+    code = frame.f_code
+    # make_fx wraps what it traces in such a lambda.
+    wrapper = (code.co_filename, code.co_name) == ("<string>", "<lambda>")
+    return not wrapper and not code.co_filename.startswith(_MACHINERY)
+
+
+def _own(traceback: TracebackType | None) -> TracebackType | None:
+    """The frames of a traceback that are the user's, None if none are."""
+    found = []
+    while traceback is not None:
+        if _is_own(traceback.tb_frame):
+            found.append(traceback)
+        traceback = traceback.tb_next
+    kept: TracebackType | None = None
+    for one in reversed(found):
+        kept = TracebackType(kept, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return kept
 
 
 def _passed_through(error: BaseException, file: str) -> bool:

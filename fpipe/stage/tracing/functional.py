@@ -12,6 +12,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe.stage.foreign.combined import with_contexts
+from fpipe.stage.refusing.explain import unreported
 from fpipe.stage.refusing.purity import writes
 from fpipe.stage.tracing.known import Known
 from fpipe.stage.tracing.nograd import with_gradients
@@ -33,7 +34,7 @@ def record(
         with Known():
             return function(*values)
 
-    with mode, with_gradients(), with_contexts(), WithoutPeeking():
+    with unreported(), mode, with_gradients(), with_contexts(), WithoutPeeking():
         try:
             graph = make_fx(functionalize(known), tracing_mode="fake")(*arguments)
         except Exception as error:

@@ -32,7 +32,7 @@ from fpipe.stage.graphs.joint import (
 )
 from fpipe.stage.graphs.simplify import simplify
 from fpipe.stage.graphs.sums import add_sums
-from fpipe.stage.refusing.explain import explain
+from fpipe.stage.refusing.explain import explain, unreported
 from fpipe.stage.refusing.factors import OneDtype
 from fpipe.stage.refusing.purity import WriteGuard, refuse_writes
 from fpipe.stage.refusing.seeding import unseeded
@@ -183,7 +183,7 @@ def _run_abstractly(
 ) -> tuple[list[Tensor], optree.PyTreeSpec]:
     """What the function returns on fake tensors, or a clear refusal."""
     try:
-        with unseeded(), mode, torch.no_grad(), with_contexts(), WithoutPeeking():
+        with unreported(), unseeded(), mode, torch.no_grad(), with_contexts(), WithoutPeeking():
             # Clones, because one leaf may come in by several names.
             inputs = [value.clone() for value in leaves.values]
             guard = WriteGuard(dict(zip(leaves.paths, inputs, strict=True)), origin)
