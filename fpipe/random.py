@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import FpipeError
+from fpipe.schedule.arguments import plain_integer
 
 Word = TypeVar("Word", Tensor, int)
 
@@ -66,7 +67,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         Keys of the shape ``(..., 2)``.
 
     Raises:
-        FpipeError: `key` is no key.
+        FpipeError: `key` is no key, or `data` no integer of at most 64 bits.
 
     Example:
         >>> from fpipe import random
@@ -74,6 +75,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         [928981903, 3453687069]
     """
     check_key(key, single=False)
+    _check_integer(data)
     number = torch.as_tensor(data, device=key.device)
     counter = (number >> 32 & _MASK, number & _MASK)
     return torch.stack(threefry2x32((key[..., 0], key[..., 1]), counter), -1)
@@ -90,7 +92,7 @@ def split(key: Tensor, num: int = 2) -> Tensor:
         Keys of the shape ``(..., num, 2)``, which unpack: ``first, second = split(key)``.
 
     Raises:
-        FpipeError: `key` is no key.
+        FpipeError: `key` is no key, or `num` no number of them.
 
     Example:
         >>> from fpipe import random
@@ -98,7 +100,10 @@ def split(key: Tensor, num: int = 2) -> Tensor:
         [[1797259609, 2579123966], [928981903, 3453687069]]
     """
     check_key(key, single=False)
-    return fold_in(key.unsqueeze(-2), torch.arange(num, device=key.device))
+    count = plain_integer(num)
+    if count is None or count < 0:
+        raise FpipeError(f"num={num!r:.60} must be an integer, 0 or more")
+    return fold_in(key.unsqueeze(-2), torch.arange(count, device=key.device))
 
 
 def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
@@ -112,7 +117,7 @@ def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
         int64 tensor of numbers from 0 to 2³²−1.
 
     Raises:
-        FpipeError: `key` is no key.
+        FpipeError: `key` is no key, or `shape` no shape.
 
     Example:
         >>> from fpipe import random
@@ -222,6 +227,8 @@ def dropout(key: Tensor, x: Tensor, p: float = 0.5) -> Tensor:
     """
     check_key(key)
     _check_probability(p)
+    if not isinstance(x, Tensor):
+        raise FpipeError(f"x={x!r:.60} is a {type(x).__name__}: it must be a tensor")
     keep = bernoulli(key.to(x.device), 1 - p, x.shape)
     return torch.where(keep, x / (1 - p) if p < 1 else x, 0)
 
@@ -266,6 +273,7 @@ def _held(word: Word) -> Word:
 def _words(key: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Two words for each place of `shape`, whose number is the counter."""
     check_key(key)
+    _check_shape(shape)
     place = torch.arange(math.prod(shape), device=key.device).view(tuple(shape))
     return threefry2x32((key[0], key[1]), (place >> 32, place & _MASK))
 
@@ -314,5 +322,31 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 
 def _check_probability(p: float) -> None:
-    if not 0 <= p <= 1:
-        raise FpipeError(f"p={p!r} must be a probability, from 0 to 1")
+    try:
+        fits = 0 <= p <= 1
+    except TypeError:
+        fits = False
+    if not fits:
+        raise FpipeError(f"p={p!r:.60} must be a probability, from 0 to 1")
+
+
+def _check_integer(data: int | Tensor) -> None:
+    if isinstance(data, Tensor):
+        fits = not (data.is_floating_point() or data.is_complex())
+    else:
+        number = plain_integer(data)
+        fits = number is not None and -(1 << 63) <= number < 1 << 63
+    if not fits:
+        raise FpipeError(
+            f"data={data!r:.60} must be an integer of at most 64 bits with its sign, or a tensor "
+            "of integers"
+        )
+
+
+def _check_shape(shape: Sequence[int]) -> None:
+    try:
+        fits = all(not isinstance(size, float) and size >= 0 for size in shape)
+    except TypeError:
+        fits = False
+    if not fits:
+        raise FpipeError(f"shape={shape!r:.60} must be a sequence of sizes, such as (2, 3)")

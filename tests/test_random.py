@@ -220,6 +220,10 @@ def test_keys_of_one_key_draw_apart() -> None:
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────
 
 
+KEY = random.key(0)
+ODD: Any = "odd"
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -231,6 +235,16 @@ def test_keys_of_one_key_draw_apart() -> None:
         (lambda: random.normal(random.key(0), (), torch.int64), "dtype=torch.int64 must be one of"),
         (lambda: random.bernoulli(random.key(0), 1.5), "p=1.5 must be a probability"),
         (lambda: random.dropout(random.key(0), torch.ones(1), -1.0), "p=-1.0 must be a probabil"),
+        (lambda: random.dropout(KEY, torch.ones(1), ODD), "p='odd' must be a probability"),
+        (lambda: random.dropout(KEY, ODD), "x='odd' is a str: it must be a tensor"),
+        (lambda: random.fold_in(KEY, 1.5), "data=1.5 must be an integer"),  # type: ignore[arg-type]
+        (lambda: random.fold_in(KEY, 1 << 63), "must be an integer of at most 64 bits with its"),
+        (lambda: random.fold_in(KEY, torch.ones(2)), "or a tensor of integers"),
+        (lambda: random.split(KEY, -1), "num=-1 must be an integer, 0 or more"),
+        (lambda: random.split(KEY, ODD), "num='odd' must be an integer"),
+        (lambda: random.bits(KEY, (2, -1)), r"shape=\(2, -1\) must be a sequence of sizes"),
+        (lambda: random.uniform(KEY, ODD), "shape='odd' must be a sequence of sizes"),
+        (lambda: random.normal(KEY, 3), "shape=3 must be a sequence of sizes"),  # type: ignore[arg-type]
     ],
 )
 def test_refusals(call: Callable[[], Any], message: str) -> None:

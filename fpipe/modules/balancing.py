@@ -21,6 +21,7 @@ from fpipe.modules.loss import Loss, ModuleLoss, declared
 from fpipe.modules.measuring import measured
 from fpipe.modules.shares import Balance, StageShare
 from fpipe.schedule import Op, Schedule
+from fpipe.schedule.arguments import plain_number
 from fpipe.stage.pieces.compiler import Compile
 
 INTENSITY = 10
@@ -147,11 +148,9 @@ def chosen(
         StageError: as `balance` does.
         PipelineError: the first rank cannot choose, or another cannot take part; says why.
     """
-    if intensity < 0 or slack < 0:
-        raise StageError(
-            f"intensity={intensity!r} and slack={slack!r} must not be negative: intensity is FLOPs "
-            "for each byte, slack a fraction such as 0.02"
-        )
+    _check_numbers(memory=memory, intensity=intensity, slack=slack)
+    if not isinstance(measure, bool):
+        raise StageError(f"measure={measure!r:.60} must be True or False")
     whole = finished or (lambda: definition)
     if not measure:
         return _divided(whole(), batch, counted(intensity), "FLOP", candidates, memory, slack)
@@ -164,6 +163,17 @@ def chosen(
         whole()
 
     return by_time() if definition.group is None else _of_first(by_time, check, definition)
+
+
+def _check_numbers(**numbers: Any) -> None:
+    """Refuse what is no number, or a negative one; the keyword is the name to report."""
+    units = {"memory": "bytes", "intensity": "FLOPs for each byte", "slack": "a fraction"}
+    for name, given in numbers.items():
+        number = plain_number(given)
+        if number is None or not number >= 0:
+            raise StageError(
+                f"{name}={given!r:.60} must be a number, {units[name]}, and not negative"
+            )
 
 
 def _of_first(

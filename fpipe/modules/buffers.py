@@ -37,6 +37,11 @@ def real_buffers(
         StageError: one that is given is no buffer or has another shape.
     """
     own = dict(module.named_buffers())
+    if given is not None and not isinstance(given, Mapping):
+        raise StageError(
+            f"buffers={given!r:.60} is a {type(given).__name__}: it must be a dict of tensors by "
+            "the names of module.named_buffers()"
+        )
     found = dict(given or {})
     for name, value in found.items():
         if name not in own:

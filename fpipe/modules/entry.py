@@ -148,6 +148,10 @@ def from_module(
         ('1',)
     """
     group = group_of(group, mesh)
+    flags = {"measure": measure, "is_compiling": is_compiling, "has_key": has_key}
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise StageError(f"{name}={flag!r:.60} must be True or False")
     if measure and mesh is not None and group is not None and mesh.size() > group.size():
         raise StageError(
             f"measure=True with a mesh of {mesh.size()} processes, in which a pipeline has "
@@ -203,9 +207,9 @@ def _check_stages(stages: int | None, example: Any, schedule: Schedule) -> None:
     Raises:
         StageError: `example` is missing, or `stages` is not the schedule's number.
     """
-    if stages is not None and stages != schedule.num_stages:
+    if stages is not None and (not isinstance(stages, int) or stages != schedule.num_stages):
         raise StageError(
-            f"stages={stages!r}, but the schedule {schedule.name} has {schedule.num_stages} on "
+            f"stages={stages!r:.60}, but the schedule {schedule.name} has {schedule.num_stages} on "
             f"{schedule.num_ranks} ranks: leave stages out, or make the schedule for this number"
         )
     if example is None:

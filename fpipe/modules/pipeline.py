@@ -226,6 +226,11 @@ def _misfit(module: nn.Module, params: Mapping[str, Tensor], state: Any) -> Batc
             "and params after it"
         )
     own = dict(module.named_parameters())
+    if not isinstance(params, Mapping):
+        return BatchError(
+            f"params is a {type(params).__name__}: it must be a dict of the parameters by name, as "
+            "for step"
+        )
     if own.keys() != params.keys():
         odd = sorted(own.keys() ^ params.keys())
         return BatchError(
@@ -239,6 +244,9 @@ def _misfit(module: nn.Module, params: Mapping[str, Tensor], state: Any) -> Batc
                 "can be copied: call module.to_empty(device=...) first"
             )
     for name, parameter in own.items():
+        if not isinstance(params[name], Tensor):
+            found = f"params[{name!r}]={params[name]!r:.60} is a {type(params[name]).__name__}"
+            return BatchError(f"{found}: it must be a tensor")
         if parameter.shape != params[name].shape:
             return BatchError(
                 f"params[{name!r}] has shape {tuple(params[name].shape)}, but that of "

@@ -235,8 +235,22 @@ def test_what_does_not_fit_is_refused() -> None:
         fpipe.balance(Uneven(), schedule, batch, loss=total, memory=100)
     with pytest.raises(fpipe.StageError, match=r"Linear has no submodule, of those .* calls once"):
         fpipe.balance(nn.Linear(16, 2), schedule, {"input": batch["x"]}, loss=total)
-    with pytest.raises(fpipe.StageError, match=r"intensity=-1 and slack=0.02 must not be negative"):
-        fpipe.balance(Uneven(), schedule, batch, loss=total, intensity=-1)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"intensity": -1}, "intensity=-1 must be a number, FLOPs for each byte, and not negative"),
+        ({"slack": "0.1"}, "slack='0.1' must be a number, a fraction, and not negative"),
+        ({"memory": float("nan")}, "memory=nan must be a number, bytes, and not negative"),
+        ({"memory": [1]}, r"memory=\[1\] must be a number, bytes, and not negative"),
+        ({"measure": 1}, "measure=1 must be True or False"),
+    ],
+)
+def test_wrong_numbers(options: Any, rule: str) -> None:
+    schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+    with pytest.raises(fpipe.StageError, match=rule):
+        fpipe.balance(Uneven(), schedule, {"x": torch.ones(ROWS, 16)}, loss=total, **options)
 
 
 def test_schedules_hold_what_their_papers_say() -> None:

@@ -273,11 +273,33 @@ def test_wrong_params_and_batches_are_refused() -> None:
         pipe.step(params, {"tokens": batch["tokens"]})
     with pytest.raises(fpipe.BatchError, match=r"differ in 21 names, such as"):
         pipe.load_into(Lagging(), params)
+    odd: Any = params | {"embedding.weight": [1.0]}
+    with pytest.raises(fpipe.BatchError, match=r"params\['embedding.weight'\]=\[1.0\] is a list"):
+        pipe.load_into(module, odd)
+    with pytest.raises(fpipe.BatchError, match=r"params is a list: it must be a dict"):
+        pipe.load_into(module, list(odd))  # type: ignore[arg-type]
     with pytest.raises(fpipe.BatchError, match=r"params\['embedding.weight'\] has shape \(3,\)"):
         pipe.load_into(module, params | {"embedding.weight": torch.ones(3)})
     with pytest.raises(fpipe.BatchError, match=r"\['embedding.weight'\] lies on the meta device"):
         shape = params["embedding.weight"].to("meta")
         pipe.load_into(module, params | {"embedding.weight": shape})
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"buffers": 3}, "buffers=3 is a int: it must be a dict of tensors by the names"),
+        ({"measure": "yes"}, "measure='yes' must be True or False"),
+        ({"is_compiling": 1}, "is_compiling=1 must be True or False"),
+        ({"has_key": ()}, r"has_key=\(\) must be True or False"),
+        ({"cuts": None, "stages": "2", "example": {}}, "stages='2', but the schedule"),
+        ({"has_state": 1}, "has_state=1 must be True or False"),
+    ],
+)
+def test_wrong_arguments(options: Any, rule: str) -> None:
+    given = {"schedule": TWO, "cuts": ["blocks.1"], "compile": False} | options
+    with pytest.raises(fpipe.StageError, match=rule):
+        fpipe.from_module(language_model(), **given)
 
 
 class Averaging(nn.Module):
