@@ -252,11 +252,20 @@ class Pipeline(Loadable):
 
     # ── for transforms, whose pipelines take vectors too and return other things ────────────────
 
-    def run_step(self, *arguments: Any, key: Tensor | None = None) -> tuple[Any, ...]:
-        """The loss and the gradients, as the convention returns them, and aux if there is any."""
+    def run_step(
+        self, *arguments: Any, key: Tensor | None = None, name: str | None = None
+    ) -> tuple[Any, ...]:
+        """The loss and the gradients, as the convention returns them, and aux if there is any.
+
+        Args:
+            arguments: as the convention takes them.
+            key: as in `step`.
+            name: what other processes are told that was called, if not ``step``.
+        """
         if is_within():
-            return call_within(self, "run_step", *arguments, key=key)
-        outcome = self._run(arguments, "step", key)
+            options = {"key": key} if name is None else {"key": key, "name": name}
+            return call_within(self, "run_step", *arguments, **options)
+        outcome = self._run(arguments, "step", key, name)
         found = outcome.loss, outcome.grads
         if self.definition.has_aux:
             return *found, outcome.aux(self.definition.out_dims)
@@ -277,13 +286,15 @@ class Pipeline(Loadable):
             return ForwardAux(outcome.loss, outcome.aux(out_dims))
         return outcome.output(out_dims)
 
-    def _run(self, arguments: Sequence[Any], goal: Goal, key: Tensor | None) -> Outcome:
+    def _run(
+        self, arguments: Sequence[Any], goal: Goal, key: Tensor | None, name: str | None = None
+    ) -> Outcome:
         def enter() -> tuple[Any, Any]:
             if len(arguments) != len(self.definition.takes):
                 raise _miscounted(arguments, self.definition.takes)
             return self.definition.convention.enter(*arguments)
 
-        done = self._controller.run(enter, goal, key)
+        done = self._controller.run(enter, goal, key, name)
         return Outcome(self.definition, self.rank, done)
 
 

@@ -18,7 +18,7 @@ from fpipe.arguments.shapes import Ambient, Goal, Signature, TreeShape, batch_sh
 from fpipe.controller.controller import Enter
 from fpipe.controller.digests import digest, identity
 from fpipe.controller.gathering import connected, gather_objects
-from fpipe.controller.header import CALLS, Header, check_calls, check_keys, start_headers
+from fpipe.controller.header import CALLS, HISTORY, Header, check_calls, check_keys, start_headers
 from fpipe.controller.keys import Words, as_number
 from fpipe.controller.offer import (
     Offer,
@@ -170,7 +170,12 @@ class Calls:
         check_calls(headers)
         check_keys(headers)
         given = call.given
-        shapes = (headers[0].call, *(word for h in headers for word in (h.batch, h.params)))
+        # A value of which any rank wants the gradients is a step of all.
+        asked = headers[0].call
+        if any(header.call == CALLS.index(HISTORY) for header in headers):
+            asked = CALLS.index("pipe.step")
+            call = call._replace(goal="step")
+        shapes = (asked, *(word for h in headers for word in (h.batch, h.params)))
         if given is None or shapes not in self._agreed or any(h.failed for h in headers):
             signature = self._make_signature(call)
             assert given is not None

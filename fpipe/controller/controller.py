@@ -48,7 +48,7 @@ class Finished(NamedTuple):
 class Controller(Protocol):
     """Drives the ranks that belong to this process."""
 
-    def run(self, enter: Enter, goal: Goal, key: Any = None) -> Finished:
+    def run(self, enter: Enter, goal: Goal, key: Any = None, name: str | None = None) -> Finished:
         """Plan, if the shapes are new, and run all programs to their end."""
 
     def programs(self, enter: Enter) -> tuple[Program, ...]:

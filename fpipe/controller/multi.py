@@ -106,7 +106,7 @@ class MultiController:
             self._number,
         )
 
-    def run(self, enter: Enter, goal: Goal, key: Any = None) -> Finished:
+    def run(self, enter: Enter, goal: Goal, key: Any = None, name: str | None = None) -> Finished:
         """Run this rank's program to its end, in step with the other ranks.
 
         Raises:
@@ -114,7 +114,7 @@ class MultiController:
         """
 
         def work() -> Finished:
-            call = self._calls.announce(enter, goal, lambda: self._read_key(key))
+            call = self._calls.announce(enter, goal, lambda: self._read_key(key), name)
             ahead = self._ahead(call)
             try:
                 agreed = self._calls.agree(call)

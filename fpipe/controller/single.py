@@ -52,7 +52,7 @@ class SingleController:
         self._transport = LocalTransport(devices)
         self._running = threading.Lock()  # the transport serves one step at a time
 
-    def run(self, enter: Enter, goal: Goal, key: Any = None) -> Finished:
+    def run(self, enter: Enter, goal: Goal, key: Any = None, name: str | None = None) -> Finished:
         """Run every rank's program to its end."""
         params, batch = enter()
         words = self._read_key(key)

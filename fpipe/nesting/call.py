@@ -87,6 +87,9 @@ class Call:
         before = _drawn_from(leaves) if self.differentiable else []
         with nullcontext() if self.device.type == "cpu" else self.device, _without_hooks():
             made = getattr(self.pipe, self.method)(*arguments, **self.options)
+        one = isinstance(self.pipe.definition.argnums, str)
+        if self.differentiable and self.method == "run_step" and one:
+            made = (made[0], (made[1],), *made[2:])  # derivatives know gradients as a tuple
         after = _drawn_from(leaves) if self.differentiable else []
         # Other threads may have drawn.
         self.drew = not all(map(torch.equal, before, after)) and self.pipe.workshop.may_draw

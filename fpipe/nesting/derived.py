@@ -44,8 +44,12 @@ class Callee(Protocol):
 
 
 def choosing(pipe: Callee, names: tuple[str, ...]) -> Callee:
-    """The pipeline whose gradients are those by the arguments that `names` has, as a tuple."""
-    if pipe.definition.argnums == names:
+    """The pipeline whose gradients are those by the arguments that `names` has.
+
+    That is the pipeline itself where it can be: over processes another one is told from it by
+    counting, which goes wrong where some ranks alone make it.
+    """
+    if pipe.definition.wanted == names:
         return pipe
     shares = set(names) == set(pipe.definition.wanted)
     workshop = pipe.workshop if shares else None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.controller.header import HISTORY
 from fpipe.definition import ARGUMENTS
 from fpipe.errors import FpipeError
 from fpipe.nesting.call import Call
@@ -77,6 +78,8 @@ def tracked_step(
     if not names:
         value = Call(pipe, "run_value", spec, options, differentiable=True)
         return value.enter(leaves), ()
+    if not wanted and pipe.rank is not None:
+        options["name"] = HISTORY
     call = Call(choosing(pipe, names), "run_step", spec, options, differentiable=True)
     loss, grads, *aux = call.enter(leaves)
     by_name = dict(zip(names, grads, strict=True))

@@ -126,3 +126,24 @@ def wrong_vector(group: dist.ProcessGroup) -> list[Any]:
     params = pipe.local(model.params)
     wrong = tree.tree_map(lambda p: p[:1], params) if group.rank() == 1 else params
     return [attempt(pipe.step, params, model.batch, vector) for vector in (wrong, params)]
+
+
+def freeze(group: dist.ProcessGroup | None) -> list[tuple[bool, Tensor, Any]]:
+    """Values of a model whose last stage alone requires a gradient, with the weight's.
+
+    Another pipeline that is made between them has a value without any.
+    """
+    model = mlp(2, 5)
+    params = [model.params[0], tree.tree_map(lambda p: p.requires_grad_(), model.params[1])]
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    found: list[tuple[bool, Tensor, Any]] = []
+    for frozen in (False, False, True):
+        if not found or frozen:
+            pipe = fpipe.pipeline(model.stages, model.loss, schedule, group=group, compile=False)
+        for _ in range(2):  # the second runs ahead of the others' headers
+            with torch.set_grad_enabled(not frozen):
+                loss = pipe.value(pipe.local(params), model.batch)
+            if loss.requires_grad:
+                (grad,) = torch.autograd.grad(loss, params[1]["w"])
+            found.append((loss.requires_grad, loss.detach(), grad if loss.requires_grad else None))
+    return found

@@ -18,6 +18,7 @@ from tests.models import assert_identical
 from tests.transforms.actors import (
     CUT,
     differentiate,
+    freeze,
     make_ensemble,
     run,
     run_cut,
@@ -108,3 +109,13 @@ def test_a_wrong_argument_of_one_rank_is_known_on_all(pair: Crew) -> None:
         assert failed.error.rank == 1
         assert "vector[1]" in failed.error.text
         assert worked.failure is None
+
+
+def test_a_value_where_only_some_ranks_require_a_gradient(pair: Crew) -> None:
+    """Those of a frozen stage require none: all run a step, and count their pipelines alike."""
+    whole = freeze(None)
+    for rank, parts in enumerate(values(pair.run(freeze))):
+        for part, (required, loss, slope) in zip(parts, whole, strict=True):
+            own = required and rank == 1
+            assert part[0] == own
+            assert_identical(part[1:], (loss, slope if own else None))
