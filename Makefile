@@ -22,7 +22,8 @@ STAMP := $(VENV)/.installed
 PROCESSES ?= 1
 LAUNCH := $(if $(filter-out 1,$(PROCESSES)),$(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES),$(BIN)/python)
 
-# Processes that run tests; the tests of one file share theirs, with what it sets up.
+# Processes that run tests; the tests of one file share theirs, with what it sets up. One that dies
+# is not replaced, and ends the run: xdist 3.8 may wait for ever for a replaced one's files.
 WORKERS ?= 2
 
 # How long `make soak` goes on, and what it draws.
@@ -39,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 demo: $(STAMP)
 	$(LAUNCH) examples/gpt.py
@@ -63,5 +64,5 @@ format: $(STAMP)
 	$(BIN)/python -m ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -18,6 +19,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Compiling takes most of the time of the tests, and kernels without vector instructions take a
 # third less of it. The conformance suite compiles with them, as users do.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+# A cache of the checkout's own. In the one that a user's programs share may lie code for narrower
+# vectors than this machine's: Inductor's keys do not tell them apart, and it writes out of bounds.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".cache/inductor"))
 
 
 # Of the schedule side alone: many short tests, none of which starts a process or compiles.
