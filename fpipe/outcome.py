@@ -68,10 +68,9 @@ class Outcome:
 
     def output(self, out_dims: Any) -> Any:
         """What the last stage returned, its microbatches merged; None where another rank has it."""
-        if self.rank not in (None, self.done.plan.last_rank):
-            return None
         dims = self.definition.convention.out_dims(out_dims)
-        return self.done.plan.outputs(self.done.runs, dims, "output")
+        output = self.done.plan.outputs(self.done.runs, dims, "output")
+        return output if self.rank in (None, self.done.plan.last_rank) else None
 
     def step(self) -> Any:
         """The named tuple of all that was declared."""

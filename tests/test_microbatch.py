@@ -27,7 +27,8 @@ def test_merge_is_the_inverse_of_split(rows: int, microbatches: int, dim: int) -
     assert max(parts.rows) - min(parts.rows) <= 1
     assert list(parts.rows) == sorted(parts.rows, reverse=True)
     columns = list(zip(*parts.leaves, strict=True))
-    assert merge(columns, parts.spec, dim, "output")["a"].equal(batch["a"])
+    shapes = [[part.shape for part in column] for column in columns]
+    assert merge(columns, shapes, parts.spec, dim, "output")["a"].equal(batch["a"])
 
 
 def test_leaf_that_is_not_split_is_the_same_in_all() -> None:
@@ -69,7 +70,8 @@ def test_leaves_merge_each_along_its_own_dimension() -> None:
     column_c = [torch.tensor(1), torch.tensor(2)]
     columns = [[torch.zeros(2, 3)] * 2, [torch.ones(3, 2)] * 2, column_c]
     spec = tree.structure({"a": 0, "b": 0, "c": 0})
-    merged = merge(columns, spec, {"a": 0, "b": 1, "c": None}, "output")
+    shapes = [[part.shape for part in column] for column in columns]
+    merged = merge(columns, shapes, spec, {"a": 0, "b": 1, "c": None}, "output")
     assert {name: tuple(leaf.shape) for name, leaf in merged.items()} == {
         "a": (4, 3),
         "b": (3, 4),

@@ -135,14 +135,22 @@ class Beneath:
     dim: int
 
 
+Shape = Sequence[int]
+
+
 def merge(
-    columns: Sequence[Sequence[Tensor | None]], spec: optree.PyTreeSpec, out_dims: Any, name: str
+    columns: Sequence[Sequence[Tensor | None]],
+    shapes: Sequence[Sequence[Shape]],
+    spec: optree.PyTreeSpec,
+    out_dims: Any,
+    name: str,
 ) -> Any:
     """Concatenate the outputs of microbatches, the inverse of `split`.
 
     Args:
         columns: for each leaf, one value per microbatch, or None for a leaf that another process
             has, which stays None.
+        shapes: of all of them, whoever has them: what cannot be merged is refused everywhere.
         spec: structure of an output.
         out_dims: pytree prefix of an output: the dimension to concatenate along, where leaves
             without dimensions are stacked along 0; None to keep the last microbatch's leaf; or
@@ -155,53 +163,54 @@ def merge(
 
     Example:
         >>> spec = tree.structure((0, 0))
-        >>> merge([[torch.zeros(2), torch.ones(1)], [torch.tensor(2), None]], spec, 0, "output")
-        (tensor([0., 0., 1.]), tensor([2]))
+        >>> columns = [[torch.zeros(2), torch.ones(1)], [None, None]]
+        >>> merge(columns, [[(2,), (1,)], [(), ()]], spec, 0, "output")
+        (tensor([0., 0., 1.]), None)
     """
     whole = tree.unflatten(spec, range(spec.num_leaves))
     dims = tree.broadcast_prefix("out_dims", out_dims, whole, f"the {name}")
     merged: list[Tensor | None] = []
-    for index, (column, dim) in enumerate(zip(columns, dims, strict=True)):
+    for index, (column, sizes, dim) in enumerate(zip(columns, shapes, dims, strict=True)):
         parts = [part for part in column if part is not None]
-        if not parts:
-            merged.append(None)
-        elif dim is None:
-            merged.append(parts[-1].clone())  # it may be a leaf of the caller's, passed through
+        if dim is None:
+            # It may be a leaf of the caller's, passed through.
+            merged.append(parts[-1].clone() if parts else None)
+            continue
+        levels, own = (dim.levels, dim.dim) if isinstance(dim, Beneath) else (0, dim)
+        shape = tuple(sizes[0][levels:])
+        label = f"{name}{tree.paths(spec)[index]}"
+        if not shape and type(own) is int and own in (0, -1):
+            _check_alike(sizes, None, label)
+            merged.append(torch.stack(parts, levels) if parts else None)
+        elif _is_dim(own, len(shape)):
+            at = own % len(shape) + levels
+            _check_alike(sizes, at, label)
+            merged.append(torch.cat(parts, at) if parts else None)
         else:
-            levels, own = (dim.levels, dim.dim) if isinstance(dim, Beneath) else (0, dim)
-            shape = tuple(parts[0].shape[levels:])
-            label = f"{name}{tree.paths(spec)[index]}"
-            if not shape and type(own) is int and own in (0, -1):
-                _check_alike(parts, [part.shape for part in parts], label)
-                merged.append(torch.stack(parts, levels))
-            elif _is_dim(own, len(shape)):
-                at = own % len(shape) + levels
-                _check_alike(parts, [_but_for(at, part.shape) for part in parts], label)
-                merged.append(torch.cat(parts, at))
-            else:
-                raise BatchError(
-                    f"out_dims is {own!r} for {label} of shape {shape} per microbatch: it must be "
-                    "one of its dimensions, or None to keep the last microbatch's"
-                )
+            raise BatchError(
+                f"out_dims is {own!r} for {label} of shape {shape} per microbatch: it must be "
+                "one of its dimensions, or None to keep the last microbatch's"
+            )
     return tree.unflatten(spec, merged)
 
 
-def _check_alike(parts: Sequence[Tensor], shapes: Sequence[Sequence[int]], label: str) -> None:
+def _check_alike(shapes: Sequence[Shape], dim: int | None, label: str) -> None:
     """Refuse values of microbatches that cannot be put together.
 
     Args:
-        parts: one value per microbatch.
-        shapes: what must be the same of each.
+        shapes: one per microbatch.
+        dim: in which they may differ; None for none.
         label: what they are, for the message.
 
     Raises:
         BatchError: one differs.
     """
-    for number, shape in enumerate(shapes):
-        if shape != shapes[0]:
+    common = [shape if dim is None else _but_for(dim, shape) for shape in shapes]
+    for number, shape in enumerate(common):
+        if shape != common[0]:
             raise BatchError(
-                f"{label} is of shape {tuple(parts[0].shape)} in microbatch 0 and of shape "
-                f"{tuple(parts[number].shape)} in microbatch {number}: outputs of microbatches may "
+                f"{label} is of shape {tuple(shapes[0])} in microbatch 0 and of shape "
+                f"{tuple(shapes[number])} in microbatch {number}: outputs of microbatches may "
                 "differ in their rows only, along the dimension that out_dims names; None there "
                 "keeps the last microbatch's"
             )

@@ -31,6 +31,7 @@ class Plan:
         weights: the weight of each microbatch's loss.
         losses: how many dimensions of the loss count losses with a weight of their own.
         layout: how the values that come back from each microbatch are numbered.
+        shapes: of each of them, by its number, in every microbatch.
         fingerprint: equal for plans that compute the same.
         communicates: whether stages have collectives of their own.
         rows: of the batch.
@@ -44,6 +45,7 @@ class Plan:
     weights: Tensor
     losses: int
     layout: Layout
+    shapes: tuple[tuple[torch.Size, ...], ...]
     fingerprint: str
     communicates: bool
     rows: int
@@ -85,8 +87,9 @@ class Plan:
     def outputs(self, runs: Sequence[Run], out_dims: Any, name: str) -> Any:
         """The outputs or aux of all microbatches, merged; None for leaves of other processes."""
         start, spec = self.layout
-        columns = self._columns(runs, start, start + spec.num_leaves)
-        return merge(columns, spec, out_dims, name)
+        end = start + spec.num_leaves
+        columns = self._columns(runs, start, end)
+        return merge(columns, self.shapes[start:end], spec, out_dims, name)
 
     def state(self, runs: Sequence[Run], params: Parameters, batch: Any) -> list[Tensor]:
         """The leaves of the state that the last microbatch has left; `params` has those given.

@@ -159,6 +159,7 @@ class Planner:
             weights,
             chains[0].value(chains[0].results[1]).dim() if layout.heads > 1 else 0,
             layout,
+            tuple(zip(*([c.value(own).shape for own in c.results] for c in chains), strict=True)),
             "\n".join(sorted(piece.fingerprint for piece in made.pieces())),
             any(piece.communicates for piece in made.pieces()),
             sum(rows),

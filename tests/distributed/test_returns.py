@@ -12,7 +12,7 @@ from torch import Tensor
 import fpipe
 from fpipe import Schedule, schedules
 from tests import state_model
-from tests.distributed.crew import Crew, values
+from tests.distributed.crew import Crew, Outcome, attempt, values
 from tests.models import assert_identical, rand
 from tests.returns_model import OUT_DIMS, make_batch, make_params, weighted_model
 from tests.state_model import make_state, without_aux
@@ -83,6 +83,33 @@ def test_aux_that_microbatches_make_in_different_stages_is_whole_on_one_rank(
     expected = uneven(None, out_dims)
     assert first.aux is None
     assert_identical(last.aux, expected.aux)
+
+
+def unmergeable(group: dist.ProcessGroup) -> list[Outcome]:
+    schedule = schedules.gpipe(ranks=2, microbatches=2)
+    function = fpipe.pipeline(
+        lambda w, x: ((fpipe.cut(x * w)).sum(), {"y": x}),
+        schedule=schedule, has_aux=True, out_dims=1, compile=False, group=group,
+    )  # fmt: skip
+    chain = fpipe.pipeline(
+        [torch.mul, torch.mul], lambda y, _: y.sum(), schedule, compile=False, group=group
+    )
+    w, x = torch.tensor(1.0), torch.ones(4)
+    return [
+        attempt(function.step, w, x),
+        attempt(lambda: chain.forward([w, w], x, out_dims=1)),
+        attempt(chain.forward, [w, w], x[:3].outer(x[:2])),
+        attempt(function.value, w, x),
+    ]
+
+
+def test_what_cannot_be_merged_is_refused_on_every_rank(crew: Crew) -> None:
+    """Whichever of them holds it, so that all go on from the same place."""
+    crew.start(unmergeable, ranks=range(2))
+    for step, forward, right, value in values(crew.collect()):
+        assert step.error.text.startswith("out_dims is 1 for aux['y'] of shape (2,)")
+        assert forward.error.text.startswith("out_dims is 1 for output of shape (2,)")
+        assert right.failure is None and value.value == 2  # the mean of two
 
 
 def train(group: dist.ProcessGroup | None, schedule: Schedule, batch_norm: str) -> list[Any]:
