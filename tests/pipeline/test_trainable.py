@@ -279,6 +279,19 @@ def test_beside_a_state() -> None:
     assert_same(some.grads, {**whole.grads, frozen: none})
 
 
+def test_none_where_the_parameters_have_none() -> None:
+    """As `tree_map` over the parameters gives it."""
+    params = [None, {"w": torch.tensor(2.0), "b": None}]
+    pipe = fpipe.pipeline(
+        [lambda p, x: x.sin(), lambda p, x: x * p["w"]],
+        lambda y, _: y.sum(),
+        fpipe.schedules.gpipe(ranks=2, microbatches=2),
+        trainable=tree.tree_map(lambda leaf: True, params),
+        compile=False,
+    )
+    assert pipe.step(params, torch.ones(2)).grads[1]["w"] == torch.ones(()).sin()
+
+
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -286,8 +299,8 @@ def test_refusals() -> None:
     params, batch = adapters()
     with pytest.raises(StageError, match="trainable has the leaf 1, a int: it must be a pytree"):
         make(ONE_F_ONE_B, [True, 1, True, True])
-    with pytest.raises(StageError, match="trainable has the leaf None"):
-        make(ONE_F_ONE_B, [True, None, True, True])
+    with pytest.raises(BatchError, match=r"trainable\[1\] is None for the leaf params\['"):
+        make(ONE_F_ONE_B, [True, None, True, True]).step(params, batch)
     with pytest.raises(BatchError, match="trainable is a list of 2: it must be a bool, a list"):
         make(ONE_F_ONE_B, [True, False]).step(params, batch)
     with pytest.raises(BatchError, match="trainable is a dict of 1"):

@@ -20,8 +20,8 @@ class Trainable:
     """The user's choice of what is trained.
 
     Attributes:
-        choice: None or True for everything; a pytree prefix of bools over the parameters; or a
-            function of the path of a leaf, a tuple of keys and indices.
+        choice: None or True for everything; a pytree prefix of bools over the parameters, with None
+            where those have None; or a function of the path of a leaf, a tuple of keys and indices.
         within: where in a stage's parameters those of the user lie, as the numbers of the nodes'
             children: transforms put others beside them.
 
@@ -36,7 +36,7 @@ class Trainable:
         if self.choice is None or callable(self.choice):
             return
         for leaf in tree.flatten_prefix(self.choice):
-            if not isinstance(leaf, bool):
+            if not isinstance(leaf, bool | None):
                 raise StageError(
                     f"trainable has the leaf {leaf!r:.60}, a {type(leaf).__name__}: it must be a "
                     "pytree prefix of bools over the parameters, or a function of a leaf's path, "
@@ -51,7 +51,7 @@ class Trainable:
             shared: every stage sees the whole tree, which the choice is about.
 
         Raises:
-            BatchError: the choice is no prefix of the parameters.
+            BatchError: the choice is no prefix of the parameters, or None for one of them.
         """
         if self.choice is None:
             return tuple((True,) * spec.num_leaves for spec in specs)
@@ -124,7 +124,13 @@ class Trainable:
             decide: Callable[[tuple[Any, ...]], Any] = choice
             return tuple(bool(decide((*before, *path))) for path in spec.paths())
         whole = tree.unflatten(spec, range(spec.num_leaves))
-        return tuple(tree.broadcast_prefix(name, choice, whole, "params"))
+        flags: list[bool | None] = tree.broadcast_prefix(name, choice, whole, "params")
+        if None in flags:
+            path = tree.paths(spec)[flags.index(None)]
+            raise BatchError(
+                f"{name} is None for the leaf params{path}: it must be True, to train it, or False"
+            )
+        return tuple(map(bool, flags))
 
 
 ALL = Trainable()
