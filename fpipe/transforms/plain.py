@@ -259,8 +259,7 @@ def _quantile(
     *,
     interpolation: str = "linear",
 ) -> Tensor:
-    length = input.numel() if dim is None else input.shape[dim]
-    return _interpolated(torch.quantile, input, q, dim, keepdim, interpolation, length)
+    return _at_rank(input, q, dim, keepdim, interpolation, counts_nan=True)
 
 
 def _nanquantile(
@@ -271,29 +270,49 @@ def _nanquantile(
     *,
     interpolation: str = "linear",
 ) -> Tensor:
-    count = input.isnan().logical_not().sum(dim, keepdim)
-    return _interpolated(torch.nanquantile, input, q, dim, keepdim, interpolation, count)
+    return _at_rank(input, q, dim, keepdim, interpolation, counts_nan=False)
 
 
-def _interpolated(
-    func: Callable[..., Tensor],
+def _at_rank(
     input: Tensor,
     q: float | Tensor,
     dim: int | None,
     keepdim: bool,
     interpolation: str,
-    length: int | Tensor,
+    *,
+    counts_nan: bool,
 ) -> Tensor:
-    """A quantile; torch interpolates by an update in place, as in `_lerp_`."""
-    if interpolation not in ("linear", "midpoint"):
-        return func(input, q, dim, keepdim, interpolation=interpolation)
-    below = func(input, q, dim, keepdim, interpolation="lower")
-    above = func(input, q, dim, keepdim, interpolation="higher")
-    if interpolation == "midpoint":
-        return torch.lerp(below, above, 0.5)
-    at = q if isinstance(q, Tensor) else below.new_tensor(q)
-    rank = at.view((*at.shape, *(1 for _ in below.shape[at.dim() :]))) * (length - 1)
-    return torch.lerp(below, above, (rank - rank.floor()).expand(below.shape))
+    """A quantile; torch interpolates by an update in place, as in `_lerp_`, and may look at `q`."""
+    line = input.flatten() if dim is None or not input.dim() else input.movedim(dim, -1)
+    values = line.sort(-1).values  # NaN comes last
+    missing = values.isnan()
+    last = values.shape[-1] - 1
+    at = q if isinstance(q, Tensor) else values.new_tensor(q)
+    if counts_nan:
+        ranks = torch.where(missing.any(-1, keepdim=True), last, at.reshape(-1) * last)
+    else:
+        ranks = at.reshape(-1) * (last - missing.sum(-1, keepdim=True)).clamp(min=0)
+    if interpolation == "nearest":
+        ranks = ranks.round()
+    lower, upper = ranks.floor(), ranks.ceil()
+    below, above = values.gather(-1, lower.long()), values.gather(-1, upper.long())
+    match interpolation:
+        case "linear":
+            found = torch.lerp(below, above, ranks - lower)
+        case "midpoint":
+            found = torch.lerp(below, above, 0.5)
+        case "higher":
+            found = above
+        case _:
+            found = below
+    found = found.movedim(-1, 0)
+    if keepdim:
+        dims = input.dim()
+        if dim is None or not dims:
+            found = found.reshape(-1, *[1] * dims)
+        else:
+            found = found.unsqueeze(dim % dims + 1)
+    return found if at.dim() else found.squeeze(0)
 
 
 def _taken_apart(func: Callable[..., Any], op: torch._ops.OpOverload) -> Callable[..., Any]:

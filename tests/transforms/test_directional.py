@@ -236,6 +236,9 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "quantile of rows": lambda x: x.quantile(0.3, 1, interpolation="midpoint"),
     "quantiles": lambda x: torch.quantile(x, torch.tensor([0.3, 0.9]).to(x), 0, True),
     "lower quantile": lambda x: x.quantile(0.3, 1, interpolation="lower"),
+    "nearest quantiles": lambda x: torch.quantile(
+        x, torch.tensor([0.1, 0.6]).to(x), -1, True, interpolation="nearest"
+    ),
     "nanquantile": lambda x: x.where(x < x.max(), torch.nan).nanquantile(0.3, 1),
     "nanquantiles": lambda x: torch.nanquantile(x, torch.tensor([0.3, 0.9]).to(x)),
     "logdet of complex numbers": lambda x: torch.complex(x[:, 1:], x[:, :3]).logdet().imag,
