@@ -266,7 +266,7 @@ class Pipeline(Loadable):
             options = {"key": key} if name is None else {"key": key, "name": name}
             return call_within(self, "run_step", *arguments, **options)
         outcome = self._run(arguments, "step", key, name)
-        found = outcome.loss, outcome.grads
+        found = outcome.loss, outcome.take_grads()
         if self.definition.has_aux:
             return *found, outcome.aux(self.definition.out_dims)
         return found

@@ -11,17 +11,22 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.arguments.parameters import Parameters
 from fpipe.planning.plan import Plan
-from fpipe.planning.total import divided
+from fpipe.planning.total import divided_
 from fpipe.runtime.interpreter import Run
 from fpipe.stage.graphs.joint import is_differentiable
 
 
 def collected(plan: Plan, runs: Sequence[Run]) -> dict[tuple[int, int], Tensor]:
-    """What the sinks hold, by stage and leaf; those that are not summed are concatenated."""
+    """What the sinks hold, by stage and leaf; those that are not summed are concatenated.
+
+    It is taken out of the slots, so that each can go when the caller's gradient is made of it.
+    """
     parts: dict[tuple[int, int], dict[int, Any]] = {}
     for run in runs:
         for stage, leaf, microbatch, slot in run.program.results.grads:
             parts.setdefault((stage, leaf), {})[microbatch] = run.slots[slot]
+        for *_, slot in run.program.results.grads:
+            run.slots[slot] = None
     if plan.sink.join is None:
         return {key: part[-1] for key, part in parts.items()}
     return {
@@ -54,7 +59,9 @@ def gradients(
     for stage, leaves in enumerate(params.stages[:1] if params.shared else params.stages):
         for index, leaf in enumerate(leaves):
             if (stage, index) in found:
-                grads.append(divided(found[stage, index], weight).to(leaf.dtype))
+                own = found.pop((stage, index))
+                grads.append(divided_(own, weight).to(leaf.dtype))
+                del own
             elif index in elsewhere or (stage, index) in plan.frozen or not is_differentiable(leaf):
                 grads.append(None)
             else:
@@ -87,5 +94,5 @@ def batch_gradients(runs: Sequence[Run], batch: Any, in_dims: Any, weight: Tenso
             found.append(torch.zeros_like(leaf))
         else:
             whole = torch.stack(rows).sum(0) if dim is None else torch.cat(rows, dim)
-            found.append(divided(whole, weight).to(leaf.dtype))
+            found.append(divided_(whole, weight).to(leaf.dtype))
     return tree.unflatten(spec, found)

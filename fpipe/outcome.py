@@ -36,9 +36,8 @@ class Outcome:
         assert self.done.total is not None
         return self.definition.convention.loss(self.done.total.mean)
 
-    @property
-    def grads(self) -> Any:
-        """The gradients by what was chosen: one, or a tuple."""
+    def take_grads(self) -> Any:
+        """The gradients by what was chosen: one, or a tuple. They can be taken once."""
         definition, done = self.definition, self.done
         if definition.sink.everywhere:
             parts = list(collected(done.plan, done.runs).values())
@@ -74,7 +73,7 @@ class Outcome:
 
     def step(self) -> Any:
         """The named tuple of all that was declared."""
-        loss, grads, definition = self.loss, self.grads, self.definition
+        loss, grads, definition = self.loss, self.take_grads(), self.definition
         if not definition.has_aux and not definition.has_state:
             return Step(loss, grads)
         aux = self.aux(definition.out_dims) if definition.has_aux else None

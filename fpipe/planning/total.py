@@ -30,10 +30,21 @@ class Total(NamedTuple):
 
 def divided(value: Tensor, weight: Tensor | None) -> Tensor:
     """A loss or a gradient over its weight; where there are several, they come first in both."""
+    return value if weight is None else value / _divisor(value, weight)
+
+
+def divided_(value: Tensor, weight: Tensor | None) -> Tensor:
+    """The same in the memory of `value`, nobody else's, unless its dtype is too narrow."""
     if weight is None:
         return value
+    divisor = _divisor(value, weight)
+    fits = torch.result_type(value, divisor) == value.dtype
+    return value.div_(divisor) if fits else value / divisor
+
+
+def _divisor(value: Tensor, weight: Tensor) -> Tensor:
     weight = weight.to(value.device)
     if not weight.dim():
-        return value / weight
+        return weight
     wide = weight.to(torch.promote_types(value.dtype, torch.float32))
-    return value / wide.reshape(*wide.shape, *(1 for _ in value.shape[wide.dim() :]))
+    return wide.reshape(*wide.shape, *(1 for _ in value.shape[wide.dim() :]))

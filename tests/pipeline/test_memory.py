@@ -6,11 +6,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+import torch
 from torch import Tensor, fx
 
 import fpipe
 from fpipe import Schedule, schedules, tree
 from fpipe.runtime.program import Compute
+from tests.meter import Meter
 from tests.models import MODELS, Model, mlp_layer, rand
 
 
@@ -69,6 +72,31 @@ def test_nothing_is_alive_after_a_step_but_its_results() -> None:
     assert watch.alive() == grads + seeds
     del step
     assert watch.alive() == seeds
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_are_settled_one_by_one(dtype: torch.dtype) -> None:
+    """Divided by the batch's weight, and rounded to the parameters' dtype, in no second copy."""
+    weights = [torch.ones(64, 64, dtype=dtype) / 64 for _ in range(8)]
+    x = torch.ones(2, 64, dtype=dtype)
+
+    def loss(weights: list[Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        for weight in weights:
+            x = x @ weight
+        return x.sum(), x.new_tensor(5.0)
+
+    pipe = fpipe.pipeline(
+        loss,
+        schedule=schedules.gpipe(ranks=1, microbatches=1),
+        reduction="weighted",
+        accum_dtype=torch.promote_types(dtype, torch.float32),
+        compile=False,
+    )
+    (program,) = pipe.programs(weights, x)
+    pipe.step(weights, x)
+    with Meter([*weights, x]) as meter:
+        pipe.step(weights, x)
+    assert meter.peak <= program.peak_bytes + weights[0].nbytes
 
 
 def test_1f1b_holds_less_than_gpipe() -> None:
