@@ -19,8 +19,8 @@ from benchmarks import contest, memory
 from benchmarks.efficiency import run as efficiency
 from benchmarks.harness import WARMUP, Report, Timings, add_arguments, interleave
 from benchmarks.models import blocks, init_blocks, mean_square
-from benchmarks.overhead import across
-from benchmarks.overhead.run import lone_process_group
+from benchmarks.overhead.alone import lone_process_group
+from benchmarks.overhead.problem import make_problem
 from benchmarks.ranks import greatest, interleave_ranks, on_ranks
 from benchmarks.split.run import held_after, schedule_of
 
@@ -155,7 +155,7 @@ def test_versus_torch_runs(tmp_path: Path) -> None:
 
 def test_torch_refuses_to_split_the_backward_of_compiled_stages() -> None:
     schedule = contest.schedule_of("ZBVZeroBubble", ranks=1, microbatches=2)
-    problem = across.make_problem(schedule.num_stages, 2, rows=2, width=4)
+    problem = make_problem(schedule.num_stages, 2)
     with lone_process_group(), pytest.raises(RuntimeError, match=r"torch\.compile"):
         contest.torch_pipeline(problem, "ZBVZeroBubble", schedule, compile=True)
 

@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 import fpipe
-from benchmarks.contest import (
-    Problem,
-    check,
-    fpipe_pipeline,
-    messages_alone,
-    schedule_of,
-    torch_pipeline,
-)
+from benchmarks.contest import check, fpipe_pipeline, messages_alone, schedule_of, torch_pipeline
 from benchmarks.harness import Cell
+from benchmarks.overhead.problem import make_problem
 from benchmarks.ranks import interleave_ranks, on_ranks
 
 COLUMNS: Final = (
@@ -32,47 +22,15 @@ COLUMNS: Final = (
 )
 
 
-def product(weight: Tensor, x: Tensor) -> Tensor:
-    """Every stage."""
-    return x @ weight
-
-
-def make_problem(num_stages: int, microbatches: int, rows: int, width: int) -> Problem:
-    """Stages of one small product each; `rows` in a microbatch."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    return Problem(
-        functions=[product] * num_stages,
-        params=[draw(width, width) / 3 for _ in range(num_stages)],
-        loss=F.mse_loss,
-        inputs=draw(microbatches * rows, width),
-        targets=draw(microbatches * rows, width),
-    )
-
-
 def measure(
-    rank: int,
-    world: int,
-    names: Sequence[str],
-    microbatches: int,
-    rows: int,
-    width: int,
-    rounds: int,
+    rank: int, world: int, names: Sequence[str], microbatches: int, rounds: int
 ) -> list[list[Cell]]:
     """On each rank: the rows of the table."""
-    return [
-        _measure(name, schedule_of(name, world, microbatches), rank, rows, width, rounds)
-        for name in names
-    ]
+    return [_measure(name, schedule_of(name, world, microbatches), rank, rounds) for name in names]
 
 
-def _measure(
-    name: str, schedule: fpipe.Schedule, rank: int, rows: int, width: int, rounds: int
-) -> list[Cell]:
-    problem = make_problem(schedule.num_stages, schedule.num_microbatches, rows, width)
+def _measure(name: str, schedule: fpipe.Schedule, rank: int, rounds: int) -> list[Cell]:
+    problem = make_problem(schedule.num_stages, schedule.num_microbatches)
     cases = {
         "fpipe": fpipe_pipeline(problem, schedule, compile=True),
         "fpipe uncompiled": fpipe_pipeline(problem, schedule, compile=False),
@@ -87,9 +45,7 @@ def _measure(
     return [name, actions, *micros, timings.ratio("fpipe", "torch")]
 
 
-def table(
-    world: int, names: Sequence[str], microbatches: int, rows: int, width: int, rounds: int
-) -> list[list[Cell]]:
+def table(world: int, names: Sequence[str], microbatches: int, rounds: int) -> list[list[Cell]]:
     """The rows of the table, measured in fresh processes."""
-    found: Any = on_ranks(world, measure, world, names, microbatches, rows, width, rounds)
+    found: Any = on_ranks(world, measure, world, names, microbatches, rounds)
     return list(found)
