@@ -37,6 +37,14 @@ def test_every_form_brings_any_schedule_back(schedule: Schedule) -> None:
     assert parse_text(format_text(placement, actions, name)) == (placement, actions, name)
 
 
+@pytest.mark.parametrize("name", ["my #2", '"quoted"', '"', "#", 'a "b" # \\', '"#', '"a" # "b"'])
+def test_text_keeps_a_name_with_signs_of_its_own(name: str) -> None:
+    text = format_text(ZBV.placement, ZBV.actions, name)
+    assert parse_text(text) == (ZBV.placement, ZBV.actions, name)
+    first, rest = text.split("\n", 1)
+    assert parse_text(f"{first}  # mine\n{rest}").name == name
+
+
 def test_the_three_forms() -> None:
     assert ZBV.to_csv().splitlines() == [
         "0F0,0F1,3F0,3I0,3W0,3F1,3I1,3W1,0I0,0W0,0I1,0W1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from fpipe.schedule.exchange.plain import Cell, Plain, is_number
 
 _RANK: Final = re.compile(r"\s*rank\s+(\d{1,18})\s*:", re.ASCII)
 _WORD: Final = re.compile(r"\S+")
+_QUOTED: Final = re.compile(r'\s*schedule\s+("(?:[^"\\]|\\.)*")\s*(?:#.*)?$')
 
 
 def format_text(placement: Sequence[int], actions: Sequence[Sequence[Action]], name: str) -> str:
@@ -25,7 +27,10 @@ def format_text(placement: Sequence[int], actions: Sequence[Sequence[Action]], n
         placement 0
         rank 0: 0F0 0B0
     """
-    lines = [f"schedule {' '.join(name.split())}", f"placement {' '.join(map(str, placement))}"]
+    plain = " ".join(name.split())
+    if "#" in plain or plain.startswith('"'):
+        plain = json.dumps(plain)
+    lines = [f"schedule {plain}", f"placement {' '.join(map(str, placement))}"]
     lines += [
         " ".join([f"rank {rank}:", *map(str, row)]).rstrip() for rank, row in enumerate(actions)
     ]
@@ -37,7 +42,8 @@ def parse_text(text: str, *, source: str = "text") -> Plain:
 
     The lines ``schedule NAME`` and ``placement R R R`` (the rank of each stage) may be left out:
     the placement is then what the rows imply. So may ``rank N:``, where the rows stand in order.
-    Blank lines are skipped, and so is what follows a ``#``.
+    Blank lines are skipped, and so is what follows a ``#``; a name with one stands in quotes, as in
+    JSON.
 
     Args:
         text: the lines.
@@ -57,7 +63,8 @@ def parse_text(text: str, *, source: str = "text") -> Plain:
     rows: list[list[Cell]] = []
     numbers: list[int] = []  # the line of each row
     for number, whole in enumerate(text.splitlines(), 1):
-        line = whole.partition("#")[0]
+        quoted = _QUOTED.match(whole)
+        line = whole if quoted else whole.partition("#")[0]
         head, rest = (*line.split(maxsplit=1), "", "")[:2]
         if not head:
             continue
@@ -66,7 +73,7 @@ def parse_text(text: str, *, source: str = "text") -> Plain:
         if head in ("schedule", "placement"):
             told.add(head)
         if head == "schedule":
-            name = rest.strip() or name
+            name = _unquoted(quoted[1]) if quoted else rest.strip() or name
         elif head == "placement":
             placement = _placement(rest.split(), f"{source}: line {number}")
         else:
@@ -77,6 +84,14 @@ def parse_text(text: str, *, source: str = "text") -> Plain:
     if placement is None:
         placement = implied_placement(rows, partial(_where, source, numbers))
     return Plain(placement, tuple(tuple(cell.action for cell in row) for row in rows), name)
+
+
+def _unquoted(text: str) -> str:
+    try:
+        name: str = json.loads(text)
+    except ValueError:
+        return text
+    return name
 
 
 def _row(line: str, rank: int, place: str) -> list[Cell]:
