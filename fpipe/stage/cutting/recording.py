@@ -43,11 +43,11 @@ from fpipe.stage.graphs.joint import (
 )
 from fpipe.stage.graphs.rewrites import (
     free_views_of_layout,
-    make_copies_differentiable,
     make_draws_differentiable,
     return_statistics,
 )
 from fpipe.stage.graphs.strided import number_elements
+from fpipe.stage.graphs.writes import make_writes_differentiable
 from fpipe.stage.refusing.explain import ImpureError, Untraceable, describe, explain, unreported
 from fpipe.stage.refusing.factors import OneDtype
 from fpipe.stage.refusing.purity import WriteGuard
@@ -142,7 +142,7 @@ class Recorder:
         graph = module.graph
         mark(graph, marks)
         calls.put_into(graph)
-        make_copies_differentiable(graph)
+        make_writes_differentiable(graph)
         make_draws_differentiable(graph)
         number_elements(self.name, graph)
         free_views_of_layout(graph)

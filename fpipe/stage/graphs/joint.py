@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
@@ -260,6 +262,18 @@ def values_of(node: fx.Node) -> list[Tensor]:
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else (value,)
     return [v for v in values if isinstance(v, Tensor)]
+
+
+def inserted(before: fx.Node, target: Any, *arguments: Any, **options: Any) -> fx.Node:
+    """A node that calls `target`, with its value, in front of another and in the same stage."""
+    like = values_of(before)[0]
+    values = fx.map_arg(arguments, value_of)
+    with like.fake_mode if isinstance(like, FakeTensor) else nullcontext(), torch.no_grad():
+        value = target(*values, **options)
+    with before.graph.inserting_before(before):
+        made = before.graph.call_function(target, arguments, options)
+    made.meta |= {"val": value, STAGE: before.meta[STAGE]}
+    return made
 
 
 def nbytes_of(node: fx.Node) -> int:

@@ -66,25 +66,6 @@ def make_draws_differentiable(graph: fx.Graph) -> None:
                 graph.erase_node(user)
 
 
-def make_copies_differentiable(graph: fx.Graph) -> None:
-    """Replace the functional ``copy(target, value)``, which has no derivative.
-
-    Functionalisation writes it for an assignment to a slice; it is `value` in the shape and dtype
-    of `target`.
-    """
-    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
-        target = node.meta["val"]
-        with graph.inserting_before(node):
-            value = graph.call_function(
-                aten._to_copy.default, (node.args[1],), {"dtype": target.dtype}
-            )
-            shaped = graph.call_function(aten.expand.default, (value, list(target.shape)))
-        for new in (value, shaped):
-            new.meta |= {"val": target, STAGE: node.meta[STAGE]}
-        node.replace_all_uses_with(shaped)
-        graph.erase_node(node)
-
-
 def free_views_of_layout(graph: fx.Graph) -> None:
     """Replace ``view`` by ``reshape``, which copies where a layout is not that of the trace.
 

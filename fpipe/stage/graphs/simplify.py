@@ -54,6 +54,8 @@ def simplify(
             _look_at_nothing(node)
         elif node.target in _IDENTITIES:
             _replace(node, node.args[0])
+        elif node.target is aten._conj.default and not isinstance(node.args[0], fx.Node):
+            _conjugate_number(node)
         elif node.target is aten.t.default and _is_transpose(node.args[0]):
             _replace(node, node.args[0].args[0])
         elif node.target is aten.convolution_backward.default:
@@ -154,6 +156,18 @@ def _look_at_nothing(node: fx.Node) -> None:
         node.args = (list(value.shape), _FILLS[node.target](node))
         node.kwargs = {"dtype": value.dtype, "device": value.device}
         node.target = aten.full.default
+
+
+def _conjugate_number(node: fx.Node) -> None:
+    """Make the conjugate of a number, which the derivative of ``1j * x`` has, without a view of it.
+
+    The view would look at the memory of no value of the graph.
+    """
+    value, number = value_of(node), node.args[0]
+    assert isinstance(number, complex)
+    node.args = (number.conjugate(),)
+    node.kwargs = {"dtype": value.dtype, "device": value.device}
+    node.target = aten.scalar_tensor.default
 
 
 def _replace(node: fx.Node, by: fx.Node) -> None:

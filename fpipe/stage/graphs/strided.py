@@ -8,15 +8,13 @@ what crosses a boundary between stages has another. The derivative that torch ha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.errors import StageError
-from fpipe.stage.graphs.joint import STAGE, value_of
+from fpipe.stage.graphs.joint import inserted, value_of
 
 aten = torch.ops.aten
 
@@ -33,11 +31,11 @@ def number_elements(name: str, graph: fx.Graph) -> None:
             has gaps.
     """
     for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
-        make = _Maker(name, graph, node)
+        make = _Maker(name, node)
         elements = make(aten.index_select.default, make.flat(), 0, make.numbers())
         make.replace(make(aten.reshape.default, elements, node.args[1]))
     for node in graph.find_nodes(op="call_function", target=aten.as_strided_scatter.default):
-        make = _Maker(name, graph, node)
+        make = _Maker(name, node)
         part = make(aten.reshape.default, node.args[1], [-1])
         make.replace(make.shaped(make(aten.scatter.src, make.flat(), 0, make.numbers(), part)))
 
@@ -47,13 +45,11 @@ class _Maker:
 
     Args:
         name: the function in messages.
-        graph: of the node.
         node: a view by strides, or a write to one.
     """
 
-    def __init__(self, name: str, graph: fx.Graph, node: fx.Node) -> None:
+    def __init__(self, name: str, node: fx.Node) -> None:
         self._name = name
-        self._graph = graph
         self._node = node
         first = 2 if node.target is aten.as_strided_scatter.default else 1
         arguments: Sequence[Any] = node.args[first:]
@@ -72,14 +68,7 @@ class _Maker:
 
     def __call__(self, target: Any, *arguments: Any, **options: Any) -> fx.Node:
         """A node that calls `target`."""
-        like: Any = value_of(self._node)
-        values = fx.map_arg(arguments, value_of)
-        with like.fake_mode if isinstance(like, FakeTensor) else nullcontext(), torch.no_grad():
-            value = target(*values, **options)
-        with self._graph.inserting_before(self._node):
-            made = self._graph.call_function(target, arguments, options)
-        made.meta |= {"val": value, STAGE: self._node.meta[STAGE]}
-        return made
+        return inserted(self._node, target, *arguments, **options)
 
     def flat(self) -> fx.Node:
         """The elements of the value in the order of its memory."""
@@ -105,7 +94,7 @@ class _Maker:
     def replace(self, new: fx.Node) -> None:
         """Let `new` take the place of the node."""
         self._node.replace_all_uses_with(new)
-        self._graph.erase_node(self._node)
+        self._node.graph.erase_node(self._node)
 
     def _refusal(self, why: str) -> StageError:
         return StageError(

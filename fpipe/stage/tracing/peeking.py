@@ -1,4 +1,4 @@
-"""Functions of torch that look at data only to check it or to print it, made to do without.
+"""Functions of torch that look at data without need, to check or to print it, made to do without.
 
 Within `torch.func` they do not see that they are traced, where there is no data to look at.
 """
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fpipe.stage.foreign.ctc import ctc_loss
+
 
 class WithoutPeeking(TorchFunctionMode):
     """Within it torch does not check the values of arguments.
@@ -20,6 +22,9 @@ class WithoutPeeking(TorchFunctionMode):
     Indices of `one_hot` that are no class give rows of zeros, as on CUDA under torch.compile; in
     `gaussian_nll_loss` a negative variance counts as `eps`; and `torch.distributions` take what
     they are given. A tensor that is formatted into a message, needed or not, appears as its shape.
+    Nor does the derivative of ``x[mask] = value`` count what is masked, where all of that gets the
+    same value, or `ctc_loss` the symbols of its longest target. `istft` does not see whether its
+    windows leave a gap, where it divides by zero.
     """
 
     def __torch_function__(
@@ -34,11 +39,39 @@ class WithoutPeeking(TorchFunctionMode):
             return _one_hot(*args, **(kwargs or {}))
         if func is torch.nn.functional.gaussian_nll_loss:
             return _gaussian_nll_loss(*args, **(kwargs or {}))
+        if func in _CTC_LOSSES:
+            return ctc_loss(*args, **(kwargs or {}))
+        if func in _ISTFTS:
+            return torch._refs.istft(*args, **(kwargs or {}))
+        if func is Tensor.__setitem__ and _is_one_value(*args):
+            return _set_where(*args)
         if func is torch._is_all_true:  # what distributions ask of a check
             return True
         if func is Tensor.__format__ and args[0].dim() == 0:
             return f"a tensor of shape {tuple(args[0].shape)}"
         return func(*args, **(kwargs or {}))
+
+
+_CTC_LOSSES = (torch.nn.functional.ctc_loss, torch.ctc_loss)
+_ISTFTS = (torch.istft, Tensor.istft)
+
+
+def _is_one_value(x: Tensor, index: Any, value: Any) -> bool:
+    """Whether all that a mask selects is set to the same."""
+    if not (isinstance(index, Tensor) and index.dtype == torch.bool and isinstance(value, Tensor)):
+        return False
+    if value.dtype != x.dtype:
+        return False  # torch says what is wrong
+    rest = x.dim() - index.dim()
+    if not index.dim() or rest < 0 or index.shape != x.shape[: index.dim()]:
+        return False
+    return all(size == 1 for size in value.shape[: max(value.dim() - rest, 0)])
+
+
+def _set_where(x: Tensor, mask: Tensor, value: Tensor) -> None:
+    rest = x.dim() - mask.dim()
+    value = value.reshape(value.shape[max(value.dim() - rest, 0) :])
+    x.copy_(torch.where(mask.reshape(*mask.shape, *[1] * rest), value, x))
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:

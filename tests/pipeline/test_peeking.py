@@ -1,0 +1,224 @@
+"""Functions of torch that look at their data, where a trace has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fpipe
+from tests.models import rand
+
+PARAMS = {"a": rand(3, 4), "b": rand(4, 5) / 2}
+
+
+def check(last: Callable[[Tensor, Any], Tensor], batch: Any, *, cut: bool, **options: Any) -> None:
+    """Compare a loss of two stages with autograd."""
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        return last(fpipe.cut((batch["x"] @ params["a"]).tanh()) @ params["b"], batch)
+
+    own = {name: leaf.clone().requires_grad_() for name, leaf in PARAMS.items()}
+    expected = loss_fn(own, batch)
+    expected.backward()
+    schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=1)
+    options["in_dims"] = {name: 0 if name == "x" else None for name in batch}
+    if cut:
+        pipe = fpipe.pipeline(loss_fn, schedule=schedule, **options)
+        loss, grads = pipe.step(PARAMS, batch)
+    else:
+        stages = [lambda p, b: (b["x"] @ p).tanh(), lambda p, x: x @ p]
+        pipe = fpipe.pipeline(stages, last, schedule, **options)
+        loss, (a, b) = pipe.step(list(PARAMS.values()), batch)
+        grads = {"a": a, "b": b}
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(grads, {name: leaf.grad for name, leaf in own.items()})
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"full": True, "reduction": "sum"},
+        {"eps": 1.1, "reduction": "none"},
+        {"var": 0.3},
+        {"var": (4,)},
+        {"var": (4, 1)},
+        {"var": (1, 5)},
+    ],
+)
+def test_gaussian_likelihood(options: Any, cut: bool) -> None:
+    options = dict(options)
+    shape = options.pop("var", (4, 5))
+
+    def loss(y: Tensor, batch: Any) -> Tensor:
+        var: Any = shape
+        if not isinstance(shape, float):
+            summed = batch["v"].sum(1) if shape == (4,) else batch["v"].sum_to_size(shape)
+            var = summed * y.exp().mean()
+        return F.gaussian_nll_loss(y, batch["v"].cos(), var, **options).sum()
+
+    check(loss, {"x": rand(4, 3), "v": rand(4, 5).square()}, cut=cut, compile=False)
+
+
+LENGTHS = {"input": torch.tensor([7, 5, 6]), "target": torch.tensor([2, 0, 3])}
+TARGETS = torch.tensor([[1, 3, 0, 0], [0, 0, 0, 0], [2, 2, 4, 0]])
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("form", ["padded", "in a row", "one sequence", "numbers", "torch's own"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reduction": "sum", "zero_infinity": True}, {"blank": 2, "reduction": "none"}],
+    ids=["mean", "sum", "none"],
+)
+def test_ctc(options: Any, form: str, cut: bool) -> None:
+    options = dict(options)
+    if form == "torch's own":
+        options["reduction"] = {"none": 0, "mean": 1, "sum": 2}[options.get("reduction", "mean")]
+
+    def loss(y: Tensor, batch: Any) -> Tensor:
+        log_probs = y.reshape(7, 3, 5).log_softmax(2)
+        targets, lengths = batch["targets"], (batch["input"], batch["target"])
+        if options.get("blank"):
+            targets = (
+                targets * 0 + 3
+            )  # the same symbol again needs a blank between: some do not fit
+        if form == "in a row":
+            targets = targets[:, :2].reshape(-1)[:5]
+        elif form == "one sequence":
+            log_probs, targets = log_probs[:, 0], targets[0, :2]
+            lengths = (lengths[0][0], lengths[1][0])
+        elif form == "numbers":
+            lengths = ((7, 5, 6), (2, 0, 3))
+        function = torch.ctc_loss if form == "torch's own" else F.ctc_loss
+        return function(log_probs, targets, *lengths, **options).sum()
+
+    check(loss, {"x": rand(21, 3), "targets": TARGETS} | LENGTHS, cut=cut, compile=False)
+
+
+def test_ctc_of_what_does_not_fit() -> None:
+    def loss(y: Tensor, batch: Any) -> Tensor:
+        log_probs = y.reshape(3, 7, 5).log_softmax(2)
+        return F.ctc_loss(
+            log_probs, batch["targets"], batch["input"], batch["target"], zero_infinity=True
+        )
+
+    lengths = {"input": torch.tensor([3, 2, 1, 3, 3, 3, 3]), "target": torch.arange(7) % 5}
+    targets = torch.randint(1, 5, (7, 4), generator=torch.Generator().manual_seed(0))
+    check(loss, {"x": rand(21, 3), "targets": targets} | lengths, cut=True, compile=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"blank": 5}, "blank=5 is none of the 5 classes"),
+        ({"reduction": "max"}, "reduction='max' is not mean, sum or none"),
+        (
+            {"input_lengths": torch.tensor([7, 5])},
+            r"input_lengths has the shape \(2,\), for 3 seq",
+        ),
+    ],
+)
+def test_ctc_of_odd_arguments(change: Any, message: str) -> None:
+    arguments = {"input_lengths": LENGTHS["input"], "target_lengths": LENGTHS["target"]} | change
+
+    def stage(params: Tensor, batch: Tensor) -> Tensor:
+        return F.ctc_loss((batch @ params).reshape(7, 3, 5), TARGETS, **arguments)
+
+    schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline([stage], lambda y, _: y, schedule, compile=False)
+    with pytest.raises(fpipe.StageError, match=message):
+        pipe.step([rand(3, 5)], rand(21, 3))
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_inverse_of_a_spectrogram(cut: bool) -> None:
+    window = torch.hann_window(8, dtype=torch.float64)
+
+    def loss(y: Tensor, batch: Any) -> Tensor:
+        options: dict[str, Any] = {"n_fft": 8, "hop_length": 2, "window": window}
+        waves = y.reshape(2, 40)
+        spectrum = torch.stft(waves, return_complex=True, **options)
+        back = torch.istft(spectrum * torch.polar(waves[0, 0], waves[1, 1]), **options, length=40)
+        return (back.square() * batch["x"].sum()).sum() + spectrum.istft(**options).cos().sum()
+
+    check(loss, {"x": rand(16, 3)}, cut=cut, compile=False)
+
+
+def number(x: Tensor, old: Tensor, mask: Tensor) -> None:
+    x[mask] = 0.5
+
+
+def one(x: Tensor, old: Tensor, mask: Tensor) -> None:
+    x[mask] = old.square().mean()
+
+
+def one_in_a_list(x: Tensor, old: Tensor, mask: Tensor) -> None:
+    x[mask] = old[:1, :1].exp().reshape(1)
+
+
+def row(x: Tensor, old: Tensor, mask: Tensor) -> None:
+    x[mask[:, 0]] = old[0] * old[1]
+
+
+def row_in_a_list(x: Tensor, old: Tensor, mask: Tensor) -> None:
+    x[mask[:, 0]] = (old[0] * old[1]).unsqueeze(0)
+
+
+def in_a_view(x: Tensor, old: Tensor, mask: Tensor) -> None:
+    x[1:, :4][mask[1:, :4]] = old.sum()
+
+
+def twice(x: Tensor, old: Tensor, mask: Tensor) -> None:
+    x[mask] = old.square().sum()
+    x[~mask[:, 1]] = old[2]
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize(
+    "write", [number, one, one_in_a_list, row, row_in_a_list, in_a_view, twice]
+)
+def test_one_value_where_a_mask_says(write: Callable[..., None], cut: bool) -> None:
+    def loss(y: Tensor, batch: Any) -> Tensor:
+        x = y * batch["v"]
+        write(x, x.clone(), batch["v"] > 0)
+        return (x.square() * batch["v"]).sum() + y.sum()
+
+    check(loss, {"x": rand(4, 3), "v": rand(4, 5)}, cut=cut, compile=False)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: x.__setitem__(x[:2] > 0, x.sum()),
+        lambda x: x.__setitem__(x > 0, x[:3, 0].float()),
+    ],
+    ids=["shape of the mask", "dtype"],
+)
+def test_wrong_masks_are_refused_as_torch_does(wrong: Callable[[Tensor], None]) -> None:
+    def stage(params: Tensor, batch: Tensor) -> Tensor:
+        x = batch @ params
+        wrong(x)
+        return x.sum()
+
+    schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline([stage], lambda y, _: y, schedule, compile=False)
+    with pytest.raises(fpipe.StageError):
+        pipe.step([rand(3, 5)], rand(4, 3))
+
+
+@pytest.mark.inductor
+def test_compiled() -> None:
+    def loss(y: Tensor, batch: Any) -> Tensor:
+        log_probs = y.reshape(7, 3, 5).log_softmax(2)
+        floored = log_probs.clone()
+        one(floored, log_probs, log_probs < -4)
+        return F.ctc_loss(floored, batch["targets"], batch["input"], batch["target"])
+
+    check(loss, {"x": rand(21, 3), "targets": TARGETS} | LENGTHS, cut=True)
