@@ -35,25 +35,14 @@ class WithoutPeeking(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call `func`, or what stands for it."""
-        if func is torch.nn.functional.one_hot:
-            return _one_hot(*args, **(kwargs or {}))
-        if func is torch.nn.functional.gaussian_nll_loss:
-            return _gaussian_nll_loss(*args, **(kwargs or {}))
-        if func in _CTC_LOSSES:
-            return ctc_loss(*args, **(kwargs or {}))
-        if func in _ISTFTS:
-            return torch._refs.istft(*args, **(kwargs or {}))
-        if func is Tensor.__setitem__ and _is_one_value(*args):
-            return _set_where(*args)
-        if func is torch._is_all_true:  # what distributions ask of a check
-            return True
-        if func is Tensor.__format__ and args[0].dim() == 0:
-            return f"a tensor of shape {tuple(args[0].shape)}"
-        return func(*args, **(kwargs or {}))
+        return _WITHOUT.get(func, func)(*args, **(kwargs or {}))
 
 
-_CTC_LOSSES = (torch.nn.functional.ctc_loss, torch.ctc_loss)
-_ISTFTS = (torch.istft, Tensor.istft)
+def _set_item(x: Tensor, index: Any, value: Any) -> None:
+    if _is_one_value(x, index, value):
+        _set_where(x, index, value)
+    else:
+        x[index] = value
 
 
 def _is_one_value(x: Tensor, index: Any, value: Any) -> bool:
@@ -105,3 +94,21 @@ def _gaussian_nll_loss(
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
     return loss if reduction == "none" else getattr(loss, reduction)()
+
+
+def _format(x: Tensor, spec: str = "") -> str:
+    return format(x, spec) if x.dim() else f"a tensor of shape {tuple(x.shape)}"
+
+
+_WITHOUT: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.nn.functional.one_hot: _one_hot,
+    torch.nn.functional.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.nn.functional.ctc_loss: ctc_loss,
+    torch.ctc_loss: ctc_loss,
+    torch.istft: torch._refs.istft,
+    Tensor.istft: torch._refs.istft,
+    Tensor.__setitem__: _set_item,
+    Tensor.__format__: _format,
+    torch._is_all_true: lambda _: True,  # what distributions ask of a check
+}
+"""What stands for functions that look at data."""
