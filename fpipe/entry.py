@@ -96,8 +96,9 @@ def pipeline(
         remat: ``"none"`` keeps what the backward reads; ``"full"`` keeps each stage's inputs and
             computes the rest again; ``"except_last"`` is full but for the last microbatch of each
             stage; a callable decides for each traced forward node whether its value may be kept.
-            What depends on parameters alone is computed once a step, and kept for it. The result
-            never depends on it.
+            What is inside a call of `torch.utils.checkpoint` is computed again in any case, call
+            by call, and saved where selective checkpointing says so. What depends on parameters
+            alone is computed once a step, and kept for it. The result never depends on any of it.
         compile: True for Inductor; False to run the traced graphs uncompiled; a mapping with
             ``backend``, ``mode`` and ``options`` as for `torch.compile`; or a callable from a
             graph module and example inputs to a boxed callable.

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe import Action, BatchError, FpipeError, Schedule, ScheduleError, StageError, schedules
@@ -349,8 +348,9 @@ def test_product_of_two_dtypes_in_one_function() -> None:
         pipe.step(torch.eye(3), torch.ones(4, 3, dtype=torch.float64))
 
 
-def uses_checkpoint(p: Any, x: Tensor) -> Tensor:
-    return checkpoint(torch.tanh, x @ p["w"], use_reentrant=False)
+def offloads(p: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return torch.tanh(x @ p["w"])
 
 
 def uses_autograd(p: Any, x: Tensor) -> Tensor:
@@ -422,9 +422,9 @@ def test_seed_of_its_own() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_checkpoint_within_a_stage() -> None:
-    with pytest.raises(StageError, match=r"uses torch.utils.checkpoint .* remat= of"):
-        step(*after_first(uses_checkpoint))
+def test_saved_tensor_hooks_within_a_stage() -> None:
+    with pytest.raises(StageError, match=r"uses saved-tensor hooks at .* remat= of"):
+        step(*after_first(offloads))
 
 
 # ── tensors that a stage closes over ────────────────────────────────────────────────────────────

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from fpipe.stage.cutting.segments import Segment
 from fpipe.stage.graphs.fingerprint import fingerprint, places_of
-from fpipe.stage.graphs.joint import Constant, Param, Source, SumSoFar
+from fpipe.stage.graphs.joint import CHECKPOINT, Constant, Param, Source, SumSoFar
 from fpipe.stage.tracing.abstract import Leaves
 from fpipe.stage.tracing.tracer import Traced
 
@@ -40,11 +40,20 @@ def likeness(part: Segment, leaves: Leaves) -> Hashable:
         node.meta["val"] = value
     return (
         fingerprint(part.graph),
+        _checkpoints(part.graph),
         places_of(part.graph),
         leaves.differentiable,
         tuple(type(source) for source in leaves.sources),
         tuple(map(len, part.readers)),
     )
+
+
+def _checkpoints(graph: fx.Graph) -> tuple[tuple[int, bool] | None, ...]:
+    """Of each node, which call of checkpoint it is in, and whether it is saved."""
+    calls = [node.meta.get(CHECKPOINT) for node in graph.nodes]
+    numbers = {call.number: 0 for call in calls if call is not None}
+    numbers = {number: index for index, number in enumerate(numbers)}
+    return tuple(call and (numbers[call.number], call.saved) for call in calls)
 
 
 def seen_from(traced: Traced, sources: Sequence[Source], part: Segment) -> Traced:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor, fx
@@ -25,6 +24,7 @@ from fpipe.stage.cutting.recording import Recorder
 from fpipe.stage.cutting.segments import Segment
 from fpipe.stage.cutting.updates import updates_of
 from fpipe.stage.declared.objective import Objective
+from fpipe.stage.foreign.checkpointed import Replay
 from fpipe.stage.graphs.joint import BatchLeaf, Key, Param, Source, StateLeaf, Upstream
 from fpipe.stage.tracing.abstract import Abstract, Leaves, abstract_key
 from fpipe.stage.tracing.chain import Chain
@@ -146,7 +146,7 @@ class FunctionTracer:
         module = fx.GraphModule(part.graph.owning_module, part.graph)
         traced = trace(
             label,
-            partial(_call, module),
+            lambda values: list(Replay(module).run(*values)),
             leaves,
             self._mode,
             self._objective,
@@ -208,7 +208,3 @@ class FunctionTracer:
         return Leaves(
             tuple(values), part.sources, tuple(paths), tuple(differentiable), "what it reads"
         )
-
-
-def _call(module: fx.GraphModule, values: Sequence[Any]) -> Any:
-    return module(*values)

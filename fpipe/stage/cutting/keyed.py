@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe.draws import KEYED, draws, refusal
 from fpipe.errors import StageError
-from fpipe.stage.graphs.joint import STAGE
+from fpipe.stage.graphs.joint import marks_of
 
 
 def draw_from_keys(name: str, graph: fx.Graph, key: Tensor, mode: FakeTensorMode) -> list[fx.Node]:
@@ -43,7 +43,7 @@ def draw_from_keys(name: str, graph: fx.Graph, key: Tensor, mode: FakeTensorMode
             raise StageError(f"{name} {refusal(node.target)}")
         with graph.inserting_after(keys[-1] if keys else last):
             keys.append(graph.placeholder(f"key_{len(keys)}"))
-        keys[-1].meta |= {"val": key, STAGE: node.meta[STAGE]}
+        keys[-1].meta |= {"val": key} | marks_of(node)
         kind = _kind(node)
         if kind not in recorded:
             recorded[kind] = _record(node, key, mode)
@@ -85,7 +85,7 @@ def _inline(operations: fx.Graph, node: fx.Node, key: fx.Node) -> None:
             assert own.op in ("placeholder", "call_function"), f"{own.op} in what draws from a key"
             if own not in copies:
                 copies[own] = node.graph.node_copy(own, lambda used: copies[used])
-                copies[own].meta |= {STAGE: node.meta[STAGE]}
+                copies[own].meta |= marks_of(node)
     returned: Any = operations.output_node().args[0]
     if isinstance(returned, fx.Node):
         node.replace_all_uses_with(copies[returned])

@@ -29,6 +29,7 @@ from fpipe.stage.cutting.segments import Segment, mark, segments
 from fpipe.stage.cutting.updates import keep_changed
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.declared.returns import Layout, Returns, check_state
+from fpipe.stage.foreign.checkpointed import Marks
 from fpipe.stage.foreign.combined import with_contexts
 from fpipe.stage.foreign.custom import Calls
 from fpipe.stage.foreign.scripted import as_written
@@ -203,14 +204,7 @@ class Recorder:
                 generator of its own, or seeds torch's.
         """
         try:
-            with (
-                unreported(),
-                unseeded(),
-                self.mode,
-                with_gradients(),
-                with_contexts(),
-                WithoutPeeking(),
-            ):
+            with unreported(), unseeded(), self.mode, with_gradients():
                 inputs = [
                     value.clone().requires_grad_(index in moving).view_as(value)
                     for index, value in enumerate((*params.values, *batch.values, *keys))
@@ -221,7 +215,7 @@ class Recorder:
                     *("key" for _ in keys),
                 ]
                 guard = WriteGuard(dict(zip(paths, inputs, strict=True)), self.loss_fn)
-                with guard, UnseenWrites(), Known():
+                with with_contexts(), WithoutPeeking(), guard, UnseenWrites(), Known():
                     self._called(params, batch, inputs)
         except (ImpureError, Untraceable) as error:
             raise explain(self.name, error, "") from error
@@ -272,11 +266,20 @@ class Recorder:
                 first, _, others = result
             return [first, *others]
 
+        checkpoints = Marks()
         try:
-            with unreported(), self.mode, with_gradients(), with_contexts(), WithoutPeeking():
+            with (
+                unreported(),
+                self.mode,
+                with_gradients(),
+                with_contexts(),
+                WithoutPeeking(),
+                checkpoints.active(),
+            ):
                 module = make_fx(functionalize(flat), tracing_mode="fake")(
                     *params.values, *batch.values, *keys
                 )
+                checkpoints.mark(module.graph)
         except FpipeError:
             raise
         except Exception as error:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.stage.foreign.checkpointed import called_plainly, is_reentrant, plainly
 from fpipe.stage.foreign.custom import check_plain, check_returned, name_of
 from fpipe.stage.foreign.registered import apply_at_one_level, is_registered, without_forward_mode
 from fpipe.stage.foreign.standin import StandIn
@@ -29,13 +30,16 @@ def with_contexts() -> Iterator[None]:
     """Within it Functions whose forward takes ctx can be called within `torch.func`.
 
     torch refuses them before a mode sees them. Those of torch's own are refused as ever, but for
-    those that it makes of registered backwards. Calls in other threads are as before.
+    those that it makes of registered backwards, and that of `torch.utils.checkpoint`. Calls in
+    other threads are as before.
     """
-    with _APPLIES.active(), without_forward_mode():
+    with _APPLIES.active(), without_forward_mode(), called_plainly():
         yield
 
 
 def _apply(function: Any, *args: Any, **options: Any) -> Any:
+    if _APPLIES.is_active and is_reentrant(function):
+        return plainly(*args, **options)
     if not (_APPLIES.is_active and torch._C._are_functorch_transforms_active()):
         return _APPLY.__func__(function, *args, **options)
     if is_registered(function):

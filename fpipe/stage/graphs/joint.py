@@ -29,6 +29,9 @@ aten = torch.ops.aten
 STAGE = "fpipe.stage"
 """Where the ``meta`` of a node in a recorded function says in which stage that was."""
 
+CHECKPOINT = "fpipe.checkpoint"
+"""Where the ``meta`` of a forward node says in which `Checkpointed` call it was recorded."""
+
 _COPIES = frozenset({aten.clone.default, aten._to_copy.default})
 _ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
 _FILLED = frozenset({aten.full.default, aten.full_like.default, aten.new_full.default})
@@ -97,6 +100,18 @@ class SumSoFar:
     """Source: the sum over earlier microbatches of the gradient of a parameter leaf."""
 
     leaf: int
+
+
+class Checkpointed(NamedTuple):
+    """A call of `torch.utils.checkpoint`, as a node within it sees it.
+
+    Attributes:
+        number: of the call.
+        saved: it saves what this node computes.
+    """
+
+    number: int
+    saved: bool = False
 
 
 class Cotangent(NamedTuple):
@@ -272,8 +287,13 @@ def inserted(before: fx.Node, target: Any, *arguments: Any, **options: Any) -> f
         value = target(*values, **options)
     with before.graph.inserting_before(before):
         made = before.graph.call_function(target, arguments, options)
-    made.meta |= {"val": value, STAGE: before.meta[STAGE]}
+    made.meta |= {"val": value} | marks_of(before)
     return made
+
+
+def marks_of(node: fx.Node) -> dict[str, Any]:
+    """Where a node was recorded, as the ``meta`` of one that takes its place says it."""
+    return {key: node.meta[key] for key in (STAGE, CHECKPOINT) if key in node.meta}
 
 
 def nbytes_of(node: fx.Node) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fpipe.errors import StageError
-from fpipe.stage.graphs.joint import STAGE, is_view
+from fpipe.stage.graphs.joint import is_view, marks_of
 
 aten = torch.ops.aten
 
@@ -49,7 +49,7 @@ def make_draws_differentiable(graph: fx.Graph) -> None:
         x = node.args[0]
         with graph.inserting_before(node):
             constant = graph.call_function(aten.detach.default, (x,))
-        constant.meta |= {"val": x.meta["val"], STAGE: node.meta[STAGE]}
+        constant.meta |= {"val": x.meta["val"]} | marks_of(node)
         node.update_arg(0, constant)
         if not is_rrelu:
             continue
@@ -58,8 +58,8 @@ def make_draws_differentiable(graph: fx.Graph) -> None:
             drawn = graph.call_function(operator.getitem, (node, 1))
         with graph.inserting_after(drawn):
             product = graph.call_function(aten.mul.Tensor, (x, drawn))
-        drawn.meta |= {"val": noise, STAGE: node.meta[STAGE]}
-        product.meta |= {"val": value, STAGE: node.meta[STAGE]}
+        drawn.meta |= {"val": noise} | marks_of(node)
+        product.meta |= {"val": value} | marks_of(node)
         for user in list(node.users):
             if user.target is operator.getitem and user.args[1] == 0:
                 user.replace_all_uses_with(product)
@@ -131,14 +131,14 @@ def return_statistics(name: str, graph: fx.Graph) -> None:
             whole = graph.call_function(aten._native_batch_norm_legit_functional.default, node.args)
         made: tuple[Any, ...] = node.meta["val"]
         values = (*made[:3], *(arg.meta["val"] for arg in running))
-        whole.meta |= {"val": values, STAGE: node.meta[STAGE]}
+        whole.meta |= {"val": values} | marks_of(node)
         later = set(_after(whole))
         for user in list(node.users):
             user.replace_input_with(node, whole)
         for index, arg in enumerate(running, 3):
             with graph.inserting_after(whole):
                 new = graph.call_function(operator.getitem, (whole, index))
-            new.meta |= {"val": arg.meta["val"], STAGE: node.meta[STAGE]}
+            new.meta |= {"val": arg.meta["val"]} | marks_of(node)
             for user in [user for user in arg.users if user in later]:
                 user.replace_input_with(arg, new)
         graph.erase_node(node)

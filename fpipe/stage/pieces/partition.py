@@ -23,11 +23,14 @@ from torch import Tensor, fx
 
 from fpipe.stage.graphs.fingerprint import fingerprint, places_of
 from fpipe.stage.graphs.joint import (
+    CHECKPOINT,
+    Checkpointed,
     Cotangent,
     Joint,
     Source,
     Upstream,
     ancestors,
+    base_of,
     is_product,
     is_random,
     is_view,
@@ -113,7 +116,8 @@ def partition(
         params: the caller's leaves whose gradient is wanted and not zero.
         policy: whether the backward may read a forward value (True), or computes it again from
             the stage's inputs (False). Random values are always kept, what no microbatch goes into
-            is there anyway, and what is made of nothing is always made again.
+            is there anyway, and what is made of nothing is always made again; so is what is inside
+            a call of `torch.utils.checkpoint`.
 
     Returns:
         Pieces by op: ``F``, ``B``, ``I``, ``W``, and ``B+``, ``W+``, which take and return sums
@@ -130,10 +134,12 @@ def partition(
     checks = _checks(joint)
     prepared, cheap = unchanging(joint, ancestors([*results, *input_grads, *totals, *checks]))
     given = placeholders.union(prepared)
+    forward = _forward_nodes(results)
+    again = _checkpointed(forward, results)
     kept = given | {
         n
-        for n in _forward_nodes(results) - backward - cheap
-        if _can_hold(n) and (is_random(n) or policy(n))
+        for n in forward - backward - cheap
+        if _can_hold(n) and (is_random(n) or (n not in again and policy(n)))
     }
 
     whole = _slice([*input_grads, *starts], kept)
@@ -158,11 +164,11 @@ def partition(
     pieces = {
         PREPARE: _build(prepared, placeholders, ()),
         "F": _build([*results, *residuals], given, in_f),
-        "B": _build([*input_grads, *starts], kept, in_b),
-        "B+": _build([*input_grads, *totals], kept, in_b),
-        "I": _build(first, kept, in_i),
-        "W": _build(starts, available, in_w),
-        "W+": _build(totals, available, in_w),
+        "B": _build([*input_grads, *starts], kept, in_b, again),
+        "B+": _build([*input_grads, *totals], kept, in_b, again),
+        "I": _build(first, kept, in_i, again),
+        "W": _build(starts, available, in_w, again),
+        "W+": _build(totals, available, in_w, again),
     }
     return {op: piece for op, piece in pieces.items() if piece is not None}
 
@@ -242,6 +248,20 @@ def _forward_nodes(results: Iterable[fx.Node]) -> set[fx.Node]:
     return found | elements
 
 
+def _checkpointed(forward: Collection[fx.Node], results: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes inside calls of checkpoint: not what the rest of the forward reads of them."""
+    calls: dict[fx.Node, Checkpointed] = {
+        n: n.meta[CHECKPOINT] for n in forward if CHECKPOINT in n.meta
+    }
+
+    def leaves(node: fx.Node, call: int) -> bool:
+        readers = (u for u in node.users if u in forward)
+        return node in results or any(u not in calls or calls[u].number != call for u in readers)
+
+    read = {base_of(n) for n, call in calls.items() if call.saved or leaves(n, call.number)}
+    return {n for n in calls if n not in read}
+
+
 def _slice(roots: Collection[fx.Node], available: Collection[fx.Node]) -> list[fx.Node]:
     """The nodes that must run to compute `roots` when `available` need not, in graph order."""
     found = ancestors(roots, until=available)
@@ -249,6 +269,23 @@ def _slice(roots: Collection[fx.Node], available: Collection[fx.Node]) -> list[f
         return []
     graph = next(iter(found)).graph
     return [node for node in graph.nodes if node in found]
+
+
+def _when_read(nodes: list[fx.Node], late: Collection[fx.Node]) -> list[fx.Node]:
+    """Nodes in graph order, but for those that are `late`, each just before it is first read."""
+    place = {node: index for index, node in enumerate(nodes)}
+    order: dict[fx.Node, None] = {}
+    for node in nodes:
+        if node not in late:
+            wanted: set[fx.Node] = set()
+            stack = [node]
+            while stack:
+                current = stack.pop()
+                if current in place and current not in order and current not in wanted:
+                    wanted.add(current)
+                    stack += current.all_input_nodes
+            order |= dict.fromkeys(sorted(wanted, key=place.__getitem__))
+    return list(order | dict.fromkeys(nodes))
 
 
 def _reads(nodes: Collection[fx.Node]) -> list[fx.Node]:
@@ -264,13 +301,21 @@ def _can_hold(node: fx.Node) -> bool:
 
 
 def _build(
-    roots: Iterable[fx.Node], available: Collection[fx.Node], checks: Sequence[fx.Node]
+    roots: Iterable[fx.Node],
+    available: Collection[fx.Node],
+    checks: Sequence[fx.Node],
+    late: Collection[fx.Node] = (),
 ) -> Piece | None:
-    """A graph of its own that computes those of `roots` that are not available, with `checks`."""
+    """A graph of its own that computes those of `roots` that are not available, with `checks`.
+
+    What is `late` is computed when it is first read.
+    """
     returned = [n for n in dict.fromkeys(roots) if n not in available]
     if not returned and not checks:
         return None
     nodes = _slice([*returned, *checks], available)
+    if late:
+        nodes = _when_read(nodes, late)
     inputs = _reads(nodes)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -36,6 +36,8 @@ _MACHINERY = (
 _HIGHER_ORDER = re.compile(r"no rule registered for HigherOrderOperator (\w+)")
 # Of a value, into Python or C.
 _READS = (".numpy()", "tolist()", "data pointer")
+# Of autograd, about a trace.
+_AUTOGRAD = ("does not require grad", "have been used in the graph", "backward() called inside")
 _LAYERS = str(Path(torch.nn.__file__).parent)
 
 
@@ -133,7 +135,7 @@ def _refusal(name: str, error: Exception, given: str) -> StageError:
             f"{name} closes over a tensor that a transform of torch.func maps or differentiates"
             f"{at}: pass it in the parameters or in the batch, where transforms can see it"
         )
-    if "does not require grad" in text or "have been used in the graph" in text:
+    if any(words in text for words in _AUTOGRAD):
         return StageError(
             f"{name} differentiates with torch.autograd ({text}){at}: a stage is traced without "
             "autograd's own history, so take derivatives inside of it with torch.func.grad or "
@@ -149,15 +151,13 @@ def _refusal(name: str, error: Exception, given: str) -> StageError:
         )
     if "requires_grad_()" in text:
         return StageError(
-            f"{name} calls requires_grad_(){at}, and a stage is traced without autograd's own "
-            "history: take derivatives inside of it with torch.func.grad; of a Hugging Face model, "
-            "which does so for gradient checkpointing, call gradient_checkpointing_disable() and "
-            "disable_input_require_grads(), and choose remat= of fpipe.pipeline"
+            f"{name} calls requires_grad_(False){at}, and a stage is traced without autograd's own "
+            "history: use x.detach(), and say with trainable= which parameters are frozen"
         )
-    if _passed_through(error, "torch/utils/checkpoint.py") or "saved tensor hooks" in text:
+    if "saved tensor hooks" in text:
         return StageError(
-            f"{name} uses torch.utils.checkpoint or other saved-tensor hooks{at}: call the "
-            "function plainly, and choose what is computed again with remat= of fpipe.pipeline"
+            f"{name} uses saved-tensor hooks{at}: a stage keeps no tensors of autograd's; choose "
+            "what is computed again with remat= of fpipe.pipeline, or with torch.utils.checkpoint"
         )
     return StageError(f"{name} cannot be traced on {given}{at}: {type(error).__name__}: {text}")
 

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fpipe.stage.foreign.checkpointed import Marks, Replay
 from fpipe.stage.foreign.combined import with_contexts
 from fpipe.stage.refusing.explain import unreported
 from fpipe.stage.refusing.purity import writes
@@ -34,7 +35,15 @@ def record(
         with Known():
             return function(*values)
 
-    with unreported(), mode, with_gradients(), with_contexts(), WithoutPeeking():
+    marks = Marks()
+    with (
+        unreported(),
+        mode,
+        with_gradients(),
+        with_contexts(),
+        WithoutPeeking(),
+        marks.active(),
+    ):
         try:
             graph = make_fx(functionalize(known), tracing_mode="fake")(*arguments)
         except Exception as error:
@@ -42,10 +51,14 @@ def record(
             if "Functionalize rule" not in str(error):
                 raise
             graph = make_fx(known, tracing_mode="fake")(*arguments)
+        marks.mark(graph.graph)
         # Those have not been made functional. And where nothing is differentiated, composite
         # ops are taken apart after they have been, and may write to what they have made. Nor
         # has what is made of tensors alone that the function closes over.
-        return _functional(graph, arguments) if any(writes(graph.graph)) else graph
+        if any(writes(graph.graph)):
+            graph = _functional(graph, arguments)
+            marks.mark(graph.graph)
+        return graph
 
 
 def _functional(module: fx.GraphModule, arguments: Sequence[Tensor]) -> fx.GraphModule:
@@ -77,7 +90,7 @@ _DENSE = (Tensor, torch.nn.Parameter)
 """Not abstract; others are refused by name later."""
 
 
-class _Given(fx.Interpreter):
+class _Given(Replay):
     """Runs a graph with other tensors in place of those that it closes over."""
 
     def __init__(self, module: fx.GraphModule, given: Mapping[str, Tensor]) -> None:

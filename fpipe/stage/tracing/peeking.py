@@ -1,6 +1,7 @@
-"""Functions of torch that look at data without need, to check or to print it, made to do without.
+"""Functions of torch that want what a trace has not, without need: made to do without.
 
-Within `torch.func` they do not see that they are traced, where there is no data to look at.
+They look at data, to check or to print it, for within `torch.func` they do not see that they are
+traced. Or they make a leaf of autograd's, where no one will read its gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class WithoutPeeking(TorchFunctionMode):
     they are given. A tensor that is formatted into a message, needed or not, appears as its shape.
     Nor does the derivative of ``x[mask] = value`` count what is masked, where all of that gets the
     same value, or `ctc_loss` the symbols of its longest target. `istft` does not see whether its
-    windows leave a gap, where it divides by zero.
+    windows leave a gap, where it divides by zero. ``x.requires_grad_()`` returns `x`.
     """
 
     def __torch_function__(
@@ -100,6 +101,12 @@ def _format(x: Tensor, spec: str = "") -> str:
     return format(x, spec) if x.dim() else f"a tensor of shape {tuple(x.shape)}"
 
 
+def _requires_grad(x: Tensor, requires_grad: bool = True) -> Tensor:
+    if requires_grad and not torch._C._functorch.get_inplace_requires_grad_allowed():
+        return x  # not `torch.func` itself, which does so at each level
+    return x.requires_grad_(requires_grad)
+
+
 _WITHOUT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.one_hot: _one_hot,
     torch.nn.functional.gaussian_nll_loss: _gaussian_nll_loss,
@@ -109,6 +116,7 @@ _WITHOUT: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.istft: torch._refs.istft,
     Tensor.__setitem__: _set_item,
     Tensor.__format__: _format,
+    Tensor.requires_grad_: _requires_grad,
     torch._is_all_true: lambda _: True,  # what distributions ask of a check
 }
-"""What stands for functions that look at data."""
+"""What stands for each."""
