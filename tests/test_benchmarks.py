@@ -218,6 +218,17 @@ def test_ensemble_runs(tmp_path: Path) -> None:
     assert all(figure > 0 for figure in figures)
 
 
+@with_peer
+def test_remat_runs(tmp_path: Path) -> None:
+    options = ("--depth", "2", "--width", "64", "--length", "8", "--rows", "1")
+    report = run_benchmark(
+        "benchmarks.remat.run", tmp_path, *options, "--microbatches", "2", "--uncompiled"
+    )
+    held = {row[0]: row[3] for row in report["rows"]}
+    assert len(held) == 8
+    assert held["fpipe: each block"] < held["fpipe: nothing"]
+
+
 @pytest.mark.parametrize("options", [["--placements", "linear"], ["--families"]])
 def test_search_runs(options: list[str]) -> None:
     command = [sys.executable, "-m", "benchmarks.search.run", "--ranks", "2", "--iterations", "5"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 import fpipe
@@ -118,6 +119,19 @@ def test_remat_holds_less() -> None:
         peaks.append(watch.peak)
     assert peaks[0] > peaks[1] >= peaks[2]
     assert peaks[2] < peaks[0] / 2
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_full_remat_keeps_what_was_drawn_and_nothing_else(dropout: float) -> None:
+    def attend(params: Tensor, batch: Tensor) -> Tensor:
+        q, k, v = (batch @ params).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout).exp()
+
+    schedule = schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline([attend], lambda y, _: y.sum(), schedule, remat="full", compile=False)
+    (program,) = pipe.programs([rand(8, 24)], rand(2, 5, 8))
+    (forward,) = (i for i in program.instructions if isinstance(i, Compute) and i.action.op == "F")
+    assert (len(forward.outputs) == 1) == (dropout == 0)  # the loss
 
 
 def test_evaluation_keeps_nothing_for_a_backward() -> None:

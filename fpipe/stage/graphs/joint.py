@@ -24,6 +24,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
+from fpipe.draws import draws
+
 aten = torch.ops.aten
 
 STAGE = "fpipe.stage"
@@ -211,11 +213,8 @@ def is_differentiable(value: Tensor) -> bool:
 
 def is_random(node: fx.Node) -> bool:
     """Whether running `node` twice would draw two different values."""
-    target = _producer(node).target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in target.tags
-    )
+    own = _producer(node)
+    return draws(own.target, own.args, own.kwargs)
 
 
 def may_draw(node: fx.Node) -> bool:

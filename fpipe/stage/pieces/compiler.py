@@ -36,6 +36,8 @@ _OPTIONS = {
     "scalar_asserts": False,
     # It would compute the gradients of parameters at the end, and keep all that they read.
     "reorder_for_locality": False,
+    # It would compute again what is computed again before it is read, for all blocks at once.
+    "reorder_for_peak_memory": False,
 }
 
 
