@@ -22,9 +22,6 @@ def check(last: Callable[[Tensor, Any], Tensor], batch: Any, *, cut: bool, **opt
     def loss_fn(params: Any, batch: Any) -> Tensor:
         return last(fpipe.cut((batch["x"] @ params["a"]).tanh()) @ params["b"], batch)
 
-    own = {name: leaf.clone().requires_grad_() for name, leaf in PARAMS.items()}
-    expected = loss_fn(own, batch)
-    expected.backward()
     schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=1)
     options["in_dims"] = {name: 0 if name == "x" else None for name in batch}
     if cut:
@@ -35,6 +32,9 @@ def check(last: Callable[[Tensor, Any], Tensor], batch: Any, *, cut: bool, **opt
         pipe = fpipe.pipeline(stages, last, schedule, **options)
         loss, (a, b) = pipe.step(list(PARAMS.values()), batch)
         grads = {"a": a, "b": b}
+    own = {name: leaf.clone().requires_grad_() for name, leaf in PARAMS.items()}
+    expected = loss_fn(own, batch)
+    expected.backward()
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(grads, {name: leaf.grad for name, leaf in own.items()})
 
@@ -211,6 +211,33 @@ def test_wrong_masks_are_refused_as_torch_does(wrong: Callable[[Tensor], None]) 
     pipe = fpipe.pipeline([stage], lambda y, _: y, schedule, compile=False)
     with pytest.raises(fpipe.StageError):
         pipe.step([rand(3, 5)], rand(4, 3))
+
+
+def test_requiring_a_gradient_means_nothing() -> None:
+    def loss(y: Tensor, batch: Any) -> Tensor:
+        return y.tanh().requires_grad_().square().sum()
+
+    for cut in (True, False):
+        check(loss, {"x": rand(4, 3)}, cut=cut, compile=False)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda y: y.register_hook(torch.neg),
+        lambda y: y.register_post_accumulate_grad_hook(print),
+        lambda y: y.retain_grad(),
+        lambda y: y.requires_grad_(False),
+    ],
+)
+@pytest.mark.parametrize("cut", [True, False])
+def test_hooks_on_tensors_are_refused(hook: Callable[[Tensor], Any], cut: bool) -> None:
+    def loss(y: Tensor, batch: Any) -> Tensor:
+        hook(y)
+        return y.sum()
+
+    with pytest.raises(fpipe.StageError, match=r"test_peeking.py:\d+.* (x.detach|zeros to it)"):
+        check(loss, {"x": rand(4, 3)}, cut=cut, compile=False)
 
 
 @pytest.mark.inductor

@@ -20,12 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fpipe import tree
 from fpipe.stage.foreign.custom import CALL, Calls, recording_calls
 from fpipe.stage.graphs.joint import is_differentiable
-from fpipe.stage.refusing.explain import Untraceable
 
 T = TypeVar("T")
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
 
 
 @contextmanager
@@ -83,13 +81,6 @@ class _AsCalled(TorchFunctionMode):
         """Call `func`."""
         if func == _DATA:
             return args[0].detach()
-        if func in _HOOKS:
-            raise Untraceable(
-                f"calls {func.__name__} on a tensor",
-                "the derivative is taken of what is recorded, which has no hooks; to scale a "
-                "gradient by s write x * s + (x * (1 - s)).detach(), and clip or look at the "
-                "gradients that a step returns",
-            )
         if func is CALL:
             func = self._calls.record
         if torch.is_grad_enabled():

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fpipe.stage.foreign.ctc import ctc_loss
+from fpipe.stage.refusing.explain import Untraceable
 
 
 class WithoutPeeking(TorchFunctionMode):
@@ -25,7 +26,8 @@ class WithoutPeeking(TorchFunctionMode):
     they are given. A tensor that is formatted into a message, needed or not, appears as its shape.
     Nor does the derivative of ``x[mask] = value`` count what is masked, where all of that gets the
     same value, or `ctc_loss` the symbols of its longest target. `istft` does not see whether its
-    windows leave a gap, where it divides by zero. ``x.requires_grad_()`` returns `x`.
+    windows leave a gap, where it divides by zero. ``x.requires_grad_()`` returns `x`; hooks on
+    tensors are refused.
     """
 
     def __torch_function__(
@@ -107,6 +109,15 @@ def _requires_grad(x: Tensor, requires_grad: bool = True) -> Tensor:
     return x.requires_grad_(requires_grad)
 
 
+def _refuse_hook(x: Tensor, *hook: Any) -> None:
+    raise Untraceable(
+        "registers a hook on a tensor or calls retain_grad()",
+        "the derivative is taken of what is recorded, which has no hooks; to scale a gradient by s "
+        "write x * s + (x * (1 - s)).detach(), clip the gradients that a step returns, and to have "
+        "that of a value add a parameter of zeros to it",
+    )
+
+
 _WITHOUT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.one_hot: _one_hot,
     torch.nn.functional.gaussian_nll_loss: _gaussian_nll_loss,
@@ -117,6 +128,9 @@ _WITHOUT: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.__setitem__: _set_item,
     Tensor.__format__: _format,
     Tensor.requires_grad_: _requires_grad,
+    Tensor.register_hook: _refuse_hook,
+    Tensor.register_post_accumulate_grad_hook: _refuse_hook,
+    Tensor.retain_grad: _refuse_hook,
     torch._is_all_true: lambda _: True,  # what distributions ask of a check
 }
 """What stands for each."""
