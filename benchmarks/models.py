@@ -61,3 +61,18 @@ def init_blocks(
         }
         for _ in range(count)
     ]
+
+
+def trainable(params: Sequence[Block]) -> list[Block]:
+    """Copies for autograd."""
+    return [{name: leaf.clone().requires_grad_() for name, leaf in own.items()} for own in params]
+
+
+def gradients(params: Sequence[Block]) -> list[Block]:
+    """What autograd has left on them."""
+    return [{name: _gradient(leaf) for name, leaf in own.items()} for own in params]
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad

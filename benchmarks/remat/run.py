@@ -29,7 +29,15 @@ from benchmarks.harness import (
     publish,
 )
 from benchmarks.memory import peak
-from benchmarks.models import HEAD_WIDTH, Block, block, init_blocks, mean_square
+from benchmarks.models import (
+    HEAD_WIDTH,
+    Block,
+    block,
+    gradients,
+    init_blocks,
+    mean_square,
+    trainable,
+)
 
 aten = torch.ops.aten
 
@@ -113,9 +121,7 @@ def fpipe_case(
 
 def torch_case(stage: Stage, layers: list[Block], batch: Tensor, size: Size, compile: bool) -> Case:
     """The same by autograd, on one compiled function."""
-    own = [
-        {name: leaf.clone().requires_grad_() for name, leaf in layer.items()} for layer in layers
-    ]
+    own = trainable(layers)
     leaves = [leaf for layer in own for leaf in layer.values()]
     chunks = batch.chunk(size.microbatches)
 
@@ -129,14 +135,9 @@ def torch_case(stage: Stage, layers: list[Block], batch: Tensor, size: Size, com
         losses = [loss(own, chunk) for chunk in chunks]
         while losses:
             losses.pop(0).backward()
-        return [{name: _grad(leaf) for name, leaf in layer.items()} for layer in own]
+        return gradients(own)
 
     return Case(run, "torch: nothing")
-
-
-def _grad(leaf: Tensor) -> Tensor:
-    assert leaf.grad is not None
-    return leaf.grad
 
 
 def cases_of(size: Size, compile: bool) -> dict[str, Case]:

@@ -27,7 +27,7 @@ from benchmarks.harness import (
     machine,
     publish,
 )
-from benchmarks.models import Block, blocks, init_blocks, mean_square
+from benchmarks.models import Block, blocks, gradients, init_blocks, mean_square, trainable
 from fpipe.runtime.program import Compute, Program
 
 Step = Callable[[], object]
@@ -70,7 +70,7 @@ def autograd_step(
     Returns:
         The step, and a function that says how many bytes its forward keeps for its backward.
     """
-    params = [{name: leaf.clone().requires_grad_() for name, leaf in p.items()} for p in params]
+    params = trainable(params)
     leaves = [leaf for block in params for leaf in block.values()]
     chunks = batch.chunk(microbatches)
 
@@ -83,7 +83,7 @@ def autograd_step(
             leaf.grad = None
         for chunk in chunks:
             loss(params, chunk).backward()
-        return [{name: _grad(leaf) for name, leaf in block.items()} for block in params]
+        return gradients(params)
 
     def saved() -> int:
         node: Any = loss(params, chunks[0]).grad_fn
@@ -93,11 +93,6 @@ def autograd_step(
         return sum(t.untyped_storage().nbytes() for t in kept.values())
 
     return step, saved
-
-
-def _grad(leaf: Tensor) -> Tensor:
-    assert leaf.grad is not None
-    return leaf.grad
 
 
 # ── bytes ───────────────────────────────────────────────────────────────────────────────────────
