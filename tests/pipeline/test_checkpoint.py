@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -185,6 +185,57 @@ def test_writes_within_it() -> None:
     own = pipe_of(partial(checkpoint, writing, use_reentrant=False))
     torch.testing.assert_close(own.step(PARAMS, BATCH), expected.step(PARAMS, BATCH))
     assert max(peaks(own)) < max(peaks(expected))
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+@pytest.mark.parametrize("write", [True, False])
+def test_a_policy_that_counts(write: bool) -> None:
+    """As that of torchtitan, which saves every second product."""
+    products: list[int] = []  # returned by each piece, the forward's first
+
+    def every_second() -> Any:
+        seen = 0
+
+        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            nonlocal seen
+            seen += op is aten.mm.default
+            saves = op is aten.mm.default and seen % 2 == 0
+            return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    def own(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        if write:  # which is found in the graph, and recorded again without
+            x = Twice.apply(x).clone()
+            x[:, 0] = 2 * x[:, 1]
+        return block(p, x)
+
+    def compile(module: fx.GraphModule, _: Any) -> Callable[[list[Tensor]], Any]:
+        returned: Any = module.graph.output_node().args[0]
+        products.append(sum(node.target is aten.mm.default for node in returned))
+        module.graph.set_codegen(fx.graph._BoxedCodeGen())
+        module.recompile()
+        return module.forward
+
+    around = partial(checkpoint, own, use_reentrant=False, context_fn=every_second)
+    schedule = schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline([stage_of(around)], loss, schedule, compile=compile)
+    expected = fpipe.pipeline([stage_of(own)], loss, schedule, compile=False)
+    torch.testing.assert_close(pipe.step(PARAMS[:1], BATCH), expected.step(PARAMS[:1], BATCH))
+    assert products[0] == 3  # one of the three of each block
 
 
 def test_a_context_of_its_own() -> None:

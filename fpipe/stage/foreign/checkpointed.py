@@ -88,8 +88,9 @@ class Marks:
                 policy = self._policies.get(call.number)
                 saved = call.saved or (policy is not None and _saves(policy, node))
                 if node.target is operator.getitem:  # goes with what it is an element of
-                    saved = node.all_input_nodes[0].meta[CHECKPOINT].saved
+                    saved = node.all_input_nodes[0].meta.get(CHECKPOINT, call).saved
                 node.meta[CHECKPOINT] = call._replace(saved=saved)
+        self._policies.clear()  # they may count: each op is asked about once
 
 
 _MARKS: ContextVar[Marks | None] = ContextVar("fpipe.checkpoint", default=None)
