@@ -296,8 +296,12 @@ def _reads(nodes: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _can_hold(node: fx.Node) -> bool:
-    """Whether a value is worth a slot: a tensor, and no view (its base is held instead)."""
-    return isinstance(node.meta.get("val"), Tensor) and not is_view(node)
+    """Whether a value is worth a slot: a dense tensor, and no view (its base is held instead).
+
+    Compiled code takes no sparse ones, and their bytes are data.
+    """
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.layout is torch.strided and not is_view(node)
 
 
 def _build(
