@@ -6,6 +6,7 @@
 #   make examples   run every file of examples/ whole
 #   make soak       random schedules with random faults on real processes; ROUNDS=300 SEED=0
 #   make emulate    the tests of CUDA, on a device that is made of the CPU
+#   make reference  the docstrings of all public names as pages, in build/reference
 #   make lint       ruff and mypy alone
 #   make format     let ruff rewrite the files
 #   make clean      remove .venv, the caches and build outputs
@@ -30,7 +31,7 @@ WORKERS ?= 2
 ROUNDS ?= 300
 SEED ?= 0
 
-.PHONY: test demo examples soak emulate lint format clean
+.PHONY: test demo examples soak emulate reference lint format clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml constraints.txt
@@ -53,6 +54,10 @@ soak: $(STAMP)
 
 emulate: $(STAMP)
 	$(BIN)/python -m pytest -p tests.device.emulated -m "cuda and not real_device"
+
+reference: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -W ignore -m pdoc --docformat google --output-directory build/reference fpipe
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
