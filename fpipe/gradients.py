@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.arguments.parameters import Parameters
+from fpipe.arguments.shapes import is_differentiable
 from fpipe.planning.plan import Plan
 from fpipe.planning.total import divided_
 from fpipe.runtime.interpreter import Run
-from fpipe.stage.graphs.joint import is_differentiable
 
 
 def collected(plan: Plan, runs: Sequence[Run]) -> dict[tuple[int, int], Tensor]:

@@ -199,6 +199,11 @@ def _tree_difference(before: TreeShape, now: TreeShape) -> str:
     return ""
 
 
+def is_differentiable(value: Tensor) -> bool:
+    """Whether a value of this dtype can have a gradient."""
+    return value.dtype.is_floating_point or value.dtype.is_complex
+
+
 def in_words(leaf: Tensor | LeafShape) -> str:
     """Dtype and shape for a message, such as ``float32[2, 3]``."""
     return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"

@@ -26,7 +26,8 @@ from fpipe.stage.cutting.function import FunctionTracer
 from fpipe.stage.cutting.segments import Segment
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.foreign.custom import Applied
-from fpipe.stage.graphs.joint import Param, Upstream, is_view, nbytes_of
+from fpipe.stage.graphs.nodes import is_view, nbytes_of
+from fpipe.stage.graphs.sources import Param, Upstream
 
 _CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fpipe.errors import StageError
-from fpipe.stage.refusing.explain import place
+from fpipe.stage.refusing.frames import place
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from fpipe.arguments.shapes import (
     ambient,
     difference,
     distinct,
+    is_differentiable,
     refuse_without_data,
 )
 from fpipe.planning.plan import Plan
@@ -23,7 +24,6 @@ from fpipe.runtime.program import Program
 from fpipe.runtime.values import Codes
 from fpipe.schedule import Op, Schedule
 from fpipe.stage.declared.sink import Sink
-from fpipe.stage.graphs.joint import is_differentiable
 from fpipe.stage.pieces.code import StageCode
 from fpipe.stage.workshop import Made, Workshop
 

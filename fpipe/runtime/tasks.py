@@ -12,10 +12,10 @@ from torch import Tensor
 from fpipe.arguments.shapes import Spec
 from fpipe.runtime.values import Codes, Computed, Resolver, SumValue, Value
 from fpipe.schedule import Action, Op, Schedule
-from fpipe.stage.graphs.joint import BatchLeaf, Param, Source
+from fpipe.stage.graphs.sources import BatchLeaf, Param, Source
 from fpipe.stage.pieces.code import StageCode
 from fpipe.stage.pieces.compiler import Call
-from fpipe.stage.pieces.partition import PREPARE
+from fpipe.stage.pieces.piece import PREPARE
 
 
 class Task(NamedTuple):

@@ -19,7 +19,7 @@ from fpipe.runtime.tasks import Task, Tasks
 from fpipe.runtime.values import Codes, Computed, SumValue, Value
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.stage.declared.sink import Sink
-from fpipe.stage.graphs.joint import Param
+from fpipe.stage.graphs.sources import Param
 
 Place = tuple[int, int]
 """A leaf and a microbatch, -1 for the sum over all."""

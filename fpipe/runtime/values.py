@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from fpipe.stage.graphs.joint import (
+from fpipe.stage.graphs.sources import (
     BatchLeaf,
     Constant,
     Key,
@@ -21,7 +21,7 @@ from fpipe.stage.graphs.joint import (
     Upstream,
 )
 from fpipe.stage.pieces.code import StageCode
-from fpipe.stage.pieces.partition import PREPARE
+from fpipe.stage.pieces.piece import PREPARE
 
 Codes = Callable[[int, int], StageCode]
 """From stage and microbatch to the code that runs it."""

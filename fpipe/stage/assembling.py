@@ -12,17 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from fpipe.arguments.shapes import Spec
-from fpipe.stage.graphs.joint import BatchLeaf, Param, Seed, Source, Upstream
+from fpipe.stage.graphs.sources import BatchLeaf, Param, Seed, Source, Upstream
 from fpipe.stage.pieces.code import StageCode
 from fpipe.stage.pieces.compiler import Compiler
-from fpipe.stage.pieces.partition import (
-    Piece,
-    Policy,
-    forward_pieces,
-    live_cotangents,
-    live_gradients,
-    partition,
-)
+from fpipe.stage.pieces.partition import forward_pieces, live_cotangents, live_gradients, partition
+from fpipe.stage.pieces.piece import Piece
+from fpipe.stage.pieces.remat import Policy
 from fpipe.stage.tracing.chain import Chain
 
 

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 from fpipe.arguments.shapes import Signature, TreeShape, distinct
 from fpipe.stage.assembling import assemble, live_leaves
 from fpipe.stage.cutting.function import FunctionTracer
-from fpipe.stage.graphs.joint import Source, may_draw
+from fpipe.stage.graphs.nodes import may_draw
+from fpipe.stage.graphs.sources import Source
 from fpipe.stage.pieces.code import StageCode
 from fpipe.stage.pieces.compiler import Compiler
-from fpipe.stage.pieces.partition import Piece, Policy
+from fpipe.stage.pieces.piece import Piece
+from fpipe.stage.pieces.remat import Policy
 from fpipe.stage.tracing.chain import Chain, ChainTracer
 
 Trained = tuple[frozenset[Source], ...]

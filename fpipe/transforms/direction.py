@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.arguments.shapes import is_differentiable
 from fpipe.convention import Convention, Dual
 from fpipe.errors import BatchError
 from fpipe.stage.declared.trainable import Trainable
-from fpipe.stage.graphs.joint import is_differentiable
 from fpipe.transforms.parts import Parts
 
 HINT = "the gradients that step returns have the structure of a vector"

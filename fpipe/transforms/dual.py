@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.func import grad, jvp
 
 from fpipe import tree
+from fpipe.arguments.shapes import is_differentiable
 from fpipe.stage.declared.returns import Returns, Taken
-from fpipe.stage.graphs.joint import is_differentiable
 from fpipe.transforms.plain import beneath_forward_mode, differentiable_twice
 
 

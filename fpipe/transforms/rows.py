@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.arguments.shapes import is_differentiable
 from fpipe.convention import PLAIN, Convention
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError
 from fpipe.runtime.program import Program
 from fpipe.stage.declared.sink import Sink
-from fpipe.stage.graphs.joint import is_differentiable
 from fpipe.transforms.mapping import over, prefix_map
 from fpipe.transforms.plain import batched
 from fpipe.transforms.transformed import (

@@ -8,7 +8,7 @@ from fpipe.arguments.shapes import TreeShape
 from fpipe.modules.loss import ModuleLoss
 from fpipe.stage.cutting.function import FunctionTracer
 from fpipe.stage.declared.objective import Objective
-from fpipe.stage.graphs.joint import Param
+from fpipe.stage.graphs.sources import Param
 from fpipe.tree import flatten
 from tests.modules.models import CUTS, detached, language_model, make_batch
 

@@ -23,8 +23,7 @@ from fpipe.stage.declared.objective import Objective
 from fpipe.stage.declared.stage import Stage
 from fpipe.stage.pieces.code import StageCode
 from fpipe.stage.pieces.compiler import Call, Compiler
-from fpipe.stage.pieces.partition import Policy
-from fpipe.stage.pieces.remat import save_all
+from fpipe.stage.pieces.remat import Policy, save_all
 from fpipe.stage.tracing.chain import ChainTracer
 from tests.models import Model
 

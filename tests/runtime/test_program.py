@@ -31,8 +31,7 @@ from fpipe.runtime.program import (
 )
 from fpipe.runtime.weaving import DIRECT, Windows
 from fpipe.stage.pieces.compiler import Call
-from fpipe.stage.pieces.partition import Policy
-from fpipe.stage.pieces.remat import save_all, save_nothing
+from fpipe.stage.pieces.remat import Policy, save_all, save_nothing
 from tests.laboratory.random_schedules import schedules as random_schedules
 from tests.meter import Meter
 from tests.models import Model, apply, assert_same, gpt, mlp, plain_pipeline, rand, unpipelined

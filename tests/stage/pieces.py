@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.stage.pieces.partition import Piece, Policy
-from fpipe.stage.pieces.remat import save_all
+from fpipe.stage.pieces.piece import Piece
+from fpipe.stage.pieces.remat import Policy, save_all
 from tests.models import Model
 from tests.runtime.lowering import codes_of
 

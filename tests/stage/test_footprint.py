@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe.stage.pieces.compiler import Compiler
 from fpipe.stage.pieces.footprint import footprint
-from fpipe.stage.pieces.partition import Piece
+from fpipe.stage.pieces.piece import Piece
 from tests.meter import Meter
 from tests.models import MODELS
 from tests.runtime.lowering import codes_of

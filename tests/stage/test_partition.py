@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from fpipe.stage.pieces.partition import Piece
+from fpipe.stage.pieces.piece import Piece
 from fpipe.stage.pieces.remat import save_all, save_nothing
 from tests.models import Model, rand
 from tests.runtime.lowering import codes_of

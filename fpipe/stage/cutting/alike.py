@@ -13,7 +13,8 @@ from torch import Tensor, fx
 
 from fpipe.stage.cutting.segments import Segment
 from fpipe.stage.graphs.fingerprint import fingerprint, places_of
-from fpipe.stage.graphs.joint import CHECKPOINT, Constant, Param, Source, SumSoFar
+from fpipe.stage.graphs.nodes import CHECKPOINT
+from fpipe.stage.graphs.sources import Constant, Param, Source, SumSoFar
 from fpipe.stage.tracing.abstract import Leaves
 from fpipe.stage.tracing.tracer import Traced
 

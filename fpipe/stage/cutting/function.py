@@ -25,7 +25,7 @@ from fpipe.stage.cutting.segments import Segment
 from fpipe.stage.cutting.updates import updates_of
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.foreign.checkpointed import Replay
-from fpipe.stage.graphs.joint import BatchLeaf, Key, Param, Source, StateLeaf, Upstream
+from fpipe.stage.graphs.sources import BatchLeaf, Key, Param, Source, StateLeaf, Upstream
 from fpipe.stage.tracing.abstract import Abstract, Leaves, abstract_key
 from fpipe.stage.tracing.chain import Chain
 from fpipe.stage.tracing.tracer import Traced, trace

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe.draws import KEYED, draws, refusal
 from fpipe.errors import StageError
-from fpipe.stage.graphs.joint import marks_of
+from fpipe.stage.graphs.nodes import marks_of
 
 
 def draw_from_keys(name: str, graph: fx.Graph, key: Tensor, mode: FakeTensorMode) -> list[fx.Node]:

@@ -20,7 +20,7 @@ from torch.func import functionalize, vjp
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from fpipe import tree
-from fpipe.arguments.shapes import Goal
+from fpipe.arguments.shapes import Goal, is_differentiable
 from fpipe.errors import FpipeError, StageError
 from fpipe.stage.cutting.alike import merge_constants
 from fpipe.stage.cutting.cut import noting
@@ -33,20 +33,12 @@ from fpipe.stage.foreign.checkpointed import Marks
 from fpipe.stage.foreign.combined import with_contexts
 from fpipe.stage.foreign.custom import Calls
 from fpipe.stage.foreign.scripted import as_written
-from fpipe.stage.graphs.joint import (
-    BatchLeaf,
-    Key,
-    Param,
-    Source,
-    StateLeaf,
-    Upstream,
-    is_differentiable,
-)
 from fpipe.stage.graphs.rewrites import (
     free_views_of_layout,
     make_draws_differentiable,
     return_statistics,
 )
+from fpipe.stage.graphs.sources import BatchLeaf, Key, Param, Source, StateLeaf, Upstream
 from fpipe.stage.graphs.strided import number_elements
 from fpipe.stage.graphs.writes import make_writes_differentiable
 from fpipe.stage.refusing.explain import ImpureError, Untraceable, describe, explain, unreported

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import fx
 
-from fpipe.stage.graphs.joint import STAGE, Source, StateLeaf, Upstream, ancestors, is_random
+from fpipe.stage.graphs.nodes import STAGE, ancestors, is_random
+from fpipe.stage.graphs.sources import Source, StateLeaf, Upstream
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from torch import fx
 
 from fpipe.errors import StageError
 from fpipe.stage.cutting.segments import Segment
-from fpipe.stage.graphs.joint import StateLeaf, Upstream
+from fpipe.stage.graphs.sources import StateLeaf, Upstream
 
 _COPIES = frozenset(
     {torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default}

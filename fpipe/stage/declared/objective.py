@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fpipe.arguments.shapes import is_differentiable
 from fpipe.stage.declared.returns import LOSS, Returns
 from fpipe.stage.declared.sink import SUM, Sink
 from fpipe.stage.declared.trainable import ALL, Trainable
-from fpipe.stage.graphs.joint import is_differentiable
 
 
 @dataclass(frozen=True)

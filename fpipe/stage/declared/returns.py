@@ -10,8 +10,8 @@ import optree
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.arguments.shapes import is_differentiable
 from fpipe.errors import StageError
-from fpipe.stage.graphs.joint import is_differentiable
 from fpipe.stage.refusing.explain import describe
 
 

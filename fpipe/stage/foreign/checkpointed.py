@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 )
 
 from fpipe.stage.foreign.standin import StandIn
-from fpipe.stage.graphs.joint import CHECKPOINT, Checkpointed
+from fpipe.stage.graphs.nodes import CHECKPOINT, Checkpointed
 
 Save = Callable[..., CheckpointPolicy | bool]
 """A user's policy: ``(context, op, *args, **kwargs)``."""

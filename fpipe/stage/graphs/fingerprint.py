@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from fpipe.stage.graphs.joint import value_of
+from fpipe.stage.graphs.nodes import value_of
 
 
 def fingerprint(graph: fx.Graph) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fpipe.errors import StageError
-from fpipe.stage.graphs.joint import is_view, marks_of
+from fpipe.stage.graphs.nodes import is_view, marks_of
 
 aten = torch.ops.aten
 

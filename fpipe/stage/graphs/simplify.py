@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from fpipe.stage.graphs.joint import ancestors, base_of, value_of
+from fpipe.stage.graphs.nodes import ancestors, base_of, value_of
 
 aten = torch.ops.aten
 

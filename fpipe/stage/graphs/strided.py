@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fpipe.errors import StageError
-from fpipe.stage.graphs.joint import inserted, value_of
+from fpipe.stage.graphs.nodes import inserted, value_of
 
 aten = torch.ops.aten
 

@@ -13,7 +13,9 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from fpipe.stage.graphs.joint import Param, Source, Sum, value_of
+from fpipe.stage.graphs.joint import Sum
+from fpipe.stage.graphs.nodes import value_of
+from fpipe.stage.graphs.sources import Param, Source
 
 aten = torch.ops.aten
 

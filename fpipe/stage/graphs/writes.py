@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fpipe.stage.graphs.joint import inserted, value_of
+from fpipe.stage.graphs.nodes import inserted, value_of
 
 aten = torch.ops.aten
 

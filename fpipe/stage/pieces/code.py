@@ -12,9 +12,10 @@ from functools import cached_property
 from torch import Tensor
 
 from fpipe.arguments.shapes import Spec
-from fpipe.stage.graphs.joint import Cotangent, Source, Sum, Upstream
+from fpipe.stage.graphs.joint import Cotangent, Sum
+from fpipe.stage.graphs.sources import Source, Upstream
 from fpipe.stage.pieces.compiler import Call, Compiler
-from fpipe.stage.pieces.partition import PREPARE, Piece
+from fpipe.stage.pieces.piece import PREPARE, Piece
 
 
 @dataclass(frozen=True, eq=False)

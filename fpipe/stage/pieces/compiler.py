@@ -18,9 +18,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 
 from fpipe.errors import StageError
-from fpipe.stage.graphs.joint import value_of
+from fpipe.stage.graphs.nodes import value_of
 from fpipe.stage.graphs.rewrites import free_views_of_layout, with_uniform_draws
-from fpipe.stage.pieces.partition import Piece
+from fpipe.stage.pieces.piece import Piece
 from fpipe.stage.pieces.products import blas_is_slow, with_onednn
 
 log = logging.getLogger("fpipe")

@@ -14,7 +14,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from fpipe.stage.graphs.joint import is_product, is_random, is_view, nbytes_of
+from fpipe.stage.graphs.nodes import is_product, is_random, is_view, nbytes_of
 
 aten = torch.ops.aten
 

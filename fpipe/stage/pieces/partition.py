@@ -6,29 +6,23 @@
     I   residuals, cotangents      -> input gradients, handover
     W   residuals, handover        -> sums of parameter gradients
 
-Every piece is a backward slice: walk from what it must return towards the placeholders, and stop
-at values that some earlier piece has made available. Which forward values are available to the
-backward is the remat policy's choice, and the only thing it chooses.
+Each is a backward slice that stops at values which some earlier piece has made available. Which
+forward values are available to the backward is the remat policy's choice, and the only thing it
+chooses.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, fx
 
-from fpipe.stage.graphs.fingerprint import fingerprint, places_of
-from fpipe.stage.graphs.joint import (
+from fpipe.stage.graphs.joint import Cotangent, Joint
+from fpipe.stage.graphs.nodes import (
     CHECKPOINT,
     Checkpointed,
-    Cotangent,
-    Joint,
-    Source,
-    Upstream,
     ancestors,
     base_of,
     is_product,
@@ -37,50 +31,10 @@ from fpipe.stage.graphs.joint import (
     is_zero,
     nbytes_of,
 )
-from fpipe.stage.pieces.footprint import footprint
+from fpipe.stage.graphs.sources import Source, Upstream
+from fpipe.stage.pieces.piece import PREPARE, Piece, piece_of, reads_of, sliced
 from fpipe.stage.pieces.preparing import unchanging
-
-Policy = Callable[[fx.Node], bool]
-
-PREPARE = "P"
-"""The piece that computes what no microbatch goes into, once a step."""
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """A part of a joint graph that runs at once.
-
-    Attributes:
-        inputs: names of the values it reads.
-        outputs: names of the values it returns.
-        graph: placeholders for `inputs`, in order, and one tuple of `outputs`.
-    """
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    graph: fx.Graph
-    _footprints: dict[tuple[frozenset[int], bool], int] = field(default_factory=dict, repr=False)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Equal for pieces that compute the same, on whatever devices, among whatever processes."""
-        return fingerprint(self.graph)
-
-    @cached_property
-    def places(self) -> tuple[torch.device | str, ...]:
-        """The devices and process groups that its graph names."""
-        return places_of(self.graph)
-
-    @property
-    def communicates(self) -> bool:
-        """Whether it has collectives."""
-        return any(isinstance(place, str) for place in self.places)
-
-    def footprint(self, handed: frozenset[int], *, fuses: bool) -> int:
-        """Bytes that a call needs beyond what is held when it starts; see `footprint`."""
-        if (handed, fuses) not in self._footprints:
-            self._footprints[handed, fuses] = footprint(self.graph, handed, fuses=fuses)
-        return self._footprints[handed, fuses]
+from fpipe.stage.pieces.remat import Policy
 
 
 def live_gradients(joint: Joint) -> frozenset[Source]:
@@ -142,7 +96,7 @@ def partition(
         if _can_hold(n) and (is_random(n) or (n not in again and policy(n)))
     }
 
-    whole = _slice([*input_grads, *starts], kept)
+    whole = sliced([*input_grads, *starts], kept)
     early = _choose_input_grad(whole, input_grads, starts, backward)
     available = kept | {n for n in early - cheap if _can_hold(n)}
     in_f = [n for n in checks if n not in backward]
@@ -150,25 +104,25 @@ def partition(
     unasked = (placeholders & backward) - ancestors([*input_grads, *starts])
     in_b = [n for n in checks if n in backward and unasked.isdisjoint(ancestors([n]))]
     deferred = set(whole) - early
-    in_w = [n for n in in_b if not deferred.isdisjoint(_slice([n], kept)) or not early]
+    in_w = [n for n in in_b if not deferred.isdisjoint(sliced([n], kept)) or not early]
     in_i = [n for n in in_b if n not in in_w]
-    weight = _slice([*starts, *in_w], available)
-    handover = [n for n in (*_reads(weight), *starts) if n in available - kept]
+    weight = sliced([*starts, *in_w], available)
+    handover = [n for n in (*reads_of(weight), *starts) if n in available - kept]
     first = [*input_grads, *handover]
     residuals = [
         n
-        for part in (whole, _slice([*first, *in_b], kept), weight)
-        for n in _reads(part)
+        for part in (whole, sliced([*first, *in_b], kept), weight)
+        for n in reads_of(part)
         if n in kept
     ]
     pieces = {
-        PREPARE: _build(prepared, placeholders, ()),
-        "F": _build([*results, *residuals], given, in_f),
-        "B": _build([*input_grads, *starts], kept, in_b, again),
-        "B+": _build([*input_grads, *totals], kept, in_b, again),
-        "I": _build(first, kept, in_i, again),
-        "W": _build(starts, available, in_w, again),
-        "W+": _build(totals, available, in_w, again),
+        PREPARE: piece_of(prepared, placeholders, ()),
+        "F": piece_of([*results, *residuals], given, in_f),
+        "B": piece_of([*input_grads, *starts], kept, in_b, again),
+        "B+": piece_of([*input_grads, *totals], kept, in_b, again),
+        "I": piece_of(first, kept, in_i, again),
+        "W": piece_of(starts, available, in_w, again),
+        "W+": piece_of(totals, available, in_w, again),
     }
     return {op: piece for op, piece in pieces.items() if piece is not None}
 
@@ -180,8 +134,8 @@ def forward_pieces(joint: Joint, outputs: Iterable[str]) -> dict[str, Piece]:
     results, checks = [nodes[name] for name in outputs], _checks(joint)
     prepared, _ = unchanging(joint, ancestors([*results, *checks]))
     pieces = {
-        PREPARE: _build(prepared, placeholders, ()),
-        "F": _build(results, placeholders.union(prepared), checks),
+        PREPARE: piece_of(prepared, placeholders, ()),
+        "F": piece_of(results, placeholders.union(prepared), checks),
     }
     return {op: piece for op, piece in pieces.items() if piece is not None}
 
@@ -262,39 +216,6 @@ def _checkpointed(forward: Collection[fx.Node], results: Collection[fx.Node]) ->
     return {n for n in calls if n not in read}
 
 
-def _slice(roots: Collection[fx.Node], available: Collection[fx.Node]) -> list[fx.Node]:
-    """The nodes that must run to compute `roots` when `available` need not, in graph order."""
-    found = ancestors(roots, until=available)
-    if not found:
-        return []
-    graph = next(iter(found)).graph
-    return [node for node in graph.nodes if node in found]
-
-
-def _when_read(nodes: list[fx.Node], late: Collection[fx.Node]) -> list[fx.Node]:
-    """Nodes in graph order, but for those that are `late`, each just before it is first read."""
-    place = {node: index for index, node in enumerate(nodes)}
-    order: dict[fx.Node, None] = {}
-    for node in nodes:
-        if node not in late:
-            wanted: set[fx.Node] = set()
-            stack = [node]
-            while stack:
-                current = stack.pop()
-                if current in place and current not in order and current not in wanted:
-                    wanted.add(current)
-                    stack += current.all_input_nodes
-            order |= dict.fromkeys(sorted(wanted, key=place.__getitem__))
-    return list(order | dict.fromkeys(nodes))
-
-
-def _reads(nodes: Collection[fx.Node]) -> list[fx.Node]:
-    """The values that `nodes` read and do not compute."""
-    inside = set(nodes)
-    read = (n for node in nodes for n in node.all_input_nodes if n not in inside)
-    return list(dict.fromkeys(read))
-
-
 def _can_hold(node: fx.Node) -> bool:
     """Whether a value is worth a slot: a dense tensor, and no view (its base is held instead).
 
@@ -302,32 +223,3 @@ def _can_hold(node: fx.Node) -> bool:
     """
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.layout is torch.strided and not is_view(node)
-
-
-def _build(
-    roots: Iterable[fx.Node],
-    available: Collection[fx.Node],
-    checks: Sequence[fx.Node],
-    late: Collection[fx.Node] = (),
-) -> Piece | None:
-    """A graph of its own that computes those of `roots` that are not available, with `checks`.
-
-    What is `late` is computed when it is first read.
-    """
-    returned = [n for n in dict.fromkeys(roots) if n not in available]
-    if not returned and not checks:
-        return None
-    nodes = _slice([*returned, *checks], available)
-    if late:
-        nodes = _when_read(nodes, late)
-    inputs = _reads(nodes)
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = {"val": node.meta["val"]}
-    for node in nodes:
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
-        copies[node].meta = {"val": node.meta.get("val")}
-    graph.output(tuple(copies[node] for node in returned))
-    return Piece(tuple(n.name for n in inputs), tuple(n.name for n in returned), graph)

@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 from torch import fx
 
-from fpipe.stage.graphs.joint import Constant, Joint, Param, base_of, is_product, is_random
+from fpipe.stage.graphs.joint import Joint
+from fpipe.stage.graphs.nodes import base_of, is_product, is_random
+from fpipe.stage.graphs.sources import Constant, Param
 
 
 class Unchanging(NamedTuple):

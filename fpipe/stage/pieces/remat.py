@@ -8,7 +8,9 @@ from typing import Final
 from torch import fx
 
 from fpipe.errors import StageError
-from fpipe.stage.pieces.partition import Policy
+
+Policy = Callable[[fx.Node], bool]
+"""Whether the backward may read the value of a forward node, or computes it again."""
 
 Remat = str | Callable[[fx.Node], bool]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe.arguments.shapes import TreeShape, device_of_keys
-from fpipe.stage.graphs.joint import Source
+from fpipe.stage.graphs.sources import Source
 
 
 @dataclass(frozen=True)

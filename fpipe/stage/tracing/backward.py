@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.func import vjp
 
 from fpipe import tree
-from fpipe.stage.graphs.joint import Source, is_differentiable
+from fpipe.arguments.shapes import is_differentiable
+from fpipe.stage.graphs.sources import Source
 from fpipe.stage.refusing.explain import Untraceable
 from fpipe.stage.tracing.abstract import Leaves
 from fpipe.stage.tracing.nograd import undifferentiated

@@ -21,7 +21,8 @@ from fpipe.errors import StageError
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.declared.returns import Layout, Taken
 from fpipe.stage.declared.stage import Stage
-from fpipe.stage.graphs.joint import BatchLeaf, Joint, Key, Param, Source, Upstream
+from fpipe.stage.graphs.joint import Joint
+from fpipe.stage.graphs.sources import BatchLeaf, Key, Param, Source, Upstream
 from fpipe.stage.refusing.explain import describe, explain
 from fpipe.stage.tracing.abstract import Abstract, Leaves, abstract_key
 from fpipe.stage.tracing.tracer import Traced, check_output, trace

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.errors import StageError
 from fpipe.stage.foreign.custom import is_traced
-from fpipe.stage.graphs.joint import Constant, Source
+from fpipe.stage.graphs.sources import Constant, Source
 from fpipe.stage.refusing.names import name_in_closure
 
 _DETACH = torch.ops.aten.detach.default

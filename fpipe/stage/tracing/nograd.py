@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe import tree
+from fpipe.arguments.shapes import is_differentiable
 from fpipe.stage.foreign.custom import CALL, Calls, recording_calls
-from fpipe.stage.graphs.joint import is_differentiable
 
 T = TypeVar("T")
 

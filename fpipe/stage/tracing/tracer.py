@@ -16,21 +16,13 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe import tree
+from fpipe.arguments.shapes import is_differentiable
 from fpipe.errors import StageError
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.foreign.combined import with_contexts
-from fpipe.stage.graphs.joint import (
-    BatchLeaf,
-    Constant,
-    Cotangent,
-    Joint,
-    Param,
-    Source,
-    Sum,
-    SumSoFar,
-    is_differentiable,
-)
+from fpipe.stage.graphs.joint import Cotangent, Joint, Sum
 from fpipe.stage.graphs.simplify import simplify
+from fpipe.stage.graphs.sources import BatchLeaf, Constant, Param, Source, SumSoFar
 from fpipe.stage.graphs.sums import add_sums
 from fpipe.stage.refusing.explain import explain, unreported
 from fpipe.stage.refusing.factors import OneDtype
