@@ -448,9 +448,7 @@ def test_backward_hooks_are_refused() -> None:
         loss=lambda output, _: output.mean(),
         compile=False,
     )
-    with pytest.raises(
-        fpipe.StageError, match=r"a module with backward hooks.* remove the hooks"
-    ):
+    with pytest.raises(fpipe.StageError, match=r"a module with backward hooks.* remove the hooks"):
         pipe.step(detached(module), {"input": torch.ones(2, 3)})
 
 

@@ -180,9 +180,25 @@ def twice(x: Tensor, old: Tensor, mask: Tensor) -> None:
     x[~mask[:, 1]] = old[2]
 
 
+def of_another_dtype(x: Tensor, old: Tensor, mask: Tensor) -> None:
+    x[mask] = old.sum().float().reshape(1)
+
+
+def all_or_nothing(x: Tensor, old: Tensor, mask: Tensor) -> None:
+    x[mask[0, 0]] = old[1] * 2
+    total = old.sum()
+    total[mask[1, 1]] = old[0, 0]
+    total[~mask[1, 1]] = 0.5
+    x.mul_(total)
+
+
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize(
-    "write", [number, one, one_in_a_list, row, row_in_a_list, in_a_view, twice]
+    "write",
+    [
+        *(number, one, one_in_a_list, row, row_in_a_list, in_a_view, twice),
+        *(of_another_dtype, all_or_nothing),
+    ],
 )
 def test_one_value_where_a_mask_says(write: Callable[..., None], cut: bool) -> None:
     def loss(y: Tensor, batch: Any) -> Tensor:

@@ -229,6 +229,36 @@ def test_stage_that_writes_to_what_is_not_its_own(
     assert not NOTES.any(), "it was refused after it had written"
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[:1].expand(4, -1),
+        lambda x: x.mean().expand(3),
+        lambda x: x.as_strided((2, 2), (1, 1)),
+    ],
+    ids=["expand", "of one", "as_strided"],
+)
+@pytest.mark.parametrize("cut", [True, False])
+def test_write_to_a_view_whose_elements_are_one(
+    view: Callable[[Tensor], Tensor], cut: bool
+) -> None:
+    """torch writes the one element some number of times, and functionalisation none or a sum."""
+
+    def stage(p: Any, x: Tensor) -> Tensor:
+        y = x @ p["w"]
+        view(y).zero_()
+        return y.square().mean()
+
+    schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
+    pipe = (
+        fpipe.pipeline(lambda p, x: stage(p[0], x), schedule=schedule, compile=False)
+        if cut
+        else fpipe.pipeline([stage], lambda y, _: y, schedule, compile=False)
+    )
+    with pytest.raises(StageError, match=r"several elements are one \(aten\.zero_.*clone\(\)"):
+        pipe.step([{"w": torch.ones(3, 3)}], torch.ones(4, 3))
+
+
 def test_stage_that_writes_to_an_integer_leaf() -> None:
     def stage(p: Any, batch: Any) -> Tensor:
         batch["i"] += 1

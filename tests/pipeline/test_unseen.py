@@ -100,6 +100,57 @@ def detached_and_written_to(x: Tensor) -> Tensor:
     return x * z * row
 
 
+def into_what_is_detached(x: Tensor) -> Tensor:
+    """No gradient comes back by way of `base`, which changes too."""
+    base = torch.ones(4, 3, dtype=torch.float64) * 2
+    seen = base.detach()
+    seen[0] = x[1]
+    return x * base * base[:1]
+
+
+def into_a_view_of_what_is_detached(x: Tensor) -> Tensor:
+    base = torch.ones(4, 3, dtype=torch.float64) * 2
+    base.detach()[1].copy_(x[0])
+    return x * base.unfold(1, 1, 1)[..., 0]
+
+
+def into_data(x: Tensor) -> Tensor:
+    base = torch.ones(4, 3, dtype=torch.float64) * 2
+    base.data.add_(x)
+    base.mul_(x[2])
+    return x * base
+
+
+def into_data_of_what_carries_a_gradient(x: Tensor) -> Tensor:
+    x.data.add_(x[0] * 2)
+    return x + 1
+
+
+def view_without_of_what_was_updated(x: Tensor) -> Tensor:
+    x[:, :1] = x[1, 1]
+    with torch.no_grad():
+        seen = x[:, :2]
+        every = x.expand(2, 4, 3)
+    return x * seen.unfold(1, 1, 1).sum() * every.chunk(2)[1][0]
+
+
+def view_without_that_is_updated(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        seen = x.exp()
+        other = x * 2
+    seen[0] = x[1]
+    other += x
+    return x * seen * other
+
+
+def left_as_it_was(x: Tensor) -> Tensor:
+    """What is looked at without gradients keeps its own."""
+    x[0] = x[1] * 2
+    with torch.no_grad():
+        row = x.reshape(-1) * 2
+    return x * row.sum()
+
+
 LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
     "method": within_no_grad(lambda x: x.clamp_(-0.1, 0.1)),
     "chain": within_no_grad(lambda x: x.mul_(2).add_(1)),
@@ -114,6 +165,13 @@ LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": bounded_norm,
     "infinity": to_infinity,
     "seen": seen,
+    "into what is detached": into_what_is_detached,
+    "into a view of what is detached": into_a_view_of_what_is_detached,
+    "into data": into_data,
+    "into data of what carries a gradient": into_data_of_what_carries_a_gradient,
+    "view without of what was updated": view_without_of_what_was_updated,
+    "view without that is updated": view_without_that_is_updated,
+    "left as it was": left_as_it_was,
     "detach_": detached_in_place,
     "detach_ after a view was read": detached_after_a_view_was_read,
     "detach_ before a write": detached_and_written_to,
@@ -202,3 +260,65 @@ def test_view_of_what_is_detached_in_place_is_refused() -> None:
         fpipe.StageError, match=r"then reads a view made of it before at .*test_unseen\.py:\d+"
     ):
         pipe.step(PARAMS, BATCH)
+
+
+def written_detached(x: Tensor) -> Tensor:
+    seen = x.detach()
+    seen.add_(x[0])
+    return seen
+
+
+def written_row(x: Tensor) -> Tensor:
+    other = torch.ones(4, 3, dtype=torch.float64).detach()
+    other[1].copy_(x[0])
+    return other
+
+
+def written_part(x: Tensor) -> Tensor:
+    row = torch.ones(4, 3, dtype=torch.float64).detach()[2]
+    row[1:] = x[0, :2]
+    return row
+
+
+@pytest.mark.parametrize("write", [written_detached, written_row, written_part])
+def test_what_is_written_by_way_of_what_is_detached_is_not_read_again(write: Any) -> None:
+    """It shares memory with a value that has another gradient, or none."""
+
+    def loss_fn(params: Any, batch: Tensor) -> Tensor:
+        x = fpipe.cut(batch @ params["a"]).exp()
+        return (x * write(x)).sum() + params["b"].sum()
+
+    schedule = fpipe.schedules.gpipe(ranks=2, microbatches=1)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
+    with pytest.raises(
+        fpipe.StageError,
+        match=r"by way of x\.detach\(\) or x\.data, and then reads .*test_unseen\.py:\d+",
+    ):
+        pipe.step(PARAMS, BATCH)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_view_without_gradients_is_handed_on(cut: bool) -> None:
+    """torch says that such a view requires a gradient."""
+
+    def first(p: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x @ p
+        with torch.no_grad():
+            return y, y[:1]
+
+    def second(p: Tensor, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return ((pair[0] * pair[1]) @ p).square().sum()
+
+    a, b = (leaf.clone().requires_grad_() for leaf in PARAMS.values())
+    loss = second(b, first(a, BATCH))
+    loss.backward()
+    schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=1)
+    if cut:
+        pipe = fpipe.pipeline(
+            lambda p, x: second(p[1], fpipe.cut(first(p[0], x))), schedule=schedule, compile=False
+        )
+    else:
+        pipe = fpipe.pipeline([first, second], lambda y, _: y, schedule, compile=False)
+    found, grads = pipe.step(list(PARAMS.values()), BATCH)
+    torch.testing.assert_close(found, loss.detach())
+    torch.testing.assert_close(grads, [a.grad, b.grad])

@@ -121,7 +121,7 @@ class WithBackward:
     def _forward(self, arguments: Sequence[Tensor]) -> list[Tensor]:
         outputs, _ = tree.flatten(self._function(arguments))
         # One layout at every stage boundary, decided here, lets the compiled graphs assume it.
-        return [o.resolve_conj().resolve_neg().contiguous() for o in outputs]
+        return [_settled(o).resolve_conj().resolve_neg().contiguous() for o in outputs]
 
     def _filled(self, arguments: Sequence[Tensor], chosen: Sequence[Tensor]) -> list[Tensor]:
         """The arguments with one value wherever a source that is owed a gradient comes in."""
@@ -149,3 +149,12 @@ class WithBackward:
                 f"has a sparse gradient by {self._leaves.paths[index]}",
                 "gradients are summed as dense tensors; of an embedding, say sparse=False",
             )
+
+
+def _settled(output: Tensor) -> Tensor:
+    """An output, detached if it says that it requires a gradient and none comes back through it.
+
+    Views that are made within ``torch.no_grad()`` say so.
+    """
+    lost = output._is_view() and output.requires_grad and output.grad_fn is None
+    return output.detach() if lost else output

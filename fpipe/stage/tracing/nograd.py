@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fpipe import tree
 from fpipe.arguments.shapes import is_differentiable
 from fpipe.stage.foreign.custom import CALL, Calls, recording_calls
+from fpipe.stage.tracing.shared import SharedMemory
+from fpipe.stage.tracing.unseen import may_write
 
 T = TypeVar("T")
 
@@ -62,14 +64,15 @@ class _AsCalled(TorchFunctionMode):
     ``x.data`` becomes the operation ``x.detach()``. A view of a tensor that was updated in place is
     made anew when it is next read, in the grad mode of that moment. So the arguments of a call that
     is made while gradients are disabled are read beforehand with gradients, which they keep; and
-    its results are read at once without, so that a later read cannot give them any. A hook on a
-    gradient is no operation either, and would be lost. A Function with a backward of its own is
-    recorded as one operation.
+    its results are read at once without, so that a later read cannot give them any. What carries
+    none is detached before it is read, where its memory carries one. A Function with a backward of
+    its own is recorded as one operation.
     """
 
     def __init__(self, calls: Calls) -> None:
         super().__init__()
         self._calls = calls
+        self._memory = SharedMemory()
 
     def __torch_function__(
         self,
@@ -83,12 +86,26 @@ class _AsCalled(TorchFunctionMode):
             return args[0].detach()
         if func is CALL:
             func = self._calls.record
+        options = dict(kwargs or {})
+        leaves, spec = tree.flatten((args, options))
         if torch.is_grad_enabled():
-            return func(*args, **(kwargs or {}))
+            deceiving = [leaf for leaf in leaves if self._memory.deceives(leaf)]
+            if deceiving and may_write(func, options):
+                with torch.no_grad():
+                    for leaf in deceiving:
+                        leaf.copy_(leaf.detach())
+            elif deceiving:
+                own = [_detached(v) if self._memory.deceives(v) else v for v in leaves]
+                args, options = tree.unflatten(spec, own)
+            result = func(*args, **options)
+            self._memory.note((*leaves, *tree.flatten(result)[0]))
+            return result
         with torch.enable_grad():
-            tree.tree_map(_read, (args, kwargs))
-        result = func(*args, **(kwargs or {}))
-        tree.tree_map(_read, result)
+            tree.tree_map(_read, leaves)
+        result = func(*args, **options)
+        made = tree.flatten(result)[0]
+        tree.tree_map(_read, made)
+        self._memory.note_without(own for own in made if not any(own is leaf for leaf in leaves))
         return result
 
 

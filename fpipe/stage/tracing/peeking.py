@@ -42,6 +42,8 @@ class WithoutPeeking(TorchFunctionMode):
 
 
 def _set_item(x: Tensor, index: Any, value: Any) -> None:
+    if isinstance(index, Tensor) and not index.dim() and isinstance(value, bool | int | float):
+        value = torch.tensor(value, dtype=x.dtype, device=x.device)
     if _is_one_value(x, index, value):
         _set_where(x, index, value)
     else:
@@ -52,18 +54,19 @@ def _is_one_value(x: Tensor, index: Any, value: Any) -> bool:
     """Whether all that a mask selects is set to the same."""
     if not (isinstance(index, Tensor) and index.dtype == torch.bool and isinstance(value, Tensor)):
         return False
-    if value.dtype != x.dtype:
+    fits = value.numel() == 1 and (x.is_complex() or not value.is_complex())
+    if value.dtype != x.dtype and not fits:
         return False  # torch says what is wrong
     rest = x.dim() - index.dim()
-    if not index.dim() or rest < 0 or index.shape != x.shape[: index.dim()]:
+    if rest < 0 or index.shape != x.shape[: index.dim()]:
         return False
     return all(size == 1 for size in value.shape[: max(value.dim() - rest, 0)])
 
 
 def _set_where(x: Tensor, mask: Tensor, value: Tensor) -> None:
     rest = x.dim() - mask.dim()
-    value = value.reshape(value.shape[max(value.dim() - rest, 0) :])
-    x.copy_(torch.where(mask.reshape(*mask.shape, *[1] * rest), value, x))
+    value = value.reshape(value.shape[max(value.dim() - rest, 0) :]).to(x.dtype)
+    x.copy_(torch.where(mask.reshape([*mask.shape, *[1] * rest]), value, x))
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:

@@ -10,7 +10,7 @@ value and hands its cotangent to the old.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fpipe import tree
 from fpipe.stage.refusing.explain import Untraceable
+from fpipe.stage.tracing.shared import carries_gradient
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 _ITEMS = frozenset({"__setitem__", *(f"__i{name}__" for name in _OPERATORS)})
@@ -43,8 +44,8 @@ class UnseenWrites(TorchFunctionMode):
         super().__init__()
         self._detached = WeakTensorKeyDictionary()  # tensor -> that of which it is the detached
         self._views = WeakTensorKeyDictionary()  # tensor -> that of which it is a view
-        # View of what has been detached in place since -> its version.
-        self._left = WeakTensorKeyDictionary()
+        # What no gradient would come back to -> its version then, and why.
+        self._left: MutableMapping[Tensor, tuple[int, Untraceable]] = WeakTensorKeyDictionary()
 
     def __torch_function__(
         self,
@@ -56,30 +57,31 @@ class UnseenWrites(TorchFunctionMode):
         """Call `func`, or what stands for it.
 
         Raises:
-            Untraceable: it reads a view of what has been detached in place since.
+            Untraceable: it reads a view of what has been detached in place since, or what it has
+                written to by way of which the gradient of what is written is lost.
         """
         options = kwargs or {}
         seen = func not in _DETACHING and torch.is_grad_enabled()
-        lost = seen and self._reads_left(args, options)
+        lost = self._left_of(args, options) if seen else None
         result = self._call(func, args, options)
         found = result if isinstance(result, tuple | list) else (result,)
         made = [value for value in found if isinstance(value, Tensor)]
-        if made and lost:
-            raise Untraceable(
-                "calls detach_() on a tensor and then reads a view made of it before",
-                "that view would lose its gradient; say y = y.detach() instead",
-            )
+        if made and lost is not None:
+            raise lost
         for value in made:
             if value.requires_grad and value._is_view():
                 self._views[value] = value._base
         return result
 
-    def _reads_left(self, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        # A write to the whole takes a view along, in torch too.
-        return bool(self._left) and any(
-            isinstance(value, Tensor) and self._left.get(value) == value._version
-            for value in tree.flatten((args, options))[0]
-        )
+    def _left_of(self, args: tuple[Any, ...], options: dict[str, Any]) -> Untraceable | None:
+        """Why one of these is not to be read any more."""
+        for value in tree.flatten((args, options))[0] if self._left else ():
+            if isinstance(value, Tensor) and value in self._left:
+                version, why = self._left[value]
+                # A write to the whole takes a view along, in torch too.
+                if version == value._version:
+                    return why
+        return None
 
     def _call(
         self, func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
@@ -91,7 +93,7 @@ class UnseenWrites(TorchFunctionMode):
                 args[0].copy_(args[0].detach())
             for view, base in self._views.items():
                 if base is args[0]:
-                    self._left[view] = view._version
+                    self._left[view] = view._version, _left_behind()
             return args[0]
         if func in _DETACHING:
             result = func(*args, **options)
@@ -102,7 +104,26 @@ class UnseenWrites(TorchFunctionMode):
         seen = args[0]
         owner = self._detached.get(seen, seen)
         if not owner.requires_grad or (owner is seen and torch.is_grad_enabled()):
-            return func(*args, **options)
+            result = func(*args, **options)
+        else:
+            result = self._write_unseen(func, owner, args, options)
+        if torch.is_grad_enabled() and any(map(_carries, tree.flatten((args[1:], options))[0])):
+            for value in (seen, seen._base if seen._is_view() else seen):
+                if value in self._detached:
+                    self._left.update(
+                        {own: (own._version, _written_apart()) for own in (seen, value)}
+                    )
+        return result
+
+    def _write_unseen(
+        self,
+        func: Callable[..., Any],
+        owner: Tensor,
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> Any:
+        """Write to what carries a gradient, which it keeps."""
+        seen = args[0]
         with torch.no_grad():
             written = seen.detach().clone()
             func(written, *args[1:], **options)
@@ -128,6 +149,29 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
         return cotangent, None
+
+
+def _left_behind() -> Untraceable:
+    return Untraceable(
+        "calls detach_() on a tensor and then reads a view made of it before",
+        "that view would lose its gradient; say y = y.detach() instead",
+    )
+
+
+def _written_apart() -> Untraceable:
+    return Untraceable(
+        "writes what carries a gradient by way of x.detach() or x.data, and then reads that again",
+        "it would get no gradient; write to a copy, y = x.detach().clone()",
+    )
+
+
+def _carries(value: Any) -> bool:
+    return isinstance(value, Tensor) and carries_gradient(value)
+
+
+def may_write(func: Callable[..., Any], options: Mapping[str, Any]) -> bool:
+    """Whether a call with these options may write to its arguments."""
+    return _writes(func) or bool(options.get("inplace")) or "out" in options
 
 
 def _writes(func: Callable[..., Any]) -> bool:
