@@ -5,6 +5,7 @@
 #                   make demo PROCESSES=2 with a process for each of its two ranks
 #   make examples   run every file of examples/ whole
 #   make soak       random schedules with random faults on real processes; ROUNDS=300 SEED=0
+#   make programs   random programs against plain autograd; COUNT=1000 SEED=0
 #   make emulate    the tests of CUDA, on a device that is made of the CPU
 #   make reference  the docstrings of all public names as pages, in build/reference
 #   make lint       ruff and mypy alone
@@ -27,11 +28,12 @@ LAUNCH := $(if $(filter-out 1,$(PROCESSES)),$(BIN)/torchrun --standalone --nproc
 # is not replaced, and ends the run: xdist 3.8 may wait for ever for a replaced one's files.
 WORKERS ?= 2
 
-# How long `make soak` goes on, and what it draws.
+# How long `make soak` and `make programs` go on, and what they draw.
 ROUNDS ?= 300
+COUNT ?= 1000
 SEED ?= 0
 
-.PHONY: test demo examples soak emulate reference lint format clean
+.PHONY: test demo examples soak programs emulate reference lint format clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml constraints.txt
@@ -51,6 +53,9 @@ examples: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m tests.soak.soak --rounds $(ROUNDS) --seed $(SEED)
+
+programs: $(STAMP)
+	$(BIN)/python -m tests.programs --count $(COUNT) --seed $(SEED)
 
 emulate: $(STAMP)
 	$(BIN)/python -m pytest -p tests.device.emulated -m "cuda and not real_device"

@@ -1,0 +1,19 @@
+"""Random programs of views, writes and calls without gradients have the gradients of autograd."""
+
+from __future__ import annotations
+
+import pytest
+
+from fpipe.stage.pieces.remat import NAMES
+from tests.programs import check, draw
+
+
+@pytest.mark.parametrize("stages", [False, True], ids=["function", "stages"])
+@pytest.mark.parametrize("seed", range(12))
+def test_gradients_are_those_of_autograd(seed: int, stages: bool) -> None:
+    check(draw(seed), stages=stages, remat=NAMES[seed % len(NAMES)])
+
+
+def test_most_programs_can_be_checked() -> None:
+    outcomes = [check(draw(seed), stages=False) for seed in range(100, 106)]
+    assert outcomes.count("equal") >= 4
