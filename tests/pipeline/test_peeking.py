@@ -229,6 +229,43 @@ def test_wrong_masks_are_refused_as_torch_does(wrong: Callable[[Tensor], None]) 
         pipe.step([rand(3, 5)], rand(4, 3))
 
 
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x[:, 1:],
+        lambda x: x.t()[::2],
+        lambda x: x.unflatten(0, (2, 2))[..., :2],
+    ],
+    ids=["whole", "columns", "rows", "cube"],
+)
+def test_diagonal_of_a_view(view: Callable[[Tensor], Tensor], cut: bool) -> None:
+    def loss(y: Tensor, batch: Any) -> Tensor:
+        x = y * batch["v"]
+        view(x).fill_diagonal_(0.3)
+        return (x.square() * batch["v"]).sum()
+
+    check(loss, {"x": rand(4, 3), "v": rand(4, 5)}, cut=cut, compile=False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda x: x[:, :2].fill_diagonal_(0.3, wrap=True), "by way of as_strided.*clone"),
+        (lambda x: x[0].fill_diagonal_(0.3), "dimensions must larger than 1"),
+        (lambda x: x.unsqueeze(0).fill_diagonal_(0.3), "must be of equal length"),
+    ],
+)
+def test_diagonals_that_are_refused(wrong: Callable[[Tensor], Tensor], message: str) -> None:
+    def loss(y: Tensor, batch: Any) -> Tensor:
+        wrong(y)
+        return y.sum()
+
+    with pytest.raises(fpipe.StageError, match=message):
+        check(loss, {"x": rand(4, 3)}, cut=False, compile=False)
+
+
 def test_requiring_a_gradient_means_nothing() -> None:
     def loss(y: Tensor, batch: Any) -> Tensor:
         return y.tanh().requires_grad_().square().sum()

@@ -155,6 +155,11 @@ _REASONS: Final = (
         "transforms, and remove the hooks",
     ),
     _Reason(
+        ("as_strided() is non-compositional",),
+        "writes in place to a view by way of as_strided(), or of an operation that does",
+        "work on a copy (x = x.clone())",
+    ),
+    _Reason(
         ("requires_grad_()",),
         "calls requires_grad_(False)",
         "a stage is traced without autograd's own history; use x.detach(), and say with "

@@ -1,7 +1,8 @@
 """Functions of torch that want what a trace has not, without need: made to do without.
 
 They look at data, to check or to print it, for within `torch.func` they do not see that they are
-traced. Or they make a leaf of autograd's, where no one will read its gradient.
+traced. Or they make a leaf of autograd's, where no one will read its gradient, or write by way of
+memory, which a view has no part of its own in.
 """
 
 from __future__ import annotations
@@ -69,6 +70,14 @@ def _set_where(x: Tensor, mask: Tensor, value: Tensor) -> None:
     x.copy_(torch.where(mask.reshape([*mask.shape, *[1] * rest]), value, x))
 
 
+def _fill_diagonal(x: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
+    differ = x.dim() > 2 and len(set(x.shape)) > 1
+    if wrap or x.dim() < 2 or differ or isinstance(fill_value, Tensor):
+        return x.fill_diagonal_(fill_value, wrap)
+    place = torch.arange(min(x.shape), device=x.device)
+    return x.index_put_((place,) * x.dim(), x.new_full((), fill_value))
+
+
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     if num_classes < 0:  # the greatest index says how many: that needs data, and is refused
         return torch.nn.functional.one_hot(tensor, num_classes)
@@ -129,6 +138,7 @@ _WITHOUT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.istft: torch._refs.istft,
     Tensor.istft: torch._refs.istft,
     Tensor.__setitem__: _set_item,
+    Tensor.fill_diagonal_: _fill_diagonal,
     Tensor.__format__: _format,
     Tensor.requires_grad_: _requires_grad,
     Tensor.register_hook: _refuse_hook,
