@@ -109,7 +109,7 @@ def test_compiled() -> None:
         ),
         (lambda x: x[:, 1:3].as_strided((2,), (1,), 1), "which has gaps in its memory"),
         (lambda x: torch.complex(x, x).conj().as_strided((2,), (1,)).abs(), "resolve_conj"),
-        (lambda x: (x[1:].as_strided((2,), (3,), 5).mul_(2), x)[1], "mutation on a view chain"),
+        (lambda x: (x[1:].as_strided((2,), (3,), 5).mul_(2), x)[1], "writes in place to a view"),
     ],
     ids=["beyond its memory", "with gaps", "conjugated", "written in a part"],
 )
