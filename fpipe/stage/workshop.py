@@ -9,6 +9,7 @@ what one of them has traced and compiled serves the others.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fpipe.arguments.shapes import Signature, TreeShape, distinct
@@ -75,25 +76,24 @@ class Workshop:
         Raises:
             StageError: a stage cannot be traced on them.
         """
-        goal, params, rows, batch, _ = signature
         chains: dict[int, Chain] = {}
-        for size, shape in zip(distinct(rows), batch, strict=True):
-            key = _key(signature, size, shape)
-            if key not in self._chains:
-                self._chains[key] = self._tracer(params, shape, goal, size)
-            chains[size] = self._chains[key]
+        for size, shape in zip(distinct(signature.rows), signature.batch, strict=True):
+            chain = self._known(signature, size, shape)
+            if chain is None:
+                chain = self._tracer(signature.params, shape, signature.goal, size)
+            chains[size] = self._chains[_key(signature, size, shape)] = chain
         trained = live_leaves(chains.values())
         usual, last = (
             {size: self._cut(chain, trained, policy) for size, chain in chains.items()}
             for policy in self._policies
         )
-        return Made(chains, usual, last, self._tracer.frozen(params))
+        return Made(chains, usual, last, self._tracer.frozen(signature.params))
 
     def __contains__(self, signature: Signature) -> bool:
         """Whether all of its microbatches were traced before."""
         sizes = distinct(signature.rows)
         return all(
-            _key(signature, size, shape) in self._chains
+            self._known(signature, size, shape) is not None
             for size, shape in zip(sizes, signature.batch, strict=True)
         )
 
@@ -102,6 +102,14 @@ class Workshop:
         """Whether anything that was traced so far may draw from torch's generator."""
         stages = (stage for chain in self._chains.values() for stage in chain.stages)
         return any(may_draw(node) for stage in stages for node in stage.joint.graph.nodes)
+
+    def _known(self, signature: Signature, size: int, shape: TreeShape) -> Chain | None:
+        """The trace of a microbatch, if it was made before, or that of a step which has it all."""
+        chain = self._chains.get(_key(signature, size, shape))
+        if chain is None and signature.goal == self._tracer.evaluation:
+            step = self._chains.get(_key(signature._replace(goal="step"), size, shape))
+            chain = step and replace(step, goal=signature.goal)
+        return chain
 
     def _cut(self, chain: Chain, trained: Trained, policy: Policy) -> tuple[StageCode, ...]:
         key = (chain, trained, policy)

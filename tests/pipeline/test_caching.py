@@ -72,10 +72,53 @@ def test_traced_again_only_for_new_kinds_of_arguments() -> None:
     single = [tree.tree_map(lambda leaf: leaf.float(), part) for part in model.params]
     with retraces(calls, True):
         step(params=single, batch={name: leaf.float() for name, leaf in model.batch.items()})
+    other = model.batch | {"another": rand(6)}
     with retraces(calls, True):
-        pipe.value(model.params, model.batch)
+        pipe.value(model.params, other)
     with retraces(calls, False):
-        pipe.forward(model.params, model.batch)  # the first stage is that of `value`
+        pipe.forward(model.params, other)  # the first stage is that of `value`
+    with retraces(calls, True):
+        pipe.step(model.params, other)
+
+
+def test_what_a_step_has_traced_serves_evaluation(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+    model = mlp(3, 6)
+    pipe = plain_pipeline([counted(calls), mlp_layer, mlp_layer])
+    with caplog.at_level(logging.INFO, logger="fpipe"):
+        loss = pipe.step(model.params, model.batch).loss
+        with retraces(calls, False):
+            assert torch.equal(pipe.value(model.params, model.batch), loss)
+            y = pipe.forward(model.params, model.batch)
+            assert torch.allclose(model.loss(y, model.batch), loss)
+    started = [r.message.split(" for ")[0] for r in caplog.records if " rows" in r.message]
+    assert started == ["tracing step", "planning value", "tracing forward"]
+    fresh = plain_pipeline(model.stages)
+    assert torch.equal(fresh.value(model.params, model.batch), loss)
+    assert torch.equal(fresh.forward(model.params, model.batch), y)
+    assert_same(fresh.step(model.params, model.batch), pipe.step(model.params, model.batch))
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_what_a_step_of_a_cut_function_has_traced_serves_evaluation(has_aux: bool) -> None:
+    calls: list[int] = []
+
+    def loss_fn(w: Tensor, x: Tensor) -> Any:
+        calls.append(1)
+        y = fpipe.cut(torch.linalg.inv(w) @ x.T)  # its backward has checks of its own
+        loss = torch.linalg.solve(w, y).square().mean()
+        return (loss, y.sum(0)) if has_aux else loss
+
+    w, x = torch.eye(3).double() + rand(3, 3) / 4, rand(4, 3)
+    schedule = schedules.gpipe(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False, has_aux=has_aux)
+    step = pipe.step(w, x)
+    with retraces(calls, False):
+        found = pipe.forward(w, x) if has_aux else (pipe.value(w, x), None)
+    assert_same(tuple(found), (step.loss, step.aux if has_aux else None))
+    # What is left out of the value alone has to be traced without it.
+    with retraces(calls, has_aux):
+        assert torch.equal(pipe.value(w, x), step.loss)
 
 
 def test_autocast_counts() -> None:
@@ -272,10 +315,11 @@ def test_schedules_share_what_was_traced_and_compiled(caplog: pytest.LogCaptureF
     said = [record.message for record in caplog.records if record.name == "fpipe"]
     assert said[0] == "planning step for microbatches of 2 rows"
     # What is new to one of them is new to all, once.
+    smaller = tree.tree_map(lambda leaf: leaf[:4], model.batch)
     with retraces(calls, True):
-        split.value(model.params, model.batch)
+        split.value(model.params, smaller)
     with retraces(calls, False):
-        pipe.value(model.params, model.batch)
+        pipe.value(model.params, smaller)
 
 
 def test_schedules_share_what_a_transform_has_traced() -> None:

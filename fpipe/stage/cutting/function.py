@@ -114,6 +114,11 @@ class FunctionTracer:
             traced.append(seen_from(first, sources, part))
         return Chain(tuple(traced), tuple(labels), goal, results, layout, updates)
 
+    @property
+    def evaluation(self) -> Goal | None:
+        """The goal for which a step returns just what is asked, beside its gradients."""
+        return "forward" if self._objective.returns.aux else "value"
+
     def frozen(self, shapes: Sequence[TreeShape]) -> frozenset[tuple[int, int]]:
         """Stage and leaf of what is not trained, the state's included; the stage is 0."""
         frozen = self._trainable.frozen([shapes[0].spec], shared=True)

@@ -131,7 +131,9 @@ def forward_pieces(joint: Joint, outputs: Iterable[str]) -> dict[str, Piece]:
     """The pieces of a stage that runs forward only: it keeps nothing for a backward."""
     nodes = joint.nodes
     placeholders = {n for n in nodes.values() if n.op == "placeholder"}
-    results, checks = [nodes[name] for name in outputs], _checks(joint)
+    backward = _backward_nodes(joint)
+    results = [nodes[name] for name in outputs]
+    checks = [node for node in _checks(joint) if node not in backward]
     prepared, _ = unchanging(joint, ancestors([*results, *checks]))
     pieces = {
         PREPARE: piece_of(prepared, placeholders, ()),

@@ -139,12 +139,15 @@ class ChainTracer:
             with_loss = index == last and goal != "forward"
             x, here = self._placed(x, index), self._placed(batch, index)
             self._check_device(labels[-1], params[index], index)
-            how = (stage.reads_batch, stage.reads_key, with_loss, goal == "step", index == 0)
+            how = (stage.reads_batch, stage.reads_key, with_loss, index == 0)
             given = _Given(params[index], flags[index], x, x_sources, carries, here, rows)
-            key = (id(stage.fn), how, given.key, ambient())
-            if key not in self._traces:
+            kind = (id(stage.fn), how, given.key, ambient())
+            result = self._traces.get((kind, goal == "step"))
+            if result is None and not with_loss:
+                result = self._traces.get((kind, True))  # its forward is a part of that
+            if result is None:
                 giver = f"what {labels[-2]} returns" if index else "a microbatch"
-                self._traces[key] = self._trace(
+                result = self._trace(
                     labels[-1],
                     stage,
                     given,
@@ -152,7 +155,7 @@ class ChainTracer:
                     with_loss=with_loss,
                     differentiate=goal == "step",
                 )
-            result = self._traces[key]
+            self._traces[kind, goal == "step"] = result
             result = replace(result, joint=_seen_from(result.joint, index))
             traced.append(result)
             x = Abstract(result.values, result.spec)
@@ -164,6 +167,11 @@ class ChainTracer:
             layout = Layout(heads.num_leaves, aux)
         results = tuple(Upstream(last, leaf) for leaf in range(len(x.values)))
         return Chain(tuple(traced), tuple(labels), goal, results, layout)
+
+    @property
+    def evaluation(self) -> Goal | None:
+        """The goal for which a step returns just what is asked, beside its gradients."""
+        return None if self._objective.returns.aux else "value"
 
     def frozen(self, shapes: Sequence[TreeShape]) -> frozenset[tuple[int, int]]:
         """Stage and leaf of the parameters that are not trained."""
