@@ -26,7 +26,8 @@ import pytest
 ROOT: Final = Path(__file__).parents[2]
 DEMO: Final = str(ROOT / "examples" / "gpt.py")
 TORCHRUN: Final = str(Path(sys.executable).with_name("torchrun"))
-HOSTS: Final = ("fpipe-a", "fpipe-b")
+# Of this process alone: a run that is killed leaves its own behind.
+HOSTS: Final = tuple(f"fpipe-{os.getpid()}-{number}" for number in (0, 1))
 ADDRESSES: Final = ("10.231.77.1", "10.231.77.2")
 
 
@@ -73,8 +74,8 @@ def reason_to_skip() -> str | None:
     if shutil.which("ip") is None:
         return "needs iproute2, for `ip netns`"
     try:
-        ip("netns", "add", "fpipe-probe")
-        ip("netns", "delete", "fpipe-probe")
+        ip("netns", "add", HOSTS[0])
+        ip("netns", "delete", HOSTS[0])
     except subprocess.CalledProcessError as error:
         return f"may not make network namespaces: {error.stderr.strip()}"
     return None
