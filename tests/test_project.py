@@ -169,6 +169,17 @@ def layer_of(name: str) -> int:
     raise AssertionError(f"{name} stands in no layer: give it one in LAYERS and architecture.md")
 
 
+# Rooms of which architecture.md says what they hold without naming it: it shows in the folder.
+WHOLE_ROOMS: Final = (
+    "fpipe.checkpoint",
+    "fpipe.cli",
+    "fpipe.schedule.exchange",
+    "fpipe.schedule.families",
+    "fpipe.schedule.picture",
+    "fpipe.schedule.searching",
+)
+
+
 def run_python(code: str) -> None:
     """Run code in a fresh interpreter; fail with what it printed."""
     command = [sys.executable, "-W", "error", "-c", dedent(code)]
@@ -191,6 +202,22 @@ def test_import_graph_has_no_cycle() -> None:
 def test_module_imports_only_from_layers_above_it(name: str) -> None:
     for imported in GRAPH[name] & MODULES.keys():
         assert layer_of(imported) <= layer_of(name), f"{name} must not import {imported}"
+
+
+def test_architecture_names_every_module() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    rooms = page[page.index("## Rooms") : page.index("## How a stage becomes pieces")]
+    named = re.findall(r"[a-z_]+[*]?", rooms)
+    families = tuple(word[:-1] for word in named if word.endswith("*"))
+    unnamed = [
+        name
+        for name in MODULES
+        if (own := name.rpartition(".")[2]) not in named
+        and not own.startswith(families)
+        and own != "__main__"
+        and not within(name, WHOLE_ROOMS)
+    ]
+    assert not unnamed
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if within(name, NEVER_TORCH)])

@@ -242,5 +242,7 @@ def ggnvp(pipe: Pipeline) -> Directional:
         [tensor(18.), tensor(12.)]
     """
     check_pipeline("ggnvp", pipe)
-    refuse_choice("ggnvp", pipe.definition)
+    refuse_choice(
+        "ggnvp", pipe.definition, "fpipe.hvp(fpipe.grad(pipe, argnums)) is of the Hessian"
+    )
     return Directional(derivative("ggnvp", pipe.definition, ("params",), gauss_newton=True))

@@ -69,7 +69,9 @@ def vmap(pipe: P, in_dims: Any = None, *, randomness: str = "error") -> P:
     """
     check_pipeline("vmap", pipe)
     definition = pipe.definition
-    refuse_choice("vmap", definition)
+    refuse_choice(
+        "vmap", definition, "choose argnums last, as in fpipe.grad(fpipe.vmap(pipe), argnums)"
+    )
     usual = tuple(None if name == "batch" else 0 for name in definition.takes)
     chosen = usual if in_dims is None else in_dims
     _check(chosen, randomness, definition.takes, usual)

@@ -181,7 +181,9 @@ def _norms(squares: list[Tensor]) -> Tensor:
 def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
     if definition.sink.join is not None:
         raise StageError(f"fpipe.{name} of a pipeline that goes by rows already: apply it once")
-    refuse_choice(name, definition)
+    refuse_choice(
+        name, definition, 'fpipe.grad(pipe, "batch") has the gradient by a row in that row already'
+    )
     refuse_state(name, definition, "rows that are batches of one would each leave another state")
     check_randomness(randomness)
     in_dims = definition.in_dims

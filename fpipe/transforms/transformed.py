@@ -36,8 +36,8 @@ def check_randomness(randomness: str) -> None:
         )
 
 
-def refuse_choice(transform: str, definition: Definition) -> None:
-    """Refuse a pipeline whose gradients are taken by the batch.
+def refuse_choice(transform: str, definition: Definition, instead: str) -> None:
+    """Refuse a pipeline whose gradients are taken by the batch; `instead` names the way round.
 
     Raises:
         StageError: names the transform.
@@ -45,8 +45,7 @@ def refuse_choice(transform: str, definition: Definition) -> None:
     if definition.argnums != "params":
         raise StageError(
             f"fpipe.{transform} of a pipeline whose argnums are {definition.argnums!r}: transform "
-            "one whose gradients are by the parameters (an ensemble can choose what to "
-            "differentiate by last, as in fpipe.grad(fpipe.vmap(pipe), argnums))"
+            f"one whose gradients are by the parameters; {instead}"
         )
 
 
