@@ -45,15 +45,22 @@ class Parameters:
     def with_state(cls, params: Any, num_stages: int) -> Parameters:
         """`whole`, of the pair of parameters and state.
 
+        What a stage has left of the state for the next microbatch is contiguous, so what it begins
+        with is, too.
+
         Raises:
             BatchError: a leaf is no dense tensor.
         """
         try:
-            return cls.whole(params, num_stages)
+            read = cls.whole(params, num_stages)
         except BatchError:
             for name, part in zip(("params", "state"), params, strict=True):
                 tree.tensors(name, part, "close over other values instead")
             raise
+        flat = list(read.stages[0])
+        count = read.spec.children()[0].num_leaves
+        flat[count:] = [leaf.contiguous() for leaf in flat[count:]]
+        return replace(read, stages=(tuple(flat),) * num_stages)
 
     @classmethod
     def read(cls, params: Any, num_stages: int) -> Parameters:

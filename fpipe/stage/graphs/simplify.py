@@ -3,9 +3,9 @@
 Five aims: no op that computes nothing (uncompiled runs pay for each); none that reads a value for
 its shape alone, which would be kept for it; none that computes input and weight gradient at once,
 because it could not be split between I and W; no value without memory; and results that are fit to
-leave: a parameter's gradient shares memory with nothing, because it becomes the caller's, an
-input's is contiguous, as every value at a stage boundary is, and none of them keeps more alive than
-itself.
+leave: a parameter's gradient shares memory with nothing, because it becomes the caller's, and lies
+as the parameter does, because microbatches of other numbers of rows go on with its sum; an input's
+is contiguous, as every value at a stage boundary is, and none of them keeps more alive than itself.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from fpipe.stage.graphs.nodes import ancestors, base_of, value_of
 
@@ -36,13 +37,14 @@ _FILLS: Final[dict[Any, Callable[[fx.Node], Any]]] = {
 
 
 def simplify(
-    graph: fx.Graph, owned: Sequence[bool], private: Collection[fx.Node] = ()
+    graph: fx.Graph, owners: Sequence[Tensor | None], private: Collection[fx.Node] = ()
 ) -> tuple[list[fx.Node], list[fx.Node]]:
     """Rewrite `graph` in place; returns its output nodes and its gradient nodes.
 
     Args:
         graph: returns ``(outputs, gradients)``, two lists of nodes.
-        owned: for each gradient, whether it is a parameter's and so becomes the caller's.
+        owners: for each gradient, the fake leaf of the caller's that it belongs to, and with it
+            becomes the caller's; None for that of an input.
         private: placeholders that other stages cannot read: the parameters, and what the stage
             closes over. Returned as an output, one of them is copied.
     """
@@ -61,7 +63,7 @@ def simplify(
         elif node.target is aten.convolution_backward.default:
             _split_convolution_backward(graph, node)
     graph.eliminate_dead_code()
-    _settle_gradients(graph, owned)
+    _settle_gradients(graph, owners)
     _settle_outputs(graph, private)
     return _results(graph)
 
@@ -73,26 +75,27 @@ def _results(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
     return list(outputs), list(gradients)
 
 
-def _settle_gradients(graph: fx.Graph, owned: Sequence[bool]) -> None:
+def _settle_gradients(graph: fx.Graph, owners: Sequence[Tensor | None]) -> None:
     """Copy the gradients that may not leave as they are.
 
     None may be a value of the forward, which a backward of a user's own can return. A parameter's
-    may be no placeholder, no second look at another gradient, and must be dense; an input's must be
-    contiguous.
+    may be no placeholder and no second look at another gradient.
     """
     end = graph.output_node()
     outputs, gradients = _results(graph)
     forward = ancestors(outputs)
     claimed: set[fx.Node] = set()
     for index, node in enumerate(gradients):
-        base = base_of(node)
-        if owned[index]:
-            fit = base.op != "placeholder" and base not in claimed and _is_dense(value_of(node))
-        else:
-            fit = value_of(node).is_contiguous()
+        base, owner = base_of(node), owners[index]
+        order = _order_of(value_of(node), owner)
+        fit = value_of(node).permute(order).is_contiguous()
+        if owner is not None:
+            fit &= base.op != "placeholder" and base not in claimed
         fit &= base.op == "placeholder" or base not in forward
         if not fit or _is_part(node):
-            gradients[index] = _copy(graph, node)
+            # Right where it is made, but for what the forward makes, and what comes in.
+            inner = node.op == "call_function" and base not in forward
+            gradients[index] = _copy(node.next if inner else end, node, order)
         claimed.add(base)
     end.args = ((outputs, gradients),)
 
@@ -100,7 +103,11 @@ def _settle_gradients(graph: fx.Graph, owned: Sequence[bool]) -> None:
 def _settle_outputs(graph: fx.Graph, private: Collection[fx.Node]) -> None:
     """Copy the outputs that other stages cannot read where they are, or that hold more alive."""
     outputs, gradients = _results(graph)
-    copies = {n: _copy(graph, n) for n in dict.fromkeys(outputs) if n in private or _is_part(n)}
+    copies = {
+        n: _copy(graph.output_node(), n, _order_of(value_of(n), None))
+        for n in dict.fromkeys(outputs)
+        if n in private or _is_part(n)
+    }
     graph.output_node().args = (([copies.get(n, n) for n in outputs], gradients),)
 
 
@@ -109,25 +116,40 @@ def _is_part(node: fx.Node) -> bool:
     return value_of(base_of(node)).numel() > value_of(node).numel()
 
 
-def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A contiguous copy of a value, at the end of the graph."""
-    with graph.inserting_before(graph.output_node()):
-        copy = graph.call_function(
-            aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
-        )
-    copy.meta["val"] = value_of(node).new_empty(value_of(node).shape)
+def _order_of(value: Tensor, owner: Tensor | None) -> list[int]:
+    """The dimensions of a gradient, from the outermost in memory: as those of its owner lie.
+
+    Not as they happen to come, which may depend on the number of rows of the microbatch.
+    """
+    usual = list(range(value.dim()))
+    if owner is None or owner.shape != value.shape:
+        return usual
+    strides, shape = owner.stride(), owner.shape
+    order = sorted(usual, key=lambda d: (-strides[d], -shape[d]))
+    return order if owner.permute(order).is_contiguous() else usual
+
+
+def _copy(before: fx.Node, node: fx.Node, order: list[int]) -> fx.Node:
+    """A copy of a value in front of another node, with its dimensions lying in this order."""
+
+    def call(target: OpOverload, argument: fx.Node, *arguments: Any, **options: Any) -> fx.Node:
+        with before.graph.inserting_before(before):
+            made = before.graph.call_function(target, (argument, *arguments), options)
+        return made
+
+    value, usual = value_of(node), sorted(order)
+    turned = order != usual
+    if turned:
+        node = call(aten.permute.default, node, order)
+        node.meta["val"] = value.permute(order)
+    copy = call(aten.clone.default, node, memory_format=torch.contiguous_format)
+    copy.meta["val"] = value.new_empty([value.shape[d] for d in order])
+    if turned:
+        back = sorted(usual, key=order.__getitem__)
+        view = call(aten.permute.default, copy, back)
+        view.meta["val"] = value_of(copy).permute(back)
+        return view
     return copy
-
-
-def _is_dense(value: Tensor) -> bool:
-    """Whether the elements fill their memory once each, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _is_transpose(node: fx.Node) -> bool:

@@ -113,7 +113,7 @@ def trace(
     for leaf, reader in demand.cotangents:
         groups[leaf].append(Cotangent(reader, next(nodes).name))
     sources = named | constant_sources
-    outputs, gradients = _finish(module.graph, sources, demand)
+    outputs, gradients = _finish(module.graph, sources, demand, leaves)
     sums = _sums(module.graph, gradients, objective, tied)
     sources |= {
         entry.so_far: SumSoFar(source.leaf)
@@ -134,16 +134,19 @@ def trace(
 
 
 def _finish(
-    graph: fx.Graph, sources: Mapping[str, Source], demand: Demand
+    graph: fx.Graph, sources: Mapping[str, Source], demand: Demand, leaves: Leaves
 ) -> tuple[list[fx.Node], dict[Source, fx.Node]]:
     """Simplify a recorded graph; returns its outputs, and the gradients by source."""
-    owned = [isinstance(source, Param | BatchLeaf) for source in demand.places]
+    owners = [
+        leaves.values[places[0]] if isinstance(source, Param | BatchLeaf) else None
+        for source, places in demand.places.items()
+    ]
     private = [
         node
         for node in graph.find_nodes(op="placeholder")
         if isinstance(sources.get(node.name), Param | Constant)
     ]
-    outputs, gradients = simplify(graph, owned, private)
+    outputs, gradients = simplify(graph, owners, private)
     return outputs, dict(zip(demand.places, gradients, strict=True))
 
 

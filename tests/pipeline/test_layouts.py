@@ -1,0 +1,95 @@
+"""How values lie in memory: kernels read each as it lay when they were traced, in every microbatch.
+
+The microbatches of a step may differ in their number of rows, and so may their traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fpipe
+from fpipe import schedules, tree
+from tests.laid_out import laid_out, look
+from tests.models import assert_identical, assert_same, rand, unpipelined
+
+TABLE = rand(3, 4)
+
+
+def position(p: Tensor, x: Tensor) -> Tensor:
+    """Over one row nothing is summed, and the gradient lies as that of the transposed value."""
+    return torch.tanh(x + p).transpose(1, 2) @ TABLE
+
+
+def heads(p: Tensor, x: Tensor) -> Tensor:
+    return torch.einsum("btd,hde->bhte", x, p).square()
+
+
+def scaled(p: Tensor, x: Tensor) -> Tensor:
+    return F.linear(x, p.t() * 2).transpose(1, 2)
+
+
+CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Sequence[Tensor]]] = {
+    "added to rows": (position, [rand(1, 3, 5), rand(5, 1, 3).permute(1, 2, 0)]),
+    "products by head": (heads, [rand(2, 5, 4), rand(5, 4, 2).permute(2, 0, 1)]),
+    "transposed": (scaled, [rand(5, 4), rand(4, 5).t(), rand(1, 4).expand(5, 4)]),
+}
+
+
+@pytest.mark.parametrize("rows", [3, 5])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_lie_as_their_parameters(name: str, rows: int) -> None:
+    stage, params = CASES[name]
+    x = rand(rows, 3, 5)
+
+    def loss(y: Tensor, _: Any) -> Tensor:
+        return y.square().mean()
+
+    schedule = schedules.zb_h1(ranks=1, microbatches=2)
+    pipe = fpipe.pipeline([stage], loss, schedule, compile=laid_out)
+    for param in params:
+        found = pipe.step([param], x)
+        assert_same(found, unpipelined([stage], loss, [param], x))
+        dense = param if param.untyped_storage().nbytes() == param.nbytes else param.contiguous()
+        assert look(found.grads[0]) == look(dense)
+
+
+def test_gradients_of_members_lie_as_their_parameters() -> None:
+    stage, params = CASES["added to rows"]
+    schedule = schedules.zb_h1(ranks=1, microbatches=2)
+    pipe = fpipe.pipeline([stage], lambda y, _: y.square().mean(), schedule, compile=laid_out)
+    members = torch.stack([params[0], 2 * params[0]])
+    grads = fpipe.vmap(pipe).step([members], rand(3, 3, 5)).grads
+    assert look(grads[0]) == look(members)
+
+
+def test_state_may_lie_otherwise_than_what_is_left_of_it() -> None:
+    """The second microbatch reads what the first has left, with the kernels of the first."""
+
+    def loss_fn(w: Tensor, state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x @ w @ state).square().mean(), 0.9 * state + 1
+
+    schedule = schedules.gpipe(ranks=1, microbatches=3)
+    given = rand(5, 4), rand(3, 4).t(), rand(6, 5)
+    found, expected = (
+        fpipe.pipeline(loss_fn, schedule=schedule, has_state=True, compile=compile).step(*given)
+        for compile in (laid_out, False)
+    )
+    assert_identical(tuple(found), tuple(expected))
+
+
+@pytest.mark.inductor
+def test_compiled() -> None:
+    stage, params = CASES["added to rows"]
+    schedule = schedules.zb_h1(ranks=1, microbatches=2)
+    pipe = fpipe.pipeline([stage], lambda y, _: y.square().mean(), schedule)
+    x = rand(3, 3, 5)
+    found = pipe.step([params[0]], x)
+    expected = unpipelined([stage], lambda y, _: y.square().mean(), [params[0]], x)
+    assert_same(found, expected)
+    assert all(leaf.is_contiguous() for leaf in tree.flatten(found.grads)[0])
