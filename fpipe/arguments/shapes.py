@@ -151,12 +151,16 @@ class Ambient(NamedTuple):
     Attributes:
         casts: kinds of device under autocast, with the dtype.
         dtype: the default one.
+        kernels: which ones torch was told to take.
+        device: the default one.
         modes: of the definition.
         threads: their number, which every process may choose for itself.
     """
 
     casts: tuple[tuple[str, torch.dtype], ...]
     dtype: torch.dtype
+    kernels: Hashable
+    device: torch.device
     modes: Hashable
     threads: int
 
@@ -168,7 +172,24 @@ def ambient(modes: Hashable = None) -> Ambient:
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     )
-    return Ambient(casts, torch.get_default_dtype(), modes, torch.get_num_threads())
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    # As torch.get_default_device does, which takes ten times as long to say it.
+    device = torch.empty(0).device
+    return Ambient(casts, dtype, kernels(), device, modes, threads)
+
+
+def kernels() -> Hashable:
+    """Which kernels torch was told to take: in what it traces, and in what Inductor makes of it."""
+    attention = torch.backends.cuda  # of every kind of device
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
+        attention.flash_sdp_enabled(),
+        attention.mem_efficient_sdp_enabled(),
+        attention.math_sdp_enabled(),
+        attention.cudnn_sdp_enabled(),
+    )
 
 
 def difference(before: Signature, now: Signature) -> str:
@@ -184,7 +205,10 @@ def difference(before: Signature, now: Signature) -> str:
         return f"the batch has {sum(now.rows)} rows, before {sum(before.rows)}"
     if now.ambient.modes != before.ambient.modes:
         return "the module was put in another mode, by train() or eval()"
-    return "autocast, the default dtype or the number of threads changed"
+    return (
+        "autocast, the default dtype or device, the choice of kernels (deterministic ones, those "
+        "of attention, the precision of products) or the number of threads changed"
+    )
 
 
 def _tree_difference(before: TreeShape, now: TreeShape) -> str:

@@ -77,8 +77,8 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
         )
     for what, settings in (
         (
-            "runs under another autocast or default dtype",
-            [(o.ambient.casts, o.ambient.dtype) for o in offers],
+            "runs under another autocast, default dtype or choice of kernels",
+            [(o.ambient.casts, o.ambient.dtype, o.ambient.kernels) for o in offers],
         ),
         ("has its module in another mode (train, eval)", [o.ambient.modes for o in offers]),
     ):

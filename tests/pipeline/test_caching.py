@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fpipe
 from fpipe import schedules, tree
@@ -178,6 +180,47 @@ def test_default_dtype_counts() -> None:
         torch.set_default_dtype(before)
     assert dtypes == [torch.float32, torch.float64, torch.float32]
     assert model.params
+
+
+def test_choice_of_kernels_counts() -> None:
+    made: list[list[str]] = []
+
+    def watched(module: fx.GraphModule, examples: Any) -> Any:
+        made.append([str(node.target) for node in module.graph.nodes])
+        return lambda inputs: module(*inputs)
+
+    def stage(w: Tensor, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(w * x, x, x)
+
+    schedule = schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline([stage], lambda y, _: y.sum(), schedule, compile=watched)
+    call = partial(pipe.value, [torch.ones(())], rand(2, 2, 4, 8))
+    expected = call()
+    with sdpa_kernel(SDPBackend.MATH):
+        assert_same(call(), expected)
+    call()
+    fused = ["aten._scaled_dot_product_flash_attention_for_cpu.default" in graph for graph in made]
+    assert fused == [True, False]
+    # The same graph, of which Inductor makes other kernels.
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_same(call(), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(made) == 3 and made[2] == made[0]
+
+
+def test_default_device_counts() -> None:
+    def stage(_: None, x: Tensor) -> Tensor:
+        return x * len(torch.zeros(1).device.type)
+
+    pipe = plain_pipeline([stage], lambda y, _: y.mean())
+    found = []
+    for device in ("cpu", "meta", "cpu"):
+        batch = torch.ones(2)
+        with torch.device(device):
+            found.append(float(pipe.value([None], batch)))
+    assert found == [3, 4, 3]
 
 
 def test_first_call_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:

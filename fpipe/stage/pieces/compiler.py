@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 
+from fpipe.arguments.shapes import kernels
 from fpipe.errors import StageError
 from fpipe.stage.graphs.nodes import value_of
 from fpipe.stage.graphs.rewrites import free_views_of_layout, with_uniform_draws
@@ -69,8 +70,8 @@ class Compiler:
         Raises:
             StageError: it cannot be compiled; the cause is what the compiler raised.
         """
-        # Inductor writes the number of threads into its loops.
-        key = (piece.fingerprint, piece.places, torch.get_num_threads())
+        # Inductor writes the number of threads into its loops, and takes the kernels it is told to.
+        key = (piece.fingerprint, piece.places, torch.get_num_threads(), kernels())
         if key not in self._artefacts:
             examples = [value_of(n) for n in piece.graph.nodes if n.op == "placeholder"]
             log.info("compiling %s", label)
