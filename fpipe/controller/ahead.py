@@ -82,6 +82,7 @@ class Ahead:
     def drop(self) -> None:
         """Leave everything as it was."""
         self.run.slots.clear()
+        self._error = None  # which holds the values of the kernel that failed
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
 

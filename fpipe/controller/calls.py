@@ -148,21 +148,22 @@ class Calls:
     ) -> Call:
         """Read what this rank was called with, and tell the others.
 
+        The frames from here outwards are behind the traceback of what is wrong with it. One that
+        had a name for that when it is left would keep itself, the pipeline and the batch.
+
         Args:
             enter: makes parameters and batch of what the caller passed.
             goal: what is asked for.
             key: reads the key.
             name: what was called, if not the method of the goal.
         """
-        given: Given | None = None
-        problem: Exception | None = None
+        given, problem = self._attempt(enter, key)
         try:
-            given = self._read(*enter(), key())
-        except Exception as error:
-            problem = error
-        header = _header(given, name or f"pipe.{goal}", self._planner.ambient())
-        headers = connected(lambda: start_headers(header, self._control, self._number))
-        return Call(goal, given, problem, header, lambda: connected(headers))
+            header = _header(given, name or f"pipe.{goal}", self._planner.ambient())
+            headers = connected(lambda: start_headers(header, self._control, self._number))
+            return Call(goal, given, problem, header, lambda: connected(headers))
+        finally:
+            del problem
 
     def agree(self, call: Call) -> Agreed:
         """Find the plan that all ranks run, or make it if anything is new."""
@@ -183,6 +184,15 @@ class Calls:
             self._agreed[shapes] = self._make_plan(signature)
         plan = self._expected[call.kind] = self._agreed[shapes]
         return Agreed(given, plan, any(h.records for h in headers))
+
+    def _attempt(
+        self, enter: Enter, key: Callable[[], Words | None]
+    ) -> tuple[Given | None, Exception | None]:
+        """What was given, or why it cannot be used."""
+        try:
+            return self._read(*enter(), key()), None
+        except Exception as error:
+            return None, error
 
     def _read(self, params: Any, batch: Any, key: Words | None) -> Given:
         own = self._read_params(params)
@@ -228,20 +238,27 @@ class Calls:
 
     def _make_plan(self, signature: Signature) -> Plan:
         """Make the plan, and see that all ranks made the same."""
-        problem: Exception | None = None
-        text = ""
+        plan, text, problem = self._planned(signature)
+        verdict = plan is not None, text
+        try:
+            verdicts = connected(lambda: gather_objects(verdict, self._control))
+            check_verdicts(verdicts, self._rank, problem)
+        finally:
+            del problem  # as in `announce`
+        assert plan is not None
+        programs = plan.programs
+        connected(lambda: self._prepare(programs))
+        return plan
+
+    def _planned(self, signature: Signature) -> tuple[Plan | None, str, Exception | None]:
+        """The plan and its digest, or why there is none."""
         try:
             plan = self._planner(signature)
             # Not how much they hold: one rank may run uncompiled, to be looked at.
             texts = [describe(program, weighed=False) for program in plan.programs]
-            text = digest("\n".join((*texts, plan.fingerprint)))
+            return plan, digest("\n".join((*texts, plan.fingerprint))), None
         except Exception as error:
-            problem = error
-            text = named(error)
-        verdicts = connected(lambda: gather_objects((problem is None, text), self._control))
-        check_verdicts(verdicts, self._rank, problem)
-        connected(lambda: self._prepare(plan.programs))
-        return plan
+            return None, named(error), error
 
     def expected(self, call: Call) -> Plan | None:
         """The plan of the last call that was like this one as far as this rank knows, if any."""

@@ -90,7 +90,9 @@ class MultiController:
         # None of these refers to this object: a cycle would keep threads, connections and code
         # until the garbage collector comes by.
         self._watch = Watch(store, members, self._rank, timeout, self._lines.ring)
-        self._transport = GroupTransport(group, device, separate, self._watch.has_fault)
+        self._transport = GroupTransport(
+            group, device, separate, self._watch.has_fault, self._watch.hears_of_fault
+        )
         stages = schedule.stages_of(self._rank)
         self._execute = Execution(self._transport, self._watch, self._control, stages, device)
         self._calls = Calls(
@@ -115,19 +117,26 @@ class MultiController:
 
         def work() -> Finished:
             call = self._calls.announce(enter, goal, lambda: self._read_key(key), name)
-            ahead = self._ahead(call)
             try:
-                agreed = self._calls.agree(call)
-            except BaseException:
-                if ahead is not None:
-                    ahead.drop()
-                raise
-            if ahead is not None and (ahead.plan is not agreed.plan or agreed.records):
-                ahead.drop()
-                ahead = None
-            return self._execute(agreed, ahead)
+                return self._answer(call)
+            finally:
+                del call  # this frame is behind the traceback of an error in it: see `announce`
 
         return self._together(work)
+
+    def _answer(self, call: Call) -> Finished:
+        """Agree with the other ranks, and run; what can be computed meanwhile is."""
+        ahead = self._ahead(call)
+        try:
+            agreed = self._calls.agree(call)
+        except BaseException:
+            if ahead is not None:
+                ahead.drop()
+            raise
+        if ahead is not None and (ahead.plan is not agreed.plan or agreed.records):
+            ahead.drop()
+            ahead = None
+        return self._execute(agreed, ahead)
 
     def _ahead(self, call: Call) -> Ahead | None:
         """Run by the plan that this call had before, while its header is under way."""
@@ -141,7 +150,10 @@ class MultiController:
 
         def work() -> tuple[Program, ...]:
             call = self._calls.announce(enter, "step", lambda: None, "pipe.programs")
-            return self._calls.agree(call).plan.programs
+            try:
+                return self._calls.agree(call).plan.programs
+            finally:
+                del call
 
         return self._together(work)
 

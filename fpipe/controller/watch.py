@@ -133,6 +133,10 @@ class Watch:
         self._known.wait(DEAD)
         return self.fault
 
+    def hears_of_fault(self) -> bool:
+        """Whether a rank has reported a fault of this step; asks the store, if need be."""
+        return self.await_fault() is not None
+
     def culprit(self, peer: int | None, text: str) -> Fault:
         """Find who is to blame for a lost connection to `peer`; takes some seconds at most.
 

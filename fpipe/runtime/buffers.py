@@ -36,7 +36,8 @@ class Buffers:
                 # The least recently lent is tried first: it is the likeliest to be free.
                 kept.append(kept.pop(index))
                 return buffer.detach()
-        kept.append(torch.empty(spec.shape, dtype=spec.dtype, device=self._device))
+        with torch.inference_mode(False):  # it outlives the step, and its mode
+            kept.append(torch.empty(spec.shape, dtype=spec.dtype, device=self._device))
         return kept[-1].detach()
 
     def clear(self) -> None:

@@ -13,7 +13,7 @@ from fpipe.runtime.buffers import Buffers
 from fpipe.runtime.connect import MESSAGE
 from fpipe.runtime.program import Message, Program, Send
 from fpipe.runtime.transport import ConnectionLost, Interrupted
-from fpipe.runtime.waiting import Arrival, look_out
+from fpipe.runtime.waiting import Arrival, look_out, make_blank
 
 Connect = Callable[[str, Sequence[int]], dist.ProcessGroup]
 """Makes a group of some ranks under a name; every one of them calls it."""
@@ -29,7 +29,9 @@ class GroupTransport:
         group: the ranks of the pipeline.
         device: where values lie.
         connect: makes a group for a channel; None where `group` itself has channels.
-        interrupted: whether the step is to be given up; asked before every wait for values.
+        interrupted: whether the step is to be given up, as far as is known; asked before and after
+            every wait for values.
+        failed: asks whether any rank has failed.
     """
 
     def __init__(
@@ -38,12 +40,14 @@ class GroupTransport:
         device: torch.device,
         connect: Connect | None,
         interrupted: Callable[[], bool],
+        failed: Callable[[], bool],
     ) -> None:
         self._group = group
         self._device = device
         self._buffers = Buffers(device)
         self._connect = connect
         self._interrupted = interrupted
+        self._failed = failed
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._posted: dict[Message, tuple[list[Any], list[Tensor], Arrival | None]] = {}
         self._sent: dict[Message, tuple[list[Any], Sequence[Tensor]]] = {}
@@ -78,15 +82,26 @@ class GroupTransport:
         """Wait until the values have arrived, unless the step is to be given up."""
         if self._interrupted():
             raise Interrupted
-        return self.take(message)
+        _, values, arrival = self._posted[message]
+        self._await(message)
+        # Who sends blanks has told before that it failed. What looks like one may be a value.
+        blank = arrival is not None and arrival.is_blank
+        if self._interrupted() or (blank and self._failed()):
+            self._posted[message] = ([], values, None)  # for the drain to take
+            raise Interrupted
+        del self._posted[message]
+        return values
 
-    def take(self, message: Message) -> Sequence[Tensor]:
-        """Wait until the values have arrived, whatever has become of the step."""
-        works, values, arrival = self._posted.pop(message)
+    def take(self, message: Message) -> None:
+        """Wait until the values have arrived, whatever has become of the step, for nobody."""
+        self._await(message)
+        del self._posted[message]
+
+    def _await(self, message: Message) -> None:
+        works, _, arrival = self._posted[message]
         if arrival is not None:
             look_out(arrival)
         self._wait(message.source, works)
-        return values
 
     def send(self, message: Message, values: Sequence[Tensor]) -> None:
         """Start to send; the values are kept until `wait_sent`."""
@@ -98,7 +113,9 @@ class GroupTransport:
 
     def send_blank(self, message: Message) -> None:
         """Send values without meaning, so that the receiver of a step that failed can go on."""
-        self.send(message, [self._buffers.take(spec) for spec in message.specs])
+        values = [self._buffers.take(spec) for spec in message.specs]
+        make_blank(_travelling(values))
+        self.send(message, values)
 
     def wait_sent(self, message: Message) -> None:
         """Wait until the values have left."""

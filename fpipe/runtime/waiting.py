@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from torch import Tensor
+
+Word = ctypes.c_uint32
 
 NAP: Final = 50e-6
 """Seconds between two looks. They take a few microseconds each, so the core is free for others."""
@@ -21,6 +23,7 @@ PATIENCE: Final = 20e-3
 """Seconds after which to block: then a millisecond more is a twentieth of the wait at most."""
 
 _MARK: Final = 0x7FA5C3E1
+_BLANK: Final = 0x7FA5C3E2
 
 
 def look_out(done: Callable[[], bool]) -> None:
@@ -42,12 +45,34 @@ class Arrival:
     """
 
     def __init__(self, buffer: Tensor) -> None:
-        size = buffer.numel() * buffer.element_size()
-        self._last: ctypes.c_uint32 | None = None
-        if size >= ctypes.sizeof(ctypes.c_uint32):
-            end = buffer.data_ptr() + size
-            self._last = ctypes.c_uint32.from_address(end - ctypes.sizeof(ctypes.c_uint32))
+        self._last = _last_word(buffer)
+        if self._last is not None:
             self._last.value = _MARK
 
     def __call__(self) -> bool:
         return self._last is None or self._last.value != _MARK
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether what has arrived looks like what `make_blank` leaves; a hint, too."""
+        return self._last is not None and self._last.value == _BLANK
+
+
+def make_blank(values: Sequence[Tensor]) -> None:
+    """Make of contiguous tensors what a rank sends that has not computed them.
+
+    On the CPU the last one ends in another mark. All else is zero, for a rank that does not see the
+    mark computes on them, until it hears of what failed: zeros are indices of something.
+    """
+    for value in values:
+        value.zero_()
+    if values and values[-1].device.type == "cpu":
+        last = _last_word(values[-1])
+        if last is not None:
+            last.value = _BLANK
+
+
+def _last_word(value: Tensor) -> Word | None:
+    """The last bytes of a contiguous tensor on the CPU; None if it has too few."""
+    size, own = value.numel() * value.element_size(), ctypes.sizeof(Word)
+    return Word.from_address(value.data_ptr() + size - own) if size >= own else None

@@ -316,8 +316,8 @@ def by_channels(group: dist.ProcessGroup, name: str, schedule: Schedule, rows: i
         rank = ranks.index(group.rank())
         return connect("gloo", own, rank, len(ranks), timedelta(seconds=30))
 
-    def transport(group: Any, device: Any, _: Any, interrupted: Any) -> GroupTransport:
-        return GroupTransport(group, device, make_channel, interrupted)
+    def transport(group: Any, device: Any, _: Any, *asked: Any) -> GroupTransport:
+        return GroupTransport(group, device, make_channel, *asked)
 
     with patch("fpipe.controller.multi.GroupTransport", transport):
         return every_call(group, name, schedule, [rows, rows + 1])

@@ -93,6 +93,14 @@ def test_exceptions_on_several_ranks_at_once(crew: Crew) -> None:
     assert_good(answers, 1)
 
 
+def test_nobody_computes_on_what_a_rank_sends_that_failed(crew: Crew) -> None:
+    """Such values may be no indices, and what fails because of them would be told as the fault."""
+    answers = values(crew.run(traps.compute_until_told, 0, 1, ranks=range(3)))
+    assert [outcome.error.action for outcome, _ in answers] == ["0F1"] * 3
+    # 0F0 and 0F1, which fails; 1F0; 2F0.
+    assert [kernels for _, kernels in answers] == [2, 1, 1]
+
+
 # ── tracing and compiling ───────────────────────────────────────────────────────────────────────
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fpipe
-from fpipe import Schedule, schedules
+from fpipe import Schedule, schedules, tree
 from tests import state_model
 from tests.distributed.crew import Crew, Outcome, attempt, values
 from tests.models import assert_identical, rand
@@ -127,6 +128,24 @@ def train(group: dist.ProcessGroup | None, schedule: Schedule, batch_norm: str) 
         results.append(pipe.step(params, state, batch))
         state = results[-1].state
     return [*results, pipe.value(params, state, batch)]
+
+
+def step_after_inference(group: dist.ProcessGroup) -> list[bool]:
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    pipe = fpipe.pipeline(
+        without_aux, schedule=schedule, has_state=True, compile=False, group=group
+    )
+    params, state, batch = state_model.make_params(), make_state(), state_model.make_batch()
+    with torch.inference_mode():
+        pipe.value(params, state, batch)
+    after = pipe.step(params, state, batch).state
+    return [leaf.is_inference() for leaf in tree.flatten(after)[0]]
+
+
+def test_what_is_kept_of_a_call_in_inference_mode_serves_any_other(crew: Crew) -> None:
+    # Buffers were tensors of that mode, which nobody may write to or differentiate outside of it.
+    crew.start(step_after_inference, ranks=range(2))
+    assert not any(chain(*values(crew.collect())))
 
 
 @pytest.mark.parametrize("batch_norm", ["microbatch", "deferred"])

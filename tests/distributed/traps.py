@@ -58,9 +58,14 @@ DEEDS: dict[str, Callable[[], None]] = {
 
 
 class Trap:
-    """A ``compile=`` whose kernels count their calls; one of them does a deed when it is armed."""
+    """A ``compile=`` whose kernels count their calls; one of them does a deed when it is armed.
+
+    Attributes:
+        calls: how many there were.
+    """
 
     def __init__(self) -> None:
+        self.calls = 0
         self._left = -1
         self._deed: Callable[[], None] = boom
 
@@ -74,6 +79,7 @@ class Trap:
 
     def __call__(self, module: fx.GraphModule, examples: Sequence[Tensor]) -> Call:
         def call(inputs: list[Tensor]) -> Sequence[Tensor]:
+            self.calls += 1
             self._left -= 1
             if self._left == -1:
                 self._deed()
@@ -111,6 +117,20 @@ def fail_once(
     failed = attempt(call)
     failed.value = None  # where the trap lets the step end
     return [failed, attempt(lambda: same(call(), before))]
+
+
+def compute_until_told(group: dist.ProcessGroup, victim: int, at: int) -> tuple[Outcome, int]:
+    """A step of GPipe in which a rank fails; returns what came of it, and how many kernels ran."""
+    trap = Trap()
+    schedule = fpipe.schedules.gpipe(ranks=group.size(), microbatches=2)
+    model = model_of("mlp", schedule.num_stages, 4)
+    pipe = pipeline(group, model, schedule, compile=trap)
+    params = pipe.local(model.params)
+    pipe.step(params, model.batch)
+    before = trap.calls
+    if group.rank() == victim:
+        trap.arm("boom", at)
+    return attempt(pipe.step, params, model.batch), trap.calls - before
 
 
 def same(ours: Any, theirs: Any) -> bool:
