@@ -91,8 +91,10 @@ def load(
         assert parts is not None
         value = parts.leaves[microbatch][leaf]
         # A copy to the CPU must have arrived before it is read; on CUDA the stream sees to that.
-        if device is not None:
-            value = value.to(device, non_blocking=device.type == "cuda")
+        # One of pinned memory would still be under way when the caller writes there again.
+        if device is not None and value.device != device:
+            at_once = device.type == "cuda" and not value.is_pinned()
+            value = value.to(device, non_blocking=at_once)
         slots[slot] = value
     for constant, slot in bindings.constants:
         slots[slot] = constant

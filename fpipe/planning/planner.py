@@ -91,7 +91,7 @@ class Planner:
     def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The ranks that read a parameter in any plan so far, by stage and leaf, in order."""
         found: dict[tuple[int, int], set[int]] = {}
-        for plan in self._plans.values():
+        for plan in list(self._plans.values()):  # another thread may make one
             for program in plan.programs:
                 for stage, leaf, _ in program.bindings.params:
                     found.setdefault((stage, leaf), set()).add(program.rank)

@@ -68,7 +68,7 @@ class Workshop:
         self._compiler = compiler
         self._policies = policies
         self._chains: dict[Any, Chain] = {}
-        self._codes: dict[tuple[Chain, Trained, Policy], tuple[StageCode, ...]] = {}
+        self._codes: dict[tuple[Chain, Trained, int], tuple[StageCode, ...]] = {}
 
     def __call__(self, signature: Signature) -> Made:
         """The code for arguments of these shapes.
@@ -112,7 +112,7 @@ class Workshop:
         return chain
 
     def _cut(self, chain: Chain, trained: Trained, policy: Policy) -> tuple[StageCode, ...]:
-        key = (chain, trained, policy)
+        key = (chain, trained, id(policy))  # a policy need not be hashable
         if key not in self._codes:
             self._codes[key] = assemble(chain, trained, policy, self._compiler)
         return self._codes[key]

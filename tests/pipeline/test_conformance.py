@@ -6,6 +6,7 @@ A family joins by existing: the tests run over `fpipe.schedules.FAMILIES`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -193,6 +194,22 @@ def test_remat_is_bitwise_without_effect(name: str) -> None:
     kept = run(model, schedule, remat="none")
     for remat in ("full", "except_last", keep_products):
         assert_identical(run(model, schedule, remat=remat), kept)
+
+
+@dataclass
+class KeepSmall:
+    """A policy that is no function, and that nothing can be kept by, for it may change."""
+
+    limit: int
+
+    def __call__(self, node: fx.Node) -> bool:
+        return bool(node.meta["val"].nbytes <= self.limit)
+
+
+def test_a_policy_need_not_be_hashable() -> None:
+    model = mlp(2, 4)
+    step = run(model, schedules.zb_h1(ranks=2, microbatches=2), remat=KeepSmall(100))
+    assert_same(step, unpipelined(*model))
 
 
 def test_a_schedule_by_hand() -> None:

@@ -47,7 +47,14 @@ def turned(x: Tensor, old: Tensor) -> Tensor:
     return (1j * x).conj()
 
 
-WRITES = [slices, rows, diagonal, wide, conjugated, turned]
+def literals(x: Tensor, old: Tensor) -> Tensor:
+    made = torch.tensor([1.0, 2.0, 3.0, 4.0]).neg_()
+    if made.sum() < 0:
+        made[1:] *= 2
+    return x * made
+
+
+WRITES = [literals, slices, rows, diagonal, wide, conjugated, turned]
 
 
 @pytest.mark.parametrize("is_complex", [True, False], ids=["complex", "real"])

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fpipe.stage.refusing.explain import ImpureError, Untraceable, impure
 from fpipe.stage.refusing.names import name_in_closure
 
+_LITERAL = torch.ops.aten.lift_fresh.default
+
 
 class WriteGuard(TorchDispatchMode):
     """Raises `ImpureError` at the op that writes, before it does, so that nothing is changed.
@@ -67,6 +69,8 @@ class WriteGuard(TorchDispatchMode):
                 self._kept_alive.append(value)
         result = func(*args, **(kwargs or {}))
         for declared, value in arguments:
+            if func is _LITERAL:
+                continue  # what torch.tensor has made within the function is its own
             if declared.alias_info is not None and isinstance(result, Tensor):
                 owner = self._owner(value)
                 if owner is not None:

@@ -68,7 +68,8 @@ class Known(TorchDispatchMode):
         leaves, spec = tree.flatten((args, options))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if func is _LITERAL and not isinstance(args[0], FakeTensor):
-            self._values[args[0]] = args[0]
+            with no_dispatch():  # a write to what is computed beside must not reach the literal
+                self._values[args[0]] = args[0].clone()
         known = all(tensor in self._values for tensor in tensors)
         if func in _ANSWERS and known:
             with no_dispatch():
