@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,17 +65,20 @@ def gradients(
             elif index in elsewhere or (stage, index) in plan.frozen or not is_differentiable(leaf):
                 grads.append(None)
             else:
-                grads.append(torch.zeros_like(plan.sink.lifted(leaf, plan.rows)))
+                grads.append(torch.zeros_like(plan.sink.lifted(leaf, sum(plan.rows))))
     return grads
 
 
-def batch_gradients(runs: Sequence[Run], batch: Any, in_dims: Any, weight: Tensor | None) -> Any:
+def batch_gradients(
+    plan: Plan, runs: Sequence[Run], batch: Any, in_dims: Any, weight: Tensor | None
+) -> Any:
     """The gradient of each leaf of the batch, in its structure; None for one that cannot have one.
 
     They are divided by `weight`, if there is one.
 
     A leaf that several stages read gets the sum of their parts; one that is split, its rows in
-    order; and one that is not, the sum over all microbatches.
+    order; and one that is not, the sum over all microbatches. What reads a leaf may depend on the
+    rows of a microbatch: those of one that does not have zeros.
     """
     leaves, spec = tree.flatten(batch)
     dims = tree.broadcast_prefix("in_dims", in_dims, batch, "batch")
@@ -87,12 +90,23 @@ def batch_gradients(runs: Sequence[Run], batch: Any, in_dims: Any, weight: Tenso
             own[microbatch] = own[microbatch] + part if microbatch in own else part
     found: list[Tensor | None] = []
     for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
-        rows = [part for _, part in sorted(parts.get(index, {}).items())]
+        own = parts.get(index, {})
         if not is_differentiable(leaf):
             found.append(None)
-        elif not rows:
+        elif not own:
             found.append(torch.zeros_like(leaf))
         else:
-            whole = torch.stack(rows).sum(0) if dim is None else torch.cat(rows, dim)
-            found.append(divided_(whole, weight).to(leaf.dtype))
+            found.append(divided_(_whole(plan, own, dim), weight).to(leaf.dtype))
     return tree.unflatten(spec, found)
+
+
+def _whole(plan: Plan, parts: Mapping[int, Tensor], dim: int | None) -> Tensor:
+    """The sum of the parts of microbatches, or their rows in order along `dim`."""
+    if dim is None:
+        return torch.stack([part for _, part in sorted(parts.items())]).sum(0)
+    shape = list(next(iter(parts.values())).shape)
+    rows: list[Tensor] = []
+    for microbatch, shape[dim] in enumerate(plan.rows):
+        part = parts.get(microbatch)
+        rows.append(next(iter(parts.values())).new_zeros(shape) if part is None else part)
+    return torch.cat(rows, dim)

@@ -97,6 +97,6 @@ class Outcome:
         """They lie where the batch comes in."""
         if self.rank not in (None, self.definition.schedule.placement[0]):
             return None
-        in_dims = self.definition.in_dims
-        grads = batch_gradients(self.done.runs, self.done.batch, in_dims, self._weight)
+        done, in_dims = self.done, self.definition.in_dims
+        grads = batch_gradients(done.plan, done.runs, done.batch, in_dims, self._weight)
         return self.definition.convention.batch(grads)

@@ -34,7 +34,7 @@ class Plan:
         shapes: of each of them, by its number, in every microbatch.
         fingerprint: equal for plans that compute the same.
         communicates: whether stages have collectives of their own.
-        rows: of the batch.
+        rows: of each microbatch.
         sink: how gradients and losses are collected.
         frozen: stage and leaf of the parameters that are not trained.
     """
@@ -48,7 +48,7 @@ class Plan:
     shapes: tuple[tuple[torch.Size, ...], ...]
     fingerprint: str
     communicates: bool
-    rows: int
+    rows: tuple[int, ...]
     sink: Sink
     frozen: frozenset[tuple[int, int]]
 

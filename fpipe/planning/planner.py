@@ -162,7 +162,7 @@ class Planner:
             tuple(zip(*([c.value(own).shape for own in c.results] for c in chains), strict=True)),
             "\n".join(sorted(piece.fingerprint for piece in made.pieces())),
             any(piece.communicates for piece in made.pieces()),
-            sum(rows),
+            tuple(rows),
             self._sink,
             made.frozen,
         )

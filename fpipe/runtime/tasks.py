@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fpipe.arguments.shapes import Spec
@@ -58,8 +59,10 @@ def tasks_of(schedule: Schedule, codes: Codes, resolve: Resolver) -> Tasks:
     """Find the tasks of all ranks.
 
     The first B or W of a stage starts the sums of its parameter gradients, the others continue
-    them. What no microbatch goes into is computed before the first task that reads it. Whole-stage
-    actions have no task: in one process there is nothing to gather or reduce.
+    them. What a stage reads may depend on the rows of a microbatch: where one is the first to read
+    some parameters but not others, what it starts is added to what there is. What no microbatch
+    goes into is computed before the first task that reads it. Whole-stage actions have no task: in
+    one process there is nothing to gather or reduce.
     """
     sums: dict[SumValue, Value] = {}
     halved = {(a.stage, a.microbatch) for row in schedule.actions for a in row if a.op == Op.I}
@@ -70,11 +73,7 @@ def tasks_of(schedule: Schedule, codes: Codes, resolve: Resolver) -> Tasks:
         return Op.B if whole else action.op
 
     rows = [
-        [
-            task
-            for action in row
-            if (task := _task_of(action, work(action), codes, resolve, sums)) is not None
-        ]
+        [task for action in row for task in _tasks_of(action, work(action), codes, resolve, sums)]
         for row in schedule.actions
     ]
     return Tasks(tuple(_with_preparations(row, codes, resolve) for row in rows), sums)
@@ -129,28 +128,78 @@ def _sum_of(stage: int, source: Source) -> SumValue:
     raise AssertionError(f"{source} is no leaf of the caller's")
 
 
-def _task_of(
+def _tasks_of(
     action: Action, op: Op, codes: Codes, resolve: Resolver, sums: dict[SumValue, Value]
-) -> Task | None:
-    """The task of `action`, which does the work of `op`; `sums` are brought up to date with it."""
+) -> Iterator[Task]:
+    """The tasks of `action`, which does the work of `op`; `sums` are brought up to date with it."""
     stage, _, microbatch = action
     if microbatch is None:
-        return None
+        return
     code = codes(stage, microbatch)
     ends_in_sums = op in (Op.B, Op.W)
-    continues = ends_in_sums and any(_sum_of(stage, source) in sums for source in code.sums)
+    begun = [
+        _sum_of(stage, s) in sums for s, entry in code.sums.items() if entry.so_far is not None
+    ]
+    continues = ends_in_sums and bool(begun) and all(begun)
     key = f"{op}+" if continues else str(op)
     piece = code.pieces.get(key)
     inputs = [resolve(stage, microbatch, n) for n in (piece.inputs if piece else ())]
     # A sum is not one value but one after the other; from here on each has its own name.
     read = tuple(sums[v] if isinstance(v, SumValue) else v for v in inputs)
+    if piece is not None:
+        yield _running(key, code, action, microbatch, read)
     if ends_in_sums:
         for source, entry in code.sums.items():
             name = entry.total if continues else entry.start
             total = _sum_of(stage, source)
             if entry.so_far is None:
                 total = replace(total, microbatch=microbatch)
-            sums[total] = resolve(stage, microbatch, name)
-    if piece is None:
-        return None
-    return _running(key, code, action, microbatch, read)
+            part = resolve(stage, microbatch, name)
+            if total in sums and not continues:
+                added = adding(
+                    Computed(stage, microbatch, f"sum for {source}"),
+                    (sums[total], part),
+                    code.specs[name],
+                )
+                yield added
+                (part,) = added.outputs
+            sums[total] = part
+
+
+def adding(
+    total: Computed,
+    parts: tuple[Value, ...],
+    spec: Spec,
+    fold: Callable[[Tensor], Tensor] | None = None,
+) -> Task:
+    """The task that adds up parts of a gradient.
+
+    Args:
+        total: the sum.
+        parts: of it, in order.
+        spec: of each part.
+        fold: what is kept of the sum; None for all of it.
+    """
+    kept = spec
+    if fold is not None:
+        folded = fold(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+        kept = Spec(tuple(folded.shape), folded.dtype)
+    # A new tensor each time, beside the one before it.
+    needed = spec.nbytes * min(2, len(parts) - (fold is None))
+    return Task(
+        Action(total.stage, Op.REDUCE_GRAD, None),
+        lambda: partial(_add_up, fold),
+        parts,
+        (total,),
+        (kept,),
+        lambda handed: needed,
+    )
+
+
+def _add_up(fold: Callable[[Tensor], Tensor] | None, values: list[Tensor]) -> list[Tensor]:
+    """A kernel: what is kept of the sum of all inputs, from left to right."""
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    values.clear()
+    return [total if fold is None else fold(total)]

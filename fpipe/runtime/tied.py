@@ -8,17 +8,14 @@ they can go, and folded only then.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-
-import torch
-from torch import Tensor
+from collections.abc import Iterator, Mapping, Sequence
 
 from fpipe.arguments.shapes import Spec
-from fpipe.runtime.tasks import Task, Tasks
+from fpipe.runtime.tasks import Task, Tasks, adding
 from fpipe.runtime.values import Codes, Computed, SumValue, Value
-from fpipe.schedule import Action, Op, Schedule
+from fpipe.schedule import Schedule
 from fpipe.stage.declared.sink import Sink
+from fpipe.stage.graphs.joint import Sum
 from fpipe.stage.graphs.sources import Param
 
 Place = tuple[int, int]
@@ -52,8 +49,7 @@ def tie(tasks: Tasks, schedule: Schedule, codes: Codes, sink: Sink, *, everywher
     sums = dict(tasks.sums)
     added: Added = {}
     for (leaf, microbatch), stages in stages_of.items():
-        code = codes(stages[0], max(microbatch, 0))
-        entry = code.sums[Param(leaf)]
+        entry, spec = _entry_of(leaf, stages[0], microbatch, schedule, codes)
         holders = _holders_of(leaf, stages, reading, schedule)
         if len(stages) == len(holders) == 1 and entry.folded:
             continue
@@ -61,10 +57,10 @@ def tie(tasks: Tasks, schedule: Schedule, codes: Codes, sink: Sink, *, everywher
         parts = tuple(sums.pop(SumValue(stage, leaf, microbatch)) for stage in stages)
         group = added[leaf, microbatch] = []
         for rank, stage in sorted(holders.items()):
-            total = SumValue(stage, leaf, microbatch)
-            task = _sum_task(total, parts, code.specs[entry.start], fold)
+            whole = Computed(stage, microbatch, f"whole gradient of leaf {leaf}")
+            task = adding(whole, parts, spec, fold)
             group.append((rank, task))
-            sums[total] = task.outputs[0]
+            sums[SumValue(stage, leaf, microbatch)] = whole
     place = _at_the_end if sink.join is None else _woven
     return Tasks(place(tasks.rows, added), sums)
 
@@ -125,12 +121,23 @@ def _reading_stages(schedule: Schedule, codes: Codes) -> dict[int, set[int]]:
     """The stages that read each leaf of shared parameters."""
     found: dict[int, set[int]] = defaultdict(set)
     for stage in range(schedule.num_stages):
-        code = codes(stage, 0)
-        for name in (name for piece in code.pieces.values() for name in piece.inputs):
-            source = code.sources.get(name)
-            if isinstance(source, Param):
-                found[source.leaf].add(stage)
+        every = [codes(stage, microbatch) for microbatch in range(schedule.num_microbatches)]
+        for code in {id(own): own for own in every}.values():
+            for name in (name for piece in code.pieces.values() for name in piece.inputs):
+                source = code.sources.get(name)
+                if isinstance(source, Param):
+                    found[source.leaf].add(stage)
     return found
+
+
+def _entry_of(
+    leaf: int, stage: int, microbatch: int, schedule: Schedule, codes: Codes
+) -> tuple[Sum, Spec]:
+    """How a stage collects the gradient of a leaf, in a microbatch or in the first that does so."""
+    some = range(schedule.num_microbatches) if microbatch < 0 else [microbatch]
+    code = next(c for m in some if Param(leaf) in (c := codes(stage, m)).sums)
+    entry = code.sums[Param(leaf)]
+    return entry, code.specs[entry.start]
 
 
 def _holders_of(
@@ -148,42 +155,3 @@ def _holders_of(
         return {schedule.placement[stages[0]]: stages[0]}
     every = sorted({*stages, *reading[leaf]}, reverse=True)
     return {schedule.placement[stage]: stage for stage in every}
-
-
-def _sum_task(
-    total: SumValue,
-    parts: tuple[Value, ...],
-    spec: Spec,
-    fold: Callable[[Tensor], Tensor] | None,
-) -> Task:
-    """The task that adds up the stages' parts of a gradient.
-
-    Args:
-        total: the sum.
-        parts: of it, in the order of the stages.
-        spec: of each part.
-        fold: what is kept of the sum; None for all of it.
-    """
-    kept = spec
-    if fold is not None:
-        folded = fold(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
-        kept = Spec(tuple(folded.shape), folded.dtype)
-    # A new tensor each time, beside the one before it.
-    needed = spec.nbytes * min(2, len(parts) - (fold is None))
-    return Task(
-        Action(total.stage, Op.REDUCE_GRAD, None),
-        lambda: partial(_add_up, fold),
-        parts,
-        (Computed(total.stage, total.microbatch, f"whole gradient of leaf {total.leaf}"),),
-        (kept,),
-        lambda handed: needed,
-    )
-
-
-def _add_up(fold: Callable[[Tensor], Tensor] | None, values: list[Tensor]) -> list[Tensor]:
-    """A kernel: what is kept of the sum of all inputs, from left to right."""
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    values.clear()
-    return [total if fold is None else fold(total)]
