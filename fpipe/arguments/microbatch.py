@@ -111,8 +111,8 @@ def _count_rows(
     if rows < microbatches:
         raise BatchError(
             f"batch{tree.paths(spec)[first]} has {rows} rows, fewer than the {microbatches} "
-            "microbatches of the schedule: pass a bigger batch or a schedule with fewer "
-            "microbatches"
+            "microbatches of the schedule: pass a bigger batch, or use a schedule with "
+            "fewer microbatches (pipe.with_schedule)"
         )
     return rows
 

@@ -80,7 +80,10 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
             "runs under another autocast, default dtype or choice of kernels",
             [(o.ambient.casts, o.ambient.dtype, o.ambient.kernels) for o in offers],
         ),
-        ("has its module in another mode (train, eval)", [o.ambient.modes for o in offers]),
+        (
+            "has its module in another mode (train, eval; dropout, buffers)",
+            [o.ambient.modes for o in offers],
+        ),
     ):
         rank_or_none = odd_one_out(settings)
         if rank_or_none is not None:

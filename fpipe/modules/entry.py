@@ -61,7 +61,10 @@ def from_module(
     module itself holds is not changed. Parameters that require no gradient at this call are frozen,
     as with ``trainable`` of `fpipe.pipeline`. Buffers are constants; a forward that changes them
     (batch norm in training mode) is refused, unless they are a state. The mode of the module, by
-    ``module.train()`` and ``module.eval()``, is that of the call; each is traced once.
+    ``module.train()`` and ``module.eval()``, the ``p`` of its dropout layers and its buffers are
+    those of the call; each combination is traced once. Other Python values that the forward or the
+    loss reads, attributes and what they close over, are those of the trace: pass what is to change
+    in the batch.
 
     Args:
         module: its forward is traced on abstract tensors at the first step, once for each set of

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -21,6 +20,7 @@ from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError, few
 from fpipe.modules.buffers import refuse_missing
 from fpipe.modules.lost import refuse_lost
+from fpipe.modules.mode import Mode
 from fpipe.modules.tracing import explaining, unchanged
 from fpipe.nn import buffers_of, call, called_with, state_of
 from fpipe.schedule import Schedule
@@ -219,7 +219,14 @@ class ModuleLoss:
 
     def _loss_of(self, output: Any, batch: Mapping[str, Any]) -> Any:
         if self._loss is not None:
-            return self._loss(output, batch)
+            try:
+                return self._loss(output, batch)
+            except TypeError as error:
+                error.args = (
+                    f"{error} (loss is called with what the forward returns, and the batch, a "
+                    "dict)",
+                )
+                raise
         found = getattr(output, "loss", None)
         if found is None and isinstance(output, Mapping):
             found = output.get("loss")
@@ -296,16 +303,11 @@ def declared(
         trainable=Trainable(None if all(trained.values()) else trained),
         schedule=schedule,
         convention=called(options.get("has_state") is True, batch_norm),
-        modes=partial(_modes_of, module, loss),
+        modes=Mode(module, loss),
         **options,
     )
     own = ModuleLoss(module, (), loss, definition.returns, is_compiling=is_compiling)
     return replace(definition, loss=own)
-
-
-def _modes_of(*traced: Any) -> tuple[bool, ...]:
-    """Which of the modules that are traced are in training mode, and theirs."""
-    return tuple(module.training for one in _modules_in(*traced) for module in one.modules())
 
 
 def _modules_in(*traced: Any) -> list[nn.Module]:

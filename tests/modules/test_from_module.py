@@ -85,7 +85,60 @@ def test_the_mode_of_the_module_is_that_of_the_call(caplog: pytest.LogCaptureFix
             torch.testing.assert_close(ensemble.step(both, batch).loss, expected.expand(2))
     steps = [r.message for r in caplog.records if r.message.startswith("tracing step")]
     assert len(steps) == 2 * 3  # all in training, all in evaluation, some in training
-    assert steps[-1].endswith("because the module was put in another mode, by train() or eval()")
+    assert steps[-1].endswith(
+        "the module has another mode (train, eval), other dropout or other buffers"
+    )
+
+
+class Scaling(nn.Module):
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(x) * self.scale
+
+
+def test_buffers_and_dropout_are_those_of_the_call() -> None:
+    """Buffers that were replaced, as load_state_dict(assign=True) does, were those of the trace."""
+    module = nn.Sequential(nn.Linear(2, 2), Scaling()).double()
+    linear, scaling = module
+    assert isinstance(scaling, Scaling) and isinstance(scaling.dropout, nn.Dropout)
+    params, batch = detached(module), {"input": torch.ones(4, 2, dtype=torch.float64)}
+    pipe = fpipe.from_module(
+        module, schedule=TWO, cuts=["0"], loss=lambda y, _: y.sum(), compile=False
+    )
+
+    def check(factor: float) -> None:
+        expected = factor * linear(batch["input"]).sum().detach() / 2
+        torch.testing.assert_close(pipe.step(params, batch).loss, expected)
+
+    check(1)
+    scaling.scale.fill_(2)
+    check(2)
+    module.load_state_dict(
+        module.state_dict() | {"1.scale": torch.tensor(3.0, dtype=torch.float64)}, assign=True
+    )
+    check(3)
+    scaling.dropout.p = 1.0
+    check(0)
+    scaling.dropout.p = 0.0
+    check(3)
+
+
+def test_loss_that_does_not_take_the_batch() -> None:
+    """It was told of in torch's words alone, as a fault of the model's."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipe = fpipe.from_module(
+        module, schedule=TWO, cuts=["0"], loss=nn.CrossEntropyLoss(), compile=False
+    )
+    with pytest.raises(
+        fpipe.StageError, match=r"not dict \(loss is called with what the forward returns, and"
+    ):
+        pipe.step(detached(module), {"input": torch.ones(4, 2)})
 
 
 def test_loss_of_output_and_batch() -> None:
