@@ -104,9 +104,12 @@ def _whole(plan: Plan, parts: Mapping[int, Tensor], dim: int | None) -> Tensor:
     """The sum of the parts of microbatches, or their rows in order along `dim`."""
     if dim is None:
         return torch.stack([part for _, part in sorted(parts.items())]).sum(0)
-    shape = list(next(iter(parts.values())).shape)
-    rows: list[Tensor] = []
-    for microbatch, shape[dim] in enumerate(plan.rows):
-        part = parts.get(microbatch)
-        rows.append(next(iter(parts.values())).new_zeros(shape) if part is None else part)
-    return torch.cat(rows, dim)
+    like = next(iter(parts.values()))
+
+    def zeros(rows: int) -> Tensor:
+        shape = list(like.shape)
+        shape[dim] = rows
+        return like.new_zeros(shape)
+
+    every = enumerate(plan.rows)
+    return torch.cat([parts[m] if m in parts else zeros(rows) for m, rows in every], dim)

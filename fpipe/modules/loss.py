@@ -303,7 +303,7 @@ def declared(
         trainable=Trainable(None if all(trained.values()) else trained),
         schedule=schedule,
         convention=called(options.get("has_state") is True, batch_norm),
-        modes=Mode(module, loss),
+        modes=Mode(*_modules_in(module, loss)),
         **options,
     )
     own = ModuleLoss(module, (), loss, definition.returns, is_compiling=is_compiling)

@@ -7,7 +7,7 @@ their place. So each time that some are others than before, the mode is another 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -20,11 +20,11 @@ class Mode:
     seen, not by where they lie.
 
     Args:
-        traced: modules; what is none is passed over.
+        modules: which are traced.
     """
 
-    def __init__(self, *traced: Any) -> None:
-        self._modules: Final = [one for one in traced if isinstance(one, nn.Module)]
+    def __init__(self, *modules: nn.Module) -> None:
+        self._modules: Final = modules
         # The tensors too: the number of one that is gone would be given to another.
         self._seen: dict[tuple[int, ...], tuple[int, list[Tensor | None]]] = {}
 

@@ -107,7 +107,7 @@ def test_stages(size: int) -> None:
     params = [problem()[0], problem()[0]]
     x = problem()[1]["x"]
     expected, value = torch.func.grad_and_value(total)(params, x)
-    for family in ("one_f_one_b", "zb_h1"):
+    for family in FAMILIES:
         schedule = schedules.get(family, ranks=2, microbatches=MICROBATCHES)
         pipe = fpipe.pipeline([stage, stage], loss, schedule, reduction="sum", compile=False)
         found = pipe.step(params, x)
