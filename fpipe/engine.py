@@ -218,13 +218,37 @@ class Pipeline(Loadable):
             lambda: self.definition.convention.enter(params, batch, *vectors)
         )
 
-    def add_up(self, value: float) -> float:
+    def add_up(
+        self, value: float | Callable[[], float], *, deed: str = "add up its number"
+    ) -> float:
         """The sum of a number over the processes, the same in each: all of them must call it.
 
+        Args:
+            value: the number of this process, or what returns it. Where that raises, this does.
+            deed: what a process cannot do then, in the error of the others.
+
         Raises:
-            PipelineError: over a process group, as in `step`.
+            PipelineError: over a process group, as in `step`, and where another rank has raised.
         """
-        return self._controller.add_up(value)
+        return self._controller.add_up(deed, value if callable(value) else lambda: value)
+
+    def each(self, deed: str, work: Callable[[], T]) -> T:
+        """Do what each process does by itself; where one of them cannot, none goes on.
+
+        A process that did would wait for the others in what they do next together.
+
+        Args:
+            deed: what a process cannot do where it raises: "load its parameters".
+            work: returns what is returned here. Errors are as for `add_up`.
+        """
+        done: list[T] = []
+
+        def number() -> float:
+            done.append(work())
+            return 0.0
+
+        self.add_up(number, deed=deed)
+        return done[0]
 
     def together(self, call: str, work: Callable[[Gather], T]) -> T:
         """Do what all processes do at once; a rank that is lost is known as in `step`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import optree
 import torch
@@ -20,8 +20,10 @@ from fpipe import random, tree
 from fpipe.arguments.parameters import check_parts
 from fpipe.arguments.shapes import in_words
 from fpipe.definition import Definition
-from fpipe.errors import BatchError, PipelineError, StageError
+from fpipe.errors import BatchError, StageError
 from fpipe.runtime.connect import device_of
+
+T = TypeVar("T")
 
 Make = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """From meta tensors of the shapes and dtypes of some leaves to the leaves, all by name."""
@@ -41,8 +43,8 @@ class Holder(Protocol):
     def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The ranks that read a leaf, as far as it was traced."""
 
-    def add_up(self, value: float) -> float:
-        """The sum of a number over the processes, all of which call this."""
+    def each(self, deed: str, work: Callable[[], T]) -> T:
+        """Do what each process does by itself; where one of them cannot, none goes on."""
 
     def local(self, params: Any) -> Any:
         """None in place of what belongs to other processes."""
@@ -124,17 +126,28 @@ def held(
         StageError: nothing is known yet of what a function reads, and there is no `example`; or
             `shapes` is missing.
     """
-    leaves, spec = _leaves("parameters", shapes)
-    names = names_of(spec)
     definition = pipe.definition
     group, schedule = definition.group, definition.schedule
+
+    def read() -> Skeleton:
+        found = _skeleton("parameters", shapes)
+        if not definition.function:
+            check_parts("shapes", shapes, schedule.num_stages)
+        elif group is not None and not example and not pipe.readers():
+            raise StageError(
+                "which parameters each rank reads is not known before the function is traced: pass "
+                "an example of the batch, pipe.init(init_fn, key, batch) or pipe.load(path, "
+                "batch); meta tensors of its shapes will do"
+            )
+        return found
+
+    leaves, names, spec = pipe.each("make its parameters", read)
     flags = [True] * len(names)
     devices = [home] * len(names)
     if definition.function:
         if group is not None:
             flags = _read_by(pipe, group.rank(), shapes, example, len(names))
     else:
-        check_parts("shapes", shapes, schedule.num_stages)
         sizes = [part.num_leaves for part in spec.children()]
         stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
         if group is not None:
@@ -159,24 +172,37 @@ def whole(pipe: Holder, maker: Callable[[Sequence[str]], Make], shapes: Any) -> 
         PipelineError: another rank cannot make it.
         StageError: the pipeline has no state, or `shapes` is missing.
     """
-    if not pipe.definition.has_state:
-        raise StageError(
-            "the pipeline has no state, has_state=True is not declared: the buffers of a module "
-            "are constants then, from_module(..., buffers=fpipe.load_buffers(module, path))"
-        )
-    leaves, spec = _leaves("a state", shapes)
-    names = names_of(spec)
+
+    def read() -> Skeleton:
+        if not pipe.definition.has_state:
+            raise StageError(
+                "the pipeline has no state, has_state=True is not declared: the buffers of a "
+                "module are constants then, "
+                "from_module(..., buffers=fpipe.load_buffers(module, path))"
+            )
+        return _skeleton("a state", shapes)
+
+    leaves, names, spec = pipe.each("make its state", read)
     flags, devices = [True] * len(names), [device_of(pipe.definition.group)] * len(names)
     return tree.unflatten(spec, _filled(pipe, maker, names, leaves, flags, devices, "state"))
 
 
-def _leaves(what: str, shapes: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
+class Skeleton(NamedTuple):
+    """What `shapes` says: leaves of which shapes and dtypes count, their names, and the tree."""
+
+    leaves: list[Tensor]
+    names: list[str]
+    spec: optree.PyTreeSpec
+
+
+def _skeleton(what: str, shapes: Any) -> Skeleton:
     if shapes is None:
         raise StageError(
             f"shapes is missing: pass {what} as for step, of which only shapes and dtypes count, "
             "such as those that are made under torch.device('meta')"
         )
-    return tree.tensors("shapes", shapes, "torch.device('meta') makes them")
+    leaves, spec = tree.tensors("shapes", shapes, "torch.device('meta') makes them")
+    return Skeleton(leaves, names_of(spec), spec)
 
 
 def _filled(
@@ -195,20 +221,15 @@ def _filled(
     """
     likes = [torch.empty_like(leaf, device="meta") for leaf in leaves]
     wanted = {name: like for name, like, own in zip(names, likes, flags, strict=True) if own}
-    made: dict[str, Tensor] = {}
-    problem: Exception | None = None
-    try:
-        made.update(maker(names)(wanted))
+
+    def make() -> dict[str, Tensor]:
+        made = dict(maker(names)(wanted))
         for name, device in zip(names, devices, strict=True):
             if device is not None and name in made:
                 made[name] = made[name].to(device)
-    except Exception as error:
-        problem = error
-    # A rank that went on alone would wait for the others in its next step.
-    if pipe.add_up(problem is not None):
-        raise problem or PipelineError(
-            f"another rank cannot make or read its {what}, so no rank has any: it says why"
-        )
+        return made
+
+    made = pipe.each(f"make or read its {what}", make)
     return [made.get(name, like) for name, like in zip(names, likes, strict=True)]
 
 
@@ -219,12 +240,6 @@ def _read_by(
     if example:
         pipe.programs(shapes, *example)
     readers = pipe.readers()
-    if not readers:
-        raise StageError(
-            "which parameters each rank reads is not known before the function is traced: pass an "
-            "example of the batch, pipe.init(init_fn, key, batch) or pipe.load(path, batch); meta "
-            "tensors of its shapes will do"
-        )
     # One that no stage reads is held everywhere.
     return [rank in readers.get((0, leaf), (rank,)) for leaf in range(count)]
 

@@ -58,10 +58,10 @@ class Loadable(Holder):
             >>> [tuple(leaf.shape) for leaf in params], torch.equal(*params)
             ([(3, 3), (3, 3)], False)
         """
-        make, group = drawn(init_fn, key), self.definition.group
+        group = self.definition.group
         home = None if group is None else device_of(group)
         likes, traced_on = self._shapes(shapes), self._traced_on(example)
-        return held(self, lambda names: make, likes, traced_on, home=home)
+        return held(self, lambda _: drawn(init_fn, key), likes, traced_on, home=home)
 
     def load(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isclose, isnan
 from typing import Any, NamedTuple
 
@@ -57,23 +57,7 @@ def global_norm(grads: Any, *, pipeline: Pipeline | None = None) -> Tensor:
         >>> fpipe.global_norm([{"w": torch.tensor([3.0]), "frozen": None}, torch.tensor([4.0])])
         tensor(5.)
     """
-    chosen = pipeline or in_use()
-    leaves = _leaves(grads)
-    if chosen is not None:
-        check_is_pipeline("pipeline", chosen, "fpipe.global_norm")
-    else:
-        _refuse_a_part(grads)
-    squares = _squares(leaves)
-    if chosen is None or chosen.rank is None:
-        total = squares.sum()
-    elif chosen.definition.function:
-        own = dict(zip(tree.paths(tree.structure(grads)), squares.tolist(), strict=True))
-        parts = chosen.together("fpipe.global_norm", lambda gather: gather(own))
-        total = squares.new_tensor(sum(_each_once(parts).values()))
-    else:
-        total = squares.new_tensor(chosen.add_up(squares.sum().item()))
-    wide = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
-    return total.sqrt().to(torch.float64 if wide else torch.float32)
+    return _norm(grads, pipeline, lambda: None)
 
 
 def clip_by_global_norm(
@@ -102,9 +86,12 @@ def clip_by_global_norm(
         >>> grads, norm
         ([tensor([0.6000, 0.8000])], tensor(5.))
     """
-    if not _is_positive(max_norm):
-        raise FpipeError(f"max_norm={max_norm!r:.60} must be a positive number")
-    norm = global_norm(grads, pipeline=pipeline)
+
+    def check() -> None:
+        if not _is_positive(max_norm):
+            raise FpipeError(f"max_norm={max_norm!r:.60} must be a positive number")
+
+    norm = _norm(grads, pipeline, check)
     scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), torch.nan)
 
     def scaled(leaf: Tensor) -> Tensor:
@@ -112,6 +99,40 @@ def clip_by_global_norm(
         return (leaf * scale.to(leaf.device)).to(leaf.dtype)
 
     return Clipped(tree.tree_map(scaled, grads), norm)
+
+
+def _norm(grads: Any, pipeline: Pipeline | None, check: Callable[[], None]) -> Tensor:
+    """The norm, where `check` raises nothing: a rank on which it does tells the others."""
+    chosen = pipeline or in_use()
+    if chosen is not None:
+        check_is_pipeline("pipeline", chosen, "fpipe.global_norm")
+
+    def read() -> tuple[Tensor, torch.dtype]:
+        check()
+        leaves = _leaves(grads)
+        wide = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
+        return _squares(leaves), torch.float64 if wide else torch.float32
+
+    own: list[tuple[Tensor, torch.dtype]] = []
+
+    def number() -> float:
+        own.append(read())
+        return own[0][0].sum().item()
+
+    if chosen is None or chosen.rank is None:
+        if chosen is None:
+            _refuse_a_part(grads)
+        squares, dtype = read()
+        total = squares.sum()
+    else:
+        of_all = chosen.add_up(number, deed="take the norm of its gradients")
+        [(squares, dtype)] = own
+        if chosen.definition.function:
+            mine = dict(zip(tree.paths(tree.structure(grads)), squares.tolist(), strict=True))
+            parts = chosen.together("fpipe.global_norm", lambda gather: gather(mine))
+            of_all = sum(_each_once(parts).values())
+        total = squares.new_tensor(of_all)
+    return total.sqrt().to(dtype)
 
 
 def _is_positive(number: Any) -> bool:

@@ -135,6 +135,10 @@ def meet(call: str, group: dist.ProcessGroup, pipeline: int) -> None:
     check_calls(connected(lambda: gather_headers(own, group, pipeline)))
 
 
+UNABLE = Header(1, CALLS.index("pipe.add_up"), 0, 0, 0)
+"""The header of ``add_up`` on a rank that has no number."""
+
+
 def of_number(value: float) -> Header:
     """The header of ``add_up``."""
     (bits,) = struct.unpack("<q", struct.pack("<d", value))
@@ -142,10 +146,5 @@ def of_number(value: float) -> Header:
 
 
 def sum_of(headers: Sequence[Header]) -> float:
-    """The sum of the numbers of all ranks.
-
-    Raises:
-        PipelineError: a rank does something else.
-    """
-    check_calls(headers)
+    """The sum of the numbers of all ranks."""
     return sum(struct.unpack("<d", struct.pack("<q", header.batch))[0] for header in headers)

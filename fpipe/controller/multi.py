@@ -27,9 +27,17 @@ from fpipe.controller.controller import Enter, Finished, Gather
 from fpipe.controller.execution import Execution
 from fpipe.controller.fault import Fault
 from fpipe.controller.gathering import connected, gather_objects
-from fpipe.controller.header import OtherPipeline, gather_headers, meet, of_number, sum_of
+from fpipe.controller.header import (
+    UNABLE,
+    OtherPipeline,
+    check_calls,
+    gather_headers,
+    meet,
+    of_number,
+    sum_of,
+)
 from fpipe.controller.keys import Words
-from fpipe.controller.refusal import named
+from fpipe.controller.refusal import check_problems, named
 from fpipe.controller.watch import Watch
 from fpipe.errors import PipelineError
 from fpipe.planning.planner import Planner
@@ -157,14 +165,38 @@ class MultiController:
 
         return self._together(work)
 
-    def add_up(self, value: float) -> float:
-        """The sum of a number over all ranks, in their order, so that it has the same bits."""
+    def add_up(self, deed: str, make: Callable[[], float]) -> float:
+        """The sum of a number over all ranks, in their order, so that it has the same bits.
+
+        Raises:
+            Exception: what `make` raised on this rank.
+            PipelineError: on every other rank then, with what it says; or as `together`.
+        """
+        problem: Exception | None = None
 
         def work() -> float:
-            own = of_number(value)
-            return sum_of(connected(lambda: gather_headers(own, self._control, self._number)))
+            nonlocal problem
+            own = UNABLE
+            try:
+                own = of_number(make())
+            except Exception as error:
+                problem = error
+            headers = connected(lambda: gather_headers(own, self._control, self._number))
+            check_calls(headers)
+            if any(header.failed for header in headers):
+                text = None if problem is None else named(problem)
+                texts = connected(lambda: gather_objects(text, self._control))
+                check_problems(deed, texts, self._rank, problem)
+            return sum_of(headers)
 
-        return self._together(work)
+        try:
+            return self._together(work)
+        except PipelineError:
+            if problem is None:
+                raise
+            raise problem from None
+        finally:
+            del problem
 
     def together(self, call: str, work: Callable[[Gather], T]) -> T:
         """Do what all ranks do at once, under the watch, which ends it when one of them is lost.

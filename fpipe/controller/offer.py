@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fpipe import tree
 from fpipe.arguments.shapes import Ambient, TreeShape, in_words
-from fpipe.controller.refusal import odd_one_out, refusal
+from fpipe.controller.refusal import check_problems, odd_one_out, refusal
 from fpipe.controller.sample import Sample, other_batches
 from fpipe.errors import BatchError
 
@@ -53,7 +53,7 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
     Raises:
         PipelineError: names the rank and what it brought; its cause is `problem`.
     """
-    _check_problems("run this step", [offer.problem for offer in offers], own, problem)
+    check_problems("run this step", [offer.problem for offer in offers], own, problem)
     for name in offers[0].setup:
         rank_or_none = odd_one_out([offer.setup.get(name, "") for offer in offers])
         if rank_or_none is not None:
@@ -104,7 +104,7 @@ def check_verdicts(
         PipelineError: names the rank; its cause is `problem`.
     """
     texts = [None if made else text for made, text in verdicts]
-    _check_problems("make its programs", texts, own, problem)
+    check_problems("make its programs", texts, own, problem)
     rank_or_none = odd_one_out(verdicts)
     if rank_or_none is not None:
         raise refusal(
@@ -140,16 +140,6 @@ def unsendable(offer: Offer) -> BatchError | None:
             f"({error}): define the type at the top level of a module"
         )
     return None
-
-
-def _check_problems(
-    what: str, texts: Sequence[str | None], own: int, problem: Exception | None
-) -> None:
-    """Raise the problem of this rank if it has one, else the first."""
-    found = [rank for rank, text in enumerate(texts) if text is not None]
-    if found:
-        rank = own if own in found else found[0]
-        raise refusal(rank, f"rank {rank} cannot {what}: {texts[rank]}") from problem
 
 
 def _rows(offer: Offer) -> str:

@@ -24,3 +24,24 @@ def refusal(
 def named(error: BaseException) -> str:
     """The error's kind and text."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def check_problems(
+    deed: str, texts: Sequence[str | None], own: int, problem: Exception | None
+) -> None:
+    """Refuse what a rank cannot do.
+
+    Args:
+        deed: what it cannot do.
+        texts: of each rank what is wrong there, None if nothing is.
+        own: this rank.
+        problem: what is wrong on this rank, if anything is.
+
+    Raises:
+        PipelineError: about this rank if it has a problem, which is the cause, else about the first
+            that has one.
+    """
+    found = [rank for rank, text in enumerate(texts) if text is not None]
+    if found:
+        rank = own if own in found else found[0]
+        raise refusal(rank, f"rank {rank} cannot {deed}: {texts[rank]}") from problem

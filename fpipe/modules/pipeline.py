@@ -16,7 +16,7 @@ from fpipe.checkpoint.loading import Naming, reading
 from fpipe.controller.gathering import connected
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
-from fpipe.errors import BatchError, PipelineError, StageError
+from fpipe.errors import BatchError, StageError
 from fpipe.holding import Make, whole
 from fpipe.modules.buffers import real_buffers, refuse_missing
 from fpipe.modules.loss import ModuleLoss, check_state
@@ -164,11 +164,13 @@ class ModulePipeline(Pipeline):
                 or it is not known yet where that is; nothing has been copied then.
             PipelineError: over a process group, they differ on another rank.
         """
-        problem = _misfit(module, params, state) or self._missing(params)
-        if self.add_up(problem is not None):
-            raise problem or PipelineError(
-                "another rank cannot load its parameters, so nothing was copied on any: it says why"
-            )
+
+        def check() -> None:
+            problem = _misfit(module, params, state) or self._missing(params)
+            if problem is not None:
+                raise problem
+
+        self.each("load its parameters", check)
         self.together("pipe.load_into", lambda _: self._copy(module, params, state or {}))
 
     def _missing(self, params: Mapping[str, Tensor]) -> BatchError | None:

@@ -346,8 +346,8 @@ def test_rank_that_cannot_read_a_state_is_known_on_all(crew: Crew, tmp_path: Pat
     path = normed.write_file(normed.make_module(), tmp_path)
     schedule = schedules.zbv(ranks=2, microbatches=4)
     here, there = values(crew.run(load_state_on_one, schedule, path, ranks=range(2)))
-    assert here[0].error.kind == "PipelineError"
-    assert "another rank cannot make or read its state" in here[0].error.text
+    assert here[0].error.kind == "PipelineError" and here[0].error.rank == 1
+    assert "rank 1 cannot make or read its state: BatchError: " in here[0].error.text
     assert there[0].error.kind == "BatchError" and "nowhere holds nothing" in there[0].error.text
     names = ["calls", "norm.num_batches_tracked", "norm.running_mean", "norm.running_var"]
     assert here[1].value == there[1].value == [*names, "scale", "table"]
@@ -366,8 +366,8 @@ def test_rank_that_cannot_read_is_known_on_all_and_they_go_on(crew: Crew, tmp_pa
     schedule = schedules.zbv(ranks=2, microbatches=4)
     save_file(detached(language_model()), tmp_path / "model.safetensors")
     here, there = values(crew.run(load_on_one, schedule, tmp_path, ranks=range(2)))
-    assert here[0].error.kind == "PipelineError"
-    assert "another rank cannot make or read its parameters" in here[0].error.text
+    assert here[0].error.kind == "PipelineError" and here[0].error.rank == 1
+    assert "rank 1 cannot make or read its parameters: BatchError: " in here[0].error.text
     assert there[0].error.kind == "BatchError" and "nowhere holds nothing" in there[0].error.text
     assert_identical(here[1].loss, there[1].loss)
 
@@ -387,9 +387,33 @@ def test_rank_whose_distributed_checkpoint_is_broken_is_known_on_all(
     (tmp_path / "1" / "__0_0.distcp").unlink()
     schedule = schedules.zbv(ranks=2, microbatches=4)
     here, there = values(crew.run(load_what_is_broken, schedule, tmp_path, ranks=range(2)))
-    assert "another rank cannot make or read its parameters" in here.error.text
+    assert "rank 1 cannot make or read its parameters: BatchError: " in here.error.text
     assert there.error.kind == "BatchError"
     assert "1 cannot be read: [Errno 2] No such file" in there.error.text
+
+
+def init_refused_on_one(group: dist.ProcessGroup, schedule: Schedule) -> list[Outcome]:
+    """Each call is wrong on rank 1 alone, and known to be before ranks meet; the last is right."""
+    pipe, batch, odd = pipe_of(group, schedule), make_batch(), bool(group.rank())
+    key = random.key(0)
+    return [
+        attempt(pipe.init, normal, key, *(() if odd else (batch,))),
+        attempt(pipe.init, normal, key.double() if odd else key, batch),
+        attempt(lambda: pipe.init(normal, key, batch, shapes=[1] if odd else None)),
+        attempt(lambda: sorted(pipe.init(normal, key, batch))),
+    ]
+
+
+def test_what_one_rank_refuses_at_once_is_known_on_all(crew: Crew) -> None:
+    """Else the other would wait for a rank that is alive and does not come."""
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    here, there = values(crew.run(init_refused_on_one, schedule, ranks=range(2)))
+    reasons = ["is not known before the function is traced", "fpipe.random.key", "shapes"]
+    for mine, other, reason in zip(here, there, reasons, strict=False):
+        assert mine.error.kind == "PipelineError" and mine.error.rank == 1
+        assert mine.error.text.startswith("rank 1 cannot make") and reason in mine.error.text
+        assert other.error.kind != "PipelineError" and reason in other.error.text
+    assert here[3].value == there[3].value == sorted(detached(language_model()))
 
 
 def without_example(group: dist.ProcessGroup, schedule: Schedule) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fpipe
 from fpipe import FpipeError, Schedule, schedules, tree
@@ -86,6 +87,36 @@ def test_a_rank_that_steps_where_others_ask_for_a_norm(crew: Crew) -> None:
         assert error.rank == 1
         assert "rank 1 called pipe.add_up, but others called pipe.step" in error.text
     assert_good(answers, 1)
+
+
+def norms_refused_on_one(group: dist.ProcessGroup, schedule: Schedule) -> list[Any]:
+    """Rank 1 passes what is no gradient, and rank 0 a bound that is none; then both are right."""
+    model = actors.model_of("mlp", schedule.num_stages, 6)
+    pipe = actors.pipeline(group, model, schedule)
+    params, batch = pipe.local(model.params), model.batch
+    grads = pipe.step(params, batch).grads
+    norm = partial(fpipe.global_norm, pipeline=pipe)
+    clip = partial(fpipe.clip_by_global_norm, grads, pipeline=pipe)
+    return [
+        attempt(norm, [torch.ones(2, dtype=torch.int64)] if group.rank() == 1 else grads),
+        attempt(clip, 1.0 if group.rank() else -1.0),
+        norm(grads),
+        pipe.step(params, batch).loss,
+    ]
+
+
+def test_gradients_that_one_rank_refuses(crew: Crew) -> None:
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    here, there = values(crew.run(norms_refused_on_one, schedule, ranks=range(2)))
+    for answers, call, at_fault, reason in (
+        ((here, there), 0, 1, "is not a floating-point tensor"),
+        ((there, here), 1, 0, "max_norm=-1.0 must be a positive number"),
+    ):
+        other, own = (answer[call].error for answer in answers)
+        assert own.kind == "FpipeError" and reason in own.text
+        assert other.kind == "PipelineError" and other.rank == at_fault and reason in other.text
+        assert other.text.startswith(f"rank {at_fault} cannot take the norm of its gradients")
+    assert_identical(here[2:], there[2:])
 
 
 def test_gradients_of_every_kind() -> None:
