@@ -7,7 +7,7 @@ optree, globally or in the namespace ``"fpipe"``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -48,11 +48,16 @@ def tensors(name: str, tree: Any, hint: str) -> tuple[list[Tensor], optree.PyTre
                 f"{name}{paths(spec)[index]} is a module, {type(leaf).__name__}: pass its "
                 "parameters, dict(module.named_parameters())"
             )
+        if isinstance(leaf, Iterator):
+            raise BatchError(
+                f"{name}{paths(spec)[index]} is a {type(leaf).__name__}, which gives its values "
+                "once: pass list(...) of it, and of a module's parameters "
+                "dict(module.named_parameters())"
+            )
         if isinstance(leaf, Mapping) or is_dataclass(leaf):
-            instead = "dict(…) of it" if isinstance(leaf, Mapping) else "its fields in a dict"
             raise BatchError(
                 f"{name}{paths(spec)[index]} is a {type(leaf).__name__}, into which pytrees do not "
-                f'look: pass {instead}, or register the class with optree, namespace="fpipe"'
+                f"look: {_to_look_into(leaf)}"
             )
         if (
             not isinstance(leaf, Tensor)
@@ -71,6 +76,26 @@ def tensors(name: str, tree: Any, hint: str) -> tuple[list[Tensor], optree.PyTre
         if leaf.is_conj() or leaf.is_neg():
             leaves[index] = leaves[index].resolve_conj().resolve_neg()
     return leaves, spec
+
+
+def _to_look_into(container: Any) -> str:
+    """What to do about a mapping or a dataclass that is no node."""
+    if isinstance(container, Mapping):
+        return 'use dict(…) of it, or register the class with optree, namespace="fpipe"'
+    return (
+        'make the class with optree.dataclasses.dataclass(namespace="fpipe") in place of '
+        "dataclasses.dataclass, or use a dict of its fields"
+    )
+
+
+def advice(leaf: Any) -> str:
+    """What makes a tensor, or a node, of a leaf that is neither."""
+    if isinstance(leaf, Mapping) or is_dataclass(leaf):
+        return _to_look_into(leaf)
+    return (
+        "torch.as_tensor makes one of a number; a container of your own is registered with "
+        'optree, namespace="fpipe"'
+    )
 
 
 def _oddity(leaf: Any) -> str:

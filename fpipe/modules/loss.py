@@ -160,10 +160,11 @@ class ModuleLoss:
                 sorted(self._names - params.keys()),
                 sorted(params.keys() - self._names),
             )
+            found = [f"lacks {few(missing)} of {self.__qualname__}"] if missing else []
+            found += [f"has {few(extra)}, which {self.__qualname__} has not"] if extra else []
             raise BatchError(
-                f"params lacks {few(missing)} and has {few(extra)} beside the parameters of "
-                f"{self.__qualname__}: pass dict(module.named_parameters()), in which tied "
-                "parameters come once"
+                f"params {' and '.join(found)}: pass dict(module.named_parameters()), in which "
+                "tied parameters come once"
             )
 
     @contextmanager

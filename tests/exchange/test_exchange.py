@@ -159,6 +159,14 @@ def test_malformed_text_is_refused_by_line_and_column(text: str, reason: str) ->
         Schedule.from_text(text)
 
 
+def test_a_printed_schedule_is_no_text_form() -> None:
+    with pytest.raises(
+        ScheduleError, match=r"line 1, column 1: .*what can be read is its .to_text"
+    ):
+        Schedule.from_text(str(ZBV))
+    assert Schedule.from_text(ZBV.to_text()) == ZBV
+
+
 LONG = "9" * 5000  # Python's int refuses so many digits
 
 

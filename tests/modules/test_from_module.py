@@ -318,7 +318,12 @@ def test_wrong_params_and_batches_are_refused() -> None:
         pipe.step(list(params.values()), batch)
     with pytest.raises(fpipe.BatchError, match=r"batch is a Tensor: .* keyword arguments"):
         pipe.step(params, batch["tokens"])
-    with pytest.raises(fpipe.BatchError, match=r"lacks 'embedding.weight' and has 'head.weight'"):
+    with pytest.raises(fpipe.BatchError, match=r"params is .*list\(...\) of it.* dict\(module"):
+        pipe.step(module.named_parameters(), batch)
+    with pytest.raises(fpipe.BatchError, match=r"params has 'more', which LanguageModel has not: "):
+        pipe.step(params | {"more": params["embedding.weight"]}, batch)
+    rule = r"lacks 'embedding.weight' of LanguageModel and has 'head.weight', which"
+    with pytest.raises(fpipe.BatchError, match=rule):
         wrong = dict(params)
         wrong["head.weight"] = wrong.pop("embedding.weight")
         pipe.step(wrong, batch)

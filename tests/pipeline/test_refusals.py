@@ -7,6 +7,7 @@ import logging
 import pickle
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -41,6 +42,10 @@ def after_first(stage: Callable[..., Any]) -> list[Callable[..., Any]]:
         ({"stages": [mlp_first]}, "stages has 1 functions, but the schedule zb_h1 has 2 stages"),
         ({"stages": 3}, "stages=3 is a int: it must be a list or tuple with one function per"),
         ({"stages": [mlp_first, 3]}, "fn=3 is not callable: a stage is a function"),
+        (
+            {"stages": [mlp_first, torch.nn.Linear(2, 2)]},
+            "a stage is a Linear, a module with parameters .* fpipe.from_module",
+        ),
         ({"loss": None}, r"loss=None is not callable: it is a function \(y, microbatch\)"),
         ({"schedule": "gpipe"}, "schedule='gpipe' is a str: make one with fpipe.schedules"),
         ({"reduction": "max"}, "reduction='max' must be one of 'mean', 'sum'"),
@@ -346,7 +351,8 @@ def in_a_dict(p: Any, batch: Any) -> Any:
 def test_output_that_does_not_fit_the_next_stage(stage: Callable[..., Any], returned: str) -> None:
     rule = (
         r"stage 1 \(mlp_layer\) cannot be traced on what stage 0 "
-        rf"\({stage.__name__}\) returns \({returned}\) at .*models.py:\d+"
+        rf"\({stage.__name__}\) returns \({returned}\) "
+        r"with params\['b'\]: float64\[.*\], params\['w'\]: float64\[.*\] at .*models.py:\d+"
     )
     with pytest.raises(StageError, match=rule):
         step(stage, mlp_layer)
@@ -356,6 +362,26 @@ def test_batch_that_does_not_fit_the_first_stage() -> None:
     rule = r"stage 0 \(mlp_layer\) cannot be traced on a microbatch \(x\['x'\]: float64\[2, 3\]"
     with pytest.raises(StageError, match=rule):
         step(mlp_layer, mlp_layer)
+
+
+@dataclass
+class Fields:
+    """No node of a pytree."""
+
+    h: Tensor
+
+
+def test_dataclass_that_optree_does_not_know() -> None:
+    def fields(p: Any, x: Any) -> Fields:
+        return Fields(x["x"] @ p["w"])
+
+    rule = r"returns y=Fields\(.*, a Fields: .*optree.dataclasses.dataclass\(namespace=\"fpipe\"\)"
+    with pytest.raises(StageError, match=rule):
+        step(fields, mlp_layer)
+    with pytest.raises(BatchError, match=r"params\[0\].*is a Fields, .*optree.dataclasses"):
+        plain_pipeline([mlp_first, mlp_layer]).step(
+            [Fields(MODEL.batch["x"]), MODEL.params[1]], MODEL.batch
+        )
 
 
 def test_product_of_two_dtypes() -> None:
@@ -500,7 +526,6 @@ def make_closure() -> Callable[..., Any]:
     ("stage", "name"),
     [
         (lambda p, x: x @ p["w"] * TRAINED, "'TRAINED'"),
-        (Layer(), "'Layer.linear.weight'"),
         (Layer().forward, "'Layer.linear.weight'"),
         (make_closure(), "'layer.linear.weight'"),
         (partial(bound, TRAINED), "'scale'"),

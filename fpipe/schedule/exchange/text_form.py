@@ -14,6 +14,7 @@ from fpipe.schedule.exchange.placing import implied_placement
 from fpipe.schedule.exchange.plain import Cell, Plain, is_number
 
 _RANK: Final = re.compile(r"\s*rank\s+(\d{1,18})\s*:", re.ASCII)
+_PRINTED: Final = re.compile(r": \d+ ranks?, \d+ stages?, \d+ microbatch(es)?$")
 _WORD: Final = re.compile(r"\S+")
 _QUOTED: Final = re.compile(r'\s*schedule\s+("(?:[^"\\]|\\.)*")\s*(?:#.*)?$')
 
@@ -106,7 +107,10 @@ def _row(line: str, rank: int, place: str) -> list[Cell]:
         try:
             cells.append(Cell(Action.parse(word[0]), word.start() + 1))
         except ScheduleError as error:
-            raise ScheduleError(f"{place}, column {word.start() + 1}: {error}") from error
+            printed = ""
+            if rank == 0 and _PRINTED.search(line) is not None:
+                printed = ". This is how a schedule prints; what can be read is its .to_text()"
+            raise ScheduleError(f"{place}, column {word.start() + 1}: {error}{printed}") from error
     return cells
 
 

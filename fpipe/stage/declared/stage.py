@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from fpipe.errors import StageError
 
 
@@ -28,7 +30,8 @@ class Stage:
             ``fold_in(fold_in(key, m), s)`` for microbatch `m`, from the key of the step.
 
     Raises:
-        StageError: `fn` is not callable, or the others are neither True nor False.
+        StageError: `fn` is not callable, or a module with parameters to be trained; or the others
+            are neither True nor False.
 
     Example:
         >>> import fpipe
@@ -49,6 +52,13 @@ class Stage:
         if not callable(self.fn):
             raise StageError(
                 f"fn={self.fn!r:.60} is not callable: a stage is a function (params, x) -> y"
+            )
+        if isinstance(self.fn, nn.Module) and any(p.requires_grad for p in self.fn.parameters()):
+            raise StageError(
+                f"a stage is a {type(self.fn).__name__}, a module with parameters of its own, "
+                "which would get no gradient: pass a function (params, x) -> "
+                "torch.func.functional_call(module, params, (x,)), or the whole model to "
+                "fpipe.from_module, which makes its stages"
             )
         for name in ("reads_batch", "reads_key"):
             value = getattr(self, name)

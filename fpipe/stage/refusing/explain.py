@@ -22,6 +22,10 @@ from fpipe.stage.refusing.frames import own_traceback, place
 log = logging.getLogger("fpipe")
 
 
+SHOWN: Final = 8
+"""How many tensors of one pytree a message tells of."""
+
+
 class ImpureError(Exception):
     """An op that writes to memory which the stage did not make."""
 
@@ -186,11 +190,13 @@ def impure(name: str, where: str, op: str) -> StageError:
 
 
 def describe(name: str, value: Any) -> str:
-    """The tensors of a pytree as text, such as ``"x['a']: float32[3, 4]"``."""
+    """The tensors of a pytree as text, such as ``"x['a']: float32[3, 4]"``; of many the first."""
     leaves, spec = tree.flatten(value)
     found = [
         f"{name}{path}: {in_words(leaf)}"
         for path, leaf in zip(tree.paths(spec), leaves, strict=True)
         if isinstance(leaf, Tensor)
     ]
+    if len(found) > SHOWN:
+        found[SHOWN:] = [f"and {len(found) - SHOWN} more"]
     return ", ".join(found) or f"{name}: no tensor"

@@ -209,6 +209,7 @@ class ChainTracer:
         n_params, n_x, n_b = len(params.values), len(x.values), len(batch.values)
         keys = [abstract_key(batch, self._mode)] if stage.reads_key else []
         inputs = describe("x", tree.unflatten(x.spec, x.values))
+        own = describe("params", tree.unflatten(params.spec, params.values))
 
         def function(leaves: Sequence[Any]) -> Any:
             p = tree.unflatten(params.spec, leaves[:n_params])
@@ -247,7 +248,7 @@ class ChainTracer:
                     *(objective.is_by("batch", v) for v in batch.values),
                     *(False for _ in keys),
                 ),
-                given=f"{giver} ({inputs})",
+                given=f"{giver} ({inputs}) with {own}",
             ),
             self._mode,
             objective,

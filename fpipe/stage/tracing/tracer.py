@@ -202,8 +202,7 @@ def check_output(name: str, output: Any) -> tuple[list[Tensor], optree.PyTreeSpe
         if not isinstance(leaf, Tensor):
             raise StageError(
                 f"{name} returns y{path}={leaf!r:.60}, a {type(leaf).__name__}: a stage must "
-                "return a pytree of tensors (torch.as_tensor makes one; register a container of "
-                'your own with optree, namespace="fpipe")'
+                f"return a pytree of tensors ({tree.advice(leaf)})"
             )
         if leaf.layout != torch.strided:
             raise StageError(
