@@ -18,6 +18,7 @@ from tests.custom_model import make_params as custom_params
 from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
 from tests.distributed.crew import Crew, values
 from tests.models import assert_identical, rand
+from tests.pipeline import test_read_by_size
 
 
 def step(group: dist.ProcessGroup | None, schedule: Schedule) -> fpipe.Step:
@@ -127,6 +128,33 @@ def test_parameter_that_is_read_without_a_gradient_is_kept_up_to_date(crew: Crew
                 assert_identical(found.loss, wanted.loss)
                 found, wanted = found.grads["scale"], wanted.grads["scale"]
             assert_identical(found, wanted)
+
+
+def by_size(group: dist.ProcessGroup | None, family: str, size: int) -> fpipe.Step:
+    """Stages that read parameters, tied ones too, in microbatches of one size alone."""
+    pipe, _ = test_read_by_size.pipeline(family, size, group)
+    return fpipe.grad(pipe, ("params", "batch")).step(*test_read_by_size.problem())
+
+
+@pytest.mark.parametrize("size", [3, 2])
+@pytest.mark.parametrize("family", test_read_by_size.FAMILIES)
+def test_parameter_that_is_read_in_microbatches_of_one_size(
+    crew: Crew, family: str, size: int
+) -> None:
+    crew.start(by_size, family, size, ranks=range(2))
+    parts: list[fpipe.Step] = values(crew.collect())
+    expected = by_size(None, family, size)
+    own, given = expected.grads
+    held: set[str] = set()
+    for rank, part in enumerate(parts):
+        assert_identical(part.loss, expected.loss)
+        for name, grad in part.grads[0].items():
+            if grad is not None:
+                assert_identical(grad, own[name])
+                held.add(name)
+        assert_identical(part.grads[1], given if rank == 0 else None)
+    assert held == {"a", "b", "c", "d"}
+    assert all(part.grads[0]["a"] is not None for part in parts)
 
 
 def leaves(grads: Any) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import fpipe
@@ -65,13 +66,13 @@ def plain(loss_fn: Callable[[Any, Any], Tensor], params: Params, batch: Params) 
     return torch.func.grad_and_value(total, (0, 1))(params, batch)
 
 
-def pipeline(family: str, size: int) -> tuple[fpipe.Pipeline, Callable[[Any, Any], Tensor]]:
+def pipeline(
+    family: str, size: int, group: dist.ProcessGroup | None = None
+) -> tuple[fpipe.Pipeline, Callable[[Any, Any], Tensor]]:
     schedule = schedules.get(family, ranks=2, microbatches=MICROBATCHES)
     loss_fn = reading(size, schedule.num_stages)
-    return (
-        fpipe.pipeline(loss_fn, schedule=schedule, reduction="sum", compile=False),
-        loss_fn,
-    )
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, reduction="sum", compile=False, group=group)
+    return pipe, loss_fn
 
 
 @every_size
