@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import tests.seldom  # noqa: F401
 from fpipe import PipelineError
 
 

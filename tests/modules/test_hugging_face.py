@@ -49,27 +49,27 @@ def test_the_loss_of_the_model_itself() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_model_that_checkpoints_its_layers(name: str, use_reentrant: bool) -> None:
-    module: Any = build(name, 4).train()
+def test_model_that_checkpoints_its_layers(name: str) -> None:
+    module: Any = build(name, 2).train()
     params, batch = detached(module), make_batch(name)
     schedule = fpipe.schedules.gpipe(ranks=2, microbatches=2)
     expected = unpipelined(module, params, batch, cross_entropy)
     held = []
-    for enabled in (False, True):
-        if enabled:
+    for use_reentrant in (None, True, False):
+        if use_reentrant is not None:
             module.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         pipe = fpipe.from_module(
             module,
             schedule=schedule,
-            cuts=["model.layers.1"],
+            cuts=["model.layers.0"],
             loss=cross_entropy,
             compile=False,
         )
         assert_equal_steps(pipe.step(params, batch), expected)
         held.append([program.peak_bytes for program in pipe.programs(params, batch)])
-    assert all(after < before for before, after in zip(*held, strict=True))
+    before, *others = held
+    assert all(peak < plain for after in others for plain, peak in zip(before, after, strict=True))
 
 
 def test_model_may_look_at_the_positions_that_it_makes() -> None:

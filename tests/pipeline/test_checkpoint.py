@@ -102,8 +102,8 @@ def pipe_of(own: Block, *, cut: bool = False, **options: Any) -> fpipe.Pipeline:
     return fpipe.pipeline(loss_fn, schedule=schedule, **options)
 
 
-def peaks(pipe: fpipe.Pipeline) -> list[int]:
-    return [program.peak_bytes for program in pipe.programs(PARAMS, BATCH)]
+def peaks(pipe: fpipe.Pipeline, params: list[Params] = PARAMS) -> list[int]:
+    return [program.peak_bytes for program in pipe.programs(params, BATCH)]
 
 
 @pytest.mark.parametrize("family", ["gpipe", "zb_h1"])
@@ -325,8 +325,9 @@ def test_a_stage_that_fails_within_it() -> None:
 
 @pytest.mark.inductor
 def test_compiled() -> None:
-    expected = pipe_of(block).step(PARAMS, BATCH)
+    params = [layers[:1] for layers in PARAMS]  # fewer kernels
+    expected = pipe_of(block).step(params, BATCH)
     for name in ("not reentrant", "saves"):
         pipe = pipe_of(BLOCKS[name], compile=True)
-        torch.testing.assert_close(pipe.step(PARAMS, BATCH), expected)
-        assert max(peaks(pipe)) < max(peaks(pipe_of(block)))
+        torch.testing.assert_close(pipe.step(params, BATCH), expected)
+        assert max(peaks(pipe, params)) < max(peaks(pipe_of(block), params))

@@ -15,7 +15,7 @@ from torch.func import functional_call, grad_and_value, stack_module_state
 
 import fpipe
 from fpipe import BatchError, Stage, StageError, schedules, tree
-from tests.models import MODELS, Model, apply, assert_same, mlp, unpipelined
+from tests.models import MODELS, Model, apply, assert_same, mlp, short_gpt, unpipelined
 
 MEMBERS = 3
 
@@ -273,7 +273,7 @@ def test_other_things_keep_working() -> None:
 
 @pytest.mark.inductor
 def test_compiled_in_float32() -> None:
-    model = MODELS["gpt"](2, 6, torch.float32)
+    model = short_gpt(6, torch.float32)
     schedule = schedules.one_f_one_b(ranks=2, microbatches=1)
     params = members_of(model.params)
     loss, grads = fpipe.vmap(pipe_of(model, schedule, compile=True)).step(params, model.batch)

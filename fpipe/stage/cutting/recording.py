@@ -268,9 +268,7 @@ class Recorder:
                 WithoutPeeking(),
                 checkpoints.active(),
             ):
-                module = make_fx(functionalize(flat), tracing_mode="fake")(
-                    *params.values, *batch.values, *keys
-                )
+                module = make_fx(functionalize(flat))(*params.values, *batch.values, *keys)
                 checkpoints.mark(module.graph)
         except FpipeError:
             raise

@@ -45,12 +45,12 @@ def record(
         marks.active(),
     ):
         try:
-            graph = make_fx(functionalize(known), tracing_mode="fake")(*arguments)
+            graph = make_fx(functionalize(known))(*arguments)
         except Exception as error:
             # functionalize does not know a custom autograd.Function; plain vjp does.
             if "Functionalize rule" not in str(error):
                 raise
-            graph = make_fx(known, tracing_mode="fake")(*arguments)
+            graph = make_fx(known)(*arguments)
         marks.mark(graph.graph)
         # Those have not been made functional. And where nothing is differentiated, composite
         # ops are taken apart after they have been, and may write to what they have made. Nor
@@ -74,7 +74,7 @@ def _functional(module: fx.GraphModule, arguments: Sequence[Tensor]) -> fx.Graph
         own = dict(zip(held, values[len(arguments) :], strict=True))
         return _Given(module, own).run(*values[: len(arguments)])
 
-    made = make_fx(functionalize(run), tracing_mode="fake")(*arguments, *held.values())
+    made = make_fx(functionalize(run))(*arguments, *held.values())
     placeholders = [node for node in made.graph.nodes if node.op == "placeholder"]
     for node, (target, value) in zip(placeholders[len(arguments) :], held.items(), strict=True):
         made.register_buffer(f"held{target}", value)
