@@ -28,6 +28,9 @@ LAUNCH := $(if $(filter-out 1,$(PROCESSES)),$(BIN)/torchrun --standalone --nproc
 # is not replaced, and ends the run: xdist 3.8 may wait for ever for a replaced one's files.
 WORKERS ?= 2
 
+# The tests start many processes, and each would read all of the source anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 # How long `make soak` and `make programs` go on, and what they draw.
 ROUNDS ?= 300
 COUNT ?= 1000

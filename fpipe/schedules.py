@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from fpipe.errors import ScheduleError
+from fpipe.schedule.arguments import plain_counts
 from fpipe.schedule.families.dualpipev import dualpipev
 from fpipe.schedule.families.eager_1f1b import eager_1f1b
 from fpipe.schedule.families.forward_only import forward_only
@@ -106,9 +107,10 @@ def get(
         return family(ranks=ranks, microbatches=microbatches)
     if "stages_per_rank" in inspect.signature(family).parameters:
         return family(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    (wanted,) = plain_counts(stages_per_rank=stages_per_rank)
     schedule = family(ranks=ranks, microbatches=microbatches)
     fixed = schedule.num_stages // schedule.num_ranks
-    if stages_per_rank != fixed:
+    if wanted != fixed:
         raise ScheduleError(
             f"stages_per_rank={stages_per_rank!r} does not fit name={name!r}: {schedule.name} has "
             f"{fixed} per rank; leave it out, or take interleaved_1f1b, looped_bfs, "

@@ -30,7 +30,7 @@ def read_key(key: Any, *, wanted: bool) -> Words | None:
         if key is not None:
             raise BatchError(
                 "key is given, but nothing reads it: declare who does, fpipe.Stage(fn, "
-                "reads_key=True), or has_key=True for one function; or leave key out"
+                "reads_key=True), or has_key=True for one function or a module; or leave key out"
             )
         return None
     if key is None:

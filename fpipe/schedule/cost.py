@@ -84,19 +84,24 @@ class Cost:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
-    def on(self, placement: Sequence[int]) -> StageCosts:
+    def on(self, placement: Sequence[int], ranks: int | None = None) -> StageCosts:
         """The cost of each stage under a placement (stage → rank).
+
+        Args:
+            placement: the rank of each stage.
+            ranks: how many there are, where the last of them have no stage.
 
         Raises:
             ScheduleError: `placement` is none, a sequence does not have one value per stage, `comm`
                 has no row for a rank, or I would free more than F keeps.
         """
         placement = plain_placement(placement)
-        stages, ranks = len(placement), max(placement) + 1
+        stages = len(placement)
+        p = max(placement) + 1 if ranks is None else ranks
 
         def each(name: str, value: PerStage) -> tuple[float, ...]:
             if not isinstance(value, tuple):
-                return (value if stages == ranks else value * ranks / stages,) * stages
+                return (value if stages == p else value * p / stages,) * stages
             if len(value) != stages:
                 raise ScheduleError(
                     f"cost.{name} has {len(value)} values for a placement of {stages} stages: "
@@ -203,7 +208,7 @@ def _number(name: str, value: object, signed: bool = False) -> float:
         shown = value if number is None else number
         rule = "a finite number" if signed else "a finite number, at least 0"
         raise ScheduleError(f"cost {name}={shown!r:.60} must be {rule}")
-    if number and not LEAST <= abs(number) <= MOST:
+    if value != 0 and not LEAST <= abs(number) <= MOST:
         raise ScheduleError(
             f"cost {name}={number:g} must be 0 or from {LEAST:g} to {MOST:g}: choose another unit"
         )

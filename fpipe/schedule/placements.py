@@ -66,7 +66,8 @@ def plain_placement(placement: Sequence[int]) -> tuple[int, ...]:
             f"placement={placement!r:.60} is a {type(placement).__name__}: it must be a sequence "
             "with the rank of each stage, such as [0, 1, 1, 0]"
         )
-    ranks = tuple(rank for rank in map(plain_integer, placement) if rank is not None and rank >= 0)
+    plain = map(plain_integer, placement)
+    ranks = tuple(int(rank) for rank in plain if rank is not None and rank >= 0)
     if len(ranks) < len(placement) or not ranks:
         raise ScheduleError(
             f"placement={tuple(placement)!r} must have the rank of each stage, an integer, 0 or "

@@ -67,8 +67,8 @@ def owed_by_stage(requires: Requires | None, reads: Reads) -> Owed:
 
 
 def _entry(stage: int, entry: str | Collection[str]) -> frozenset[Op]:
-    ops = frozenset(entry) if isinstance(entry, Collection) else frozenset()
-    if Op.F not in ops or not ops <= {Op.F, Op.I, Op.W}:
+    ops = list(entry) if isinstance(entry, Collection) else []
+    if Op.F not in ops or not all(op in (Op.F, Op.I, Op.W) for op in ops):
         raise ScheduleError(
             f"requires[{stage}]={entry!r} must be one of 'F', 'FI', 'FW' and 'FIW': forward, input "
             "gradient, weight gradient (B is I and W in one, so it is not owed as such)"

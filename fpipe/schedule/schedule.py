@@ -293,7 +293,7 @@ def _check_form(placement: Sequence[int], actions: Sequence[Sequence[Action]]) -
 def _plain(number: Any) -> Any:
     """A number of numpy's, say, as Python's own; whatever is no integer is left to be refused."""
     plain = plain_integer(number)
-    return number if plain is None else plain
+    return number if plain is None else int(plain)  # a bool is an integer that prints as a word
 
 
 def _plain_row(rank: int, row: tuple[Action, ...]) -> tuple[Action, ...]:

@@ -51,7 +51,8 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
     if schedule.num_microbatches > len(numbers):
         # Some have no action. Their tables might be larger than the memory of the machine.
         verify(schedule, _owed(schedule))
-    run = run_rows(schedule.actions, cost.on(schedule.placement), schedule.num_microbatches)
+    costs = cost.on(schedule.placement, schedule.num_ranks)
+    run = run_rows(schedule.actions, costs, schedule.num_microbatches)
     if not run.whole or None in numbers:
         # The run has seen that something is amiss; the verifier knows how to say what.
         verify(schedule, _owed(schedule))
@@ -153,10 +154,13 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, microbatches: 
             start_at.append(now)
             end_at.append(end)
             now = end
-    whole = all(len(row) == len(done_at) for row, done_at in zip(rows, ends, strict=True)) and all(
-        len(set(state[at : at + microbatches])) == 1
-        for at in range(0, len(state), max(1, microbatches))
+    whole = microbatches > 0 and all(
+        len(row) == len(done_at) for row, done_at in zip(rows, ends, strict=True)
     )
+    # Every stage has done as much with one microbatch as with another, and not nothing.
+    for at in range(0, len(state), max(1, microbatches)):
+        done = state[at]
+        whole = whole and done > 0 and state.count(done, at, at + microbatches) == microbatches
     return Run(starts, ends, whole)
 
 

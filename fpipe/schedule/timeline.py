@@ -124,7 +124,8 @@ class Timeline:
         """
         if plain_integer(rank) not in range(len(self.events)):
             raise ScheduleError(f"rank={rank!r:.60} must be from 0 to {len(self.events) - 1}")
-        costs = (self.cost or Cost(1, 1, 1)).on(self.schedule.placement)
+        cost = self.cost or Cost(1, 1, 1)
+        costs = cost.on(self.schedule.placement, self.schedule.num_ranks)
         return held(self.events[rank], costs.activation, costs.freed_by_i)
 
     @cached_property
@@ -165,7 +166,11 @@ class Timeline:
                     "bound is one of training steps in which every stage has B, or I and W"
                 )
         ranks = max(placement) + 1  # what comes after has no stage
-        return lower_bound(placement, self.schedule.num_microbatches, self.cost, self.peak[:ranks])
+        each = self.cost.on(placement, self.schedule.num_ranks)
+        cost = Cost(
+            each.f, each.i, each.w, self.cost.comm, each.b, each.activation, each.freed_by_i
+        )
+        return lower_bound(placement, self.schedule.num_microbatches, cost, self.peak[:ranks])
 
     @property
     def gap(self) -> float:

@@ -51,6 +51,7 @@ def test_a_cost_is_a_value() -> None:
         ({"f": 10**400}, "cost f=inf must be a finite number"),
         ({"f": np.array("1")}, "cost f=array.* must be a finite number"),
         # A makespan of inf, or of less than the least float, cannot be drawn.
+        ({"f": Fraction(1, 10**400)}, "cost f=0 must be 0 or from 1e-100"),
         ({"f": 1e308}, r"cost f=1e\+308 must be 0 or from 1e-100 to 1e\+100: choose another unit"),
         ({"w": [1, 5e-324]}, r"cost w\[1\]=4.94066e-324 must be 0 or from 1e-100"),
         # The keys of a dict were taken for times.

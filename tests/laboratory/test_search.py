@@ -124,6 +124,17 @@ def test_the_unit_of_memory_plays_no_part(unit: float) -> None:
     assert found.schedule == usual.schedule
 
 
+@pytest.mark.parametrize("unit", [2.0**-40, 2.0**60])
+def test_the_unit_of_time_plays_no_part(unit: float) -> None:
+    """Times that differed by less than 1e-9 were the same, whatever they were of."""
+
+    def found(unit: float) -> fpipe.Schedule:
+        cost = Cost(unit, 1.3 * unit, 0.7 * unit, comm=unit / 3)
+        return search(ranks=4, microbatches=8, cost=cost, memory=2, iterations=60).schedule
+
+    assert found(unit) == found(1.0)
+
+
 def test_a_backward_of_its_own_is_used_whatever_the_unit_of_time() -> None:
     cost = Cost(1e-12, 1e-12, 1e-12, b=1e-12)
     found = search(ranks=1, microbatches=2, cost=cost, placement=[0], iterations=0)

@@ -90,11 +90,24 @@ def test_stages_that_owe_less_run_too() -> None:
         (["0F0 0B0 0RESHARD", "1F0 1B0"], "stage 0 is resharded"),
         # The words were of `requires`, which nobody gave.
         (["0F0 0B0", "1F0"], r"stage 1 has F on microbatch 0 \(rank 1\): it owes F\+I or F\+B"),
+        # As much work with every microbatch, which is none.
+        (["0F0 0F1", ""], r"stage 1 has nothing on microbatch 0 \(rank 1\)"),
+        (["", ""], "actions names no microbatch"),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_verifiers_words(rows: list[str], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         simulate(Schedule([0, 1], [row(text) for text in rows]), UNIT)
+
+
+def test_a_rank_without_a_stage_counts_wherever_it_is() -> None:
+    """A plain number is for 1/p of the model, and p counted no rank behind the last stage."""
+    last = Schedule([0, 1], [row("0F0 0B0"), row("1F0 1B0"), []])
+    middle = Schedule([0, 2], [row("0F0 0B0"), [], row("1F0 1B0")])
+    first, second = (simulate(schedule, UNIT) for schedule in (last, middle))
+    assert first.makespan == second.makespan == 9
+    assert first.peak == (1.5, 1.5, 0) and second.peak == (1.5, 0, 1.5)
+    assert first.bound == second.bound == 7.5
 
 
 def test_a_frozen_stage_may_have_an_i_of_one_microbatch_and_a_b_of_another() -> None:

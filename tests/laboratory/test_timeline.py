@@ -136,7 +136,7 @@ def test_evaluation_has_no_training_bound() -> None:
 
 
 def test_an_empty_timeline_took_no_time() -> None:
-    timeline = simulate(Schedule([0], [[]]), UNIT)
+    timeline = Timeline(Schedule([0], [[]]), ((),))
     assert (timeline.makespan, timeline.span, timeline.peak) == (0, 0, (0,))
     assert timeline.critical_path == ()
     assert repr(timeline) == "<Timeline of custom: makespan 0, span 0>"

@@ -54,6 +54,8 @@ def test_strip_refuses_what_is_too_narrow() -> None:
     timeline = simulate(schedules.gpipe(ranks=1, microbatches=1), Cost(1, 1, 1))
     with pytest.raises(ScheduleError, match="width=49 must be 50 characters or more"):
         timeline.to_text(width=49)
+    with pytest.raises(ScheduleError, match=r"width=1000000 must be .* less than 1000000"):
+        timeline.to_text(width=10**6)
     with pytest.raises(ScheduleError, match="width=inf must be"):
         timeline.to_text(width=float("inf"))  # type: ignore[arg-type]
 

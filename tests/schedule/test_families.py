@@ -125,6 +125,8 @@ def test_get_passes_stages_per_rank() -> None:
 
 @pytest.mark.parametrize(("name", "fixed"), [("1F1B", 1), ("zbv", 2)])
 def test_get_refuses_stages_that_the_family_cannot_have(name: str, fixed: int) -> None:
+    with pytest.raises(ScheduleError, match="stages_per_rank=True must be an integer"):
+        schedules.get(name, ranks=2, microbatches=4, stages_per_rank=True)
     rule = f"stages_per_rank=3 does not fit name='{name}': .* has {fixed} per rank"
     with pytest.raises(ScheduleError, match=rule):
         schedules.get(name, ranks=2, microbatches=4, stages_per_rank=3)

@@ -38,6 +38,16 @@ def test_it_keeps_numbers_of_numpy_as_plain_ones() -> None:
     verify(given)
 
 
+def test_it_keeps_truth_values_as_integers() -> None:
+    """They print as words, which no file of a schedule may have."""
+    given = Schedule([False], [[Action(0, Op.F, False), Action(False, Op.B, 0)]])
+    assert given == Schedule([0], [ROW]) and given.to_text().splitlines()[1:] == [
+        "placement 0",
+        "rank 0: 0F0 0B0",
+    ]
+    assert Schedule.from_text(given.to_text()) == given
+
+
 def test_it_keeps_ops_that_are_text_as_ops() -> None:
     text: Any = "F"
     ((action,),) = Schedule([0], [[Action(0, text, 0)]]).actions

@@ -196,6 +196,7 @@ def test_what_is_owed_is_what_is_done(
         (["F"], "requires has 1 entries and the schedule 2 stages"),
         (["F", "FB"], "requires[1]='FB' must be one of 'F', 'FI', 'FW' and 'FIW'"),
         (["F", "IW"], "requires[1]='IW' must be one of"),
+        (["F", ["F", []]], "requires[1]=['F', []] must be one of"),
         (["F", ""], "requires[1]='' must be one of"),
         ("", "requires[0]='' must be one of"),
         ("FX", "requires[0]='FX' must be one of"),

@@ -133,7 +133,7 @@ def draw_up(
         )
         for row, own in zip(events, waited, strict=True)
     )
-    costs = (cost or Cost(1, 1, 1)).on(placement)
+    costs = (cost or Cost(1, 1, 1)).on(placement, len(events))
     memory = (
         tuple(
             (time - zero, amount) for time, amount in held(row, costs.activation, costs.freed_by_i)

@@ -13,6 +13,7 @@ from fpipe.schedule.picture.axis import readable_unit, short, ticks
 from fpipe.schedule.picture.chart import Box, Chart
 
 NARROWEST: Final = 50
+WIDEST: Final = 1_000_000
 IDLE: Final = "."
 
 
@@ -38,8 +39,10 @@ def strip(chart: Chart, *, width: int = 80) -> str:
         rank 1  ...FFBBBBBFFFBBBBBFFFBBBBB.....  idle 25.0 %  peak 1
     """
     room = plain_integer(width)
-    if room is None or room < NARROWEST:
-        raise ScheduleError(f"width={width!r:.60} must be {NARROWEST} characters or more")
+    if room is None or not NARROWEST <= room < WIDEST:
+        raise ScheduleError(
+            f"width={width!r:.60} must be {NARROWEST} characters or more, and less than {WIDEST}"
+        )
     factor, unit = readable_unit(chart.makespan, chart.unit)
     labels = ["time", *(f"rank {rank}" for rank in range(len(chart.rows)))]
     facts = [f"({unit})" if unit else ""]

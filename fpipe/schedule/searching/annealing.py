@@ -38,10 +38,10 @@ def anneal(evaluator: Evaluator, order: Order, random: Random, budget: Budget) -
         rest = (budget.share - budget.progress) / max(1e-9, budget.share - begun)
         # The draw comes first, so that the evaluation can stop once it is sure to be refused.
         allowed = current.value - _HEAT * order.value * rest * math.log(1 - random.random())
-        limit = float("inf") if problem.objective == "span" else allowed + 1e-9
+        limit = float("inf") if problem.objective == "span" else allowed + problem.slack
         value, ends = evaluator.times(rows, fused, limit)
         budget.spend()
-        if value > allowed + 1e-9:
+        if value > allowed + problem.slack:
             continue
         current = Order(value, rows, fused)
         path = evaluator.critical(current, ends)

@@ -107,12 +107,12 @@ class Evaluator:
             here = max(first, key=lambda action: ends[action] - first[action])
         else:
             here = max((row[-1] for row in tails), key=lambda action: ends[action])
-        path = []
+        path, slack = [], self.problem.slack
         while here >= 0:
             path.append(here)
             start = ends[here] - duration[here]
             earlier = before[here]
-            if earlier >= 0 and ends[earlier] >= start - 1e-9:
+            if earlier >= 0 and ends[earlier] >= start - slack:
                 here = earlier
             else:
                 here = self.source[here] if self.source[here] >= 0 else earlier

@@ -8,8 +8,6 @@ from fpipe.schedule.searching.policy import UNLIMITED, Policy
 from fpipe.schedule.searching.problem import FORWARD, GRADIENT, WEIGHT, Order, Problem
 from fpipe.schedule.steps import needed_later
 
-_SLACK = 1e-9
-
 
 def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) -> Order | None:
     """Build an order by playing time forward, one decision at a time.
@@ -54,6 +52,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
     sizes = [count * len(own) * (2 if fused else 3) for own in stages_of]
     heap = [(0.0, rank) for rank in range(len(stages_of))]
     heapify(heap)
+    slack = problem.slack
     while heap:
         now, rank = heappop(heap)
         row = rows[rank]
@@ -61,7 +60,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
             continue
         if now + left[rank] > limit:
             return None
-        own, memory = stages_of[rank], problem.memory[rank] * (1 + _SLACK)
+        own, memory = stages_of[rank], problem.memory[rank] * (1 + 1e-9)
         best, chosen, kind, duration = -UNLIMITED, -1, FORWARD, 0.0
         coming: list[tuple[float, float]] = []  # what will arrive, and how much it is wanted
         crowded = False  # a forward is there, and waits for memory that a W would free
@@ -95,7 +94,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
                     best, chosen, kind, duration = UNLIMITED, stage, WEIGHT, w[stage]
                     break
         if chosen >= 0 and coming:
-            end, patient = now + duration - _SLACK, patience[kind]
+            end, patient = now + duration - slack, patience[kind]
             for arrival, wanted in coming:
                 if arrival < end and wanted > best and arrival - now < patient * (end - arrival):
                     chosen = -1

@@ -44,6 +44,11 @@ class Problem:
     work: float
 
     @property
+    def slack(self) -> float:
+        """A difference of times that is rounding, in the unit of the costs."""
+        return 1e-9 * self.work
+
+    @property
     def ranks(self) -> int:
         """Number of ranks."""
         return len(self.stages)

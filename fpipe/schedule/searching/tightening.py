@@ -47,13 +47,14 @@ def _sooner(evaluator: Evaluator, rows: list[list[int]]) -> list[list[int]]:
     """Each action, first to last, in the first gap of its rank after its input has arrived that is
     long enough, if the memory allows."""
     duration, change, problem = evaluator.duration, evaluator.change, evaluator.problem
+    slack = problem.slack
     rows = [row.copy() for row in rows]
     _, ends = evaluator.times(rows, _NONE)
     starts = [end - time for end, time in zip(ends, duration, strict=True)]
     for action in sorted((action for row in rows for action in row), key=starts.__getitem__):
         source = evaluator.source[action]
         ready = ends[source] + evaluator.delay[action] if source >= 0 else 0.0
-        if ready >= starts[action] - 1e-9:
+        if ready >= starts[action] - slack:
             continue
         rank = problem.placement[action // (3 * problem.microbatches)]
         row = rows[rank]
@@ -63,11 +64,11 @@ def _sooner(evaluator: Evaluator, rows: list[list[int]]) -> list[list[int]]:
         for at in range(here, least - 1, -1):
             free = ends[row[at - 1]] if at else 0.0
             start = max(free, ready)
-            if start + duration[action] <= (starts[row[at]] if at < here else ends[action]) + 1e-9:
+            if start + duration[action] <= (starts[row[at]] if at < here else ends[action]) + slack:
                 found = at, start
             if free <= ready:
                 break
-        if found is not None and found[1] < starts[action] - 1e-9:
+        if found is not None and found[1] < starts[action] - slack:
             at, start = found
             row.insert(at, row.pop(here))
             starts[action], ends[action] = start, start + duration[action]

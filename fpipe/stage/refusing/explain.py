@@ -182,7 +182,7 @@ def impure(name: str, where: str, op: str) -> StageError:
     """The refusal of a function that writes to `where`."""
     module = ""
     if "closes over" in where:
-        module = "; a module whose buffers change needs module.eval(), or has_state=True to train"
+        module = "; a module whose buffers change trains with has_state=True, or in module.eval()"
     return StageError(
         f"{name} writes in place to {where} ({op}): a stage is a pure function; work on a copy "
         f"(x = x.clone()), and return what is to be kept{module}"
