@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from fpipe import tree
 from fpipe.checkpoint.loading import Naming, reading
+from fpipe.controller.controller import Gather
 from fpipe.controller.gathering import connected
+from fpipe.controller.refusal import odd_one_out, refusal
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import BatchError, StageError
@@ -170,8 +172,23 @@ class ModulePipeline(Pipeline):
             if problem is not None:
                 raise problem
 
+        def copy(gather: Gather) -> int | None:
+            told = gather([(name, tuple(p.shape), p.dtype) for name, p in _in_order(params)])
+            odd = odd_one_out([tuple((name, shape) for name, shape, _ in part) for part in told])
+            if odd is None:
+                dtypes = [{name: dtype for name, _, dtype in part} for part in told]
+                self._copy(module, params, state or {}, dtypes)
+            return odd
+
         self.each("load its parameters", check)
-        self.together("pipe.load_into", lambda _: self._copy(module, params, state or {}))
+        odd = self.together("pipe.load_into", copy)
+        if odd is not None:
+            raise refusal(
+                odd,
+                f"rank {odd} got parameters of other names or shapes than the other ranks, so "
+                "nothing was copied: pass the same on all, of which those without data may lie on "
+                "the meta device",
+            )
 
     def _missing(self, params: Mapping[str, Tensor]) -> BatchError | None:
         """Which of the parameters that this process has to give has no data."""
@@ -189,19 +206,37 @@ class ModulePipeline(Pipeline):
         return None
 
     def _copy(
-        self, module: nn.Module, params: Mapping[str, Tensor], state: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        params: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        dtypes: Sequence[Mapping[str, torch.dtype]],
     ) -> None:
-        """Copy what fits; over a process group all ranks do so at once."""
+        """Copy what fits; over a process group all ranks do so at once.
+
+        Args:
+            module: to copy into.
+            params: of which this rank has some.
+            state: whose buffers are copied.
+            dtypes: of the parameters on each rank.
+        """
         group = self.definition.group
-        # The order of the leaves: that in which trees are flattened, the same on all ranks.
         readers = self.readers()
-        names = [path[0] for path in tree.structure(params).paths()]
         own = dict(module.named_parameters())
+        held = {parameter.untyped_storage()._cdata for parameter in own.values()}
         with torch.no_grad():
-            for leaf, name in enumerate(names):
-                value = params[name]
+            # What is copied may be another parameter of the module, to which is copied too.
+            values = [
+                value.clone()
+                if value.untyped_storage()._cdata in held and value is not own[name]
+                else value
+                for name, value in _in_order(params)
+            ]
+            for leaf, (name, _) in enumerate(_in_order(params)):
+                value = values[leaf]
                 if group is not None and (0, leaf) in readers:
-                    value = _received(value, own[name], readers[0, leaf][0], group)
+                    source = readers[0, leaf][0]
+                    value = _received(value, dtypes[source][name], source, group)
                 own[name].copy_(value)
             # Every rank gets the whole state of a step.
             buffers = dict(module.named_buffers())
@@ -209,13 +244,18 @@ class ModulePipeline(Pipeline):
                 buffers[name].copy_(value)
 
 
-def _received(value: Tensor, like: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
-    """The value on rank `source` of the group."""
+def _in_order(params: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Parameters in the order of the leaves: that in which trees are flattened, on all ranks."""
+    return [(path[0], params[path[0]]) for path in tree.structure(params).paths()]
+
+
+def _received(value: Tensor, dtype: torch.dtype, source: int, group: dist.ProcessGroup) -> Tensor:
+    """The value on rank `source` of the group, which has this dtype there."""
     device = device_of(group)
     if group.rank() == source:
         sent = value.detach().to(device).contiguous()
     else:
-        sent = torch.empty(like.shape, dtype=value.dtype, device=device)
+        sent = torch.empty(value.shape, dtype=dtype, device=device)
     connected(lambda: dist.broadcast(sent, group_src=source, group=group))
     return sent
 
@@ -254,6 +294,11 @@ def _misfit(module: nn.Module, params: Mapping[str, Tensor], state: Any) -> Batc
                 f"params[{name!r}] has shape {tuple(params[name].shape)}, but that of "
                 f"{type(module).__name__} has {tuple(parameter.shape)}: load into a module of "
                 "the same configuration"
+            )
+        if not torch.can_cast(params[name].dtype, parameter.dtype):
+            return BatchError(
+                f"params[{name!r}] is {params[name].dtype}, but that of {type(module).__name__} is "
+                f"{parameter.dtype}, which cannot hold it: load into a module of its dtype"
             )
     try:
         check_state(module, {} if state is None else state)

@@ -195,6 +195,38 @@ def test_failure_of_a_rank_before_it_measures_is_told(
     assert here[1] == there[1]
 
 
+def load_masters(group: dist.ProcessGroup, schedule: Schedule) -> tuple[Any, Any]:
+    """Each rank has what it trains in another dtype, wider or narrower; then other shapes."""
+    module, found = language_model(), []
+    pipe = fpipe.from_module(
+        module, schedule=schedule, cuts=["blocks.1"], compile=False, group=group
+    )
+    params, batch = detached(module), make_batch()
+    grads = pipe.step(params, batch).grads
+    for dtype in (torch.float32, torch.float64):
+        target = language_model().to(torch.float64 if dtype == torch.float32 else torch.float32)
+        held = {n: p.to(target.get_parameter(n).dtype) for n, p in params.items()}
+        own = {n: held[n] if grads[n] is None else (p + 1).to(dtype) for n, p in params.items()}
+        pipe.load_into(target, own)
+        found.append(detached(target))
+    small = nn.Sequential(nn.Linear(2, 2))
+    odd = small if group.rank() else module
+    return found, attempt(pipe.load_into, odd, detached(odd))
+
+
+def test_parameters_of_another_dtype_on_the_rank_that_has_them(crew: Crew) -> None:
+    """Bytes of one dtype were received as another's, or ended the process."""
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    parts = values(crew.run(load_masters, schedule, ranks=range(2)))
+    expected = {name: value + 1 for name, value in detached(language_model()).items()}
+    for found, odd in parts:
+        for own in found:
+            assert own.keys() == expected.keys()
+            for name, value in own.items():
+                torch.testing.assert_close(value.double(), expected[name], rtol=1e-6, atol=1e-6)
+        assert "rank 1 got parameters of other names or shapes" in odd.error.text
+
+
 class Other(nn.Linear):
     """Not what was trained."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -127,6 +128,34 @@ def test_buffers_and_dropout_are_those_of_the_call() -> None:
     check(0)
     scaling.dropout.p = 0.0
     check(3)
+
+
+def test_equal_buffers_are_written_to_apart() -> None:
+    """Those of one number that were equal when they were traced were taken for one."""
+    module = nn.Sequential(Scaling(), Scaling()).double()
+    batch = {"input": torch.ones(4, 2, dtype=torch.float64)}
+    pipe = fpipe.from_module(
+        module, schedule=TWO, cuts=["0"], loss=lambda y, _: y.mean(), compile=False
+    )
+    for index, factor in ((0, 2.0), (1, 6.0)):
+        scaling = module[index]
+        assert isinstance(scaling, Scaling)
+        scaling.scale.fill_(factor / (1 + index))
+        assert pipe.value({}, batch) == factor
+
+
+def test_parameters_are_loaded_in_each_other_s_places() -> None:
+    """The first was copied over the second before that was read."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    pipe = fpipe.from_module(module, schedule=TWO, cuts=["0"], loss=squares, compile=False)
+    own, before = dict(module.named_parameters()), detached(language := copy.deepcopy(module))
+    swapped = {"0.weight": "1.weight", "1.weight": "0.weight"}
+    pipe.load_into(module, {name: own[swapped.get(name, name)] for name in own})
+    for name, value in own.items():
+        assert torch.equal(value, before[swapped.get(name, name)])
+    wide = before | {"0.bias": before["0.bias"].to(torch.complex64)}
+    with pytest.raises(fpipe.BatchError, match=r"complex64, but that of Sequential is .*float32"):
+        pipe.load_into(language, wide)
 
 
 def test_loss_that_does_not_take_the_batch() -> None:

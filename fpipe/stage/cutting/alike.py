@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor, fx
 
 from fpipe.stage.cutting.segments import Segment
@@ -18,13 +19,20 @@ from fpipe.stage.graphs.sources import Constant, Param, Source, SumSoFar
 from fpipe.stage.tracing.abstract import Leaves
 from fpipe.stage.tracing.tracer import Traced
 
+_LITERAL = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+
 
 def merge_constants(module: fx.GraphModule) -> None:
-    """Let equal constants of one element or none be read by one name."""
+    """Let equal literals of one element or none be read by one name.
+
+    Literals alone, which the function makes anew in each call: a buffer is written to later.
+    """
     names: dict[Hashable, str] = {}
     for node in module.graph.find_nodes(op="get_attr"):
         value = getattr(module, node.target)
-        if isinstance(value, Tensor) and value.numel() <= 1 and value.device.type == "cpu":
+        if not isinstance(value, Tensor) or value.numel() > 1 or value.device.type != "cpu":
+            continue
+        if all(user.target in _LITERAL for user in node.users):
             key = (value.dtype, tuple(value.shape), repr(value.tolist()))
             node.target = names.setdefault(key, node.target)
 
