@@ -7,7 +7,7 @@ params, batch ── flatten, split ──► plan (cached per shapes) ──►
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -104,7 +104,7 @@ class Pipeline(Loadable):
                 whatever goes wrong on any rank is a PipelineError on every rank, whose cause on the
                 rank at fault is the original error; it says whether the pipeline can be used again.
         """
-        arguments, key = self.definition.in_order(arguments, key, named)
+        arguments, key = self._in_order("step", arguments, key, named)
         if is_within():
             return call_within(self, "step", params, *arguments, key=key)
         return self._run((params, *arguments), "step", key).step()
@@ -127,7 +127,7 @@ class Pipeline(Loadable):
             FpipeError: it is differentiated three times, by what it cannot be, or by another
                 transform of `torch.func`; says what to use instead.
         """
-        arguments, key = self.definition.in_order(arguments, key, named)
+        arguments, key = self._in_order("value", arguments, key, named)
         if is_within():
             return call_within(self, "value", params, *arguments, key=key)
         if has_history(self) and is_tracked(tree.flatten((params, arguments))[0]):
@@ -169,7 +169,7 @@ class Pipeline(Loadable):
         """
         if out_dims is OWN:
             out_dims = self.definition.out_dims
-        arguments, key = self.definition.in_order(arguments, key, named)
+        arguments, key = self._in_order("forward", arguments, key, named)
         return self.run_forward(params, *arguments, key=key, out_dims=out_dims)
 
     def with_schedule(self, schedule: Schedule) -> Self:
@@ -309,6 +309,23 @@ class Pipeline(Loadable):
         if self.definition.function:
             return ForwardAux(outcome.loss, outcome.aux(out_dims))
         return outcome.output(out_dims)
+
+    def _in_order(
+        self, goal: Goal, arguments: tuple[Any, ...], key: Tensor | None, named: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Tensor | None]:
+        """The arguments after params in order, and the key; if they are wrong, all ranks know."""
+        try:
+            return self.definition.in_order(arguments, key, named)
+        except BatchError:
+            if self.rank is None:
+                raise
+
+        def enter() -> NoReturn:
+            self.definition.in_order(arguments, key, named)
+            raise AssertionError("arguments were wrong, and then right")
+
+        self._controller.run(enter, goal)
+        raise AssertionError("a call with wrong arguments has run")
 
     def _run(
         self, arguments: Sequence[Any], goal: Goal, key: Tensor | None, name: str | None = None

@@ -24,6 +24,7 @@ from fpipe.controller.offer import (
     Offer,
     check_offers,
     check_verdicts,
+    shared_parameters,
     unsendable,
     warn_of_other_numbers,
 )
@@ -49,6 +50,7 @@ class Given(NamedTuple):
         batch: the batch's shapes.
         key: of the step, None for none.
         whole: the batch, as stages take it.
+        held: of one function, which leaves of its parameters have data here; else None.
     """
 
     params: Parameters
@@ -57,6 +59,7 @@ class Given(NamedTuple):
     batch: tuple[TreeShape, ...] | None
     key: Words | None
     whole: Any
+    held: tuple[bool, ...] | None
 
 
 class Call(NamedTuple):
@@ -204,7 +207,10 @@ class Calls:
             stage: TreeShape.of(own.specs[stage], own.stages[stage]).on(NOWHERE)
             for stage in self._stages
         }
-        return Given(own, parts, params_shapes, shapes, key, batch)
+        held = None
+        if own.shared and self._stages:
+            held = tuple(not leaf.is_meta for leaf in own.stages[0])
+        return Given(own, parts, params_shapes, shapes, key, batch, held)
 
     def _make_signature(self, call: Call) -> Signature:
         """Exchange offers, and put together what all ranks were given."""
@@ -212,6 +218,7 @@ class Calls:
         offer = Offer(
             setup=self._setup,
             params={} if given is None else given.shapes,
+            held=None if given is None else given.held,
             rows=None if given is None or given.parts is None else given.parts.rows,
             batch=None if given is None else given.batch,
             sample=None if given is None or given.parts is None else sample(given.whole),
@@ -225,10 +232,11 @@ class Calls:
         warn_of_other_numbers(offers)
         reader = next(o for o in offers if o.batch is not None)
         assert reader.rows is not None and reader.batch is not None
+        shared = shared_parameters(offers)
         return Signature(
             goal,
             tuple(
-                offers[rank].params[stage].on(self._device)
+                (shared or offers[rank].params[stage]).on(self._device)
                 for stage, rank in enumerate(self._schedule.placement)
             ),
             reader.rows,
@@ -271,6 +279,6 @@ def _header(given: Given | None, name: str, ambient: Ambient) -> Header:
     batch = 0
     if given.parts is not None:
         batch = identity((given.parts.rows, given.batch))
-    own = identity((*given.shapes.items(), ambient))
+    own = identity((*given.shapes.items(), given.held, ambient))
     records = int(active() is not None)
     return Header(0, CALLS.index(name), batch, own, records, as_number(given.key))

@@ -73,12 +73,12 @@ def start_headers(
         rank = odd_one_out(numbers)
         if rank is not None:
             other = next(number for number in numbers if number != numbers[rank])
-            raise refusal(
-                rank,
+            raise OtherPipeline(
                 f"rank {rank} called the pipeline that is number {numbers[rank]} of those that it "
                 f"has made over this group, but others called number {other}: all ranks must make "
-                "their pipelines, and call them, in the same order",
-                OtherPipeline,
+                "their pipelines, and call them, in the same order. Over a new group, as "
+                "torch.distributed.new_group makes it, they are counted anew",
+                rank=rank,
             )
         return [Header(*row) for row in rows]
 

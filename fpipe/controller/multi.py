@@ -87,8 +87,9 @@ class MultiController:
         members = [str(rank) for rank in dist.get_process_group_ranks(group)]
         store = dist.PrefixStore("fpipe", dist.distributed_c10d._get_default_store())
         # Every rank makes its pipelines in the same order, so counting them names this one.
-        self._number = store.add(f"pipelines/{'-'.join(members)}/{self._rank}", 1)
-        self._name = f"{'-'.join(members)}/{self._number}"
+        named_group = f"{group.group_name}/{'-'.join(members)}"
+        self._number = store.add(f"pipelines/{named_group}/{self._rank}", 1)
+        self._name = f"{named_group}/{self._number}"
         self._lines = Lines(group, dist.PrefixStore(self._name, store))
         # Headers, losses and objects are small and live on the CPU, whatever carries the values.
         self._control = group

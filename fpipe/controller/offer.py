@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from fpipe import tree
-from fpipe.arguments.shapes import Ambient, TreeShape, in_words
+from fpipe.arguments.shapes import Ambient, LeafShape, TreeShape, in_words
 from fpipe.controller.refusal import check_problems, odd_one_out, refusal
 from fpipe.controller.sample import Sample, other_batches
 from fpipe.errors import BatchError
@@ -25,7 +25,8 @@ class Offer(NamedTuple):
 
     Attributes:
         setup: digest of everything that must be the same on all ranks, by name.
-        params: the parameters of its own stages.
+        params: the parameters of its own stages; of one function all of them, for each.
+        held: of one function, which leaves of its parameters have data there; else None.
         rows: rows of each microbatch, None without a batch.
         batch: shapes of its batch, None without a batch.
         sample: numbers of its batch, None without a batch.
@@ -35,6 +36,7 @@ class Offer(NamedTuple):
 
     setup: Mapping[str, str]
     params: Mapping[int, TreeShape]
+    held: tuple[bool, ...] | None
     rows: tuple[int, ...] | None
     batch: tuple[TreeShape, ...] | None
     sample: Sample | None
@@ -88,6 +90,56 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
         rank_or_none = odd_one_out(settings)
         if rank_or_none is not None:
             raise refusal(rank_or_none, f"rank {rank_or_none} {what} than other ranks")
+
+
+def shared_parameters(offers: Sequence[Offer]) -> TreeShape | None:
+    """The parameters of one function, of which ranks hold parts; None if each stage has its own.
+
+    Those without data on a rank count only where no rank has any: it does not read them, and may
+    not know what has become of them since.
+
+    Raises:
+        PipelineError: a rank has others than the other ranks; names it, and the leaf.
+    """
+    found = {
+        rank: (next(iter(offer.params.values())), offer.held)
+        for rank, offer in enumerate(offers)
+        if offer.held is not None
+    }
+    if not found:
+        return None
+    ranks = list(found)
+    trees = [found[rank][0] for rank in ranks]
+
+    def refuse(values: Sequence[Hashable], among: Sequence[int], where: str) -> None:
+        odd = odd_one_out(values)
+        if odd is not None:
+            other = next(at for at, value in enumerate(values) if value != values[odd])
+            raise refusal(
+                ranks[among[odd]],
+                f"rank {ranks[among[odd]]} got other parameters than rank {ranks[among[other]]}, "
+                f"{where}: pass the same on all ranks, of which those that a rank does not read "
+                "may lie on the meta device, and then do not count",
+            )
+
+    refuse([t.spec for t in trees], range(len(ranks)), "in another structure")
+    leaves = []
+    for index, path in enumerate(tree.paths(trees[0].spec)):
+        own = [t.leaves[index] for t in trees]
+        holders = [at for at, rank in enumerate(ranks) if (found[rank][1] or ())[index]]
+        if not holders:
+            holders = list(range(len(ranks)))
+        shapes = [in_words(own[at]) for at in holders]
+        refuse(shapes, holders, f"{' and '.join(sorted({*shapes}))} at {path}")
+        lie = [_lies(own[at]) for at in holders]
+        refuse(lie, holders, f"of strides {' and '.join(map(str, sorted({*lie})))} at {path}")
+        leaves.append(own[holders[0]])
+    return TreeShape(trees[0].spec, tuple(leaves))
+
+
+def _lies(leaf: LeafShape) -> tuple[int, ...]:
+    """The strides that matter: there is one place along a dimension of size 1."""
+    return tuple(step for step, size in zip(leaf.stride, leaf.shape, strict=True) if size > 1)
 
 
 def check_verdicts(

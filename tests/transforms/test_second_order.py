@@ -307,6 +307,28 @@ def test_of_a_module() -> None:
         assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize("family", ["one_f_one_b", "zb_h1"])
+def test_of_the_cross_entropy_of_sequences(family: str) -> None:
+    """A kernel takes logits in order alone, and their derivative lies as the transposed ones do."""
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        hidden = fpipe.cut(torch.tanh(batch["x"] @ params["w"]))
+        return F.cross_entropy((hidden @ params["v"]).transpose(1, 2), batch["labels"])
+
+    params = {"w": torch.randn(4, 4).double(), "v": torch.randn(4, 5).double()}
+    batch = {"x": torch.randn(4, 3, 4).double(), "labels": torch.randint(5, (4, 3))}
+    along = tree.tree_map(torch.cos, params)
+    schedule = schedules.get(family, ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
+    expected = jvp(lambda p: grad(loss_fn)(p, batch), (params,), (along,))[1]
+    assert_same(fpipe.hvp(pipe).step(params, batch, along).hvp, expected)
+    ours, theirs = (
+        grad(lambda p: squares(grad(value)(p, batch)))(params)  # noqa: B023
+        for value in (pipe.value, loss_fn)
+    )
+    assert_same(ours, theirs)
+
+
 def test_aux_comes_along() -> None:
     def loss(y: Tensor, batch: Any) -> Any:
         return MODEL.loss(y, batch), {"output": y, "rows": torch.tensor(len(y))}

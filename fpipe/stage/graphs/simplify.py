@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from fpipe.stage.graphs.nodes import ancestors, base_of, value_of
+from fpipe.stage.graphs.nodes import ancestors, base_of, inserted, value_of
 
 aten = torch.ops.aten
 
@@ -62,10 +62,23 @@ def simplify(
             _replace(node, node.args[0].args[0])
         elif node.target is aten.convolution_backward.default:
             _split_convolution_backward(graph, node)
+        elif node.target is aten.nll_loss2d_backward.default:
+            _give_in_order(node)
     graph.eliminate_dead_code()
     _settle_gradients(graph, owners)
     _settle_outputs(graph, private)
     return _results(graph)
+
+
+def _give_in_order(node: fx.Node) -> None:
+    """Copy what the kernel takes in one order of its elements alone, where it has another.
+
+    It comes so from what is differentiated twice: a derivative lies as its formula made it.
+    """
+    given = node.args[1]
+    if isinstance(given, fx.Node) and not value_of(given).is_contiguous():
+        order = torch.contiguous_format
+        node.update_arg(1, inserted(node, aten.clone.default, given, memory_format=order))
 
 
 def _results(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
