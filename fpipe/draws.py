@@ -7,12 +7,14 @@ for the same key. The n-th operation that draws, in the order of the program, dr
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, Final
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
@@ -155,6 +157,12 @@ class _Keyed(TorchDispatchMode):
             return func(*args, **options)
         if func not in KEYED and func not in _IN_PLACE:
             raise FpipeError(f"the block {refusal(func)}")
+        if _is_computed_again():
+            raise FpipeError(
+                "the block draws within torch.utils.checkpoint, which calls the function again for "
+                "the backward, where it would draw other numbers: leave the checkpoint out, which "
+                "changes no number (model.gradient_checkpointing_disable() of Hugging Face)"
+            )
         # Transforms of torch.func have been here before: what comes now is below them.
         with temporarily_clear_interpreter_stack():
             own = random.fold_in(self._key, self._drawn)
@@ -162,6 +170,18 @@ class _Keyed(TorchDispatchMode):
             if func in _IN_PLACE:
                 return args[0].copy_(_IN_PLACE[func](own, *args, **options))
             return KEYED[func](own, *args, **options)
+
+
+def _is_computed_again() -> bool:
+    """Whether this is called from a `torch.utils.checkpoint` that will call it again."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == torch.utils.checkpoint.__file__:
+            # The one that is reentrant is an autograd.Function, within which grad mode is off.
+            return torch.is_grad_enabled() or code.co_name in ("forward", "backward")
+        frame = frame.f_back
+    return False
 
 
 @contextmanager
@@ -176,7 +196,7 @@ def keyed(key: Tensor) -> Iterator[None]:
 
     Raises:
         FpipeError: `key` is no key, or mapped by `torch.func.vmap`; or an operation draws that has
-            no function of a key.
+            no function of a key, or within `torch.utils.checkpoint`.
 
     Example:
         >>> import torch, fpipe

@@ -14,6 +14,7 @@ from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from fpipe.convention import called
 from fpipe.definition import Definition
@@ -115,6 +116,7 @@ class ModuleLoss:
                 output = called_with(self.module, given, {}, (), taken)
             else:
                 check_state(self.module, states[0])
+                self._check_averages()
                 refuse_missing(self.module, {*self.buffers, *buffers_of(states[0])})
                 output, state = call(self.module, given, states[0], **taken)
         loss = self._loss_of(output, batch)
@@ -166,6 +168,16 @@ class ModuleLoss:
                 f"params {' and '.join(found)}: pass dict(module.named_parameters()), in which "
                 "tied parameters come once"
             )
+
+    def _check_averages(self) -> None:
+        """Refuse what divides by a count that it reads back from a tensor."""
+        for name, part in self.module.named_modules():
+            if isinstance(part, _NormBase) and part.training and part.momentum is None:
+                raise StageError(
+                    f"{name!r} is a {type(part).__name__} with momentum=None, whose running "
+                    "statistics are averages over all steps so far: their weight depends on a "
+                    "count in the state, which torch reads back into Python; give it a momentum"
+                )
 
     @contextmanager
     def _naming_entries(self, batch: Mapping[str, Any]) -> Iterator[None]:
@@ -252,7 +264,15 @@ def check_state(module: nn.Module, state: Any) -> None:
             "fpipe.nn.state_of(module)"
         )
     own = dict(module.named_buffers())
+    every = dict(module.named_buffers(remove_duplicate=False))
     for name, buffer in buffers_of(state).items():
+        if name not in own and name in every:
+            first = next(known for known, other in own.items() if other is every[name])
+            raise BatchError(
+                f"the buffers {first!r} and {name!r} of {type(module).__name__} are one tensor, "
+                "but in a state each has numbers of its own: give one of them a tensor of its own "
+                "(.clone()), or share the whole layer"
+            )
         if name not in own or own[name].shape != buffer.shape:
             found = f"has shape {tuple(own[name].shape)}" if name in own else "does not exist"
             raise BatchError(

@@ -78,11 +78,16 @@ def unchanged(*modules: nn.Module) -> Iterator[None]:
 
 
 def _as_held(part: nn.Module) -> Iterator[Callable[[], None]]:
-    """What puts back the attributes of a module, and what they contain."""
-    attributes = vars(part)
-    for held in (attributes, *attributes.values()):
-        if isinstance(held, dict | set | list):
+    """What puts back the attributes of a module, and what the containers among them contain."""
+    waiting: list[Any] = [vars(part)]
+    seen: set[int] = set()
+    while waiting:
+        held = waiting.pop()
+        if id(held) not in seen:
+            seen.add(id(held))
             yield partial(_put_back, held, _content(held))
+            values = held.values() if isinstance(held, dict) else held
+            waiting += [value for value in values if isinstance(value, dict | set | list)]
 
 
 def _content(held: Any) -> tuple[Any, ...]:

@@ -130,6 +130,22 @@ def test_buffers_and_dropout_are_those_of_the_call() -> None:
     check(3)
 
 
+def test_buffers_that_are_replaced_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), Scaling()).double()
+    scaling = module[1]
+    assert isinstance(scaling, Scaling)
+    params, batch = detached(module), {"input": torch.ones(4, 2, dtype=torch.float64)}
+    pipe = fpipe.from_module(
+        module, schedule=TWO, cuts=["0"], loss=lambda y, _: y.sum(), compile=False
+    )
+    with caplog.at_level(logging.WARNING, "fpipe"):
+        for _ in range(10):
+            pipe.value(params, batch)
+            scaling.scale = scaling.scale * 2
+    (record,) = caplog.records
+    assert "the buffers of Sequential have been replaced 8 times" in record.message
+
+
 def test_equal_buffers_are_written_to_apart() -> None:
     """Those of one number that were equal when they were traced were taken for one."""
     module = nn.Sequential(Scaling(), Scaling()).double()
@@ -477,6 +493,7 @@ class Caching(nn.Module):
         self.scale: Tensor | None = None
         self.seen: list[Tensor] = []
         self.norms: dict[str, Tensor] = {}
+        self.deep: dict[str, list[dict[int, Tensor]]] = {"positions": [{}]}
         self.last = 0
 
     def forward(self, input: Tensor) -> Tensor:
@@ -485,8 +502,10 @@ class Caching(nn.Module):
             self.shift = self.scale.cos()
             self.register_buffer("other", self.scale.sin(), persistent=False)
             self.norms["first"] = next(self.layers.parameters()).norm()
+            self.deep["positions"][0][3] = self.scale.sin()
         for layer in self.layers:
             input = layer(input * self.scale + self.shift + self.other) * self.norms["first"]
+            input = input + self.deep["positions"][0][3]
             self.seen.append(input)
         self.last = len(input)
         return input
@@ -504,6 +523,7 @@ def test_what_a_module_caches_while_it_is_traced_is_gone_afterwards() -> None:
         step = pipe.step(params, part)
         assert module.scale is None and module.shift is None and not hasattr(module, "other")
         assert module.seen == [] and module.norms == {} and module.last == 0
+        assert module.deep == {"positions": [{}]}
         fresh = Caching().double()
         fresh.load_state_dict(module.state_dict())
         assert_equal_steps(step, unpipelined(fresh, params, part, squares))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe import Schedule, random, schedules
@@ -251,3 +252,20 @@ def test_ops_without_a_key_are_refused() -> None:
 
     with pytest.raises(fpipe.FpipeError, match=r"key is mapped by torch\.func\.vmap"):
         torch.func.vmap(mapped)(random.split(KEY))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_blocks_that_are_computed_again_are_refused(use_reentrant: bool) -> None:
+    """They would draw other numbers for the backward: the loss was right, and its gradient not."""
+
+    def block(x: Tensor) -> Tensor:
+        return checkpoint(F.dropout, x, use_reentrant=use_reentrant)
+
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(fpipe.FpipeError, match=r"within torch\.utils\.checkpoint"), keyed(KEY):
+        block(x)
+    if not use_reentrant:
+        with torch.no_grad(), keyed(KEY):
+            found = block(x)
+        with keyed(KEY):
+            assert_identical(F.dropout(x.detach()), found)

@@ -199,3 +199,31 @@ def test_wrong_states_are_refused() -> None:
     )
     with pytest.raises(fpipe.StageError, match=r"must return \(loss, state, aux\)"):
         plain.step(params, state_of(module), batch)
+
+
+def step_with_state(module: nn.Module) -> Any:
+    pipe = fpipe.from_module(
+        module,
+        schedule=fpipe.schedules.gpipe(ranks=2, microbatches=2),
+        cuts=["0"],
+        loss=lambda output, _: output.square().mean(),
+        has_state=True,
+        compile=False,
+    )
+    return pipe.step(detached(module), state_of(module), {"input": torch.randn(4, 3)})
+
+
+def test_layers_that_share_a_buffer_are_refused_by_its_names() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    first, second = module
+    assert isinstance(first, nn.BatchNorm1d) and isinstance(second, nn.BatchNorm1d)
+    second.running_mean = first.running_mean
+    rule = "buffers '0.running_mean' and '1.running_mean' of Sequential are one tensor"
+    with pytest.raises(fpipe.BatchError, match=rule):
+        step_with_state(module)
+
+
+def test_averages_over_all_steps_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=None))
+    with pytest.raises(fpipe.StageError, match="'1' is a BatchNorm1d with momentum=None"):
+        step_with_state(module)

@@ -152,3 +152,14 @@ def test_what_another_thread_draws_meanwhile_is_its_own() -> None:
             piped(seeded)(p, x)
     finally:
         end.set()
+
+
+def test_draw_whose_name_no_graph_can_write() -> None:
+    def stage(p: Any, x: Tensor) -> Tensor:
+        return x * p * torch.empty_like(x).random_(1, 4)
+
+    pipe = fpipe.pipeline(
+        [stage], lambda y, _: y.mean(), schedules.gpipe(ranks=1, microbatches=1), compile=False
+    )
+    with pytest.raises(fpipe.StageError, match=r"draw with torch\.randint\(low, high, x\.shape\)"):
+        pipe.step([torch.ones(2)], torch.ones(2, 2))

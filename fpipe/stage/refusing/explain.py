@@ -135,6 +135,12 @@ _REASONS: Final = (
         (DataDependentOutputException, DynamicOutputShapeException),
     ),
     _Reason(
+        (),
+        "calls an operation whose name is a word of Python's, which no graph can write down",
+        "draw with torch.randint(low, high, x.shape) in place of x.random_(low, high)",
+        (SyntaxError,),
+    ),
+    _Reason(
         ("dynamo-optimized function",),
         "is compiled by torch.compile",
         "pass the function as it is, which fpipe.pipeline compiles (compile=)",
