@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fpipe.errors import PipelineError
 from fpipe.runtime.transport import ConnectionLost
-from fpipe.runtime.waiting import look_out
+from fpipe.runtime.waiting import look_now_and_then, look_out
 
 T = TypeVar("T")
 
@@ -53,6 +53,7 @@ def start_gather(own: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
 
     def wait() -> Tensor:
         look_out(work.is_completed)
+        look_now_and_then(work.is_completed)
         work.wait()
         return everyone
 

@@ -257,6 +257,16 @@ def test_a_rank_that_is_interrupted(deed: str, kind: str) -> None:
                 assert error.text.endswith(GONE)
 
 
+def test_a_rank_that_is_interrupted_while_it_waits() -> None:
+    """It heard of the signal when the other rank came at last."""
+    with Crew(2) as crew:
+        here, there = values(crew.run(traps.interrupt_the_waiting, 5.0))
+        assert here[0].error.kind == "KeyboardInterrupt" and here[0].seconds < 4
+        for answer in (here[1], *there):
+            assert "rank 0 failed: KeyboardInterrupt" in answer.error.text
+            assert answer.error.text.endswith(GONE)
+
+
 def test_a_handler_that_raises_between_messages() -> None:
     """The message was sent once more in the drain, and all ranks waited for ever."""
     schedule = schedules.one_f_one_b(ranks=2, microbatches=4)

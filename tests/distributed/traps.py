@@ -373,3 +373,16 @@ def step_until_it_fails(group: dist.ProcessGroup) -> tuple[int, float, list[Outc
     while (outcome := attempt(PREPARED[0])).value:
         steps += 1
     return steps, time.monotonic(), [outcome, attempt(PREPARED[0])]
+
+
+def interrupt_the_waiting(group: dist.ProcessGroup, seconds: float) -> list[Outcome]:
+    """Rank 0 is interrupted while it waits for rank 1, which comes after so many seconds."""
+    model = model_of("mlp", 2, 4)
+    pipe = pipeline(group, model, fpipe.schedules.gpipe(ranks=2, microbatches=2))
+    params = pipe.local(model.params)
+    pipe.step(params, model.batch)
+    if group.rank():
+        time.sleep(seconds)
+    else:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    return [attempt(pipe.step, params, model.batch) for _ in range(2)]
