@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fpipe import tree
+from fpipe.arguments.microbatch import Microbatches
 from fpipe.arguments.parameters import Parameters
 from fpipe.controller.ahead import Ahead, prelude
 from fpipe.controller.calls import Agreed, Given
@@ -131,6 +132,8 @@ class Execution:
                 rank=self._rank,
             )
         self._check_params(program, given.params)
+        if given.parts is not None and any(leaf.is_meta for leaf in given.parts.leaves[0]):
+            self._check_batch(program, given.parts)
         return load(program, plan, given.params, given.parts, self._device, given.key)
 
     def _check_params(self, program: Program, params: Parameters) -> None:
@@ -154,6 +157,17 @@ class Execution:
                 rank=self._rank,
                 stage=stage,
             )
+
+    def _check_batch(self, program: Program, parts: Microbatches) -> None:
+        """Refuse a batch that has no data where this rank reads it."""
+        for microbatch, leaf, _ in program.bindings.batch:
+            if parts.leaves[microbatch][leaf].is_meta:
+                raise PipelineError(
+                    f"rank {self._rank} reads batch{tree.paths(parts.spec)[leaf]}, but what it was "
+                    "given lies on the meta device and has no data: pipe.programs takes such "
+                    "tensors; a step takes real ones",
+                    rank=self._rank,
+                )
 
     def _blame(self, error: Exception) -> PipelineError:
         """Tell all ranks what failed here."""

@@ -52,6 +52,10 @@ def candidates_of(
     Raises:
         StageError: there is none.
     """
+    if isinstance(named, str):
+        raise StageError(
+            f"candidates={named!r:.60} is a str: it must be a list of names of submodules"
+        )
     order: list[str] = []
     for names in _choices(loss.module) if named is None else [list(named)]:
         order, places = _called_once(loss, names, given, microbatch, has_state=has_state)

@@ -273,6 +273,8 @@ def _count(entries: Sequence[_Stacked]) -> int:
                 "all mapped leaves must have the same number of members; in_dims says which "
                 "dimension it is (None: shared)"
             )
+    if size == 0:
+        raise BatchError(f"{first} has 0 members along its mapped dimension: an ensemble has some")
     return size
 
 

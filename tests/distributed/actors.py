@@ -264,12 +264,15 @@ def programs_and_step(group: dist.ProcessGroup) -> list[Outcome]:
 
 
 def without_data(group: dist.ProcessGroup) -> list[Outcome]:
-    """Rank 1 passes shapes in place of its parameters; then numbers."""
+    """Rank 1 passes shapes in place of its parameters, then of the batch; then numbers."""
     model = model_of("mlp", 2, 6)
     pipe = pipeline(group, model, fpipe.schedules.gpipe(ranks=2, microbatches=2))
     params = pipe.local(model.params)
-    empty = tree.tree_map(lambda leaf: leaf.to("meta"), params) if group.rank() == 1 else params
-    return [attempt(lambda p: pipe.step(p, model.batch).loss, p) for p in (empty, params)]
+    empty, bare = params, model.batch
+    if group.rank() == 1:
+        empty, bare = tree.tree_map(lambda leaf: leaf.to("meta"), (params, model.batch))
+    given = [(empty, model.batch), (params, bare), (params, model.batch)]
+    return [attempt(lambda p, batch: pipe.step(p, batch).loss, *each) for each in given]
 
 
 def one_records(group: dist.ProcessGroup, schedule: Schedule, recorder: int) -> list[list[str]]:

@@ -189,12 +189,13 @@ def test_a_rank_that_asks_for_programs_is_named(crew: Crew) -> None:
     assert_good(answers, 1)
 
 
-def test_parameters_without_data_are_refused_on_every_rank(crew: Crew) -> None:
+def test_what_has_no_data_is_refused_on_every_rank(crew: Crew) -> None:
     answers = values(crew.run(actors.without_data, ranks=range(2)))
-    for error in failures(answers, 0):
-        assert error.rank == 1
-        assert "reads the parameter ['w'] in its stage 1, but what it was given lies" in error.text
-    assert_good(answers, 1)
+    for call, what in enumerate(("the parameter ['w'] in its stage 1", "batch['y']")):
+        for error in failures(answers, call):
+            assert error.rank == 1
+            assert f"reads {what}, but what it was given lies on the meta device" in error.text
+    assert_good(answers, 2)
 
 
 # ── ranks that are lost ─────────────────────────────────────────────────────────────────────────

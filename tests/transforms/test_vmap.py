@@ -331,6 +331,12 @@ def test_in_dims_must_fit_the_arguments(in_dims: Any, text: str) -> None:
         fpipe.vmap(PIPE, in_dims).step(members_of(MODEL.params), MODEL.batch)
 
 
+def test_an_ensemble_has_members() -> None:
+    none = tree.tree_map(lambda p: p[:0], members_of(MODEL.params))
+    with pytest.raises(BatchError, match="has 0 members along its mapped dimension"):
+        fpipe.vmap(PIPE).step(none, MODEL.batch)
+
+
 def test_params_are_one_part_per_stage() -> None:
     with pytest.raises(BatchError, match="params is a list of 1: it must be a list or tuple of 2"):
         fpipe.vmap(PIPE).step(MODEL.params[:1], MODEL.batch)
