@@ -42,7 +42,8 @@ SEED ?= 0
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("fpipe needs Python 3.11 or newer; choose one with: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint]'
+	@# Python compiles what is imported, when it is: a small part of what is installed.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[test,lint]'
 	@touch $@
 
 test: lint

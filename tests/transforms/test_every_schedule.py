@@ -88,6 +88,8 @@ def test_two_ranks(pair: Crew, name: str) -> None:
 
 # With B and with I and W; of four stages, so that what `test_compiled` has compiled serves both.
 COMPILED_OVER_RANKS = ["interleaved_1f1b", "zbv"]
+# One of each kind: kernels know no ranks, and all run over ranks in `test_two_ranks`.
+KINDS = ["vmap", "per_example_grads", "hvp by both", "grad", "value with history"]
 
 
 def compiled_over_ranks(group: dist.ProcessGroup | None, name: str) -> list[Any]:
@@ -95,7 +97,7 @@ def compiled_over_ranks(group: dist.ProcessGroup | None, name: str) -> list[Any]
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("name", OVER_RANKS)
+@pytest.mark.parametrize("name", KINDS)
 def test_two_ranks_compiled(pair: Crew, name: str) -> None:
     pair.start(compiled_over_ranks, name)
     wholes = compiled_over_ranks(None, name)
