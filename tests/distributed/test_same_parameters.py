@@ -111,16 +111,16 @@ def test_argument_that_one_rank_names_wrongly(crew: Crew) -> None:
 def over_new_group(group: dist.ProcessGroup) -> list[Outcome]:
     """A pipeline that rank 0 could not make; others over the same group, and over a new one."""
     params, batch = problem()
-    ranks = dist.get_process_group_ranks(group)  # in which later tests count theirs
-    spoilt, fresh = (dist.new_group(ranks, use_local_synchronization=True) for _ in range(2))
     if group.rank():
-        pipe_of(spoilt)
-    same = attempt(pipe_of(spoilt).step, params, batch)
+        pipe_of(group)
+    same = attempt(pipe_of(group).step, params, batch)
+    fresh = dist.new_group(range(2))
     return [same, attempt(lambda: pipe_of(fresh).step(params, batch).loss)]
 
 
-def test_pipelines_are_counted_anew_over_a_new_group(crew: Crew) -> None:
-    for same, fresh in values(crew.run(over_new_group, ranks=range(2))):
-        assert "called the pipeline that is number" in same.error.text
-        assert "Over a new group" in same.error.text
-        assert_same(fresh.value, pipe_of(None).step(*problem()).loss)
+def test_pipelines_are_counted_anew_over_a_new_group() -> None:
+    with Crew(2) as crew:  # others would count in its group
+        for same, fresh in values(crew.run(over_new_group)):
+            assert "called the pipeline that is number" in same.error.text
+            assert "Over a new group" in same.error.text
+            assert_same(fresh.value, pipe_of(None).step(*problem()).loss)
