@@ -14,11 +14,9 @@ def odd_one_out(values: Sequence[Hashable]) -> int | None:
     return next((rank for rank, value in enumerate(values) if value != common), None)
 
 
-def refusal(
-    rank: int | None, text: str, kind: type[PipelineError] = PipelineError
-) -> PipelineError:
+def refusal(rank: int | None, text: str) -> PipelineError:
     """The error of a step that did not begin."""
-    return kind(f"{text}. The pipeline can be used again", rank=rank)
+    return PipelineError(f"{text}. The pipeline can be used again", rank=rank)
 
 
 def named(error: BaseException) -> str:
