@@ -1,16 +1,16 @@
 """What a forward depends on beside its arguments, as it is at a call: it is traced once for each.
 
-A trace has the buffers that the module had: numbers written to them count, but not what is put in
-their place. So each time that some are others than before, the mode is another one.
+A trace has the buffers and the hooks that the module had. Numbers written to buffers count, but not
+what is put in their place. So each time that some are others than before, the mode is another one.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
-from typing import Final
+from collections.abc import Hashable, Iterable
+from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 log = logging.getLogger("fpipe")
@@ -20,10 +20,10 @@ MANY: Final = 8
 
 
 class Mode:
-    """Which of the modules that are traced train, what they drop, and which buffers they have.
+    """Which of the modules that are traced train, what they drop, and their buffers and hooks.
 
-    Equal on all ranks whose modules are treated alike: buffers are told by when they were first
-    seen, not by where they lie.
+    Equal on all ranks whose modules are treated alike: buffers and hooks are told by when they were
+    first seen, not by where they lie.
 
     Args:
         modules: which are traced.
@@ -31,23 +31,44 @@ class Mode:
 
     def __init__(self, *modules: nn.Module) -> None:
         self._modules: Final = modules
-        # The tensors too: the number of one that is gone would be given to another.
-        self._seen: dict[tuple[int, ...], tuple[int, list[Tensor | None]]] = {}
+        self._buffers: Final = _Seen()
+        self._hooks: Final = _Seen()
         self._warned = False
 
     def __call__(self) -> Hashable:
         """The mode at this moment."""
         parts = [part for one in self._modules for part in one.modules()]
-        buffers = [buffer for part in parts for buffer in part._buffers.values()]
-        number, _ = self._seen.setdefault(tuple(map(id, buffers)), (len(self._seen), buffers))
-        if number == MANY and not self._warned:
+        buffers = self._buffers(buffer for part in parts for buffer in part._buffers.values())
+        if buffers == MANY and not self._warned:
             self._warned = True
             log.warning(
                 "the buffers of %s have been replaced %d times, and each time it was traced again, "
                 "which is kept with the buffers: write to them in place (buffer.copy_(...)), which "
                 "counts too, or let the step thread them (has_state=True)",
                 type(self._modules[0]).__name__,
-                number,
+                buffers,
             )
+        hooks = self._hooks(hook for part in parts for hook in _hooks(part))
         drops = tuple(part.p for part in parts if isinstance(part, _DropoutNd))
-        return tuple(part.training for part in parts), drops, number
+        return tuple(part.training for part in parts), drops, buffers, hooks
+
+
+class _Seen:
+    """Numbers collections of objects: one that was seen before keeps its number."""
+
+    def __init__(self) -> None:
+        # With the objects: the address of one that is gone would be given to another.
+        self._numbers: dict[tuple[int, ...], tuple[int, list[Any]]] = {}
+
+    def __call__(self, objects: Iterable[Any]) -> int:
+        kept = list(objects)
+        number, _ = self._numbers.setdefault(tuple(map(id, kept)), (len(self._numbers), kept))
+        return number
+
+
+def _hooks(part: nn.Module) -> Iterable[Any]:
+    """The hooks around the forward of a module, with None where one kind of them ends."""
+    yield from part._forward_pre_hooks.values()
+    yield None
+    yield from part._forward_hooks.values()
+    yield None

@@ -87,7 +87,7 @@ def test_the_mode_of_the_module_is_that_of_the_call(caplog: pytest.LogCaptureFix
     steps = [r.message for r in caplog.records if r.message.startswith("tracing step")]
     assert len(steps) == 2 * 3  # all in training, all in evaluation, some in training
     assert steps[-1].endswith(
-        "the module has another mode (train, eval), other dropout or other buffers"
+        "the module has another mode (train, eval), other dropout, buffers or hooks"
     )
 
 
@@ -144,6 +144,35 @@ def test_buffers_that_are_replaced_again_and_again(caplog: pytest.LogCaptureFixt
             scaling.scale = scaling.scale * 2
     (record,) = caplog.records
     assert "the buffers of Sequential have been replaced 8 times" in record.message
+
+
+def test_hooks_are_those_of_the_call(caplog: pytest.LogCaptureFixture) -> None:
+    """A hook that was put on after the trace was never run, and one that was gone was."""
+    module = nn.Sequential(nn.Linear(2, 2), Louder()).double()
+    params, batch = detached(module), {"input": torch.ones(4, 2, dtype=torch.float64)}
+    pipe = fpipe.from_module(
+        module, schedule=TWO, cuts=["0"], loss=lambda y, _: y.sum(), compile=False
+    )
+
+    def double(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return output * 2
+
+    def check() -> None:
+        expected = module(**batch).sum().detach() / 2
+        torch.testing.assert_close(pipe.step(params, batch).loss, expected)
+
+    with caplog.at_level(logging.INFO, logger="fpipe"):
+        check()
+        for _ in range(2):
+            handle = module[1].register_forward_hook(double)
+            check()
+            handle.remove()
+            check()
+            handle = module[1].register_forward_pre_hook(lambda _, x: (x[0] + 1,))
+            check()
+            handle.remove()
+    steps = [r.message for r in caplog.records if r.message.startswith("tracing step")]
+    assert len(steps) == 1 + 1 + 2  # a function that is put on again is known, a new one is not
 
 
 def test_equal_buffers_are_written_to_apart() -> None:
