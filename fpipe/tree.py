@@ -75,6 +75,8 @@ def tensors(name: str, tree: Any, hint: str) -> tuple[list[Tensor], optree.PyTre
             leaves[index] = leaf.detach()
         if leaf.is_conj() or leaf.is_neg():
             leaves[index] = leaves[index].resolve_conj().resolve_neg()
+        if leaf._is_zerotensor():  # has no memory
+            leaves[index] = torch.zeros_like(leaves[index])
     return leaves, spec
 
 

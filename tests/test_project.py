@@ -95,7 +95,7 @@ LAYERS: Final = (
     ("fpipe.draws", "fpipe.nn", "fpipe.random"),
     ("fpipe.arguments",),
     ("fpipe.checkpoint",),
-    ("fpipe.stage.refusing",),
+    ("fpipe.stage.refusing", "fpipe.stage.standin"),
     ("fpipe.stage.graphs",),
     ("fpipe.stage.declared", "fpipe.stage.foreign", "fpipe.stage.pieces"),
     ("fpipe.stage.tracing",),

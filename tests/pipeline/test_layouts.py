@@ -93,3 +93,56 @@ def test_compiled() -> None:
     expected = unpipelined([stage], lambda y, _: y.square().mean(), [params[0]], x)
     assert_same(found, expected)
     assert all(leaf.is_contiguous() for leaf in tree.flatten(found.grads)[0])
+
+
+def put_off(kind: str) -> Tensor:
+    """A constant of which torch has put off a negation, a conjugation, or both."""
+    value = torch.complex(rand(5), rand(5) + 1)
+    return {
+        "negated": value.conj().imag,
+        "conjugated": value.conj(),
+        "both": torch._neg_view(value.conj()),
+    }[kind]
+
+
+@pytest.mark.inductor
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.parametrize("kind", ["negated", "conjugated", "both"])
+def test_constants_that_torch_has_yet_to_negate_or_conjugate(kind: str) -> None:
+    """Kernels read the memory as it lay: other numbers without a word, or none at all."""
+    constant = put_off(kind)
+
+    def stage(p: Tensor, x: Tensor) -> Tensor:
+        own = constant if kind == "negated" else constant.angle()
+        if kind == "conjugated":  # of both, Inductor takes the wrong sign
+            own = own + constant.imag
+        return torch.tanh(x * p + own) + (p * constant).real
+
+    def loss(y: Tensor, _: Any) -> Tensor:
+        return y.square().mean()
+
+    params, x = [rand(5), rand(5)], rand(4, 5)
+    pipe = fpipe.pipeline([stage] * 2, loss, schedules.zb_h1(ranks=2, microbatches=2))
+    for _ in range(2):
+        assert_same(pipe.step(params, x), unpipelined([stage] * 2, loss, params, x))
+        constant.mul_(2)  # what is written to it counts
+
+
+def test_parameter_without_memory() -> None:
+    """As forward mode makes them; a kernel read it, and the process was gone."""
+
+    def loss(y: Tensor, _: Any) -> Tensor:
+        return y.square().mean()
+
+    def read(module: Any, _: Any) -> Any:
+        def run(values: list[Tensor]) -> Any:
+            assert all(value.data_ptr() for value in values)
+            return module(*values)
+
+        return run
+
+    params, x = [torch._efficientzerotensor((3,), dtype=torch.float64)], rand(4, 3)
+    stages, schedule = [lambda p, x: torch.cos(x + p)], schedules.gpipe(ranks=1, microbatches=2)
+    pipe = fpipe.pipeline(stages, loss, schedule, compile=read)
+    zeros = [torch.zeros(3, dtype=torch.float64)]
+    assert_same(pipe.step(params, x), unpipelined(stages, loss, zeros, x))

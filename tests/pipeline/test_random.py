@@ -154,6 +154,45 @@ def test_what_another_thread_draws_meanwhile_is_its_own() -> None:
         end.set()
 
 
+def test_what_another_thread_seeds_meanwhile_is_its_own() -> None:
+    """A stage was said to have seeded torch's generator, and the seed was undone."""
+    state = torch.get_rng_state()
+
+    def stage(p: Tensor, x: Tensor) -> Tensor:
+        thread = threading.Thread(target=torch.manual_seed, args=(1234,), daemon=True)
+        thread.start()
+        thread.join()
+        return torch.tanh(x * p)
+
+    end = threading.Event()
+    waiting = threading.Thread(target=end.wait, daemon=True)
+    waiting.start()
+    try:
+        schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
+        pipe = fpipe.pipeline([stage], lambda y, _: y.square().mean(), schedule, compile=False)
+        pipe.step([torch.ones(())], torch.ones(2))
+        assert torch.initial_seed() == 1234
+        assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(1234).get_state())
+    finally:
+        end.set()
+        waiting.join()
+        torch.set_rng_state(state)
+
+
+def test_seeding_that_is_undone_is_refused() -> None:
+    """A step would draw other numbers each time."""
+
+    def stage(p: Tensor, x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return x * p + torch.randn(2)
+
+    schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline([stage], lambda y, _: y.square().mean(), schedule, compile=False)
+    with pytest.raises(fpipe.StageError, match=r"seeds torch's generator: .*draw from a key"):
+        pipe.step([torch.ones(())], torch.ones(2))
+
+
 def test_draw_whose_name_no_graph_can_write() -> None:
     def stage(p: Any, x: Tensor) -> Tensor:
         return x * p * torch.empty_like(x).random_(1, 4)

@@ -37,7 +37,7 @@ def rewritten(function: Callable[..., Any], *arguments: Tensor) -> tuple[list[st
 
 
 A, B, C = single(128, 256), single(256, 64, seed=1), single(128, 64, seed=2)
-SQUARE = single(128, 128)
+SQUARE, LINE = single(128, 128), single(512)
 
 
 @needs_onednn
@@ -55,6 +55,15 @@ SQUARE = single(128, 128)
         (torch.mm, (A, B[:1].expand(256, -1)), ["product"]),
         (torch.mm, (A, B[:, :1].expand(-1, 64)), ["product"]),
         (torch.mm, (A, B[0, 0].expand(256, 64)), ["product"]),
+        (torch.mm, (A, LINE.as_strided((256, 64), (1, 1))), ["product"]),
+        (torch.mm, (A, LINE.as_strided((256, 64), (1, 1)).flip(1)), ["product"]),
+        (torch.mm, (LINE.as_strided((128, 256), (1, 1)), B), ["product"]),
+        (
+            torch.addmm,
+            (LINE.as_strided((128, 64), (1, 1)), A, LINE.as_strided((256, 64), (1, 1))),
+            ["add_product"],
+        ),
+        (torch.bmm, (single(2, 128, 256), LINE.as_strided((2, 256, 64), (1, 1, 1))), ["products"]),
         (torch.addmm, (C[:1].expand(128, 64), A, B), ["add_product"]),
         (torch.addmm, (C[0, 0].expand(128, 64), A, B), ["add_product"]),
         (torch.addmm, (C[0, 0].expand(64), A, B), ["add_product"]),

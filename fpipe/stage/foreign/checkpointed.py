@@ -26,8 +26,8 @@ from torch.utils.checkpoint import (
     _CachingTorchDispatchMode,
 )
 
-from fpipe.stage.foreign.standin import StandIn
 from fpipe.stage.graphs.nodes import CHECKPOINT, Checkpointed
+from fpipe.stage.standin import StandIn
 
 Save = Callable[..., CheckpointPolicy | bool]
 """A user's policy: ``(context, op, *args, **kwargs)``."""

@@ -21,8 +21,8 @@ from fpipe.arguments.shapes import is_differentiable
 from fpipe.stage.foreign.checkpointed import called_plainly, is_reentrant, plainly
 from fpipe.stage.foreign.custom import check_plain, check_returned, name_of
 from fpipe.stage.foreign.registered import apply_at_one_level, is_registered, without_forward_mode
-from fpipe.stage.foreign.standin import StandIn
 from fpipe.stage.refusing.explain import Untraceable
+from fpipe.stage.standin import StandIn
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from torch._library.autograd import make_autograd_impl
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.function import _SingleLevelFunction
 
-from fpipe.stage.foreign.standin import StandIn
 from fpipe.stage.refusing.explain import Untraceable
+from fpipe.stage.standin import StandIn
 
 
 def without_forward_mode() -> AbstractContextManager[None]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from fpipe.stage.foreign.standin import StandIn
 from fpipe.stage.refusing.explain import Untraceable
+from fpipe.stage.standin import StandIn
 
 
 def as_written() -> AbstractContextManager[None]:

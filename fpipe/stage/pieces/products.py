@@ -117,7 +117,8 @@ _LIBRARY.define("add_product(Tensor c, Tensor a, Tensor b) -> Tensor", tags=_TAG
 
 @torch.library.impl(_LIBRARY, "product", "CPU")
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    made: Tensor = torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, "none", [], "")
+    linear = torch.ops.mkldnn._linear_pointwise
+    made: Tensor = linear.default(a, _apart(b).t(), None, "none", [], "")
     return made
 
 
@@ -132,13 +133,19 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
 
 @torch.library.impl(_LIBRARY, "add_product", "CPU")
 def _add_product(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    linear = torch.ops.mkldnn._linear_pointwise
+    linear, b = torch.ops.mkldnn._linear_pointwise, _apart(b)
     made: Tensor = (
         linear.default(a, b.t(), c.contiguous(), "none", [], "")
         if c.ndim == 1
         else linear.binary(a, c, b.t(), None, "add")
     )
     return made
+
+
+def _apart(b: Tensor) -> Tensor:
+    """A matrix whose rows, or columns, share no memory: oneDNN refuses others on the right."""
+    (near, count), (far, _) = sorted(zip(b.stride(), b.shape, strict=True))
+    return b if near == 0 or near * (count - 1) < far else b.contiguous()
 
 
 @torch.library.impl(_LIBRARY, "product", "Meta")

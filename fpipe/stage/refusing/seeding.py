@@ -5,28 +5,36 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from fpipe.stage.refusing.explain import Untraceable
+from fpipe.stage.standin import StandIn
 
 
 @contextmanager
 def unseeded() -> Iterator[None]:
-    """Refuse what leaves torch's generator in another state, and put that back.
+    """Refuse what seeds torch's generator or leaves it in another state, and put that back.
 
     Abstract tensors draw nothing, and `torch.manual_seed` seeds the generators of all devices. But
-    other threads, which load data, may have drawn meanwhile: while there are any, only a state that
-    none but a seed leaves is refused.
+    other threads, which load data or train, may have drawn or seeded meanwhile: while there are
+    any, only a call of `torch.manual_seed` in this one is refused.
 
     Raises:
-        Untraceable: it was left in another state.
+        Untraceable: it was seeded, or left in another state.
     """
-    before, seed = torch.get_rng_state(), torch.initial_seed()
-    yield
-    after = torch.get_rng_state()
-    if not torch.equal(after, before) and (threading.active_count() == 1 or _seeded(after, seed)):
+    before = torch.get_rng_state()
+    calls: list[int] = []
+    token = _CALLS.set(calls)
+    try:
+        with _SEEDS.active():
+            yield
+    finally:
+        _CALLS.reset(token)
+    alone = threading.active_count() == 1
+    if calls or (alone and not torch.equal(torch.get_rng_state(), before)):
         torch.set_rng_state(before)
         raise Untraceable(
             "seeds torch's generator",
@@ -36,7 +44,14 @@ def unseeded() -> Iterator[None]:
         )
 
 
-def _seeded(state: Tensor, before: int) -> bool:
-    """Whether this is a state right after a seed; `before` is the one that held before."""
-    seed = torch.initial_seed()
-    return seed != before or torch.equal(state, torch.Generator().manual_seed(seed).get_state())
+def _manual_seed(seed: int) -> Any:
+    """Seed, and note that this thread does."""
+    calls = _CALLS.get()
+    if calls is not None:
+        calls.append(seed)
+    return _MANUAL_SEED(seed)
+
+
+_CALLS: ContextVar[list[int] | None] = ContextVar("fpipe.seeds", default=None)
+_MANUAL_SEED = torch.manual_seed
+_SEEDS = StandIn("manual_seed", dict.fromkeys((torch, torch.random), (_MANUAL_SEED, _manual_seed)))

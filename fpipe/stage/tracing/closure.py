@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
@@ -69,13 +69,35 @@ def lift_constants(
         if node.target not in found:
             with graph.inserting_before(_first_computation(graph)):
                 placeholder = graph.placeholder(f"constant_{len(constants)}")
-            placeholder.meta["val"] = node.meta["val"]
-            sources[placeholder.name] = Constant(len(constants))
-            constants.append(value.detach())
-            found[node.target] = placeholder
+                placeholder.meta["val"] = node.meta["val"]
+                sources[placeholder.name] = Constant(len(constants))
+                memory, found[node.target] = _as_it_lies(value.detach(), placeholder)
+            constants.append(memory)
         node.replace_all_uses_with(found[node.target])
         graph.erase_node(node)
     return tuple(constants), sources
+
+
+def _as_it_lies(value: Tensor, placeholder: fx.Node) -> tuple[Tensor, fx.Node]:
+    """A view of the memory of a constant, and the node that makes the constant of it.
+
+    They differ where torch has put off a negation or a conjugation, of which kernels know nothing.
+    The view is for what is written to the constant later.
+    """
+    node = placeholder
+    for is_put_off, undo, do in _PUT_OFF:
+        if is_put_off(value):
+            value, own = undo(value), placeholder.meta["val"]
+            placeholder.meta["val"] = undo(own) if is_put_off(own) else own
+            node = placeholder.graph.call_function(do, (node,))
+            node.meta["val"] = own
+    return value, node
+
+
+_PUT_OFF: Final = (
+    (Tensor.is_neg, torch._neg_view, torch.ops.aten._neg_view.default),
+    (Tensor.is_conj, torch._conj, torch.ops.aten._conj.default),
+)
 
 
 def _first_computation(graph: fx.Graph) -> fx.Node:
