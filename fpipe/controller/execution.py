@@ -112,6 +112,7 @@ class Execution:
                 failure = self._blame(error)
                 drain(run, self._transport)
             total = self._finish(plan, total, failed=failure is not None)
+        self._transport.end()
         if failure is not None:
             try:
                 raise failure

@@ -1,4 +1,4 @@
-"""Receive buffers that are kept from step to step."""
+"""Receive buffers that are kept from one step to the next."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ class Buffers:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: dict[Spec, list[Tensor]] = defaultdict(list)
+        self._lent: set[Spec] = set()
         self._alone = _references(torch.empty(1, device=device))
 
     def take(self, spec: Spec) -> Tensor:
         """A contiguous tensor with arbitrary contents."""
+        self._lent.add(spec)
         kept = self._kept[spec]
         for index, buffer in enumerate(kept):
             if _references(buffer) == self._alone:
@@ -40,9 +42,19 @@ class Buffers:
             kept.append(torch.empty(spec.shape, dtype=spec.dtype, device=self._device))
         return kept[-1].detach()
 
+    def settle(self) -> None:
+        """At the end of a step, give up those of other shapes than were lent in it.
+
+        Where lengths change from batch to batch there is no end of shapes.
+        """
+        for spec in self._kept.keys() - self._lent:
+            del self._kept[spec]
+        self._lent.clear()
+
     def clear(self) -> None:
         """Give all buffers up, such as those that a broken connection may still write to."""
         self._kept.clear()
+        self._lent.clear()
 
 
 def _references(tensor: Tensor) -> tuple[int, int]:

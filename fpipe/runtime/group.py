@@ -122,6 +122,10 @@ class GroupTransport:
         works, _ = self._sent.pop(message)
         self._wait(message.target, works)
 
+    def end(self) -> None:
+        """A step has come to its end: keep no more than it took."""
+        self._buffers.settle()
+
     def forget(self) -> None:
         """Drop everything under way, when the connections are lost."""
         self._posted.clear()

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from fpipe import schedules
 from fpipe.controller.watch import Watch
@@ -69,6 +70,29 @@ def refuse_and_drop(group: dist.ProcessGroup) -> bool:
         return use()() is not None
     finally:
         gc.enable()
+
+
+def held_after_lengths(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Numbers in tensors that live after two steps, and after as many more of other lengths."""
+    schedule = schedules.zb_h1(ranks=group.size(), microbatches=2)
+    model = model_of("mlp", schedule.num_stages, 512)
+    pipe = pipeline(group, model, schedule)
+    params = pipe.local(model.params)
+
+    def held(*lengths: int) -> int:
+        for rows in lengths:
+            pipe.step(params, {name: leaf[:rows] for name, leaf in model.batch.items()})
+        gc.collect()
+        leaves = [o for o in gc.get_objects() if type(o) is Tensor]  # no abstract one
+        return sum(leaf.numel() for leaf in leaves if leaf.numel() > 256)
+
+    return held(512, 512), held(*range(128, 513, 64))
+
+
+def test_buffers_of_lengths_that_are_gone_are_given_up(crew: Crew) -> None:
+    # Each length had buffers of its own for ever, and memory ran out where lengths are many.
+    for before, after in values(crew.run(held_after_lengths, ranks=range(2))):
+        assert after == before
 
 
 def test_a_refused_batch_is_not_kept(crew: Crew) -> None:
