@@ -18,6 +18,7 @@ from fpipe.arguments.parameters import keep
 from fpipe.arguments.shapes import Goal
 from fpipe.controller.choosing import controller_of, workshop_of
 from fpipe.controller.controller import Gather
+from fpipe.controller.header import PREPARES
 from fpipe.definition import Definition
 from fpipe.errors import BatchError, FpipeError
 from fpipe.loadable import Loadable
@@ -219,18 +220,24 @@ class Pipeline(Loadable):
         )
 
     def add_up(
-        self, value: float | Callable[[], float], *, deed: str = "add up its number"
+        self,
+        value: float | Callable[[], float],
+        *,
+        deed: str = "add up its number",
+        call: str = "pipe.add_up",
     ) -> float:
         """The sum of a number over the processes, the same in each: all of them must call it.
 
         Args:
             value: the number of this process, or what returns it. Where that raises, this does.
             deed: what a process cannot do then, in the error of the others.
+            call: what the others are told that this process has called, where they call another.
 
         Raises:
             PipelineError: over a process group, as in `step`, and where another rank has raised.
         """
-        return self._controller.add_up(deed, value if callable(value) else lambda: value)
+        make = value if callable(value) else lambda: value
+        return self._controller.add_up(call, deed, make)
 
     def each(self, deed: str, work: Callable[[], T]) -> T:
         """Do what each process does by itself; where one of them cannot, none goes on.
@@ -247,7 +254,7 @@ class Pipeline(Loadable):
             done.append(work())
             return 0.0
 
-        self.add_up(number, deed=deed)
+        self.add_up(number, deed=deed, call=PREPARES)
         return done[0]
 
     def together(self, call: str, work: Callable[[Gather], T]) -> T:

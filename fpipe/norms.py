@@ -125,7 +125,9 @@ def _norm(grads: Any, pipeline: Pipeline | None, check: Callable[[], None]) -> T
         squares, dtype = read()
         total = squares.sum()
     else:
-        of_all = chosen.add_up(number, deed="take the norm of its gradients")
+        of_all = chosen.add_up(
+            number, deed="take the norm of its gradients", call="fpipe.global_norm"
+        )
         [(squares, dtype)] = own
         if chosen.definition.function:
             mine = dict(zip(tree.paths(tree.structure(grads)), squares.tolist(), strict=True))

@@ -54,8 +54,11 @@ class Controller(Protocol):
     def programs(self, enter: Enter) -> tuple[Program, ...]:
         """The programs of a training step on arguments of these shapes."""
 
-    def add_up(self, deed: str, make: Callable[[], float]) -> float:
-        """The sum of what `make` returns over all processes; where it raises, one cannot `deed`."""
+    def add_up(self, call: str, deed: str, make: Callable[[], float]) -> float:
+        """The sum of what `make` returns over all processes; where it raises, one cannot `deed`.
+
+        `call` is one of `CALLS`, which all of them are in.
+        """
 
     def together(self, call: str, work: Callable[[Gather], T]) -> T:
         """Do what all processes do at once, under the watch; `call` says what it is."""

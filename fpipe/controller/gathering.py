@@ -43,8 +43,13 @@ def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     return start_gather(own, group)()
 
 
-def start_gather(own: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin to gather; what comes back waits for the tensors of all ranks."""
+def start_gather(
+    own: Tensor, group: dist.ProcessGroup, tell: Callable[[float], None] | None = None
+) -> Callable[[], Tensor]:
+    """Begin to gather; what comes back waits for the tensors of all ranks.
+
+    Where that takes long, it calls `tell` with the seconds so far.
+    """
     # Gloo gathers and reduces around a ring, one rank after the other. This is one message to each,
     # and takes a fourth of the time on four ranks whose cores are asleep.
     copies = own.expand(group.size(), *own.shape).contiguous()
@@ -53,7 +58,7 @@ def start_gather(own: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
 
     def wait() -> Tensor:
         look_out(work.is_completed)
-        look_now_and_then(work.is_completed)
+        look_now_and_then(work.is_completed, tell)
         work.wait()
         return everyone
 

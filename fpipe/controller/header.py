@@ -6,6 +6,7 @@ wrong, the ranks exchange offers.
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,12 +18,15 @@ from fpipe.controller.gathering import connected, start_gather
 from fpipe.controller.refusal import odd_one_out, refusal
 from fpipe.errors import PipelineError
 
+log = logging.getLogger("fpipe")
+
 HISTORY = "pipe.value of parameters that require a gradient"
 """It is a step, and other ranks may have called ``pipe.value`` of parameters that require none."""
 
 CALLS = (
     *("pipe.step", HISTORY, "pipe.value", "pipe.forward", "pipe.add_up", "pipe.programs"),
     *("pipe.load_into", "fpipe.balance", "fpipe.global_norm"),
+    PREPARES := "pipe.init, pipe.load or pipe.load_into",
 )
 """What all ranks do together."""
 
@@ -33,8 +37,8 @@ class Header(NamedTuple):
     Attributes:
         failed: 1 if the rank cannot use what it was given.
         call: index in `CALLS`.
-        batch: identity of the batch's shapes, 0 for a rank that was given no batch; for ``add_up``
-            the bits of the number.
+        batch: identity of the batch's shapes, 0 for a rank that was given no batch; where
+            a number is added up, its bits.
         params: identity of its parameters' shapes.
         records: 1 if it records the step.
         key: of the step, 0 for none.
@@ -65,7 +69,18 @@ def start_headers(
     Raises:
         OtherPipeline: what comes back does, where a rank has called another one.
     """
-    words = start_gather(torch.tensor([*header, pipeline], device="cpu"), group)
+
+    def tell(seconds: float) -> None:
+        log.warning(
+            "rank %d has called %s and waited for %.0f s for all others to do so: a rank that "
+            "lives may be in something else, such as a collective or a barrier that it alone has "
+            "called, a data loader or a checkpoint",
+            group.rank(),
+            CALLS[header.call],
+            seconds,
+        )
+
+    words = start_gather(torch.tensor([*header, pipeline], device="cpu"), group, tell)
 
     def wait() -> list[Header]:
         rows = words().tolist()
@@ -135,14 +150,10 @@ def meet(call: str, group: dist.ProcessGroup, pipeline: int) -> None:
     check_calls(connected(lambda: gather_headers(own, group, pipeline)))
 
 
-UNABLE = Header(1, CALLS.index("pipe.add_up"), 0, 0, 0)
-"""The header of ``add_up`` on a rank that has no number."""
-
-
-def of_number(value: float) -> Header:
-    """The header of ``add_up``."""
-    (bits,) = struct.unpack("<q", struct.pack("<d", value))
-    return Header(0, CALLS.index("pipe.add_up"), bits, 0, 0)
+def of_number(call: str, value: float | None) -> Header:
+    """The header of a call that adds a number up; None where this rank has none."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", value or 0.0))
+    return Header(int(value is None), CALLS.index(call), bits, 0, 0)
 
 
 def sum_of(headers: Sequence[Header]) -> float:

@@ -28,7 +28,6 @@ from fpipe.controller.execution import Execution
 from fpipe.controller.fault import Fault
 from fpipe.controller.gathering import connected, gather_objects
 from fpipe.controller.header import (
-    UNABLE,
     OtherPipeline,
     check_calls,
     gather_headers,
@@ -166,7 +165,7 @@ class MultiController:
 
         return self._together(work)
 
-    def add_up(self, deed: str, make: Callable[[], float]) -> float:
+    def add_up(self, call: str, deed: str, make: Callable[[], float]) -> float:
         """The sum of a number over all ranks, in their order, so that it has the same bits.
 
         Raises:
@@ -177,11 +176,10 @@ class MultiController:
 
         def work() -> float:
             nonlocal problem
-            own = UNABLE
             try:
-                own = of_number(make())
+                own = of_number(call, make())
             except Exception as error:
-                problem = error
+                own, problem = of_number(call, None), error
             headers = connected(lambda: gather_headers(own, self._control, self._number))
             check_calls(headers)
             if any(header.failed for header in headers):

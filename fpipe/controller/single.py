@@ -77,7 +77,7 @@ class SingleController:
         devices = self._devices and [self._devices[rank] for rank in self._planner.placement]
         return self._planner(with_data(signature, devices)).programs
 
-    def add_up(self, deed: str, make: Callable[[], float]) -> float:
+    def add_up(self, call: str, deed: str, make: Callable[[], float]) -> float:
         """The number itself: there is one process."""
         return make()
 

@@ -148,7 +148,14 @@ class Watch:
         if self._known.wait(2 * DEAD) and self.fault is not None:
             return self.fault
         where = "between ranks" if peer is None else f"to rank {peer}"
-        return self.report(Fault(peer, f"the connection {where} broke: {text}", breaks=True))
+        what = f"the connection {where} broke"
+        if "timed out waiting" in text.lower():  # that of gloo; a cable has another
+            what = (
+                "a rank that lives is in something else, such as a collective or a barrier that it "
+                "alone has called, a data loader or a checkpoint: the ranks waited for each other "
+                "for the timeout of their process group"
+            )
+        return self.report(Fault(peer, f"{what}: {text}", breaks=True))
 
     def beat(self) -> float:
         """One round: beat, look at the next rank, look for a fault; returns when to come again."""

@@ -33,14 +33,28 @@ def look_out(done: Callable[[], bool]) -> None:
         time.sleep(NAP)
 
 
-def look_now_and_then(done: Callable[[], bool]) -> None:
+LONG: Final = 30.0
+"""Seconds after which whoever waits is told so."""
+
+
+def look_now_and_then(
+    done: Callable[[], bool], tell: Callable[[float], None] | None = None
+) -> None:
     """Return when `done` says so, a twentieth of the wait or a twentieth of a second later.
 
     Whoever is blocked in torch hears of no signal, such as Ctrl-C, before the wait is over.
+
+    Args:
+        done: whether it is over.
+        tell: is called once, with the seconds so far, when the wait has become long.
     """
     start = time.perf_counter()
     while not done():
-        time.sleep(min(max(time.perf_counter() - start, PATIENCE) / 20, 0.05))
+        waited = time.perf_counter() - start
+        if tell is not None and waited > LONG:
+            tell(waited)
+            tell = None
+        time.sleep(min(max(waited, PATIENCE) / 20, 0.05))
 
 
 class Arrival:

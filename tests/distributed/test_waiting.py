@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import fpipe
+from fpipe.controller.watch import Watch
 from fpipe.runtime import waiting
 from fpipe.runtime.waiting import Arrival, look_out
+from tests.distributed.actors import model_of, pipeline
 from tests.distributed.crew import Crew, values
 from tests.models import assert_identical
 
@@ -40,6 +46,47 @@ def test_looks_until_it_is_there_or_patience_is_out(monkeypatch: pytest.MonkeyPa
     assert not list(looks)
     monkeypatch.setattr(waiting, "PATIENCE", 0.0)
     look_out(lambda: False)
+
+
+def one_is_elsewhere(group: dist.ProcessGroup) -> list[str]:
+    """What rank 0 logs while rank 1 takes its time before it calls the step."""
+    model = model_of("mlp", 2, 4)
+    pipe = pipeline(group, model, fpipe.schedules.one_f_one_b(ranks=2, microbatches=2))
+    params = pipe.local(model.params)
+    pipe.step(params, model.batch)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("fpipe")
+    log.addHandler(handler)
+    try:
+        with patch("fpipe.runtime.waiting.LONG", 0.1):
+            time.sleep(0.6 * group.rank())
+            pipe.step(params, model.batch)
+    finally:
+        log.removeHandler(handler)
+    return [text for text in told if "waited" in text]
+
+
+def test_a_rank_that_waits_for_long_says_so(crew: Crew) -> None:
+    # It was silent until the timeout of the process group, half an hour.
+    first, second = values(crew.run(one_is_elsewhere, ranks=range(2)))
+    (text,) = first
+    assert text.startswith("rank 0 has called pipe.step and waited for 0 s for all others to do so")
+    assert not second
+
+
+def test_a_wait_that_the_process_group_ends_blames_no_connection() -> None:
+    store = dist.HashStore()
+    watches = [Watch(store, ["0", "1"], rank, 60.0, ring=lambda: None) for rank in (0, 1)]
+    for watch in watches:
+        watch.begin("step")
+    text = "Timed out waiting 6000ms for send operation to complete"
+    fault = watches[0].culprit(None, text)
+    assert fault.text.startswith("a rank that lives is in something else, such as a collective")
+    assert fault.text.endswith(f"for the timeout of their process group: {text}")
+    for watch in watches:
+        watch.close()
 
 
 def marks(weight: Tensor, x: Tensor) -> dict[str, Tensor]:
