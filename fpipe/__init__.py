@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fpipe.transforms.choice import grad
     from fpipe.transforms.directional import Directional, Hvp, HvpAux, Jvp, ggnvp, hvp, jvp
     from fpipe.transforms.ensemble import vmap
+    from fpipe.transforms.pullback import vjp
     from fpipe.transforms.rows import (
         ExampleNorms,
         ExampleNormsAux,
@@ -97,6 +98,7 @@ __all__ = [
     "step",
     "use",
     "verify",
+    "vjp",
     "vmap",
 ]
 
@@ -135,6 +137,7 @@ _LAZY = {
     "profile": "fpipe.profiling",
     "step": "fpipe.current",
     "use": "fpipe.current",
+    "vjp": "fpipe.transforms.pullback",
     "vmap": "fpipe.transforms.ensemble",
 }
 

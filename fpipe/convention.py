@@ -31,6 +31,10 @@ def scaled(grads: Any, cotangent: Tensor) -> Any:
     return tree.tree_map(product, grads)
 
 
+COTANGENT = "cotangent"
+"""What follows the batch where outputs are differentiated."""
+
+
 class Dual(NamedTuple):
     """A value and its derivative in a direction, as a transform hands gradients of both back.
 
@@ -55,7 +59,7 @@ class Convention(NamedTuple):
         out_dims: from the caller's dimensions of an output to those of what the last stage returns.
         aux_dims: the same for aux.
         vectors: for each argument after the batch, the one that it is a direction of, ``"params"``
-            or ``"batch"``.
+            or ``"batch"``; or `COTANGENT`.
         weigh: from gradients of the losses by the parameters, in the caller's view, and a weight
             for each of the losses, to the gradients of the weighted sum; None where the losses
             cannot be differentiated.

@@ -205,7 +205,7 @@ class Definition:
     @property
     def takes(self) -> tuple[str, ...]:
         """The names of what a step takes, without a key."""
-        vectors = ("vector",) * len(self.convention.vectors)
+        vectors = ("vector" if v in ARGUMENTS else v for v in self.convention.vectors)
         return ("params", *("state",) * self.has_state, "batch", *vectors)
 
     @property

@@ -24,6 +24,7 @@ from fpipe.errors import BatchError, FpipeError
 from fpipe.loadable import Loadable
 from fpipe.nesting.history import has_history, is_tracked, tracked_value
 from fpipe.nesting.levels import call_within, is_within
+from fpipe.nesting.outputs import WITH_STATE, tracked_forward, without_history
 from fpipe.outcome import Outcome
 from fpipe.results import ForwardAux
 from fpipe.runtime.program import Program
@@ -121,8 +122,8 @@ class Pipeline(Loadable):
         differentiate it, by the parameters and, in one process, by leaves of the batch. There it
         can also be differentiated twice, and within `torch.func.jvp`, as it is by
         `torch.func.hessian`; each derivative is a call of a pipeline again. The losses of an
-        ensemble have a history too, and those of single examples by the parameters; the loss of a
-        pipeline with a state has none. A new state is dropped.
+        ensemble have a history too, and those of single examples by the parameters; a backward of
+        the loss of a pipeline with a state is refused. A new state is dropped.
 
         Raises:
             FpipeError: it is differentiated three times, by what it cannot be, or by another
@@ -131,10 +132,12 @@ class Pipeline(Loadable):
         arguments, key = self._in_order("value", arguments, key, named)
         if is_within():
             return call_within(self, "value", params, *arguments, key=key)
-        if has_history(self) and is_tracked(tree.flatten((params, arguments))[0]):
+        leaves = tree.flatten((params, arguments))[0]
+        tracked = is_tracked(leaves)
+        if tracked and has_history(self):
             return tracked_value(self, params, *arguments, key=key)
         loss: Tensor = self.run_value(params, *arguments, key=key)
-        return loss
+        return without_history(loss, leaves, WITH_STATE) if tracked else loss
 
     def forward(
         self,
@@ -149,6 +152,10 @@ class Pipeline(Loadable):
         Of stages that is the last one's output; the loss is not computed. Of one function it is its
         loss and, as a named tuple, the aux that it must declare with ``has_aux=True``; a new state
         is dropped.
+
+        Where autograd is watching, in one process, what comes out has a history, so a loss of all
+        rows at once can be made of it, whose backward runs the pipeline once more, as `fpipe.vjp`
+        does. Otherwise a backward says what to use. Within `torch.no_grad` there is none.
 
         Args:
             params: as in `step`.
@@ -171,6 +178,8 @@ class Pipeline(Loadable):
         if out_dims is OWN:
             out_dims = self.definition.out_dims
         arguments, key = self._in_order("forward", arguments, key, named)
+        if not is_within() and is_tracked(tree.flatten((params, arguments))[0]):
+            return tracked_forward(self, params, *arguments, key=key, out_dims=out_dims)
         return self.run_forward(params, *arguments, key=key, out_dims=out_dims)
 
     def with_schedule(self, schedule: Schedule) -> Self:

@@ -309,7 +309,8 @@ def check_key(key: Tensor, *, single: bool = True) -> None:
         )
         raise FpipeError(
             f"key is {found}: it must be an int64 tensor of shape (2,), which "
-            "fpipe.random.key(seed) makes; torch.vmap draws from many keys"
+            "fpipe.random.key(seed) makes. torch.vmap draws from many keys; members of an ensemble "
+            "get one, and each draws from fold_in(key, number) of a number in its part of the batch"
         )
 
 

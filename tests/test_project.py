@@ -61,6 +61,7 @@ PUBLIC_ON_TORCH: Final = frozenset(
         "random",
         "step",
         "use",
+        "vjp",
         "vmap",
     }
 )
@@ -114,6 +115,7 @@ LAYERS: Final = (
         "fpipe.transforms.members",
         "fpipe.transforms.parts",
         "fpipe.transforms.plain",
+        "fpipe.transforms.pullback",
         "fpipe.transforms.transformed",
     ),
     ("fpipe.gradients", "fpipe.holding", "fpipe.loadable", "fpipe.nesting", "fpipe.outcome"),

@@ -84,13 +84,13 @@ class Call:
     def run(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Make the call where autograd and `torch.func` do not look."""
         arguments = tree.unflatten(self.spec, leaves)
-        before = _drawn_from(leaves) if self.differentiable else []
+        before = drawn_from(leaves) if self.differentiable else []
         with nullcontext() if self.device.type == "cpu" else self.device, _without_hooks():
             made = getattr(self.pipe, self.method)(*arguments, **self.options)
         one = isinstance(self.pipe.definition.argnums, str)
         if self.differentiable and self.method == "run_step" and one:
             made = (made[0], (made[1],), *made[2:])  # derivatives know gradients as a tuple
-        after = _drawn_from(leaves) if self.differentiable else []
+        after = drawn_from(leaves) if self.differentiable else []
         # Other threads may have drawn.
         self.drew = not all(map(torch.equal, before, after)) and self.pipe.workshop.may_draw
         outputs, self.made = tree.flatten(made)
@@ -157,7 +157,7 @@ def _without_hooks() -> Iterator[None]:
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
-def _drawn_from(leaves: Sequence[Tensor]) -> list[Tensor]:
+def drawn_from(leaves: Sequence[Tensor]) -> list[Tensor]:
     """The states of the generators that a step on these tensors may draw from."""
     return [generator.get_state() for generator in generators(leaf.device for leaf in leaves)]
 

@@ -5,6 +5,7 @@ of_members   the pipeline of all members
 alone        the pipeline of one member
 moving       the pipeline of dual stages: derivatives in a direction of the arguments
 bent         the same in a direction of the gradients
+pulled       the pipeline of a cotangent of the outputs
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from typing import Any, Literal, Protocol
 
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from fpipe import tree
 from fpipe.definition import ARGUMENTS, Definition
 from fpipe.stage.workshop import Workshop
 from fpipe.transforms.derivative import derivative
 from fpipe.transforms.ensemble import ensemble
 from fpipe.transforms.mapping import prefix_map
+from fpipe.transforms.pullback import pullback
 
 Method = Literal["step", "value", "run_step", "run_value", "run_forward"]
 """The methods of a pipeline that calls within autograd and `torch.func` are made of."""
@@ -100,6 +103,16 @@ def bent(pipe: Callee) -> Callee:
     if pipe.definition.alone is None:
         return moving(pipe)
     return _kept(pipe, "bent", lambda: _dual(pipe.definition, stacked=True))
+
+
+def pulled(pipe: Callee, out_dims: Any) -> Callee:
+    """The pipeline that takes a cotangent of the outputs, which are merged along `out_dims`.
+
+    Raises:
+        StageError: it has none.
+    """
+    key = "pulled", tuple(tree.flatten_prefix(out_dims)), repr(out_dims)
+    return _kept(pipe, key, lambda: pullback(replace(pipe.definition, argnums="params"), out_dims))
 
 
 def _kept(

@@ -13,7 +13,7 @@ parameters and batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 import optree
 import torch
@@ -28,6 +28,12 @@ from fpipe.transforms.ensemble import stacked_along
 
 Trees = dict[int, Any]
 """Gradients of the arguments of a call, by their places among them."""
+
+
+REDRAWS: Final = (
+    "a derivative of a pipeline runs it again, but its stages draw from torch's generator, and "
+    "would draw other numbers: draw from a key, fpipe.Stage(fn, reads_key=True) or has_key=True"
+)
 
 
 class Differentiable(Protocol):
@@ -304,8 +310,4 @@ def _add(found: Trees, more: Trees) -> None:
 
 def _refuse_redrawing(call: Differentiable) -> None:
     if call.drew:
-        raise FpipeError(
-            "a derivative of a pipeline runs it again, but its stages draw from torch's generator, "
-            "and would draw other numbers: draw from a key, fpipe.Stage(fn, reads_key=True) or "
-            "has_key=True"
-        )
+        raise FpipeError(REDRAWS)

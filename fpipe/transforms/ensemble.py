@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.convention import COTANGENT
 from fpipe.definition import Definition
 from fpipe.errors import StageError
 from fpipe.stage.declared.sink import Sink
@@ -89,6 +90,11 @@ def _check(in_dims: Any, randomness: str, takes: Sequence[str], usual: tuple[Any
 
 def ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) -> Definition:
     """The definition of the pipeline of all members; the arguments are those of `vmap`."""
+    if COTANGENT in definition.convention.vectors:
+        raise StageError(
+            "fpipe.vmap of fpipe.vjp(pipe) is not defined: differentiate each member's outputs by "
+            "itself"
+        )
     place = definition.takes.index("batch")
     given = in_dims[place]
     if "batch" in definition.convention.vectors:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.arguments.shapes import is_differentiable
-from fpipe.convention import PLAIN, Convention
+from fpipe.convention import COTANGENT, PLAIN, Convention
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError
@@ -181,6 +181,11 @@ def _norms(squares: list[Tensor]) -> Tensor:
 def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
     if definition.sink.join is not None:
         raise StageError(f"fpipe.{name} of a pipeline that goes by rows already: apply it once")
+    if COTANGENT in definition.convention.vectors:
+        raise StageError(
+            f"fpipe.{name} of fpipe.vjp(pipe) is not defined: a loss of single examples is that of "
+            "the pipeline itself"
+        )
     refuse_choice(
         name, definition, 'fpipe.grad(pipe, "batch") has the gradient by a row in that row already'
     )

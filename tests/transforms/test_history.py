@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp
@@ -75,7 +76,8 @@ def test_without_a_watcher_a_value_has_no_history() -> None:
         assert not PIPE.value(tracked(), MODEL.batch).requires_grad
     assert not PIPE.value(MODEL.params, MODEL.batch).requires_grad
     norms = fpipe.per_example_norms(PIPE)
-    assert not norms.value(tracked(), MODEL.batch).requires_grad
+    with pytest.raises(fpipe.FpipeError, match="of one that returns norms"):
+        norms.value(tracked(), MODEL.batch).sum().backward()
 
 
 def test_by_the_batch() -> None:

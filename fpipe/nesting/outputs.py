@@ -1,0 +1,155 @@
+"""What a pipeline puts out, with autograd history: its backward runs the pipeline once more.
+
+arguments ── forward only ──► outputs ┄┄ the caller's loss ┄┄┐
+gradients ◄── vjp(pipe).step ── cotangent ◄┄┄ autograd ┄┄┄┄┄┄┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fpipe import tree
+from fpipe.convention import scaled
+from fpipe.definition import ARGUMENTS
+from fpipe.errors import FpipeError, StageError
+from fpipe.nesting.call import Call, drawn_from
+from fpipe.nesting.derived import Callee, choosing, pulled
+from fpipe.nesting.rules import REDRAWS
+
+ON_ONE_RANK: Final = (
+    "pipe.forward over processes has no derivative, for what comes out lies on one rank: "
+    "fpipe.vjp(pipe).step takes its cotangent, on every rank"
+)
+WITH_STATE: Final = (
+    "pipe.value has no derivative of a pipeline with a state, or of one that returns norms: "
+    "pipe.step returns gradients"
+)
+
+
+def tracked_forward(pipe: Callee, *arguments: Any, key: Tensor | None, out_dims: Any) -> Any:
+    """What ``forward`` returns, with history; where it can have none, a backward says why."""
+    leaves, spec = tree.flatten(arguments)
+    if pipe.rank is not None:
+        run: Any = pipe
+        made = run.run_forward(*arguments, key=key, out_dims=out_dims)
+        return tree.tree_map(lambda leaf: without_history(leaf, leaves, ON_ONE_RANK), made)
+    call = _Outputs(pipe, spec, key, out_dims)
+    outputs = _Operation.apply(call, *leaves)
+    return call.call.result(outputs)
+
+
+def without_history(value: Tensor, leaves: Sequence[Any], why: str) -> Tensor:
+    """`value`, whose derivative by `leaves` is refused when it is taken, and says why."""
+    made: Tensor = _Refused.apply(why, value, *(v for v in leaves if isinstance(v, Tensor)))
+    return made
+
+
+class _Outputs:
+    """One call of ``forward``."""
+
+    def __init__(self, pipe: Callee, spec: Any, key: Tensor | None, out_dims: Any) -> None:
+        self._pipe, self._spec, self._key, self._out_dims = pipe, spec, key, out_dims
+        self.call = Call(pipe, "run_forward", spec, {"key": key, "out_dims": out_dims})
+        self._drew = False
+        self._autocast: list[tuple[str, bool, torch.dtype]] = []
+
+    def run(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The outputs."""
+        kinds = sorted({leaf.device.type for leaf in leaves} - {"meta"})
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in kinds
+        ]
+        before = drawn_from(leaves)
+        outputs = self.call.run(leaves)
+        after = drawn_from(leaves)
+        self._drew = not all(map(torch.equal, before, after)) and self._pipe.workshop.may_draw
+        return outputs
+
+    def pull(
+        self, leaves: Sequence[Tensor], cotangents: Sequence[Tensor | None], needed: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """The gradients by the leaves that need one."""
+        if self._drew:
+            raise FpipeError(REDRAWS)
+        definition = self._pipe.definition
+        arguments = tree.unflatten(self._spec, leaves)
+        wants = tree.unflatten(self._spec, needed)
+        at = {name: definition.takes.index(name) for name in ARGUMENTS}
+        names = tuple(name for name in ARGUMENTS if any(tree.flatten(wants[at[name]])[0]))
+        found: list[Tensor | None] = [None] * len(leaves)
+        places = tree.unflatten(self._spec, range(len(leaves)))
+        with self._as_then():
+            for grads in self._gradients(arguments, cotangents, names):
+                for name, own in grads.items():
+                    numbers = tree.flatten(places[at[name]])[0]
+                    values = tree.broadcast_prefix("grads", own, arguments[at[name]], name)
+                    for number, value in zip(numbers, values, strict=True):
+                        if value is not None and needed[number]:
+                            before = found[number]
+                            found[number] = value if before is None else before + value
+        return found
+
+    def _gradients(
+        self, arguments: Sequence[Any], cotangents: Sequence[Tensor | None], names: tuple[str, ...]
+    ) -> Iterator[dict[str, Any]]:
+        """Those of the outputs; of one function those of its loss too."""
+        made = self.call.result(cotangents)
+        if self._pipe.definition.function:
+            weight, made = made
+            if weight is not None:
+                own = choosing(self._pipe, names)
+                yield {k: scaled(v, weight) for k, v in _step(own, arguments, self._key).items()}
+        if any(leaf is not None for leaf in tree.flatten_prefix(made)):
+            try:
+                other = choosing(pulled(self._pipe, self._out_dims), names)
+            except StageError as error:
+                raise FpipeError(f"pipe.forward has no derivative here: {error}") from error
+            yield _step(other, (*arguments, made), self._key)
+
+    @contextmanager
+    def _as_then(self) -> Iterator[None]:
+        """What is run once more is run as it was."""
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
+            yield
+
+
+def _step(pipe: Callee, arguments: Sequence[Any], key: Tensor | None) -> dict[str, Any]:
+    """The gradients of a step, by what they are by."""
+    run: Any = pipe
+    grads = run.run_step(*arguments, key=key)[1]
+    one = isinstance(pipe.definition.argnums, str)
+    return dict(zip(pipe.definition.wanted, (grads,) if one else grads, strict=True))
+
+
+class _Operation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Outputs, *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*leaves)
+        return call.run(leaves)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        return None, *ctx.call.pull(ctx.saved_tensors, cotangents, ctx.needs_input_grad[1:])
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, why: str, value: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.why = why
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise FpipeError(ctx.why)
