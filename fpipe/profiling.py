@@ -114,15 +114,21 @@ def all_forwards_first(
 
 
 def _hops(timeline: Timeline) -> list[float]:
-    """How long each value took to a rank that was waiting for it."""
+    """How long each value took to a rank that was waiting for it.
+
+    What had nothing to compute took no time and read nothing; W then reads what I would have.
+    """
     delays = []
-    ended = {e.action: e.end for row in timeline.events for e in row}
+    rows = [[event for event in row if event.end > event.start] for row in timeline.events]
+    ended = {event.action: event.end for row in rows for event in row}
     placement = timeline.schedule.placement
-    for row in timeline.events:
+    for row in rows:
         for before, event in pairwise(row):
             stage, op, microbatch = event.action
+            if op == Op.W and Action(stage, Op.I, microbatch) in ended:
+                continue
             source = stage - 1 if op == Op.F else stage + 1
-            if op == Op.W or not 0 <= source < len(placement) or placement[source] == event.rank:
+            if not 0 <= source < len(placement) or placement[source] == event.rank:
                 continue
             sent = [
                 ended[action]

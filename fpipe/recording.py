@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar, Token
+from itertools import accumulate
+from math import inf
 
 from fpipe.errors import FpipeError
 from fpipe.schedule import Action, Schedule
+from fpipe.schedule.dependencies import chain, dependencies
 from fpipe.schedule.timeline import Event, Timeline
 
 Marks = dict[Action, tuple[float, float]]
@@ -75,17 +78,30 @@ def timeline_of(
     """Put the marks of all ranks together.
 
     An action that had nothing to compute, such as the input gradient of a stage that has no
-    parameters before it, takes no time, after the action before it.
+    parameters before it, takes no time: it stands behind the action before it and behind what it
+    would have read, but never behind the start of what its rank ran next.
     """
     origin = min((start for row in marks for start, _ in row.values()), default=0.0)
-    rows = []
-    for rank, actions in enumerate(schedule.actions):
-        now = 0.0
-        row = []
-        left = dict(marks[rank])  # an UNSHARD may come again, and computes what it does once
-        for action in actions:
-            start, end = left.pop(action, (origin + now, origin + now))
-            now = end - origin
-            row.append(Event(rank, action, start - origin, now))
-        rows.append(tuple(row))
-    return Timeline(schedule, tuple(rows))
+    graph = dependencies(schedule.actions, chain(schedule.num_stages))
+    ran: list[tuple[float, float] | None] = []
+    until: list[float] = []  # per action, the start of what its rank ran next
+    for actions, row in zip(schedule.actions, marks, strict=True):
+        left = dict(row)  # an UNSHARD may come again, and computes what it does once
+        own = [left.pop(action, None) for action in actions]
+        starts = [inf if mark is None else mark[0] - origin for mark in own]
+        ran += own
+        until += reversed(list(accumulate(reversed(starts), min)))
+    ends = [0.0] * len(ran)
+    events: list[list[Event]] = [[] for _ in schedule.actions]
+    for number in graph.run_order():
+        rank, position = graph.place(number)
+        mark = ran[number]
+        if mark is None:
+            before = ends[number - 1] if position else 0.0
+            start = max([before, *(ends[need] for need in graph.needs[number])])
+            start = end = min(start, until[number])
+        else:
+            start, end = mark[0] - origin, mark[1] - origin
+        ends[number] = end
+        events[rank].append(Event(rank, graph.actions[number], start, end))
+    return Timeline(schedule, tuple(map(tuple, events)))

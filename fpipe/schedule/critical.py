@@ -59,7 +59,9 @@ def waits(
     """Per rank what each action waited for, and every value that crosses ranks.
 
     An action waits for the end of the one before it on its rank, and for its inputs to arrive. On a
-    tie it waited for its own rank: a path of such waits shows the work that fills the time.
+    tie it waited for its own rank: a path of such waits shows the work that fills the time. What
+    took no time and was over before an input was there, has not read it: in a real step it had
+    nothing to compute.
 
     Args:
         events: what each rank ran.
@@ -83,6 +85,8 @@ def waits(
             for need in graph.needs[graph.starts[rank] + at]:
                 place = graph.place(need)
                 arrival = events[place[0]][place[1]][3]
+                if row[at][2] == row[at][3] < arrival:
+                    continue
                 if place[0] != rank:
                     messages.append(Message(place, (rank, at)))
                     arrival += cost.hop(place[0], rank) if cost is not None else 0.0
