@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fpipe.engine import Pipeline, check_is_pipeline
-from fpipe.errors import FpipeError
+from fpipe.errors import FpipeError, PipelineError
 from fpipe.recording import record
 from fpipe.runtime.program import Compute, Free, Program, WaitRecv
 from fpipe.schedule import Action, Op, Schedule
@@ -43,6 +43,7 @@ def profile(
 
     Raises:
         FpipeError: `pipe` is no pipeline, or `steps` no positive integer.
+        PipelineError: over a process group, `steps` is none on some rank, or not the same on all.
 
     Example:
         >>> import torch, fpipe
@@ -54,8 +55,7 @@ def profile(
         (2, (0.0, 256.0))
     """
     check_is_pipeline("pipe", pipe, "fpipe.profile")
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise FpipeError(f"steps={steps!r:.60} must be an integer, 1 or more")
+    _check_steps(pipe, steps)
     times: dict[tuple[int, Op], list[float]] = defaultdict(list)
     hops: list[float] = []
     kept: dict[int, tuple[float, float]] = {}
@@ -90,6 +90,26 @@ def profile(
         comm=0.0 if in_process or not hops else max(0.0, median(hops)),
         activation=[kept.get(stage, (0.0, 0.0))[0] for stage in stages],
         freed_by_i=[kept.get(stage, (0.0, 0.0))[1] for stage in stages],
+    )
+
+
+def _check_steps(pipe: Pipeline, steps: Any) -> None:
+    """Refuse what is no number of steps, and ranks of which some would wait for others' steps."""
+    right = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1
+    everyone = pipe.together("fpipe.profile", lambda gather: gather((right, f"{steps!r:.60}")))
+    if everyone == [(True, everyone[0][1])] * len(everyone):
+        return
+    if pipe.rank is None:
+        raise FpipeError(f"steps={steps!r:.60} must be an integer, 1 or more")
+    ranks: dict[str, list[str]] = defaultdict(list)
+    for rank, (_, given) in enumerate(everyone):
+        ranks[given].append(str(rank))
+    told = "; ".join(
+        f"steps={given} on rank{'s' if len(own) > 1 else ''} {', '.join(own)}"
+        for given, own in ranks.items()
+    )
+    raise PipelineError(
+        f"fpipe.profile was given {told}: it must be the same integer, 1 or more, on all ranks"
     )
 
 

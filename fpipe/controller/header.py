@@ -25,7 +25,7 @@ HISTORY = "pipe.value of parameters that require a gradient"
 
 CALLS = (
     *("pipe.step", HISTORY, "pipe.value", "pipe.forward", "pipe.add_up", "pipe.programs"),
-    *("pipe.load_into", "fpipe.balance", "fpipe.global_norm"),
+    *("pipe.load_into", "fpipe.balance", "fpipe.global_norm", "fpipe.profile"),
     PREPARES := "pipe.init, pipe.load or pipe.load_into",
 )
 """What all ranks do together."""

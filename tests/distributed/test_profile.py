@@ -1,0 +1,58 @@
+"""What is measured over processes: all of them take part, or all of them hear why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fpipe
+from tests.distributed.crew import Crew, Outcome, attempt, values
+
+
+def linear(weight: Tensor, x: Tensor) -> Tensor:
+    return x @ weight
+
+
+def measured(group: dist.ProcessGroup, steps: list[Any]) -> list[Outcome]:
+    """Costs of stages whose first has no input gradient to compute: with each rank's steps, with 1.
+
+    A rank whose steps are None takes a step of the pipeline instead.
+    """
+    schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=4)
+    pipe = fpipe.pipeline(
+        [linear, linear],
+        lambda y, _: y.square().mean(),
+        schedule,
+        compile=False,
+        group=group,
+    )
+    params = pipe.local([torch.eye(64), torch.eye(64)])
+    batch, own = torch.ones(32, 64), steps[group.rank()]
+
+    def profile(steps: Any) -> fpipe.Cost:
+        return fpipe.profile(pipe, params, batch, steps=steps)
+
+    first = attempt(pipe.step, params, batch) if own is None else attempt(profile, own)
+    return [first, attempt(profile, 1)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ([2, 3], "fpipe.profile was given steps=2 on rank 0; steps=3 on rank 1: it must be the sa"),
+        ([0, 5], "fpipe.profile was given steps=0 on rank 0; steps=5 on rank 1: it must be the sa"),
+        (["5", "5"], "fpipe.profile was given steps='5' on ranks 0, 1: it must be the same integ"),
+        ([1, None], "rank 1 called pipe.step, but others called fpipe.profile"),
+    ],
+)
+def test_ranks_agree_on_what_is_measured(crew: Crew, steps: list[Any], told: str) -> None:
+    # Ranks with more steps called a pipeline that others had not made, or waited for one that
+    # had raised alone.
+    for first, then in values(crew.run(measured, steps, ranks=range(2))):
+        assert told in first.error.text
+        assert then.value.comm > 0  # it was 0 where the reader was an I that computes nothing
+        assert then.value.i == (0, then.value.i[1])
