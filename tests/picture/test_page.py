@@ -83,14 +83,28 @@ document.body.append(out);
 """
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-def test_page_in_a_browser(tmp_path: Path) -> None:
-    timeline = simulate(schedules.one_f_one_b(ranks=2, microbatches=2), Cost(1, 1, 1, comm=0.5))
-    path = tmp_path / "page.html"
-    path.write_text(timeline.to_html() + DRIVE, "utf-8")
+TITLES = """
+<script>{
+document.body.style.width = "400px";
+draw();
+const spans = data.charts.flatMap((chart) => chart.title.map(
+  ([line, x, y, style]) => [line, y, LEFT + x + wide(line, style) <= width],
+));
+const out = document.createElement("pre");
+out.id = "said";
+out.textContent = JSON.stringify(spans);
+document.body.append(out);
+}</script>
+"""
+
+
+def said(html: str, folder: Path) -> Any:
+    """What a page with a script of ours writes in a browser."""
+    path = folder / "page.html"
+    path.write_text(html, "utf-8")
     switches = ["headless", "no-sandbox", "disable-gpu", "no-first-run", "disable-sync"]
     switches += ["disable-background-networking", "disable-component-update", "disable-quic"]
-    switches += [f"user-data-dir={tmp_path}/profile", "window-size=1200,400", "dump-dom"]
+    switches += [f"user-data-dir={folder}/profile", "window-size=1200,400", "dump-dom"]
     done = subprocess.run(
         [str(BROWSER), *(f"--{switch}" for switch in switches), path.as_uri()],
         capture_output=True,
@@ -98,7 +112,24 @@ def test_page_in_a_browser(tmp_path: Path) -> None:
         timeout=120,
     )
     (text,) = re.findall(r'<pre id="said">(.*?)</pre>', done.stdout) or [done.stderr]
-    assert json.loads(text) == [
+    return json.loads(text)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_a_title_stays_inside_a_narrow_page(tmp_path: Path) -> None:
+    # What can be wrong with a schedule was cut off behind the makespan.
+    stuck = Schedule.from_text("schedule interleaved_zero_bubble\n0F0 0B0\n1B0 1F0")
+    assert said(stuck.to_html() + TITLES, tmp_path) == [
+        ["interleaved_zero_bubble", 22, True],
+        ["2 ranks, 2 stages, 1 microbatch · makespan 3", 39, True],
+        ["cannot run as it stands: fpipe.verify says why", 56, True],
+    ]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_page_in_a_browser(tmp_path: Path) -> None:
+    timeline = simulate(schedules.one_f_one_b(ranks=2, microbatches=2), Cost(1, 1, 1, comm=0.5))
+    assert said(timeline.to_html() + DRIVE, tmp_path) == [
         "1F0: forward, stage 1, microbatch 0, rank 1\nstart 1.5, end 2.5, takes 1\n"
         "waited for 0F0 from rank 0, which was there at 1.5\n"
         "the rank was idle for 1.5 before\nrank 1 holds 1 of activations",

@@ -80,6 +80,33 @@ def test_legend_stays_inside(ranks: int, microbatches: int) -> None:
         assert scale * (float(str(text.get("x"))) + 5.5 * len(str(text.text))) <= width
 
 
+@pytest.mark.parametrize("width", [None, 250, 620, 900])
+@pytest.mark.parametrize(
+    "name", ["one", "interleaved_zero_bubble (forward only)", "流水线 Pi" * 20]
+)
+def test_title_stays_inside(name: str, width: float | None) -> None:
+    # It ended behind the edge of the picture, and what can be wrong with a schedule stood there.
+    rows = Schedule.from_text("0F0 0B0\n1B0 1F0").actions
+    svg = Schedule([0, 1], rows, name).to_svg(width=width)
+    whole, left = float(str(parsed(svg).get("width"))), 84
+    lines = [
+        text for text in parsed(svg).iter(f"{SPACE}text") if text.find(f"{SPACE}tspan") is not None
+    ]
+    for line in lines:
+        spans = ["".join(span.itertext()) for span in line]
+        wide = sum(11 if letter > "\u2fff" else 5.2 for span in spans for letter in span)
+        assert line.get("x") == str(left)
+        assert left + wide <= whole
+    assert [float(str(line.get("y"))) for line in lines] == sorted(
+        {float(str(line.get("y"))) for line in lines}
+    )
+    told = "".join("".join(line.itertext()) for line in lines).replace(" ", "")
+    assert told.startswith(name.replace(" ", ""))
+    assert told.endswith("cannotrunasitstands:fpipe.verifysayswhy")
+    if name == "one" and width == 900:
+        assert len(lines) == 1
+
+
 def test_width_is_obeyed_down_to_a_limit() -> None:
     schedule = schedules.gpipe(ranks=2, microbatches=4)
     assert parsed(schedule.to_svg(width=900)).get("width") == "900"

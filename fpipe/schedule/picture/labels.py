@@ -13,6 +13,9 @@ from fpipe.schedule.sizes import sizes
 # What XML 1.0 has no place for, written in whatever way: a viewer would refuse the whole file.
 _NO_CHARACTER: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
+BETWEEN: Final = " · "
+"""What stands between two facts."""
+
 
 def marked_up(text: str) -> str:
     """Text as it stands in SVG and HTML; the sign for it where there is no such character.
@@ -32,7 +35,7 @@ def facts(chart: Chart) -> str:
         f"makespan {short(chart.makespan * factor)} {unit}".rstrip(),
         *([chart.note] if chart.note else []),
     ]
-    return " · ".join(parts)
+    return BETWEEN.join(parts)
 
 
 def stage_names(chart: Chart, rank: int) -> str:

@@ -10,8 +10,8 @@ from fpipe.schedule.picture.chart import Chart
 from fpipe.schedule.picture.palette import COLOURS, IDLE, MEANING, MEMORY_FILL, OTHER, shade
 
 FONT: Final = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
-_LETTER: Final = 5.8  # a generous width of a letter in 11 pixels
-_CAPITAL: Final = 2.0  # by which a capital is wider
+LETTER: Final = 5.8  # a generous width of a letter in 11 pixels
+CAPITAL: Final = 2.0  # by which a capital is wider
 _GAP: Final = 16.0
 _MARGIN: Final = 12.0
 _LINE: Final = 20.0
@@ -26,7 +26,7 @@ class Entry(NamedTuple):
     @property
     def width(self) -> float:
         capitals = sum(map(str.isupper, self.text[1:]))  # of the ops that are spelt out
-        return 14.0 * len(self.fills) + 5 + len(self.text) * _LETTER + capitals * _CAPITAL
+        return 14.0 * len(self.fills) + 5 + len(self.text) * LETTER + capitals * CAPITAL
 
 
 def entries(charts: Sequence[Chart]) -> list[Entry]:

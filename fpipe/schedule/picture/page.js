@@ -12,6 +12,7 @@ const shown = {
 };
 
 const LEFT = 92, RIGHT = 124, TOP = 34, FOOT = 34, LANE = 22, MEMORY = 16, GAP = 8;
+const NAME = { size: 14, bold: true }, FACTS = { colour: "#555" }, LINE = 17;
 const STEP = LANE + MEMORY + GAP;
 const LENGTH = Math.max(...data.charts.map((chart) => chart.makespan)) || 1;
 const [STAGE, OP, MICROBATCH, START, END, STYLE, WAITED_RANK, WAITED_AT, READY] = Array(9).keys();
@@ -19,15 +20,13 @@ const [STAGE, OP, MICROBATCH, START, END, STYLE, WAITED_RANK, WAITED_AT, READY] 
 let view = { from: 0, to: LENGTH };
 let hovered = null; // { chart, rank, at }
 let width = 0;
+let height = 0;
 
 const longest = (names) => names.reduce((most, name) => Math.max(most, name.length), 1);
 
 // ── where things are ──
 
-let y = 0;
 for (const chart of data.charts) {
-  chart.top = y + TOP;
-  y = chart.top + chart.rows.length * STEP + FOOT;
   chart.most = Math.max(0, ...chart.peaks);
   chart.path = criticalPath(chart);
   // Letters of the longest number and of the longest label, so that all boxes are written alike.
@@ -37,7 +36,53 @@ for (const chart of data.charts) {
   const lengths = boxes.map((box) => box[END] - box[START]).sort((a, b) => a - b);
   chart.usual = lengths[Math.floor(lengths.length / 10)] ?? 0;
 }
-const HEIGHT = y;
+
+// Anew for each width, for a narrow page needs more lines of title.
+function layOut() {
+  let y = 0;
+  for (const chart of data.charts) {
+    const room = Math.max(width - LEFT - 8, 1);
+    const name = broken([chart.name], room, "", NAME);
+    const facts = broken(chart.facts.split(" · "), room, " · ", FACTS);
+    const beside = wide(name.at(-1), NAME) + 12;
+    const joined = facts.length === 1 && beside + wide(facts[0], FACTS) <= room;
+    const after = name.length - (joined ? 1 : 0); // the line on which the facts begin
+    const place = (at) => y + TOP - 12 + at * LINE;
+    chart.title = [
+      ...name.map((line, at) => [line, 0, place(at), NAME]),
+      ...facts.map((line, at) => [line, joined ? beside : 0, place(after + at), FACTS]),
+    ];
+    chart.top = y + TOP + (after + facts.length - 1) * LINE;
+    y = chart.top + chart.rows.length * STEP + FOOT;
+  }
+  height = y;
+}
+
+// Text in lines that fit, broken between parts, else words, else letters.
+function broken(parts, room, between, style) {
+  const lines = [];
+  const fits = (line) => wide(line, style) <= room;
+  for (const part of parts) {
+    if (lines.length && fits(lines.at(-1) + between + part)) {
+      lines[lines.length - 1] += between + part;
+      continue;
+    }
+    lines.push("");
+    for (const word of part.split(" ")) {
+      const last = lines.at(-1), joined = last ? last + " " + word : word;
+      if (fits(joined)) {
+        lines[lines.length - 1] = joined;
+        continue;
+      }
+      if (last) lines.push("");
+      for (const letter of word) {
+        if (lines.at(-1) && !fits(lines.at(-1) + letter)) lines.push("");
+        lines[lines.length - 1] += letter;
+      }
+    }
+  }
+  return lines;
+}
 
 const pixels = () => (width - LEFT - RIGHT) / (view.to - view.from);
 const toX = (time) => LEFT + (time - view.from) * pixels();
@@ -156,8 +201,17 @@ const hatch = (() => {
   return pen.createPattern(tile, "repeat");
 })();
 
-function text(string, x, y, { colour = "#000", align = "left", size = 12, bold = false } = {}) {
+function choose({ size = 12, bold = false }) {
   pen.font = `${bold ? "bold " : ""}${size}px Helvetica, Arial, "DejaVu Sans", sans-serif`;
+}
+
+function wide(string, style) {
+  choose(style);
+  return pen.measureText(string).width;
+}
+
+function text(string, x, y, { colour = "#000", align = "left", ...style } = {}) {
+  choose(style);
   pen.fillStyle = colour;
   pen.textAlign = align;
   pen.fillText(string, x, y);
@@ -166,9 +220,10 @@ function text(string, x, y, { colour = "#000", align = "left", size = 12, bold =
 function draw() {
   const density = window.devicePixelRatio || 1;
   width = canvas.clientWidth;
-  canvas.style.height = HEIGHT + "px";
+  layOut();
+  canvas.style.height = height + "px";
   canvas.width = Math.round(width * density);
-  canvas.height = Math.round(HEIGHT * density);
+  canvas.height = Math.round(height * density);
   pen.setTransform(density, 0, 0, density, 0, 0);
   for (const chart of data.charts) drawChart(chart);
   const [chart] = data.charts;
@@ -178,9 +233,7 @@ function draw() {
 
 function drawChart(chart) {
   const bottom = chart.top + chart.rows.length * STEP - GAP;
-  text(chart.name, LEFT, chart.top - 12, { size: 14, bold: true });
-  const after = LEFT + pen.measureText(chart.name).width + 12;
-  text(chart.facts, after, chart.top - 12, { colour: "#555" });
+  for (const [line, x, y, style] of chart.title) text(line, LEFT + x, y, style);
   chart.rows.forEach((row, rank) => {
     const y = laneY(chart, rank), stages = chart.stages[rank];
     text(`rank ${rank}`, LEFT - 8, y + LANE / 2 + 4, { align: "right" });

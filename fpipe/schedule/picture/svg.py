@@ -12,9 +12,10 @@ from fpipe.errors import ScheduleError
 from fpipe.schedule.arguments import plain_number
 from fpipe.schedule.picture.axis import readable_unit, short, ticks
 from fpipe.schedule.picture.chart import Box, Chart
-from fpipe.schedule.picture.labels import facts, idle, marked_up, stage_names
+from fpipe.schedule.picture.labels import idle, marked_up, stage_names
 from fpipe.schedule.picture.legend import FONT, legend
 from fpipe.schedule.picture.palette import IDLE, MEMORY_FILL, ink, shade
+from fpipe.schedule.picture.title import LINE, title
 
 BOX: Final = 14.0  # how wide an ordinary box is where there is room: two digits fit
 NARROWEST, WIDEST = 420.0, 3200.0  # of the lanes
@@ -27,6 +28,7 @@ LEFT: Final = 84.0
 RIGHT: Final = 116.0
 HEAD: Final = 26.0  # a chart's title
 FOOT: Final = 34.0  # its axis
+EDGE: Final = 8.0  # free at the end of a title
 
 
 class Scale(NamedTuple):
@@ -79,7 +81,10 @@ def svg(charts: Sequence[Chart], *, width: float | None = None) -> str:
     key, above = legend(charts, LEFT + lanes / size + RIGHT)
     y = above * size
     for chart in charts:
-        scale = Scale(lanes / length if length else 1.0, lanes, y + HEAD * size, size)
+        lines = title(chart, lanes / size + RIGHT - EDGE)
+        top = y + (HEAD + LINE * (len(lines) - 1)) * size
+        scale = Scale(lanes / length if length else 1.0, lanes, top, size)
+        body += _title(lines, scale)
         body += _chart(chart, scale)
         y = scale.y(len(chart.rows), FOOT)
     wide, tall = _n((LEFT + RIGHT) * size + lanes), _n(y)
@@ -112,15 +117,17 @@ def _room(charts: Sequence[Chart], length: float) -> float:
     return round(min(max(length / max(usual, length * 1e-9) * BOX, NARROWEST), WIDEST), 1)
 
 
+def _title(lines: Sequence[Sequence[str]], scale: Scale) -> Iterator[str]:
+    """A chart's title, above its lanes."""
+    for at, line in enumerate(lines, 1 - len(lines)):
+        y = _n(scale.y(0, LINE * at - 10))
+        yield f'<text x="{_n(scale.x(0))}" y="{y}">{"".join(line)}</text>'
+
+
 def _chart(chart: Chart, scale: Scale) -> Iterator[str]:
-    """A chart's title, its axis and its lanes."""
+    """A chart's axis and its lanes."""
     factor, unit = readable_unit(chart.makespan, chart.unit)
     ranks = len(chart.rows)
-    yield (
-        f'<text x="{_n(scale.x(0))}" y="{_n(scale.y(0, -10))}"><tspan font-weight="bold" '
-        f'font-size="1.2em">{marked_up(chart.name)}</tspan><tspan dx="10" fill="#555">'
-        f"{marked_up(facts(chart))}</tspan></text>"
-    )
     about = int(chart.makespan * scale.pixels / (90 * scale.size))
     marks = ticks(chart.makespan * factor, max(2, about))
     xs = [_n(scale.x(mark / factor)) for mark in marks]
@@ -134,7 +141,8 @@ def _chart(chart: Chart, scale: Scale) -> Iterator[str]:
     # Behind the last number, which is centred on its time.
     behind = scale.x(marks[-1] / factor) + (3.5 * len(short(marks[-1])) + 1) * scale.size
     right = _n(max(scale.x(0) + scale.width + 8 * scale.size, behind))
-    yield f'<text x="{right}" y="{base}" fill="#555">{f"time ({unit})" if unit else "time"}</text>'
+    named = f"time ({unit})" if unit else "time"
+    yield f'<text x="{right}" y="{base}" fill="#555">{named}</text>'
     for rank in range(ranks):
         yield from _rank(chart, rank, scale)
     yield from _boxes(chart, scale)
