@@ -153,6 +153,9 @@ def test_notebooks_show_a_picture_unless_it_is_huge() -> None:
 def test_names_are_escaped() -> None:
     named = Schedule([0], Schedule.from_text("0F0 0B0").actions, name="<a & b>")
     assert any(text.startswith("<a & b>") for text in texts(named.to_svg()))
+    # The unit was not, on the axis.
+    timeline = simulate(named, Cost(1, 1, 1))
+    assert "time (a<b)" in texts(timeline.to_svg(unit="a<b"))
 
 
 @pytest.mark.parametrize("name", ["a\x00b", "\x1b[31m", "\x0b", "\udce9", "\ufffe", "<&>\"']]>"])
