@@ -59,6 +59,10 @@ class record:
             )
         return self.timelines[-1]
 
+    def __repr__(self) -> str:
+        number = len(self.timelines)
+        return f"<fpipe.record: {number} timeline{'' if number == 1 else 's'}>"
+
     def __enter__(self) -> record:
         self._tokens.append(_ACTIVE.set(self))
         return self

@@ -287,4 +287,11 @@ class Timeline:
         return f"{self!r}\n{self.to_text()}"
 
     def __repr__(self) -> str:
-        return f"<Timeline of {self.schedule.name}: makespan {self.makespan:g}, span {self.span:g}>"
+        from fpipe.schedule.picture.axis import timed
+
+        # Recorded times are seconds; those of a cost have no name, and are exact.
+        makespan, span = (
+            timed(time, "s") if self.cost is None else f"{time:g}"
+            for time in (self.makespan, self.span)
+        )
+        return f"<Timeline of {self.schedule.name}: makespan {makespan}, span {span}>"

@@ -135,11 +135,19 @@ def test_evaluation_has_no_training_bound() -> None:
         _ = timeline.bound
 
 
+def test_a_recorded_timeline_names_its_unit() -> None:
+    # It read "makespan 0.0130112, span 0.0130112".
+    simulated = simulate(fpipe.schedules.gpipe(ranks=1, microbatches=1), Cost(0.0123456, 0.2e-3, 0))
+    recorded = replace(simulated, cost=None)
+    assert repr(recorded) == "<Timeline of gpipe: makespan 12.55 ms, span 12.55 ms>"
+    assert repr(simulated) == "<Timeline of gpipe: makespan 0.0125456, span 0.0125456>"
+
+
 def test_an_empty_timeline_took_no_time() -> None:
     timeline = Timeline(Schedule([0], [[]]), ((),))
     assert (timeline.makespan, timeline.span, timeline.peak) == (0, 0, (0,))
     assert timeline.critical_path == ()
-    assert repr(timeline) == "<Timeline of custom: makespan 0, span 0>"
+    assert repr(timeline) == "<Timeline of custom: makespan 0 µs, span 0 µs>"
 
 
 @pytest.mark.parametrize(

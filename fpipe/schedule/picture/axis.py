@@ -33,6 +33,17 @@ def short(value: float) -> str:
     return f"{value:.4g}"
 
 
+def timed(time: float, unit: str) -> str:
+    """A time in four digits, in the unit in which it reads well.
+
+    Example:
+        >>> timed(0.00112158, "s"), timed(57, "")
+        ('1.122 ms', '57')
+    """
+    factor, unit = readable_unit(time, unit)
+    return f"{short(time * factor)} {unit}".rstrip()
+
+
 def readable_unit(length: float, unit: str) -> tuple[float, str]:
     """The unit in which times up to `length` read well, and what to multiply them by.
 

@@ -6,7 +6,7 @@ import re
 from html import escape
 from typing import Final
 
-from fpipe.schedule.picture.axis import readable_unit, short
+from fpipe.schedule.picture.axis import timed
 from fpipe.schedule.picture.chart import Chart
 from fpipe.schedule.sizes import sizes
 
@@ -29,10 +29,9 @@ def marked_up(text: str) -> str:
 
 def facts(chart: Chart) -> str:
     """The size of a schedule, how long it takes, and what must be known about its times."""
-    factor, unit = readable_unit(chart.makespan, chart.unit)
     parts = [
         sizes(len(chart.rows), len(chart.placement), chart.microbatches),
-        f"makespan {short(chart.makespan * factor)} {unit}".rstrip(),
+        f"makespan {timed(chart.makespan, chart.unit)}",
         *([chart.note] if chart.note else []),
     ]
     return BETWEEN.join(parts)
