@@ -220,8 +220,8 @@ class Timeline:
             path: the file to write; None to write none.
             width: in pixels; None for what makes the numbers of the microbatches fit, within
                 limits.
-            unit: of time, for the axis, such as "ms"; None for seconds where the timeline was
-                recorded, and none where it was simulated.
+            unit: of time, for the axis, such as "ms"; None for seconds where this timeline or one
+                beside it was recorded, and none where all were simulated.
             beside: more timelines, drawn below this one on the same scale of time, such as a
                 recorded one below the simulated. Their times must be in the same unit.
 
@@ -280,7 +280,10 @@ class Timeline:
                 f"beside={beside!r:.60} must be a sequence of timelines, such as [recorded]; "
                 "fpipe.simulate makes one of a schedule"
             )
-        return [timeline._chart(unit) for timeline in (self, *beside)]
+        timelines = (self, *beside)
+        if unit is None and any(timeline.cost is None for timeline in timelines):
+            unit = "s"  # that of all, for they are on one scale
+        return [timeline._chart(unit) for timeline in timelines]
 
     def __str__(self) -> str:
         """The timeline as text to scale (`to_text` has a choice of width)."""

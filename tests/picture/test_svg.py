@@ -128,6 +128,20 @@ def test_recorded_timeline_stands_beside_the_simulated_one(tmp_path: Path) -> No
     assert "time (ms)" in written
 
 
+def test_units_are_named_where_they_may_differ() -> None:
+    # "0 20 40 (ms)" stood above "0 0.02", and "0 to 2 or 2.097M" of neither said what of.
+    schedule = schedules.zb_h1(ranks=2, microbatches=4)
+    simulated = simulate(schedule, Cost(0.001, 0.001, 0.001, activation=2**20))
+    recorded = Timeline(schedule, simulated.events)
+    for one, other in ((simulated, recorded), (recorded, simulated)):
+        written = texts(one.to_svg(beside=[other]))
+        assert sum(text == "time (ms)" for text in written) == 2
+        assert "activations held, 0 to 2 microbatches" in written
+        assert "or 0 to 2.097M in the unit of its cost" in written
+    assert "activations held, 0 to 2.097M" in texts(simulated.to_svg(beside=[simulated]))
+    assert "activations held, 0 to 2" in texts(recorded.to_svg(beside=[recorded]))
+
+
 def test_stuck_schedule_and_idle_rank_are_drawn() -> None:
     assert "cannot run as it stands" in Schedule.from_text("0F0 0B0\n1B0 1F0").to_svg()
     assert len(boxes(Schedule([0], [Schedule.from_text("0F0 0B0").actions[0], ()]).to_svg())) == 2

@@ -46,6 +46,8 @@ class Chart:
         messages: every value that crosses ranks.
         unit: of time, such as "s"; "" for a unit of one's own.
         note: what a reader must know about the times; "" for nothing.
+        counts_microbatches: activations are in microbatches on 1/p of the model, for want of a
+            cost that has them in a unit of its own.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Chart:
     messages: tuple[Message, ...]
     unit: str
     note: str
+    counts_microbatches: bool
 
     @cached_property
     def makespan(self) -> float:
@@ -140,7 +143,7 @@ def draw_up(
         )
         for row in events
     )
-    return Chart(name, placement, rows, tuple(memory), tuple(messages), unit, note)
+    return Chart(name, placement, rows, tuple(memory), tuple(messages), unit, note, cost is None)
 
 
 def _turns(placement: Sequence[int]) -> list[int]:

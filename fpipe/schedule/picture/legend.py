@@ -42,13 +42,26 @@ def entries(charts: Sequence[Chart]) -> list[Entry]:
         found.append(Entry("(lighter: a later stage of the rank)", ()))
     if others := sorted(op for op in ops if op not in COLOURS):
         found.append(Entry(", ".join(others), (OTHER,)))
-    tops = sorted({max(chart.peaks, default=0.0) for chart in charts})
-    scale = " or ".join(map(short, tops))
+    first, *more = _amounts(charts)
     return [
         *found,
         Entry("idle", (IDLE,)),
-        Entry(f"activations held, 0 to {scale}", (MEMORY_FILL,)),
+        Entry(f"activations held, 0 to {first}", (MEMORY_FILL,)),
+        *(Entry(f"or 0 to {amounts}", ()) for amounts in more),
     ]
+
+
+def _amounts(charts: Sequence[Chart]) -> list[str]:
+    """The most that each chart's memory reaches, with the units where they are not the same."""
+    units = {True: "microbatches", False: "in the unit of its cost"}
+    told = []
+    for counts, unit in units.items():
+        own = [chart for chart in charts if chart.counts_microbatches == counts]
+        tops = sorted({max(chart.peaks, default=0.0) for chart in own})
+        if own:
+            mixed = len(own) < len(charts)
+            told.append(" or ".join(map(short, tops)) + (f" {unit}" if mixed else ""))
+    return told
 
 
 def legend(charts: Sequence[Chart], width: float) -> tuple[list[str], float]:
