@@ -200,8 +200,21 @@ def test_the_word_time_stands_behind_the_last_number(microbatches: int) -> None:
     written = list(parsed(svg).iter(f"{SPACE}text"))
     (word,) = (text for text in written if text.text == "time")
     last = [text for text in written if text.get("y") == word.get("y")][-2]
-    half = 3.1 * len(str(last.text)) * scale  # a digit is 6.1 wide
+    half = (3.1 * len(str(last.text)) + 3) * scale  # a digit is 6.1 wide, and a space 3
     assert float(str(last.get("x"))) + half < float(str(word.get("x")))
+
+
+def test_the_word_time_stands_at_its_own_axis() -> None:
+    # It stood at the right end of the picture, which is that of the longest chart.
+    schedule = schedules.gpipe(ranks=1, microbatches=2)
+    long, short = (simulate(schedule, Cost(f, f, f)) for f in (10, 1))
+    x = [
+        float(str(text.get("x")))
+        for text in parsed(long.to_svg(beside=[short])).iter(f"{SPACE}text")
+        if text.text in ("time", "idle 0.0 %")
+    ]
+    assert abs(x[0] - x[1]) < 12
+    assert abs(x[2] - x[3]) < 12
 
 
 def test_names_of_ops_in_capitals_have_room_in_the_legend() -> None:

@@ -139,8 +139,8 @@ def _chart(chart: Chart, scale: Scale) -> Iterator[str]:
         yield f'<text x="{x}" y="{base}">{short(mark)}</text>'
     yield "</g>"
     # Behind the last number, which is centred on its time.
-    behind = scale.x(marks[-1] / factor) + (3.5 * len(short(marks[-1])) + 1) * scale.size
-    right = _n(max(scale.x(0) + scale.width + 8 * scale.size, behind))
+    behind = scale.x(marks[-1] / factor) + (3.5 * len(short(marks[-1])) + 4) * scale.size
+    right = _n(max(scale.x(chart.makespan) + 8 * scale.size, behind))
     named = marked_up(f"time ({unit})") if unit else "time"
     yield f'<text x="{right}" y="{base}" fill="#555">{named}</text>'
     for rank in range(ranks):
