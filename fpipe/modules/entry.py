@@ -210,7 +210,12 @@ def _check_stages(stages: int | None, example: Any, schedule: Schedule) -> None:
     Raises:
         StageError: `example` is missing, or `stages` is not the schedule's number.
     """
-    if stages is not None and (not isinstance(stages, int) or stages != schedule.num_stages):
+    if stages is not None and not isinstance(stages, int):
+        raise StageError(
+            f"stages={stages!r:.60} is a {type(stages).__name__}: it must be an integer, "
+            f"{schedule.num_stages} for the schedule {schedule.name}; or leave it out"
+        )
+    if stages is not None and stages != schedule.num_stages:
         raise StageError(
             f"stages={stages!r:.60}, but the schedule {schedule.name} has {schedule.num_stages} on "
             f"{schedule.num_ranks} ranks: leave stages out, or make the schedule for this number"

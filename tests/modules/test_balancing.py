@@ -163,6 +163,8 @@ def test_memory_moves_the_cuts() -> None:
     [
         ({}, r"cuts and example are both missing: name the submodules"),
         ({"stages": 2}, r"cuts and example are both missing"),
+        # "stages='2', but the schedule has 2" did not say what is wrong with it.
+        ({"stages": "2", "example": {}}, r"stages='2' is a str: it must be an integer, 2 for"),
         ({"stages": 3, "example": {}}, r"stages=3, but the schedule one_f_one_b has 2 on 2 ranks"),
         ({"stages": 2, "cuts": ["layers.1"]}, r"cuts=\['layers.1'\] is given beside stages, exa"),
     ],
