@@ -16,7 +16,7 @@ from fpipe.schedule.exchange.json_file import format_json, parse_json
 from fpipe.schedule.exchange.plain import PathLike, load, save
 from fpipe.schedule.exchange.text_form import format_text, parse_text
 from fpipe.schedule.grid import text_grid
-from fpipe.schedule.sizes import sizes
+from fpipe.schedule.sizes import one_line, sizes
 
 _NUMBERS: Final = (int, type(None))  # what numbers the microbatch of nearly every action
 LARGEST_SHOWN: Final = 20_000  # actions in a notebook's picture: about two megabytes
@@ -263,7 +263,8 @@ class Schedule:
 
     @property
     def _summary(self) -> str:
-        return f"{self.name}: {sizes(self.num_ranks, self.num_stages, self.num_microbatches)}"
+        counts = sizes(self.num_ranks, self.num_stages, self.num_microbatches)
+        return f"{one_line(self.name)}: {counts}"
 
 
 def _in_order(name: str, values: Iterable[Any], of: str) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""The size of a schedule in words."""
+"""The size of a schedule in words, and its name in a line."""
 
 from __future__ import annotations
 
@@ -18,3 +18,13 @@ def sizes(ranks: int, stages: int, microbatches: int) -> str:
             (microbatches, "microbatch", "microbatches"),
         )
     )
+
+
+def one_line(name: str) -> str:
+    """A name as it stands within a line; in quotes, with escapes, where it would not stay in it.
+
+    Example:
+        >>> one_line("zb_h1"), one_line("two\\nlines")
+        ('zb_h1', "'two\\\\nlines'")
+    """
+    return name if name.isprintable() else repr(name)

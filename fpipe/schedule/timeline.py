@@ -16,6 +16,7 @@ from fpipe.schedule.critical import Transfer, critical_path, transfers
 from fpipe.schedule.exchange.plain import PathLike, save
 from fpipe.schedule.memory import Steps, held
 from fpipe.schedule.schedule import LARGEST_SHOWN, Schedule
+from fpipe.schedule.sizes import one_line
 from fpipe.schedule.verifier import check_schedule
 
 if TYPE_CHECKING:
@@ -297,4 +298,5 @@ class Timeline:
             timed(time, "s") if self.cost is None else f"{time:g}"
             for time in (self.makespan, self.span)
         )
-        return f"<Timeline of {self.schedule.name}: makespan {makespan}, span {span}>"
+        name = one_line(self.schedule.name)
+        return f"<Timeline of {name}: makespan {makespan}, span {span}>"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import fpipe
 from fpipe import Action, Op, Schedule, ScheduleError, verify
 
 ROW = (Action(0, Op.F, 0), Action(0, Op.B, 0))
@@ -107,6 +108,12 @@ def test_what_it_tells() -> None:
 def test_its_form_is_checked(placement: Any, actions: Any, text: str) -> None:
     with pytest.raises(ScheduleError, match=text):
         Schedule(placement, actions)
+
+
+def test_a_name_of_several_lines_stays_in_the_line_that_names_it() -> None:
+    schedule = Schedule([0], [ROW], name="two\nlines")
+    assert repr(schedule).startswith(r"<Schedule 'two\nlines': 1 rank")
+    assert repr(fpipe.Timeline(schedule, ((),))).startswith(r"<Timeline of 'two\nlines': makespan")
 
 
 def test_its_name_is_text() -> None:
