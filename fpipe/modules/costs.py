@@ -6,21 +6,19 @@ computed, and parameters may lie on the meta device.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from fpipe import tree
 from fpipe.arguments.shapes import TreeShape
 from fpipe.definition import Definition
 from fpipe.modules.buffers import shaped_buffers
 from fpipe.modules.candidates import candidates_of
+from fpipe.modules.flops import flops_of, is_uncounted
 from fpipe.modules.loss import ModuleLoss, held_by
 from fpipe.stage.cutting.function import FunctionTracer
 from fpipe.stage.cutting.segments import Segment
@@ -28,6 +26,8 @@ from fpipe.stage.declared.objective import Objective
 from fpipe.stage.foreign.custom import Applied
 from fpipe.stage.graphs.nodes import is_view, nbytes_of
 from fpipe.stage.graphs.sources import Param, Upstream
+
+log = logging.getLogger("fpipe")
 
 _CPU = torch.device("cpu")
 
@@ -38,7 +38,8 @@ class Part:
 
     Attributes:
         name: the candidate that ends it; empty for what follows the last.
-        flops: of the forward, as `torch.utils.flop_counter` counts them.
+        flops: of the forward, as `flops_of` counts them.
+        uncounted: names of operations that may be heavy and count as no FLOPs.
         moved: bytes that the forward reads and writes, op by op.
         kept: bytes of the values that it makes: at most this is kept for the backward.
         params: names of the parameters that it reads.
@@ -47,6 +48,7 @@ class Part:
 
     name: str
     flops: int
+    uncounted: frozenset[str]
     moved: int
     kept: int
     params: frozenset[str]
@@ -93,9 +95,12 @@ def parts_of(
     return tuple(
         Part(
             name=name,
-            flops=sum(_flops(node) for node in segment.graph.nodes),
+            flops=sum(flops_of(node) for node in segment.graph.nodes),
             moved=sum(_moved(node) for node in segment.graph.nodes),
             kept=sum(_made(node) for node in segment.graph.nodes),
+            uncounted=frozenset(
+                str(node.target) for node in segment.graph.nodes if is_uncounted(node)
+            ),
             params=frozenset(
                 names[source.leaf]
                 for source in segment.sources
@@ -109,7 +114,16 @@ def parts_of(
 
 def counted(intensity: float) -> Loads:
     """Loads in FLOPs: those of a part, and so many for each byte that it reads or writes."""
-    return lambda parts: [part.flops + intensity * part.moved for part in parts]
+
+    def loads(parts: Sequence[Part]) -> Sequence[float]:
+        if uncounted := sorted(frozenset().union(*(part.uncounted for part in parts))):
+            log.warning(
+                "fpipe.balance counts no FLOPs for %s: measure=True balances times instead",
+                ", ".join(uncounted),
+            )
+        return [part.flops + intensity * part.moved for part in parts]
+
+    return loads
 
 
 def _widths(segments: Sequence[Segment]) -> list[int]:
@@ -126,25 +140,6 @@ def _widths(segments: Sequence[Segment]) -> list[int]:
         for boundary in range(source.stage, end):
             widths[boundary] += size
     return widths
-
-
-def _flops(node: fx.Node) -> int:
-    if isinstance(node.target, Applied):
-        return _flops_of_call(node)
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet not in flop_registry:
-        return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return int(flop_registry[packet](*args, **kwargs, out_val=node.meta["val"]))
-
-
-def _flops_of_call(node: fx.Node) -> int:
-    """Those of the forward of a Function, of which the graph shows nothing."""
-    arguments: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
-    mode: Any = next((v.fake_mode for v in arguments[0] if isinstance(v, FakeTensor)), None)
-    with mode or nullcontext(), FlopCounterMode(display=False) as counter:
-        node.target(*arguments)  # type: ignore[operator]
-    return int(counter.get_total_flops())
 
 
 def _is_work(node: fx.Node) -> bool:
