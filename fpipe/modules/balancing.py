@@ -15,12 +15,13 @@ from fpipe.controller.refusal import named
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import PipelineError, StageError
-from fpipe.modules.costs import Loads, Part, counted, parts_of
+from fpipe.modules.costs import Loads, counted, parts_of
 from fpipe.modules.division import divide
+from fpipe.modules.holding import Memory
 from fpipe.modules.loss import Loss, ModuleLoss, declared
 from fpipe.modules.measuring import measured
 from fpipe.modules.shares import Balance, StageShare
-from fpipe.schedule import Op, Schedule
+from fpipe.schedule import Schedule
 from fpipe.schedule.arguments import plain_number
 from fpipe.stage.pieces.compiler import Compile
 
@@ -71,9 +72,12 @@ def balance(
             outermost `ModuleList`s and `Sequential`s; where these are too few for the stages,
             those of the lists within them, and then submodules of any kind, the outer ones first.
             Those not called exactly once are left out.
-        memory: bytes that a rank may hold: parameters and their gradients, and for every
-            microbatch that the schedule lets a stage hold at once, the values that its forward
-            makes (more than it keeps). A tied parameter counts for each stage that reads it.
+        memory: bytes that a rank may hold: parameters and their gradients; for each microbatch that
+            the schedule lets a stage hold at once, the values that its backward needs, those from
+            other ranks included; and what is on its way, or in use by an operation. This is judged
+            operation by operation, without `remat`, and errs on the safe side: where ranks have
+            several stages, what each holds at most is added up, although they do not come together.
+            A tied parameter counts for each stage that reads it.
         intensity: FLOPs that the machine does in the time of moving one byte: a part costs its
             FLOPs and this many for each byte that it reads or writes.
         slack: fraction.
@@ -214,7 +218,7 @@ def _divided(
     loads: Loads,
     unit: str,
     candidates: Sequence[str] | None,
-    memory: float,
+    limit: float,
     slack: float,
 ) -> Balance:
     assert isinstance(definition.loss, ModuleLoss)
@@ -222,14 +226,7 @@ def _divided(
     split_batch = split(batch, definition.in_dims, schedule.num_microbatches)
     parts = parts_of(definition, batch_shapes(split_batch)[0], candidates)
     sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
-    held = held_at_once(schedule)
-
-    def memory_of(stage: int, first: int, end: int) -> int:
-        own = parts[first:end]
-        return 2 * sum(sizes[name] for name in _read(own)) + held[stage] * sum(
-            part.kept for part in own
-        )
-
+    memory = Memory(parts, sizes, schedule)
     weighed = loads(parts)
     widths = [part.width for part in parts]
     found = divide(
@@ -237,8 +234,9 @@ def _divided(
         widths,
         schedule.placement,
         microbatches=schedule.num_microbatches,
-        memory=memory_of,
-        limit=memory,
+        memory=memory.of,
+        least=memory.at_least,
+        limit=limit,
         slack=slack,
     )
     shares = []
@@ -252,8 +250,8 @@ def _divided(
                 flops=sum(part.flops for part in own),
                 moved=sum(part.moved for part in own),
                 load=sum(weighed[first:end]),
-                params=sum(sizes[name] for name in _read(own)),
-                memory=memory_of(stage, first, end),
+                params=memory.params(first, end),
+                memory=memory.of(stage, first, end),
                 sends=own[-1].width,
             )
         )
@@ -263,22 +261,3 @@ def _divided(
         parts=tuple((part.name, load) for part, load in zip(parts, weighed, strict=True)),
         unit=unit,
     )
-
-
-def _read(parts: Sequence[Part]) -> frozenset[str]:
-    """The parameters that any of them reads."""
-    return frozenset().union(*(part.params for part in parts))
-
-
-def held_at_once(schedule: Schedule) -> list[int]:
-    """For each stage, the most microbatches whose forward has run and whose backward has not."""
-    most = [0] * schedule.num_stages
-    now = [0] * schedule.num_stages
-    for row in schedule.actions:
-        for action in row:
-            if action.op == Op.F:
-                now[action.stage] += 1
-                most[action.stage] = max(most[action.stage], now[action.stage])
-            elif action.op in (Op.B, Op.W):
-                now[action.stage] -= 1
-    return most

@@ -7,8 +7,9 @@ computed, and parameters may lie on the meta device.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -20,16 +21,32 @@ from fpipe.modules.buffers import shaped_buffers
 from fpipe.modules.candidates import candidates_of
 from fpipe.modules.flops import flops_of, is_uncounted
 from fpipe.modules.loss import ModuleLoss, held_by
+from fpipe.modules.saving import Saved, is_work, made_by, origin_of, saved_of
 from fpipe.stage.cutting.function import FunctionTracer
 from fpipe.stage.cutting.segments import Segment
 from fpipe.stage.declared.objective import Objective
-from fpipe.stage.foreign.custom import Applied
-from fpipe.stage.graphs.nodes import is_view, nbytes_of
+from fpipe.stage.graphs.nodes import nbytes_of
 from fpipe.stage.graphs.sources import Param, Upstream
 
 log = logging.getLogger("fpipe")
 
 _CPU = torch.device("cpu")
+
+
+class Crossing(NamedTuple):
+    """A value that one part makes and another reads.
+
+    Attributes:
+        part: the number of the part that makes it.
+        leaf: its number among those of the part.
+        nbytes: its size.
+        is_kept: it is among what the part that makes it keeps.
+    """
+
+    part: int
+    leaf: int
+    nbytes: int
+    is_kept: bool
 
 
 @dataclass(frozen=True)
@@ -41,8 +58,13 @@ class Part:
         flops: of the forward, as `flops_of` counts them.
         uncounted: names of operations that may be heavy and count as no FLOPs.
         moved: bytes that the forward reads and writes, op by op.
-        kept: bytes of the values that it makes: at most this is kept for the backward.
+        kept: bytes that the backward needs of the values that it makes, whoever reads these.
+        left: bytes that the gradients of parameters need alone, as `Saved` says.
+        prepared: bytes that it makes of parameters alone, which is done once a step.
+        biggest: bytes of the biggest value that it makes.
         params: names of the parameters that it reads.
+        reads: values of earlier parts that it reads.
+        saves: those of them that its backward needs.
         width: bytes of all values that cross the boundary behind it, skip values included.
     """
 
@@ -51,7 +73,12 @@ class Part:
     uncounted: frozenset[str]
     moved: int
     kept: int
+    left: int
+    prepared: int
+    biggest: int
     params: frozenset[str]
+    reads: frozenset[Crossing]
+    saves: frozenset[Crossing]
     width: int
 
 
@@ -91,13 +118,18 @@ def parts_of(
     )
     tracer = FunctionTracer(whole.with_cuts(order), len(order) + 1, Objective(definition.returns))
     segments = tracer.segments(shape, microbatch)
-    widths = _widths(segments)
+    saved = [saved_of(segment) for segment in segments]
+    reads = [_reads(segment, segments, saved) for segment in segments]
+    widths = _widths(reads)
     return tuple(
         Part(
             name=name,
             flops=sum(flops_of(node) for node in segment.graph.nodes),
             moved=sum(_moved(node) for node in segment.graph.nodes),
-            kept=sum(_made(node) for node in segment.graph.nodes),
+            kept=sum(map(made_by, own.values)),
+            left=own.left,
+            prepared=own.prepared,
+            biggest=max(map(made_by, segment.graph.nodes), default=0),
             uncounted=frozenset(
                 str(node.target) for node in segment.graph.nodes if is_uncounted(node)
             ),
@@ -106,9 +138,13 @@ def parts_of(
                 for source in segment.sources
                 if isinstance(source, Param) and source.leaf < len(names)
             ),
+            reads=frozenset(read),
+            saves=frozenset(value for value, node in read.items() if node in own.values),
             width=width,
         )
-        for name, segment, width in zip((*order, ""), segments, widths, strict=True)
+        for name, segment, own, read, width in zip(
+            (*order, ""), segments, saved, reads, widths, strict=True
+        )
     )
 
 
@@ -126,29 +162,30 @@ def counted(intensity: float) -> Loads:
     return loads
 
 
-def _widths(segments: Sequence[Segment]) -> list[int]:
+def _reads(
+    segment: Segment, segments: Sequence[Segment], saved: Sequence[Saved]
+) -> dict[Crossing, fx.Node]:
+    """The values of others that a segment reads, and where it has them."""
+    found = {}
+    placeholders = segment.graph.find_nodes(op="placeholder")
+    for node, source in zip(placeholders, segment.sources, strict=True):
+        if isinstance(source, Upstream):
+            outputs: Any = segments[source.stage].graph.output_node().args[0]
+            output = outputs[source.leaf]
+            is_kept = origin_of(output) in saved[source.stage].values
+            found[Crossing(source.stage, source.leaf, nbytes_of(output), is_kept)] = node
+    return found
+
+
+def _widths(reads: Sequence[Iterable[Crossing]]) -> list[int]:
     """Bytes over each boundary: of values made before it that are read behind it."""
-    ends: dict[Upstream, int] = {}
-    for index, segment in enumerate(segments):
-        for source in segment.sources:
-            if isinstance(source, Upstream):
-                ends[source] = index
-    widths = [0] * len(segments)
-    for source, end in ends.items():
-        (outputs,) = segments[source.stage].graph.output_node().args
-        size = nbytes_of(outputs[source.leaf])  # type: ignore[index, arg-type]
-        for boundary in range(source.stage, end):
-            widths[boundary] += size
+    ends = {value: index for index, read in enumerate(reads) for value in read}
+    widths = [0] * len(reads)
+    for value, end in ends.items():
+        for boundary in range(value.part, end):
+            widths[boundary] += value.nbytes
     return widths
 
 
-def _is_work(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload | Applied) and not is_view(node)
-
-
 def _moved(node: fx.Node) -> int:
-    return nbytes_of(node) + sum(map(nbytes_of, node.all_input_nodes)) if _is_work(node) else 0
-
-
-def _made(node: fx.Node) -> int:
-    return nbytes_of(node) if _is_work(node) else 0
+    return nbytes_of(node) + sum(map(nbytes_of, node.all_input_nodes)) if is_work(node) else 0

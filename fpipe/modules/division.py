@@ -25,11 +25,7 @@ from fpipe.errors import StageError
 from fpipe.modules.labels import Label, Want, best, exceeds, is_within, kept
 
 Memory = Callable[[int, int, int], float]
-"""``(stage, first, end)`` to what a stage of these parts needs on its rank.
-
-Parts need together at most what they need one by one, and the stage that needs least for some of
-them needs least for all: so there is a least that any division needs of the parts that are left.
-"""
+"""``(stage, first, end)`` to what a stage of these parts needs on its rank."""
 
 WIDTH = 32
 """Labels that are kept for each part at which a stage may end, where ranks have several stages.
@@ -69,6 +65,7 @@ def divide(
     *,
     microbatches: int,
     memory: Memory = lambda stage, first, end: 0.0,
+    least: Memory | None = None,
     limit: float = inf,
     slack: float = 0.0,
 ) -> Division:
@@ -84,6 +81,9 @@ def divide(
             between two stages on one rank costs nothing.
         microbatches: of a step.
         memory: what a stage needs.
+        least: never more than `memory`, which it is unless told. Of this, parts need together at
+            most what they need one by one, and the stage that needs least for some of them needs
+            least for all: so there is a least that any division needs of the parts that are left.
         limit: of the memory of a rank.
         slack: how much longer than necessary the step may be, as a fraction, if boundaries are
             narrower then.
@@ -97,7 +97,7 @@ def divide(
             f"{len(placement)} stages of the schedule: name more candidates, or choose a schedule "
             "with fewer stages"
         )
-    search = _Search(loads, widths, placement, microbatches, memory, limit)
+    search = _Search(loads, widths, placement, microbatches, memory, least or memory, limit)
     fastest = search.fastest()
     if fastest is None:
         none = f"no division into {len(placement)} stages"
@@ -128,6 +128,7 @@ class _Search:
         placement: Sequence[int],
         microbatches: int,
         memory: Memory,
+        least: Memory,
         limit: float,
     ) -> None:
         self._before = [0.0, *accumulate(loads)]
@@ -136,6 +137,7 @@ class _Search:
         self._placement = placement
         self._microbatches = microbatches
         self._memory = memory
+        self._least = least
         self._limit = limit
         self._ranks = max(placement) + 1
         self.width = inf if self._ranks == len(placement) else WIDTH
@@ -249,7 +251,7 @@ class _Search:
             for end in range(count):
                 least = inf
                 for stage in range(stages - 1, 0, -1):
-                    least = min(least, self._memory(stage, end, count))
+                    least = min(least, self._least(stage, end, count))
                     left[stage - 1][end] = least
         return left
 

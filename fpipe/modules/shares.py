@@ -19,7 +19,7 @@ class StageShare:
         moved: bytes that this reads and writes.
         load: what was balanced: the FLOPs, and the bytes as FLOPs; or the seconds.
         params: bytes of the parameters that it reads.
-        memory: bytes that its rank needs for it.
+        memory: bytes that its rank needs for it, at most, as the argument of `fpipe.balance` says.
         sends: bytes that cross the boundary behind it, for one microbatch.
     """
 

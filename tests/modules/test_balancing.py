@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
-from fpipe.modules.balancing import held_at_once
+from fpipe.modules.holding import held_at_once
 from tests.modules.models import LanguageModel, detached, language_model, make_batch, unpipelined
 
 ROWS = 8
@@ -258,5 +258,12 @@ def test_wrong_numbers(options: Any, rule: str) -> None:
 
 
 def test_schedules_hold_what_their_papers_say() -> None:
-    assert held_at_once(fpipe.schedules.one_f_one_b(ranks=4, microbatches=8)) == [4, 3, 2, 1]
-    assert held_at_once(fpipe.schedules.gpipe(ranks=2, microbatches=5)) == [5, 5]
+    def most(schedule: fpipe.Schedule) -> list[int]:
+        return [max(map(sum, held)) for held in held_at_once(schedule)]
+
+    assert most(fpipe.schedules.one_f_one_b(ranks=4, microbatches=8)) == [4, 3, 2, 1]
+    assert most(fpipe.schedules.gpipe(ranks=2, microbatches=5)) == [5, 5]
+    # The last rank keeps as many for the gradients of parameters as the first for both.
+    zero_bubble = held_at_once(fpipe.schedules.zb_h1(ranks=4, microbatches=8))
+    assert max(held.open for held in zero_bubble[3]) == 1
+    assert max(held.left for held in zero_bubble[3]) == 4

@@ -246,6 +246,49 @@ def test_memory_that_is_too_small_is_refused_soon(monkeypatch: pytest.MonkeyPatc
         divided(1.0001, looped(4, 2))
 
 
+@settings(max_examples=80, deadline=None)
+@given(
+    parts=st.lists(st.tuples(SIZES, SIZES, SIZES), min_size=6, max_size=9),
+    placement=st.sampled_from([linear(3), linear(4), vee(2), vee(3), looped(2, 2)]),
+    held=st.lists(st.sampled_from([1.0, 2.0, 4.0]), min_size=6, max_size=6),
+    share=st.sampled_from([0.7, 0.9, 1.2]),
+)
+def test_boundaries_need_memory_too(
+    parts: list[tuple[float, float, float]],
+    placement: tuple[int, ...],
+    held: list[float],
+    share: float,
+) -> None:
+    """No stage need be the one that needs least for whatever parts: the search is still exact."""
+    loads, widths, needs = (list(column) for column in zip(*parts, strict=True))
+
+    def least(stage: int, first: int, end: int) -> float:
+        return held[stage] * sum(needs[first:end])
+
+    def memory(stage: int, first: int, end: int) -> float:
+        far = stage > 0 and placement[stage - 1] != placement[stage]
+        return least(stage, first, end) + (3 * held[stage] * widths[first - 1] if far else 0.0)
+
+    ranks = max(placement) + 1
+    limit = share * sum(held) / 3 * sum(needs) / ranks
+    options = []
+    for division, _ in every_division(loads, widths, placement, needs, 4):
+        used = [0.0] * ranks
+        for stage, (first, end) in enumerate(pairwise((0, *division.ends))):
+            used[placement[stage]] += memory(stage, first, end)
+        if max(used) <= limit:
+            options.append(division)
+    best_of = partial(
+        divide, loads, widths, placement, microbatches=4, memory=memory, least=least, limit=limit
+    )
+    if not options:
+        with pytest.raises(fpipe.StageError, match=r"no division into .* within memory="):
+            best_of()
+        return
+    got = best_of()
+    assert got in options and got.time == min(option.time for option in options)
+
+
 def division_memory(
     division: Division, needs: list[float], placement: tuple[int, ...]
 ) -> list[float]:

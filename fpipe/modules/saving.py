@@ -1,0 +1,126 @@
+"""What the backward of a recorded part needs, judged operation by operation.
+
+Nothing is differentiated, so this is a guess on the safe side: of an operation that is not known
+here, inputs and outputs are needed.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from fpipe.stage.cutting.segments import Segment
+from fpipe.stage.foreign.custom import Applied
+from fpipe.stage.graphs.nodes import base_of, is_product, is_view, nbytes_of
+from fpipe.stage.graphs.sources import Param
+
+aten = torch.ops.aten
+
+# Their gradients need neither what goes in nor what comes out.
+_LINEAR = frozenset(
+    {
+        aten.add,
+        aten.cat,
+        aten.clone,
+        aten.constant_pad_nd,
+        aten.copy,
+        aten.mean,
+        aten.neg,
+        aten.stack,
+        aten.sub,
+        aten.sum,
+        aten._to_copy,
+    }
+)
+# Their gradients are made of what comes out.
+_BY_OUTPUT = frozenset(
+    {
+        aten._log_softmax,
+        aten._safe_softmax,
+        aten._softmax,
+        aten.exp,
+        aten.reciprocal,
+        aten.relu,
+        aten.rsqrt,
+        aten.sigmoid,
+        aten.sqrt,
+        aten.tanh,
+    }
+)
+# Their gradients are made of what goes in, as those of products are.
+_BY_INPUT = frozenset({aten.gelu, aten.mul, aten.pow, aten.silu})
+
+
+class Saved(NamedTuple):
+    """What the gradients of one part need.
+
+    Attributes:
+        values: that it makes or reads, parameters and what is made of these alone left out.
+        left: bytes of what the gradients of parameters need, once those of inputs are there, of the
+            values that it makes; and the gradients of what the operations on parameters return.
+        prepared: bytes that it makes of parameters alone.
+    """
+
+    values: frozenset[fx.Node]
+    left: int
+    prepared: int
+
+
+def saved_of(segment: Segment) -> Saved:
+    """What the gradients of a part of a recorded module need."""
+    placeholders = segment.graph.find_nodes(op="placeholder")
+    params = {
+        node
+        for node, source in zip(placeholders, segment.sources, strict=True)
+        if isinstance(source, Param)
+    }
+    prepared = gradients = 0
+    values: set[fx.Node] = set()
+    read: set[fx.Node] = set()
+    for node in segment.graph.nodes:
+        if node.op != "call_function":
+            continue
+        inputs = [used for used in node.all_input_nodes if used not in params]
+        if node.all_input_nodes and not inputs:
+            params.add(node)
+            prepared += made_by(node)
+        elif is_work(node):
+            values |= _needed(node, {origin_of(used) for used in inputs})
+            if len(inputs) < len(node.all_input_nodes):
+                read |= {origin_of(used) for used in inputs}
+                gradients += made_by(node)
+    return Saved(frozenset(values), gradients + sum(map(made_by, read)), prepared)
+
+
+def _needed(node: fx.Node, inputs: set[fx.Node]) -> set[fx.Node]:
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in _LINEAR:
+        return set()
+    if packet in _BY_OUTPUT:
+        return {node}
+    # Attention is a product too; it returns several values, and needs them.
+    is_one = not isinstance(node.meta["val"], tuple | list)
+    if packet in _BY_INPUT or (is_product(node) and is_one):
+        return inputs
+    return inputs | {node}
+
+
+def is_work(node: fx.Node) -> bool:
+    """Whether a node computes, and does not only look at what is there."""
+    return isinstance(node.target, torch._ops.OpOverload | Applied) and not is_view(node)
+
+
+def made_by(node: fx.Node) -> int:
+    """Bytes that a node makes."""
+    return nbytes_of(node) if is_work(node) else 0
+
+
+def origin_of(node: fx.Node) -> fx.Node:
+    """The operation that made what a node looks at, of whose values it may be one."""
+    node = base_of(node)
+    while node.target is operator.getitem:
+        node = base_of(node.all_input_nodes[0])
+    return node
