@@ -289,6 +289,24 @@ def test_boundaries_need_memory_too(
     assert got in options and got.time == min(option.time for option in options)
 
 
+def test_a_bound_of_memory_knows_no_boundaries() -> None:
+    """A wide boundary within a rank, which costs nothing there, hid the stage that holds least."""
+    needs, widths, held = [1.0, 1.0, 1.0, 10.0], [0.0, 9.0, 0.0, 0.0], [1, 1, 2, 1]
+    placement = vee(2)
+
+    def least(stage: int, first: int, end: int) -> float:
+        return held[stage] * sum(needs[first:end])
+
+    def memory(stage: int, first: int, end: int) -> float:
+        far = stage > 0 and placement[stage - 1] != placement[stage]
+        return least(stage, first, end) + (3 * widths[first - 1] if far else 0.0)
+
+    divided = partial(divide, needs, widths, placement, microbatches=4, memory=memory, limit=11.0)
+    assert divided(least=least).ends == (1, 2, 3, 4)
+    with pytest.raises(fpipe.StageError, match="no division into 4 stages"):
+        divided()  # what is needed of one stage and of all is no bound here
+
+
 def division_memory(
     division: Division, needs: list[float], placement: tuple[int, ...]
 ) -> list[float]:
