@@ -35,30 +35,37 @@ def record(
         with Known():
             return function(*values)
 
-    marks = Marks()
-    with (
-        unreported(),
-        mode,
-        with_gradients(),
-        with_contexts(),
-        WithoutPeeking(),
-        marks.active(),
-    ):
-        try:
-            graph = make_fx(functionalize(known))(*arguments)
-        except Exception as error:
-            # functionalize does not know a custom autograd.Function; plain vjp does.
-            if "Functionalize rule" not in str(error):
-                raise
-            graph = make_fx(known)(*arguments)
-        marks.mark(graph.graph)
+    with unreported(), mode, with_gradients(), with_contexts(), WithoutPeeking():
+        graph = _made_functional(known, arguments) or _marked(known, arguments)
         # Those have not been made functional. And where nothing is differentiated, composite
         # ops are taken apart after they have been, and may write to what they have made. Nor
         # has what is made of tensors alone that the function closes over.
         if any(writes(graph.graph)):
             graph = _functional(graph, arguments)
-            marks.mark(graph.graph)
         return graph
+
+
+def _marked(function: Callable[..., Any], arguments: Sequence[Tensor]) -> fx.GraphModule:
+    """The graph of a function, in which the calls of checkpoint are marked."""
+    marks = Marks()
+    with marks.active():
+        made = make_fx(function)(*arguments)
+    marks.mark(made.graph)
+    return made
+
+
+def _made_functional(
+    function: Callable[..., Any], arguments: Sequence[Tensor]
+) -> fx.GraphModule | None:
+    """The graph made functional, if it can be."""
+    try:
+        return _marked(functionalize(function), arguments)
+    except Exception as error:
+        # functionalize does not know a custom autograd.Function; plain vjp does.
+        if "Functionalize rule" not in str(error):
+            raise
+    # Not while the error is known, whose frames are in the midst of calls of checkpoint.
+    return None
 
 
 def _functional(module: fx.GraphModule, arguments: Sequence[Tensor]) -> fx.GraphModule:
@@ -74,7 +81,7 @@ def _functional(module: fx.GraphModule, arguments: Sequence[Tensor]) -> fx.Graph
         own = dict(zip(held, values[len(arguments) :], strict=True))
         return _Given(module, own).run(*values[: len(arguments)])
 
-    made = make_fx(functionalize(run))(*arguments, *held.values())
+    made = _marked(functionalize(run), (*arguments, *held.values()))
     placeholders = [node for node in made.graph.nodes if node.op == "placeholder"]
     for node, (target, value) in zip(placeholders[len(arguments) :], held.items(), strict=True):
         made.register_buffer(f"held{target}", value)
