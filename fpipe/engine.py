@@ -24,7 +24,7 @@ from fpipe.errors import BatchError, FpipeError
 from fpipe.loadable import Loadable
 from fpipe.nesting.history import has_history, is_tracked, tracked_value
 from fpipe.nesting.levels import call_within, is_within
-from fpipe.nesting.outputs import WITH_STATE, tracked_forward, without_history
+from fpipe.nesting.outputs import NO_LOSS, tracked_forward, without_history
 from fpipe.outcome import Outcome
 from fpipe.results import ForwardAux
 from fpipe.runtime.program import Program
@@ -137,7 +137,7 @@ class Pipeline(Loadable):
         if tracked and has_history(self):
             return tracked_value(self, params, *arguments, key=key)
         loss: Tensor = self.run_value(params, *arguments, key=key)
-        return without_history(loss, leaves, WITH_STATE) if tracked else loss
+        return without_history(loss, leaves, NO_LOSS) if tracked else loss
 
     def forward(
         self,
@@ -155,7 +155,8 @@ class Pipeline(Loadable):
 
         Where autograd is watching, in one process, what comes out has a history, so a loss of all
         rows at once can be made of it, whose backward runs the pipeline once more, as `fpipe.vjp`
-        does. Otherwise a backward says what to use. Within `torch.no_grad` there is none.
+        does, and refuses to go on if other numbers come out. Otherwise a backward says what to use.
+        Within `torch.no_grad` there is none.
 
         Args:
             params: as in `step`.
@@ -178,7 +179,10 @@ class Pipeline(Loadable):
         if out_dims is OWN:
             out_dims = self.definition.out_dims
         arguments, key = self._in_order("forward", arguments, key, named)
-        if not is_within() and is_tracked(tree.flatten((params, arguments))[0]):
+        if is_within():
+            options = {"key": key, "out_dims": out_dims}
+            return call_within(self, "forward", params, *arguments, **options)
+        if is_tracked(tree.flatten((params, arguments))[0]):
             return tracked_forward(self, params, *arguments, key=key, out_dims=out_dims)
         return self.run_forward(params, *arguments, key=key, out_dims=out_dims)
 

@@ -85,7 +85,7 @@ class Call:
         """Make the call where autograd and `torch.func` do not look."""
         arguments = tree.unflatten(self.spec, leaves)
         before = drawn_from(leaves) if self.differentiable else []
-        with nullcontext() if self.device.type == "cpu" else self.device, _without_hooks():
+        with nullcontext() if self.device.type == "cpu" else self.device, without_hooks():
             made = getattr(self.pipe, self.method)(*arguments, **self.options)
         one = isinstance(self.pipe.definition.argnums, str)
         if self.differentiable and self.method == "run_step" and one:
@@ -141,7 +141,7 @@ class Call:
 
 
 @contextmanager
-def _without_hooks() -> Iterator[None]:
+def without_hooks() -> Iterator[None]:
     """Beneath saved-tensor hooks, such as those of `torch.utils.checkpoint`.
 
     They are about the graph of the caller; `torch.func`, by which stages are traced, refuses them.
@@ -159,7 +159,8 @@ def _without_hooks() -> Iterator[None]:
 
 def drawn_from(leaves: Sequence[Tensor]) -> list[Tensor]:
     """The states of the generators that a step on these tensors may draw from."""
-    return [generator.get_state() for generator in generators(leaf.device for leaf in leaves)]
+    devices = (leaf.device for leaf in leaves if isinstance(leaf, Tensor))
+    return [generator.get_state() for generator in generators(devices)]
 
 
 class _Operation(torch.autograd.Function):

@@ -24,7 +24,7 @@ from fpipe.transforms.ensemble import ensemble
 from fpipe.transforms.mapping import prefix_map
 from fpipe.transforms.pullback import pullback
 
-Method = Literal["step", "value", "run_step", "run_value", "run_forward"]
+Method = Literal["step", "value", "forward", "run_step", "run_value", "run_forward"]
 """The methods of a pipeline that calls within autograd and `torch.func` are made of."""
 
 

@@ -18,7 +18,7 @@ from fpipe import tree
 from fpipe.convention import scaled
 from fpipe.definition import ARGUMENTS
 from fpipe.errors import FpipeError, StageError
-from fpipe.nesting.call import Call, drawn_from
+from fpipe.nesting.call import Call, drawn_from, without_hooks
 from fpipe.nesting.derived import Callee, choosing, pulled
 from fpipe.nesting.rules import REDRAWS
 
@@ -26,9 +26,13 @@ ON_ONE_RANK: Final = (
     "pipe.forward over processes has no derivative, for what comes out lies on one rank: "
     "fpipe.vjp(pipe).step takes its cotangent, on every rank"
 )
-WITH_STATE: Final = (
-    "pipe.value has no derivative of a pipeline with a state, or of one that returns norms: "
-    "pipe.step returns gradients"
+NO_LOSS: Final = (
+    "pipe.value has no derivative of a pipeline with a state, or of one that returns norms or "
+    "takes a cotangent: pipe.step returns gradients, and pipe.forward has a history"
+)
+OF_DUALS: Final = (
+    "forward of fpipe.jvp(pipe) and fpipe.hvp(pipe) has no derivative: differentiate pipe.forward, "
+    "or pipe.value within torch.func.jvp"
 )
 
 
@@ -40,7 +44,7 @@ def tracked_forward(pipe: Callee, *arguments: Any, key: Tensor | None, out_dims:
         made = run.run_forward(*arguments, key=key, out_dims=out_dims)
         return tree.tree_map(lambda leaf: without_history(leaf, leaves, ON_ONE_RANK), made)
     call = _Outputs(pipe, spec, key, out_dims)
-    outputs = _Operation.apply(call, *leaves)
+    outputs = _Operation.apply(call, key, *leaves)
     return call.call.result(outputs)
 
 
@@ -54,26 +58,32 @@ class _Outputs:
     """One call of ``forward``."""
 
     def __init__(self, pipe: Callee, spec: Any, key: Tensor | None, out_dims: Any) -> None:
-        self._pipe, self._spec, self._key, self._out_dims = pipe, spec, key, out_dims
+        self._pipe, self._spec, self._out_dims = pipe, spec, out_dims
         self.call = Call(pipe, "run_forward", spec, {"key": key, "out_dims": out_dims})
         self._drew = False
         self._autocast: list[tuple[str, bool, torch.dtype]] = []
 
     def run(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs."""
-        kinds = sorted({leaf.device.type for leaf in leaves} - {"meta"})
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        kinds = sorted({leaf.device.type for leaf in tensors} - {"meta"})
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in kinds
         ]
-        before = drawn_from(leaves)
+        before = drawn_from(tensors)
         outputs = self.call.run(leaves)
-        after = drawn_from(leaves)
+        after = drawn_from(tensors)
         self._drew = not all(map(torch.equal, before, after)) and self._pipe.workshop.may_draw
         return outputs
 
     def pull(
-        self, leaves: Sequence[Tensor], cotangents: Sequence[Tensor | None], needed: Sequence[bool]
+        self,
+        key: Tensor | None,
+        leaves: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        cotangents: Sequence[Tensor | None],
+        needed: Sequence[bool],
     ) -> list[Tensor | None]:
         """The gradients by the leaves that need one."""
         if self._drew:
@@ -86,7 +96,7 @@ class _Outputs:
         found: list[Tensor | None] = [None] * len(leaves)
         places = tree.unflatten(self._spec, range(len(leaves)))
         with self._as_then():
-            for grads in self._gradients(arguments, cotangents, names):
+            for grads in self._gradients(arguments, key, outputs, cotangents, names):
                 for name, own in grads.items():
                     numbers = tree.flatten(places[at[name]])[0]
                     values = tree.broadcast_prefix("grads", own, arguments[at[name]], name)
@@ -97,51 +107,96 @@ class _Outputs:
         return found
 
     def _gradients(
-        self, arguments: Sequence[Any], cotangents: Sequence[Tensor | None], names: tuple[str, ...]
+        self,
+        arguments: Sequence[Any],
+        key: Tensor | None,
+        outputs: Sequence[Tensor],
+        cotangents: Sequence[Tensor | None],
+        names: tuple[str, ...],
     ) -> Iterator[dict[str, Any]]:
         """Those of the outputs; of one function those of its loss too."""
         made = self.call.result(cotangents)
         if self._pipe.definition.function:
             weight, made = made
             if weight is not None:
-                own = choosing(self._pipe, names)
-                yield {k: scaled(v, weight) for k, v in _step(own, arguments, self._key).items()}
+                value, grads = _step(choosing(self._pipe, names), arguments, key)
+                _check_again(value, [(torch.ones_like(outputs[0]), outputs[0])])
+                yield {name: scaled(own, weight) for name, own in grads.items()}
+            outputs, cotangents = outputs[1:], cotangents[1:]
         if any(leaf is not None for leaf in tree.flatten_prefix(made)):
             try:
                 other = choosing(pulled(self._pipe, self._out_dims), names)
             except StageError as error:
                 raise FpipeError(f"pipe.forward has no derivative here: {error}") from error
-            yield _step(other, (*arguments, made), self._key)
+            product, grads = _step(other, (*arguments, made), key)
+            pairs = zip(cotangents, outputs, strict=True)
+            _check_again(product, [(c, y) for c, y in pairs if c is not None])
+            yield grads
 
     @contextmanager
     def _as_then(self) -> Iterator[None]:
         """What is run once more is run as it was."""
         with ExitStack() as stack:
+            stack.enter_context(without_hooks())
+            if self.call.device.type != "cpu":
+                stack.enter_context(self.call.device)
             for kind, enabled, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
             yield
 
 
-def _step(pipe: Callee, arguments: Sequence[Any], key: Tensor | None) -> dict[str, Any]:
-    """The gradients of a step, by what they are by."""
+def _step(
+    pipe: Callee, arguments: Sequence[Any], key: Tensor | None
+) -> tuple[Tensor, dict[str, Any]]:
+    """The loss of a step, and the gradients by what they are by."""
     run: Any = pipe
-    grads = run.run_step(*arguments, key=key)[1]
+    loss, grads, *_ = run.run_step(*arguments, key=key)
     one = isinstance(pipe.definition.argnums, str)
-    return dict(zip(pipe.definition.wanted, (grads,) if one else grads, strict=True))
+    return loss, dict(zip(pipe.definition.wanted, (grads,) if one else grads, strict=True))
+
+
+def _check_again(product: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Refuse gradients of other outputs than the first run put out, of which `product` tells.
+
+    Args:
+        product: of the cotangent and the outputs of the second run.
+        pairs: the cotangent of each output, and what the first run put out.
+    """
+    expected = scale = eps = 0.0
+    for cotangent, output in pairs:
+        wide = torch.complex128 if output.is_complex() else torch.float64
+        c, y = cotangent.to(wide).flatten(), output.to(wide).flatten()
+        expected += torch.linalg.vecdot(c, y).real.item()
+        scale += torch.linalg.vecdot(c.abs(), y.abs()).item()
+        eps = max(eps, torch.finfo(output.dtype).eps)
+    # Not the same code ran; what is not finite compares as equal.
+    if abs(product.item() - expected) > eps**0.5 * scale:
+        raise FpipeError(
+            "the pipeline put out other numbers when it ran again, for the derivative of "
+            "pipe.forward: until the backward, leave alone what its stages read beside their "
+            "arguments, such as the mode of a module (train, eval), its buffers, tensors that they "
+            "close over and Python's own values; and let them draw from a key"
+        )
 
 
 class _Operation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Outputs, *leaves: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, call: _Outputs, key: Tensor | None, *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
+        outputs = call.run(leaves)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*leaves)
-        return call.run(leaves)
+        ctx.save_for_backward(key, *leaves, *outputs)
+        return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        return None, *ctx.call.pull(ctx.saved_tensors, cotangents, ctx.needs_input_grad[1:])
+        needed = ctx.needs_input_grad[2:]
+        key, *saved = ctx.saved_tensors
+        leaves, outputs = saved[: len(needed)], saved[len(needed) :]
+        return None, None, *ctx.call.pull(key, leaves, outputs, cotangents, needed)
 
 
 class _Refused(torch.autograd.Function):

@@ -6,9 +6,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fpipe import tree
 from fpipe.convention import Dual
 from fpipe.engine import Pipeline
 from fpipe.errors import BatchError
+from fpipe.nesting.history import is_tracked
+from fpipe.nesting.levels import is_within
+from fpipe.nesting.outputs import OF_DUALS, without_history
 from fpipe.runtime.program import Program
 from fpipe.transforms.derivative import derivative
 from fpipe.transforms.transformed import check_pipeline, refuse_choice
@@ -118,6 +122,9 @@ class Directional(Wrapping):
         """
         vectors = self._vectors(vector)
         found = self.pipeline.run_forward(params, batch, *vectors, key=key, out_dims=out_dims)
+        leaves = tree.flatten((params, batch, vectors))[0]
+        if not is_within() and is_tracked(leaves):
+            found = tree.tree_map(lambda leaf: without_history(leaf, leaves, OF_DUALS), found)
         return found._replace(loss=Jvp(*found.loss)) if self.definition.function else found
 
     def programs(self, params: Any, batch: Any, vector: Any) -> tuple[Program, ...]:

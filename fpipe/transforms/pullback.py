@@ -50,7 +50,7 @@ def vjp(pipe: P) -> P:
 
     Raises:
         StageError: `pipe` is no pipeline, puts nothing out, takes a vector already, is an ensemble,
-            goes by rows, or keeps the last microbatch's output alone (None in ``out_dims``).
+            or goes by rows.
         BatchError: when it is called, the cotangent does not fit.
 
     Example:
@@ -71,7 +71,7 @@ def vjp(pipe: P) -> P:
 
 def pullback(definition: Definition, out_dims: Any) -> Definition:
     """The definition of what `vjp` returns, of outputs that are merged along `out_dims`."""
-    _check(definition, out_dims)
+    _check(definition)
     whole = definition.function
     inner = definition.convention
     return replace(
@@ -90,7 +90,7 @@ def pullback(definition: Definition, out_dims: Any) -> Definition:
     )
 
 
-def _check(definition: Definition, out_dims: Any) -> None:
+def _check(definition: Definition) -> None:
     refused = ""
     if definition.convention.vectors:
         refused = "a pipeline that takes a vector already: take it of the pipeline itself"
@@ -100,11 +100,6 @@ def _check(definition: Definition, out_dims: Any) -> None:
         refused = (
             "one function that returns a loss and no output: let it return (loss, aux), under "
             "has_aux=True"
-        )
-    elif any(dim is None for dim in tree.flatten_prefix(out_dims)):
-        refused = (
-            f"a pipeline that keeps the last microbatch's output alone, out_dims={out_dims!r:.60}: "
-            "give the dimension of the rows"
         )
     if refused:
         raise StageError(f"fpipe.vjp of {refused}")
@@ -138,6 +133,11 @@ class _Entrance:
         own, spec = tree.tensors(COTANGENT, cotangent, "None where there is none")
         dims = tree.broadcast_prefix("out_dims", self.out_dims, cotangent, "the cotangent")
         for path, leaf, dim in zip(tree.paths(spec), own, dims, strict=True):
+            if dim is None:
+                raise BatchError(
+                    f"cotangent{path} is of an output of which the last microbatch's is kept alone "
+                    "(None in out_dims): give out_dims the dimension of its rows, or pass None"
+                )
             if rows is not None and (not _has(leaf, dim) or leaf.shape[dim] != rows):
                 raise BatchError(
                     f"cotangent{path} of shape {tuple(leaf.shape)} must have {rows} rows along "

@@ -424,7 +424,10 @@ def test_wrong_params_and_batches_are_refused() -> None:
         ({"measure": "yes"}, "measure='yes' must be True or False"),
         ({"is_compiling": 1}, "is_compiling=1 must be True or False"),
         ({"has_key": ()}, r"has_key=\(\) must be True or False"),
-        ({"cuts": None, "stages": "2", "example": {}}, "stages='2' is a str: it must be an integer"),
+        (
+            {"cuts": None, "stages": "2", "example": {}},
+            "stages='2' is a str: it must",
+        ),
         ({"has_state": 1}, "has_state=1 must be True or False"),
     ],
 )

@@ -17,6 +17,7 @@ from tests.distributed.crew import Crew, Outcome, attempt, values
 from tests.models import assert_same, rand
 from tests.state_model import make_batch, make_params, make_state, stateful_model
 
+NO_OTHERS = {"positive": None, "w": None}
 ZB = schedules.zb_h1(ranks=2, microbatches=3)
 
 
@@ -204,6 +205,95 @@ def test_without_autograd_nothing_is_kept() -> None:
     assert out["z"].requires_grad and not out["positive"].requires_grad
 
 
+# ── wherever it is called ───────────────────────────────────────────────────────────────────────
+
+
+def compiled(call: Any) -> Any:
+    return torch.compile(call, backend="eager")()
+
+
+def dual(call: Any) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        return call()
+
+
+def unmapped(call: Any) -> Any:
+    return torch.func.vmap(lambda c: c * call())(torch.ones(1, dtype=torch.float64))
+
+
+def hooked(call: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu():
+        return call()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("around", [compiled, dual, unmapped, hooked])
+def test_it_has_a_history_there_too(around: Any) -> None:
+    """It was detached where torch.compile, forward mode or a vmap of others was at work."""
+    pipe, (params, batch) = pipeline(), arguments()
+    own, theirs = tracked(params), tracked(params)
+    around(lambda: contrast(pipe.forward(own, batch)["z"])).sum().backward()
+    contrast(whole(theirs, batch)["z"]).backward()
+    assert_same(grads(own), grads(theirs))
+
+
+def test_a_backward_within_hooks() -> None:
+    pipe, (params, batch) = pipeline(), arguments()
+    own, theirs = tracked(params), tracked(params)
+    with torch.autograd.graph.save_on_cpu():
+        contrast(pipe.forward(own, batch)["z"]).backward()
+    contrast(whole(theirs, batch)["z"]).backward()
+    assert_same(grads(own), grads(theirs))
+
+
+def test_where_a_vmap_maps_it_a_backward_is_refused() -> None:
+    pipe, (params, batch) = pipeline(), arguments()
+    own = tracked(params)
+    several = torch.stack([batch["x"], batch["x"]])
+    found = torch.func.vmap(lambda x: pipe.forward(own, batch | {"x": x})["z"])(several)
+    with pytest.raises(fpipe.FpipeError, match="an ensemble"):
+        found.sum().backward()
+
+
+def test_what_changed_since_the_forward_is_not_differentiated() -> None:
+    """The second run reads it anew: its gradients were those of other outputs, without a word."""
+    factor, key = torch.ones((), dtype=torch.float64), fpipe.random.key(0)
+
+    def scaled(p: Tensor, x: Tensor, key: Tensor) -> Tensor:
+        return x * p * factor + fpipe.random.normal(key, x.shape, dtype=x.dtype)
+
+    stages = [Stage(scaled, reads_key=True)] * 2
+    pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), ZB, compile=False)
+    out = pipe.forward(tracked([rand(3), rand(3)]), rand(6, 3), key=key)
+    factor.fill_(2)
+    with pytest.raises(fpipe.FpipeError, match="put out other numbers when it ran again"):
+        out.square().sum().backward()
+    out = pipe.forward(tracked([rand(3), rand(3)]), rand(6, 3), key=key)
+    key.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.square().sum().backward()
+    module = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)).double().eval()
+    modular = fpipe.from_module(
+        module,
+        schedule=ZB,
+        cuts=["0"],
+        loss=lambda y, _: (y.mean(), y),
+        has_aux=True,
+        compile=False,
+    )
+    aux = modular.forward(dict(module.named_parameters()), {"input": rand(6, 3)}).aux
+    module.train()
+    with pytest.raises(fpipe.FpipeError, match="put out other numbers when it ran again"):
+        aux.square().sum().backward()
+
+
+@pytest.mark.parametrize("method", ["forward", "value", "step"])
+def test_what_is_no_tensor_is_named_where_autograd_watches(method: str) -> None:
+    params, batch = arguments()
+    with pytest.raises(fpipe.BatchError, match=r"batch\['n'\]=3 is a int"):
+        getattr(pipeline(), method)(tracked(params), batch | {"n": 3})
+
+
 # ── what cannot be ──────────────────────────────────────────────────────────────────────────────
 
 
@@ -228,7 +318,6 @@ def test_draws_that_would_be_others_are_refused() -> None:
 
 def refused() -> dict[str, tuple[Any, str]]:
     pipe = pipeline()
-    last = pipeline(out_dims={"z": 0, "positive": 0, "w": None})
 
     def scalar(p: Any, batch: Any) -> Tensor:
         return fpipe.cut(batch["x"] @ p[0]).mean()
@@ -239,11 +328,10 @@ def refused() -> dict[str, tuple[Any, str]]:
         "ensemble": (fpipe.vmap(pipe), "an ensemble, or one that goes by rows"),
         "rows": (fpipe.per_example_grads(pipe), "an ensemble, or one that goes by rows"),
         "function": (fpipe.pipeline(scalar, schedule=ZB), r"let it return \(loss, aux\)"),
-        "last": (last, "keeps the last microbatch's output alone"),
     }
 
 
-@pytest.mark.parametrize("name", ["hvp", "twice", "ensemble", "rows", "function", "last"])
+@pytest.mark.parametrize("name", ["hvp", "twice", "ensemble", "rows", "function"])
 def test_pipelines_without_vjp(name: str) -> None:
     pipe, text = refused()[name]
     with pytest.raises(fpipe.StageError, match=text):
@@ -254,11 +342,21 @@ def test_outputs_without_a_derivative_say_so() -> None:
     """They were detached, without a word."""
     params, batch = arguments()
     last = pipeline(out_dims={"z": 0, "positive": 0, "w": None})
-    with pytest.raises(fpipe.FpipeError, match=r"no derivative here: .*keeps the last"):
-        last.forward(tracked(params), batch)["z"].sum().backward()
+    with pytest.raises(fpipe.BatchError, match=r"\['w'\] is of an output of which the last"):
+        last.forward(tracked(params), batch)["w"].real.sum().backward()
+    own = tracked(params)
+    last.forward(own, batch)["z"].sum().backward()
+    assert_same(grads(own), torch.func.grad(lambda p: whole(p, batch)["z"].sum())(params))
     several = [torch.stack([leaf, leaf]) for leaf in params]
     with pytest.raises(fpipe.FpipeError, match=r"no derivative here: .*an ensemble"):
         fpipe.vmap(pipeline()).forward(tracked(several), batch)["z"].sum().backward()
+    for transform in (fpipe.jvp, fpipe.hvp):
+        z = transform(pipeline()).forward(tracked(params), batch, params)[0]["z"]
+        with pytest.raises(fpipe.FpipeError, match=r"forward of fpipe\.jvp\(pipe\)"):
+            z.sum().backward()
+    product = fpipe.vjp(last).value(tracked(params), batch, {"z": rand(7, 2)} | NO_OTHERS)
+    with pytest.raises(fpipe.FpipeError, match="or takes a cotangent"):
+        product.backward()
 
 
 def test_the_loss_of_a_pipeline_with_a_state_says_so() -> None:
