@@ -137,7 +137,9 @@ class Pipeline(Loadable):
         if tracked and has_history(self):
             return tracked_value(self, params, *arguments, key=key)
         loss: Tensor = self.run_value(params, *arguments, key=key)
-        return without_history(loss, leaves, NO_LOSS) if tracked else loss
+        if tracked:
+            loss = without_history(loss, leaves, NO_LOSS)
+        return loss
 
     def forward(
         self,

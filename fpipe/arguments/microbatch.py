@@ -86,7 +86,7 @@ def _count_rows(
     for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if dim is None:
             continue
-        if not _is_dim(dim, leaf.dim()):
+        if not is_dim(dim, leaf.dim()):
             raise BatchError(
                 f"in_dims is {dim!r} for batch{tree.paths(spec)[index]} of shape "
                 f"{tuple(leaf.shape)}: it must be one of its dimensions, or None for a leaf that "
@@ -117,7 +117,7 @@ def _count_rows(
     return rows
 
 
-def _is_dim(dim: Any, dims: int) -> bool:
+def is_dim(dim: Any, dims: int) -> bool:
     """Whether a tensor of so many dimensions has this one."""
     return type(dim) is int and -dims <= dim < dims
 
@@ -182,7 +182,7 @@ def merge(
         if not shape and type(own) is int and own in (0, -1):
             _check_alike(sizes, None, label)
             merged.append(torch.stack(parts, levels) if parts else None)
-        elif _is_dim(own, len(shape)):
+        elif is_dim(own, len(shape)):
             at = own % len(shape) + levels
             _check_alike(sizes, at, label)
             merged.append(torch.cat(parts, at) if parts else None)

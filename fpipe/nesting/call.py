@@ -52,6 +52,7 @@ class Call:
         options: further arguments by name, which are the same for all members.
         differentiable: the method is ``run_value`` or ``run_step``, and the operation knows its
             derivatives; otherwise the method itself sees to what may be differentiated.
+        repeats: whoever makes the call may make it again for a derivative.
         made: the structure of the result, from when it has run.
         drew: whether it drew from torch's generator, when it ran.
         device: the default one where the call is made; within an operation torch forgets it.
@@ -62,6 +63,7 @@ class Call:
     spec: optree.PyTreeSpec
     options: dict[str, Any] = field(default_factory=dict)
     differentiable: bool = False
+    repeats: bool = False
     made: optree.PyTreeSpec | None = None
     drew: bool = False
     device: torch.device = field(default_factory=torch.get_default_device)
@@ -84,13 +86,14 @@ class Call:
     def run(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Make the call where autograd and `torch.func` do not look."""
         arguments = tree.unflatten(self.spec, leaves)
-        before = drawn_from(leaves) if self.differentiable else []
+        runs_again = self.differentiable or self.repeats
+        before = _drawn_from(leaves) if runs_again else []
         with nullcontext() if self.device.type == "cpu" else self.device, without_hooks():
             made = getattr(self.pipe, self.method)(*arguments, **self.options)
         one = isinstance(self.pipe.definition.argnums, str)
         if self.differentiable and self.method == "run_step" and one:
             made = (made[0], (made[1],), *made[2:])  # derivatives know gradients as a tuple
-        after = drawn_from(leaves) if self.differentiable else []
+        after = _drawn_from(leaves) if runs_again else []
         # Other threads may have drawn.
         self.drew = not all(map(torch.equal, before, after)) and self.pipe.workshop.may_draw
         outputs, self.made = tree.flatten(made)
@@ -157,7 +160,7 @@ def without_hooks() -> Iterator[None]:
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
-def drawn_from(leaves: Sequence[Tensor]) -> list[Tensor]:
+def _drawn_from(leaves: Sequence[Tensor]) -> list[Tensor]:
     """The states of the generators that a step on these tensors may draw from."""
     devices = (leaf.device for leaf in leaves if isinstance(leaf, Tensor))
     return [generator.get_state() for generator in generators(devices)]

@@ -16,7 +16,6 @@ from typing import Any, Literal, Protocol
 
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from fpipe import tree
 from fpipe.definition import ARGUMENTS, Definition
 from fpipe.stage.workshop import Workshop
 from fpipe.transforms.derivative import derivative
@@ -111,7 +110,7 @@ def pulled(pipe: Callee, out_dims: Any) -> Callee:
     Raises:
         StageError: it has none.
     """
-    key = "pulled", tuple(tree.flatten_prefix(out_dims)), repr(out_dims)
+    key = "pulled", repr(out_dims)
     return _kept(pipe, key, lambda: pullback(replace(pipe.definition, argnums="params"), out_dims))
 
 

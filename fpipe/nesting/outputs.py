@@ -18,9 +18,9 @@ from fpipe import tree
 from fpipe.convention import scaled
 from fpipe.definition import ARGUMENTS
 from fpipe.errors import FpipeError, StageError
-from fpipe.nesting.call import Call, drawn_from, without_hooks
+from fpipe.nesting.call import Call, without_hooks
 from fpipe.nesting.derived import Callee, choosing, pulled
-from fpipe.nesting.rules import REDRAWS
+from fpipe.nesting.rules import refuse_redrawing
 
 ON_ONE_RANK: Final = (
     "pipe.forward over processes has no derivative, for what comes out lies on one rank: "
@@ -42,16 +42,16 @@ def tracked_forward(pipe: Callee, *arguments: Any, key: Tensor | None, out_dims:
     if pipe.rank is not None:
         run: Any = pipe
         made = run.run_forward(*arguments, key=key, out_dims=out_dims)
-        return tree.tree_map(lambda leaf: without_history(leaf, leaves, ON_ONE_RANK), made)
+        return without_history(made, leaves, ON_ONE_RANK)
     call = _Outputs(pipe, spec, key, out_dims)
     outputs = _Operation.apply(call, key, *leaves)
     return call.call.result(outputs)
 
 
-def without_history(value: Tensor, leaves: Sequence[Any], why: str) -> Tensor:
-    """`value`, whose derivative by `leaves` is refused when it is taken, and says why."""
-    made: Tensor = _Refused.apply(why, value, *(v for v in leaves if isinstance(v, Tensor)))
-    return made
+def without_history(values: Any, leaves: Sequence[Any], why: str) -> Any:
+    """A tree of tensors whose derivative by `leaves` is refused when it is taken, and says why."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return tree.tree_map(lambda value: _Refused.apply(why, value, *tensors), values)
 
 
 class _Outputs:
@@ -59,8 +59,8 @@ class _Outputs:
 
     def __init__(self, pipe: Callee, spec: Any, key: Tensor | None, out_dims: Any) -> None:
         self._pipe, self._spec, self._out_dims = pipe, spec, out_dims
-        self.call = Call(pipe, "run_forward", spec, {"key": key, "out_dims": out_dims})
-        self._drew = False
+        options = {"key": key, "out_dims": out_dims}
+        self.call = Call(pipe, "run_forward", spec, options, repeats=True)
         self._autocast: list[tuple[str, bool, torch.dtype]] = []
 
     def run(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -71,11 +71,7 @@ class _Outputs:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in kinds
         ]
-        before = drawn_from(tensors)
-        outputs = self.call.run(leaves)
-        after = drawn_from(tensors)
-        self._drew = not all(map(torch.equal, before, after)) and self._pipe.workshop.may_draw
-        return outputs
+        return self.call.run(leaves)
 
     def pull(
         self,
@@ -86,8 +82,7 @@ class _Outputs:
         needed: Sequence[bool],
     ) -> list[Tensor | None]:
         """The gradients by the leaves that need one."""
-        if self._drew:
-            raise FpipeError(REDRAWS)
+        refuse_redrawing(self.call)
         definition = self._pipe.definition
         arguments = tree.unflatten(self._spec, leaves)
         wants = tree.unflatten(self._spec, needed)

@@ -13,7 +13,7 @@ parameters and batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol, Self
+from typing import Any, Protocol, Self
 
 import optree
 import torch
@@ -28,12 +28,6 @@ from fpipe.transforms.ensemble import stacked_along
 
 Trees = dict[int, Any]
 """Gradients of the arguments of a call, by their places among them."""
-
-
-REDRAWS: Final = (
-    "a derivative of a pipeline runs it again, but its stages draw from torch's generator, and "
-    "would draw other numbers: draw from a key, fpipe.Stage(fn, reads_key=True) or has_key=True"
-)
 
 
 class Differentiable(Protocol):
@@ -165,7 +159,7 @@ def _made(
         )
     if definition.alone is not None and "batch" in names:
         return _of_each_member(call, leaves, weights, names)
-    _refuse_redrawing(call)
+    refuse_redrawing(call)
     own = call.another(choosing(call.pipe, names), "run_step", call.spec).enter(leaves)[1]
     arguments = call.places
     return _weighed(definition, arguments, dict(zip(names, own, strict=True)), weights)
@@ -283,7 +277,7 @@ def _moved(
             "a pipeline over processes was differentiated twice, but one of its ranks cannot know "
             "whether the others were too: call fpipe.hvp(pipe) on every rank"
         )
-    _refuse_redrawing(call)
+    refuse_redrawing(call)
     flat, spec = tree.flatten((*tree.unflatten(call.spec, leaves), *vectors))
     pipe = dual(call.pipe)
     if names:
@@ -308,6 +302,10 @@ def _add(found: Trees, more: Trees) -> None:
         found[place] = tree.tree_map(torch.add, found[place], value) if place in found else value
 
 
-def _refuse_redrawing(call: Differentiable) -> None:
+def refuse_redrawing(call: Differentiable) -> None:
     if call.drew:
-        raise FpipeError(REDRAWS)
+        raise FpipeError(
+            "a derivative of a pipeline runs it again, but its stages draw from torch's generator, "
+            "and would draw other numbers: draw from a key, fpipe.Stage(fn, reads_key=True) or "
+            "has_key=True"
+        )

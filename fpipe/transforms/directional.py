@@ -124,7 +124,7 @@ class Directional(Wrapping):
         found = self.pipeline.run_forward(params, batch, *vectors, key=key, out_dims=out_dims)
         leaves = tree.flatten((params, batch, vectors))[0]
         if not is_within() and is_tracked(leaves):
-            found = tree.tree_map(lambda leaf: without_history(leaf, leaves, OF_DUALS), found)
+            found = without_history(found, leaves, OF_DUALS)
         return found._replace(loss=Jvp(*found.loss)) if self.definition.function else found
 
     def programs(self, params: Any, batch: Any, vector: Any) -> tuple[Program, ...]:

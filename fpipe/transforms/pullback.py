@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import reduce, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.arguments.microbatch import is_dim
 from fpipe.arguments.shapes import is_differentiable
 from fpipe.convention import COTANGENT, Convention
 from fpipe.definition import Definition
@@ -129,7 +130,9 @@ class _Entrance:
     def _check_rows(self, batch: Any, cotangent: Any) -> None:
         leaves, _ = tree.tensors("batch", batch, "torch.as_tensor makes one")
         dims = tree.broadcast_prefix("in_dims", self.in_dims, batch, "batch")
-        rows = next((v.shape[d] for v, d in zip(leaves, dims, strict=True) if _has(v, d)), None)
+        rows = next(
+            (v.shape[d] for v, d in zip(leaves, dims, strict=True) if is_dim(d, v.dim())), None
+        )
         own, spec = tree.tensors(COTANGENT, cotangent, "None where there is none")
         dims = tree.broadcast_prefix("out_dims", self.out_dims, cotangent, "the cotangent")
         for path, leaf, dim in zip(tree.paths(spec), own, dims, strict=True):
@@ -138,16 +141,12 @@ class _Entrance:
                     f"cotangent{path} is of an output of which the last microbatch's is kept alone "
                     "(None in out_dims): give out_dims the dimension of its rows, or pass None"
                 )
-            if rows is not None and (not _has(leaf, dim) or leaf.shape[dim] != rows):
+            if rows is not None and (not is_dim(dim, leaf.dim()) or leaf.shape[dim] != rows):
                 raise BatchError(
                     f"cotangent{path} of shape {tuple(leaf.shape)} must have {rows} rows along "
                     f"dimension {dim}, as the batch has: a derivative by outputs is of those with "
                     "a row for each row of the batch"
                 )
-
-
-def _has(leaf: Tensor, dim: Any) -> bool:
-    return isinstance(dim, int) and -leaf.dim() <= dim < leaf.dim()
 
 
 def _without(function: Callable[..., Any], first: bool) -> Callable[..., Any]:
@@ -184,14 +183,13 @@ def _product(y: Any, cotangent: Any) -> Tensor:
     leaves, spec = tree.flatten(y)
     places = tree.unflatten(spec, range(len(leaves)))
     try:
-        weights = tree.broadcast_prefix("cotangent", _leafless(cotangent), places, "the output")
+        weights = tree.broadcast_prefix("cotangent", cotangent, places, "the output")
     except BatchError as error:
         raise StageError(str(error)) from error
     terms = []
-    for path, value, weight in zip(tree.paths(spec), leaves, weights, strict=True):
-        if weight is None:
+    for path, value, own in zip(tree.paths(spec), leaves, weights, strict=True):
+        if own is None:
             continue
-        own = weight.tensor
         if own.shape != value.shape or own.dtype != value.dtype or not is_differentiable(value):
             raise StageError(
                 f"cotangent{path} is {own.dtype} of shape {tuple(own.shape)} in a microbatch, and "
@@ -203,18 +201,4 @@ def _product(y: Any, cotangent: Any) -> Tensor:
         terms.append(real.sum(dtype=torch.promote_types(real.dtype, torch.float32)))
     if not terms:
         raise StageError("the cotangent has None for all that comes out: give one tensor at least")
-    dtype = terms[0].dtype
-    for term in terms[1:]:
-        dtype = torch.promote_types(dtype, term.dtype)
-    return torch.stack([term.to(dtype) for term in terms]).sum()
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """A tensor that is no node and no leaf of the trees that fpipe knows: a value of a prefix."""
-
-    tensor: Tensor
-
-
-def _leafless(cotangent: Any) -> Any:
-    return tree.tree_map(_Leaf, cotangent)
+    return reduce(torch.add, terms)
