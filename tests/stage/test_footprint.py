@@ -65,6 +65,17 @@ def test_products_read_and_write_memory() -> None:
     assert footprint(graph, (0,), fuses=True) == 512
 
 
+def test_attention_reads_memory() -> None:
+    """Its kernel on the CPU, which torch's table of products lacks, is a library's as well."""
+
+    def attend(q: Tensor) -> Any:
+        return (torch.nn.functional.scaled_dot_product_attention(q.sin(), q, q),)
+
+    # What it makes of q beside the output, the log of sums, has one float per query.
+    graph = graph_of(attend, torch.zeros(1, 1, 8, 16))
+    assert footprint(graph, (), fuses=True) == 2 * 512 + 8 * 4
+
+
 def test_a_sum_that_is_handed_over_is_held_twice_one_at_a_time() -> None:
     """Sums of two parameters: each is let go when what comes in its place is there."""
 

@@ -29,6 +29,19 @@ _COPIES = frozenset({aten.clone.default, aten._to_copy.default})
 _ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
 _FILLED = frozenset({aten.full.default, aten.full_like.default, aten.new_full.default})
 
+UNLISTED_PRODUCTS = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        aten._grouped_mm,
+        aten._scaled_grouped_mm,
+        aten._int_mm,
+        aten.mkldnn_rnn_layer,
+        aten.mkldnn_rnn_layer_backward,
+    }
+)
+"""What libraries compute as well, and torch's table of FLOPs lacks."""
+
 # Namespaces of operations of which it is known whether they draw.
 _KNOWN = frozenset({"aten", "prims", "fpipe"})
 
@@ -106,7 +119,8 @@ def ancestors(roots: Iterable[fx.Node], until: Collection[fx.Node] = ()) -> set[
 
 def is_product(node: fx.Node) -> bool:
     """Whether a library computes `node`: a matrix product, a convolution, attention."""
-    return getattr(node.target, "overloadpacket", None) in flop_registry
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet in flop_registry or packet in UNLISTED_PRODUCTS
 
 
 def values_of(node: fx.Node) -> list[Tensor]:
