@@ -384,5 +384,7 @@ def interrupt_the_waiting(group: dist.ProcessGroup, seconds: float) -> list[Outc
     if group.rank():
         time.sleep(seconds)
     else:
+        # A shell's background jobs, and all that they start, ignore it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     return [attempt(pipe.step, params, model.batch) for _ in range(2)]
