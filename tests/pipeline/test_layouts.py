@@ -106,6 +106,22 @@ def put_off(kind: str) -> Tensor:
 
 
 @pytest.mark.inductor
+def test_compiled_view_of_what_the_compiler_lays_out_otherwise() -> None:
+    """Attention behind an empty cache, as Hugging Face's: the view of a product did not compile."""
+
+    def stage(p: Tensor, x: Tensor) -> Tensor:
+        keys = (x @ p).view(len(x), 3, 2, 2).transpose(1, 2)
+        keys = torch.cat([torch.tensor([], dtype=keys.dtype), keys], dim=-2)
+        return keys @ keys.transpose(-1, -2)
+
+    x, p = rand(2, 3, 4), rand(4, 4)
+    pipe = fpipe.pipeline(
+        [stage], lambda y, _: y.square().mean(), schedules.gpipe(ranks=1, microbatches=1)
+    )
+    assert_same(pipe.value([p], x), stage(p, x).square().mean())
+
+
+@pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 @pytest.mark.parametrize("kind", ["negated", "conjugated", "both"])
 def test_constants_that_torch_has_yet_to_negate_or_conjugate(kind: str) -> None:

@@ -92,10 +92,19 @@ class Compiler:
 
 
 def _maker(compile: Compile) -> Callable[[fx.Graph, list[Tensor]], Call]:
-    if compile is False:
-        return lambda graph, examples: _uncompiled(graph)
-    make = _maker_of_modules(compile)
-    return lambda graph, examples: make(_module(graph), examples)
+    """Makes the callable of a graph.
+
+    Some kernels lay their result out otherwise than the abstract ones with which the graph was
+    traced, and so do some operations as a compiler writes them by means of others: a view of it
+    would fail where a reshape copies.
+    """
+    of_modules = None if compile is False else _maker_of_modules(compile)
+
+    def make(graph: fx.Graph, examples: list[Tensor]) -> Call:
+        free_views_of_layout(graph)
+        return _uncompiled(graph) if of_modules is None else of_modules(_module(graph), examples)
+
+    return make
 
 
 def _maker_of_modules(compile: Compile) -> Callable[[fx.GraphModule, list[Tensor]], Call]:
@@ -141,12 +150,7 @@ def _module(graph: fx.Graph) -> fx.GraphModule:
 
 
 def _uncompiled(graph: fx.Graph) -> Call:
-    """The graph as Python, taking its inputs from a list and dropping each after its last use.
-
-    Some kernels lay their result out otherwise than the abstract ones with which the graph was
-    traced, so that a view of it might fail where a reshape copies.
-    """
-    free_views_of_layout(graph)
+    """The graph as Python, taking its inputs from a list and dropping each after its last use."""
     graph.set_codegen(_BoxedCodeGen())
     call: Call = _module(graph).forward
     return call
