@@ -19,8 +19,9 @@ from torch.fx.graph import _BoxedCodeGen
 
 from fpipe.arguments.shapes import kernels
 from fpipe.errors import StageError
+from fpipe.stage.graphs.layouts import Layout, lay_out, layouts_of, unlike
 from fpipe.stage.graphs.nodes import value_of
-from fpipe.stage.graphs.rewrites import free_views_of_layout, with_uniform_draws
+from fpipe.stage.graphs.rewrites import copy_of, free_views_of_layout, with_uniform_draws
 from fpipe.stage.pieces.piece import Piece
 from fpipe.stage.pieces.products import blas_is_slow, with_onednn
 
@@ -169,12 +170,36 @@ def _by_torch_compile(module: fx.GraphModule, options: dict[str, Any]) -> Call:
 
 
 def _inductor(module: fx.GraphModule, examples: list[Tensor], patches: dict[str, Any]) -> Call:
-    """Inductor's own boxed callable, without the wrappers around it where they do nothing."""
+    """Inductor's own boxed callable, without the wrappers around it where they do nothing.
+
+    What comes out lies as it did in the trace, for which the pieces that read it are compiled.
+    """
+    layouts = layouts_of(module.graph)
+    call, others = _by_inductor(module, examples, patches, layouts)
+    if others:
+        laid = copy_of(module.graph)
+        lay_out(laid, {n: own for n in others if (own := layouts[n]) is not None})
+        call, others = _by_inductor(_module(laid), examples, patches, layouts)
+        assert not others, f"outputs {others} lie otherwise than in the trace"
+    return call
+
+
+def _by_inductor(
+    module: fx.GraphModule,
+    examples: list[Tensor],
+    patches: dict[str, Any],
+    layouts: Sequence[Layout | None],
+) -> tuple[Call, list[int]]:
+    """What Inductor makes of a graph; or the outputs that would not lie as they should.
+
+    It writes some operations by means of others that lay out their results otherwise.
+    """
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     captured: list[Any] = []
+    others: list[int] = []
     if not patches.get("fallback_random", inductor_config.fallback_random):
         module = _module(with_uniform_draws(module.graph))
     # Where Inductor tunes products it must see them.
@@ -184,9 +209,14 @@ def _inductor(module: fx.GraphModule, examples: list[Tensor], patches: dict[str,
         module = _module(with_onednn(module.graph))
 
     def capture(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        found = layouts_of(graph.graph)
+        if len(found) == len(layouts):
+            others.extend(unlike(layouts, found))
+        if others:
+            return _nothing
         artefact = compile_fx_inner(graph, inputs, **options)
         inner = [n for n in graph.graph.nodes if n.op == "placeholder"]
-        captured.append((artefact, len(inner), _num_outputs(graph.graph)))
+        captured.append((artefact, len(inner), len(found)))
         return artefact
 
     # What is compiled for a number of threads is kept under it, by every version of torch.
@@ -199,9 +229,9 @@ def _inductor(module: fx.GraphModule, examples: list[Tensor], patches: dict[str,
             inner_compile=capture,
             config_patches=_OPTIONS | threads | patches,
         )
-    if len(captured) == 1 and captured[0][1:] == (len(examples), _num_outputs(module.graph)):
+    if len(captured) == 1 and captured[0][1:] == (len(examples), len(layouts)):
         call: Call = captured[0][0].current_callable
-        return call
+        return call, others
 
     def call_wrapped(inputs: list[Tensor]) -> Sequence[Tensor]:
         taken = list(inputs)
@@ -211,7 +241,15 @@ def _inductor(module: fx.GraphModule, examples: list[Tensor], patches: dict[str,
         )
         return outputs
 
-    return call_wrapped
+    return call_wrapped, others
+
+
+def _nothing(inputs: list[Tensor]) -> Sequence[Tensor]:
+    """Stands for a graph that is not compiled."""
+    raise AssertionError("it is compiled once its outputs are laid out")
+
+
+_nothing._boxed_call = True  # type: ignore[attr-defined]  # how Inductor knows one
 
 
 def _kept(examples: Sequence[Tensor]) -> list[Tensor]:
@@ -228,8 +266,3 @@ def _kept(examples: Sequence[Tensor]) -> list[Tensor]:
             torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device)
             for e in examples
         ]
-
-
-def _num_outputs(graph: fx.Graph) -> int:
-    returned: Any = graph.output_node().args[0]
-    return len(returned)
