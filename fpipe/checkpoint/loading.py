@@ -146,7 +146,7 @@ def reading(
         for name in there:
             first, *others = stored[name]
             for other in others:
-                if not torch.equal(found[first], found[other]):
+                if not _same(found[first], found[other]):
                     raise BatchError(
                         f"the checkpoint's {first!r} and {other!r} have other numbers, and in the "
                         "model they are one tied parameter: it is of a model in which they are "
@@ -155,3 +155,8 @@ def reading(
         return {name: found[stored[name][0]] for name in there}
 
     return read
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether the numbers are equal, those included that are none."""
+    return one.shape == other.shape and bool(torch.isclose(one, other, 0, 0, equal_nan=True).all())

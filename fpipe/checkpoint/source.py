@@ -49,13 +49,23 @@ def check_shape(name: str, found: tuple[int, ...], like: Tensor) -> None:
 
 
 def check_dtype(name: str, found: torch.dtype, like: Tensor) -> None:
-    """Refuse numbers that cannot become the model's, as complex ones cannot become real.
+    """Refuse numbers that cannot become the model's: complex ones real, or large integers small.
 
     Raises:
         BatchError: names the tensor.
     """
-    if not torch.can_cast(found, like.dtype):
+    if not torch.can_cast(found, like.dtype) or _wraps(found, like.dtype):
         raise BatchError(
             f"the checkpoint's {name!r} has dtype {found}, but the model's has {like.dtype}, in "
             "which a part of its numbers would be lost: convert the checkpoint"
         )
+
+
+def _wraps(found: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether both are of integers, and some of one are none of the other."""
+    if any(dtype.is_floating_point or dtype.is_complex for dtype in (found, wanted)):
+        return False
+    if torch.bool in (found, wanted):
+        return False
+    own, other = torch.iinfo(found), torch.iinfo(wanted)
+    return own.min < other.min or own.max > other.max

@@ -281,6 +281,37 @@ def test_numbers_that_would_lose_a_part_are_refused(
         pipe_of(without_weights()).load(write(module, tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("stored", "wanted", "fits"),
+    [
+        (torch.int64, torch.int32, False),
+        (torch.uint8, torch.int8, False),
+        (torch.int8, torch.uint8, False),
+        (torch.int16, torch.int64, True),
+        (torch.uint8, torch.int16, True),
+        (torch.bool, torch.uint8, True),
+        (torch.int64, torch.float32, True),
+    ],
+)
+def test_integers_that_may_not_fit_are_refused(
+    stored: torch.dtype, wanted: torch.dtype, fits: bool, tmp_path: Path
+) -> None:
+    """They came round from the other end."""
+
+    def stage(params: Tensor, x: Tensor) -> Tensor:
+        return x * params
+
+    schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline([stage], lambda y, _: y.sum(), schedule, compile=False)
+    save_file({"0": torch.ones(2, dtype=stored)}, tmp_path / "one.safetensors")
+    shapes = [torch.empty(2, dtype=wanted, device="meta")]
+    if fits:
+        assert torch.equal(pipe.load(tmp_path, shapes=shapes)[0], torch.ones(2, dtype=wanted))
+    else:
+        with pytest.raises(fpipe.BatchError, match=rf"has dtype {stored}, but the model's has"):
+            pipe.load(tmp_path, shapes=shapes)
+
+
 def test_tied_parameter_that_the_checkpoint_has_untied_is_refused(tmp_path: Path) -> None:
     """The first name counted: another model than that of the checkpoint, and nobody was told."""
     module: Any = build("gpt2", 2)
@@ -290,6 +321,15 @@ def test_tied_parameter_that_the_checkpoint_has_untied_is_refused(tmp_path: Path
     pipe = pipe_of(module, "transformer.h.0")
     save_file(own | {"lm_head.weight": table.clone()}, path)
     assert torch.equal(pipe.load(path)["transformer.wte.weight"], table)
+    broken = table.clone()
+    broken[0] = torch.nan  # no number equals itself, and the file is to be looked into
+    save_file(
+        own
+        | dict.fromkeys(["transformer.wte.weight"], broken)
+        | {"lm_head.weight": broken.clone()},
+        path,
+    )
+    torch.testing.assert_close(pipe.load(path)["transformer.wte.weight"], broken, equal_nan=True)
     save_file(own | {"lm_head.weight": table + 1}, path)
     with pytest.raises(fpipe.BatchError, match=r"'transformer.wte.weight' and 'lm_head.wei"):
         pipe.load(path)
