@@ -6,6 +6,7 @@
 #   make examples   run every file of examples/ whole
 #   make soak       random schedules with random faults on real processes; ROUNDS=300 SEED=0
 #   make programs   random programs against plain autograd; COUNT=1000 SEED=0
+#   make models     Hugging Face models, compiled, against themselves without a pipeline
 #   make emulate    the tests of CUDA, on a device that is made of the CPU
 #   make reference  the docstrings of all public names as pages, in build/reference
 #   make lint       ruff and mypy alone
@@ -36,7 +37,7 @@ ROUNDS ?= 300
 COUNT ?= 1000
 SEED ?= 0
 
-.PHONY: test demo examples soak programs emulate reference lint format clean
+.PHONY: test demo examples soak programs models emulate reference lint format clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml constraints.txt
@@ -60,6 +61,9 @@ soak: $(STAMP)
 
 programs: $(STAMP)
 	$(BIN)/python -m tests.programs --count $(COUNT) --seed $(SEED)
+
+models: $(STAMP)
+	$(BIN)/python -m tests.architectures
 
 emulate: $(STAMP)
 	$(BIN)/python -m pytest -p tests.device.emulated -m "cuda and not real_device"

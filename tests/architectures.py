@@ -1,0 +1,88 @@
+"""Hugging Face models, compiled, against themselves without a pipeline.
+
+    python -m tests.architectures [gpt2 t5 …]
+
+`make test` runs them uncompiled, on every schedule. Compiled they take minutes: each with both
+kinds of attention; and with dropout from a key, where it has any, against the same pipeline
+uncompiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+import fpipe
+from tests.modules.hugging_face import ARCHITECTURES, ROWS, build, cross_entropy, make_batch
+from tests.modules.models import detached, unpipelined
+
+LAYERS = 2
+ROUNDING = 1e-6
+"""In float64; several of them take norms, angles or a softmax in float32."""
+
+DROPPING = ("bert", "gpt2", "t5")
+"""Those that have dropout by default."""
+
+
+def differences(got: fpipe.Step, expected: fpipe.Step) -> Iterator[str]:
+    """What differs by more than rounding."""
+    pairs: dict[str, tuple[Any, Any]] = {"loss": (got.loss, expected.loss)}
+    pairs |= {name: (got.grads[name], grad) for name, grad in expected.grads.items()}
+    for name, (one, other) in pairs.items():
+        distance = (one - other).abs().max().item()
+        if not distance <= ROUNDING * (1 + other.abs().max().item()):
+            yield f"{name} by {distance:.1e}"
+
+
+def compare(name: str, attention: str, drops: bool) -> list[str]:
+    """What a compiled step of a model computes otherwise."""
+    module: Any = build(name, LAYERS)
+    module.train(drops)
+    module.set_attn_implementation(attention)
+    params, batch = detached(module), make_batch(name, ROWS)
+
+    def step(compile: bool) -> fpipe.Step:
+        pipe = fpipe.from_module(
+            module,
+            schedule=fpipe.schedules.zb_h1(ranks=2, microbatches=2),
+            cuts=ARCHITECTURES[name].cuts(LAYERS),
+            loss=cross_entropy,
+            compile=compile,
+            has_key=drops,
+        )
+        return pipe.step(params, batch, *([fpipe.random.key(0)] if drops else []))
+
+    expected = step(False) if drops else unpipelined(module, params, batch, cross_entropy)
+    return list(differences(step(True), expected))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile them all; 1 if one differs."""
+    parser = argparse.ArgumentParser(description="Hugging Face models, compiled.")
+    parser.add_argument("names", nargs="*", metavar="name", help=", ".join(ARCHITECTURES))
+    names = parser.parse_args(arguments).names or list(ARCHITECTURES)
+    if unknown := set(names) - set(ARCHITECTURES):
+        parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(ARCHITECTURES)}")
+    failed = 0
+    for name in names:
+        for attention in ("eager", "sdpa"):
+            for drops in (False, True)[: 1 + (name in DROPPING)]:
+                start = time.perf_counter()
+                found = compare(name, attention, drops)
+                failed += bool(found)
+                says = "differs: " + "; ".join(found) if found else "equal"
+                seconds = time.perf_counter() - start
+                how = f"{attention}{' with dropout' if drops else ''}"
+                print(f"{name:8} {how:20} {seconds:5.1f} s  {says}", flush=True)
+    print(f"{failed} differ")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())
