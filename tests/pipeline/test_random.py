@@ -202,3 +202,24 @@ def test_draw_whose_name_no_graph_can_write() -> None:
     )
     with pytest.raises(fpipe.StageError, match=r"draw with torch\.randint\(low, high, x\.shape\)"):
         pipe.step([torch.ones(2)], torch.ones(2, 2))
+
+
+@pytest.mark.inductor
+def test_compiled_draws_have_the_default_dtype() -> None:
+    """Inductor drew float32, which the backward read as the float64 of the trace."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        pipe = fpipe.pipeline(
+            [lambda w, x: torch.tanh(x @ w) * torch.rand(4)],
+            lambda y, _: y.sum(),
+            schedules.gpipe(ranks=1, microbatches=1),
+        )
+        w, x = torch.eye(4), torch.ones(2, 4)
+        found = []
+        for moved in (w, w + 1e-6, w - 1e-6):
+            torch.manual_seed(1)
+            found.append(pipe.step([moved], x))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    slope = (found[1].loss - found[2].loss) / 2e-6
+    torch.testing.assert_close(found[0].grads[0].sum(), slope, rtol=1e-6, atol=1e-6)

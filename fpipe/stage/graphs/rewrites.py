@@ -81,10 +81,13 @@ def with_uniform_draws(graph: fx.Graph) -> fx.Graph:
 
     On the CPU it leaves ``bernoulli`` to a kernel that draws from the generator which seeds its own
     draws, too, and in an order that depends on what else a graph returns: with another remat policy
-    it would draw other numbers.
+    it would draw other numbers. What is drawn without a dtype it draws in float32, whatever the
+    default was in the trace.
     """
     copied = copy_of(graph)
     for node in list(copied.nodes):
+        if node.target in (aten.rand.default, aten.randn.default):
+            node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
         if node.target not in _BERNOULLIS or node.kwargs.get("generator") is not None:
             continue
         like = node.meta["val"]
