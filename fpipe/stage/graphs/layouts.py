@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from fpipe.errors import StageError
+from fpipe.stage.graphs.nodes import value_of
 
 aten = torch.ops.aten
 
@@ -78,10 +80,28 @@ def lay_out(graph: fx.Graph, layouts: Mapping[int, Layout]) -> None:
                 f"{outputs[number]} has shape {layout.shape} and strides {layout.stride}, which "
                 "the compiler does not keep: take x.contiguous() of it where it is made"
             )
-        with graph.inserting_before(end):
-            made = graph.call_function(aten.permute.default, (outputs[number], order))
-            made = graph.call_function(
-                aten.clone.default, (made,), {"memory_format": torch.contiguous_format}
-            )
-            outputs[number] = graph.call_function(aten.permute.default, (made, places))
+        outputs[number] = copied(end, outputs[number], order)
     end.args = (type(returned)(outputs),)
+
+
+def copied(before: fx.Node, node: fx.Node, order: list[int]) -> fx.Node:
+    """A copy of a value in front of another node, with its dimensions lying in this order."""
+
+    def call(target: OpOverload, argument: fx.Node, *arguments: Any, **options: Any) -> fx.Node:
+        with before.graph.inserting_before(before):
+            made = before.graph.call_function(target, (argument, *arguments), options)
+        return made
+
+    value, usual = value_of(node), sorted(order)
+    turned = order != usual
+    if turned:
+        node = call(aten.permute.default, node, order)
+        node.meta["val"] = value.permute(order)
+    copy = call(aten.clone.default, node, memory_format=torch.contiguous_format)
+    copy.meta["val"] = value.new_empty([value.shape[d] for d in order])
+    if turned:
+        back = sorted(usual, key=order.__getitem__)
+        view = call(aten.permute.default, copy, back)
+        view.meta["val"] = value_of(copy).permute(back)
+        return view
+    return copy

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
+from fpipe.stage.graphs.layouts import copied
 from fpipe.stage.graphs.nodes import ancestors, base_of, inserted, value_of
 
 aten = torch.ops.aten
@@ -108,7 +108,7 @@ def _settle_gradients(graph: fx.Graph, owners: Sequence[Tensor | None]) -> None:
         if not fit or _is_part(node):
             # Right where it is made, but for what the forward makes, and what comes in.
             inner = node.op == "call_function" and base not in forward
-            gradients[index] = _copy(node.next if inner else end, node, order)
+            gradients[index] = copied(node.next if inner else end, node, order)
         claimed.add(base)
     end.args = ((outputs, gradients),)
 
@@ -117,7 +117,7 @@ def _settle_outputs(graph: fx.Graph, private: Collection[fx.Node]) -> None:
     """Copy the outputs that other stages cannot read where they are, or that hold more alive."""
     outputs, gradients = _results(graph)
     copies = {
-        n: _copy(graph.output_node(), n, _order_of(value_of(n), None))
+        n: copied(graph.output_node(), n, _order_of(value_of(n), None))
         for n in dict.fromkeys(outputs)
         if n in private or _is_part(n)
     }
@@ -140,29 +140,6 @@ def _order_of(value: Tensor, owner: Tensor | None) -> list[int]:
     strides, shape = owner.stride(), owner.shape
     order = sorted(usual, key=lambda d: (-strides[d], -shape[d]))
     return order if owner.permute(order).is_contiguous() else usual
-
-
-def _copy(before: fx.Node, node: fx.Node, order: list[int]) -> fx.Node:
-    """A copy of a value in front of another node, with its dimensions lying in this order."""
-
-    def call(target: OpOverload, argument: fx.Node, *arguments: Any, **options: Any) -> fx.Node:
-        with before.graph.inserting_before(before):
-            made = before.graph.call_function(target, (argument, *arguments), options)
-        return made
-
-    value, usual = value_of(node), sorted(order)
-    turned = order != usual
-    if turned:
-        node = call(aten.permute.default, node, order)
-        node.meta["val"] = value.permute(order)
-    copy = call(aten.clone.default, node, memory_format=torch.contiguous_format)
-    copy.meta["val"] = value.new_empty([value.shape[d] for d in order])
-    if turned:
-        back = sorted(usual, key=order.__getitem__)
-        view = call(aten.permute.default, copy, back)
-        view.meta["val"] = value_of(copy).permute(back)
-        return view
-    return copy
 
 
 def _is_transpose(node: fx.Node) -> bool:
