@@ -4,31 +4,26 @@ A key is a tensor of two 32-bit words. What is drawn from it depends on the key 
 the result alone, so nothing is advanced, and nothing changes when it is computed twice, elsewhere
 or in another order. Use a key once; make new ones of it with `split` and `fold_in`.
 
-The generator is Threefry2x32 with 20 rounds (Salmon, Moraes, Dror and Shaw, "Parallel random
-numbers: as easy as 1, 2, 3", SC 2011), on the counters of the places. `key`, `split`, `fold_in` and
-`bits` agree with ``jax.random`` (``jax_threefry_partitionable``, its default). All of it is integer
-arithmetic in plain tensor operations: the same bits on every device, compiled or not, and under
-`torch.func.vmap`, `vjp` and `jvp`. Words are held in int64, because torch has no addition and no
-shift of uint32.
+The generator is Threefry2x32 (`fpipe.threefry`), on the counters of the places. `key`, `split`,
+`fold_in` and `bits` agree with ``jax.random`` (``jax_threefry_partitionable``, its default). All of
+it is integer arithmetic in plain tensor operations: the same bits on every device, compiled or not,
+and under `torch.func.vmap`, `vjp` and `jvp`. Words are held in int64, because torch has no addition
+and no shift of uint32.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, TypeVar
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from fpipe.errors import FpipeError
 from fpipe.schedule.arguments import plain_integer
+from fpipe.threefry import MASK, threefry2x32
 
-Word = TypeVar("Word", Tensor, int)
-
-_MASK: Final = 0xFFFFFFFF
-_PARITY: Final = 0x1BD11BDA
-_ROTATIONS: Final = ((13, 15, 26, 6), (17, 29, 16, 24))
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -53,7 +48,7 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
     """
     if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64:
         raise FpipeError(f"seed={seed!r:.60} must be an integer of at most 64 bits")
-    return torch.tensor([seed >> 32 & _MASK, seed & _MASK], dtype=torch.int64, device=device)
+    return torch.tensor([seed >> 32 & MASK, seed & MASK], dtype=torch.int64, device=device)
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
@@ -77,7 +72,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     check_key(key, single=False)
     _check_integer(data)
     number = torch.as_tensor(data, device=key.device)
-    counter = (number >> 32 & _MASK, number & _MASK)
+    counter = (number >> 32 & MASK, number & MASK)
     return torch.stack(threefry2x32((key[..., 0], key[..., 1]), counter), -1)
 
 
@@ -233,49 +228,12 @@ def dropout(key: Tensor, x: Tensor, p: float = 0.5) -> Tensor:
     return torch.where(keep, x / (1 - p) if p < 1 else x, 0)
 
 
-def threefry2x32(key: tuple[Word, Word], counter: tuple[Word, Word]) -> tuple[Word, Word]:
-    """Threefry2x32 with 20 rounds, element by element.
-
-    Args:
-        key: two words: int64 tensors, or integers, from 0 to 2³²−1.
-        counter: two words of the same kind; tensors broadcast.
-
-    Returns:
-        Two words.
-    """
-    k0, k1 = key
-    schedule: tuple[Word, Word, Word] = (k0, k1, k0 ^ k1 ^ _PARITY)
-    # Only the second word is rotated, so only that one must be free of carries: the first gathers
-    # at most 26 of them, and the second is shifted to at most 61 bits, so nothing overflows.
-    x0 = counter[0] + k0
-    x1 = counter[1] + k1 & _MASK
-    for group in range(5):
-        for rotation in _ROTATIONS[group % 2]:
-            x0 = x0 + x1
-            x1 = (x1 << rotation | x1 >> 32 - rotation) ^ x0
-            x1 = _held(x1 & _MASK)
-        x0 = x0 + schedule[(group + 1) % 3]
-        x1 = x1 + schedule[(group + 2) % 3] + (group + 1) & _MASK
-    return x0 & _MASK, x1
-
-
-def _held(word: Word) -> Word:
-    """The same word, as a value that Inductor computes once.
-
-    It would otherwise write a word out at each of its uses, and those again, and take a minute over
-    it. The view costs nothing: what it looks at is held in a register of the same loop.
-    """
-    if isinstance(word, Tensor):
-        return word.as_strided(word.shape, word.stride())
-    return word
-
-
 def _words(key: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Two words for each place of `shape`, whose number is the counter."""
     check_key(key)
     _check_shape(shape)
     place = torch.arange(math.prod(shape), device=key.device).view(tuple(shape))
-    return threefry2x32((key[0], key[1]), (place >> 32, place & _MASK))
+    return threefry2x32((key[0], key[1]), (place >> 32, place & MASK))
 
 
 def _integers(key: Tensor, shape: Sequence[int], digits: int) -> Tensor:

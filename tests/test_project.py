@@ -93,7 +93,7 @@ LAYERS: Final = (
     ("fpipe.schedule",),
     ("fpipe.schedules",),
     ("fpipe.cli",),
-    ("fpipe.draws", "fpipe.nn", "fpipe.random"),
+    ("fpipe.draws", "fpipe.nn", "fpipe.random", "fpipe.threefry"),
     ("fpipe.arguments",),
     ("fpipe.checkpoint",),
     ("fpipe.stage.refusing", "fpipe.stage.standin"),

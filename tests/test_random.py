@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe import FpipeError, random
+from fpipe.stage.graphs.inlining import write_out_draws
+from fpipe.threefry import threefry2x32, whole
 from fpipe.transforms.dual import load_rules
 
 ONES = 0xFFFFFFFF
+WHOLE = torch.ops.fpipe.threefry2x32.default
 
 # From kat_vectors of Random123, threefry2x32 with 20 rounds: counter, key, result.
 KNOWN = [
@@ -32,8 +37,8 @@ KNOWN = [
 def test_published_answers(
     counter: tuple[int, int], key: tuple[int, int], expected: tuple[int, int]
 ) -> None:
-    assert random.threefry2x32(key, counter) == expected
-    tensors = random.threefry2x32(
+    assert threefry2x32(key, counter) == expected
+    tensors = threefry2x32(
         (torch.tensor(key[0]), torch.tensor(key[1])),
         (torch.tensor(counter[0]), torch.tensor(counter[1])),
     )
@@ -94,6 +99,29 @@ def test_under_vmap(name: str) -> None:
     draw, keys = DRAWS[name], random.split(random.key(1), 4)
     found = torch.vmap(draw)(keys)
     assert torch.equal(found, torch.stack([draw(key) for key in keys]))
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_as_one_operation(name: str) -> None:
+    draw, keys = DRAWS[name], random.split(random.key(1), 6).view(2, 3, 2)
+    expected = [[draw(key) for key in row] for row in keys]
+    with whole():
+        assert torch.equal(draw(keys[0, 0]), expected[0][0])
+        mapped = torch.vmap(torch.vmap(draw, in_dims=1), in_dims=2)(keys.permute(2, 1, 0))
+    assert torch.equal(mapped, torch.stack([torch.stack(row) for row in expected]))
+
+
+def test_a_trace_records_it_as_one_operation() -> None:
+    with whole(), FakeTensorMode() as mode:
+        graph = make_fx(DRAWS["dropout"])(random.key(1)).graph
+    assert len(graph.find_nodes(op="call_function", target=WHOLE)) == 1
+    assert len(graph.nodes) < 30
+    write_out_draws(graph, mode)
+    graph.lint()
+    assert not graph.find_nodes(op="call_function", target=WHOLE)
+    assert len(graph.nodes) > 100
+    written: Any = fx.GraphModule({}, graph)
+    assert torch.equal(written(random.key(2)), DRAWS["dropout"](random.key(2)))
 
 
 @pytest.mark.inductor

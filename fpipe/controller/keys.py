@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fpipe import random
 from fpipe.errors import BatchError
+from fpipe.threefry import threefry2x32
 
 Words = tuple[int, int]
 """A key as two integers."""
@@ -71,9 +72,9 @@ def keys_of(
     found: list[Words] = []
     for microbatch, stage in places:
         if microbatch not in folded:
-            folded[microbatch] = random.threefry2x32(words, (0, microbatch))
+            folded[microbatch] = threefry2x32(words, (0, microbatch))
         own = folded[microbatch]
-        found.append(own if stage < 0 else random.threefry2x32(own, (0, stage)))
+        found.append(own if stage < 0 else threefry2x32(own, (0, stage)))
     # Made on the CPU, so that nobody waits until the device has done what was asked of it before.
     keys = torch.tensor(found, dtype=torch.int64, device="cpu")
     return keys.to(device, non_blocking=True).unbind()

@@ -20,6 +20,7 @@ from fpipe.arguments.shapes import is_differentiable
 from fpipe.errors import StageError
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.foreign.combined import with_contexts
+from fpipe.stage.graphs.inlining import write_out_draws
 from fpipe.stage.graphs.joint import Cotangent, Joint, Sum
 from fpipe.stage.graphs.simplify import simplify
 from fpipe.stage.graphs.sources import BatchLeaf, Constant, Param, Source, SumSoFar
@@ -34,6 +35,7 @@ from fpipe.stage.tracing.closure import lift_constants
 from fpipe.stage.tracing.functional import record
 from fpipe.stage.tracing.known import Known
 from fpipe.stage.tracing.peeking import WithoutPeeking
+from fpipe.threefry import whole
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ def trace(
         name, WithBackward(function, leaves, demand, lift, fold), leaves, cotangents, mode
     )
     refuse_writes(name, module.graph)
+    write_out_draws(module.graph, mode)
     constants, constant_sources = lift_constants(name, module, origin)
     nodes = iter(module.graph.nodes)
     named = {next(nodes).name: source for source in leaves.sources}
@@ -178,7 +181,15 @@ def _run_abstractly(
 ) -> tuple[list[Tensor], optree.PyTreeSpec]:
     """What the function returns on fake tensors, or a clear refusal."""
     try:
-        with unreported(), unseeded(), mode, torch.no_grad(), with_contexts(), WithoutPeeking():
+        with (
+            unreported(),
+            unseeded(),
+            mode,
+            torch.no_grad(),
+            with_contexts(),
+            WithoutPeeking(),
+            whole(),
+        ):
             # Clones, because one leaf may come in by several names.
             inputs = [value.clone() for value in leaves.values]
             guard = WriteGuard(dict(zip(leaves.paths, inputs, strict=True)), origin)
