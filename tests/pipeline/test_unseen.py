@@ -175,6 +175,13 @@ LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
     "detach_": detached_in_place,
     "detach_ after a view was read": detached_after_a_view_was_read,
     "detach_ before a write": detached_and_written_to,
+    "embedding of a bounded table": lambda x: F.embedding(torch.tensor([0, 2, 0]), x, max_norm=0.5),
+    "bags of a bounded table": lambda x: F.embedding_bag(
+        torch.tensor([[0, 2], [2, 2]]), x, None, 0.5, mode="sum"
+    ),
+    "embedding of a detached bounded table": lambda x: (
+        F.embedding(torch.tensor([0, 2, 0]), x.detach() * 2, max_norm=0.5) * x[:1]
+    ),
     "cosine": lambda x: x * F.cosine_similarity(x, x.roll(1, 0))[:, None],
     "cosine within its bound": lambda x: x * F.cosine_similarity(x, x.exp(), 0, 2.0),
     "cosine of all pairs": lambda x: x @ F.cosine_similarity(x[None, :3], x[:3, None], -1),

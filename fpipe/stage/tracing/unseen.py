@@ -10,10 +10,12 @@ value and hands its cotangent to the old.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -29,6 +31,7 @@ _OTHERWISE = frozenset({"detach_", "requires_grad_", "resize_", "resize_as_", "s
 """Methods that change a tensor, and nothing in it."""
 
 _DETACHING = frozenset({Tensor.detach, torch.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
+_RENORMING = frozenset({F.embedding, F.embedding_bag})
 _DETACHING_ITSELF = frozenset({Tensor.detach_, torch.detach_})
 
 
@@ -88,6 +91,8 @@ class UnseenWrites(TorchFunctionMode):
     ) -> Any:
         if func is torch.cosine_similarity:
             return _cosine_similarity(*args, **options)
+        if func in _RENORMING:
+            return self._embed(func, inspect.signature(func).bind(*args, **options))
         if func in _DETACHING_ITSELF and args[0].requires_grad:
             with torch.enable_grad():
                 args[0].copy_(args[0].detach())
@@ -114,6 +119,17 @@ class UnseenWrites(TorchFunctionMode):
                         {own: (own._version, _written_apart()) for own in (seen, value)}
                     )
         return result
+
+    def _embed(self, func: Callable[..., Any], call: inspect.BoundArguments) -> Any:
+        """An embedding, whose write to its table torch functions do not see."""
+        call.apply_defaults()
+        table, most = call.arguments["weight"], call.arguments["max_norm"]
+        if most is not None and isinstance(table, Tensor) and table.requires_grad:
+            read = (call.arguments["input"], most, call.arguments["norm_type"])
+            with torch.no_grad():
+                self._write_unseen(torch.embedding_renorm_, table, (table, *read), {})
+            call.arguments["max_norm"] = None
+        return func(*call.args, **call.kwargs)
 
     def _write_unseen(
         self,
