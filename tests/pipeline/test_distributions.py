@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -85,3 +86,27 @@ def test_they_are_checked_again_afterwards() -> None:
     test_loss_and_gradients(normal, cut=False)
     with pytest.raises(ValueError, match=r"GreaterThan"):
         D.Normal(torch.zeros(2), -torch.ones(2), validate_args=True)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("family", [D.Dirichlet, lambda y: D.Beta(y, y.flip(-1))])
+def test_samples_of_a_function_of_torchs_own(family: Callable[[Tensor], Any], remat: Any) -> None:
+    """Its gradient comes from a function of torch.autograd whose forward takes ctx."""
+
+    def stage(p: Tensor, x: Tensor) -> Tensor:
+        sample: Tensor = family((x @ p).exp() + 1).rsample()
+        return sample
+
+    schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=1)
+    stages = [stage, lambda p, x: x @ p]
+    pipe = fpipe.pipeline(
+        stages, lambda y, _: y.square().mean(), schedule, compile=False, remat=remat
+    )
+    own = [leaf.clone().requires_grad_() for leaf in PARAMS]
+    torch.manual_seed(0)
+    expected = (stage(own[0], BATCH) @ own[1]).square().mean()
+    expected.backward()
+    torch.manual_seed(0)
+    loss, grads = pipe.step(PARAMS, BATCH)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(grads, [leaf.grad for leaf in own])

@@ -45,7 +45,7 @@ def _apply(function: Any, *args: Any, **options: Any) -> Any:
     if is_registered(function):
         return apply_at_one_level(function, *args)
     combined = function.setup_context is torch.autograd.Function.setup_context
-    own = not function.__module__.startswith("torch.")
+    own = not function.__module__.startswith("torch.") or function.__module__ in _LIKE_OWN
     if combined and own:
         check_plain(function, (args, options))
         *made, form = _APPLY.__func__(_Combined, function, *args, **options)
@@ -53,6 +53,9 @@ def _apply(function: Any, *args: Any, **options: Any) -> Any:
         return outputs if form.several else outputs[0]
     return _APPLY.__func__(function, *args, **options)
 
+
+# Of torch's modules, those with Functions of values alone, such as a user may write.
+_LIKE_OWN = frozenset({"torch.distributions.dirichlet"})
 
 _APPLY: Any = vars(torch.autograd.Function)["apply"]
 _APPLIES = StandIn("apply", {torch.autograd.Function: (_APPLY, classmethod(_apply))})
