@@ -7,6 +7,7 @@ for the same key. The n-th operation that draws, in the order of the program, dr
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -69,15 +70,107 @@ def _exponential(key: Tensor, x: Tensor, rate: float = 1.0, *, generator: Any = 
     return -torch.log1p(-random.uniform(key.to(x.device), x.shape, x.dtype)) / rate
 
 
+def _normal_about(key: Tensor, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
+    # Torch lets no gradient through it.
+    mean, std = (v.detach() if isinstance(v, Tensor) else v for v in (mean, std))
+    like = mean + std
+    return random.normal(key.to(like.device), like.shape, like.dtype) * std + mean
+
+
+def _normal_of(
+    key: Tensor,
+    mean: float,
+    std: float,
+    size: Sequence[int],
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    **_: Any,
+) -> Tensor:
+    return _randn(key, size, dtype=dtype, device=device) * std + mean
+
+
+def _log_normal(
+    key: Tensor, x: Tensor, mean: float = 1.0, std: float = 2.0, *, generator: Any = None
+) -> Tensor:
+    return _normal(key, x, mean, std).exp()
+
+
+def _cauchy(
+    key: Tensor, x: Tensor, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None
+) -> Tensor:
+    angle = math.pi * (random.uniform(key.to(x.device), x.shape, x.dtype) - 0.5)
+    return torch.tan(angle) * sigma + median
+
+
+def _geometric(key: Tensor, x: Tensor, p: float, *, generator: Any = None) -> Tensor:
+    if p == 1:
+        return torch.ones_like(x)
+    uniform = random.uniform(key.to(x.device), x.shape, torch.float64)
+    return (torch.floor(torch.log1p(-uniform) / math.log1p(-p)) + 1).to(x.dtype)
+
+
+def _multinomial(
+    key: Tensor, x: Tensor, num: int, replacement: bool = False, *, generator: Any = None
+) -> Tensor:
+    logits = x.log()
+    if replacement:
+        each = logits.unsqueeze(-2).expand(*x.shape[:-1], num, x.shape[-1])
+        return random.categorical(key.to(x.device), each)
+    return random.perturbed(key.to(x.device), logits).topk(num).indices
+
+
+def _randperm(key: Tensor, num: int, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    return random.permutation(key.to(device or "cpu"), num).to(dtype or torch.int64)
+
+
+def _randint(
+    key: Tensor, high: int, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any
+) -> Tensor:
+    return _randint_from(key, 0, high, size, dtype=dtype, device=device)
+
+
+def _randint_from(
+    key: Tensor,
+    low: int,
+    high: int,
+    size: Sequence[int],
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    **_: Any,
+) -> Tensor:
+    return random.randint(key.to(device or "cpu"), low, high, size, dtype or torch.int64)
+
+
+def _randint_like(
+    key: Tensor, x: Tensor, high: int, *, dtype: Any = None, device: Any = None, **_: Any
+) -> Tensor:
+    return _randint_from_like(key, x, 0, high, dtype=dtype, device=device)
+
+
+def _randint_from_like(
+    key: Tensor,
+    x: Tensor,
+    low: int,
+    high: int,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    **_: Any,
+) -> Tensor:
+    return random.randint(key.to(device or x.device), low, high, x.shape, dtype or x.dtype)
+
+
 def _rand(
     key: Tensor, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any
-) -> Any:
+) -> Tensor:
     return random.uniform(key.to(device or "cpu"), size, dtype or torch.get_default_dtype())
 
 
 def _randn(
     key: Tensor, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any
-) -> Any:
+) -> Tensor:
     return random.normal(key.to(device or "cpu"), size, dtype or torch.get_default_dtype())
 
 
@@ -97,10 +190,24 @@ KEYED: Final[Mapping[OpOverload, Callable[..., Any]]] = MappingProxyType(
     {
         aten.bernoulli.default: _each_bernoulli,
         aten.bernoulli.p: _bernoulli,
+        aten.bernoulli.Tensor: _bernoulli,
         aten.native_dropout.default: _native_dropout,
         aten.uniform.default: _uniform,
         aten.normal_functional.default: _normal,
+        aten.normal.Tensor_float: _normal_about,
+        aten.normal.float_Tensor: _normal_about,
+        aten.normal.Tensor_Tensor: _normal_about,
+        aten.normal.float_float: _normal_of,
         aten.exponential.default: _exponential,
+        aten.log_normal.default: _log_normal,
+        aten.cauchy.default: _cauchy,
+        aten.geometric.default: _geometric,
+        aten.multinomial.default: _multinomial,
+        aten.randperm.default: _randperm,
+        aten.randint.default: _randint,
+        aten.randint.low: _randint_from,
+        aten.randint_like.default: _randint_like,
+        aten.randint_like.low_dtype: _randint_from_like,
         aten.rand.default: _rand,
         aten.randn.default: _randn,
         aten.rand_like.default: _rand_like,
@@ -115,6 +222,9 @@ _IN_PLACE: Final[Mapping[OpOverload, Callable[..., Any]]] = {
     aten.uniform_.default: _uniform,
     aten.normal_.default: _normal,
     aten.exponential_.default: _exponential,
+    aten.log_normal_.default: _log_normal,
+    aten.cauchy_.default: _cauchy,
+    aten.geometric_.default: _geometric,
 }
 
 
@@ -134,8 +244,9 @@ def refusal(op: Any) -> str:
     """What to say of an operation that is not in the table."""
     return (
         f"draws with {op}, of which there is no function of a key (there is one of dropout, "
-        "bernoulli, rand, randn, uniform, normal and exponential): draw with one of these, or do "
-        "without a key; what torch's generator draws is then kept for the backward"
+        "bernoulli, multinomial, rand, randn, randint, randperm, uniform, normal, log_normal, "
+        "exponential, cauchy and geometric): draw with one of these, or do without a key; what "
+        "torch's generator draws is then kept for the backward"
     )
 
 

@@ -95,10 +95,7 @@ def split(key: Tensor, num: int = 2) -> Tensor:
         [[1797259609, 2579123966], [928981903, 3453687069]]
     """
     check_key(key, single=False)
-    count = plain_integer(num)
-    if count is None or count < 0:
-        raise FpipeError(f"num={num!r:.60} must be an integer, 0 or more")
-    return fold_in(key.unsqueeze(-2), torch.arange(count, device=key.device))
+    return fold_in(key.unsqueeze(-2), torch.arange(_count(num), device=key.device))
 
 
 def bits(key: Tensor, shape: Sequence[int] = ()) -> Tensor:
@@ -201,6 +198,110 @@ def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: Sequence[int] | None 
     return bits(key, () if shape is None else shape) < round(p * 2**32)
 
 
+def randint(
+    key: Tensor,
+    low: int,
+    high: int,
+    shape: Sequence[int] = (),
+    dtype: torch.dtype = torch.int64,
+) -> Tensor:
+    """Uniformly distributed integers from `low`, inclusive, to `high`, exclusive.
+
+    They are remainders of 63 random digits: of two integers one is more likely than the other by at
+    most (high − low) / 2⁶³ of its probability.
+
+    Args:
+        key: shape ``(2,)``.
+        low: the least.
+        high: one more than the greatest.
+        shape: of the result.
+        dtype: of the result.
+
+    Raises:
+        FpipeError: `key` is no key; `low` or `high` is no integer of 64 bits, or nothing lies
+            between them.
+
+    Example:
+        >>> from fpipe import random
+        >>> random.randint(random.key(0), 1, 7, (6,)).tolist()  # a die
+        [4, 1, 5, 4, 2, 3]
+    """
+    least, end = plain_integer(low), plain_integer(high)
+    if least is None or end is None or not -(1 << 63) <= least < end <= 1 << 63:
+        raise FpipeError(
+            f"low={low!r:.60} and high={high!r:.60} must be integers of 64 bits with their sign, "
+            "the first less than the second"
+        )
+    if end - least >= 1 << 63:
+        raise FpipeError(f"high - low={end - least} must be less than 2**63")
+    return (_integers(key, shape, 63) % (end - least) + least).to(dtype)
+
+
+def permutation(key: Tensor, num: int) -> Tensor:
+    """The integers from 0 to ``num - 1`` in an order of which all are equally likely.
+
+    Args:
+        key: shape ``(2,)``.
+        num: how many.
+
+    Returns:
+        int64 tensor of shape ``(num,)``.
+
+    Raises:
+        FpipeError: `key` is no key, or `num` no number of integers.
+
+    Example:
+        >>> from fpipe import random
+        >>> random.permutation(random.key(0), 5).tolist()
+        [1, 0, 4, 3, 2]
+    """
+    count = _count(num)
+    return torch.sort(_integers(key, (count,), 63), stable=True).indices
+
+
+def categorical(key: Tensor, logits: Tensor) -> Tensor:
+    """One of several, each with a probability of its own.
+
+    The greatest of `logits`, to each of which a number of the standard Gumbel distribution is
+    added, is the one: Maddison, Tarlow and Minka, "A* sampling", NeurIPS 2014. Sums are taken in
+    double precision; those that devices round otherwise differ in their last digits.
+
+    Args:
+        key: shape ``(2,)``.
+        logits: shape ``(..., k)``: logarithms of the `k` probabilities, of whose sum nothing
+            depends; -inf for what is impossible. For several draws of the same, expand it.
+
+    Returns:
+        int64 tensor of the shape ``(...)``: numbers from 0 to ``k - 1``.
+
+    Raises:
+        FpipeError: `key` is no key, or `logits` no floating-point tensor with a last dimension of
+            at least 1.
+
+    Example:
+        >>> import torch
+        >>> from fpipe import random
+        >>> chances = torch.tensor([0.1, 0.0, 0.9])
+        >>> random.categorical(random.key(0), chances.log().expand(6, 3)).tolist()
+        [0, 2, 2, 2, 2, 2]
+    """
+    return perturbed(key, logits).argmax(-1)
+
+
+def perturbed(key: Tensor, logits: Tensor) -> Tensor:
+    """`logits` with independent numbers of the standard Gumbel distribution added, in float64.
+
+    The order of those of one row is that of draws without replacement.
+    """
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or not logits.shape[-1:]:
+        raise FpipeError(f"logits={logits!r:.60} must be a floating-point tensor of shape (..., k)")
+    if not logits.shape[-1]:
+        raise FpipeError(f"logits has shape {tuple(logits.shape)}: there is nothing to choose from")
+    # The middles of 2³² equal parts of (0, 1): never an end, of which the logarithm is infinite.
+    middles = (bits(key.to(logits.device), logits.shape).double() + 0.5) * 2.0**-32
+    return logits.double() - torch.log(-torch.log(middles))
+
+
 def dropout(key: Tensor, x: Tensor, p: float = 0.5) -> Tensor:
     """`x` with each element set to 0 with probability `p`, and the others divided by ``1 - p``.
 
@@ -270,6 +371,13 @@ def check_key(key: Tensor, *, single: bool = True) -> None:
             "fpipe.random.key(seed) makes. torch.vmap draws from many keys; members of an ensemble "
             "get one, and each draws from fold_in(key, number) of a number in its part of the batch"
         )
+
+
+def _count(num: int) -> int:
+    count = plain_integer(num)
+    if count is None or count < 0:
+        raise FpipeError(f"num={num!r:.60} must be an integer, 0 or more")
+    return count
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

@@ -19,6 +19,7 @@ from fpipe.stage.graphs.inlining import write_out_draws
 from fpipe.threefry import threefry2x32, whole
 from fpipe.transforms.dual import load_rules
 
+KEY = random.key(0)
 ONES = 0xFFFFFFFF
 WHOLE = torch.ops.fpipe.threefry2x32.default
 
@@ -90,6 +91,11 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "bernoulli_tensor": lambda key: random.bernoulli(
         key, torch.tensor([[0.0], [0.5]], device=key.device), (2, 9)
     ),
+    "randint": lambda key: random.randint(key, -3, 1 << 40, (7,)),
+    "permutation": lambda key: random.permutation(key, 20),
+    "categorical": lambda key: random.categorical(
+        key, torch.linspace(-1, 1, 24, device=key.device).view(6, 4)
+    ),
     "dropout": lambda key: random.dropout(key, torch.linspace(-1, 1, 12, device=key.device), 0.4),
 }
 
@@ -127,7 +133,8 @@ def test_a_trace_records_it_as_one_operation() -> None:
 @pytest.mark.inductor
 def test_compiled() -> None:
     def some(key: Tensor) -> list[Tensor]:
-        return [DRAWS[name](key) for name in ("uniform64", "normal", "dropout")]
+        names = ("uniform64", "normal", "dropout", "randint", "permutation", "categorical")
+        return [DRAWS[name](key) for name in names]
 
     key = random.key(2)
     compiled: Any = torch.compile(some)
@@ -228,6 +235,34 @@ def test_bernoulli_and_dropout_keep_their_share() -> None:
     assert shares[0] == 0 and shares[2] == 1 and abs(float(shares[1]) - 0.5) < 0.02
 
 
+def test_integers_are_equally_likely() -> None:
+    count = 60_000
+    drawn = random.randint(random.key(15), -2, 4, (count,))
+    assert drawn.dtype == torch.int64
+    shares = torch.bincount(drawn + 2, minlength=6).double() / count
+    assert len(shares) == 6 and float((shares - 1 / 6).abs().max()) < 5 * math.sqrt(5 / 36 / count)
+    wide = random.randint(random.key(16), -(1 << 63), -1, (1000,))
+    assert wide.min() < -(1 << 62) - (1 << 61) and -(1 << 61) < wide.max() < -1
+    assert random.randint(random.key(17), 7, 8, (3,), torch.int32).tolist() == [7, 7, 7]
+
+
+def test_permutations_are_equally_likely() -> None:
+    count = 12_000
+    orders = torch.stack([random.permutation(key, 3) for key in random.split(KEY, count)])
+    shares = torch.unique(orders, dim=0, return_counts=True)[1].double() / count
+    assert len(shares) == 6 and float((shares - 1 / 6).abs().max()) < 5 * math.sqrt(5 / 36 / count)
+    assert random.permutation(KEY, 1000).sort().values.equal(torch.arange(1000))
+    assert random.permutation(KEY, 0).shape == (0,)
+
+
+def test_categorical_keeps_its_shares() -> None:
+    count, chances = 100_000, torch.tensor([0.1, 0.2, 0.0, 0.7])
+    drawn = random.categorical(random.key(18), (chances.log() + 5).expand(count, 4))
+    shares = torch.bincount(drawn, minlength=4).double() / count
+    assert shares[2] == 0 and float((shares - chances).abs().max()) < 5 * 0.5 / math.sqrt(count)
+    assert random.categorical(KEY, torch.zeros(2, 3, 1)).equal(torch.zeros(2, 3, dtype=torch.int64))
+
+
 def test_ends_of_the_range() -> None:
     x, key = torch.tensor([1.0, math.inf, math.nan]), random.key(0)
     for function in (F.dropout, lambda v, p: random.dropout(key, v, p)):
@@ -248,7 +283,6 @@ def test_keys_of_one_key_draw_apart() -> None:
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────
 
 
-KEY = random.key(0)
 ODD: Any = "odd"
 
 
@@ -270,6 +304,17 @@ ODD: Any = "odd"
         (lambda: random.fold_in(KEY, torch.ones(2)), "or a tensor of integers"),
         (lambda: random.split(KEY, -1), "num=-1 must be an integer, 0 or more"),
         (lambda: random.split(KEY, ODD), "num='odd' must be an integer"),
+        (lambda: random.randint(KEY, 3, 3), "low=3 and high=3 must be integers of 64 bits with"),
+        (lambda: random.randint(KEY, 0.5, 3), "low=0.5 and high=3 must be"),  # type: ignore[arg-type]
+        (lambda: random.randint(KEY, -(1 << 62), 1 << 62), "high - low=.* must be less than 2"),
+        (lambda: random.permutation(KEY, -1), "num=-1 must be an integer, 0 or more"),
+        (lambda: random.categorical(KEY, ODD), "logits='odd' must be a floating-point tensor"),
+        (lambda: random.categorical(KEY, torch.ones(3).long()), "must be a floating-point tensor"),
+        (
+            lambda: random.categorical(KEY, torch.ones(())),
+            "must be a floating-point tensor of shap",
+        ),
+        (lambda: random.categorical(KEY, torch.ones(2, 0)), "there is nothing to choose from"),
         (lambda: random.bits(KEY, (2, -1)), r"shape=\(2, -1\) must be a sequence of sizes"),
         (lambda: random.uniform(KEY, ODD), "shape='odd' must be a sequence of sizes"),
         (lambda: random.normal(KEY, 3), "shape=3 must be a sequence of sizes"),  # type: ignore[arg-type]

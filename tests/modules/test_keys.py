@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -151,6 +152,110 @@ def test_without_a_key_a_draw_is_kept_and_never_repeated() -> None:
     assert not torch.equal(first.grads["0.weight"], second.grads["0.weight"])
 
 
+MORE_DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "randint": (lambda x: torch.randint(5, (9,)), lambda key, x: random.randint(key, 0, 5, (9,))),
+    "randint from": (
+        lambda x: torch.randint(2, 5, (9,), dtype=torch.int32),
+        lambda key, x: random.randint(key, 2, 5, (9,), torch.int32),
+    ),
+    "randint_like": (
+        lambda x: torch.randint_like(x, 5),
+        lambda key, x: random.randint(key, 0, 5, x.shape, x.dtype),
+    ),
+    "randint_like from": (
+        lambda x: torch.randint_like(x, 2, 5),
+        lambda key, x: random.randint(key, 2, 5, x.shape, x.dtype),
+    ),
+    "randperm": (lambda x: torch.randperm(9), lambda key, x: random.permutation(key, 9)),
+    "multinomial": (
+        lambda x: torch.multinomial(x, 3),
+        lambda key, x: random.perturbed(key, x.log()).topk(3).indices,
+    ),
+    "multinomial with replacement": (
+        lambda x: torch.multinomial(x, 300, replacement=True),
+        lambda key, x: random.categorical(key, x.log().expand(300, 200)),
+    ),
+    "Categorical": (
+        lambda x: torch.distributions.Categorical(x.view(2, 100)).sample(),
+        lambda key, x: random.categorical(key, x.view(2, 1, 100).log()).view(2),
+    ),
+    "normal": (
+        lambda x: torch.normal(1.0, 2.0, (3,)),
+        lambda key, x: random.normal(key, (3,)) * 2 + 1,
+    ),
+    "normal about": (
+        lambda x: torch.normal(x, x[:1]),
+        lambda key, x: random.normal(key, (200,), x.dtype) * x[:1] + x,
+    ),
+    "normal about a number": (
+        lambda x: torch.normal(1.0, x),
+        lambda key, x: random.normal(key, (200,), x.dtype) * x + 1,
+    ),
+    "log_normal_": (
+        lambda x: x.clone().log_normal_(1.0, 0.5),
+        lambda key, x: (random.normal(key, (200,), x.dtype) * 0.5 + 1).exp(),
+    ),
+    "cauchy_": (
+        lambda x: x.clone().cauchy_(1.0, 0.5),
+        lambda key, x: torch.tan(torch.pi * (random.uniform(key, (200,), x.dtype) - 0.5)) * 0.5 + 1,
+    ),
+    "geometric_": (
+        lambda x: x.clone().geometric_(0.3),
+        lambda key, x: (
+            (random.uniform(key, (200,), x.dtype).neg().log1p() / math.log(0.7)).floor() + 1
+        ),
+    ),
+    "geometric_ of 1": (lambda x: x.clone().geometric_(1.0), lambda key, x: torch.ones_like(x)),
+}
+
+
+@pytest.mark.parametrize("name", MORE_DRAWS)
+def test_more_of_torch_draws_from_keys(name: str) -> None:
+    torch_draws, draws = MORE_DRAWS[name]
+    x = torch.full((200,), 0.25, dtype=torch.float64)
+    with keyed(KEY):
+        drawn = torch_draws(x)
+    assert_same(drawn, draws(random.fold_in(KEY, 0), x))
+
+
+class Diffusion(nn.Module):
+    """Draws a time for each row, noise, an order, and what overwrites a value of the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time = torch.randint(1, 5, (len(x), 1))
+        h = self.first(x) * time + torch.normal(x, 0.5)
+        noise = h.clone().bernoulli_(torch.full_like(h, 0.5)) + torch.randint_like(h, 3)
+        h = self.second((h * noise)[torch.randperm(len(x))])
+        return h * torch.multinomial(h.softmax(-1), 2)[:, :1]
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "gpipe"])
+def test_module_that_draws_integers(schedule: str) -> None:
+    module, batch = Diffusion().double(), {"x": torch.randn(6, 4, dtype=torch.float64)}
+    pipe = fpipe.from_module(
+        module,
+        schedule=schedules.get(schedule, ranks=2, microbatches=2),
+        cuts=["first"],
+        loss=squares,
+        has_key=True,
+        remat="full",
+        compile=False,
+    )
+    params = detached(module)
+    got = pipe.step(params, batch, KEY)
+    total = torch.zeros(())
+    for number, x in enumerate(batch["x"].chunk(2)):
+        with keyed(random.fold_in(KEY, number)):
+            total = total + squares(module(x), {"x": x}) / 2
+    total.backward()
+    assert_same(got.loss, total.detach())
+    assert_same(got.grads, {name: p.grad for name, p in module.named_parameters()})
+
+
 def test_torch_draws_from_keys() -> None:
     x = torch.full((200,), 0.25, dtype=torch.float64)
     with keyed(KEY):
@@ -216,19 +321,19 @@ def test_attention_without_dropout_needs_no_key() -> None:
         assert_same(loss, squares(module(**batch), batch).detach(), 1e-5)
 
 
-class Choosing(nn.Module):
-    """Draws indices."""
+class Counting(nn.Module):
+    """Draws what there is no function of a key for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[:, torch.randperm(3)]
+        return self.layer(x) * torch.poisson(torch.ones(3))
 
 
 def test_ops_without_a_key_are_refused() -> None:
-    module, x = Choosing(), torch.ones(4, 3)
+    module, x = Counting(), torch.ones(4, 3)
     pipe = fpipe.from_module(
         nn.Sequential(module, nn.Identity()),
         schedule=schedules.gpipe(ranks=2, microbatches=2),
@@ -238,7 +343,7 @@ def test_ops_without_a_key_are_refused() -> None:
         compile=False,
     )
     params = {f"0.{name}": value for name, value in detached(module).items()}
-    rule = r"draws with aten.randperm.default, of which there is no function of a key"
+    rule = r"draws with aten.poisson.default, of which there is no function of a key"
     with pytest.raises(fpipe.StageError, match="Sequential " + rule):
         pipe.step(params, {"input": x}, KEY)
     with pytest.raises(fpipe.FpipeError, match="the block " + rule), keyed(KEY):

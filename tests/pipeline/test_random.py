@@ -82,6 +82,9 @@ DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
     "geometric_": lambda x: x * x.clone().geometric_(0.5),
     "log_normal_": lambda x: x * x.clone().log_normal_(),
     "cauchy_": lambda x: x * x.clone().cauchy_(),
+    # Nor of this one, which torch takes for differentiable where it is recorded.
+    "randint_like": lambda x: x * torch.randint_like(x, 5),
+    "randint_like from 1": lambda x: x * torch.randint_like(x, 1, 5),
 }
 
 

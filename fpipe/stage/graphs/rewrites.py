@@ -23,9 +23,11 @@ _BATCH_NORMS = frozenset({aten.native_batch_norm.default, aten.cudnn_batch_norm.
 # With a probability given beside the tensor whose shape they take.
 _BERNOULLIS = frozenset({aten.bernoulli.p, aten.bernoulli.Tensor})
 
-# What overwrites a value with what is drawn, as functionalisation writes it: not differentiable.
+# What overwrites a value with what is drawn, as functionalisation writes it, or draws as many as
+# there are of it: not differentiable.
 _OVERWRITES = frozenset(
     {
+        *(getattr(aten.randint_like, name) for name in aten.randint_like.overloads()),
         aten.normal_functional.default,
         *(op.default for op in (aten.uniform, aten.exponential, aten.geometric)),
         *(op.default for op in (aten.log_normal, aten.cauchy)),
