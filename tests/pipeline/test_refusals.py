@@ -431,12 +431,31 @@ def chooses(p: Any, x: Tensor) -> Any:
     return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
 
 
+@torch.library.custom_op("fpipe_tests::doubled_", mutates_args=("x",))
+def doubled_(x: Tensor) -> None:
+    x.mul_(2)
+
+
+def writes_by_a_registered_op(p: Any, x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    doubled_(y)
+    return x @ p["w"] + y
+
+
 @pytest.mark.parametrize(
     ("stage", "rule"),
     [
         (closes_over_sparse, r"closes over a sparse tensor \('EDGES', .* close over a dense one"),
         (chooses, "uses torch's higher-order operator cond at .*test_refusals.* torch.where"),
         (torch.compile(mlp_layer, backend="eager"), "is compiled by torch.compile.* pass the func"),
+        (
+            torch.compile(mlp_layer, backend="eager", fullgraph=True),
+            "is compiled by torch.compile.* pass the func",
+        ),
+        (
+            writes_by_a_registered_op,
+            r"calls fpipe_tests\.doubled_\.default, .* that writes .* mutates_args=\(\)",
+        ),
     ],
 )
 def test_what_cannot_be_traced(stage: Any, rule: str) -> None:
@@ -448,9 +467,13 @@ def test_sparse_gradient() -> None:
     # It was torch's error of the step: unsupported memory format option Contiguous.
     def embed(p: Any, x: Any) -> Tensor:
         rows = torch.zeros(len(x["x"]), dtype=torch.int64)
-        return torch.nn.functional.embedding(rows, p["w"], sparse=True)
+        return torch.nn.functional.embedding(rows, p["w"], sparse=True, padding_idx=padding)
 
+    padding = None
     with pytest.raises(StageError, match=r"sparse gradient by params\['w'\].* say sparse=False"):
+        step(embed, mlp_layer)
+    padding = 0
+    with pytest.raises(StageError, match=r"backward that looks at data .* say sparse=False"):
         step(embed, mlp_layer)
 
 

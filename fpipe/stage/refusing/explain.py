@@ -100,6 +100,11 @@ def _refusal(name: str, error: Exception, given: str) -> StageError:
             "not differentiate: use plain operations, such as torch.where for a choice, a Python "
             "loop for a scan, scaled_dot_product_attention for flex_attention"
         )
+    if not at and "aten.nonzero" in text:
+        return StageError(
+            f"{name} has a backward that looks at data ({text}), as that of an embedding with "
+            "sparse=True and padding_idx does: say sparse=False"
+        )
     for reason in _REASONS:
         if isinstance(error, reason.kinds) or any(words in text for words in reason.words):
             what = reason.deed.format(text=text)
@@ -141,7 +146,7 @@ _REASONS: Final = (
         (SyntaxError,),
     ),
     _Reason(
-        ("dynamo-optimized function",),
+        ("dynamo-optimized function", "fullgraph=True found no compiled frames"),
         "is compiled by torch.compile",
         "pass the function as it is, which fpipe.pipeline compiles (compile=)",
     ),

@@ -55,6 +55,11 @@ class WriteGuard(TorchDispatchMode):
             )
         arguments = list(_arguments(func, args, kwargs or {}))
         for declared, value in arguments:
+            if declared.is_write and func.namespace not in ("aten", "prims"):
+                raise Untraceable(
+                    f"calls {func}, an operation of torch.library that writes to its arguments",
+                    "register one that returns a new tensor, with mutates_args=()",
+                )
             if declared.is_write and (owner := self._owner(value) or self._unseen(value)):
                 raise ImpureError(owner, str(func))
             if declared.is_write and _is_folded(value):
