@@ -27,6 +27,7 @@ from fpipe.stage.cutting.segments import Segment
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.graphs.nodes import nbytes_of
 from fpipe.stage.graphs.sources import Param, Upstream
+from fpipe.stage.tracing.interrupts import held_back
 
 log = logging.getLogger("fpipe")
 
@@ -86,6 +87,7 @@ Loads = Callable[[Sequence[Part]], Sequence[float]]
 """What each part is taken to cost, all in one unit: `counted`, or `measured`."""
 
 
+@held_back()
 def parts_of(
     definition: Definition, microbatch: TreeShape, candidates: Sequence[str] | None
 ) -> tuple[Part, ...]:

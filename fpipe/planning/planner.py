@@ -25,6 +25,7 @@ from fpipe.runtime.values import Codes
 from fpipe.schedule import Op, Schedule
 from fpipe.stage.declared.sink import Sink
 from fpipe.stage.pieces.code import StageCode
+from fpipe.stage.tracing.interrupts import held_back
 from fpipe.stage.workshop import Made, Workshop
 
 log = logging.getLogger("fpipe")
@@ -108,7 +109,8 @@ class Planner:
             " and ".join(map(str, distinct(rows))),
             self._why(signature),
         )
-        made = self._workshop(signature)
+        with held_back():
+            made = self._workshop(signature)
         schedule = self._schedule if goal == "step" else self._forwards
         finals = _last_forwards(schedule)
 

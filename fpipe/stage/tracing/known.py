@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fpipe import tree
+from fpipe.stage.tracing.interrupts import let_through
 
 _MOST = 2**20
 """Elements of a value that is kept: bigger ones are masks of long sequences, and cost time."""
@@ -60,6 +61,7 @@ class Known(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call `func`; what it says of known values in Python is read off them."""
+        let_through()
         options = dict(kwargs or {})
         if func is _ZEROS:
             if _SYMBOLIC.get():

@@ -1,0 +1,98 @@
+"""Ctrl-C while a pipeline is traced leaves neither it nor torch in the midst of something."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import fpipe
+from fpipe.stage.tracing.interrupts import held_back
+
+SCHEDULE = fpipe.schedules.gpipe(ranks=2, microbatches=2)
+PARAMS = [torch.eye(3), torch.eye(3)]
+BATCH = torch.ones(4, 3)
+
+
+def stage(p: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(x @ p).clone().add_(1)
+
+
+def pipeline() -> Any:
+    return fpipe.pipeline([stage, stage], lambda y, _: y.square().mean(), SCHEDULE, compile=False)
+
+
+@pytest.fixture(autouse=True)
+def usual_handler() -> Iterator[None]:
+    """Whatever starts the tests may ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Pressed:
+    """Sends the signal the n-th time that an abstract operation enters its mode."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+        self.left = number
+        enter = FakeTensorMode.__enter__
+
+        def entered(mode: FakeTensorMode) -> Any:
+            made = enter(mode)
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+            return made
+
+        monkeypatch.setattr(FakeTensorMode, "__enter__", entered)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 5, 8, 12])
+def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    pipe = pipeline()
+    expected = pipeline().step(PARAMS, BATCH)
+    with monkeypatch.context() as patch:
+        pressed = Pressed(patch, number)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.step(PARAMS, BATCH)
+        assert pressed.left <= 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not isinstance(torch.ones(1), FakeTensor)
+    torch.testing.assert_close(pipe.step(PARAMS, BATCH), expected)
+
+
+def test_a_handler_that_raises_nothing_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: calls.append((number, frame)))
+    Pressed(monkeypatch, 3)
+    pipeline().step(PARAMS, BATCH)
+    assert len(calls) == 1 and calls[0][0] == signal.SIGINT and calls[0][1] is not None
+
+
+def test_whoever_insists_is_heard() -> None:
+    """In a stage that begins no operation for long."""
+    reached = []
+    with pytest.raises(KeyboardInterrupt), held_back():
+        os.kill(os.getpid(), signal.SIGINT)
+        reached.append("after one")
+        os.kill(os.getpid(), signal.SIGINT)
+        reached.append("after two")
+    assert reached == ["after one"]
+    with pytest.raises(KeyboardInterrupt), held_back(), held_back():
+        os.kill(os.getpid(), signal.SIGINT)
+        reached.append("within two")
+    assert reached[1:] == ["within two"]
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with held_back():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        os.kill(os.getpid(), signal.SIGINT)
