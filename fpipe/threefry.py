@@ -1,9 +1,8 @@
 """Threefry2x32 with 20 rounds: the generator from which keys draw.
 
 Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. All of it is
-integer arithmetic in plain tensor operations, of which there are about 80 a draw, and as many to
-make the key. A trace would be busy with little else, so there they are one operation, which is
-written out once the trace is complete.
+integer arithmetic in plain tensor operations, of which a draw takes 160. Traces and compilers would
+be busy with little else, so a trace records them as one.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def _held(word: Word) -> Word:
 _LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
 _LIBRARY.define(
     "threefry2x32(Tensor k0, Tensor k1, Tensor c0, Tensor c1) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.pointwise),
 )
 torch.library.impl(_LIBRARY, "threefry2x32", "CompositeExplicitAutograd")(written_out)
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe import FpipeError, random
-from fpipe.stage.graphs.inlining import write_out_draws
+from fpipe.stage.graphs.inlining import with_draws_written_out
 from fpipe.threefry import threefry2x32, whole
 from fpipe.transforms.dual import load_rules
 
@@ -118,15 +117,15 @@ def test_as_one_operation(name: str) -> None:
 
 
 def test_a_trace_records_it_as_one_operation() -> None:
-    with whole(), FakeTensorMode() as mode:
-        graph = make_fx(DRAWS["dropout"])(random.key(1)).graph
+    with whole():
+        graph = make_fx(DRAWS["dropout"], tracing_mode="fake")(random.key(1)).graph
     assert len(graph.find_nodes(op="call_function", target=WHOLE)) == 1
     assert len(graph.nodes) < 30
-    write_out_draws(graph, mode)
-    graph.lint()
-    assert not graph.find_nodes(op="call_function", target=WHOLE)
-    assert len(graph.nodes) > 100
-    written: Any = fx.GraphModule({}, graph)
+    plain = with_draws_written_out(graph)
+    plain.lint()
+    assert not plain.find_nodes(op="call_function", target=WHOLE)
+    assert len(plain.nodes) > 100 and with_draws_written_out(plain) is plain
+    written: Any = fx.GraphModule({}, plain)
     assert torch.equal(written(random.key(2)), DRAWS["dropout"](random.key(2)))
 
 

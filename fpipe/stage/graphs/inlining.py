@@ -14,7 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe import threefry
-from fpipe.stage.graphs.nodes import marks_of
+from fpipe.stage.graphs.nodes import marks_of, values_of
+from fpipe.stage.graphs.rewrites import copy_of
+
+_WHOLE = torch.ops.fpipe.threefry2x32.default
 
 
 class Inliner:
@@ -57,12 +60,16 @@ class Inliner:
             return make_fx(on_tensors, tracing_mode="fake")(*values).graph
 
 
-def write_out_draws(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Replace the operation as which a trace records Threefry by what it stands for."""
-    inline = Inliner(mode)
-    whole = torch.ops.fpipe.threefry2x32.default
-    for node in graph.find_nodes(op="call_function", target=whole):
+def with_draws_written_out(graph: fx.Graph) -> fx.Graph:
+    """The graph with the plain operations of Threefry where a trace has recorded it as one."""
+    if not graph.find_nodes(op="call_function", target=_WHOLE):
+        return graph
+    copied = copy_of(graph)
+    whole = copied.find_nodes(op="call_function", target=_WHOLE)
+    inline = Inliner(values_of(whole[0])[0].fake_mode)  # type: ignore[attr-defined]
+    for node in whole:
         inline(node, threefry.written_out)
+    return copied
 
 
 def _kind(node: fx.Node, before: tuple[fx.Node, ...]) -> Hashable:

@@ -22,6 +22,7 @@ from fpipe.errors import StageError
 from fpipe.stage.graphs.layouts import Layout, lay_out, layouts_of, unlike
 from fpipe.stage.graphs.nodes import value_of
 from fpipe.stage.graphs.rewrites import copy_of, free_views_of_layout, with_uniform_draws
+from fpipe.stage.pieces import lowerings
 from fpipe.stage.pieces.piece import Piece
 from fpipe.stage.pieces.products import blas_is_slow, with_onednn
 
@@ -63,6 +64,7 @@ class Compiler:
         self._make = _maker(compile)
         self._name = getattr(compile, "__qualname__", repr(compile))
         self.fuses = compile is not False
+        self._knows_draws = _is_inductor(compile)
         self._artefacts: dict[Hashable, Call] = {}
 
     def __call__(self, piece: Piece, label: str) -> Call:
@@ -74,10 +76,11 @@ class Compiler:
         # Inductor writes the number of threads into its loops, and takes the kernels it is told to.
         key = (piece.fingerprint, piece.places, torch.get_num_threads(), kernels())
         if key not in self._artefacts:
-            examples = [value_of(n) for n in piece.graph.nodes if n.op == "placeholder"]
+            graph = piece.graph if self._knows_draws else piece.written_out
+            examples = [value_of(n) for n in graph.nodes if n.op == "placeholder"]
             log.info("compiling %s", label)
             try:
-                made = self._make(piece.graph, examples)
+                made = self._make(graph, examples)
             except Exception as error:
                 raise StageError(
                     f"{label} cannot be compiled: {type(error).__name__}: {error} (compile=False "
@@ -90,6 +93,12 @@ class Compiler:
                 )
             self._artefacts[key] = made
         return self._artefacts[key]
+
+
+def _is_inductor(compile: Compile) -> bool:
+    if isinstance(compile, Mapping):
+        return bool(compile.get("backend", "inductor") == "inductor")
+    return compile is True or compile == "inductor"
 
 
 def _maker(compile: Compile) -> Callable[[fx.Graph, list[Tensor]], Call]:
@@ -131,7 +140,7 @@ def _maker_from_options(options: dict[str, Any]) -> Callable[[fx.GraphModule, li
             f"compile={options!r} has {sorted(unknown)}: it takes what torch.compile takes for a "
             "static graph, that is backend, mode and options"
         )
-    if options.get("backend", "inductor") != "inductor":
+    if not _is_inductor(options):
         return lambda module, examples: _by_torch_compile(module, options)
     patches: dict[str, Any] = {}
     if options.get("mode") is not None:
@@ -198,6 +207,7 @@ def _by_inductor(
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    lowerings.register()
     captured: list[Any] = []
     others: list[int] = []
     if not patches.get("fallback_random", inductor_config.fallback_random):

@@ -88,7 +88,7 @@ def _memory(nodes: Collection[fx.Node], fuses: bool) -> dict[fx.Node, frozenset[
     """For each node, the values that must be in memory for it to be read."""
     found: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in nodes:
-        if node.op == "call_function" and is_view(node):
+        if node.op == "call_function" and (is_view(node) or _is_of_elementwise(node, fuses)):
             found[node] = found[node.all_input_nodes[0]]
         elif fuses and _is_elementwise(node) and all(map(_reads_by_element, node.users)):
             found[node] = frozenset().union(*(found[n] for n in node.all_input_nodes))
@@ -112,8 +112,14 @@ def _is_elementwise(node: fx.Node) -> bool:
     )
 
 
+def _is_of_elementwise(node: fx.Node, fuses: bool) -> bool:
+    """Whether it is one of several values that are computed where they are read."""
+    return fuses and node.target is operator.getitem and _is_elementwise(node.all_input_nodes[0])
+
+
 def _reads_by_element(node: fx.Node) -> bool:
     """Whether generated code can compute what `node` reads at the place where it reads it."""
     if node.op == "output" or is_product(node):
         return False
-    return not is_view(node) or all(map(_reads_by_element, node.users))
+    looks = is_view(node) or node.target is operator.getitem
+    return not looks or all(map(_reads_by_element, node.users))

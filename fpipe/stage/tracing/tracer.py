@@ -20,7 +20,6 @@ from fpipe.arguments.shapes import is_differentiable
 from fpipe.errors import StageError
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.foreign.combined import with_contexts
-from fpipe.stage.graphs.inlining import write_out_draws
 from fpipe.stage.graphs.joint import Cotangent, Joint, Sum
 from fpipe.stage.graphs.simplify import simplify
 from fpipe.stage.graphs.sources import BatchLeaf, Constant, Param, Source, SumSoFar
@@ -108,7 +107,6 @@ def trace(
         name, WithBackward(function, leaves, demand, lift, fold), leaves, cotangents, mode
     )
     refuse_writes(name, module.graph)
-    write_out_draws(module.graph, mode)
     constants, constant_sources = lift_constants(name, module, origin)
     nodes = iter(module.graph.nodes)
     named = {next(nodes).name: source for source in leaves.sources}
