@@ -7,11 +7,12 @@ a message is sent and when its buffer is posted. So a program can be read, and i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from torch import Tensor
 
 from fpipe.arguments.shapes import Spec
+from fpipe.errors import FpipeError
 from fpipe.schedule import Action
 from fpipe.stage.pieces.compiler import Call
 
@@ -163,6 +164,13 @@ class Program:
 
     def __str__(self) -> str:
         return describe(self)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise FpipeError(
+            f"{self!r} cannot be copied or pickled, for its code is this process's: keep what "
+            "str(program) and program.peak_bytes tell of it, or the schedule, of which "
+            "pipe.programs makes it again"
+        )
 
     @property
     def peak_bytes(self) -> int:

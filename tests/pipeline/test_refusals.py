@@ -110,6 +110,9 @@ def test_a_pipeline_is_no_value(way: Any) -> None:
     """Copies of a module that holds one, and processes that are spawned with one, meet this."""
     with pytest.raises(FpipeError, match=r"cannot be copied or pickled.*make another of the same"):
         way({"held": plain_pipeline(MODEL.stages)})
+    program = plain_pipeline(MODEL.stages).programs(MODEL.params, MODEL.batch)[0]
+    with pytest.raises(FpipeError, match=r"<Program of rank 0.* cannot be copied or pickled"):
+        way(program)
 
 
 # ── the batch ───────────────────────────────────────────────────────────────────────────────────
