@@ -1,15 +1,13 @@
 """Threefry2x32 with 20 rounds: the generator from which keys draw.
 
 Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. All of it is
-integer arithmetic in plain tensor operations, of which a draw takes 160. Traces and compilers would
-be busy with little else, so a trace records them as one.
+integer arithmetic, in about 160 plain tensor operations. They are one operation of torch's, so that
+traces and compilers are not busy with little else; and on the CPU it goes through memory in parts
+that stay in the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
 import torch
@@ -23,7 +21,8 @@ MASK: Final = 0xFFFFFFFF
 _PARITY: Final = 0x1BD11BDA
 _ROTATIONS: Final = ((13, 15, 26, 6), (17, 29, 16, 24))
 
-_WHOLE: ContextVar[bool] = ContextVar("fpipe.threefry.whole", default=False)
+_PART: Final = 1 << 15
+"""Elements that a thread computes at once: their words are held by a cache of a megabyte."""
 
 
 def threefry2x32(key: tuple[Word, Word], counter: tuple[Word, Word]) -> tuple[Word, Word]:
@@ -36,15 +35,15 @@ def threefry2x32(key: tuple[Word, Word], counter: tuple[Word, Word]) -> tuple[Wo
     Returns:
         Two words.
     """
-    # torch.compile looks into no context, and traces what it compiles by itself.
-    if not torch.compiler.is_dynamo_compiling() and _WHOLE.get() and isinstance(key[0], Tensor):
+    # torch.compile makes one loop of the plain operations, and torch.export a program for others.
+    if isinstance(key[0], Tensor) and not torch.compiler.is_compiling():
         made: tuple[Word, Word] = torch.ops.fpipe.threefry2x32(*key, *counter)
         return made
     return written_out(*key, *counter)
 
 
 def written_out(k0: Word, k1: Word, c0: Word, c1: Word) -> tuple[Word, Word]:
-    """The same of the words one by one, whatever the context."""
+    """The same of the words one by one, in plain operations."""
     schedule: tuple[Word, Word, Word] = (k0, k1, k0 ^ k1 ^ _PARITY)
     # Only the second word is rotated, so only that one must be free of carries: the first gathers
     # at most 26 of them, and the second is shifted to at most 61 bits, so nothing overflows.
@@ -71,7 +70,7 @@ def _held(word: Word) -> Word:
     return word
 
 
-# ── as one operation ────────────────────────────────────────────────────────────────────────────
+# ── the operation ───────────────────────────────────────────────────────────────────────────────
 
 _LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
 _LIBRARY.define(
@@ -81,14 +80,37 @@ _LIBRARY.define(
 torch.library.impl(_LIBRARY, "threefry2x32", "CompositeExplicitAutograd")(written_out)
 
 
-@contextmanager
-def whole() -> Iterator[None]:
-    """Within it Threefry of tensors is one operation, ``torch.ops.fpipe.threefry2x32``."""
-    token = _WHOLE.set(True)
-    try:
-        yield
-    finally:
-        _WHOLE.reset(token)
+@torch.library.impl(_LIBRARY, "threefry2x32", "CPU")
+def _on_cpu(k0: Tensor, k1: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor]:
+    """Part by part."""
+    high, low = made = _shapes(k0, k1, c0, c1)
+    part = _PART * torch.get_num_threads()
+    if high.numel() <= part:
+        sums = (torch.add(c0, k0), torch.add(c1, k1))
+        return _in_place(k0, k1, *(word.expand(high.shape).contiguous() for word in sums))
+    words = [word.expand(high.shape).reshape(-1) for word in (k0, k1, c0, c1)]
+    for start in range(0, high.numel(), part):
+        a, b, c, d = (word[start : start + part] for word in words)
+        first, second = _in_place(a, b, c + a, d + b)
+        high.view(-1)[start : start + part] = first
+        low.view(-1)[start : start + part] = second
+    return made
+
+
+def _in_place(k0: Tensor, k1: Tensor, x0: Tensor, x1: Tensor) -> tuple[Tensor, Tensor]:
+    """The words of a key and of a counter to which it is added, which are written over."""
+    schedule = (k0, k1, k0 ^ k1 ^ _PARITY)
+    x1.bitwise_and_(MASK)
+    turned = torch.empty_like(x1)
+    for group in range(5):
+        for rotation in _ROTATIONS[group % 2]:
+            x0.add_(x1)
+            torch.bitwise_left_shift(x1, rotation, out=turned)
+            x1.bitwise_right_shift_(32 - rotation).bitwise_or_(turned)
+            x1.bitwise_xor_(x0).bitwise_and_(MASK)
+        x0.add_(schedule[(group + 1) % 3])
+        x1.add_(schedule[(group + 2) % 3]).add_(group + 1).bitwise_and_(MASK)
+    return x0.bitwise_and_(MASK), x1
 
 
 @torch.library.register_fake("fpipe::threefry2x32", lib=_LIBRARY)

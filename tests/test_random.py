@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe import FpipeError, random
 from fpipe.stage.graphs.inlining import with_draws_written_out
-from fpipe.threefry import threefry2x32, whole
+from fpipe.threefry import threefry2x32, written_out
 from fpipe.transforms.dual import load_rules
 
 KEY = random.key(0)
@@ -107,18 +107,65 @@ def test_under_vmap(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_as_one_operation(name: str) -> None:
+def test_under_vmap_of_vmap(name: str) -> None:
     draw, keys = DRAWS[name], random.split(random.key(1), 6).view(2, 3, 2)
-    expected = [[draw(key) for key in row] for row in keys]
-    with whole():
-        assert torch.equal(draw(keys[0, 0]), expected[0][0])
-        mapped = torch.vmap(torch.vmap(draw, in_dims=1), in_dims=2)(keys.permute(2, 1, 0))
-    assert torch.equal(mapped, torch.stack([torch.stack(row) for row in expected]))
+    expected = torch.stack([torch.stack([draw(key) for key in row]) for row in keys])
+    mapped = torch.vmap(torch.vmap(draw, in_dims=1), in_dims=2)(keys.permute(2, 1, 0))
+    assert torch.equal(mapped, expected)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_within_a_derivative(name: str) -> None:
+    def product(x: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        drawn = DRAWS[name](key).detach()
+        return x * drawn.double().sum(), drawn
+
+    key, one = random.key(1), torch.ones((), dtype=torch.float64)
+    slope, drawn = torch.func.grad(product, has_aux=True)(one, key)
+    assert torch.equal(drawn, DRAWS[name](key))
+    assert torch.equal(slope, drawn.double().sum())
+    load_rules()
+    assert torch.equal(torch.func.jvp(lambda x: product(x, key)[0], (one,), (one,))[1], slope)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((), (), (5,), (5,)),
+        ((), (3, 1), (5,), ()),
+        ((2,), (2,), (), ()),
+        ((0,), (), (1,), ()),
+        ((), (), (300, 300), (300, 300)),
+        ((300, 1), (), (300,), (300, 300)),
+        ((70_000,), (70_000,), (), ()),
+    ],
+)
+def test_the_operation_gives_what_its_parts_give(shapes: Sequence[Sequence[int]]) -> None:
+    words = [
+        random.bits(key, shape)
+        for key, shape in zip(random.split(random.key(19), 4), shapes, strict=True)
+    ]
+    before = [word.clone() for word in words]
+    found, expected = WHOLE(*words), written_out(*words)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs) and ours.is_contiguous()
+    assert all(map(torch.equal, words, before))
+    assert found[0].untyped_storage()._cdata != found[1].untyped_storage()._cdata
+
+
+def test_export_leaves_no_operation_of_fpipe() -> None:
+    class Draws(torch.nn.Module):
+        def forward(self, key: Tensor) -> Tensor:
+            return random.bits(key, (3,))
+
+    for strict in (False, True):
+        program = torch.export.export(Draws(), (random.key(1),), strict=strict)
+        assert not program.graph.find_nodes(op="call_function", target=WHOLE)
+        assert torch.equal(program.module()(random.key(2)), random.bits(random.key(2), (3,)))
 
 
 def test_a_trace_records_it_as_one_operation() -> None:
-    with whole():
-        graph = make_fx(DRAWS["dropout"], tracing_mode="fake")(random.key(1)).graph
+    graph = make_fx(DRAWS["dropout"], tracing_mode="fake")(random.key(1)).graph
     assert len(graph.find_nodes(op="call_function", target=WHOLE)) == 1
     assert len(graph.nodes) < 30
     plain = with_draws_written_out(graph)

@@ -14,7 +14,6 @@ from fpipe.draws import KEYED, draws, refusal
 from fpipe.errors import StageError
 from fpipe.stage.graphs.inlining import Inliner
 from fpipe.stage.graphs.nodes import marks_of
-from fpipe.threefry import whole
 
 
 def draw_from_keys(name: str, graph: fx.Graph, key: Tensor, mode: FakeTensorMode) -> list[fx.Node]:
@@ -42,6 +41,5 @@ def draw_from_keys(name: str, graph: fx.Graph, key: Tensor, mode: FakeTensorMode
         with graph.inserting_after(keys[-1] if keys else last):
             keys.append(graph.placeholder(f"key_{len(keys)}"))
         keys[-1].meta |= {"val": key} | marks_of(node)
-        with whole():
-            inline(node, KEYED[node.target], keys[-1])
+        inline(node, KEYED[node.target], keys[-1])
     return keys

@@ -50,7 +50,6 @@ from fpipe.stage.tracing.known import Known
 from fpipe.stage.tracing.nograd import keeping_detached, undifferentiated, with_gradients
 from fpipe.stage.tracing.peeking import WithoutPeeking
 from fpipe.stage.tracing.unseen import UnseenWrites
-from fpipe.threefry import whole
 
 
 class Recorded(NamedTuple):
@@ -208,7 +207,7 @@ class Recorder:
                     *("key" for _ in keys),
                 ]
                 guard = WriteGuard(dict(zip(paths, inputs, strict=True)), self.loss_fn)
-                with with_contexts(), WithoutPeeking(), whole(), guard, UnseenWrites(), Known():
+                with with_contexts(), WithoutPeeking(), guard, UnseenWrites(), Known():
                     self._called(params, batch, inputs)
         except (ImpureError, Untraceable) as error:
             raise explain(self.name, error, "") from error
@@ -267,7 +266,6 @@ class Recorder:
                 with_gradients(),
                 with_contexts(),
                 WithoutPeeking(),
-                whole(),
                 checkpoints.active(),
             ):
                 module = make_fx(functionalize(flat))(*params.values, *batch.values, *keys)

@@ -19,6 +19,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from fpipe.arguments.shapes import kernels
 from fpipe.errors import StageError
+from fpipe.stage.graphs.inlining import with_draws_written_out
 from fpipe.stage.graphs.layouts import Layout, lay_out, layouts_of, unlike
 from fpipe.stage.graphs.nodes import value_of
 from fpipe.stage.graphs.rewrites import copy_of, free_views_of_layout, with_uniform_draws
@@ -64,7 +65,6 @@ class Compiler:
         self._make = _maker(compile)
         self._name = getattr(compile, "__qualname__", repr(compile))
         self.fuses = compile is not False
-        self._knows_draws = _is_inductor(compile)
         self._artefacts: dict[Hashable, Call] = {}
 
     def __call__(self, piece: Piece, label: str) -> Call:
@@ -76,11 +76,10 @@ class Compiler:
         # Inductor writes the number of threads into its loops, and takes the kernels it is told to.
         key = (piece.fingerprint, piece.places, torch.get_num_threads(), kernels())
         if key not in self._artefacts:
-            graph = piece.graph if self._knows_draws else piece.written_out
-            examples = [value_of(n) for n in graph.nodes if n.op == "placeholder"]
+            examples = [value_of(n) for n in piece.graph.nodes if n.op == "placeholder"]
             log.info("compiling %s", label)
             try:
-                made = self._make(graph, examples)
+                made = self._make(piece.graph, examples)
             except Exception as error:
                 raise StageError(
                     f"{label} cannot be compiled: {type(error).__name__}: {error} (compile=False "
@@ -93,12 +92,6 @@ class Compiler:
                 )
             self._artefacts[key] = made
         return self._artefacts[key]
-
-
-def _is_inductor(compile: Compile) -> bool:
-    if isinstance(compile, Mapping):
-        return bool(compile.get("backend", "inductor") == "inductor")
-    return compile is True or compile == "inductor"
 
 
 def _maker(compile: Compile) -> Callable[[fx.Graph, list[Tensor]], Call]:
@@ -125,7 +118,7 @@ def _maker_of_modules(compile: Compile) -> Callable[[fx.GraphModule, list[Tensor
     if isinstance(compile, Mapping):
         return _maker_from_options(dict(compile))
     if callable(compile):
-        return compile
+        return _of_plain(compile)
     raise StageError(
         f"compile={compile!r} must be True (Inductor), False, a mapping of torch.compile's options "
         "(backend, mode, options), a backend's name, or a callable from graph and example inputs "
@@ -140,8 +133,8 @@ def _maker_from_options(options: dict[str, Any]) -> Callable[[fx.GraphModule, li
             f"compile={options!r} has {sorted(unknown)}: it takes what torch.compile takes for a "
             "static graph, that is backend, mode and options"
         )
-    if not _is_inductor(options):
-        return lambda module, examples: _by_torch_compile(module, options)
+    if options.get("backend", "inductor") != "inductor":
+        return _of_plain(lambda module, examples: _by_torch_compile(module, options))
     patches: dict[str, Any] = {}
     if options.get("mode") is not None:
         patches |= torch._inductor.list_mode_options(options["mode"])
@@ -153,6 +146,13 @@ def _maker_from_options(options: dict[str, Any]) -> Callable[[fx.GraphModule, li
             "'max-autotune-no-cudagraphs'"
         )
     return lambda module, examples: _inductor(module, examples, patches)
+
+
+def _of_plain(
+    make: Callable[[fx.GraphModule, list[Tensor]], Call],
+) -> Callable[[fx.GraphModule, list[Tensor]], Call]:
+    """The same of graphs in torch's own operations, for those that know no others."""
+    return lambda module, examples: make(_module(with_draws_written_out(module.graph)), examples)
 
 
 def _module(graph: fx.Graph) -> fx.GraphModule:

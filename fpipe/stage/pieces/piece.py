@@ -14,7 +14,6 @@ import torch
 from torch import fx
 
 from fpipe.stage.graphs.fingerprint import fingerprint, places_of
-from fpipe.stage.graphs.inlining import with_draws_written_out
 from fpipe.stage.graphs.nodes import ancestors
 from fpipe.stage.pieces.footprint import footprint
 
@@ -47,11 +46,6 @@ class Piece:
         """The devices and process groups that its graph names."""
         return places_of(self.graph)
 
-    @cached_property
-    def written_out(self) -> fx.Graph:
-        """Its graph in torch's own operations, as all but Inductor take it."""
-        return with_draws_written_out(self.graph)
-
     @property
     def communicates(self) -> bool:
         """Whether it has collectives."""
@@ -60,8 +54,7 @@ class Piece:
     def footprint(self, handed: frozenset[int], *, fuses: bool) -> int:
         """Bytes that a call needs beyond what is held when it starts; see `footprint`."""
         if (handed, fuses) not in self._footprints:
-            graph = self.graph if fuses else self.written_out
-            self._footprints[handed, fuses] = footprint(graph, handed, fuses=fuses)
+            self._footprints[handed, fuses] = footprint(self.graph, handed, fuses=fuses)
         return self._footprints[handed, fuses]
 
 

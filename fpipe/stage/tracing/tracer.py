@@ -34,7 +34,6 @@ from fpipe.stage.tracing.closure import lift_constants
 from fpipe.stage.tracing.functional import record
 from fpipe.stage.tracing.known import Known
 from fpipe.stage.tracing.peeking import WithoutPeeking
-from fpipe.threefry import whole
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,6 @@ def _run_abstractly(
             torch.no_grad(),
             with_contexts(),
             WithoutPeeking(),
-            whole(),
         ):
             # Clones, because one leaf may come in by several names.
             inputs = [value.clone() for value in leaves.values]
