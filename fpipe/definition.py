@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fpipe.convention import DEFERRED, PLAIN, Convention
 from fpipe.errors import BatchError, ScheduleError, StageError
 from fpipe.schedule import Action, Op, Schedule
+from fpipe.schedule.requires import owed_by_actions
 from fpipe.schedule.verifier import verify
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.declared.returns import Returns
@@ -100,7 +101,7 @@ class Definition:
     def __post_init__(self) -> None:
         self._check_flags()
         self._check_timeout()
-        _check_schedule(self.schedule, None if self.function else self.trainable)
+        _check_schedule(self.schedule, self.trainable, function=self.function)
         if not callable(self.loss):
             raise StageError(
                 f"loss={self.loss!r:.60} is not callable: it is a function (y, microbatch) -> "
@@ -288,20 +289,34 @@ def _named(choice: Any) -> str:
     return Stage(choice).label if callable(choice) else repr(choice)
 
 
-def _check_schedule(schedule: Schedule, trainable: Trainable | None) -> None:
+def _check_schedule(schedule: Schedule, trainable: Trainable, *, function: bool) -> None:
     if not isinstance(schedule, Schedule):
         raise StageError(
             f"schedule={schedule!r:.60} is a {type(schedule).__name__}: make one with "
             "fpipe.schedules, such as fpipe.schedules.one_f_one_b(ranks=2, microbatches=4)"
         )
-    requires = None if trainable is None else trainable.requires(schedule.num_stages)
     try:
         verify(schedule)
     except ScheduleError:
         # It may leave out what nothing that is trained needs.
+        requires = _requires(schedule, trainable, function=function)
         if requires is None:
             raise
         verify(schedule, requires)
+
+
+def _requires(
+    schedule: Schedule, trainable: Trainable, *, function: bool
+) -> str | list[str] | None:
+    """What a schedule that is not whole owes at least, as `verify` takes it; None for everything.
+
+    What it owes of one function is told by the trace, and a plan of a step looks at that.
+    """
+    if all(action.op == Op.F for row in schedule.actions for action in row):
+        return "F"  # `value` and `forward` can be run by it
+    if function and trainable.choice is not None:
+        return owed_by_actions(schedule)
+    return None if function else trainable.requires(schedule.num_stages)
 
 
 def _check_stages(schedule: Schedule, stages: Sequence[Stage]) -> None:

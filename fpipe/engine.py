@@ -102,6 +102,7 @@ class Pipeline(Loadable):
             BatchError: `params` or `batch` has a wrong structure, or too few rows; or a key is
                 missing, or given and not read; or an argument is missing, or given twice.
             StageError: a stage cannot be traced on these shapes.
+            ScheduleError: the schedule leaves out gradients that a stage has.
             PipelineError: an action failed; the pipeline can be used again. Over a process group
                 whatever goes wrong on any rank is a PipelineError on every rank, whose cause on the
                 rank at fault is the original error; it says whether the pipeline can be used again.

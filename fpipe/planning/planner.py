@@ -19,10 +19,12 @@ from fpipe.arguments.shapes import (
     is_differentiable,
     refuse_without_data,
 )
+from fpipe.errors import ScheduleError
 from fpipe.planning.plan import Plan
 from fpipe.runtime.program import Program
 from fpipe.runtime.values import Codes
 from fpipe.schedule import Op, Schedule
+from fpipe.schedule.requires import owed_by_actions
 from fpipe.stage.declared.sink import Sink
 from fpipe.stage.pieces.code import StageCode
 from fpipe.stage.tracing.interrupts import held_back
@@ -118,6 +120,8 @@ class Planner:
             codes = made.last if finals[stage] == microbatch else made.usual
             return codes[rows[microbatch]][stage]
 
+        if goal == "step":
+            _check_owed(schedule, code_of)
         plan = self._with_weights(schedule, self._lower(schedule, code_of), made, rows)
         log.info("ready for %s after %.1f s", goal, time.perf_counter() - start)
         if goal == "step" and not any(code_of(s, 0).sums for s in range(schedule.num_stages)):
@@ -182,6 +186,26 @@ def forwards_of(schedule: Schedule) -> Schedule:
     """The forwards of a schedule alone, in their order: a schedule for evaluation."""
     rows = [[action for action in row if action.op == Op.F] for row in schedule.actions]
     return Schedule(schedule.placement, rows, name=f"{schedule.name} (forward only)")
+
+
+def _check_owed(schedule: Schedule, codes: Codes) -> None:
+    """Refuse a step whose schedule leaves out gradients that its stages have.
+
+    Raises:
+        ScheduleError: says which.
+    """
+    for stage, paid in enumerate(owed_by_actions(schedule)):
+        made = [codes(stage, microbatch) for microbatch in range(schedule.num_microbatches)]
+        for op, kind, owes in (
+            ("I", "input", any(code.input_grads for code in made)),
+            ("W", "weight", any(code.sums for code in made)),
+        ):
+            if owes and op not in paid:
+                raise ScheduleError(
+                    f"schedule {schedule.name} has no {op} or B of {made[0].label}, which owes "
+                    f"{kind} gradients in pipe.step: choose a schedule that has, or freeze what is "
+                    "not trained (trainable=); pipe.value and pipe.forward need F alone"
+                )
 
 
 def _last_forwards(schedule: Schedule) -> dict[int, int | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
@@ -9,6 +10,7 @@ from typing import Final
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Op
 from fpipe.schedule.dependencies import Reads
+from fpipe.schedule.schedule import Schedule
 
 Owed = tuple[frozenset[Op], ...]
 Requires = str | Sequence[str | Collection[str]]
@@ -63,6 +65,27 @@ def owed_by_stage(requires: Requires | None, reads: Reads) -> Owed:
                     f"input gradient of stage {reader}, and requires[{reader}]="
                     f"{requires[reader]!r} has no I: add it there, or owe F alone at stage {stage}"
                 )
+    return owed
+
+
+def owed_by_actions(schedule: Schedule) -> list[str]:
+    """What each stage seems to owe, by the ops that it has, as `verify` takes it."""
+    ops: defaultdict[tuple[int, int | None], set[str]] = defaultdict(set)
+    for row in schedule.actions:
+        for stage, op, microbatch in row:
+            ops[stage, microbatch].add(op)
+    forms: list[set[str]] = [set() for _ in schedule.placement]
+    for (stage, _), has in ops.items():
+        forms[stage].add("B" if Op.B in has else "".join(op for op in "IW" if op in has))
+    owed = []
+    passed = False  # whether the stage before owes a gradient, which this one then passes back
+    for found in forms:
+        # What one microbatch shows: beside I alone, B is no more, and nor are I and W beside W.
+        halves = found & {"I", "W"} or found & {"B", "IW"}
+        i = passed or any(half != "W" for half in halves)
+        w = any(half != "I" for half in halves)
+        passed = i or w
+        owed.append("F" + "I" * i + "W" * w)
     return owed
 
 

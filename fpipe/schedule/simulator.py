@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import repeat
 from typing import NamedTuple
 
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.cost import Cost, StageCosts, check_cost
+from fpipe.schedule.requires import owed_by_actions
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.timeline import Event, Timeline
 from fpipe.schedule.verifier import check_schedule, verify
@@ -50,12 +50,12 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
         verify(schedule)
     if schedule.num_microbatches > len(numbers):
         # Some have no action. Their tables might be larger than the memory of the machine.
-        verify(schedule, _owed(schedule))
+        verify(schedule, owed_by_actions(schedule))
     costs = cost.on(schedule.placement, schedule.num_ranks)
     run = run_rows(schedule.actions, costs, schedule.num_microbatches)
     if not run.whole or None in numbers:
         # The run has seen that something is amiss; the verifier knows how to say what.
-        verify(schedule, _owed(schedule))
+        verify(schedule, owed_by_actions(schedule))
     events = tuple(
         tuple(map(Event, repeat(rank, len(row)), row, run.starts[rank], run.ends[rank]))
         for rank, row in enumerate(schedule.actions)
@@ -170,24 +170,3 @@ def _misplaced(schedule: Schedule) -> bool:
         not {stage for stage, _, _ in row} <= set(schedule.stages_of(rank))
         for rank, row in enumerate(schedule.actions)
     )
-
-
-def _owed(schedule: Schedule) -> list[str]:
-    """What each stage seems to owe, by the ops that it has, as `verify` takes it."""
-    ops: defaultdict[tuple[int, int | None], set[str]] = defaultdict(set)
-    for row in schedule.actions:
-        for stage, op, microbatch in row:
-            ops[stage, microbatch].add(op)
-    forms: list[set[str]] = [set() for _ in schedule.placement]
-    for (stage, _), has in ops.items():
-        forms[stage].add("B" if Op.B in has else "".join(op for op in "IW" if op in has))
-    owed = []
-    passed = False  # whether the stage before owes a gradient, which this one then passes back
-    for found in forms:
-        # What one microbatch shows: beside I alone, B is no more, and nor are I and W beside W.
-        halves = found & {"I", "W"} or found & {"B", "IW"}
-        i = passed or any(half != "W" for half in halves)
-        w = any(half != "I" for half in halves)
-        passed = i or w
-        owed.append("F" + "I" * i + "W" * w)
-    return owed

@@ -307,3 +307,73 @@ def test_refusals() -> None:
         make(ONE_F_ONE_B, {"w": True}).step(params, batch)
     with pytest.raises(BatchError, match=r"trainable\[1\] must be a pytree prefix of params"):
         make(ONE_F_ONE_B, [True, {"v": True}, True, True]).step(params, batch)
+
+
+# ── schedules that leave out what is not trained ────────────────────────────────────────────────
+
+
+def layer(p: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(x @ p)
+
+
+def squares(y: Tensor, _: Any) -> Tensor:
+    return y.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["function", "module"])
+def test_of_one_function_a_schedule_may_leave_out_what_nobody_needs(kind: str) -> None:
+    rows = [[a for a in row if a.op == Op.F or a.stage > 1] for row in ONE_F_ONE_B.actions]
+    lean = Schedule(ONE_F_ONE_B.placement, rows, name="lean")
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    batch = {"input": torch.ones(6, 3)}
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        x = batch["input"]
+        for number in range(4):
+            own = params[f"{number}.weight"], params[f"{number}.bias"]
+            x = torch.nn.functional.linear(x, *own)
+            x = fpipe.cut(x) if number < 3 else x
+        return x.square().mean()
+
+    def make_pipe(schedule: Schedule, frozen: int) -> Any:
+        if kind == "function":
+            trainable = {name: int(name[0]) >= frozen for name in params}
+            return fpipe.pipeline(loss_fn, schedule=schedule, compile=False, trainable=trainable)
+        module.requires_grad_(True)[:frozen].requires_grad_(False)
+        return fpipe.from_module(
+            module, schedule=schedule, cuts=["0", "1", "2"], loss=squares, compile=False
+        )
+
+    step = make_pipe(lean, 2).step(params, batch)
+    assert_identical(step, make_pipe(ONE_F_ONE_B, 2).step(params, batch))
+    assert step.grads["1.weight"] is None and step.grads["2.weight"] is not None
+    more = make_pipe(lean, 1)
+    with pytest.raises(ScheduleError, match=r"lean has no W or B of stage 1 .* owes weight grad"):
+        more.step(params, batch)
+    assert_same(more.value(params, batch), step.loss)
+    with pytest.raises(ScheduleError, match=r"stage 0 (has F on microbatch 0|.* owes weight grad)"):
+        make_pipe(lean, 0).step(params, batch)
+    halves = Schedule(lean.placement, [*lean.actions[:3], lean.actions[3][:-1]])
+    with pytest.raises(ScheduleError, match=r"stage 3 has F on microbatch"):
+        make_pipe(halves, 2)
+
+
+def test_a_schedule_of_forwards_serves_evaluation() -> None:
+    forwards = fpipe.schedules.forward_only(ranks=2, microbatches=2)
+    params, x = [torch.eye(3), torch.eye(3)], torch.ones(4, 3)
+    pipe = fpipe.pipeline([layer, layer], squares, forwards, compile=False)
+    expected = layer(params[1], layer(params[0], x))
+    assert_same(pipe.value(params, x), squares(expected, x))
+    assert_same(pipe.forward(params, x), expected)
+    with pytest.raises(ScheduleError, match=r"forward_only has no W or B of stage 0 \(layer\)"):
+        pipe.step(params, x)
+    training = pipe.with_schedule(fpipe.schedules.gpipe(ranks=2, microbatches=2))
+    assert_same(training.step(params, x).loss, squares(expected, x))
+    assert_same(training.with_schedule(forwards).value(params, x), squares(expected, x))
+    frozen = fpipe.pipeline([layer, layer], squares, forwards, compile=False, trainable=False)
+    assert frozen.step(params, x).grads == [None, None]
+    part = Schedule(forwards.placement, [forwards.actions[0][:1], forwards.actions[1]])
+    with pytest.raises(ScheduleError, match=r"microbatch 1"):
+        fpipe.pipeline([layer, layer], squares, part, compile=False)
