@@ -64,6 +64,7 @@ class Convention(NamedTuple):
             for each of the losses, to the gradients of the weighted sum; None where the losses
             cannot be differentiated.
         state: from the state that the last microbatch has left to what is returned.
+        common: from the stages' batch to the part of it that is the same on every rank.
     """
 
     enter: Callable[..., tuple[Any, Any]] = lambda params, batch: (params, batch)
@@ -75,6 +76,7 @@ class Convention(NamedTuple):
     vectors: tuple[str, ...] = ()
     weigh: Callable[[Any, Tensor], Any] | None = None
     state: Callable[[Any], Any] = _identity
+    common: Callable[[Any], Any] = _identity
 
 
 PLAIN = Convention(weigh=scaled)

@@ -29,7 +29,7 @@ from fpipe.controller.offer import (
     warn_of_other_numbers,
 )
 from fpipe.controller.refusal import named
-from fpipe.controller.sample import sample
+from fpipe.controller.sample import Sample, sample
 from fpipe.planning.plan import Plan
 from fpipe.planning.planner import Planner
 from fpipe.recording import active
@@ -107,6 +107,7 @@ class Calls:
         read: flattens the caller's parameters, of which other ranks' parts may be missing.
         schedule: of all ranks.
         in_dims: how batches are split.
+        common: the part of a batch that is the same on every rank; its leaves come first.
         control: the group over which ranks agree.
         rank: of this process.
         device: where this rank computes.
@@ -121,6 +122,7 @@ class Calls:
         read: Callable[[Any], Parameters],
         schedule: Schedule,
         in_dims: Any,
+        common: Callable[[Any], Any],
         control: dist.ProcessGroup,
         rank: int,
         device: torch.device,
@@ -132,6 +134,7 @@ class Calls:
         self._read_params = read
         self._schedule = schedule
         self._in_dims = in_dims
+        self._common = common
         self._control = control
         self._rank = rank
         self._stages = schedule.stages_of(rank)
@@ -212,6 +215,12 @@ class Calls:
             held = tuple(not leaf.is_meta for leaf in own.stages[0])
         return Given(own, parts, params_shapes, shapes, key, batch, held)
 
+    def _sample(self, given: Given | None) -> Sample | None:
+        """Numbers of the batch that this rank was given, None if it was given none."""
+        if given is None or given.parts is None:
+            return None
+        return sample(self._common(given.whole))
+
     def _make_signature(self, call: Call) -> Signature:
         """Exchange offers, and put together what all ranks were given."""
         goal, given, problem = call.goal, call.given, call.problem
@@ -221,7 +230,7 @@ class Calls:
             held=None if given is None else given.held,
             rows=None if given is None or given.parts is None else given.parts.rows,
             batch=None if given is None else given.batch,
-            sample=None if given is None or given.parts is None else sample(given.whole),
+            sample=self._sample(given),
             ambient=self._planner.ambient(),
             problem=None if problem is None else named(problem),
         )

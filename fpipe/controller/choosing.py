@@ -77,6 +77,7 @@ def controller_of(definition: Definition, workshop: Workshop) -> Controller:
         read,
         schedule,
         definition.in_dims,
+        definition.convention.common,
         group,
         device_of(group),
         definition.timeout,

@@ -57,6 +57,7 @@ class MultiController:
         read: flattens the caller's parameters, of which other ranks' parts may be missing.
         schedule: of all ranks.
         in_dims: how batches are split.
+        common: the part of a batch that is the same on every rank.
         group: the ranks of the pipeline.
         device: where this rank computes.
         timeout: seconds of silence after which a rank is faulty.
@@ -70,6 +71,7 @@ class MultiController:
         read: Callable[[Any], Parameters],
         schedule: Schedule,
         in_dims: Any,
+        common: Callable[[Any], Any],
         group: dist.ProcessGroup,
         device: torch.device,
         timeout: float,
@@ -108,6 +110,7 @@ class MultiController:
             read,
             schedule,
             in_dims,
+            common,
             self._control,
             self._rank,
             device,

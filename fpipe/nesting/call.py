@@ -27,7 +27,8 @@ INSTEAD: Final = {
     "Vmap": "torch.func.vmap over processes: fpipe.vmap(pipe) is the pipeline of all members, on "
     "every rank",
     "Grad": "torch.func.grad or vjp here: they know pipe.value, and in one process pipe.step, of "
-    "pipelines without a state; fpipe.hvp(pipe) gives second derivatives over processes too",
+    "pipelines without a state; fpipe.vjp(pipe) gives derivatives of what comes out of "
+    "pipe.forward, and fpipe.hvp(pipe) second ones over processes too",
     "Jvp": "torch.func.jvp or jacfwd, or forward-mode autograd, here: they know pipe.value and "
     "pipe.step in one process, of pipelines without a state; fpipe.jvp(pipe) gives derivatives "
     "over processes too, and those of outputs",

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fpipe import tree
 from fpipe.convention import scaled
@@ -25,6 +24,11 @@ from fpipe.nesting.rules import refuse_redrawing
 ON_ONE_RANK: Final = (
     "pipe.forward over processes has no derivative, for what comes out lies on one rank: "
     "fpipe.vjp(pipe).step takes its cotangent, on every rank"
+)
+TWICE: Final = (
+    "what pipe.forward put out was differentiated twice: it can be once; compute the loss within "
+    "the pipeline, whose pipe.value can be differentiated twice (of one function that is the loss "
+    "function, of stages and modules their loss=)"
 )
 NO_LOSS: Final = (
     "pipe.value has no derivative of a pipeline with a state, or of one that returns norms or "
@@ -186,12 +190,17 @@ class _Operation(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         needed = ctx.needs_input_grad[2:]
         key, *saved = ctx.saved_tensors
         leaves, outputs = saved[: len(needed)], saved[len(needed) :]
-        return None, None, *ctx.call.pull(key, leaves, outputs, cotangents, needed)
+        with torch.no_grad():
+            grads = ctx.call.pull(key, leaves, outputs, cotangents, needed)
+        if torch.is_grad_enabled():
+            # torch's own once_differentiable refuses where nobody looks who asks for the
+            # derivative by some leaves alone.
+            grads = without_history(grads, (*leaves, *cotangents), TWICE)
+        return None, None, *grads
 
 
 class _Refused(torch.autograd.Function):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce, wraps
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ def pullback(definition: Definition, out_dims: Any) -> Definition:
         convention=inner._replace(
             enter=_Entrance(inner, definition.in_dims, out_dims),
             batch=lambda grads: inner.batch(grads[0]),
+            common=itemgetter(0),  # the cotangent is read on one rank alone
             vectors=(COTANGENT,),
             weigh=None,
         ),

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import fpipe
 from fpipe import schedules
 from fpipe.controller.sample import other_batches, sample
 from tests.distributed import actors
 from tests.distributed.actors import Group
 from tests.distributed.crew import Crew, values
+from tests.models import apply
 
 
 class Kept(logging.Handler):
@@ -49,6 +51,25 @@ def test_loaders_of_two_seeds_are_noticed(crew: Crew) -> None:
         (text,) = messages
         assert text.startswith("rank 1 has other numbers in batch['y'] than rank 0: all ranks")
     assert values(crew.run(warned, False, ranks=range(2))) == [[], []]
+
+
+def warned_of_a_cotangent(group: Group) -> list[str]:
+    """What is logged where rank 1 alone has the numbers of the cotangent, which it alone reads."""
+    assert group is not None
+    model = actors.model_of("mlp", 2, 6)
+    pipe = fpipe.vjp(actors.pipeline(group, model, schedules.gpipe(ranks=2, microbatches=2)))
+    out = apply(model.stages, model.params, model.batch)
+    kept = Kept()
+    logging.getLogger("fpipe").addHandler(kept)
+    try:
+        pipe.step(pipe.local(model.params), model.batch, out * group.rank())
+    finally:
+        logging.getLogger("fpipe").removeHandler(kept)
+    return kept.messages
+
+
+def test_a_cotangent_is_not_compared(crew: Crew) -> None:
+    assert values(crew.run(warned_of_a_cotangent, ranks=range(2))) == [[], []]
 
 
 ROWS = torch.arange(4096 * 8).reshape(4096, 8).cos()

@@ -170,6 +170,12 @@ _REASONS: Final = (
         "transforms, and remove the hooks",
     ),
     _Reason(
+        ("random operation while in randomness error mode",),
+        "draws random numbers for several members or examples at once",
+        "say whether these are the same for all of them, with randomness= of fpipe.vmap or of what "
+        'maps over examples ("same" or "different"), or draw from a key',
+    ),
+    _Reason(
         ("as_strided() is non-compositional",),
         "writes in place to a view by way of as_strided(), or of an operation that does",
         "work on a copy (x = x.clone())",
