@@ -58,7 +58,9 @@ def from_module(
 
     ``step(params, batch)`` takes the dict of ``module.named_parameters()``, in which tied
     parameters come once, and as the batch the dict of the forward's keyword arguments. What the
-    module itself holds is not changed. Parameters that require no gradient at this call are frozen,
+    module itself holds is not changed; but while a new set of shapes is traced, which reads the
+    module with abstract parameters in place of its own, no other thread may use it, as with
+    `torch.func.functional_call`. Parameters that require no gradient at this call are frozen,
     as with ``trainable`` of `fpipe.pipeline`. Buffers are constants; a forward that changes them
     (batch norm in training mode) is refused, unless they are a state. The mode of the module, by
     ``module.train()`` and ``module.eval()``, the ``p`` of its dropout layers and its buffers are
