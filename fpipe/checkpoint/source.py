@@ -63,9 +63,8 @@ def check_dtype(name: str, found: torch.dtype, like: Tensor) -> None:
 
 def _wraps(found: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether both are of integers, and some of one are none of the other."""
-    if any(dtype.is_floating_point or dtype.is_complex for dtype in (found, wanted)):
-        return False
-    if torch.bool in (found, wanted):
+    pair = (found, wanted)
+    if torch.bool in pair or any(d.is_floating_point or d.is_complex for d in pair):
         return False
     own, other = torch.iinfo(found), torch.iinfo(wanted)
     return own.min < other.min or own.max > other.max
