@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType, MappingProxyType
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,8 +41,22 @@ def generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
 
 
 # Arguments that have their defaults do not come.
+def _like(x: Tensor, value: Tensor, memory_format: Any = None) -> Tensor:
+    """What was drawn as it lies in memory where torch draws it: as `x` does."""
+    if memory_format is None and x.is_contiguous():
+        return value
+    options = {} if memory_format is None else {"memory_format": memory_format}
+    return torch.empty_like(x, dtype=value.dtype, device=value.device, **options).copy_(value)
+
+
+def _check(fits: bool, rule: str) -> None:
+    """Refuse what torch refuses to draw."""
+    if not fits:
+        raise FpipeError(f"what torch draws is drawn from a key, and {rule}")
+
+
 def _bernoulli(key: Tensor, x: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
-    return random.bernoulli(key.to(x.device), p, x.shape).to(x.dtype)
+    return random.bernoulli(key.to(x.device), p, x.shape).to(x.dtype)  # torch's is contiguous, too
 
 
 def _each_bernoulli(key: Tensor, p: Tensor, *, generator: Any = None) -> Tensor:
@@ -54,27 +70,38 @@ def _native_dropout(key: Tensor, x: Tensor, p: float, train: bool | None) -> tup
     return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
 
 
+def _middles(key: Tensor, x: Tensor) -> Tensor:
+    """A number of (0, 1) for each element of `x`, in float64."""
+    random.check_dtype(x.dtype)
+    return random.middles(key.to(x.device), x.shape, x.dtype)
+
+
 def _uniform(
     key: Tensor, x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: Any = None
 ) -> Tensor:
-    return random.uniform(key.to(x.device), x.shape, x.dtype) * (high - low) + low
+    _check(low <= high, f"low={low} must not be greater than high={high}")
+    drawn = random.uniform(key.to(x.device), x.shape, x.dtype)
+    if (low, high) != (0.0, 1.0):
+        drawn = (drawn.double() * (high - low) + low).to(x.dtype)
+        # The greatest may be rounded up to the end, which is not one of them.
+        drawn = torch.where(drawn < high, drawn, low)
+    return _like(x, drawn)
 
 
 def _normal(
     key: Tensor, x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None
 ) -> Tensor:
-    return random.normal(key.to(x.device), x.shape, x.dtype) * std + mean
-
-
-def _exponential(key: Tensor, x: Tensor, rate: float = 1.0, *, generator: Any = None) -> Tensor:
-    return -torch.log1p(-random.uniform(key.to(x.device), x.shape, x.dtype)) / rate
+    _check(std >= 0, f"std={std} must be 0 or more")
+    return _like(x, random.normal(key.to(x.device), x.shape, x.dtype) * std + mean)
 
 
 def _normal_about(key: Tensor, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
     # Torch lets no gradient through it.
     mean, std = (v.detach() if isinstance(v, Tensor) else v for v in (mean, std))
-    like = mean + std
-    return random.normal(key.to(like.device), like.shape, like.dtype) * std + mean
+    like = mean if isinstance(mean, Tensor) else std
+    shape = torch.broadcast_shapes(*(v.shape for v in (mean, std) if isinstance(v, Tensor)))
+    drawn = random.normal(key.to(like.device), shape, like.dtype)
+    return (drawn * std + mean).to(like.dtype)
 
 
 def _normal_of(
@@ -87,41 +114,59 @@ def _normal_of(
     device: Any = None,
     **_: Any,
 ) -> Tensor:
+    _check(std >= 0, f"std={std} must be 0 or more")
     return _randn(key, size, dtype=dtype, device=device) * std + mean
+
+
+def _exponential(key: Tensor, x: Tensor, rate: float = 1.0, *, generator: Any = None) -> Tensor:
+    _check(rate > 0, f"the rate of exponential_, {rate}, must be more than 0")
+    drawn = (-torch.log(_middles(key, x)) / rate).to(x.dtype)
+    return _like(x, drawn.clamp_min(torch.finfo(x.dtype).tiny))  # torch draws no 0
 
 
 def _log_normal(
     key: Tensor, x: Tensor, mean: float = 1.0, std: float = 2.0, *, generator: Any = None
 ) -> Tensor:
-    return _normal(key, x, mean, std).exp()
+    _check(std > 0, f"std={std} must be more than 0")
+    normal = torch.erfinv(2 * _middles(key, x) - 1) * math.sqrt(2)
+    return _like(x, (normal * std + mean).exp().to(x.dtype))
 
 
 def _cauchy(
     key: Tensor, x: Tensor, median: float = 0.0, sigma: float = 1.0, *, generator: Any = None
 ) -> Tensor:
-    angle = math.pi * (random.uniform(key.to(x.device), x.shape, x.dtype) - 0.5)
-    return torch.tan(angle) * sigma + median
+    _check(sigma > 0, f"sigma={sigma} must be more than 0")
+    angle = math.pi * (_middles(key, x) - 0.5)
+    return _like(x, (torch.tan(angle) * sigma + median).to(x.dtype))
 
 
 def _geometric(key: Tensor, x: Tensor, p: float, *, generator: Any = None) -> Tensor:
-    if p == 1:
-        return torch.ones_like(x)
-    uniform = random.uniform(key.to(x.device), x.shape, torch.float64)
-    return (torch.floor(torch.log1p(-uniform) / math.log1p(-p)) + 1).to(x.dtype)
+    _check(0 < p < 1, f"p={p} of geometric_ must lie between 0 and 1")
+    middles = random.middles(key.to(x.device), x.shape, torch.float64)
+    return _like(x, (torch.floor(torch.log(middles) / math.log1p(-p)) + 1).to(x.dtype))
 
 
 def _multinomial(
     key: Tensor, x: Tensor, num: int, replacement: bool = False, *, generator: Any = None
 ) -> Tensor:
-    logits = x.log()
-    if replacement:
-        each = logits.unsqueeze(-2).expand(*x.shape[:-1], num, x.shape[-1])
-        return random.categorical(key.to(x.device), each)
-    return random.perturbed(key.to(x.device), logits).topk(num).indices
+    _check(x.is_floating_point(), f"the probabilities of multinomial are {x.dtype}: no floats")
+    _check(num > 0, f"num_samples={num} must be more than 0")
+    key, wide = key.to(x.device), x.detach().double()
+    if not replacement:
+        fits = num <= x.shape[-1]
+        _check(fits, f"num_samples={num} without replacement is more than {x.shape[-1]}")
+        return random.perturbed(key, wide.log()).topk(num).indices
+    sums = wide.cumsum(-1)
+    drawn = random.randint(key, 0, 1 << 32, (*x.shape[:-1], num)).double() * 2.0**-32
+    found = torch.searchsorted(sums, drawn * sums[..., -1:], right=True)
+    return found.clamp_max(x.shape[-1] - 1)
 
 
 def _randperm(key: Tensor, num: int, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-    return random.permutation(key.to(device or "cpu"), num).to(dtype or torch.int64)
+    kind = dtype or torch.int64
+    if not kind.is_floating_point:
+        _check(num - 1 <= torch.iinfo(kind).max, f"the last of randperm({num}) is no {kind}")
+    return random.permutation(key.to(device or "cpu"), num).to(kind)
 
 
 def _randint(
@@ -143,10 +188,8 @@ def _randint_from(
     return random.randint(key.to(device or "cpu"), low, high, size, dtype or torch.int64)
 
 
-def _randint_like(
-    key: Tensor, x: Tensor, high: int, *, dtype: Any = None, device: Any = None, **_: Any
-) -> Tensor:
-    return _randint_from_like(key, x, 0, high, dtype=dtype, device=device)
+def _randint_like(key: Tensor, x: Tensor, high: int, **options: Any) -> Tensor:
+    return _randint_from_like(key, x, 0, high, **options)
 
 
 def _randint_from_like(
@@ -157,9 +200,11 @@ def _randint_from_like(
     *,
     dtype: Any = None,
     device: Any = None,
+    memory_format: Any = None,
     **_: Any,
 ) -> Tensor:
-    return random.randint(key.to(device or x.device), low, high, x.shape, dtype or x.dtype)
+    drawn = random.randint(key.to(device or x.device), low, high, x.shape, dtype or x.dtype)
+    return _like(x, drawn, memory_format)
 
 
 def _rand(
@@ -175,15 +220,29 @@ def _randn(
 
 
 def _rand_like(
-    key: Tensor, x: Tensor, *, dtype: Any = None, device: Any = None, **_: Any
+    key: Tensor,
+    x: Tensor,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    memory_format: Any = None,
+    **_: Any,
 ) -> Tensor:
-    return random.uniform(key.to(device or x.device), x.shape, dtype or x.dtype)
+    drawn = random.uniform(key.to(device or x.device), x.shape, dtype or x.dtype)
+    return _like(x, drawn, memory_format)
 
 
 def _randn_like(
-    key: Tensor, x: Tensor, *, dtype: Any = None, device: Any = None, **_: Any
+    key: Tensor,
+    x: Tensor,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    memory_format: Any = None,
+    **_: Any,
 ) -> Tensor:
-    return random.normal(key.to(device or x.device), x.shape, dtype or x.dtype)
+    drawn = random.normal(key.to(device or x.device), x.shape, dtype or x.dtype)
+    return _like(x, drawn, memory_format)
 
 
 KEYED: Final[Mapping[OpOverload, Callable[..., Any]]] = MappingProxyType(
@@ -250,11 +309,26 @@ def refusal(op: Any) -> str:
     )
 
 
+_PIPELINES: ContextVar[int] = ContextVar("fpipe.pipelines", default=0)
+"""How many calls of pipelines this is within."""
+
+
+@contextmanager
+def within_pipeline() -> Iterator[None]:
+    """Within it what draws does not draw from the key of a `keyed` around the pipeline."""
+    token = _PIPELINES.set(_PIPELINES.get() + 1)
+    try:
+        yield
+    finally:
+        _PIPELINES.reset(token)
+
+
 class _Keyed(TorchDispatchMode):
     def __init__(self, key: Tensor) -> None:
         super().__init__()
         self._key = key
         self._drawn = 0
+        self._pipelines = _PIPELINES.get()
 
     def __torch_dispatch__(
         self,
@@ -266,6 +340,16 @@ class _Keyed(TorchDispatchMode):
         options = kwargs or {}
         if not draws(func, args, options):
             return func(*args, **options)
+        if _PIPELINES.get() != self._pipelines:
+            if detect_fake_mode() is not None:
+                return func(*args, **options)  # it is traced: what is drawn there is no number
+            raise FpipeError(
+                "a pipeline that draws from torch's generator was called within fpipe.nn.keyed, "
+                "whose key it does not get: let it draw from its own, Stage(fn, reads_key=True) or "
+                "has_key=True, or call it outside"
+            )
+        if options.get("generator") is not None:
+            raise FpipeError("the block draws from a torch.Generator of its own: leave it out")
         if func not in KEYED and func not in _IN_PLACE:
             raise FpipeError(f"the block {refusal(func)}")
         if _is_computed_again():
@@ -328,7 +412,8 @@ def _unwrapped(key: Tensor) -> Tensor:
         key = torch._C._functorch.get_unwrapped(key)
     if torch._C._functorch.is_functorch_wrapped_tensor(key):
         raise FpipeError(
-            "key is mapped by torch.func.vmap, but what torch's operations draw has one key: call "
-            "the functions of fpipe.random with each key"
+            "key is mapped by torch.func.vmap, or that of a stage while it is traced, but what "
+            "torch's operations draw has one key: call the functions of fpipe.random with the key, "
+            "or let a module draw from that of the step (fpipe.from_module, has_key=True)"
         )
     return key

@@ -20,6 +20,7 @@ from fpipe.controller.choosing import controller_of, workshop_of
 from fpipe.controller.controller import Gather
 from fpipe.controller.header import PREPARES
 from fpipe.definition import Definition
+from fpipe.draws import within_pipeline
 from fpipe.errors import BatchError, FpipeError
 from fpipe.loadable import Loadable
 from fpipe.nesting.history import has_history, is_tracked, tracked_value
@@ -358,7 +359,8 @@ class Pipeline(Loadable):
                 raise _miscounted(arguments, self.definition.takes)
             return self.definition.convention.enter(*arguments)
 
-        done = self._controller.run(enter, goal, key, name)
+        with within_pipeline():
+            done = self._controller.run(enter, goal, key, name)
         return Outcome(self.definition, self.rank, done)
 
 

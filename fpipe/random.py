@@ -46,9 +46,10 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
         >>> random.key(7).tolist()
         [0, 7]
     """
-    if not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64:
+    number = plain_integer(seed)
+    if number is None or not -(1 << 63) <= number < 1 << 64:
         raise FpipeError(f"seed={seed!r:.60} must be an integer of at most 64 bits")
-    return torch.tensor([seed >> 32 & MASK, seed & MASK], dtype=torch.int64, device=device)
+    return torch.tensor([number >> 32 & MASK, number & MASK], dtype=torch.int64, device=device)
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
@@ -71,7 +72,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """
     check_key(key, single=False)
     _check_integer(data)
-    number = torch.as_tensor(data, device=key.device)
+    number = torch.as_tensor(data, device=key.device).to(torch.int64)
     counter = (number >> 32 & MASK, number & MASK)
     return torch.stack(threefry2x32((key[..., 0], key[..., 1]), counter), -1)
 
@@ -139,7 +140,7 @@ def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.f
         >>> random.uniform(random.key(0), (2,)).tolist()
         [0.94766..., 0.97857...]
     """
-    _check_dtype(dtype)
+    check_dtype(dtype)
     digits = 1 - int(math.log2(torch.finfo(dtype).eps))
     return _integers(key, shape, digits).to(dtype) * 2.0**-digits
 
@@ -165,11 +166,18 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
         >>> abs(numbers.mean().item()) < 0.05, abs(numbers.std().item() - 1) < 0.05
         (True, True)
     """
-    _check_dtype(dtype)
+    check_dtype(dtype)
+    return (torch.erfinv(2 * middles(key, shape, dtype) - 1) * math.sqrt(2)).to(dtype)
+
+
+def middles(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The middles of 2³² equal parts of (0, 1), all equally likely; for float64 of 2⁵².
+
+    Returns:
+        float64 tensor, whatever `dtype` what is made of it will have; exact, and never an end.
+    """
     digits = 52 if dtype == torch.float64 else 32
-    # The middles of 2ⁿ equal parts of (-1, 1): exact in a double, and never an end.
-    middles = (_integers(key, shape, digits).double() + 0.5) * 2.0 ** (1 - digits) - 1
-    return (torch.erfinv(middles) * math.sqrt(2)).to(dtype)
+    return (_integers(key, shape, digits).double() + 0.5) * 2.0**-digits
 
 
 def bernoulli(key: Tensor, p: float | Tensor = 0.5, shape: Sequence[int] | None = None) -> Tensor:
@@ -234,6 +242,13 @@ def randint(
         )
     if end - least >= 1 << 63:
         raise FpipeError(f"high - low={end - least} must be less than 2**63")
+    if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
+        held = torch.iinfo(dtype)
+        if least < held.min or end - 1 > held.max:
+            raise FpipeError(
+                f"low={low} and high={high} do not lie between {held.min} and {held.max + 1}, as "
+                f"those of dtype={dtype} do: choose a wider one"
+            )
     return (_integers(key, shape, 63) % (end - least) + least).to(dtype)
 
 
@@ -297,9 +312,8 @@ def perturbed(key: Tensor, logits: Tensor) -> Tensor:
         raise FpipeError(f"logits={logits!r:.60} must be a floating-point tensor of shape (..., k)")
     if not logits.shape[-1]:
         raise FpipeError(f"logits has shape {tuple(logits.shape)}: there is nothing to choose from")
-    # The middles of 2³² equal parts of (0, 1): never an end, of which the logarithm is infinite.
-    middles = (bits(key.to(logits.device), logits.shape).double() + 0.5) * 2.0**-32
-    return logits.double() - torch.log(-torch.log(middles))
+    drawn = middles(key.to(logits.device), logits.shape, torch.float32)
+    return logits.double() - torch.log(-torch.log(drawn))
 
 
 def dropout(key: Tensor, x: Tensor, p: float = 0.5) -> Tensor:
@@ -377,10 +391,11 @@ def _count(num: int) -> int:
     count = plain_integer(num)
     if count is None or count < 0:
         raise FpipeError(f"num={num!r:.60} must be an integer, 0 or more")
-    return count
+    return int(count)
 
 
-def _check_dtype(dtype: torch.dtype) -> None:
+def check_dtype(dtype: torch.dtype) -> None:
+    """Refuse a dtype in which nothing is drawn."""
     if dtype not in _DTYPES:
         raise FpipeError(
             f"dtype={dtype} must be one of {', '.join(map(str, _DTYPES))}: draw in one of them, "

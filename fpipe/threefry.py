@@ -8,6 +8,7 @@ that stay in the cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
 import torch
@@ -83,18 +84,28 @@ torch.library.impl(_LIBRARY, "threefry2x32", "CompositeExplicitAutograd")(writte
 @torch.library.impl(_LIBRARY, "threefry2x32", "CPU")
 def _on_cpu(k0: Tensor, k1: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor]:
     """Part by part."""
-    high, low = made = _shapes(k0, k1, c0, c1)
+    made = _shapes(k0, k1, c0, c1)
     part = _PART * torch.get_num_threads()
-    if high.numel() <= part:
-        sums = (torch.add(c0, k0), torch.add(c1, k1))
-        return _in_place(k0, k1, *(word.expand(high.shape).contiguous() for word in sums))
-    words = [word.expand(high.shape).reshape(-1) for word in (k0, k1, c0, c1)]
-    for start in range(0, high.numel(), part):
-        a, b, c, d = (word[start : start + part] for word in words)
-        first, second = _in_place(a, b, c + a, d + b)
-        high.view(-1)[start : start + part] = first
-        low.view(-1)[start : start + part] = second
+    _fill(made, [word.expand(made[0].shape) for word in (k0, k1, c0, c1)], part)
     return made
+
+
+def _fill(made: Sequence[Tensor], words: Sequence[Tensor], part: int) -> None:
+    """Write the results of `words`, which are all of one shape, without copies of them."""
+    shape, count = made[0].shape, made[0].numel()
+    if count <= part:
+        k0, k1, c0, c1 = words
+        for place, value in zip(made, _in_place(k0, k1, c0 + k0, c1 + k1), strict=True):
+            place.copy_(value)
+        return
+    dim = next(dim for dim, size in enumerate(shape) if size > 1)
+    rows = max(1, part * shape[dim] // count)
+    for start in range(0, shape[dim], rows):
+        size = min(rows, shape[dim] - start)
+        places, taken = (
+            [each.narrow(dim, start, size) for each in group] for group in (made, words)
+        )
+        _fill(places, taken, part)
 
 
 def _in_place(k0: Tensor, k1: Tensor, x0: Tensor, x1: Tensor) -> tuple[Tensor, Tensor]:

@@ -78,6 +78,21 @@ def test_split_is_fold_in_of_many() -> None:
     assert not torch.equal(wide, random.fold_in(key, 0))
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint32]
+)
+def test_fold_in_takes_integers_of_any_width(dtype: torch.dtype) -> None:
+    """Those of a tensor with dimensions made the words of the key as narrow as they are."""
+    numbers = torch.tensor([0, 1, 77, 255], dtype=torch.int64).to(dtype)
+    expected = random.fold_in(KEY, numbers.to(torch.int64))
+    assert random.fold_in(KEY, numbers).equal(expected)
+    one_by_one = torch.stack([random.fold_in(KEY, number) for number in numbers])
+    assert one_by_one.equal(expected)
+    if dtype is not torch.uint32:  # vmap has no rule for it
+        mapped = torch.vmap(random.fold_in, in_dims=(None, 0))(KEY, numbers)
+        assert mapped.equal(expected)
+
+
 # ── the same everywhere ─────────────────────────────────────────────────────────────────────────
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -353,6 +368,7 @@ ODD: Any = "odd"
         (lambda: random.randint(KEY, 3, 3), "low=3 and high=3 must be integers of 64 bits with"),
         (lambda: random.randint(KEY, 0.5, 3), "low=0.5 and high=3 must be"),  # type: ignore[arg-type]
         (lambda: random.randint(KEY, -(1 << 62), 1 << 62), "high - low=.* must be less than 2"),
+        (lambda: random.randint(KEY, 0, 300, (), torch.uint8), "do not lie between 0 and 256"),
         (lambda: random.permutation(KEY, -1), "num=-1 must be an integer, 0 or more"),
         (lambda: random.categorical(KEY, ODD), "logits='odd' must be a floating-point tensor"),
         (lambda: random.categorical(KEY, torch.ones(3).long()), "must be a floating-point tensor"),

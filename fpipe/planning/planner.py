@@ -19,6 +19,7 @@ from fpipe.arguments.shapes import (
     is_differentiable,
     refuse_without_data,
 )
+from fpipe.draws import within_pipeline
 from fpipe.errors import ScheduleError
 from fpipe.planning.plan import Plan
 from fpipe.runtime.program import Program
@@ -111,7 +112,7 @@ class Planner:
             " and ".join(map(str, distinct(rows))),
             self._why(signature),
         )
-        with held_back():
+        with held_back(), within_pipeline():
             made = self._workshop(signature)
         schedule = self._schedule if goal == "step" else self._forwards
         finals = _last_forwards(schedule)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -152,6 +153,14 @@ def test_without_a_key_a_draw_is_kept_and_never_repeated() -> None:
     assert not torch.equal(first.grads["0.weight"], second.grads["0.weight"])
 
 
+def chosen(key: Tensor, chances: Tensor, num: int) -> Tensor:
+    """Draws of several with replacement: where a uniform number falls among the sums."""
+    sums = chances.double().cumsum(-1)
+    drawn = random.randint(key, 0, 1 << 32, (*chances.shape[:-1], num)).double() / 2**32
+    below = sums.unsqueeze(-2) <= (drawn * sums[..., -1:]).unsqueeze(-1)
+    return below.sum(-1)
+
+
 MORE_DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "randint": (lambda x: torch.randint(5, (9,)), lambda key, x: random.randint(key, 0, 5, (9,))),
     "randint from": (
@@ -173,11 +182,11 @@ MORE_DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor
     ),
     "multinomial with replacement": (
         lambda x: torch.multinomial(x, 300, replacement=True),
-        lambda key, x: random.categorical(key, x.log().expand(300, 200)),
+        lambda key, x: chosen(key, x, 300),
     ),
     "Categorical": (
         lambda x: torch.distributions.Categorical(x.view(2, 100)).sample(),
-        lambda key, x: random.categorical(key, x.view(2, 1, 100).log()).view(2),
+        lambda key, x: chosen(key, x.view(2, 100) / 25, 1).view(2),
     ),
     "normal": (
         lambda x: torch.normal(1.0, 2.0, (3,)),
@@ -197,15 +206,12 @@ MORE_DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor
     ),
     "cauchy_": (
         lambda x: x.clone().cauchy_(1.0, 0.5),
-        lambda key, x: torch.tan(torch.pi * (random.uniform(key, (200,), x.dtype) - 0.5)) * 0.5 + 1,
+        lambda key, x: torch.tan(torch.pi * (random.middles(key, (200,), x.dtype) - 0.5)) * 0.5 + 1,
     ),
     "geometric_": (
         lambda x: x.clone().geometric_(0.3),
-        lambda key, x: (
-            (random.uniform(key, (200,), x.dtype).neg().log1p() / math.log(0.7)).floor() + 1
-        ),
+        lambda key, x: (random.middles(key, (200,), x.dtype).log() / math.log(0.7)).floor() + 1,
     ),
-    "geometric_ of 1": (lambda x: x.clone().geometric_(1.0), lambda key, x: torch.ones_like(x)),
 }
 
 
@@ -278,7 +284,7 @@ def test_torch_draws_from_keys() -> None:
         random.bernoulli(keys[2], x).float(),
         random.uniform(keys[3], (200,)) * 2 - 1,
         random.normal(keys[4], (200,)) * 0.5 + 2,
-        -torch.log1p(-random.uniform(keys[5], (200,))),
+        -torch.log(random.middles(keys[5], (200,), torch.float32)).float(),
         random.uniform(keys[6], (200,)),
         random.normal(keys[7], (200,)),
         random.uniform(keys[8], (200,), torch.float64),
@@ -374,3 +380,99 @@ def test_blocks_that_are_computed_again_are_refused(use_reentrant: bool) -> None
             found = block(x)
         with keyed(KEY):
             assert_identical(F.dropout(x.detach()), found)
+
+
+# ── as torch draws ──────────────────────────────────────────────────────────────────────────────
+
+
+def drawn_from_key(draw: Callable[[], Tensor]) -> Tensor:
+    with keyed(KEY):
+        return draw()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_ends_that_torch_does_not_draw(dtype: torch.dtype) -> None:
+    """The logarithm of an exponential number is taken by gumbel_softmax."""
+    empty = torch.empty(200_000, dtype=dtype)
+    exponential = drawn_from_key(lambda: empty.clone().exponential_())
+    assert exponential.min() > 0 and exponential.max() > 9
+    assert abs(float(exponential.double().mean()) - 1) < 0.02
+    between = drawn_from_key(lambda: empty.clone().uniform_(3, 4))
+    assert between.min() >= 3 and between.max() < 4
+    tail = (drawn_from_key(lambda: empty.clone().cauchy_()).abs() > 300).double().mean()
+    assert 0.0014 < tail < 0.0030  # 2 / (300 π) of them
+
+
+def test_draws_lie_as_torch_lays_them() -> None:
+    x = torch.ones(2, 3).t()
+    for draw in (
+        torch.rand_like,
+        torch.randn_like,
+        torch.bernoulli,
+        lambda v: torch.randint_like(v, 5),
+        lambda v: torch.rand_like(v, memory_format=torch.contiguous_format),
+        lambda v: v.clone().normal_(),
+    ):
+        assert drawn_from_key(partial(draw, x)).stride() == draw(x).stride()
+
+
+def test_dtype_of_normal_is_that_of_the_first() -> None:
+    for first, second in ((torch.float16, torch.float32), (torch.float64, torch.float32)):
+        mean, std = torch.zeros(3, dtype=first), torch.ones(3, dtype=second)
+        assert drawn_from_key(lambda: torch.normal(mean, std)).dtype == first  # noqa: B023
+
+
+ONE = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("draw", "rule"),
+    [
+        (lambda: ONE.clone().uniform_(2, 1), "low=2.* must not be greater than high=1"),
+        (lambda: ONE.clone().normal_(0, -1), "std=-1.* must be 0 or more"),
+        (lambda: torch.normal(0.0, -1.0, (3,)), "std=-1.* must be 0 or more"),
+        (lambda: ONE.clone().exponential_(-1), "exponential_, -1.*, must be more than 0"),
+        (lambda: ONE.clone().geometric_(1.5), "p=1.5 of geometric_ must lie between 0 and 1"),
+        (lambda: ONE.clone().cauchy_(0, -1), "sigma=-1.* must be more than 0"),
+        (lambda: ONE.clone().log_normal_(0, -1), "std=-1.* must be more than 0"),
+        (lambda: torch.multinomial(ONE, 4), "num_samples=4 without replacement is more than 3"),
+        (lambda: torch.multinomial(ONE, 0), "num_samples=0 must be more than 0"),
+        (lambda: torch.multinomial(ONE.long(), 1), "are torch.int64: no floats"),
+        (lambda: torch.randint(0, 300, (3,), dtype=torch.uint8), "do not lie between 0 and 256"),
+        (lambda: torch.randperm(300, dtype=torch.int8), r"the last of randperm\(300\) is no torch"),
+        (lambda: ONE.clone().bernoulli_(0.5, generator=torch.Generator()), "Generator of its own"),
+    ],
+)
+def test_what_torch_refuses_is_refused(draw: Callable[[], Tensor], rule: str) -> None:
+    with pytest.raises(fpipe.FpipeError, match=rule):
+        drawn_from_key(draw)
+
+
+def test_a_pipeline_within_keyed_draws_as_it_does_outside() -> None:
+    """It was traced with what the key around it drew, which it then kept for ever."""
+
+    def make_pipe(has_key: bool) -> Any:
+        module = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Identity())
+        nn.init.eye_(module.get_parameter("0.weight"))
+        pipe = fpipe.from_module(
+            module,
+            schedule=schedules.gpipe(ranks=2, microbatches=2),
+            cuts=["1"],
+            loss=squares,
+            has_key=has_key,
+            compile=False,
+        )
+        return pipe, detached(module)
+
+    batch = {"input": torch.ones(6, 3)}
+    (pipe, params), (other, _) = make_pipe(True), make_pipe(True)
+    for seed in (1, 2):
+        key = random.key(seed)
+        with keyed(KEY):
+            found = pipe.step(params, batch, key)
+        assert_identical(found, other.step(params, batch, key))
+    pipe, params = make_pipe(False)
+    with pytest.raises(fpipe.FpipeError, match=r"called within fpipe\.nn\.keyed"), keyed(KEY):
+        pipe.step(params, batch)
+    first, second = (pipe.step(params, batch).loss for _ in range(2))
+    assert first != second

@@ -76,6 +76,20 @@ def test_a_handler_that_raises_nothing_is_called(monkeypatch: pytest.MonkeyPatch
     assert len(calls) == 1 and calls[0][0] == signal.SIGINT and calls[0][1] is not None
 
 
+def test_what_a_handler_raises_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stop
+
+    signal.signal(signal.SIGINT, stop)
+    Pressed(monkeypatch, 3)
+    with pytest.raises(Stop):
+        pipeline().step(PARAMS, BATCH)
+    assert signal.getsignal(signal.SIGINT) is stop
+
+
 def test_whoever_insists_is_heard() -> None:
     """In a stage that begins no operation for long."""
     reached = []

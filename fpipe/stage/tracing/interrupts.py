@@ -16,6 +16,15 @@ from typing import Any
 
 Handler = Callable[[int, FrameType | None], Any]
 
+
+class _Raised(BaseException):
+    """What a handler has raised, on its way through those who explain errors of a trace."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
 _HELD: list[Handler] = []
 """The handler that is to be called, if the signal has come."""
 
@@ -42,12 +51,18 @@ def held_back() -> Iterator[None]:
     signal.signal(signal.SIGINT, hold)
     try:
         yield
+    except _Raised as raised:
+        raise raised.error from None
     finally:
         signal.signal(signal.SIGINT, handler)
-        let_through()
+        if _HELD:
+            _HELD.pop()(signal.SIGINT, sys._getframe())
 
 
 def let_through() -> None:
     """Call the handler that was held back, if there is one."""
     if _HELD and threading.current_thread() is threading.main_thread():
-        _HELD.pop()(signal.SIGINT, sys._getframe(1))
+        try:
+            _HELD.pop()(signal.SIGINT, sys._getframe(1))
+        except Exception as error:
+            raise _Raised(error) from error
