@@ -6,8 +6,8 @@ finite one. The normalisations have forward-mode rules, but the derivative of th
 silently wrong (pytorch #196699 and #196700: the saved mean and deviation are taken for constants),
 as is some linear algebra, and that of a gated unit does not exist. That of ``logcumsumexp`` loses
 its digits, and ``lerp_``, of which quantiles are made, fails on abstract tensors within a `jvp`.
-Recurrent layers have no batching rules, and what `vmap` makes of ``select_scatter`` has another
-gradient. Written out, all are right.
+Recurrent layers have no batching rules, and what `vmap` makes of ``select_scatter``, and of
+embeddings with padding, has another gradient. Written out, all are right.
 """
 
 from __future__ import annotations
@@ -316,13 +316,61 @@ def _at_rank(
 
 
 def _taken_apart(func: Callable[..., Any], op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """A recurrent layer in steps; one of packed sequences, whose weights come fourth, as it is."""
+    """Recurrent layers in steps; those of packed sequences, whose weights come fourth, as they are.
 
-    def layer(*args: Any) -> Any:
+    What torch takes them apart to knows no dropout between the layers, so each is one by itself.
+    """
+
+    def layers(*args: Any) -> Any:
         steps = decomposition_table[op]
-        return func(*args) if isinstance(args[3], list | tuple) else steps(*args)
+        if isinstance(args[3], list | tuple):
+            return func(*args)
+        x, start, weights, has_biases, count, dropout, train, bidirectional, batch_first = args
+        if not train or not dropout or count == 1:
+            return steps(*args)
+        states, many = (start, True) if isinstance(start, list | tuple) else ((start,), False)
+        parts = [state.chunk(count) for state in states]
+        size = len(weights) // count
+        ends: list[Sequence[Tensor]] = []
+        x = x.transpose(0, 1) if batch_first else x
+        for number in range(count):
+            own = [part[number] for part in parts]
+            held = weights[number * size : (number + 1) * size]
+            given = (x, own if many else own[0], held, has_biases, 1, 0.0, train)
+            x, *end = steps(*given, bidirectional, False)
+            ends.append(end)
+            if number < count - 1:
+                x = torch.dropout(x, dropout, True)
+        x = x.transpose(0, 1) if batch_first else x
+        return x, *map(torch.cat, zip(*ends, strict=True))
 
-    return layer
+    return layers
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    *rest: Any,
+    **options: Any,
+) -> Tensor:
+    # Of members who have tables or indices of their own it would be the padding of the first alone.
+    found = F.embedding(input, weight, None, *rest, **options)
+    if padding_idx is None:
+        return found
+    return _without_padding(found, input, padding_idx % len(weight))
+
+
+def _torch_embedding(
+    weight: Tensor, input: Tensor, padding_idx: int = -1, *rest: Any, **options: Any
+) -> Tensor:
+    found = torch.embedding(weight, input, -1, *rest, **options)
+    return found if padding_idx < 0 else _without_padding(found, input, padding_idx)
+
+
+def _without_padding(found: Tensor, input: Tensor, padding_idx: int) -> Tensor:
+    """What was found, from whose padding no gradient comes."""
+    return torch.where((input == padding_idx).unsqueeze(-1), found.detach(), found)
 
 
 def _refused(func: Callable[..., Any], instead: str) -> Callable[..., Any]:
@@ -337,6 +385,8 @@ def _refused(func: Callable[..., Any], instead: str) -> Callable[..., Any]:
 _BATCHED: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.select_scatter: _select_scatter,
     Tensor.select_scatter: _select_scatter,
+    F.embedding: _embedding,
+    torch.embedding: _torch_embedding,
     torch.lstm: _taken_apart(torch.lstm, aten.lstm.input),
     torch.gru: _taken_apart(torch.gru, aten.gru.input),
     torch.rnn_tanh: _taken_apart(torch.rnn_tanh, aten.rnn_tanh.input),
