@@ -173,8 +173,21 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
 def middles(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The middles of 2³² equal parts of (0, 1), all equally likely; for float64 of 2⁵².
 
+    Of these the inverse of a distribution function is taken, which may be infinite at the ends.
+
+    Args:
+        key: shape ``(2,)``.
+        shape: of the result.
+        dtype: of what will be made of them.
+
     Returns:
-        float64 tensor, whatever `dtype` what is made of it will have; exact, and never an end.
+        float64 tensor, whatever `dtype` is; the middles are exact, and never an end.
+
+    Example:
+        >>> import torch
+        >>> from fpipe import random
+        >>> -random.middles(random.key(0), (2,), torch.float32).log()  # exponential
+        tensor([0.0538, 0.0217], dtype=torch.float64)
     """
     digits = 52 if dtype == torch.float64 else 32
     return (_integers(key, shape, digits).double() + 0.5) * 2.0**-digits
@@ -304,9 +317,26 @@ def categorical(key: Tensor, logits: Tensor) -> Tensor:
 
 
 def perturbed(key: Tensor, logits: Tensor) -> Tensor:
-    """`logits` with independent numbers of the standard Gumbel distribution added, in float64.
+    """`logits` with independent numbers of the standard Gumbel distribution added.
 
     The order of those of one row is that of draws without replacement.
+
+    Args:
+        key: shape ``(2,)``; it is moved to the device of `logits`.
+        logits: as for `categorical`.
+
+    Returns:
+        float64 tensor of the shape of `logits`.
+
+    Raises:
+        FpipeError: as for `categorical`.
+
+    Example:
+        >>> import torch
+        >>> from fpipe import random
+        >>> chances = torch.tensor([0.1, 0.2, 0.3, 0.4])
+        >>> random.perturbed(random.key(0), chances.log()).topk(2).indices.tolist()
+        [1, 0]
     """
     if not isinstance(logits, Tensor) or not logits.is_floating_point() or not logits.shape[-1:]:
         raise FpipeError(f"logits={logits!r:.60} must be a floating-point tensor of shape (..., k)")
