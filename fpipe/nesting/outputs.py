@@ -30,6 +30,11 @@ TWICE: Final = (
     "the pipeline, whose pipe.value can be differentiated twice (of one function that is the loss "
     "function, of stages and modules their loss=)"
 )
+SEVERAL: Final = (
+    "what pipe.forward put out was differentiated for several cotangents at once "
+    "(is_grads_batched, vectorize): take them one after the other, or fpipe.jvp(pipe), whose "
+    "forward gives derivatives of outputs in a direction"
+)
 NO_LOSS: Final = (
     "pipe.value has no derivative of a pipeline with a state, or of one that returns norms or "
     "takes a cotangent: pipe.step returns gradients, and pipe.forward has a history"
@@ -194,6 +199,9 @@ class _Operation(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
         key, *saved = ctx.saved_tensors
         leaves, outputs = saved[: len(needed)], saved[len(needed) :]
+        given = (cotangent for cotangent in cotangents if cotangent is not None)
+        if any(map(torch._C._functorch.is_legacy_batchedtensor, given)):
+            raise FpipeError(SEVERAL)
         with torch.no_grad():
             grads = ctx.call.pull(key, leaves, outputs, cotangents, needed)
         if torch.is_grad_enabled():

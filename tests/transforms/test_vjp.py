@@ -315,6 +315,15 @@ def test_a_second_derivative_is_refused() -> None:
         torch.func.grad(lambda p: of_all(pipe.forward(p, batch)))(params)
 
 
+def test_several_cotangents_at_once_are_refused() -> None:
+    """It was torch's error of an operation that nobody had called."""
+    pipe, (params, batch) = pipeline(), arguments()
+    own = tracked(params)
+    z = pipe.forward(own, batch)["z"]
+    with pytest.raises(fpipe.FpipeError, match=r"several cotangents at once .* one after"):
+        torch.autograd.grad(z, own, torch.stack([z, z]).detach(), is_grads_batched=True)
+
+
 def test_draws_that_would_be_others_are_refused() -> None:
     def noisy(p: Tensor, x: Tensor) -> Tensor:
         return F.dropout(x * p, 0.5)
