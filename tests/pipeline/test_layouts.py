@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fpipe
 from fpipe import schedules, tree
@@ -120,6 +121,13 @@ def test_compiled_values_lie_as_in_the_trace() -> None:
     def loss(y: Tensor, _: Any) -> Tensor:
         return y.square().mean()
 
+    # The abstract kernel of torch 2.11 takes what attention keeps of float64 for float32.
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    query = rand(1, 1, 2, 2)
+    with FakeTensorMode() as mode:
+        kept = attention(*[mode.from_tensor(query)] * 3)[1]
+    if kept.dtype != attention(*[query] * 3)[1].dtype:
+        pytest.skip("torch takes what attention keeps of float64 for float32")
     x, params = rand(2, 3, 4), [rand(4, 4)]
     pipe = fpipe.pipeline([stage], loss, schedules.zb_h1(ranks=1, microbatches=1))
     assert_same(pipe.step(params, x), unpipelined([stage], loss, params, x))
