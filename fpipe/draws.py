@@ -384,14 +384,16 @@ def keyed(key: Tensor) -> Iterator[None]:
     """Within it torch's own random operations draw from keys: the n-th from ``fold_in(key, n)``.
 
     A pipeline of a module with ``has_key=True`` draws for each microbatch what this draws from
-    the microbatch's key.
+    the microbatch's key. What draws within a pipeline that is called here goes on as it does
+    outside, from the pipeline's own key.
 
     Args:
         key: shape ``(2,)``, of `fpipe.random`.
 
     Raises:
         FpipeError: `key` is no key, or mapped by `torch.func.vmap`; or an operation draws that has
-            no function of a key, or within `torch.utils.checkpoint`.
+            no function of a key, or with arguments that torch refuses, within
+            `torch.utils.checkpoint`, or in a pipeline that has no key.
 
     Example:
         >>> import torch, fpipe
