@@ -40,7 +40,6 @@ def generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
     return [torch.default_generator, *own]
 
 
-# Arguments that have their defaults do not come.
 def _like(x: Tensor, value: Tensor, memory_format: Any = None) -> Tensor:
     """What was drawn as it lies in memory where torch draws it: as `x` does."""
     if memory_format is None and x.is_contiguous():
@@ -53,6 +52,9 @@ def _check(fits: bool, rule: str) -> None:
     """Refuse what torch refuses to draw."""
     if not fits:
         raise FpipeError(f"what torch draws is drawn from a key, and {rule}")
+
+
+# ── the operations: arguments that have their defaults do not come ──────────────────────────────
 
 
 def _bernoulli(key: Tensor, x: Tensor, p: Any = 0.5, *, generator: Any = None) -> Tensor:
@@ -188,62 +190,43 @@ def _randint_from(
     return random.randint(key.to(device or "cpu"), low, high, size, dtype or torch.int64)
 
 
-def _randint_like(key: Tensor, x: Tensor, high: int, **options: Any) -> Tensor:
-    return _randint_from_like(key, x, 0, high, **options)
+def _sized(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The operation that draws so many numbers, of a function of a key, a shape and a dtype."""
+
+    def drawn(
+        key: Tensor, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any
+    ) -> Tensor:
+        return draw(key.to(device or "cpu"), size, dtype or torch.get_default_dtype())
+
+    return drawn
 
 
-def _randint_from_like(
-    key: Tensor,
-    x: Tensor,
-    low: int,
-    high: int,
-    *,
-    dtype: Any = None,
-    device: Any = None,
-    memory_format: Any = None,
-    **_: Any,
-) -> Tensor:
-    drawn = random.randint(key.to(device or x.device), low, high, x.shape, dtype or x.dtype)
-    return _like(x, drawn, memory_format)
+def _alike(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The operation that draws as many numbers as a tensor has, of the same kind of function.
+
+    What comes after the tensor in the operation's own arguments comes before the shape.
+    """
+
+    def drawn(
+        key: Tensor,
+        x: Tensor,
+        *bounds: int,
+        dtype: Any = None,
+        device: Any = None,
+        memory_format: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        made = draw(key.to(device or x.device), *bounds, x.shape, dtype or x.dtype)
+        return _like(x, made, memory_format)
+
+    return drawn
 
 
-def _rand(
-    key: Tensor, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any
-) -> Tensor:
-    return random.uniform(key.to(device or "cpu"), size, dtype or torch.get_default_dtype())
+def _below(key: Tensor, high: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return random.randint(key, 0, high, shape, dtype)
 
 
-def _randn(
-    key: Tensor, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any
-) -> Tensor:
-    return random.normal(key.to(device or "cpu"), size, dtype or torch.get_default_dtype())
-
-
-def _rand_like(
-    key: Tensor,
-    x: Tensor,
-    *,
-    dtype: Any = None,
-    device: Any = None,
-    memory_format: Any = None,
-    **_: Any,
-) -> Tensor:
-    drawn = random.uniform(key.to(device or x.device), x.shape, dtype or x.dtype)
-    return _like(x, drawn, memory_format)
-
-
-def _randn_like(
-    key: Tensor,
-    x: Tensor,
-    *,
-    dtype: Any = None,
-    device: Any = None,
-    memory_format: Any = None,
-    **_: Any,
-) -> Tensor:
-    drawn = random.normal(key.to(device or x.device), x.shape, dtype or x.dtype)
-    return _like(x, drawn, memory_format)
-
+_randn = _sized(random.normal)
 
 KEYED: Final[Mapping[OpOverload, Callable[..., Any]]] = MappingProxyType(
     {
@@ -265,12 +248,12 @@ KEYED: Final[Mapping[OpOverload, Callable[..., Any]]] = MappingProxyType(
         aten.randperm.default: _randperm,
         aten.randint.default: _randint,
         aten.randint.low: _randint_from,
-        aten.randint_like.default: _randint_like,
-        aten.randint_like.low_dtype: _randint_from_like,
-        aten.rand.default: _rand,
+        aten.randint_like.default: _alike(_below),
+        aten.randint_like.low_dtype: _alike(random.randint),
+        aten.rand.default: _sized(random.uniform),
         aten.randn.default: _randn,
-        aten.rand_like.default: _rand_like,
-        aten.randn_like.default: _randn_like,
+        aten.rand_like.default: _alike(random.uniform),
+        aten.randn_like.default: _alike(random.normal),
     }
 )
 """By operation: a function of a key and of the operation's own arguments."""
