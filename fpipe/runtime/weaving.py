@@ -38,12 +38,12 @@ class Windows(NamedTuple):
     nbytes: int = 0
 
 
-AHEAD_AT_START = 16
-"""Receives of a channel that are posted ahead of their windows before the first task: to post one
-takes some 20 microseconds, and the first message should not wait for those of a whole step."""
+BURST = 32
+"""Receives of a channel that are posted at once ahead of their windows. To post one takes some 10
+microseconds, and wakes the sender's thread: a burst wakes it once."""
 
-AHEAD_PER_TASK = 2
-"""And before each task after it."""
+BEFORE_BURSTS = 2
+"""Tasks before the first bursts, unless one of them waits: what they send is waited for, too."""
 
 DIRECT = Windows(send=0, receive=0)
 """For a transport that hands values over at once."""
@@ -113,6 +113,7 @@ def _post_times(
     for index, values in enumerate(reads):
         for message in _carriers(rank, values, mail):
             first_read.setdefault(message, index)
+    start_of_bursts = min([BEFORE_BURSTS, *first_read.values()])
     posts: dict[int, list[Message]] = defaultdict(list)
     for channel in mail.received[rank].values():
         times = [max(0, first_read[message] - windows.receive) for message in channel]
@@ -125,8 +126,11 @@ def _post_times(
                 start += 1
             if start <= number:
                 room = first_read[channel[start - 1]] + 1 if start else 0
-                slowly = (number - AHEAD_AT_START) // AHEAD_PER_TASK + 1
-                times[number] = min(times[number], max(room, slowly))
+                # The first two bursts at once, and each one after them when the one before it
+                # begins to be read.
+                begun = (number // BURST - 1) * BURST
+                due = first_read[channel[begun]] if begun > 0 else start_of_bursts
+                times[number] = min(times[number], max(room, due))
         for number in reversed(range(len(times) - 1)):
             times[number] = min(times[number], times[number + 1])
         for message, time in zip(channel, times, strict=True):
