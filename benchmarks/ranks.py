@@ -75,17 +75,22 @@ def _rank(
 
 
 def interleave_ranks(
-    cases: Mapping[str, Callable[[], object]], rounds: int, warmup: int = WARMUP
+    cases: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warmup: int = WARMUP,
+    *,
+    repeats: int = 1,
 ) -> Timings:
     """Run every case once in each round on all ranks at once, and time it.
 
-    A case takes from the first rank's start to the last rank's end. All ranks read one clock: they
-    are processes of one machine.
+    A case takes from the first rank's start to the last rank's end, over how often it ran. All
+    ranks read one clock: they are processes of one machine.
 
     Args:
         cases: what this rank does in each case; the names must be the same on every rank.
         rounds: how many times to time each.
         warmup: runs of each case before, which are not timed.
+        repeats: runs in a row that are timed together.
 
     Returns:
         The same on every rank.
@@ -102,14 +107,15 @@ def interleave_ranks(
             run = cases[order[place]]
             dist.barrier()
             start = time.perf_counter()
-            run()
+            for _ in range(repeats):
+                run()
             end = time.perf_counter()
             clock[place, number, 0] = -start
             clock[place, number, 1] = end
         places.reverse()  # no case always runs in the cache that the same other one left
     # The first start is the greatest of the negative starts, so one reduction finds both ends.
     dist.all_reduce(clock, dist.ReduceOp.MAX)
-    seconds = clock.sum(-1).tolist()
+    seconds = (clock.sum(-1) / repeats).tolist()
     return Timings(dict(zip(order, seconds, strict=True)))
 
 

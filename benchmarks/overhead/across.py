@@ -8,7 +8,7 @@ from typing import Any, Final
 import fpipe
 from benchmarks.contest import check, fpipe_pipeline, messages_alone, schedule_of, torch_pipeline
 from benchmarks.harness import Cell
-from benchmarks.overhead.problem import make_problem
+from benchmarks.overhead.problem import REPEATS, make_problem
 from benchmarks.ranks import interleave_ranks, on_ranks
 
 COLUMNS: Final = (
@@ -39,7 +39,7 @@ def _measure(name: str, schedule: fpipe.Schedule, rank: int, rounds: int) -> lis
     check(problem, schedule.stages_of(rank), cases)
     steps = {case: cases[case].run for case in cases}
     steps["messages alone"] = messages_alone(problem, schedule)
-    timings = interleave_ranks(steps, rounds)
+    timings = interleave_ranks(steps, rounds, repeats=REPEATS)
     actions = max(map(len, schedule.actions))
     micros = [timings.median(case) / actions * 1e6 for case in steps]
     return [name, actions, *micros, timings.ratio("fpipe", "torch")]

@@ -13,9 +13,7 @@ from torch import Tensor
 import fpipe
 from benchmarks.contest import Case, Outcome, Problem, check, fpipe_pipeline, torch_pipeline
 from benchmarks.harness import Cell, interleave
-from benchmarks.overhead.problem import make_problem
-
-REPEATS: Final = 10  # steps in a row, for a step takes a millisecond
+from benchmarks.overhead.problem import REPEATS, make_problem
 
 # The schedules that torch runs in one process, and how many stages they hold there.
 SCHEDULES: Final = {
