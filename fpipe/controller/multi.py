@@ -96,12 +96,12 @@ class MultiController:
         self._control = group
         if carriers(group).get("cpu") != "gloo":
             self._control = self._lines.make("gloo", "control", range(group.size()))
-        separate = partial(self._lines.make, "nccl") if device.type == "cuda" else None
+        connect = partial(self._lines.make, "nccl" if device.type == "cuda" else "gloo")
         # None of these refers to this object: a cycle would keep threads, connections and code
         # until the garbage collector comes by.
         self._watch = Watch(store, members, self._rank, timeout, self._lines.ring)
         self._transport = GroupTransport(
-            group, device, separate, self._watch.has_fault, self._watch.hears_of_fault
+            self._rank, device, connect, self._watch.has_fault, self._watch.hears_of_fault
         )
         stages = schedule.stages_of(self._rank)
         self._execute = Execution(self._transport, self._watch, self._control, stages, device)

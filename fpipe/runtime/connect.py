@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,7 +49,12 @@ def carriers(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def connect(
-    backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta
+    backend: str,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    devices: Sequence[Any] = (),
 ) -> dist.ProcessGroup:
     """A group that nobody else knows of. It returns when all `size` ranks have called it.
 
@@ -59,6 +64,8 @@ def connect(
         rank: of this process in the group.
         size: number of ranks.
         timeout: of its operations.
+        devices: network interfaces of gloo's, each with a thread that listens to it; none for one
+            of its own.
     """
     group = dist.ProcessGroup(store, rank, size)
     if backend == "nccl":
@@ -74,8 +81,12 @@ def connect(
         carrier.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
     else:
         kind, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
+        gloo: Any = dist.ProcessGroupGloo
+        own = gloo._Options()
+        own._timeout, own._threads = timeout, 1
+        own._devices = list(devices) or [gloo.create_default_device()]
         group._set_default_backend(kind)
-        group._register_backend(device, kind, dist.ProcessGroupGloo(store, rank, size, timeout))
+        group._register_backend(device, kind, gloo(store, rank, size, own))
     return group
 
 
@@ -100,11 +111,16 @@ class Lines:
         self._groups = [group]
         self._rank = group.rank()
         self._store = store
+        self._timeout, self._devices = dist.default_pg_timeout, []
+        if carriers(group).get("cpu") == "gloo":
+            options: Any = group._get_backend(torch.device("cpu")).options
+            self._timeout, self._devices = options._timeout, options._devices
 
     def make(self, backend: str, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         """A group of some of the ranks under a name of its own; each of them calls it."""
         own = dist.PrefixStore(name, self._store)
-        made = connect(backend, own, ranks.index(self._rank), len(ranks), dist.default_pg_timeout)
+        rank, size = ranks.index(self._rank), len(ranks)
+        made = connect(backend, own, rank, size, self._timeout, self._devices)
         self._groups.append(made)
         return made
 

@@ -22,13 +22,15 @@ Connect = Callable[[str, Sequence[int]], dist.ProcessGroup]
 class GroupTransport:
     """Sends and receives over a process group, one channel per peer and direction.
 
-    On gloo a channel is the order of operations between two ranks in one direction. On NCCL it is a
-    communicator of its own, because operations of one communicator wait for each other.
+    A channel is a group of its own. On NCCL the operations of one communicator wait for each other.
+    On gloo whoever sends locks the connection, and what arrives on it meanwhile keeps the thread
+    that listens awake: it tries again and again, on the sender's core at worst, which it then takes
+    from the sender that it waits for, for milliseconds (gloo's `Pair::handleEvents`).
 
     Args:
-        group: the ranks of the pipeline.
+        rank: of this process in the pipeline.
         device: where values lie.
-        connect: makes a group for a channel; None where `group` itself has channels.
+        connect: makes a group for a channel.
         interrupted: whether the step is to be given up, as far as is known; asked before and after
             every wait for values.
         failed: asks whether any rank has failed.
@@ -36,13 +38,13 @@ class GroupTransport:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        rank: int,
         device: torch.device,
-        connect: Connect | None,
+        connect: Connect,
         interrupted: Callable[[], bool],
         failed: Callable[[], bool],
     ) -> None:
-        self._group = group
+        self._rank = rank
         self._device = device
         self._buffers = Buffers(device)
         self._connect = connect
@@ -54,8 +56,6 @@ class GroupTransport:
 
     def open(self, programs: Sequence[Program]) -> None:
         """Make the channels that `programs` use. Every rank calls it with the same programs."""
-        if self._connect is None:
-            return
         pairs = {
             (i.message.source, i.message.target)
             for program in programs
@@ -64,7 +64,7 @@ class GroupTransport:
         }
         # Both ends wait for each other: one order for all ranks keeps them from a circle.
         for pair in sorted(pairs - self._channels.keys()):
-            if self._group.rank() in pair:
+            if self._rank in pair:
                 name = f"channel/{pair[0]}-{pair[1]}"
                 self._channels[pair] = self._connect(name, pair)
 
@@ -135,8 +135,7 @@ class GroupTransport:
     def _route(self, message: Message, peer: int) -> tuple[dist.ProcessGroup, int]:
         """The group that carries a message, and the rank of `peer` in it."""
         ends = (message.source, message.target)
-        channel = self._channels.get(ends)
-        return (self._group, peer) if channel is None else (channel, ends.index(peer))
+        return self._channels[ends], ends.index(peer)
 
     def _start(
         self, peer: int, operation: Callable[..., Any], values: Sequence[Tensor], rank: int

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -19,8 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fpipe
 from fpipe import Schedule, tree
-from fpipe.runtime.connect import connect
-from fpipe.runtime.group import GroupTransport
 from fpipe.runtime.program import Program, Send, WaitSend
 from fpipe.stage.pieces.compiler import Call
 from tests.distributed.crew import Outcome, attempt
@@ -308,22 +305,6 @@ def with_default_device(group: Group, name: str, schedule: Schedule, rows: int) 
     with torch.device("meta"):
         pipe = pipeline(group, model, schedule)
         return [pipe.step(pipe.local(model.params), model.batch) for _ in range(2)]
-
-
-def by_channels(group: dist.ProcessGroup, name: str, schedule: Schedule, rows: int) -> list[Any]:
-    """A step with a group of its own for each channel, as NCCL needs them."""
-    store = dist.PrefixStore(f"channels/{schedule!r}", dist.distributed_c10d._get_default_store())
-
-    def make_channel(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        own = dist.PrefixStore(name, store)
-        rank = ranks.index(group.rank())
-        return connect("gloo", own, rank, len(ranks), timedelta(seconds=30))
-
-    def transport(group: Any, device: Any, _: Any, *asked: Any) -> GroupTransport:
-        return GroupTransport(group, device, make_channel, *asked)
-
-    with patch("fpipe.controller.multi.GroupTransport", transport):
-        return every_call(group, name, schedule, [rows, rows + 1])
 
 
 def norms(group: Group, schedule: Schedule, dtype: torch.dtype) -> list[Any]:

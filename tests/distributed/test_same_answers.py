@@ -149,13 +149,6 @@ def test_default_device_is_not_that_of_the_stages(crew: Crew) -> None:
     check(crew, actors.with_default_device, schedule, "mlp", schedule, 6)
 
 
-def test_a_group_for_each_channel(crew: Crew) -> None:
-    """What NCCL needs, over gloo: in the middle of a pipeline a rank makes more of them."""
-    schedule = schedules.interleaved_1f1b(ranks=4, microbatches=4)
-    parts = values(crew.run(actors.by_channels, "mlp", schedule, 8))
-    assert_merged(parts, actors.every_call(None, "mlp", schedule, [8, 9]), schedule)
-
-
 def test_profilers_show_every_action(crew: Crew) -> None:
     schedule = schedules.zb_h1(ranks=2, microbatches=3)
     for rank, labels in enumerate(values(crew.run(actors.profiled, schedule, ranks=range(2)))):
