@@ -3,18 +3,24 @@
 A thread that is blocked leaves its core idle, and on a virtual machine it takes up to a millisecond
 until a core that idled for long runs again: many times what a message over gloo takes. So a rank
 that waits for the CPU's memory to change looks again and again, for a while, and blocks only then.
+At first it looks as often as the system lets it, for most messages are there before a nap is over.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 from torch import Tensor
 
 Word = ctypes.c_uint32
+
+BRIEF: Final = 60e-6
+"""Seconds of a wait without a nap: between two looks the core is offered to others."""
 
 NAP: Final = 50e-6
 """Seconds between two looks. They take a few microseconds each, so the core is free for others."""
@@ -28,9 +34,18 @@ _BLANK: Final = 0x7FA5C3E2
 
 def look_out(done: Callable[[], bool]) -> None:
     """Return when `done` says so, and at the latest when patience is out."""
-    end = time.perf_counter() + PATIENCE
-    while not done() and time.perf_counter() < end:
-        time.sleep(NAP)
+    start = time.perf_counter()
+    while not done():
+        waited = time.perf_counter() - start
+        if waited > PATIENCE:
+            return
+        if waited < BRIEF:
+            _give_way()
+        else:
+            time.sleep(NAP)
+
+
+_give_way: Final[Callable[[], object]] = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
 LONG: Final = 30.0
