@@ -96,10 +96,11 @@ class MultiController:
         self._control = group
         if carriers(group).get("cpu") != "gloo":
             self._control = self._lines.make("gloo", "control", range(group.size()))
-        connect = partial(self._lines.make, "nccl" if device.type == "cuda" else "gloo")
         # None of these refers to this object: a cycle would keep threads, connections and code
         # until the garbage collector comes by.
         self._watch = Watch(store, members, self._rank, timeout, self._lines.ring)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        connect = partial(self._lines.make, backend, given_up=self._watch.gives_up)
         self._transport = GroupTransport(
             self._rank, device, connect, self._watch.has_fault, self._watch.hears_of_fault
         )

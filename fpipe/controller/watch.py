@@ -137,6 +137,15 @@ class Watch:
         """Whether a rank has reported a fault of this step; asks the store, if need be."""
         return self.await_fault() is not None
 
+    def gives_up(self, seconds: float) -> bool:
+        """Whether who has waited so long for a rank to come is to wait no longer."""
+        if seconds <= DEAD:
+            self._suspicion = None
+        elif self._suspicion is None:
+            self._suspicion = "it did not come to connect"
+            self._wake.set()
+        return self.has_fault()
+
     def culprit(self, peer: int | None, text: str) -> Fault:
         """Find who is to blame for a lost connection to `peer`; takes some seconds at most.
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final
@@ -17,6 +18,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+
+from fpipe.runtime.waiting import look_now_and_then
 
 # Tags, so that a bell is never taken for a message.
 MESSAGE, BELL = 0, 1
@@ -104,6 +107,7 @@ class Lines:
 
     Attributes:
         busy: held while a call of any pipeline over `group` is under way.
+        timeout: of the operations of `group`.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store) -> None:
@@ -111,16 +115,31 @@ class Lines:
         self._groups = [group]
         self._rank = group.rank()
         self._store = store
-        self._timeout, self._devices = dist.default_pg_timeout, []
+        self._devices: Sequence[Any] = ()
+        self.timeout = dist.default_pg_timeout
         if carriers(group).get("cpu") == "gloo":
             options: Any = group._get_backend(torch.device("cpu")).options
-            self._timeout, self._devices = options._timeout, options._devices
+            self.timeout, self._devices = options._timeout, options._devices
 
-    def make(self, backend: str, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A group of some of the ranks under a name of its own; each of them calls it."""
+    def make(
+        self,
+        backend: str,
+        name: str,
+        ranks: Sequence[int],
+        given_up: Callable[[float], bool] = lambda seconds: False,
+    ) -> dist.ProcessGroup:
+        """A group of some of the ranks under a name of its own; each of them calls it.
+
+        Args:
+            backend: ``"gloo"`` or ``"nccl"``.
+            name: the same on all of them.
+            ranks: its members.
+            given_up: whether to wait no longer for the others, after so many seconds.
+        """
         own = dist.PrefixStore(name, self._store)
         rank, size = ranks.index(self._rank), len(ranks)
-        made = connect(backend, own, rank, size, self._timeout, self._devices)
+        _meet(own, rank, size, given_up)
+        made = connect(backend, own, rank, size, self.timeout, self._devices)
         self._groups.append(made)
         return made
 
@@ -128,6 +147,27 @@ class Lines:
         """Wake every operation that waits, here and on other ranks, by breaking the groups."""
         for group in list(self._groups):
             ring(group)
+
+
+def _meet(store: dist.Store, rank: int, size: int, given_up: Callable[[float], bool]) -> None:
+    """Wait until all ranks are about to connect.
+
+    A group that is made waits for its members in the store, and nothing wakes it: not a signal, nor
+    the watch, which cannot ask the store meanwhile.
+    """
+    store.set(f"here/{rank}", "")
+    everyone = [f"here/{other}" for other in range(size)]
+    start = time.monotonic()
+    lost = False
+
+    def over() -> bool:
+        nonlocal lost
+        lost = given_up(time.monotonic() - start)
+        return lost or store.check(everyone)
+
+    look_now_and_then(over)
+    if lost:
+        raise RuntimeError("a rank did not come to connect")
 
 
 @contextmanager

@@ -224,6 +224,17 @@ def test_a_rank_that_ends_while_others_agree() -> None:
             assert error.text.endswith(GONE)
 
 
+def test_a_rank_that_ends_while_others_connect() -> None:
+    """Who waits for it in the store hears of nothing, and keeps the watch from asking there."""
+    with Crew(3) as crew:
+        crew.start(traps.fail_connecting, 1)
+        answers = [outcome.value for outcome in crew.collect(lost=[1])]
+        for error in failures(answers, 0, within=SOON):
+            assert error.rank == 1
+            assert "rank 1 has ended or cannot be reached" in error.text
+            assert error.text.endswith(GONE)
+
+
 def test_a_rank_that_stops_and_goes_on() -> None:
     schedule = schedules.one_f_one_b(ranks=3, microbatches=4)
     with Crew(3) as crew:

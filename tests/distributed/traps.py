@@ -246,6 +246,23 @@ def fail_early(
     return [*outcomes, attempt(call)]
 
 
+def fail_connecting(group: dist.ProcessGroup, victim: int) -> list[Outcome]:
+    """A rank is killed when all have agreed on a first plan and make the channels for it."""
+    schedule = fpipe.schedules.one_f_one_b(ranks=group.size(), microbatches=2)
+    model = model_of("mlp", schedule.num_stages, 4)
+
+    def open_or_die(transport: GroupTransport, programs: Any) -> None:
+        if group.rank() == victim:
+            kill()
+        make_channels(transport, programs)
+
+    make_channels = GroupTransport.open
+    with patch.object(GroupTransport, "open", open_or_die):
+        pipe = pipeline(group, model, schedule)
+        params = pipe.local(model.params)
+        return [attempt(pipe.step, params, model.batch) for _ in range(2)]
+
+
 # ── ranks that do not agree ─────────────────────────────────────────────────────────────────────
 
 
