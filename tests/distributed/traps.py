@@ -116,6 +116,7 @@ def fail_once(
         trap.arm(*traps[group.rank()])
     failed = attempt(call)
     failed.value = None  # where the trap lets the step end
+    trap.disarm()  # where another rank's ended it before
     return [failed, attempt(lambda: same(call(), before))]
 
 
