@@ -107,7 +107,6 @@ class Lines:
 
     Attributes:
         busy: held while a call of any pipeline over `group` is under way.
-        timeout: of the operations of `group`.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store) -> None:
@@ -116,10 +115,10 @@ class Lines:
         self._rank = group.rank()
         self._store = store
         self._devices: Sequence[Any] = ()
-        self.timeout = dist.default_pg_timeout
+        self._timeout = dist.default_pg_timeout
         if carriers(group).get("cpu") == "gloo":
             options: Any = group._get_backend(torch.device("cpu")).options
-            self.timeout, self._devices = options._timeout, options._devices
+            self._timeout, self._devices = options._timeout, options._devices
 
     def make(
         self,
@@ -135,11 +134,14 @@ class Lines:
             name: the same on all of them.
             ranks: its members.
             given_up: whether to wait no longer for the others, after so many seconds.
+
+        Raises:
+            RuntimeError: one of them does not come, for as long as a wait of the caller's group.
         """
         own = dist.PrefixStore(name, self._store)
         rank, size = ranks.index(self._rank), len(ranks)
-        _meet(own, rank, size, given_up)
-        made = connect(backend, own, rank, size, self.timeout, self._devices)
+        _meet(own, rank, size, self._timeout, given_up)
+        made = connect(backend, own, rank, size, self._timeout, self._devices)
         self._groups.append(made)
         return made
 
@@ -149,7 +151,13 @@ class Lines:
             ring(group)
 
 
-def _meet(store: dist.Store, rank: int, size: int, given_up: Callable[[float], bool]) -> None:
+def _meet(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    given_up: Callable[[float], bool],
+) -> None:
     """Wait until all ranks are about to connect.
 
     A group that is made waits for its members in the store, and nothing wakes it: not a signal, nor
@@ -162,7 +170,8 @@ def _meet(store: dist.Store, rank: int, size: int, given_up: Callable[[float], b
 
     def over() -> bool:
         nonlocal lost
-        lost = given_up(time.monotonic() - start)
+        waited = time.monotonic() - start
+        lost = waited > timeout.total_seconds() or given_up(waited)
         return lost or store.check(everyone)
 
     look_now_and_then(over)

@@ -31,6 +31,8 @@ PATIENCE: Final = 20e-3
 _MARK: Final = 0x7FA5C3E1
 _BLANK: Final = 0x7FA5C3E2
 
+_give_way: Final[Callable[[], object]] = getattr(os, "sched_yield", partial(time.sleep, 0))
+
 
 def look_out(done: Callable[[], bool]) -> None:
     """Return when `done` says so, and at the latest when patience is out."""
@@ -43,9 +45,6 @@ def look_out(done: Callable[[], bool]) -> None:
             _give_way()
         else:
             time.sleep(NAP)
-
-
-_give_way: Final[Callable[[], object]] = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
 LONG: Final = 30.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from torch import Tensor
 import fpipe
 from fpipe.controller.watch import Watch
 from fpipe.runtime import waiting
+from fpipe.runtime.connect import Lines, connect
 from fpipe.runtime.waiting import Arrival, look_out
 from tests.distributed.actors import model_of, pipeline
 from tests.distributed.crew import Crew, values
@@ -74,6 +76,12 @@ def test_each_direction_has_a_connection_of_its_own(crew: Crew) -> None:
     """On one for both, gloo's thread contends with who sends: V schedules took twice as long."""
     for found in values(crew.run(own_channels, ranks=range(2))):
         assert found == [[(0, 1), (1, 0)], 2, True]
+
+
+def test_a_rank_that_never_comes_to_connect_is_not_waited_for_without_end() -> None:
+    alone = connect("gloo", dist.HashStore(), 0, 1, timedelta(seconds=0.1))
+    with pytest.raises(RuntimeError, match="a rank did not come to connect"):
+        Lines(alone, dist.HashStore()).make("gloo", "control", range(2))
 
 
 def one_is_elsewhere(group: dist.ProcessGroup) -> list[str]:
