@@ -124,6 +124,11 @@ def _find(name: str) -> Callable[..., Schedule]:
     known |= {_plain(torch): own for torch, own in _TORCH_NAMES.items()}
     if (plain := _plain(str(name))) in known:
         return FAMILIES[known[plain]]
+    if plain == _plain(forward_only.__name__):
+        raise ScheduleError(
+            f"name={name!r} is not a family of training schedules, for it owes no gradients: call "
+            "fpipe.schedules.forward_only, which takes the placement of the training's schedule"
+        )
     close = difflib.get_close_matches(plain, known, n=1)
     hint = f" Did you mean {known[close[0]]!r}?" if close else ""
     raise ScheduleError(

@@ -16,6 +16,9 @@ _WRAPPERS = {
     ),
 }
 
+# What modules are given by torch.distributed._composable: hooks around their forward.
+_COMPOSED = "torch.distributed._composable"
+
 _WHOLE = (
     "pass the module as it is before it is sharded: a pipeline divides it by layers, and what "
     "divides layers communicates in stage functions (docs/distributed.md)"
@@ -39,6 +42,13 @@ def refuse_lost(module: nn.Module) -> None:
                 f"{where} is a {kind} around a {type(part._modules[inner]).__name__}: take what is "
                 f"within, .{inner}; {why}"
             )
+        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+            if (maker := str(getattr(hook, "__module__", ""))).startswith(_COMPOSED):
+                raise StageError(
+                    f"{where} has a hook of {maker}: pass the module as it is before that: a step "
+                    "averages no gradients (do so yourself: docs/distributed.md), and computes "
+                    "forwards again by remat= or torch.utils.checkpoint"
+                )
     for name, parameter in module.named_parameters():
         if type(parameter).__name__ == "DTensor":
             raise StageError(

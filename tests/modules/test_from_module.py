@@ -615,6 +615,12 @@ def sharded(module: nn.Module) -> nn.Module:
     return module
 
 
+def composed(module: nn.Module) -> nn.Module:
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate(module)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -638,6 +644,7 @@ def sharded(module: nn.Module) -> nn.Module:
             ),
             r"module is a FullyShardedDataParallel: pass the module as it is before it is sharded",
         ),
+        (lambda: spread(composed), r"module has a hook of .*\.replicate: .*\(do so yourself"),
         (lambda: nn.Sequential(nn.DataParallel(linears())), r"module\.get_submodule\('0'\) is a D"),
         (
             lambda: hooked(lambda w: w.register_hook(lambda grad: grad * 0)),

@@ -48,6 +48,12 @@ def test_long_arguments_are_shown_in_short() -> None:
         schedules.gpipe(ranks=many, microbatches=2)
 
 
+@pytest.mark.parametrize("name", ["forward_only", "Forward-Only", "forwardonly"])
+def test_a_schedule_for_evaluation_is_made_by_its_own_function(name: str) -> None:
+    with pytest.raises(ScheduleError, match=r"no gradients: call fpipe\.schedules\.forward_only"):
+        schedules.get(name, ranks=2, microbatches=2)
+
+
 def test_families_are_public_functions() -> None:
     for name in FAMILIES:
         assert getattr(schedules, name) is schedules.FAMILIES[name]
