@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from math import inf
 from typing import NamedTuple, Protocol
 
 from torch.distributed import DistNetworkError
@@ -86,6 +87,7 @@ class Watch:
         self._topic: str | None = None
         self._own: Fault | None = None
         self._suspicion: str | None = None
+        self._missing = -inf
         self._lost: Fault | None = None
         self._known = threading.Event()
         self._wake = threading.Event()
@@ -112,7 +114,7 @@ class Watch:
     def begin(self, topic: str) -> None:
         """A step begins, whose faults are written under `topic`."""
         with self._lock:
-            self._topic, self._own, self._suspicion = topic, None, None
+            self._topic, self._own, self._suspicion, self._missing = topic, None, None, -inf
             if self.fault is None or not self.fault.breaks:
                 self.fault = None
                 self._known.clear()
@@ -138,13 +140,21 @@ class Watch:
         return self.await_fault() is not None
 
     def gives_up(self, seconds: float) -> bool:
-        """Whether who has waited so long for a rank to come is to wait no longer."""
-        if seconds <= DEAD:
-            self._suspicion = None
-        elif self._suspicion is None:
-            self._suspicion = "it did not come to connect"
-            self._wake.set()
+        """Whether who has waited so long for a rank to come is to wait no longer; asked on and on.
+
+        For as long as it is asked about a long wait, a rank without a beat is suspected.
+        """
+        if seconds > DEAD:
+            if self._suspects() is None:
+                self._wake.set()
+            self._missing = time.monotonic()
         return self.has_fault()
+
+    def _suspects(self) -> str | None:
+        """Why a rank without a beat is taken for dead before the timeout; None if it is not."""
+        if self._suspicion is None and time.monotonic() - self._missing < BEAT:
+            return "it did not come to connect"
+        return self._suspicion
 
     def culprit(self, peer: int | None, text: str) -> Fault:
         """Find who is to blame for a lost connection to `peer`; takes some seconds at most.
@@ -182,7 +192,7 @@ class Watch:
             self._note(topic, fault)
             if fault.breaks and topic == self._topic:
                 self._ring()
-        return BEAT if self._suspicion is None else BEAT / 5
+        return BEAT if self._suspects() is None else BEAT / 5
 
     def _round(self, topic: str | None) -> Fault | None:
         """Ask the store all there is to ask; returns the fault of the step, if there is one."""
@@ -207,11 +217,11 @@ class Watch:
             return self._tell(topic, self._own)
         if self._store.check([topic]):
             return Fault.load(self._store.get(topic))
-        if self._suspicion is not None:
+        if (suspicion := self._suspects()) is not None:
             silences = [(self._silence(rank), rank) for rank in range(len(self._keys))]
             ended = [(silence, rank) for silence, rank in silences if silence.seconds > DEAD]
             if ended:
-                return self._tell(topic, _ended(max(ended)[1], self._suspicion))
+                return self._tell(topic, _ended(max(ended)[1], suspicion))
         return None
 
     def _tell(self, topic: str, fault: Fault) -> Fault:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -354,6 +355,28 @@ def test_a_lost_store_is_asked_no_more() -> None:
         asked = store.asked
         watch.beat()
         assert store.asked == asked
+    finally:
+        watch.close()
+
+
+def test_a_rank_is_suspected_while_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has connected late may compile without a beat for longer than that."""
+    monkeypatch.setattr("fpipe.controller.watch.BEAT", 0.1)
+    monkeypatch.setattr("fpipe.controller.watch.DEAD", 0.5)
+    store = dist.HashStore()
+    store.set("beat/1", "1")
+    watch = Watch(store, ["0", "1"], 0, 60.0, ring=lambda: None)
+    try:
+        watch.begin("step")
+        assert not watch.gives_up(0.6)
+        time.sleep(1.0)
+        assert not watch.has_fault()
+        start = time.monotonic()
+        while not watch.gives_up(time.monotonic() - start):
+            assert time.monotonic() - start < 30.0
+            time.sleep(0.02)
+        assert watch.fault is not None and watch.fault.rank == 1
+        assert "rank 1 has ended or cannot be reached" in watch.fault.text
     finally:
         watch.close()
 
