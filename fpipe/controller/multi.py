@@ -80,7 +80,6 @@ class MultiController:
     ) -> None:
         self._planner = planner
         self._read_key = read_key
-        self._group = group
         self._rank = group.rank()
         self._process = os.getpid()
         self._steps = 0
