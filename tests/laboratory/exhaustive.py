@@ -64,8 +64,6 @@ def _steps(
             if done == 0 and stage == 0 and 0 in row[:microbatch]:
                 continue  # microbatches are alike: stage 0 takes them in order
             kept, freed = costs.activation[stage], costs.freed_by_i[stage]
-            if done == 0 and state.held[rank] + kept > memory + 1e-9:
-                continue
             if done == 3 or state.arrivals[stage][microbatch] == float("inf"):
                 continue
             choices = {
@@ -74,6 +72,8 @@ def _steps(
                 2: [(costs.w[stage], 3, freed - kept)],
             }
             for duration, after, change in choices[done]:
+                if change > 0 and state.held[rank] + change > memory + 1e-9:
+                    continue
                 begin = max(state.free[rank], state.arrivals[stage][microbatch])
                 yield (
                     _after(

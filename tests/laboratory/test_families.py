@@ -171,8 +171,13 @@ def test_zb_auto_says_how_a_cost_is_made() -> None:
         zb_auto(ranks=2, microbatches=2, cost=3)  # type: ignore[arg-type]
 
 
-def test_zb_auto_needs_memory_for_what_i_hands_on() -> None:
-    with pytest.raises(ScheduleError, match=r"memory=1 is too scarce for the heuristic"):
-        zb_auto(ranks=2, microbatches=2, memory=1, cost=Cost(1, 1, 1, freed_by_i=-1))
+def test_zb_auto_fuses_where_there_is_no_memory_for_what_i_hands_on() -> None:
+    cost = Cost(1, 1, 1, freed_by_i=-1)
+    schedule = zb_auto(ranks=2, microbatches=2, memory=1, cost=cost)
+    assert schedule == Schedule.from_text("0F0 0B0 0F1 0B1\n1F0 1B0 1F1 1B1")
+    for memory in (1.5, 2, 2.5, 4):
+        schedule = zb_auto(ranks=3, microbatches=9, memory=memory, cost=cost)
+        assert max(simulate(schedule, cost).peak) <= memory
+    assert schedule.splits_backward
     with pytest.raises(ScheduleError, match=r"memory=0.5 of rank 0 admits no schedule"):
         zb_auto(ranks=2, microbatches=2, memory=0.5)

@@ -33,7 +33,7 @@ def test_what_it_makes_runs_as_it_says(seed: int, ranks: int, data: st.DataObjec
         data.draw(each),
         comm=data.draw(st.integers(0, 3)),
         activation=[data.draw(st.integers(1, 3)) for _ in placement],
-        freed_by_i=data.draw(st.sampled_from([0, 0.5])),
+        freed_by_i=data.draw(st.sampled_from([0, 0.5, -1])),
     )
     needed = max(
         sum(
@@ -91,9 +91,14 @@ def test_latency_is_hidden_where_memory_allows() -> None:
     assert tighten(make_evaluator(problem), order, Budget(0, 200)).value < 0.8 * timeline.makespan
 
 
-def test_it_leaves_full_backwards_as_they_are() -> None:
+def test_full_backwards_stay_whole() -> None:
     cost = Cost(1, 1, 1, b=1.5)
     family = schedules.one_f_one_b(ranks=3, microbatches=4)
     problem = make_problem(linear(3), 4, cost, None, "makespan")
     order = to_order(problem, family, simulate(family, cost).makespan)
-    assert tighten(make_evaluator(problem), order, Budget(0, 100)) is order
+    assert tighten(make_evaluator(problem), order, Budget(0, 100)) is order  # nothing is better
+    rows = [" ".join(f"{rank}F{k} {rank}B{k}" for k in range(4)) for rank in range(3)]
+    late = fpipe.Schedule.from_text("\n".join(rows))
+    order = to_order(problem, late, simulate(late, cost).makespan)
+    found = tighten(make_evaluator(problem), order, Budget(0, 100))
+    assert found.value < order.value and found.fused == order.fused

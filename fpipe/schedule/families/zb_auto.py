@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import product
 
-from fpipe.errors import ScheduleError
 from fpipe.schedule.arguments import plain_counts
 from fpipe.schedule.cost import Cost, check_cost
 from fpipe.schedule.placements import linear
@@ -29,7 +28,8 @@ def zb_auto(
     weight gradient runs where the rank would wait for longer than it takes, or where only it can
     free the memory that a forward needs. Whether the first forwards stop at 1F1B's number or fill
     the memory, whether shorter waits are filled too, and whether a forward makes room for a
-    gradient that is about to arrive, is tried out, and the least makespan is kept.
+    gradient that is about to arrive, is tried out, and the least makespan is kept. An input
+    gradient that hands on more than it frees, and finds no room for that, becomes a full backward.
 
     With f, i, w the times of F, I and W, memory p, m ≥ p, w no longer than f or i, and no latency,
     the bubble is that of `zb_h1`, (p−1)(f+i−w); it has no closed form elsewhere. The peak is at
@@ -43,7 +43,7 @@ def zb_auto(
         cost: what the schedule is made for; None for ``Cost(f=1, i=1, w=1)``.
 
     Returns:
-        A schedule of F, I and W actions.
+        A schedule of F, I and W actions, and of B where the memory holds no I.
 
     Raises:
         ScheduleError: an argument is out of range, or the memory holds no microbatch.
@@ -62,19 +62,16 @@ def zb_auto(
     problem = make_problem(linear(ranks), microbatches, cost, memory, "makespan")
     # Tried out on the first microbatches where there are many: the rest repeats what they do.
     trial = problem.resized(min(microbatches, 8 * ranks))
-    value, chosen = UNLIMITED, None
-    for policy in _policies(ranks):
+    policies = list(_policies(ranks))
+    value, chosen = UNLIMITED, policies[0]
+    for policy in policies:
         order = list_schedule(trial, policy, limit=value)
         if order is not None and order.value < value:
             value, chosen = order.value, policy
             if trial.solved(value):
                 break
-    best = list_schedule(problem, chosen) if chosen is not None else None
-    if best is None:
-        raise ScheduleError(
-            f"memory={memory!r} is too scarce for the heuristic, because I hands on more than F "
-            "keeps: give more memory, or take one_f_one_b"
-        )
+    best = list_schedule(problem, chosen)
+    assert best is not None, "a list scheduler that has no limit ends"
     return to_schedule(problem, best, name="zb_auto")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from heapq import nsmallest
 from typing import TypeAlias
 
@@ -9,7 +10,7 @@ from fpipe.schedule.bound_diagram import undominated
 from fpipe.schedule.part import Part, part_of
 from fpipe.schedule.searching.budget import Budget
 from fpipe.schedule.searching.evaluator import make_evaluator
-from fpipe.schedule.searching.problem import Order, Problem
+from fpipe.schedule.searching.problem import GRADIENT, WEIGHT, Order, Problem
 from fpipe.schedule.steps import (
     Counts,
     State,
@@ -34,30 +35,73 @@ def beam(problem: Problem, best: float, budget: Budget) -> Order | None:
 
     It goes through the states of all ranks as the bound does (see `bound_diagram`), but where that
     merges what is too much, this keeps the states in which the ranks will be done soonest, all
-    together, if none waits any more. A beam that nothing falls out of has found the best schedule.
+    together, if none waits any more. A beam that nothing falls out of has found the best schedule
+    of its kind: of halves, or, where an I hands on more than it frees, of full backwards.
 
     Args:
         problem: what to schedule.
         best: the value that is known already.
         budget: what the beams may use.
     """
-    part = part_of(problem.costs, problem.placement, problem.memory, range(problem.ranks))
+    kinds = [_Kind(problem, fused) for fused in ((False, True) if problem.grows else (False,))]
     evaluator = make_evaluator(problem)
     found: Order | None = None
     fruitless = 0
     for width in _WIDTHS:
-        limit = best if problem.objective == "makespan" else float("inf")
-        trail, whole = _walk(part, problem.microbatches, width, limit, budget)
-        order = None
-        if trail is not None:
-            rows = _rows(part, trail, problem.microbatches)
-            value, _ = evaluator.times(rows, frozenset())
-            if value < best:
-                best, found = value, (order := Order(value, rows))
-        fruitless = fruitless + 1 if order is None else 0
-        if whole or budget.over or problem.solved(best) or fruitless == _PATIENCE:
+        fruitless += 1
+        for kind in kinds.copy():
+            limit = best if problem.objective == "makespan" else float("inf")
+            trail, whole = _walk(kind.part, problem.microbatches, width, limit, budget)
+            if whole:
+                kinds.remove(kind)
+            if trail is not None:
+                rows, fused = kind.rows(trail, problem.microbatches)
+                value, _ = evaluator.times(rows, fused)
+                if value < best:
+                    best, found, fruitless = value, Order(value, rows, fused), 0
+        if not kinds or budget.over or problem.solved(best) or fruitless == _PATIENCE:
             break
     return found
+
+
+class _Kind:
+    """Schedules of halves alone, or of full backwards alone: each knows what a rank holds by how
+    much of everything it has done."""
+
+    def __init__(self, problem: Problem, fused: bool) -> None:
+        costs = problem.costs
+        if fused:
+            nothing = (0.0,) * len(costs.w)
+            costs = replace(costs, i=costs.b, w=nothing, freed_by_i=costs.activation)
+        elif problem.grows:
+            # F is charged for what I hands on: so there is no dead end.
+            pairs = list(zip(costs.activation, costs.freed_by_i, strict=True))
+            costs = replace(
+                costs,
+                activation=tuple(max(kept, kept - freed) for kept, freed in pairs),
+                freed_by_i=tuple(max(0.0, freed) for _, freed in pairs),
+            )
+        self.fused = fused
+        self.part = part_of(costs, problem.placement, problem.memory, range(problem.ranks))
+
+    def rows(self, trail: Trail, microbatches: int) -> tuple[list[list[int]], frozenset[int]]:
+        """A row of actions per rank, as the search numbers them, and those that are fused."""
+        steps: list[Step] = []
+        while trail is not None:
+            trail, step = trail
+            steps.append(step)
+        rows: list[list[int]] = [[] for _ in self.part.memory]
+        done = [[0] * len(self.part.stages) for _ in range(3)]
+        fused = set()
+        for kind, at in reversed(steps):
+            number = (at * 3 + kind) * microbatches + done[kind][at]
+            done[kind][at] += 1
+            if kind == WEIGHT and self.fused:
+                continue
+            if kind == GRADIENT and self.fused:
+                fused.add(number)
+            rows[self.part.rank_of[at]].append(number)
+        return rows, frozenset(fused)
 
 
 def _walk(
@@ -99,17 +143,3 @@ def _walk(
         for state, trail in states.items()
     ]
     return (min(ends, key=lambda end: end[0])[1] if ends else None), whole
-
-
-def _rows(part: Part, trail: Trail, microbatches: int) -> list[list[int]]:
-    """A row of actions per rank, as the search numbers them."""
-    steps: list[Step] = []
-    while trail is not None:
-        trail, step = trail
-        steps.append(step)
-    rows: list[list[int]] = [[] for _ in part.memory]
-    done = [[0] * len(part.stages) for _ in range(3)]
-    for kind, at in reversed(steps):
-        rows[part.rank_of[at]].append((at * 3 + kind) * microbatches + done[kind][at])
-        done[kind][at] += 1
-    return rows

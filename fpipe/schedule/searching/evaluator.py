@@ -36,7 +36,7 @@ class Evaluator:
     ) -> tuple[float, list[float]]:
         """The value of an order and the end of each action; infinite if it cannot run, or as soon
         as the makespan is sure to exceed `limit`."""
-        duration, source, delay, after = self._durations(fused), self.source, self.delay, self.after
+        duration, source, delay, after = self.durations(fused), self.source, self.delay, self.after
         ends = [_NOT_YET] * len(duration)
         clocks, places = [0.0] * len(rows), [0] * len(rows)
         firsts = [0.0] * len(rows)
@@ -72,13 +72,23 @@ class Evaluator:
             return max(end - first for end, first in zip(clocks, firsts, strict=True)), ends
         return max(clocks), ends
 
-    def _durations(self, fused: AbstractSet[int]) -> list[float]:
+    def durations(self, fused: AbstractSet[int]) -> list[float]:
+        """Of each action, where those of `fused` are B."""
         if not fused:
             return self.duration
         durations, count = self.duration.copy(), self.problem.microbatches
         for action in fused:
             durations[action] = self.problem.costs.b[action // (3 * count)]
         return durations
+
+    def changes(self, fused: AbstractSet[int]) -> list[float]:
+        """Of the memory held, by each action, where those of `fused` are B."""
+        if not fused:
+            return self.change
+        changes, count = self.change.copy(), self.problem.microbatches
+        for action in fused:
+            changes[action] += changes[action + count]
+        return changes
 
     def fits(self, rank: int, row: list[int], fused: AbstractSet[int]) -> bool:
         """Whether a row keeps to its rank's memory."""
@@ -95,7 +105,7 @@ class Evaluator:
 
     def critical(self, order: Order, ends: list[float]) -> list[int]:
         """The actions that the value of the order waits for, last to first."""
-        duration = self._durations(order.fused)
+        duration = self.durations(order.fused)
         before = {
             action: earlier
             for row in order.rows

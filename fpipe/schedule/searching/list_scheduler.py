@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from heapq import heapify, heappop, heappush
 
 from fpipe.schedule.searching.policy import UNLIMITED, Policy
@@ -15,7 +16,8 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
     Each stage takes its microbatches in order. Memory is never exceeded, and never runs into a dead
     end: on a rank of several stages, a forward is let in only if the oldest microbatch that lacks
     one can still take all of them afterwards (the banker's rule), because nothing of it is freed
-    before. About two microseconds per action.
+    before. An I that hands on more than it frees, and finds no room for that, becomes a B, which
+    only frees. About two microseconds per action.
 
     Args:
         problem: what to schedule.
@@ -27,41 +29,42 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
     """
     placement, count, costs = problem.placement, problem.microbatches, problem.costs
     stages_of, last = problem.stages, len(placement) - 1
-    f, w, fused = costs.f, costs.w, policy.fused
-    gradient = costs.b if fused else costs.i
-    down, up, kept = costs.down, costs.up, costs.activation
-    # What I frees, and what is left for W.
-    freed = kept if fused else costs.freed_by_i
+    f, i, w, b, down, up = costs.f, costs.i, costs.w, costs.b, costs.down, costs.up
+    # What F keeps, what of it I frees, and what that leaves for W.
+    kept, freed = costs.activation, costs.freed_by_i
     later = [has - frees for has, frees in zip(kept, freed, strict=True)]
     prefer_f, prefer_i, prefer_w = policy.priorities
     windows, patience, pace = policy.windows, policy.patience, policy.pace * problem.work
 
-    # Per stage: how many of F, I and W are done; when the inputs of F and I arrive, in order.
-    done_f, done_i, done_w = [0] * len(placement), [0] * len(placement), [0] * len(placement)
+    # Per stage: how many of F and I are done, the microbatches that still lack their W, and when
+    # the inputs of F and I arrive, in order.
+    done_f, done_i = [0] * len(placement), [0] * len(placement)
+    late: list[deque[int]] = [deque() for _ in placement]
     inputs: list[list[float]] = [[] for _ in placement]
     gradients: list[list[float]] = [[] for _ in placement]
     inputs[0] = [pace * (k - k % policy.bunch) for k in range(count)]
     # Per rank: memory held, the part of it that waits for W alone, when it is free, when it means
-    # to wake (never while it is busy), work left, and its first start.
+    # to wake (never while it is busy), work and actions left, and its first start.
     held, owed = [0.0] * len(stages_of), [0.0] * len(stages_of)
     free, wake = [0.0] * len(stages_of), [UNLIMITED] * len(stages_of)
-    each = [f[s] + gradient[s] + (0.0 if fused else w[s]) for s in range(last + 1)]
+    each = [f[s] + (b[s] if policy.fused else i[s] + w[s]) for s in range(last + 1)]
     left = [count * sum(each[s] for s in own) for own in stages_of]
     begun: list[float | None] = [None] * len(stages_of)
+    todo = [count * len(own) * 3 for own in stages_of]
     rows: list[list[int]] = [[] for _ in stages_of]
-    sizes = [count * len(own) * (2 if fused else 3) for own in stages_of]
+    fused: set[int] = set()
     heap = [(0.0, rank) for rank in range(len(stages_of))]
     heapify(heap)
     slack = problem.slack
     while heap:
         now, rank = heappop(heap)
-        row = rows[rank]
-        if free[rank] > now or len(row) == sizes[rank]:
+        if free[rank] > now or not todo[rank]:
             continue
         if now + left[rank] > limit:
             return None
         own, memory = stages_of[rank], problem.memory[rank] * (1 + 1e-9)
         best, chosen, kind, duration = -UNLIMITED, -1, FORWARD, 0.0
+        whole = False  # whether the gradient that is chosen is a B
         coming: list[tuple[float, float]] = []  # what will arrive, and how much it is wanted
         crowded = False  # a forward is there, and waits for memory that a W would free
         for stage in own:
@@ -72,8 +75,9 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
                     coming.append((arrival, prefer_i[stage]))
                 elif prefer_i[stage] > best:
                     best, chosen, kind = prefer_i[stage], stage, GRADIENT
-                    duration = gradient[stage]
-            if done_w[stage] < returned and prefer_w[stage] > best:
+                    whole = policy.fused or held[rank] - freed[stage] > memory
+                    duration = b[stage] if whole else i[stage]
+            if late[stage] and prefer_w[stage] > best:
                 best, chosen, kind, duration = prefer_w[stage], stage, WEIGHT, w[stage]
             if took - returned < windows[stage] and took < len(inputs[stage]):
                 arrival = inputs[stage][took]
@@ -90,7 +94,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
                     best, chosen, kind, duration = prefer_f[stage], stage, FORWARD, f[stage]
         if crowded and kind != GRADIENT:
             for stage in own:
-                if done_w[stage] < done_i[stage] and later[stage] > 0:
+                if late[stage] and later[stage] > 0:
                     best, chosen, kind, duration = UNLIMITED, stage, WEIGHT, w[stage]
                     break
         if chosen >= 0 and coming:
@@ -110,6 +114,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
             begun[rank] = now
         free[rank], wake[rank] = end, -1.0
         left[rank] -= duration
+        todo[rank] -= 1
         heappush(heap, (end, rank))
         arrival, reader = end, rank
         if kind == FORWARD:
@@ -124,36 +129,30 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
         elif kind == GRADIENT:
             microbatch = done_i[chosen]
             done_i[chosen] += 1
-            held[rank] -= freed[chosen]
-            if fused:
-                done_w[chosen] += 1
+            if whole:
+                fused.add((chosen * 3 + kind) * count + microbatch)
+                todo[rank] -= 1
+                held[rank] -= kept[chosen]
+                left[rank] -= 0.0 if policy.fused else i[chosen] + w[chosen] - duration
             else:
+                late[chosen].append(microbatch)
+                held[rank] -= freed[chosen]
                 owed[rank] += later[chosen]
             if chosen:
                 arrival, reader = end + up[chosen - 1], placement[chosen - 1]
                 gradients[chosen - 1].append(arrival)
         else:
-            microbatch = done_w[chosen]
-            done_w[chosen] += 1
+            microbatch = late[chosen].popleft()
             held[rank] -= later[chosen]
             owed[rank] -= later[chosen]
-        row.append((chosen * 3 + kind) * count + microbatch)
+        rows[rank].append((chosen * 3 + kind) * count + microbatch)
         if reader != rank and wake[reader] > arrival:
             wake[reader] = arrival
             heappush(heap, (arrival, reader))
-    if any(len(row) < size for row, size in zip(rows, sizes, strict=True)):
+    if any(todo):
         return None
     if problem.objective == "span":
         value = max(end - (first or 0.0) for end, first in zip(free, begun, strict=True))
     else:
         value = max(free)
-    everything = range(len(placement) if fused else 0)
-    return Order(
-        value,
-        rows,
-        frozenset(
-            (stage * 3 + GRADIENT) * count + microbatch
-            for stage in everything
-            for microbatch in range(count)
-        ),
-    )
+    return Order(value, rows, frozenset(fused))

@@ -54,10 +54,15 @@ class Problem:
         return len(self.stages)
 
     @cached_property
+    def grows(self) -> bool:
+        """Whether an I hands on more than it frees, which a full backward does not."""
+        return min(self.costs.freed_by_i) < 0
+
+    @cached_property
     def fuses(self) -> bool:
         """Whether a full backward is anything but its two halves, in time or in memory."""
-        costs, freed = self.costs, self.cost.on(self.placement).freed_by_i
-        return min(freed) < 0 or any(
+        costs = self.costs
+        return self.grows or any(
             abs(b - i - w) > 1e-9 * b for b, i, w in zip(costs.b, costs.i, costs.w, strict=True)
         )
 
@@ -114,14 +119,6 @@ def make_problem(
     """
     costs = cost.on(placement)
     limits = memory_limits(memory, placement, costs)
-    if any(freed < 0 for freed in costs.freed_by_i):
-        # Where I hands on more than it frees, F is charged for it: simple, and safe.
-        pairs = list(zip(costs.activation, costs.freed_by_i, strict=True))
-        costs = replace(
-            costs,
-            activation=tuple(max(kept, kept - freed) for kept, freed in pairs),
-            freed_by_i=tuple(max(0.0, freed) for _, freed in pairs),
-        )
     stages = stages_by_rank(placement)
     work = max(
         sum(costs.f[s] + min(costs.b[s], costs.i[s] + costs.w[s]) for s in own) for own in stages

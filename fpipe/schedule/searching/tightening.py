@@ -9,37 +9,43 @@ helps.
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Final
 
 from fpipe.schedule.searching.budget import Budget
 from fpipe.schedule.searching.evaluator import Evaluator
-from fpipe.schedule.searching.problem import FORWARD, GRADIENT, WEIGHT, Order
+from fpipe.schedule.searching.problem import GRADIENT, WEIGHT, Order
 
-_NONE: Final[frozenset[int]] = frozenset()  # no full backward
 # How much of a weight gradient must fit into a wait, for it to run there.
 _PARTS: Final = (1.0, 0.5, 0.01, 2.0)
 _PATIENCE: Final = 3  # rounds that bring nothing
 _COST: Final = 2.0  # of a round, in evaluations
+_NONE: Final[frozenset[int]] = frozenset()
 
 
 def tighten(evaluator: Evaluator, order: Order, budget: Budget) -> Order:
     """Tighten an order round by round, until that brings nothing, or the budget is spent.
 
     Returns:
-        The best order met, `order` itself if none was better, or if it has full backwards.
+        The best order met, `order` itself if none was better.
     """
-    best = order
-    for part in () if order.fused else _PARTS:
+    best, fused = order, order.fused
+    # In which what is fused costs what it does.
+    tables = replace(
+        evaluator, duration=evaluator.durations(fused), change=evaluator.changes(fused)
+    )
+    for part in _PARTS:
         rows, fruitless = order.rows, 0
         while fruitless < _PATIENCE:
             if budget.over or evaluator.problem.solved(best.value):
                 return best
-            rows = _lazily(evaluator, _sooner(evaluator, rows), part)
-            value, _ = evaluator.times(rows, _NONE)
+            rows = _lazily(tables, _sooner(tables, rows), fused, part)
+            value, _ = tables.times(rows, _NONE)
             budget.spend(_COST)
             fruitless += 1
             if value < best.value * (1 - 1e-12):
-                best, fruitless = Order(value, rows), 0
+                best, fruitless = Order(value, rows, fused), 0
     return best
 
 
@@ -76,7 +82,7 @@ def _sooner(evaluator: Evaluator, rows: list[list[int]]) -> list[list[int]]:
 
 
 def _first_that_fits(evaluator: Evaluator, rank: int, row: list[int], here: int) -> int:
-    """The first place to which the memory allows the forward at `here` to move."""
+    """The first place to which the memory allows the action at `here` to move."""
     change, most = evaluator.change, evaluator.problem.memory[rank] * (1 + 1e-9)
     held = sum(change[action] for action in row[:here])
     at = here
@@ -87,9 +93,12 @@ def _first_that_fits(evaluator: Evaluator, rank: int, row: list[int], here: int)
     return at if held + change[row[here]] <= most else at + 1
 
 
-def _lazily(evaluator: Evaluator, rows: list[list[int]], part: float) -> list[list[int]]:
+def _lazily(
+    evaluator: Evaluator, rows: list[list[int]], fused: AbstractSet[int], part: float
+) -> list[list[int]]:
     """The same order of forwards and input gradients; a weight gradient runs where so much of it
-    fits into a wait, or where only it makes room for a forward, oldest first, or at the end."""
+    fits into a wait, or where only it makes room for what comes next, oldest first, or at the
+    end."""
     duration, change, source = evaluator.duration, evaluator.change, evaluator.source
     problem = evaluator.problem
     count, memory = problem.microbatches, problem.memory
@@ -118,11 +127,10 @@ def _lazily(evaluator: Evaluator, rows: list[list[int]], part: float) -> list[li
                 arrival = ends[needed] + evaluator.delay[action]
             while late and clocks[rank] + part * duration[late[-1]] <= arrival:
                 run(rank, late.pop(), clocks[rank])
-            kind = action // count % 3
-            while late and kind == FORWARD and held[rank] + change[action] > most:
+            while late and change[action] > 0 and held[rank] + change[action] > most:
                 run(rank, late.pop(), clocks[rank])
             run(rank, action, max(clocks[rank], arrival))
-            if kind == GRADIENT:
+            if action // count % 3 == GRADIENT and action not in fused:
                 late.insert(0, action + (WEIGHT - GRADIENT) * count)
             places[rank] += 1
             if action in waiting:
