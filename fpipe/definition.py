@@ -297,12 +297,17 @@ def _check_schedule(schedule: Schedule, trainable: Trainable, *, function: bool)
         )
     try:
         verify(schedule)
-    except ScheduleError:
+    except ScheduleError as error:
         # It may leave out what nothing that is trained needs.
         requires = _requires(schedule, trainable, function=function)
         if requires is None:
             raise
-        verify(schedule, requires)
+        try:
+            verify(schedule, requires)
+        except ScheduleError as other:
+            # Where everything is trained, the rule is that a whole one is wanted.
+            usual = trainable.choice is None and requires != "F"
+            raise (error if usual else other) from None
 
 
 def _requires(
@@ -310,11 +315,12 @@ def _requires(
 ) -> str | list[str] | None:
     """What a schedule that is not whole owes at least, as `verify` takes it; None for everything.
 
-    What it owes of one function is told by the trace, and a plan of a step looks at that.
+    What it owes of one function is told by the trace, and what it owes where a function chooses by
+    the parameters: a plan of a step looks at that.
     """
     if all(action.op == Op.F for row in schedule.actions for action in row):
         return "F"  # `value` and `forward` can be run by it
-    if function and trainable.choice is not None:
+    if callable(trainable.choice) or (function and trainable.choice is not None):
         return owed_by_actions(schedule)
     return None if function else trainable.requires(schedule.num_stages)
 

@@ -133,10 +133,30 @@ def test_a_schedule_may_leave_out_what_nobody_needs() -> None:
     trainable = [False, {"w": False, "lora": False}, {"w": False, "lora": True}, True]
     whole = make(ONE_F_ONE_B, trainable).step(params, batch)
     assert_identical(make(lean, trainable).step(params, batch), whole)
-    for other in (None, [False, True, True, True], lambda path: path[0] > 1):
+    for other in (None, True, [False, True, True, True]):
         with pytest.raises(ScheduleError, match=r"stage . has F on microbatch 0"):
             make(lean, other)
+    # What a function chooses is known with the parameters.
+    late = make(ONE_F_ONE_B, lambda path: path[0] > 1).step(params, batch)
+    assert_identical(make(lean, lambda path: path[0] > 1).step(params, batch), late)
+    with pytest.raises(ScheduleError, match=r"lean has no W or B of stage 1 .* owes weight grad"):
+        make(lean, lambda path: path[0] > 0).step(params, batch)
     assert Action(1, Op.B, 0) not in lean.actions[1]
+
+
+@pytest.mark.parametrize("everything", [None, True, [True] * 4, lambda path: True])
+def test_however_it_is_said_the_first_stage_owes_no_gradient_of_its_input(everything: Any) -> None:
+    params, batch = adapters()
+    rows = [
+        [
+            Action(0, Op.W if a.op == Op.B else a.op, a.microbatch) if a.stage == 0 else a
+            for a in row
+        ]
+        for row in ONE_F_ONE_B.actions
+    ]
+    lean = Schedule(ONE_F_ONE_B.placement, rows, name="lean")
+    whole = make(ONE_F_ONE_B, None).step(params, batch)
+    assert_same(make(lean, everything).step(params, batch), whole)
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])

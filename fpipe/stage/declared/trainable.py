@@ -76,13 +76,14 @@ class Trainable:
     def requires(self, stages: int) -> list[str] | None:
         """What a schedule owes to each stage, as `fpipe.verify` takes it.
 
-        None where that is everything, or cannot be told before the parameters are there.
+        None where that cannot be told before the parameters are there.
         """
-        if self.choice is None or callable(self.choice):
+        if callable(self.choice):
             return None
-        if not isinstance(self.choice, bool | list | tuple):
+        if not isinstance(self.choice, bool | list | tuple | None):
             return None
-        trained = [any(tree.flatten_prefix(part)) for part in self._parts(stages)]
+        parts = [True] * stages if self.choice is None else self._parts(stages)
+        trained = [any(tree.flatten_prefix(part)) for part in parts]
         return ["F" + "I" * any(trained[:stage]) + "W" * own for stage, own in enumerate(trained)]
 
     def _parts(self, stages: int) -> Sequence[Any]:
