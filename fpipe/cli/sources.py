@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from pathlib import Path
 from textwrap import fill
 from typing import Final, NamedTuple
@@ -106,13 +107,11 @@ def schedule_of(source: str, size: Size) -> Schedule:
     if not is_file(source):
         return _family(source, size)
     schedule = read(source)
-    has = Size(
-        schedule.num_ranks,
-        schedule.num_microbatches,
-        schedule.num_stages // schedule.num_ranks,
-    )
+    stages = Counter(schedule.placement)
+    numbers = {stages[rank] for rank in range(schedule.num_ranks)}
+    has = (schedule.num_ranks, schedule.num_microbatches, " or ".join(map(str, sorted(numbers))))
     for name, asked, found in zip(Size._fields, size, has, strict=True):
-        if asked is not None and asked != found:
+        if asked is not None and str(asked) != str(found):
             option = "--" + name.replace("_", "-")
             raise ScheduleError(
                 f"{source} has {found} {name.replace('_', ' ')} and {option} is {asked}: leave the "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fpipe.errors import ScheduleError
-from fpipe.schedule.arguments import check_ordered, is_several, plain_number
+from fpipe.schedule.arguments import check_ordered, is_several, plain_counts, plain_number
 from fpipe.schedule.placements import plain_placement
 
 # Between these, sums and ratios of costs neither overflow nor vanish.
@@ -92,12 +92,20 @@ class Cost:
             ranks: how many there are, where the last of them have no stage.
 
         Raises:
-            ScheduleError: `placement` is none, a sequence does not have one value per stage, `comm`
-                has no row for a rank, or I would free more than F keeps.
+            ScheduleError: `placement` is none, `ranks` are too few for it, a sequence does not have
+                one value per stage, `comm` has no row for a rank, or I would free more than F
+                keeps.
         """
         placement = plain_placement(placement)
-        stages = len(placement)
-        p = max(placement) + 1 if ranks is None else ranks
+        stages, p = len(placement), max(placement) + 1
+        if ranks is not None:
+            (wanted,) = plain_counts(ranks=ranks)
+            if wanted < p:
+                raise ScheduleError(
+                    f"ranks={wanted} are too few for a placement that uses rank {p - 1}: leave "
+                    "ranks out, or give more"
+                )
+            p = wanted
 
         def each(name: str, value: PerStage) -> tuple[float, ...]:
             if not isinstance(value, tuple):
@@ -132,8 +140,12 @@ class Cost:
         """Latency from one rank to another; 0 from a rank to itself.
 
         Raises:
-            ScheduleError: `comm` is a table without these ranks.
+            ScheduleError: `source` or `target` is no number of a rank, or `comm` is a table
+                without them.
         """
+        for name, rank in (("source", source), ("target", target)):
+            if not isinstance(rank, int) or rank < 0:
+                raise ScheduleError(f"{name}={rank!r:.60} must be the number of a rank, 0 or more")
         if source == target:
             return 0.0
         if not isinstance(self.comm, tuple):

@@ -243,6 +243,17 @@ def test_verify_says_what_is_owed(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "can run" in run(capsys, "verify", str(path), "--requires", "F,F")
 
 
+def test_a_file_of_another_size_than_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "uneven.txt"
+    path.write_text("0F0 1F0 1B0 0B0\n2F0 2B0\n", "utf-8")
+    for stages in ("1", "2"):
+        told = refused(capsys, "show", str(path), "--stages-per-rank", stages)
+        assert f"has 1 or 2 stages per rank and --stages-per-rank is {stages}: leave" in told
+    assert "F0" in run(capsys, "show", str(path), "--ranks", "2")
+
+
 # ── what is refused ─────────────────────────────────────────────────────────────────────────────
 
 

@@ -89,3 +89,25 @@ def test_any_real_number_will_do_and_is_kept_as_pythons_own() -> None:
 def test_what_is_no_placement_is_refused(placement: Any) -> None:
     with pytest.raises(ScheduleError, match=r"^placement="):
         Cost(f=1, i=1, w=1).on(placement)
+
+
+@pytest.mark.parametrize("ranks", ["x", 1.5, 0, True])
+def test_ranks_are_a_number_of_them(ranks: Any) -> None:
+    with pytest.raises(ScheduleError, match=r"^ranks=.* must be an integer, 1 or more"):
+        Cost(1, 1, 1).on([0, 1], ranks)
+
+
+def test_ranks_must_hold_the_placement() -> None:
+    assert Cost(3, 1, 1).on([0, 1], 3).f == (4.5, 4.5)
+    with pytest.raises(ScheduleError, match=r"ranks=1 are too few for a placement .* rank 1: leav"):
+        Cost(1, 1, 1).on([0, 1], 1)
+
+
+@pytest.mark.parametrize("rank", ["a", -1, None, 0.0])
+def test_a_hop_is_from_a_rank_to_a_rank(rank: Any) -> None:
+    cost = Cost(1, 1, 1, comm=[[0, 1], [2, 0]])
+    assert cost.hop(1, 0) == 2
+    with pytest.raises(ScheduleError, match=r"^target=.* must be the number of a rank, 0 or more"):
+        cost.hop(0, rank)
+    with pytest.raises(ScheduleError, match=r"^source=.* must be the number of a rank, 0 or more"):
+        cost.hop(rank, 0)
