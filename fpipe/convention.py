@@ -31,6 +31,22 @@ def scaled(grads: Any, cotangent: Tensor) -> Any:
     return tree.tree_map(product, grads)
 
 
+def spared(grads: Any, weights: Tensor) -> Any:
+    """Gradients of several losses, in which NaN and infinity are 0 where a loss counts nothing.
+
+    Args:
+        grads: with the losses along dimension 0.
+        weights: of the losses, shape ``(losses, ...)``.
+    """
+    idle = (weights == 0).reshape(len(weights), -1).all(1)
+
+    def without(gradient: Tensor) -> Tensor:
+        unused = idle.to(gradient.device).view(-1, *[1] * (gradient.dim() - 1))
+        return gradient.masked_fill(unused & ~gradient.isfinite(), 0)
+
+    return tree.tree_map(without, grads)
+
+
 COTANGENT = "cotangent"
 """What follows the batch where outputs are differentiated."""
 

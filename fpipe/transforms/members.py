@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.arguments.microbatch import Beneath
-from fpipe.convention import PLAIN, STATE, Convention, Dual
+from fpipe.convention import PLAIN, STATE, Convention, Dual, spared
 from fpipe.errors import BatchError
 from fpipe.transforms.mapping import over, prefix_map
 from fpipe.transforms.parts import Parts
@@ -171,7 +171,8 @@ class Members:
             for dim in _dims_of(part, prefix)
         ]
         fronted = [leaf.movedim(dim or 0, 0) for leaf, dim in zip(leaves, dims, strict=True)]
-        own = over(self.inner.weigh, [tree.unflatten(spec, fronted), cotangent], [0, 0])
+        each = spared(tree.unflatten(spec, fronted), cotangent)
+        own = over(self.inner.weigh, [each, cotangent], [0, 0])
         summed = [
             leaf.sum(0) if dim is None else leaf.movedim(0, dim)
             for leaf, dim in zip(tree.flatten(own)[0], dims, strict=True)

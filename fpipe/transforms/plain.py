@@ -5,9 +5,11 @@ would run it member by member; for a query that may look at no key its plain mat
 finite one. The normalisations have forward-mode rules, but the derivative of those by the input is
 silently wrong (pytorch #196699 and #196700: the saved mean and deviation are taken for constants),
 as is some linear algebra, and that of a gated unit does not exist. That of ``logcumsumexp`` loses
-its digits, and ``lerp_``, of which quantiles are made, fails on abstract tensors within a `jvp`.
-Recurrent layers have no batching rules, and what `vmap` makes of ``select_scatter``, and of
-embeddings with padding, has another gradient. Written out, all are right.
+its digits, weight normalisation has none (and the derivative of its backward is wrong), that of an
+embedding moves the padding, from which no gradient comes, and ``lerp_``, of which quantiles are
+made, fails on abstract tensors within a `jvp`. Recurrent layers, and leaky units whose slope is
+drawn, have no batching rules, and what `vmap` makes of ``select_scatter``, and of embeddings with
+padding, has another gradient. Written out, all are right.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fpipe.stage.refusing.explain import SPARSE, Untraceable
 from fpipe.stage.tracing.known import symbolic_zeros
 from fpipe.transforms.linear import LINEAR, UNKNOWN
 
@@ -181,6 +184,11 @@ def _instance_norm(
 def _glu(input: Tensor, dim: int = -1) -> Tensor:
     left, gate = input.chunk(2, dim)
     return left * gate.sigmoid()
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    over = None if dim == -1 else [other for other in range(v.dim()) if other != dim % v.dim()]
+    return v * (g / torch.linalg.vector_norm(v, 2, over, keepdim=over is not None))
 
 
 def _refuse_running(running_mean: Tensor | None) -> None:
@@ -354,6 +362,7 @@ def _embedding(
     *rest: Any,
     **options: Any,
 ) -> Tensor:
+    _refuse_sparse(options.get("sparse", rest[3:]))
     # Of members who have tables or indices of their own it would be the padding of the first alone.
     found = F.embedding(input, weight, None, *rest, **options)
     if padding_idx is None:
@@ -364,13 +373,32 @@ def _embedding(
 def _torch_embedding(
     weight: Tensor, input: Tensor, padding_idx: int = -1, *rest: Any, **options: Any
 ) -> Tensor:
+    _refuse_sparse(options.get("sparse", rest[1:]))
     found = torch.embedding(weight, input, -1, *rest, **options)
     return found if padding_idx < 0 else _without_padding(found, input, padding_idx)
+
+
+def _refuse_sparse(told: Any) -> None:
+    """Refuse an embedding's argument, or the row of those from there on."""
+    if told and told != (False,):
+        raise Untraceable(*SPARSE)
 
 
 def _without_padding(found: Tensor, input: Tensor, padding_idx: int) -> Tensor:
     """What was found, from whose padding no gradient comes."""
     return torch.where((input == padding_idx).unsqueeze(-1), found.detach(), found)
+
+
+def _rrelu(
+    input: Tensor,
+    lower: float = 1.0 / 8,
+    upper: float = 1.0 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Tensor:
+    if training:
+        return F.rrelu(input, lower, upper, training, inplace)
+    return F.leaky_relu(input, (lower + upper) / 2, inplace)
 
 
 def _refused(func: Callable[..., Any], instead: str) -> Callable[..., Any]:
@@ -387,6 +415,7 @@ _BATCHED: Mapping[Callable[..., Any], Callable[..., Any]] = {
     Tensor.select_scatter: _select_scatter,
     F.embedding: _embedding,
     torch.embedding: _torch_embedding,
+    F.rrelu: _rrelu,
     torch.lstm: _taken_apart(torch.lstm, aten.lstm.input),
     torch.gru: _taken_apart(torch.gru, aten.gru.input),
     torch.rnn_tanh: _taken_apart(torch.rnn_tanh, aten.rnn_tanh.input),
@@ -398,7 +427,10 @@ _SMOOTH: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.batch_norm: _batch_norm,
     F.instance_norm: _instance_norm,
     F.glu: _glu,
+    torch._weight_norm: _weight_norm,
     F.scaled_dot_product_attention: _attention,
+    F.embedding: _embedding,
+    torch.embedding: _torch_embedding,
     torch.logcumsumexp: _logcumsumexp,
     Tensor.logcumsumexp: _logcumsumexp,
     Tensor.lerp_: _lerp_,

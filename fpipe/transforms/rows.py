@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.arguments.shapes import is_differentiable
-from fpipe.convention import COTANGENT, PLAIN, Convention
+from fpipe.convention import COTANGENT, PLAIN, Convention, spared
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError
@@ -229,7 +229,7 @@ def _weigh(inner: Convention) -> Callable[[Any, Tensor], Any] | None:
     if one is None:
         return None
     return lambda grads, weights: tree.tree_map(
-        lambda leaf: leaf.sum(0), over(one, [grads, weights], [0, 0])
+        lambda leaf: leaf.sum(0), over(one, [spared(grads, weights), weights], [0, 0])
     )
 
 

@@ -222,6 +222,31 @@ def test_within_torch_func() -> None:
     )
 
 
+def test_a_loss_of_no_weight_spoils_no_other() -> None:
+    """A loss over a weight of 0 is NaN, and made NaN of all gradients where it was not used."""
+    torch.manual_seed(0)
+
+    def masked(params: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        own = (batch["x"] @ params).square().sum(1) * batch["mask"]
+        return own.sum(), batch["mask"].sum()
+
+    schedule = schedules.gpipe(ranks=1, microbatches=2)
+    pipe = fpipe.pipeline(masked, schedule=schedule, reduction="weighted", compile=False)
+    params, x = torch.randn(3, 2).double(), torch.randn(4, 3).double()
+    batch = {"x": x, "mask": torch.tensor([1.0, 0.0, 1.0, 1.0]).double()}
+    rows, used = fpipe.per_example_grads(pipe), [0, 2, 3]
+    assert rows.value(params, batch).isnan().tolist() == [False, True, False, False]
+    found = grad(lambda p: rows.value(p, batch)[used].sum())(params)
+    assert_same(found, grad(lambda p: (x[used] @ p).square().sum())(params))
+    # One that counts is told of.
+    assert grad(lambda p: rows.value(p, batch).sum())(params).isnan().all()
+    several = fpipe.vmap(pipe, (None, {"x": None, "mask": 0}))
+    masks = {"x": x, "mask": torch.stack([batch["mask"], torch.zeros(4).double()])}
+    alone = grad(lambda p: pipe.value(p, batch))(params)
+    assert_same(grad(lambda p: several.value(p, masks)[0])(params), alone)
+    assert grad(lambda p: several.value(p, masks).sum())(params).isnan().all()
+
+
 def test_a_weight_must_be_one_for_each_loss() -> None:
     schedule = schedules.gpipe(ranks=1, microbatches=2)
     pipe = fpipe.pipeline(

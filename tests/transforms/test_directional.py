@@ -273,6 +273,18 @@ ALIKE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
         lambda x: torch.cholesky_inverse((x @ x.T).tril()),
         lambda x: torch.linalg.inv((x @ x.T).tril() @ (x @ x.T).tril().T),
     ),
+    "weight_norm": (
+        lambda x: torch._weight_norm(x, x[:, :1], 0),
+        lambda x: x * x[:, :1] / x.square().sum(1, keepdim=True).sqrt(),
+    ),
+    "weight_norm of columns": (
+        lambda x: torch._weight_norm(x, x[:1], -1).sin(),
+        lambda x: (x * x[:1] / x.square().sum().sqrt()).sin(),
+    ),
+    "weight_norm in the middle": (
+        lambda x: torch._weight_norm(x.view(3, 3, 1), x[:1].view(1, 3, 1), 1),
+        lambda x: x * x[:1] / x.square().sum(0).sqrt(),
+    ),
     "logcumsumexp": (
         lambda x: torch.logcumsumexp(20 * x, 1),
         lambda x: torch.stack([(20 * x)[:, : n + 1].logsumexp(1) for n in range(3)], 1),

@@ -105,3 +105,76 @@ def test_padding_of_an_embedding(direct: bool) -> None:
     expected = torch.func.vmap(torch.func.grad(plain))(stacked, several)
     found = fpipe.vmap(pipe, (0, {"x": 0})).step(stacked, {"x": several})
     assert_same(found.grads, expected)
+
+
+class TiedEmbedding(Embedding):
+    """Its table is read twice: the padding row has a gradient from the second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.tanh(super().forward(x)) @ self.table.weight[:, :2].T
+        return y
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_directions_of_padding(direct: bool) -> None:
+    """The forward-mode rule of torch moves the padding, from which no gradient comes."""
+    torch.manual_seed(0)
+    module = TiedEmbedding(direct).double()
+    params = {key: value.detach() for key, value in module.named_parameters()}
+    vector = {key: torch.randn_like(value) for key, value in params.items()}
+    batch = {"x": torch.tensor([[0, 1], [1, 2], [2, 1], [0, 1]])}
+
+    def plain(params: Any, batch: Any) -> Tensor:
+        out: Tensor = torch.func.functional_call(module, params, (batch["x"],))
+        return out.square().mean()
+
+    def slope(loss: Callable[[Any], Tensor], params: Any) -> Tensor:
+        grads = torch.func.grad(loss)(params)
+        return torch.stack([(grads[key] * vector[key]).sum() for key in grads]).sum()
+
+    pipe = fpipe.pipeline(plain, schedule=schedules.gpipe(ranks=1, microbatches=2), compile=False)
+    expected, product = torch.func.grad_and_value(lambda p: slope(lambda p: plain(p, batch), p))(
+        params
+    )[::-1]
+    assert_same(fpipe.jvp(pipe).value(params, batch, vector).jvp, expected)
+    assert_same(fpipe.hvp(pipe).step(params, batch, vector).hvp, product)
+    twice = torch.func.grad(lambda p: slope(lambda p: pipe.value(p, batch), p))(params)
+    assert_same(twice, product)
+    one = {key: value[None] for key, value in vector.items()}
+    several = fpipe.vmap(fpipe.hvp(pipe), (None, None, 0)).step(params, batch, one).hvp
+    assert_same({key: value[0] for key, value in several.items()}, product)
+
+
+@pytest.mark.parametrize("transform", [fpipe.per_example_grads, fpipe.hvp, fpipe.vmap])
+def test_a_sparse_embedding_is_refused(transform: Callable[..., Any]) -> None:
+    module = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
+    params = {key: value.detach() for key, value in module.named_parameters()}
+    pipe = fpipe.from_module(
+        module,
+        schedule=schedules.gpipe(ranks=2, microbatches=2),
+        cuts=["0"],
+        loss=lambda output, batch: output.square().mean(),
+        compile=False,
+    )
+    given: list[Any] = [params, {"input": torch.zeros(4, dtype=torch.int64)}]
+    if transform is fpipe.hvp:
+        given.append(params)
+    if transform is fpipe.vmap:
+        given[0] = {key: torch.stack([value] * 2) for key, value in params.items()}
+    with pytest.raises(fpipe.StageError, match=r"has a sparse gradient .* say sparse=False"):
+        transform(pipe).step(*given)
+
+
+def test_leaky_units_of_a_random_slope_in_evaluation() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.RReLU(0.1, 0.5), nn.Linear(4, 3)).double().eval()
+    params = {key: value.detach() for key, value in module.named_parameters()}
+    batch = {"input": torch.randn(4, 4, dtype=torch.float64)}
+    pipe = fpipe.from_module(
+        module,
+        schedule=schedules.gpipe(ranks=2, microbatches=2),
+        cuts=["0"],
+        loss=lambda output, batch: output.square().mean(),
+        compile=False,
+    )
+    rows = fpipe.per_example_grads(pipe).step(params, batch).grads
+    assert_same({key: value.mean(0) for key, value in rows.items()}, pipe.step(params, batch).grads)

@@ -49,6 +49,13 @@ class Untraceable(Exception):
         self.instead = instead
 
 
+SPARSE: Final = (
+    "has a sparse gradient",
+    "gradients are summed as dense tensors; of an embedding, say sparse=False",
+)
+"""Of `Untraceable`: of what."""
+
+
 @contextmanager
 def unreported() -> Iterator[None]:
     """Within it torch does not print what a fake operation raises, which `explain` says.

@@ -18,7 +18,7 @@ from torch.func import vjp
 from fpipe import tree
 from fpipe.arguments.shapes import is_differentiable
 from fpipe.stage.graphs.sources import Source
-from fpipe.stage.refusing.explain import Untraceable
+from fpipe.stage.refusing.explain import SPARSE, Untraceable
 from fpipe.stage.tracing.abstract import Leaves
 from fpipe.stage.tracing.nograd import undifferentiated
 
@@ -145,10 +145,8 @@ class WithBackward:
 
     def _check(self, index: int, gradient: Tensor) -> None:
         if gradient.layout is not torch.strided:
-            raise Untraceable(
-                f"has a sparse gradient by {self._leaves.paths[index]}",
-                "gradients are summed as dense tensors; of an embedding, say sparse=False",
-            )
+            deed, instead = SPARSE
+            raise Untraceable(f"{deed} by {self._leaves.paths[index]}", instead)
 
 
 def _settled(output: Tensor) -> Tensor:
