@@ -40,7 +40,7 @@ from fpipe.controller.refusal import check_problems, named
 from fpipe.controller.watch import Watch
 from fpipe.errors import PipelineError
 from fpipe.planning.planner import Planner
-from fpipe.runtime.connect import Lines, carriers
+from fpipe.runtime.connect import Lines, carriers, store_to_ask
 from fpipe.runtime.group import GroupTransport
 from fpipe.runtime.program import Program
 from fpipe.runtime.transport import ConnectionLost
@@ -97,7 +97,8 @@ class MultiController:
             self._control = self._lines.make("gloo", "control", range(group.size()))
         # None of these refers to this object: a cycle would keep threads, connections and code
         # until the garbage collector comes by.
-        self._watch = Watch(store, members, self._rank, timeout, self._lines.ring)
+        asked = dist.PrefixStore("fpipe", store_to_ask())
+        self._watch = Watch(asked, members, self._rank, timeout, self._lines.ring)
         backend = "nccl" if device.type == "cuda" else "gloo"
         connect = partial(self._lines.make, backend, given_up=self._watch.gives_up)
         self._transport = GroupTransport(

@@ -86,11 +86,32 @@ def connect(
         kind, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
         gloo: Any = dist.ProcessGroupGloo
         own = gloo._Options()
-        own._timeout, own._threads = timeout, 1
-        own._devices = list(devices) or [gloo.create_default_device()]
+        own._timeout, own._threads, own._devices = timeout, 1, list(devices) or _devices()
         group._set_default_backend(kind)
         group._register_backend(device, kind, gloo(store, rank, size, own))
     return group
+
+
+def _devices() -> list[Any]:
+    """The network interfaces that gloo takes by itself, connected to at once."""
+    gloo: Any = dist.ProcessGroupGloo
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    chosen = [gloo.create_device(interface=name, lazy_init=False) for name in names if name]
+    return chosen or [gloo.create_default_device(lazy_init=False)]
+
+
+_ASKED: Final[WeakKeyDictionary[dist.Store, dist.Store]] = WeakKeyDictionary()
+
+
+def store_to_ask() -> dist.Store:
+    """The store of the default group by a connection that nobody waits on.
+
+    A wait on the caller's own, such as that of ranks that make a group, locks it until it is over.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    if store not in _ASKED:
+        _ASKED[store] = store.clone()  # type: ignore[attr-defined]
+    return _ASKED[store]
 
 
 _BUSY: Final[WeakKeyDictionary[dist.ProcessGroup, threading.Lock]] = WeakKeyDictionary()
@@ -118,7 +139,10 @@ class Lines:
         self._timeout = dist.default_pg_timeout
         if carriers(group).get("cpu") == "gloo":
             options: Any = group._get_backend(torch.device("cpu")).options
-            self._timeout, self._devices = options._timeout, options._devices
+            self._timeout = options._timeout
+            # Groups that share a lazy device wait for each other for ever.
+            lazy = os.environ.get("TORCH_GLOO_LAZY_INIT") == "1"
+            self._devices = _devices() if lazy else options._devices
 
     def make(
         self,
@@ -161,7 +185,7 @@ def _meet(
     """Wait until all ranks are about to connect.
 
     A group that is made waits for its members in the store, and nothing wakes it: not a signal, nor
-    the watch, which cannot ask the store meanwhile.
+    the watch.
     """
     store.set(f"here/{rank}", "")
     everyone = [f"here/{other}" for other in range(size)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -153,3 +155,44 @@ def test_a_value_that_is_the_mark_arrives(crew: Crew) -> None:
     for rank, (own_loss, own) in enumerate(values(crew.run(step, ranks=range(2)))):
         assert_identical(own_loss, loss)
         assert_identical(own[rank], grads[rank])
+
+
+def lazily(group: dist.ProcessGroup) -> Tensor:
+    """A step over a group that connects when it first sends."""
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    try:
+        lazy = dist.new_group(range(group.size()))
+        model = model_of("mlp", 4, 8)
+        pipe = pipeline(lazy, model, fpipe.schedules.one_f_one_b(ranks=4, microbatches=4))
+        loss, _ = pipe.step(pipe.local(model.params), model.batch)
+        dist.destroy_process_group(lazy)
+        return loss
+    finally:
+        del os.environ["TORCH_GLOO_LAZY_INIT"]
+
+
+def test_a_group_that_connects_lazily(crew: Crew) -> None:
+    """Groups that share its device waited for each other for ever."""
+    model = model_of("mlp", 4, 8)
+    alone = pipeline(None, model, fpipe.schedules.one_f_one_b(ranks=4, microbatches=4))
+    for loss in values(crew.run(lazily)):
+        assert_identical(loss, alone.step(model.params, model.batch).loss)
+
+
+def steps_around_a_wait(group: dist.ProcessGroup, seconds: float) -> Tensor:
+    """A step, a wait of rank 1 in its store, and another step."""
+    model = model_of("mlp", 2, 8)
+    schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=4)
+    pipe = pipeline(group, model, schedule, timeout=seconds / 3)
+    pipe.step(pipe.local(model.params), model.batch)
+    if group.rank() == 1:
+        store = dist.distributed_c10d._get_default_store()
+        with suppress(dist.DistStoreError):
+            store.wait(["never"], timedelta(seconds=seconds))
+    return pipe.step(pipe.local(model.params), model.batch).loss
+
+
+def test_a_rank_that_waits_in_its_store_responds(crew: Crew) -> None:
+    """Such as in `dist.new_group`, for ranks that come late: its beats waited for the store."""
+    first, second = values(crew.run(steps_around_a_wait, 4.5, ranks=range(2)))
+    assert_identical(first, second)
