@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fpipe.errors import ScheduleError
-from fpipe.schedule.arguments import check_ordered, is_several, plain_counts, plain_number
+from fpipe.schedule.arguments import (
+    check_ordered,
+    is_several,
+    plain_counts,
+    plain_integer,
+    plain_number,
+)
 from fpipe.schedule.placements import plain_placement
 
 # Between these, sums and ratios of costs neither overflow nor vanish.
@@ -144,7 +150,7 @@ class Cost:
                 without them.
         """
         for name, rank in (("source", source), ("target", target)):
-            if not isinstance(rank, int) or rank < 0:
+            if (plain := plain_integer(rank)) is None or plain < 0:
                 raise ScheduleError(f"{name}={rank!r:.60} must be the number of a rank, 0 or more")
         if source == target:
             return 0.0

@@ -359,29 +359,31 @@ def _embedding(
     input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
-    *rest: Any,
-    **options: Any,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
 ) -> Tensor:
-    _refuse_sparse(options.get("sparse", rest[3:]))
+    if sparse:
+        raise Untraceable(*SPARSE)
     # Of members who have tables or indices of their own it would be the padding of the first alone.
-    found = F.embedding(input, weight, None, *rest, **options)
+    found = F.embedding(input, weight, None, max_norm, norm_type, scale_grad_by_freq)
     if padding_idx is None:
         return found
     return _without_padding(found, input, padding_idx % len(weight))
 
 
 def _torch_embedding(
-    weight: Tensor, input: Tensor, padding_idx: int = -1, *rest: Any, **options: Any
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
 ) -> Tensor:
-    _refuse_sparse(options.get("sparse", rest[1:]))
-    found = torch.embedding(weight, input, -1, *rest, **options)
-    return found if padding_idx < 0 else _without_padding(found, input, padding_idx)
-
-
-def _refuse_sparse(told: Any) -> None:
-    """Refuse an embedding's argument, or the row of those from there on."""
-    if told and told != (False,):
+    if sparse:
         raise Untraceable(*SPARSE)
+    found = torch.embedding(weight, indices, -1, scale_grad_by_freq)
+    return found if padding_idx < 0 else _without_padding(found, indices, padding_idx)
 
 
 def _without_padding(found: Tensor, input: Tensor, padding_idx: int) -> Tensor:

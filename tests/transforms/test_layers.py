@@ -68,6 +68,18 @@ def test_dropout_between_recurrent_layers(name: str) -> None:
     assert_same(quiet.loss[0], module(**batch).square().mean())
 
 
+def in_two_stages(module: nn.Module) -> tuple[dict[str, Tensor], fpipe.ModulePipeline]:
+    """The parameters of a module, and a pipeline of it that is cut after its first part."""
+    pipe = fpipe.from_module(
+        module,
+        schedule=schedules.gpipe(ranks=2, microbatches=2),
+        cuts=["0"],
+        loss=lambda output, batch: output.square().mean(),
+        compile=False,
+    )
+    return {key: value.detach() for key, value in module.named_parameters()}, pipe
+
+
 class Embedding(nn.Module):
     def __init__(self, direct: bool) -> None:
         super().__init__()
@@ -80,13 +92,16 @@ class Embedding(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_padding_of_an_embedding(direct: bool) -> None:
-    """The gradient of its row was kept for all but the first member or example."""
+PADDED = torch.tensor([[0, 1], [1, 2], [2, 1], [0, 1]])  # 1 is the padding
+
+
+def padded(
+    module: nn.Module,
+) -> tuple[dict[str, Tensor], Callable[[Any, Tensor], Tensor], fpipe.Pipeline]:
+    """Parameters of a module, its loss of them and of indices, and a pipeline of that loss."""
     torch.manual_seed(0)
-    module = Embedding(direct).double()
-    params = {key: value.detach() for key, value in module.named_parameters()}
-    rows = torch.tensor([[0, 1], [1, 2], [2, 1], [0, 1]])
+    for parameter in module.double().parameters():
+        nn.init.normal_(parameter)
 
     def plain(params: Any, x: Tensor) -> Tensor:
         out: Tensor = torch.func.functional_call(module, params, (x,))
@@ -97,11 +112,18 @@ def test_padding_of_an_embedding(direct: bool) -> None:
         schedule=schedules.gpipe(ranks=1, microbatches=2),
         compile=False,
     )
-    each = torch.func.vmap(torch.func.grad(plain), (None, 0))(params, rows[:, None])
+    return {key: value.detach() for key, value in module.named_parameters()}, plain, pipe
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_padding_of_an_embedding(direct: bool) -> None:
+    """The gradient of its row was kept for all but the first member or example."""
+    params, plain, pipe = padded(Embedding(direct))
+    each = torch.func.vmap(torch.func.grad(plain), (None, 0))(params, PADDED[:, None])
     assert not each["table.weight"][:, 1].any() and each["table.weight"][:, 2].any()
-    assert_same(fpipe.per_example_grads(pipe).step(params, {"x": rows}).grads, each)
+    assert_same(fpipe.per_example_grads(pipe).step(params, {"x": PADDED}).grads, each)
     stacked = {key: torch.stack([value, value * 2]) for key, value in params.items()}
-    several = torch.stack([rows, rows.flip(0)])
+    several = torch.stack([PADDED, PADDED.flip(0)])
     expected = torch.func.vmap(torch.func.grad(plain))(stacked, several)
     found = fpipe.vmap(pipe, (0, {"x": 0})).step(stacked, {"x": several})
     assert_same(found.grads, expected)
@@ -118,22 +140,15 @@ class TiedEmbedding(Embedding):
 @pytest.mark.parametrize("direct", [False, True])
 def test_directions_of_padding(direct: bool) -> None:
     """The forward-mode rule of torch moves the padding, from which no gradient comes."""
-    torch.manual_seed(0)
-    module = TiedEmbedding(direct).double()
-    params = {key: value.detach() for key, value in module.named_parameters()}
+    params, plain, pipe = padded(TiedEmbedding(direct))
     vector = {key: torch.randn_like(value) for key, value in params.items()}
-    batch = {"x": torch.tensor([[0, 1], [1, 2], [2, 1], [0, 1]])}
-
-    def plain(params: Any, batch: Any) -> Tensor:
-        out: Tensor = torch.func.functional_call(module, params, (batch["x"],))
-        return out.square().mean()
+    batch = {"x": PADDED}
 
     def slope(loss: Callable[[Any], Tensor], params: Any) -> Tensor:
         grads = torch.func.grad(loss)(params)
         return torch.stack([(grads[key] * vector[key]).sum() for key in grads]).sum()
 
-    pipe = fpipe.pipeline(plain, schedule=schedules.gpipe(ranks=1, microbatches=2), compile=False)
-    expected, product = torch.func.grad_and_value(lambda p: slope(lambda p: plain(p, batch), p))(
+    expected, product = torch.func.grad_and_value(lambda p: slope(lambda p: plain(p, PADDED), p))(
         params
     )[::-1]
     assert_same(fpipe.jvp(pipe).value(params, batch, vector).jvp, expected)
@@ -148,14 +163,7 @@ def test_directions_of_padding(direct: bool) -> None:
 @pytest.mark.parametrize("transform", [fpipe.per_example_grads, fpipe.hvp, fpipe.vmap])
 def test_a_sparse_embedding_is_refused(transform: Callable[..., Any]) -> None:
     module = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
-    params = {key: value.detach() for key, value in module.named_parameters()}
-    pipe = fpipe.from_module(
-        module,
-        schedule=schedules.gpipe(ranks=2, microbatches=2),
-        cuts=["0"],
-        loss=lambda output, batch: output.square().mean(),
-        compile=False,
-    )
+    params, pipe = in_two_stages(module)
     given: list[Any] = [params, {"input": torch.zeros(4, dtype=torch.int64)}]
     if transform is fpipe.hvp:
         given.append(params)
@@ -167,14 +175,7 @@ def test_a_sparse_embedding_is_refused(transform: Callable[..., Any]) -> None:
 
 def test_leaky_units_of_a_random_slope_in_evaluation() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.RReLU(0.1, 0.5), nn.Linear(4, 3)).double().eval()
-    params = {key: value.detach() for key, value in module.named_parameters()}
+    params, pipe = in_two_stages(module)
     batch = {"input": torch.randn(4, 4, dtype=torch.float64)}
-    pipe = fpipe.from_module(
-        module,
-        schedule=schedules.gpipe(ranks=2, microbatches=2),
-        cuts=["0"],
-        loss=lambda output, batch: output.square().mean(),
-        compile=False,
-    )
     rows = fpipe.per_example_grads(pipe).step(params, batch).grads
     assert_same({key: value.mean(0) for key, value in rows.items()}, pipe.step(params, batch).grads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from heapq import heapify, heappop, heappush
+from operator import add
 
 from fpipe.schedule.searching.policy import UNLIMITED, Policy
 from fpipe.schedule.searching.problem import FORWARD, GRADIENT, WEIGHT, Order, Problem
@@ -47,8 +48,8 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
     # to wake (never while it is busy), work and actions left, and its first start.
     held, owed = [0.0] * len(stages_of), [0.0] * len(stages_of)
     free, wake = [0.0] * len(stages_of), [UNLIMITED] * len(stages_of)
-    each = [f[s] + (b[s] if policy.fused else i[s] + w[s]) for s in range(last + 1)]
-    left = [count * sum(each[s] for s in own) for own in stages_of]
+    backward = b if policy.fused else tuple(map(add, i, w))  # as planned
+    left = [count * sum(f[s] + backward[s] for s in own) for own in stages_of]
     begun: list[float | None] = [None] * len(stages_of)
     todo = [count * len(own) * 3 for own in stages_of]
     rows: list[list[int]] = [[] for _ in stages_of]
@@ -133,7 +134,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
                 fused.add((chosen * 3 + kind) * count + microbatch)
                 todo[rank] -= 1
                 held[rank] -= kept[chosen]
-                left[rank] -= 0.0 if policy.fused else i[chosen] + w[chosen] - duration
+                left[rank] -= backward[chosen] - duration
             else:
                 late[chosen].append(microbatch)
                 held[rank] -= freed[chosen]

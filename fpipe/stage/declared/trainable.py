@@ -78,8 +78,6 @@ class Trainable:
 
         None where that cannot be told before the parameters are there.
         """
-        if callable(self.choice):
-            return None
         if not isinstance(self.choice, bool | list | tuple | None):
             return None
         parts = [True] * stages if self.choice is None else self._parts(stages)
