@@ -106,7 +106,8 @@ def test_ranks_must_hold_the_placement() -> None:
 @pytest.mark.parametrize("rank", ["a", -1, None, 0.0])
 def test_a_hop_is_from_a_rank_to_a_rank(rank: Any) -> None:
     cost = Cost(1, 1, 1, comm=[[0, 1], [2, 0]])
-    assert cost.hop(1, 0) == cost.hop(np.int64(1), 0) == 2
+    counted: Any = np.int64(1)
+    assert cost.hop(1, 0) == cost.hop(counted, 0) == 2
     with pytest.raises(ScheduleError, match=r"^target=.* must be the number of a rank, 0 or more"):
         cost.hop(0, rank)
     with pytest.raises(ScheduleError, match=r"^source=.* must be the number of a rank, 0 or more"):
