@@ -38,8 +38,9 @@ def profile(
     Returns:
         A `fpipe.Cost` with one value per stage: medians of the times of F, I, W and B in seconds,
         the bytes that a forward keeps until its backward, and how many of them I frees (negative
-        if it hands more to W). ``comm`` is the median time from the end of an action to the start
-        of one on another rank that waited for it, in seconds; 0 in one process.
+        if it hands more to W); where microbatches differ, those that keep most, which of
+        ``remat="except_last"`` is the last alone. ``comm`` is the median time from the end of an
+        action to the start of one on another rank that waited for it, in seconds; 0 in one process.
 
     Raises:
         FpipeError: `pipe` is no pipeline, or `steps` no positive integer.

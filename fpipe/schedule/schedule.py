@@ -138,8 +138,9 @@ class Schedule:
             ...     fpipe.Schedule.from_csv(f"{folder}/zbv.csv") == zbv
             True
         """
+        text = load(path)
         name = Path(path).stem if name is None else name
-        return cls(*parse_csv(load(path), name=name, source=str(path)))
+        return cls(*parse_csv(text, name=name, source=str(path)))
 
     def to_json(self, path: PathLike | None = None) -> str:
         """Write placement, actions and name as JSON, nothing lost; None for `path` writes no file.

@@ -204,3 +204,9 @@ def test_a_name_with_what_is_no_character_can_be_written(tmp_path: Path) -> None
     assert Schedule.from_text((tmp_path / "a.txt").read_text("utf-8")).name == "a?"
     schedule.to_json(tmp_path / "a.json")
     assert Schedule.from_json(tmp_path / "a.json").name == "a\udce9"
+
+
+def test_what_names_no_file_is_refused() -> None:
+    for use in (Schedule.from_csv, Schedule.from_json, ZBV.to_csv, ZBV.to_json, ZBV.to_svg):
+        with pytest.raises(ScheduleError, match=r"path=3 must be the name of a file"):
+            use(3)  # type: ignore[arg-type]

@@ -33,15 +33,25 @@ def load(path: PathLike) -> str:
     """The text of a file, which must be UTF-8; line ends stay as they are.
 
     Raises:
-        ScheduleError: the file holds something other than text.
+        ScheduleError: `path` is none, or the file holds something other than text.
         OSError: it cannot be opened.
     """
+    file = _file(path)
     try:
         # Spreadsheets put a byte order mark first, which the codec drops.
-        return Path(path).read_bytes().decode("utf-8-sig")
+        return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ScheduleError(
             f"{os.fspath(path)}: byte {error.start} is not UTF-8 text, and all that fpipe reads is"
+        ) from error
+
+
+def _file(path: Any) -> Path:
+    try:
+        return Path(path)
+    except TypeError as error:
+        raise ScheduleError(
+            f"path={path!r:.60} must be the name of a file: a string or a pathlib.Path"
         ) from error
 
 
@@ -84,11 +94,13 @@ def save(path: PathLike | None, text: str) -> str:
     file a question mark stands for it.
 
     Raises:
+        ScheduleError: `path` is neither a path nor None.
         OSError: the file cannot be written; it always names the file.
     """
     if path is not None:
+        file = _file(path)
         try:
-            Path(path).write_bytes(text.encode(errors="replace"))
+            file.write_bytes(text.encode(errors="replace"))
         except OSError as error:
             if error.filename is None:  # the file could be opened and took nothing more
                 error.filename = os.fspath(path)
