@@ -320,6 +320,21 @@ def test_stage_that_depends_on_data(stage: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("stage", "instead"),
+    [
+        (lambda p, x: torch.linalg.lstsq(x, x).solution @ p["w"], r"torch\.linalg\.pinv"),
+        (lambda p, x: x.repeat_interleave(x[:, 0].int(), 0) @ p["w"], "say output_size="),
+        (lambda p, x: p["w"][0] * torch.bincount(x[:, 0].int(), minlength=9), "one_hot"),
+        (lambda p, x: p["w"].masked_select(x.sum() > 0), r"torch\.where"),
+    ],
+)
+def test_stage_whose_result_is_shaped_by_data(stage: Callable[..., Any], instead: str) -> None:
+    rule = rf"stage 1 .* calls aten\.\w+ at .*py:\d+, whose .* depends on data: .*{instead}"
+    with pytest.raises(StageError, match=rule):
+        step(*after_first(stage))
+
+
+@pytest.mark.parametrize(
     ("stage", "rule"),
     [
         (

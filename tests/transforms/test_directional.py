@@ -477,6 +477,16 @@ def test_refuses_linear_algebra_that_would_be_wrong(function: Any, text: str) ->
         fpipe.hvp(pipe).step(p, torch.zeros(1), p)
 
 
+@pytest.mark.parametrize("transform", [fpipe.jvp, fpipe.hvp])
+def test_says_that_an_operation_has_no_forward_mode_derivative(transform: Any) -> None:
+    schedule = schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline(lambda p, x: torch.cdist(p, x).sum(), schedule=schedule, compile=False)
+    p = torch.randn(3, 3)
+    with pytest.raises(StageError, match=r"forward AD with _cdist_forward .*: fpipe\.jvp") as told:
+        transform(pipe).value(p, torch.zeros(3, 3), p)
+    assert "github" not in str(told.value)
+
+
 @pytest.mark.parametrize("norm", [F.batch_norm, F.instance_norm])
 def test_refuses_running_statistics(norm: Any) -> None:
     def stage(p: Tensor, x: Tensor) -> Tensor:

@@ -56,6 +56,28 @@ SPARSE: Final = (
 """Of `Untraceable`: of what."""
 
 
+_SHAPED_BY_DATA: Final = {
+    "aten.linalg_lstsq": "take torch.linalg.pinv(a) @ b, or q, r = torch.linalg.qr(a) and "
+    "torch.linalg.solve_triangular(r, q.mT @ b, upper=True)",
+    "aten.repeat_interleave": "say output_size= of torch.repeat_interleave, or pass the repeats as "
+    "a Python number",
+    "aten.bincount": "take torch.nn.functional.one_hot(x, number).sum(0)",
+    "aten.masked_select": "take torch.where(mask, x, 0)",
+}
+
+
+def shaped_by_data(error: Exception) -> str | None:
+    """The end of a sentence about what made a result whose shape depends on data, if told apart.
+
+    Args:
+        error: what tracing raised.
+    """
+    for op, instead in _SHAPED_BY_DATA.items():
+        if isinstance(error, DynamicOutputShapeException) and str(error).startswith(op + "."):
+            return f"calls {op}{place(error)}, whose result's shape depends on data: {instead}"
+    return None
+
+
 @contextmanager
 def unreported() -> Iterator[None]:
     """Within it torch does not print what a fake operation raises, which `explain` says.
@@ -93,7 +115,7 @@ def explain(name: str, error: Exception, given: str) -> StageError:
 
 
 def _refusal(name: str, error: Exception, given: str) -> StageError:
-    text = str(error)
+    text = str(error).partition("\nPlease file an issue to PyTorch")[0]
     at = place(error)
     if isinstance(error, ImpureError):
         return impure(f"{name}{at}", error.where, error.op)
@@ -112,6 +134,8 @@ def _refusal(name: str, error: Exception, given: str) -> StageError:
             f"{name} has a backward that looks at data ({text}), as that of an embedding with "
             "sparse=True and padding_idx does: say sparse=False"
         )
+    if (known := shaped_by_data(error)) is not None:
+        return StageError(f"{name} {known}")
     for reason in _REASONS:
         if isinstance(error, reason.kinds) or any(words in text for words in reason.words):
             what = reason.deed.format(text=text)
@@ -151,6 +175,12 @@ _REASONS: Final = (
         "calls an operation whose name is a word of Python's, which no graph can write down",
         "draw with torch.randint(low, high, x.shape) in place of x.random_(low, high)",
         (SyntaxError,),
+    ),
+    _Reason(
+        ("Trying to use forward AD",),
+        "calls an operation for which torch has no forward-mode derivative ({text})",
+        "fpipe.jvp, hvp and ggnvp take directional derivatives of each stage, so write it in "
+        "operations that have one",
     ),
     _Reason(
         ("dynamo-optimized function", "fullgraph=True found no compiled frames"),
