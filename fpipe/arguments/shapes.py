@@ -6,7 +6,8 @@ other what they were given.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -167,15 +168,25 @@ class Ambient(NamedTuple):
 
 def ambient(modes: Hashable = None) -> Ambient:
     """What a trace depends on now, where the definition has these modes."""
-    casts = tuple(
-        (kind, torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
-    )
+    casts = tuple((kind, torch.get_autocast_dtype(kind)) for kind in _casting())
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     # As torch.get_default_device does, which takes ten times as long to say it.
     device = torch.empty(0).device
     return Ambient(casts, dtype, kernels(), device, modes, threads)
+
+
+def _casting() -> list[str]:
+    """The kinds of device under autocast."""
+    return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Within it nothing is cast that was not asked to be: of what has its casts already."""
+    with ExitStack() as stack:
+        for kind in _casting():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def kernels() -> Hashable:

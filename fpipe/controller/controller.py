@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from fpipe.arguments.microbatch import Microbatches
 from fpipe.arguments.parameters import Parameters
-from fpipe.arguments.shapes import Goal, device_of_keys
+from fpipe.arguments.shapes import Goal, device_of_keys, without_autocast
 from fpipe.controller.keys import Words, keys_of
 from fpipe.planning.plan import Plan
 from fpipe.planning.total import Total
@@ -116,8 +116,5 @@ def load(
 @contextmanager
 def as_traced() -> Iterator[None]:
     """Within it kernels run as they were traced: casts are in them, and must not be made again."""
-    with torch.no_grad(), ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+    with torch.no_grad(), without_autocast():
         yield

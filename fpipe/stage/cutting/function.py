@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fpipe import tree
-from fpipe.arguments.shapes import Goal, TreeShape
+from fpipe.arguments.shapes import Goal, TreeShape, without_autocast
 from fpipe.draws import draws
 from fpipe.errors import StageError
 from fpipe.stage.cutting.alike import likeness, seen_from
@@ -151,7 +151,7 @@ class FunctionTracer:
         module = fx.GraphModule(part.graph.owning_module, part.graph)
         traced = trace(
             label,
-            lambda values: list(Replay(module).run(*values)),
+            lambda values: _replayed(module, values),
             leaves,
             self._mode,
             self._objective,
@@ -213,3 +213,9 @@ class FunctionTracer:
         return Leaves(
             tuple(values), part.sources, tuple(paths), tuple(differentiable), "what it reads"
         )
+
+
+def _replayed(module: fx.GraphModule, values: Sequence[Tensor]) -> list[Tensor]:
+    """What a recorded function returns: the casts of autocast are in it, and not made again."""
+    with without_autocast():
+        return list(Replay(module).run(*values))

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
+from fpipe.arguments.shapes import without_autocast
 from fpipe.draws import draws
 
 aten = torch.ops.aten
@@ -134,7 +135,8 @@ def inserted(before: fx.Node, target: Any, *arguments: Any, **options: Any) -> f
     """A node that calls `target`, with its value, in front of another and in the same stage."""
     like = values_of(before)[0]
     values = fx.map_arg(arguments, value_of)
-    with like.fake_mode if isinstance(like, FakeTensor) else nullcontext(), torch.no_grad():
+    mode = like.fake_mode if isinstance(like, FakeTensor) else nullcontext()
+    with mode, torch.no_grad(), without_autocast():
         value = target(*values, **options)
     with before.graph.inserting_before(before):
         made = before.graph.call_function(target, arguments, options)

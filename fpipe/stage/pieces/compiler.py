@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 
-from fpipe.arguments.shapes import kernels
+from fpipe.arguments.shapes import kernels, without_autocast
 from fpipe.errors import StageError
 from fpipe.stage.graphs.inlining import with_draws_written_out
 from fpipe.stage.graphs.layouts import Layout, lay_out, layouts_of, unlike
@@ -79,7 +79,8 @@ class Compiler:
             examples = [value_of(n) for n in piece.graph.nodes if n.op == "placeholder"]
             log.info("compiling %s", label)
             try:
-                made = self._make(piece.graph, examples)
+                with without_autocast():  # the casts are in the graph
+                    made = self._make(piece.graph, examples)
             except Exception as error:
                 raise StageError(
                     f"{label} cannot be compiled: {type(error).__name__}: {error} (compile=False "

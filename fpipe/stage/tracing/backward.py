@@ -7,16 +7,18 @@ cotangents ──► vjp ──► gradients of what is asked for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.func import vjp
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fpipe import tree
-from fpipe.arguments.shapes import is_differentiable
+from fpipe.arguments.shapes import is_differentiable, without_autocast
 from fpipe.stage.graphs.sources import Source
 from fpipe.stage.refusing.explain import SPARSE, Untraceable
 from fpipe.stage.tracing.abstract import Leaves
@@ -113,7 +115,8 @@ class WithBackward:
         carried, pullback, plain = result
         sides = {True: iter(carried), False: iter(plain)}
         outputs = [next(sides[flag]) for flag in self._demand.carries]
-        gradients = pullback(self._totals(cotangents))
+        with _as_of_torch():
+            gradients = pullback(self._totals(cotangents))
         for index, gradient in zip(owed, gradients, strict=True):
             self._check(index, gradient)
         return outputs, list(map(self._fold, owed, gradients))
@@ -147,6 +150,25 @@ class WithBackward:
         if gradient.layout is not torch.strided:
             deed, instead = SPARSE
             raise Untraceable(f"{deed} by {self._leaves.paths[index]}", instead)
+
+
+@contextmanager
+def _as_of_torch() -> Iterator[None]:
+    """Within it is a backward as that of a loop in torch, ``loss.backward()``, is.
+
+    It is outside of autocast, so that what it computes has the dtypes of the forward. And nothing
+    differentiates it again, for which torch takes other formulas, which are longer and round more.
+    They alone do without what oneDNN's LSTM keeps, which is nothing where no gradient is asked for,
+    as when a pipeline runs it.
+    """
+    recording = get_proxy_mode()
+    graph = None if recording is None else recording.tracer.graph
+    again = graph is not None and bool(graph.find_nodes(op="call_function", target=_LSTM))
+    with without_autocast(), torch.set_grad_enabled(again):
+        yield
+
+
+_LSTM: Final = torch.ops.aten.mkldnn_rnn_layer.default
 
 
 def _settled(output: Tensor) -> Tensor:
