@@ -31,9 +31,10 @@ def global_norm(grads: Any, *, pipeline: Pipeline | None = None) -> Tensor:
     """The Euclidean norm of all elements of all gradients, of all ranks.
 
     Squares are added up in float32 within a leaf (float64 if it is float64), and in float64 from
-    leaf to leaf and rank to rank; on all ranks the result has the same bits. A norm that is not
-    finite says so: nothing is left out but None. Of a parameter that stages on several ranks read
-    each of those has the whole gradient; it counts once.
+    leaf to leaf and rank to rank; on all ranks the result has the same bits, unless only some have
+    a float64 leaf: then the others, also those that have no leaf, round it to float32. A norm that
+    is not finite says so: nothing is left out but None. Of a parameter that stages on several ranks
+    read each of those has the whole gradient; it counts once.
 
     Args:
         grads: pytree of tensors; None has no elements. Over a process group those of the own

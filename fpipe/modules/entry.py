@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import inf
 from typing import Any
@@ -22,6 +22,7 @@ from fpipe.modules.pipeline import ModulePipeline
 from fpipe.modules.shares import Balance
 from fpipe.runtime.connect import device_of
 from fpipe.schedule import Schedule
+from fpipe.stage.cutting.cut import cut
 from fpipe.stage.pieces.compiler import Compile
 from fpipe.stage.pieces.remat import Remat
 
@@ -32,7 +33,7 @@ def from_module(
     module: nn.Module,
     *,
     schedule: Schedule,
-    cuts: Sequence[str] | Balance | None = None,
+    cuts: Sequence[str] | Balance | Callable[[Any], Any] | None = None,
     stages: int | None = None,
     example: Any = None,
     memory: float = inf,
@@ -77,7 +78,8 @@ def from_module(
         cuts: names of submodules, as ``module.named_modules()`` gives them: a stage ends after
             each. One fewer than the schedule has stages. Values that other stages read later (the
             encoder's output, masks, positions) go straight to them. Or a `Balance`, which
-            `fpipe.balance` chooses with more options than there are here.
+            `fpipe.balance` chooses with more options than there are here; or `fpipe.cut` itself,
+            of a module whose forward, or hooks of it, call that.
         stages: instead of `cuts`: so many stages, as many as the schedule has, of costs as even as
             can be. None for the schedule's number. `fpipe.balance` says how they are found; they
             are logged to ``fpipe`` at level INFO, and kept as `ModulePipeline.balance`.
@@ -202,7 +204,8 @@ def from_module(
             f"cuts={cuts!r:.60} is given beside stages, example, memory or measure, by which cuts "
             "are chosen: give the cuts, or let them be chosen"
         )
-    names: Any = cuts if balance is None else balance.cuts
+    own = cuts is cut  # the function: its calls are the cuts
+    names: Any = None if own else cuts if balance is None else balance.cuts
     return ModulePipeline(with_cuts(finished(), names), balance)
 
 
@@ -225,5 +228,6 @@ def _check_stages(stages: int | None, example: Any, schedule: Schedule) -> None:
     if example is None:
         raise StageError(
             "cuts and example are both missing: name the submodules after which a stage ends, "
-            'cuts=["model.layers.4"], or give a batch, example=batch, for which cuts are chosen'
+            'cuts=["model.layers.4"], give a batch, example=batch, for which cuts are chosen, or '
+            "pass cuts=fpipe.cut where the forward calls that"
         )

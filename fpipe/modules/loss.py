@@ -40,7 +40,8 @@ class ModuleLoss:
     Args:
         module: its forward is called with the batch's entries as keyword arguments. With a `loss`,
             entries that it does not take are left to that.
-        cuts: names of submodules, as in ``module.get_submodule``: a stage ends after each.
+        cuts: names of submodules, as in ``module.get_submodule``: a stage ends after each. None
+            where the forward calls `fpipe.cut` itself.
         loss: ``(output, batch) -> scalar``; None takes the attribute ``loss`` of the output.
         returns: what it returns beside the loss. Aux, and a weight, come from `loss`.
         buffers: what takes the place of the module's own, by name.
@@ -53,7 +54,7 @@ class ModuleLoss:
     def __init__(
         self,
         module: nn.Module,
-        cuts: Sequence[str],
+        cuts: Sequence[str] | None,
         loss: Loss | None,
         returns: Returns = LOSS,
         buffers: Mapping[str, Tensor] | None = None,
@@ -61,7 +62,7 @@ class ModuleLoss:
         is_compiling: bool = False,
     ) -> None:
         self.module = module
-        self.cuts = _checked_cuts(module, cuts)
+        self.cuts = None if cuts is None else _checked_cuts(module, cuts)
         if loss is not None and not callable(loss):
             raise StageError(
                 f"loss={loss!r:.60} is not callable: it is a function (output, batch) -> scalar, "
@@ -128,7 +129,7 @@ class ModuleLoss:
         pair = isinstance(loss, tuple | list) and len(loss) == 2
         return (loss[0], state, loss[1]) if pair else loss
 
-    def with_cuts(self, cuts: Sequence[str]) -> ModuleLoss:
+    def with_cuts(self, cuts: Sequence[str] | None) -> ModuleLoss:
         """The same with other cuts.
 
         Raises:
@@ -140,7 +141,7 @@ class ModuleLoss:
         """The same with other buffers, unless it has some of these names."""
         return self._with(self.cuts, {**buffers, **self.buffers})
 
-    def _with(self, cuts: Sequence[str], buffers: Mapping[str, Tensor]) -> ModuleLoss:
+    def _with(self, cuts: Sequence[str] | None, buffers: Mapping[str, Tensor]) -> ModuleLoss:
         return ModuleLoss(
             self.module, cuts, self._loss, self._returns, buffers, is_compiling=self._is_compiling
         )
@@ -204,6 +205,7 @@ class ModuleLoss:
     def _cutting(self) -> Iterator[None]:
         """Cut after the named submodules; see that each is called once."""
         called: Counter[str] = Counter()
+        names = self.cuts or ()
 
         def hook(name: str) -> Callable[[nn.Module, Any, Any], Any]:
             def after(module: nn.Module, arguments: Any, output: Any) -> Any:
@@ -213,21 +215,20 @@ class ModuleLoss:
             return after
 
         handles = [
-            self.module.get_submodule(name).register_forward_hook(hook(name)) for name in self.cuts
+            self.module.get_submodule(name).register_forward_hook(hook(name)) for name in names
         ]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-        for name in self.cuts:
+        for name in names:
             if called[name] != 1:
                 raise StageError(
                     f"cuts names {name!r}, which the forward of {self.__qualname__} calls "
                     f"{called[name]} times: a stage ends after a submodule that is called once; "
                     "to end one after each call of a layer, call fpipe.cut in a forward hook of "
-                    "it, and give fpipe.pipeline a function that calls the module by "
-                    "torch.func.functional_call"
+                    "it, and pass cuts=fpipe.cut"
                 )
 
     def _loss_of(self, output: Any, batch: Mapping[str, Any]) -> Any:
@@ -343,7 +344,7 @@ def held_by(definition: Definition) -> tuple[Any, ...]:
     return (params, state_of(module)) if definition.has_state else (params,)
 
 
-def with_cuts(definition: Definition, cuts: Sequence[str]) -> Definition:
+def with_cuts(definition: Definition, cuts: Sequence[str] | None) -> Definition:
     """The definition of a pipeline of a module with its cuts.
 
     Raises:
@@ -363,7 +364,7 @@ def _checked_cuts(module: nn.Module, cuts: Any) -> tuple[str, ...]:
     if isinstance(cuts, str) or not isinstance(cuts, Sequence):
         raise StageError(
             f"cuts={cuts!r:.60} is a {type(cuts).__name__}: it must be a list of names of "
-            "submodules, one fewer than stages"
+            "submodules, one fewer than stages, or fpipe.cut where the forward calls that"
         )
     known = {name for name, _ in module.named_modules(remove_duplicate=False)} - {""}
     for name in cuts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from fpipe.errors import StageError
@@ -55,8 +57,33 @@ def refuse_lost(module: nn.Module) -> None:
                 f"module.get_parameter({name!r}) is a DTensor, as fully_shard and "
                 f"parallelize_module make: {_WHOLE}"
             )
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise StageError(
-                f"module.get_parameter({name!r}) has hooks on its gradient, which a step does not "
-                "run, for it returns gradients: remove the hooks, and change what step returns"
-            )
+    refuse_gradient_hooks(module.named_modules())
+
+
+def refuse_gradient_hooks(parts: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse hooks on gradients, of submodules and of their parameters.
+
+    Args:
+        parts: as ``module.named_modules()`` gives them.
+
+    Raises:
+        StageError: there is one; names where.
+    """
+    for path, part in parts:
+        names = [name for name, own in part._parameters.items() if _has_hooks(own)]
+        if part._backward_hooks or part._backward_pre_hooks:
+            where = f"module.get_submodule({path!r})" if path else "module"
+        elif names:
+            where = f"module.get_parameter({'.'.join(filter(None, (path, names[0])))!r})"
+        else:
+            continue
+        raise StageError(
+            f"{where} has hooks on its gradient, which a step does not "
+            "run, for it returns gradients: remove the hooks, and change what step returns"
+        )
+
+
+def _has_hooks(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and bool(
+        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )

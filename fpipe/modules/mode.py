@@ -13,10 +13,12 @@ from typing import Any, Final
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from fpipe.modules.lost import refuse_gradient_hooks
+
 log = logging.getLogger("fpipe")
 
 MANY: Final = 8
-"""As often as buffers may be replaced without a word."""
+"""As often as buffers, or hooks, may be replaced without a word."""
 
 
 class Mode:
@@ -33,24 +35,38 @@ class Mode:
         self._modules: Final = modules
         self._buffers: Final = _Seen()
         self._hooks: Final = _Seen()
-        self._warned = False
+        self._warned: set[str] = set()
 
     def __call__(self) -> Hashable:
-        """The mode at this moment."""
-        parts = [part for one in self._modules for part in one.modules()]
+        """The mode at this moment.
+
+        Raises:
+            StageError: meanwhile there are hooks on gradients.
+        """
+        named = [pair for one in self._modules for pair in one.named_modules()]
+        refuse_gradient_hooks(named)
+        parts = [part for _, part in named]
         buffers = self._buffers(buffer for part in parts for buffer in part._buffers.values())
-        if buffers == MANY and not self._warned:
-            self._warned = True
-            log.warning(
-                "the buffers of %s have been replaced %d times, and each time it was traced again, "
-                "which is kept with the buffers: write to them in place (buffer.copy_(...)), which "
-                "counts too, or let the step thread them (has_state=True)",
-                type(self._modules[0]).__name__,
-                buffers,
-            )
         hooks = self._hooks(hook for part in parts for hook in _hooks(part))
+        self._warn(buffers, "buffers", "write to them in place (buffer.copy_(...)), which counts "
+                   "too, or let the step thread them (has_state=True)")  # fmt: skip
+        self._warn(hooks, "forward hooks", "register a hook once, and the same one again")
         drops = tuple(part.p for part in parts if isinstance(part, _DropoutNd))
         return tuple(part.training for part in parts), drops, buffers, hooks
+
+    def _warn(self, times: int, what: str, instead: str) -> None:
+        """Say once that something was replaced many times."""
+        if times >= MANY and what not in self._warned:
+            self._warned.add(what)
+            log.warning(
+                "the %s of %s have been replaced %d times, and each time it was traced again, "
+                "which is kept with the %s: %s",
+                what,
+                type(self._modules[0]).__name__,
+                times,
+                what,
+                instead,
+            )
 
 
 class _Seen:

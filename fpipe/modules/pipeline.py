@@ -34,7 +34,7 @@ class ModulePipeline(Pipeline):
 
     Attributes:
         module: as it was given; training reads neither its parameters nor changes them.
-        cuts: the submodules after which a stage ends.
+        cuts: the submodules after which a stage ends; None where the forward calls `fpipe.cut`.
         balance: how they were chosen, to be printed; None if they were named.
     """
 
@@ -47,11 +47,11 @@ class ModulePipeline(Pipeline):
         # Beneath the functions that transforms have made of it.
         loss, schedule = unwrap(definition.loss), definition.schedule
         assert isinstance(loss, ModuleLoss)
-        if schedule.num_stages != len(loss.cuts) + 1:
+        if loss.cuts is not None and schedule.num_stages != len(loss.cuts) + 1:
             raise StageError(
                 f"cuts has {len(loss.cuts)} names, which make {len(loss.cuts) + 1} stages, but "
                 f"the schedule {schedule.name} has {schedule.num_stages}: name one submodule "
-                "between each two stages"
+                "between each two stages, or pass cuts=fpipe.cut where the forward calls that"
             )
         super().__init__(definition, workshop)
         self.module = loss.module

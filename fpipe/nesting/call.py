@@ -7,8 +7,8 @@ of a derived pipeline, so what runs is always a plan, traced and compiled as any
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -89,7 +89,7 @@ class Call:
         arguments = tree.unflatten(self.spec, leaves)
         runs_again = self.differentiable or self.repeats
         before = _drawn_from(leaves) if runs_again else []
-        with nullcontext() if self.device.type == "cpu" else self.device, without_hooks():
+        with nullcontext() if self.device.type == "cpu" else self.device:
             made = getattr(self.pipe, self.method)(*arguments, **self.options)
         one = isinstance(self.pipe.definition.argnums, str)
         if self.differentiable and self.method == "run_step" and one:
@@ -142,23 +142,6 @@ class Call:
         )
         in_dims, key = tree.unflatten(self.spec, mapped), (mapped, self.spec, randomness)
         return replace(self, pipe=of_members(self.pipe, in_dims, randomness, key)), stacked
-
-
-@contextmanager
-def without_hooks() -> Iterator[None]:
-    """Beneath saved-tensor hooks, such as those of `torch.utils.checkpoint`.
-
-    They are about the graph of the caller; `torch.func`, by which stages are traced, refuses them.
-    """
-    hooks: list[Any] = []
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
-        hooks.append(top)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pair in reversed(hooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
 def _drawn_from(leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from fpipe import tree
 from fpipe.convention import scaled
 from fpipe.definition import ARGUMENTS
 from fpipe.errors import FpipeError, StageError
-from fpipe.nesting.call import Call, without_hooks
+from fpipe.nesting.call import Call
 from fpipe.nesting.derived import Callee, choosing, pulled
 from fpipe.nesting.rules import refuse_redrawing
 
@@ -141,7 +141,6 @@ class _Outputs:
     def _as_then(self) -> Iterator[None]:
         """What is run once more is run as it was."""
         with ExitStack() as stack:
-            stack.enter_context(without_hooks())
             if self.call.device.type != "cpu":
                 stack.enter_context(self.call.device)
             for kind, enabled, dtype in self._autocast:

@@ -144,6 +144,15 @@ def test_buffers_that_are_replaced_again_and_again(caplog: pytest.LogCaptureFixt
             scaling.scale = scaling.scale * 2
     (record,) = caplog.records
     assert "the buffers of Sequential have been replaced 8 times" in record.message
+    with caplog.at_level(logging.WARNING, "fpipe"):
+        for _ in range(10):
+            handle = module[0].register_forward_hook(lambda *_: None)
+            pipe.value(params, batch)
+            handle.remove()
+    assert (
+        "the forward hooks of Sequential have been replaced 8 times" in caplog.records[-1].message
+    )
+    assert len(caplog.records) == 2
 
 
 def test_hooks_are_those_of_the_call(caplog: pytest.LogCaptureFixture) -> None:
@@ -577,22 +586,34 @@ def test_place_in_a_layer_of_torch_is_named() -> None:
         pipe.step(detached(module), batch)
 
 
-def test_backward_hooks_are_refused() -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    module[1].register_full_backward_hook(lambda *_: None)
+def test_hooks_on_gradients_that_come_later_are_refused() -> None:
+    module = linears()
     pipe = fpipe.from_module(
-        module,
-        schedule=fpipe.schedules.gpipe(ranks=2, microbatches=1),
-        cuts=["0"],
-        loss=lambda output, _: output.mean(),
-        compile=False,
+        module, schedule=TWO, cuts=["0"], loss=lambda output, _: output.mean(), compile=False
     )
-    with pytest.raises(fpipe.StageError, match=r"a module with backward hooks.* remove the hooks"):
-        pipe.step(detached(module), {"input": torch.ones(2, 3)})
+    batch = {"input": torch.ones(2, 3)}
+    expected = pipe.step(detached(module), batch)
+    weight = module.get_parameter("1.weight")
+    for register, where in (
+        (lambda: module[1].register_full_backward_hook(lambda *_: None), r"submodule\('1'\)"),
+        (lambda: module.register_full_backward_pre_hook(lambda *_: None), "module has"),
+        (lambda: weight.register_hook(lambda g: g * 0), r"parameter\('1.weight'\)"),
+        (lambda: weight.register_post_accumulate_grad_hook(lambda _: None), "parameter"),
+    ):
+        handle = register()
+        with pytest.raises(fpipe.StageError, match=rf"{where}.* hooks on its gradient.*remove"):
+            pipe.step(detached(module), batch)
+        handle.remove()
+    assert_equal_steps(pipe.step(detached(module), batch), expected)
 
 
 def linears() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+def looked_back(module: nn.Sequential) -> nn.Module:
+    module[1].register_full_backward_hook(lambda *_: None)
+    return module
 
 
 def hooked(register: Callable[[Tensor], Any]) -> nn.Module:
@@ -654,6 +675,7 @@ def composed(module: nn.Module) -> nn.Module:
             lambda: hooked(lambda w: w.register_post_accumulate_grad_hook(lambda _: None)),
             "has hooks on its gradient",
         ),
+        (lambda: looked_back(linears()), r"module\.get_submodule\('1'\) has hooks on its gradient"),
     ],
 )
 def test_what_a_step_would_leave_out_is_refused(
@@ -661,3 +683,75 @@ def test_what_a_step_would_leave_out_is_refused(
 ) -> None:
     with pytest.raises(fpipe.StageError, match=message):
         fpipe.from_module(make(), schedule=TWO, cuts=["0"], loss=lambda output, _: output.mean())
+
+
+class Whole(nn.Module):
+    """A module with a state, which draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(self.norm(torch.tanh(self.first(x)))))
+
+
+class Splitting(Whole):
+    """It says itself where stages end, as one does for torch's `pipe_split`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = fpipe.cut(torch.tanh(self.first(x)))
+        return self.last(self.drop(self.norm(x)))
+
+
+def test_cuts_of_the_forward_itself() -> None:
+    module = Splitting().double().eval()
+    schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
+    pipe = fpipe.from_module(
+        module,
+        schedule=schedule,
+        cuts=fpipe.cut,
+        loss=lambda y, _: y.square().mean(),
+        compile=False,
+    )
+    assert pipe.cuts is None
+    params, batch = detached(module), {"x": torch.randn(6, 4, dtype=torch.float64)}
+
+    def plain(own: Any) -> Tensor:
+        output: Tensor = torch.func.functional_call(module, own, (batch["x"],))
+        return output.square().mean()
+
+    grads, loss = torch.func.grad_and_value(plain)(params)
+    step = pipe.step(params, batch)
+    torch.testing.assert_close((step.loss, step.grads), (loss, grads))
+    pipe.load_into(module, {name: leaf + 1 for name, leaf in params.items()})
+    torch.testing.assert_close(detached(module), {n: leaf + 1 for n, leaf in params.items()})
+
+
+def test_cuts_of_the_forward_of_a_module_with_state_and_keys() -> None:
+    module, whole = Splitting().double(), Whole().double()
+    options: Any = {
+        "schedule": fpipe.schedules.zb_h1(ranks=2, microbatches=2),
+        "loss": lambda y, _: y.square().mean(),
+        "has_state": True,
+        "has_key": True,
+        "compile": False,
+    }
+    batch, key = {"x": torch.randn(6, 4, dtype=torch.float64)}, fpipe.random.key(0)
+    arguments = detached(module), state_of(module), batch, key
+    step = fpipe.from_module(module, cuts=fpipe.cut, **options).step(*arguments)
+    named = fpipe.from_module(whole, cuts=["first"], **options)  # a little earlier
+    torch.testing.assert_close(step, named.step(*arguments))
+
+
+def test_cuts_that_the_forward_does_not_make_are_refused() -> None:
+    pipe = fpipe.from_module(
+        nn.Linear(4, 4),
+        schedule=fpipe.schedules.zb_h1(ranks=2, microbatches=2),
+        cuts=fpipe.cut,
+        loss=lambda y, _: y.square().mean(),
+        compile=False,
+    )
+    with pytest.raises(fpipe.StageError, match=r"Linear executes 0 cuts, .* place fpipe.cut\(x\)"):
+        pipe.step(detached(nn.Linear(4, 4)), {"input": torch.ones(4, 4)})

@@ -46,6 +46,7 @@ from fpipe.stage.refusing.factors import OneDtype
 from fpipe.stage.refusing.purity import WriteGuard
 from fpipe.stage.refusing.seeding import unseeded
 from fpipe.stage.tracing.abstract import Abstract, abstract_key
+from fpipe.stage.tracing.apart import apart
 from fpipe.stage.tracing.known import Known
 from fpipe.stage.tracing.nograd import keeping_detached, undifferentiated, with_gradients
 from fpipe.stage.tracing.peeking import WithoutPeeking
@@ -196,7 +197,7 @@ class Recorder:
                 generator of its own, or seeds torch's.
         """
         try:
-            with unreported(), unseeded(), self.mode, with_gradients():
+            with unreported(), unseeded(), apart(), self.mode, with_gradients():
                 inputs = [
                     value.clone().requires_grad_(index in moving).view_as(value)
                     for index, value in enumerate((*params.values, *batch.values, *keys))
@@ -262,6 +263,7 @@ class Recorder:
         try:
             with (
                 unreported(),
+                apart(),
                 self.mode,
                 with_gradients(),
                 with_contexts(),

@@ -15,6 +15,7 @@ from fpipe.stage.foreign.checkpointed import Marks, Replay
 from fpipe.stage.foreign.combined import with_contexts
 from fpipe.stage.refusing.explain import unreported
 from fpipe.stage.refusing.purity import writes
+from fpipe.stage.tracing.apart import apart
 from fpipe.stage.tracing.known import Known
 from fpipe.stage.tracing.nograd import with_gradients
 from fpipe.stage.tracing.peeking import WithoutPeeking
@@ -35,7 +36,7 @@ def record(
         with Known():
             return function(*values)
 
-    with unreported(), mode, with_gradients(), with_contexts(), WithoutPeeking():
+    with unreported(), apart(), mode, with_gradients(), with_contexts(), WithoutPeeking():
         graph = _made_functional(known, arguments) or _marked(known, arguments)
         # Those have not been made functional. And where nothing is differentiated, composite
         # ops are taken apart after they have been, and may write to what they have made. Nor

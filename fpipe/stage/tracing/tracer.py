@@ -29,6 +29,7 @@ from fpipe.stage.refusing.factors import OneDtype
 from fpipe.stage.refusing.purity import WriteGuard, refuse_writes
 from fpipe.stage.refusing.seeding import unseeded
 from fpipe.stage.tracing.abstract import Leaves
+from fpipe.stage.tracing.apart import apart
 from fpipe.stage.tracing.backward import Demand, WithBackward
 from fpipe.stage.tracing.closure import lift_constants
 from fpipe.stage.tracing.functional import record
@@ -181,6 +182,7 @@ def _run_abstractly(
         with (
             unreported(),
             unseeded(),
+            apart(),
             mode,
             torch.no_grad(),
             with_contexts(),

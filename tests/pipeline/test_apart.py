@@ -1,0 +1,135 @@
+"""What a caller has around the first call, in which everything is traced, is not traced itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as modules
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import fpipe
+from fpipe import schedules
+from tests.models import Model, assert_same, mlp, plain_pipeline
+
+SCHEDULE = schedules.zb_h1(ranks=2, microbatches=2)
+HOOKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "to the CPU": torch.autograd.graph.save_on_cpu,
+    "some": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+}
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_hooks_on_saved_tensors(hooks: str, cuts: bool) -> None:
+    model = mlp(2, 4)
+    pipe = whole(model) if cuts else plain_pipeline(model.stages)
+    with HOOKS[hooks]():
+        pipe.programs(model.params, model.batch)
+        found = pipe.step(model.params, model.batch)
+        inside = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    assert inside is not None, "they are the caller's"
+    assert_same(found, pipe.step(model.params, model.batch))
+
+
+def whole(model: Model) -> fpipe.Pipeline:
+    """The same model as one function."""
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        (first, last), (own, other) = model.stages, params
+        return model.loss(last(other, fpipe.cut(first(own, batch))), batch)
+
+    return fpipe.pipeline(loss, schedule=SCHEDULE, compile=False)
+
+
+def test_a_step_that_is_checkpointed() -> None:
+    model = mlp(2, 4)
+    pipe = plain_pipeline(model.stages)
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def weighed(weight: Tensor) -> Tensor:
+        loss: Tensor = pipe.step(model.params, model.batch).loss
+        return weight * loss
+
+    made = checkpoint(weighed, weight, use_reentrant=False)
+    (found,) = torch.autograd.grad(made, weight)
+    torch.testing.assert_close(found, pipe.step(model.params, model.batch).loss)
+
+
+def of_module(module: nn.Module) -> fpipe.ModulePipeline:
+    """A pipeline of two layers."""
+    return fpipe.from_module(
+        module, schedule=SCHEDULE, cuts=["0"], loss=lambda y, _: y.square().mean(), compile=False
+    )
+
+
+def test_the_counter_of_flops_around_a_first_step() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe, batch = of_module(module), {"input": torch.ones(4, 4)}
+    counts = []
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            pipe.step(dict(module.named_parameters()), batch)
+        counts.append(counter.get_total_flops())
+    assert counts[1] > 0
+
+
+@pytest.mark.parametrize(
+    "register",
+    [modules.register_module_forward_hook, modules.register_module_forward_pre_hook],
+)
+def test_hooks_of_all_modules_are_left_out(register: Callable[..., Any]) -> None:
+    """Also those that were there when a module was traced, and are gone."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    params = {name: own.detach() for name, own in module.named_parameters()}
+    batch = {"input": torch.ones(4, 4)}
+    expected = module(**batch).square().mean().detach()
+    pipe = of_module(module)
+    calls: list[nn.Module] = []
+
+    def hook(part: nn.Module, *values: Any) -> Any:
+        calls.append(part)
+        return values[-1]
+
+    handle = register(hook)
+    try:
+        torch.testing.assert_close(pipe.step(params, batch).loss, expected)
+        assert not calls
+        module(**batch)
+        assert len(calls) == 3, "they are there again"
+    finally:
+        handle.remove()
+    module(**batch)
+    assert len(calls) == 3
+
+
+class Doubled(nn.Module):
+    """A parametrization."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_the_cache_of_parametrizations(warm: bool) -> None:
+    """It kept abstract tensors, which a trace had made."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parametrize.register_parametrization(module[1], "weight", Doubled())
+    params, batch = dict(module.named_parameters()), {"input": torch.ones(4, 4)}
+    with parametrize.cached():
+        if warm:
+            module(**batch)
+        step = of_module(module).step(params, batch)
+        assert not isinstance(module(**batch), FakeTensor)
+    expected = module(**batch).square().mean()
+    grads = torch.autograd.grad(expected, list(params.values()))
+    torch.testing.assert_close(step.loss, expected.detach())
+    for name, grad in zip(params, grads, strict=True):
+        torch.testing.assert_close(step.grads[name], grad)
