@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, Self, TypeVar
 
 from torch import Tensor
@@ -225,16 +226,19 @@ class Pipeline(Loadable):
             return params
         return keep(params, self.schedule.stages_of(self.rank))
 
-    def programs(self, params: Any, batch: Any, *vectors: Any) -> tuple[Program, ...]:
+    def programs(self, params: Any, *arguments: Any, **named: Any) -> tuple[Program, ...]:
         """The program of each rank for a step on arguments of these shapes: to be printed and read.
 
         ``program.peak_bytes`` is what the rank will hold at most, beside parameters and batch.
         Tensors on the meta device will do; a step on real tensors of those shapes, which lie on the
         CPU or on the devices of the pipeline, then runs these programs.
         """
-        return self._controller.programs(
-            lambda: self.definition.convention.enter(params, batch, *vectors)
-        )
+
+        def enter() -> tuple[Any, Any]:
+            given, _ = self.definition.in_order(arguments, None, named)
+            return self._enter((params, *given))
+
+        return self._controller.programs(enter)
 
     def add_up(
         self,
@@ -354,14 +358,15 @@ class Pipeline(Loadable):
     def _run(
         self, arguments: Sequence[Any], goal: Goal, key: Tensor | None, name: str | None = None
     ) -> Outcome:
-        def enter() -> tuple[Any, Any]:
-            if len(arguments) != len(self.definition.takes):
-                raise _miscounted(arguments, self.definition.takes)
-            return self.definition.convention.enter(*arguments)
-
         with within_pipeline():
-            done = self._controller.run(enter, goal, key, name)
+            done = self._controller.run(partial(self._enter, arguments), goal, key, name)
         return Outcome(self.definition, self.rank, done)
+
+    def _enter(self, arguments: Sequence[Any]) -> tuple[Any, Any]:
+        """Parameters and batch, as stages take them."""
+        if len(arguments) != len(self.definition.takes):
+            raise _miscounted(arguments, self.definition.takes)
+        return self.definition.convention.enter(*arguments)
 
 
 def _miscounted(arguments: Sequence[Any], takes: Sequence[str]) -> BatchError:

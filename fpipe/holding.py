@@ -37,7 +37,7 @@ class Holder(Protocol):
 
     definition: Definition
 
-    def programs(self, params: Any, batch: Any, *vectors: Any) -> Any:
+    def programs(self, params: Any, *arguments: Any) -> Any:
         """Trace it; over a process group all ranks call this."""
 
     def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:

@@ -75,7 +75,8 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
         raise refusal(
             rank,
             f"rank {rank} got a batch of another shape, {_rows(offers[rank])}, than rank {other}, "
-            f"{_rows(offers[other])}",
+            f"{_rows(offers[other])}: pass the same on all ranks, of which leaves that a rank does "
+            "not read may lie on the meta device",
         )
     for what, settings in (
         (

@@ -168,7 +168,8 @@ class Watch:
             return self.fault
         where = "between ranks" if peer is None else f"to rank {peer}"
         what = f"the connection {where} broke"
-        if "timed out waiting" in text.lower():  # that of gloo; a cable has another
+        # Those of gloo, on the rank whose wait ended first, and on others; a cable has another.
+        if any(words in text.lower() for words in ("timed out waiting", "application timeout")):
             what = (
                 "a rank that lives is in something else, such as a collective or a barrier that it "
                 "alone has called, a data loader or a checkpoint: the ranks waited for each other "

@@ -14,7 +14,7 @@ from fpipe.controller.sample import other_batches, sample
 from tests.distributed import actors
 from tests.distributed.actors import Group
 from tests.distributed.crew import Crew, values
-from tests.models import apply
+from tests.models import apply, assert_same
 
 
 class Kept(logging.Handler):
@@ -106,3 +106,23 @@ def test_what_differs(other: Tensor, differs: bool) -> None:
 )
 def test_every_kind_of_leaf(leaf: Tensor) -> None:
     assert other_batches([sample([leaf]), sample([leaf.clone()])]) is None
+
+
+def fed_apart(group: Group) -> fpipe.Step:
+    """Rank 0 has the inputs, the last rank the labels, and the one between them nothing."""
+    model = actors.model_of("mlp", 3, 6)
+    pipe = actors.pipeline(group, model, schedules.one_f_one_b(ranks=3, microbatches=2))
+    if group is None:
+        return pipe.step(model.params, model.batch)
+    reads: dict[int, str] = {0: "x", 2: "y"}
+    own = reads.get(group.rank())
+    batch = {n: v if n == own else v.to("meta") for n, v in model.batch.items()}
+    return pipe.step(pipe.local(model.params), batch if own else None)
+
+
+def test_each_rank_may_have_only_what_it_reads(crew: Crew) -> None:
+    expected = fed_apart(None)
+    parts = values(crew.run(fed_apart, ranks=range(3)))
+    for rank, part in enumerate(parts):
+        assert part.loss.equal(expected.loss)
+        assert_same(part.grads[rank], expected.grads[rank])

@@ -409,3 +409,24 @@ def test_step_is_a_named_tuple() -> None:
     assert step._fields == ("loss", "grads")
     assert step.loss.shape == ()
     assert "Pipeline of <Schedule zb_h1" in repr(plain_pipeline(MODEL.stages))
+
+
+def test_programs_take_what_a_step_takes() -> None:
+    """It was a TypeError that named a function of fpipe's own."""
+    pipe = fpipe.pipeline(
+        lambda w, state, x: ((fpipe.cut(x * w) * w).sum(), state + 1),
+        schedule=schedules.gpipe(ranks=2, microbatches=1),
+        has_state=True,
+        compile=False,
+    )
+    params, state, batch = torch.ones(1), torch.ones(1), torch.ones(2, 1)
+    for arguments in ((params, batch), (params, state, batch, batch, batch)):
+        with pytest.raises(fpipe.BatchError, match=r"\d arguments, but takes 3: params, state, ba"):
+            pipe.programs(*arguments)
+    with pytest.raises(fpipe.BatchError, match=r"by name batch, stat: it takes params, state, b"):
+        pipe.programs(params, batch=batch, stat=state)
+    named, placed = (
+        pipe.programs(params, batch=batch, state=state),
+        pipe.programs(params, state, batch),
+    )
+    assert list(map(str, named)) == list(map(str, placed))
