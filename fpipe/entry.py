@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.convention import called
@@ -176,8 +177,14 @@ def _whole_loss(function: Any, loss: Any) -> Any:
     """The loss of a pipeline that is made of one function.
 
     Raises:
-        StageError: a loss is given beside it.
+        StageError: it is a module, or a loss is given beside it.
     """
+    if isinstance(function, nn.Module) and any(True for _ in function.parameters()):
+        raise StageError(
+            f"stages is a {type(function).__name__}, a module with parameters: fpipe.from_module("
+            "module, schedule=…, cuts=[…], loss=…) makes a pipeline of it; fpipe.pipeline takes "
+            "functions of parameters"
+        )
     if loss is not None:
         raise StageError(
             f"loss={loss!r:.60} is given beside one function of the whole model, which returns the "

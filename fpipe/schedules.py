@@ -86,7 +86,8 @@ def get(
 
     Args:
         name: a name of `FAMILIES`, or torch's name for it (GPipe, 1F1B, Interleaved1F1B, LoopedBFS,
-            InterleavedZeroBubble, ZBVZeroBubble, DualPipeV). Case, ``_`` and ``-`` do not matter.
+            InterleavedZeroBubble, ZBVZeroBubble, DualPipeV; ScheduleGPipe and so on). Case, ``_``
+            and ``-`` do not matter.
         ranks: number of ranks, 1 or more.
         microbatches: number of microbatches, 1 or more.
         stages_per_rank: stages on each rank; None for what the family takes unless told. A family
@@ -122,8 +123,10 @@ def get(
 def _find(name: str) -> Callable[..., Schedule]:
     known = {_plain(own): own for own in FAMILIES}
     known |= {_plain(torch): own for torch, own in _TORCH_NAMES.items()}
-    if (plain := _plain(str(name))) in known:
-        return FAMILIES[known[plain]]
+    plain = _plain(str(name))
+    for found in (plain, plain.removeprefix("schedule")):  # as torch's classes are named
+        if found in known:
+            return FAMILIES[known[found]]
     if plain == _plain(forward_only.__name__):
         raise ScheduleError(
             f"name={name!r} is not a family of training schedules, for it owes no gradients: call "

@@ -14,7 +14,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from fpipe.errors import BatchError
 
@@ -118,7 +118,8 @@ def _plain(name: str, leaf: Tensor) -> Tensor:
         BatchError: it is none that compiled code, which reads memory, can do without.
     """
     if isinstance(leaf, FakeTensor):
-        return leaf  # a shape, for whoever asks for no more
+        with unset_fake_temporarily():  # a shape, for whoever asks for no more
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
     # Few have one, and it imports all of torch.distributed.
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 

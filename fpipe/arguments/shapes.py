@@ -123,7 +123,8 @@ def refuse_without_data(signature: Signature) -> None:
         for path, leaf in zip(tree.paths(shape.spec), shape.leaves, strict=True):
             if leaf.device.type == "meta":
                 raise BatchError(
-                    f"{name}{path} lies on the meta device, so it has a shape and no data: "
+                    f"{name}{path} lies on the meta device (or is a FakeTensor), so it has a shape "
+                    "and no data: "
                     "pipe.programs takes such tensors; a step takes real ones"
                 )
 

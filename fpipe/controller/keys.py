@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe import random
 from fpipe.errors import BatchError
@@ -37,13 +38,19 @@ def read_key(key: Any, *, wanted: bool) -> Words | None:
     if key is None:
         raise BatchError("key=None, but the stages read a key: pass key=fpipe.random.key(seed)")
     random.check_key(key)
+    if key.is_meta or isinstance(key, FakeTensor):
+        raise BatchError(
+            "key has a shape and no numbers, as on the meta device: make it elsewhere, or under "
+            'torch.device("cpu")'
+        )
     # Whatever is made within torch.func.grad belongs to its level, but a key has no derivative.
     while torch._C._functorch.is_gradtrackingtensor(key):
         key = torch._C._functorch.get_unwrapped(key)
     if torch._C._functorch.is_functorch_wrapped_tensor(key):
         raise BatchError(
             "key is mapped by a transform of torch.func, but all that a step computes at once has "
-            "one key: fold the number of a member into it within a stage"
+            "one key: fold the number of a member into it within a stage; of what draws by itself, "
+            'as dropout in a module does, say randomness="different" and pass one key'
         )
     first, second = key.tolist()
     return first, second

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -21,6 +23,18 @@ from fpipe.runtime.local import LocalTransport, run_together
 from fpipe.runtime.program import Program
 
 T = TypeVar("T")
+
+
+_ALIVE: WeakSet[SingleController] = WeakSet()
+
+
+def _renew() -> None:
+    """In a forked process a thread that was in a step does not exist."""
+    for controller in list(_ALIVE):
+        controller.renew()
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 class SingleController:
@@ -49,7 +63,12 @@ class SingleController:
         self._read_key = read_key
         self._split: Callable[[Any], Microbatches] = lambda b: split(b, in_dims, microbatches)
         self._devices = devices
-        self._transport = LocalTransport(devices)
+        self.renew()
+        _ALIVE.add(self)
+
+    def renew(self) -> None:
+        """Begin with a transport on which no step is under way."""
+        self._transport = LocalTransport(self._devices)
         self._running = threading.Lock()  # the transport serves one step at a time
 
     def run(self, enter: Enter, goal: Goal, key: Any = None, name: str | None = None) -> Finished:

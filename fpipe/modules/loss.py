@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fpipe.convention import called
 from fpipe.definition import Definition
-from fpipe.errors import BatchError, StageError, few
+from fpipe.errors import BatchError, FpipeError, StageError, few
 from fpipe.modules.buffers import refuse_missing
 from fpipe.modules.lost import refuse_lost
 from fpipe.modules.mode import Mode
@@ -108,6 +108,7 @@ class ModuleLoss:
         named = self.__qualname__
         with (
             explaining(named, is_compiling=self._is_compiling),
+            self._naming_shapes(params),
             self._cutting(),
             self._naming_entries(batch),
         ):
@@ -165,6 +166,11 @@ class ModuleLoss:
             )
             found = [f"lacks {few(missing)} of {self.__qualname__}"] if missing else []
             found += [f"has {few(extra)}, which {self.__qualname__} has not"] if extra else []
+            if {name for name, _ in self.module.named_parameters()} != self._names:
+                raise BatchError(
+                    f"params {' and '.join(found)} as from_module was given it: since then "
+                    "parameters of the module were tied, added or removed: make the pipeline anew"
+                )
             raise BatchError(
                 f"params {' and '.join(found)}: pass dict(module.named_parameters()), in which "
                 "tied parameters come once"
@@ -179,6 +185,22 @@ class ModuleLoss:
                     "statistics are averages over all steps so far: their weight depends on a "
                     "count in the state, which torch reads back into Python; give it a momentum"
                 )
+
+    @contextmanager
+    def _naming_shapes(self, params: Mapping[str, Tensor]) -> Iterator[None]:
+        """Say of what goes wrong which parameters have other shapes than the module's."""
+        try:
+            yield
+        except (RuntimeError, ValueError, AssertionError, IndexError) as error:
+            other = [
+                f"{name!r} has shape {tuple(params[name].shape)} in place of {tuple(own.shape)}"
+                for name, own in self.module.named_parameters()
+                if name in params and params[name].shape != own.shape
+            ]
+            if other and not isinstance(error, FpipeError):
+                more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+                error.args = (f"{error} (of params {', '.join(other[:3])}{more})",)
+            raise
 
     @contextmanager
     def _naming_entries(self, batch: Mapping[str, Any]) -> Iterator[None]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fpipe.errors import StageError
-from fpipe.stage.refusing.explain import shaped_by_data
+from fpipe.stage.refusing.explain import told_apart
 from fpipe.stage.refusing.frames import place
 
 
@@ -40,7 +40,7 @@ def explaining(name: str, *, is_compiling: bool) -> Iterator[None]:
                 "environment variable TRANSFORMERS_DISABLE_TORCH_CHECK=1, with which Hugging Face "
                 "models do not"
             ) from error
-        if (known := shaped_by_data(error)) is not None:
+        if (known := told_apart(error)) is not None:
             raise StageError(f"{name} {known}") from error
         told = (
             "" if is_compiling else ", or trace it with is_compiling=True, so that it does not look"

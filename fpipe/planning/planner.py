@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -35,6 +36,15 @@ log = logging.getLogger("fpipe")
 
 # torch cannot trace in two threads at one time.
 _TRACING = threading.RLock()
+
+
+def _renew() -> None:
+    """In a forked process the thread that holds the lock does not exist."""
+    global _TRACING
+    _TRACING = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 class Planner:

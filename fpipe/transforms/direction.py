@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from optree import PyTreeSpec
 from torch import Tensor
 
 from fpipe import tree
@@ -138,7 +139,7 @@ def _filled(own: tuple[str, Any], other: tuple[str, Any], trained: Sequence[bool
         along = _along(tree.unflatten(given_spec, given), params, trained)
         if along is None:
             raise BatchError(
-                f"{vector_name} is {given_spec}, but {name} is {spec}: a vector has the structure "
+                f"{_compared(vector_name, given_spec, name, spec)}: a vector has the structure "
                 f"of what it is a direction of, or None for what is not trained; {HINT}"
             )
         given = [leaf if own is None else own for leaf, own in zip(leaves, along, strict=True)]
@@ -146,6 +147,17 @@ def _filled(own: tuple[str, Any], other: tuple[str, Any], trained: Sequence[bool
         raise BatchError(f"{vector_name}{path}: the two must agree")
     filled = [own if flag else leaf for leaf, own, flag in zip(leaves, given, trained, strict=True)]
     return tree.unflatten(spec, filled)
+
+
+def _compared(vector: str, given: PyTreeSpec, name: str, spec: PyTreeSpec) -> str:
+    """How two structures differ: by some of their leaves, if by these."""
+    own, other = tree.paths(given), tree.paths(spec)
+    missing, extra = sorted({*other} - {*own}), sorted({*own} - {*other})
+    if "" in (*own, *other) or not (missing or extra):
+        return f"{vector} is {given!s:.200}, but {name} is {spec!s:.200}"
+    found = [f"lacks {', '.join(missing[:3])} of {name}"] if missing else []
+    found += [f"has {', '.join(extra[:3])}, which {name} has not"] if extra else []
+    return f"{vector} {' and '.join(found)}"
 
 
 def _along(vector: Any, params: Any, trained: Sequence[bool]) -> list[Tensor | None] | None:

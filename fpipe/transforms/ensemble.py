@@ -83,7 +83,7 @@ def _check(in_dims: Any, randomness: str, takes: Sequence[str], usual: tuple[Any
     if not isinstance(in_dims, list | tuple) or len(in_dims) != len(takes):
         raise StageError(
             f"in_dims={in_dims!r:.60} must be a tuple of {len(takes)}, one entry for each of "
-            f"({', '.join(takes)}), such as {usual}"
+            f"({', '.join(takes)}), such as {usual}; a key, which members share, has no entry"
         )
     check_randomness(randomness)
 

@@ -210,3 +210,9 @@ def test_what_names_no_file_is_refused() -> None:
     for use in (Schedule.from_csv, Schedule.from_json, ZBV.to_csv, ZBV.to_json, ZBV.to_svg):
         with pytest.raises(ScheduleError, match=r"path=3 must be the name of a file"):
             use(3)  # type: ignore[arg-type]
+
+
+def test_a_text_in_place_of_its_file_is_told() -> None:
+    for read, text in ((Schedule.from_json, ZBV.to_json()), (Schedule.from_csv, ZBV.to_csv())):
+        with pytest.raises(ScheduleError, match=r"path='.* is the text of a file, not its name"):
+            read(text)

@@ -570,6 +570,35 @@ def test_what_a_module_caches_while_it_is_traced_is_gone_afterwards() -> None:
         assert_equal_steps(step, unpipelined(fresh, params, part, squares))
 
 
+def test_parameters_of_other_shapes_are_named() -> None:
+    module = linears()
+    pipe = fpipe.from_module(
+        module, schedule=TWO, cuts=["0"], loss=lambda output, _: output.mean(), compile=False
+    )
+    params = {**detached(module), "1.bias": torch.ones(2)}
+    with pytest.raises(fpipe.StageError, match=r"'1.bias' has shape \(2,\) in place of \(3,\)"):
+        pipe.step(params, {"input": torch.ones(2, 3)})
+
+
+def test_parameters_that_were_tied_later_are_told() -> None:
+    module = linears()
+    pipe = fpipe.from_module(
+        module, schedule=TWO, cuts=["0"], loss=lambda output, _: output.mean(), compile=False
+    )
+    module[1].weight = module[0].weight
+    with pytest.raises(fpipe.BatchError, match=r"lacks '1.weight' .* make the pipeline anew"):
+        pipe.step(detached(module), {"input": torch.ones(2, 3)})
+
+
+def test_an_embedding_that_renormalises_is_told() -> None:
+    module = nn.Sequential(nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 4))
+    pipe = fpipe.from_module(
+        module, schedule=TWO, cuts=["0"], loss=lambda output, _: output.mean(), compile=False
+    )
+    with pytest.raises(fpipe.StageError, match=r"an embedding with max_norm, .* after a step"):
+        pipe.step(detached(module), {"input": torch.zeros(2, dtype=torch.int64)})
+
+
 def test_place_in_a_layer_of_torch_is_named() -> None:
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     module = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -582,7 +611,7 @@ def test_place_in_a_layer_of_torch_is_named() -> None:
         in_dims={"src": 0, "mask": None},
         compile=False,
     )
-    with pytest.raises(fpipe.StageError, match=r"branches on data .* at .*/transformer\.py:\d+"):
+    with pytest.raises(fpipe.StageError, match=r"a mask .* at .*/transformer\.py:\d+, .* is_ca"):
         pipe.step(detached(module), batch)
 
 

@@ -15,10 +15,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 import fpipe
-from fpipe import Action, BatchError, FpipeError, Schedule, ScheduleError, StageError, schedules
+from fpipe import (
+    Action,
+    BatchError,
+    FpipeError,
+    Schedule,
+    ScheduleError,
+    StageError,
+    schedules,
+    tree,
+)
 from tests.models import mean_square, mlp, mlp_first, mlp_layer, plain_pipeline, rand
 
 MODEL = mlp(2, 4)
@@ -576,7 +586,7 @@ def make_closure() -> Callable[..., Any]:
     ],
 )
 def test_closed_over_tensor_that_requires_grad(stage: Callable[..., Any], name: str) -> None:
-    rule = rf"closes over a tensor that requires grad \({name}, shape .* pass it as a parameter"
+    rule = rf"closes over a tensor that requires grad \({name}, shape .* pass it in the parameters"
     with pytest.raises(StageError, match=rule):
         step(*after_first(stage))
 
@@ -758,3 +768,47 @@ def test_outputs_that_differ_in_more_than_rows(stage: Any, shapes: str) -> None:
     batch = {name: leaf[:rows] for name, leaf in MODEL.batch.items()}
     with pytest.raises(BatchError, match=f"output is {shapes}"):
         pipe.forward(MODEL.params, batch)
+
+
+# ── what is no function, and what has no numbers ────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "module", [torch.nn.Linear(2, 2), torch.nn.ModuleList([torch.nn.Linear(2, 2)])]
+)
+@pytest.mark.parametrize("loss", [None, mean_square])
+def test_a_module_is_no_function(module: Any, loss: Any) -> None:
+    schedule = schedules.gpipe(ranks=2, microbatches=2)
+    with pytest.raises(StageError, match=r"a module with parameters: fpipe\.from_module\(module, "):
+        fpipe.pipeline(module, loss, schedule)
+
+
+def test_a_stage_that_lacks_the_microbatch() -> None:
+    def reads(p: Any, x: Tensor, batch: Any) -> Tensor:
+        return x
+
+    with pytest.raises(StageError, match=r"argument: 'batch' \(.*Stage\(fn, reads_batch=True"):
+        step(*after_first(reads))
+
+
+def test_fake_tensors_are_shapes() -> None:
+    pipe = plain_pipeline(MODEL.stages)
+    mode = FakeTensorMode()
+    params, batch = tree.tree_map(mode.from_tensor, (MODEL.params, MODEL.batch))
+    programs = pipe.programs(params, batch)
+    assert list(map(str, programs)) == list(map(str, pipe.programs(MODEL.params, MODEL.batch)))
+    for call in (pipe.step, pipe.value, pipe.forward):
+        with pytest.raises(BatchError, match=r"\(or is a FakeTensor\), so it has a shape and no"):
+            call(params, batch)
+
+
+def test_a_key_without_numbers() -> None:
+    pipe = fpipe.pipeline(
+        lambda w, x, key: (w * x * fpipe.random.uniform(key, x.shape)).sum(),
+        schedule=schedules.gpipe(ranks=1, microbatches=1),
+        has_key=True,
+        compile=False,
+    )
+    for key in (fpipe.random.key(0).to("meta"), FakeTensorMode().from_tensor(fpipe.random.key(0))):
+        with pytest.raises(BatchError, match="key has a shape and no numbers"):
+            pipe.step(torch.ones(1), torch.ones(2), key=key)

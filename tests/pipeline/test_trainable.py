@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -319,6 +320,10 @@ def test_refusals() -> None:
     params, batch = adapters()
     with pytest.raises(StageError, match="trainable has the leaf 1, a int: it must be a pytree"):
         make(ONE_F_ONE_B, [True, 1, True, True])
+    with pytest.raises(StageError, match=r"the leaf Fraction\(1, 2\), a fractions.Fraction"):
+        make(ONE_F_ONE_B, [True, Fraction(1, 2), True, True])
+    with pytest.raises(BatchError, match=r"trainable raised IndexError: .*, for the path \(0, "):
+        make(ONE_F_ONE_B, lambda path: path[9]).step(params, batch)
     with pytest.raises(BatchError, match=r"trainable\[1\] is None for the leaf params\['"):
         make(ONE_F_ONE_B, [True, None, True, True]).step(params, batch)
     with pytest.raises(BatchError, match="trainable is a list of 2: it must be a bool, a list"):

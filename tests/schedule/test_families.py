@@ -116,6 +116,8 @@ def test_rounds_of_one_size(
         ("ZBVZeroBubble", "zbv"),
         ("DualPipeV", "dualpipev"),
         ("ZB-H1", "zb_h1"),
+        ("Schedule1F1B", "one_f_one_b"),
+        ("ScheduleInterleavedZeroBubble", "interleaved_zero_bubble"),
         ("zb_h2", "zb_h2"),
     ],
 )

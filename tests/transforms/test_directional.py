@@ -441,7 +441,10 @@ def test_gauss_newton_of_an_ensemble_names_the_other_order() -> None:
     ("vector", "text"),
     [
         (MODEL.params[:1], "vector is a list of 1: it must be a list or tuple of 2"),
-        ([MODEL.params[0], None], r"vector\[1\] is .*, but params\[1\] is .*: a vector has the"),
+        ([MODEL.params[0], None], r"vector\[1\] lacks .* of params\[1\]: a vector has the"),
+        ([{"w": torch.zeros(2), "c": torch.zeros(3)}] * 2,
+         r"vector\[0\] lacks \['b'\] of params\[0\] and has \['c'\], which params\[0\] has n"),
+        ([list(MODEL.params[0].values()), MODEL.params[1]], r"vector\[0\] lacks"),
         ([{"w": torch.zeros(2), "b": torch.zeros(3)}] * 2,
          r"vector\[0\]\['b'\] is torch.float32 of shape \(3,\), but it is a direction of torch.fl"),
     ],

@@ -37,6 +37,11 @@ def load(path: PathLike) -> str:
         OSError: it cannot be opened.
     """
     file = _file(path)
+    if "\n" in str(path) and not file.is_file():
+        raise ScheduleError(
+            f"path={str(path)!r:.60} is the text of a file, not its name: give to_csv and to_json "
+            "a path to write to, and read that"
+        )
     try:
         # Spreadsheets put a byte order mark first, which the codec drops.
         return file.read_bytes().decode("utf-8-sig")

@@ -126,7 +126,7 @@ class Returns:
                 raise StageError(
                     f"{subject} a sum with the weight {_found(weight)}: {call} must return "
                     f"{self.form}, whose weight is one real number, a tensor without dimensions "
-                    "(such as mask.sum())"
+                    "(such as mask.sum(), or torch.tensor(n))"
                 )
         for what, part in (("state", state), ("aux", aux)):
             for path, leaf in _leaves(part):

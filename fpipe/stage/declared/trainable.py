@@ -38,7 +38,7 @@ class Trainable:
         for leaf in tree.flatten_prefix(self.choice):
             if not isinstance(leaf, bool | None):
                 raise StageError(
-                    f"trainable has the leaf {leaf!r:.60}, a {type(leaf).__name__}: it must be a "
+                    f"trainable has the leaf {leaf!r:.60}, a {_named(type(leaf))}: it must be a "
                     "pytree prefix of bools over the parameters, or a function of a leaf's path, "
                     'such as lambda path: "lora" in path'
                 )
@@ -120,8 +120,7 @@ class Trainable:
         if not spec.num_leaves:
             return ()  # such as a part of another process, which is None
         if callable(choice):
-            decide: Callable[[tuple[Any, ...]], Any] = choice
-            return tuple(bool(decide((*before, *path))) for path in spec.paths())
+            return tuple(_decided(choice, (*before, *path)) for path in spec.paths())
         whole = tree.unflatten(spec, range(spec.num_leaves))
         flags: list[bool | None] = tree.broadcast_prefix(name, choice, whole, "params")
         if None in flags:
@@ -130,6 +129,26 @@ class Trainable:
                 f"{name} is None for the leaf params{path}: it must be True, to train it, or False"
             )
         return tuple(map(bool, flags))
+
+
+def _decided(decide: Callable[[tuple[Any, ...]], Any], path: tuple[Any, ...]) -> bool:
+    """Whether a leaf is trained.
+
+    Raises:
+        BatchError: the function raises; the cause is what it raised.
+    """
+    try:
+        return bool(decide(path))
+    except Exception as error:
+        raise BatchError(
+            f"trainable raised {type(error).__name__}: {error}, for the path {path!r:.100}: it "
+            "must return whether the leaf at a path, a tuple of keys and indices, is trained"
+        ) from error
+
+
+def _named(kind: type) -> str:
+    builtin = kind.__module__ == "builtins"
+    return kind.__name__ if builtin else f"{kind.__module__}.{kind.__name__}"
 
 
 ALL = Trainable()

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 from fpipe import tree
 from fpipe.arguments.shapes import in_words
 from fpipe.errors import StageError
-from fpipe.stage.refusing.frames import own_traceback, place
+from fpipe.stage.refusing.frames import calls, own_traceback, place
 
 log = logging.getLogger("fpipe")
 
@@ -66,12 +66,17 @@ _SHAPED_BY_DATA: Final = {
 }
 
 
-def shaped_by_data(error: Exception) -> str | None:
-    """The end of a sentence about what made a result whose shape depends on data, if told apart.
+def told_apart(error: Exception) -> str | None:
+    """The end of a sentence about what looks at data in a way that is known, if it is.
 
     Args:
         error: what tracing raised.
     """
+    if calls(error, "_detect_is_causal_mask"):
+        return (
+            f"gives a mask to a Transformer of torch.nn{place(error)}, which looks whether it is "
+            "causal: say so, is_causal=True or False (tgt_is_causal= of a decoder)"
+        )
     for op, instead in _SHAPED_BY_DATA.items():
         if isinstance(error, DynamicOutputShapeException) and str(error).startswith(op + "."):
             return f"calls {op}{place(error)}, whose result's shape depends on data: {instead}"
@@ -134,13 +139,18 @@ def _refusal(name: str, error: Exception, given: str) -> StageError:
             f"{name} has a backward that looks at data ({text}), as that of an embedding with "
             "sparse=True and padding_idx does: say sparse=False"
         )
-    if (known := shaped_by_data(error)) is not None:
+    if (known := told_apart(error)) is not None:
         return StageError(f"{name} {known}")
     for reason in _REASONS:
         if isinstance(error, reason.kinds) or any(words in text for words in reason.words):
             what = reason.deed.format(text=text)
             return StageError(f"{name} {what}{at}: {reason.instead}")
+    if isinstance(error, TypeError) and not at and _LACKS_ONE.search(text):
+        text += " (a stage that takes the microbatch too is fpipe.Stage(fn, reads_batch=True))"
     return StageError(f"{name} cannot be traced on {given}{at}: {type(error).__name__}: {text}")
+
+
+_LACKS_ONE = re.compile(r"missing 1 required positional argument")
 
 
 _HIGHER_ORDER = re.compile(r"no rule registered for HigherOrderOperator (\w+)")
@@ -234,6 +244,11 @@ _REASONS: Final = (
 
 def impure(name: str, where: str, op: str) -> StageError:
     """The refusal of a function that writes to `where`."""
+    if op.startswith("aten.embedding_renorm_"):
+        return StageError(
+            f"{name} looks up an embedding with max_norm, which writes to its weight ({op}): leave "
+            "max_norm out, and renormalise the rows of the weight after a step"
+        )
     module = ""
     if "closes over" in where:
         module = "; a module whose buffers change trains with has_state=True, or in module.eval()"

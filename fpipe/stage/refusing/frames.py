@@ -40,6 +40,16 @@ def place(error: BaseException) -> str:
     return found or layer
 
 
+def calls(error: BaseException, function: str) -> bool:
+    """Whether an error came from within a function of this name."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_name == function:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
 def _is_own(frame: FrameType) -> bool:
     """Whether a frame is the user's."""
     code = frame.f_code

@@ -63,8 +63,9 @@ def lift_constants(
             raise StageError(
                 f"{name} closes over a tensor that requires grad "
                 f"({name_in_closure(value, origin)}, shape {tuple(value.shape)}): it would get no "
-                "gradient; pass it as a parameter of the stage (torch.func.functional_call does so "
-                "for a module), or detach it"
+                "gradient; pass it in the parameters (torch.func.functional_call does so for a "
+                "module; what the loss of from_module trains belongs into the module, whose "
+                "forward computes with it), or detach it"
             )
         if node.target not in found:
             with graph.inserting_before(_first_computation(graph)):
