@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ from fpipe.stage.tracing.interrupts import held_back
 from fpipe.stage.workshop import Made, Workshop
 
 log = logging.getLogger("fpipe")
+
+MANY: Final = 32
+"""So many plans for one goal are made without a word."""
 
 # torch cannot trace in two threads at one time.
 _TRACING = threading.RLock()
@@ -147,6 +151,14 @@ class Planner:
         before = [known for known in self._plans if known.goal == signature.goal]
         if not before:
             return ""
+        if len(before) == MANY:
+            log.warning(
+                "%d sets of shapes or modes have been traced for one pipeline, each of which is "
+                "kept: pad batches to a few shapes (docs/stages.md); now another %s, because %s",
+                MANY,
+                signature.goal,
+                difference(before[-1], signature),
+            )
         return f", again ({len(before)} kept), because {difference(before[-1], signature)}"
 
     def _with_weights(

@@ -392,3 +392,16 @@ def test_remat_of_the_last_microbatch_alone_adds_graphs() -> None:
         pipe.step(model.params, model.batch)
         counts[remat] = spy.compiled
     assert counts["except_last"] > counts["none"]
+
+
+def test_many_shapes_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Each was traced and kept without a word."""
+    pipe = fpipe.pipeline(
+        lambda w, x: (w * x).sum(), schedule=schedules.gpipe(ranks=1, microbatches=1), compile=False
+    )
+    with caplog.at_level(logging.WARNING, "fpipe"):
+        for length in range(1, 36):
+            pipe.step(torch.ones(1), torch.ones(1, length))
+    (record,) = caplog.records
+    assert record.message.startswith("32 sets of shapes or modes have been traced")
+    assert "float32[1, 33]" in record.message
