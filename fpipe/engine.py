@@ -226,7 +226,9 @@ class Pipeline(Loadable):
             return params
         return keep(params, self.schedule.stages_of(self.rank))
 
-    def programs(self, params: Any, *arguments: Any, **named: Any) -> tuple[Program, ...]:
+    def programs(
+        self, params: Any, *arguments: Any, key: Tensor | None = None, **named: Any
+    ) -> tuple[Program, ...]:
         """The program of each rank for a step on arguments of these shapes: to be printed and read.
 
         ``program.peak_bytes`` is what the rank will hold at most, beside parameters and batch.
@@ -235,7 +237,9 @@ class Pipeline(Loadable):
         """
 
         def enter() -> tuple[Any, Any]:
-            given, _ = self.definition.in_order(arguments, None, named)
+            given, last = self.definition.in_order(arguments, None, named)
+            if last is not None:  # what comes after all others would be a key
+                raise _miscounted((params, *arguments), self.definition.takes)
             return self._enter((params, *given))
 
         return self._controller.programs(enter)

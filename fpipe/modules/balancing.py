@@ -24,6 +24,7 @@ from fpipe.modules.shares import Balance, StageShare
 from fpipe.schedule import Schedule
 from fpipe.schedule.arguments import plain_number
 from fpipe.stage.pieces.compiler import Compile
+from fpipe.stage.tracing.apart import one_at_a_time
 
 INTENSITY = 10
 """FLOPs that a machine does while it moves a byte, unless told."""
@@ -224,7 +225,8 @@ def _divided(
     assert isinstance(definition.loss, ModuleLoss)
     module, schedule = definition.loss.module, definition.schedule
     split_batch = split(batch, definition.in_dims, schedule.num_microbatches)
-    parts = parts_of(definition, batch_shapes(split_batch)[0], candidates)
+    with one_at_a_time():
+        parts = parts_of(definition, batch_shapes(split_batch)[0], candidates)
     sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
     memory = Memory(parts, sizes, schedule)
     weighed = loads(parts)

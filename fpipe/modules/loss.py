@@ -20,7 +20,7 @@ from fpipe.convention import called
 from fpipe.definition import Definition
 from fpipe.errors import BatchError, FpipeError, StageError, few
 from fpipe.modules.buffers import refuse_missing
-from fpipe.modules.lost import refuse_lost
+from fpipe.modules.lost import refuse_global_hooks, refuse_lost
 from fpipe.modules.mode import Mode
 from fpipe.modules.tracing import explaining, unchanged
 from fpipe.nn import buffers_of, call, called_with, state_of
@@ -106,6 +106,7 @@ class ModuleLoss:
     def _of(self, params: Mapping[str, Tensor], states: Sequence[Any], batch: Any) -> Any:
         """What a call returns."""
         named = self.__qualname__
+        refuse_global_hooks(named)
         with (
             explaining(named, is_compiling=self._is_compiling),
             self._naming_shapes(params),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
+from torch.nn.modules import module as modules
 
 from fpipe.errors import StageError
 
@@ -58,6 +59,29 @@ def refuse_lost(module: nn.Module) -> None:
                 f"parallelize_module make: {_WHOLE}"
             )
     refuse_gradient_hooks(module.named_modules())
+
+
+def refuse_global_hooks(name: str) -> None:
+    """Refuse hooks of all modules while one is traced, in which they would stay.
+
+    Args:
+        name: of the module's class.
+
+    Raises:
+        StageError: there are some.
+    """
+    for kind, hooks in (
+        ("forward pre-hook", modules._global_forward_pre_hooks),
+        ("forward hook", modules._global_forward_hooks),
+        ("backward pre-hook", modules._global_backward_pre_hooks),
+        ("backward hook", modules._global_backward_hooks),
+    ):
+        if hooks:
+            raise StageError(
+                f"{name} is traced while a {kind} of all modules is registered ("
+                f"{next(iter(hooks.values()))!r:.100}), as torch's counter of FLOPs has one: make "
+                "the first call without it; later ones, for which nothing is traced, do not call it"
+            )
 
 
 def refuse_gradient_hooks(parts: Iterable[tuple[str, nn.Module]]) -> None:

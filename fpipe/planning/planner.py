@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Final
@@ -30,6 +28,7 @@ from fpipe.schedule import Op, Schedule
 from fpipe.schedule.requires import owed_by_actions
 from fpipe.stage.declared.sink import Sink
 from fpipe.stage.pieces.code import StageCode
+from fpipe.stage.tracing.apart import one_at_a_time
 from fpipe.stage.tracing.interrupts import held_back
 from fpipe.stage.workshop import Made, Workshop
 
@@ -37,18 +36,6 @@ log = logging.getLogger("fpipe")
 
 MANY: Final = 32
 """So many plans for one goal are made without a word."""
-
-# torch cannot trace in two threads at one time.
-_TRACING = threading.RLock()
-
-
-def _renew() -> None:
-    """In a forked process the thread that holds the lock does not exist."""
-    global _TRACING
-    _TRACING = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew)
 
 
 class Planner:
@@ -88,7 +75,7 @@ class Planner:
     def __call__(self, signature: Signature) -> Plan:
         """The plan for arguments of these shapes."""
         if signature not in self._plans:
-            with _TRACING:
+            with one_at_a_time():
                 if signature not in self._plans:
                     if torch.is_anomaly_enabled():
                         log.warning("anomaly mode of torch.autograd does not see into a pipeline")

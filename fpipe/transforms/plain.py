@@ -114,6 +114,11 @@ class _Kernels(TorchDispatchMode):
                 f"the second derivative of {func} would be wrong; call torch.nn.functional.{{layer,"
                 "batch,instance}_norm, which are written out here, or write the formula"
             )
+        if func in _REDUCTIONS and "prod" in (*args, *(kwargs or {}).values()):
+            raise NotImplementedError(
+                f"the derivative of {func} with reduce='prod' would be wrong in forward mode; "
+                "write the product of what does not come together, or the sum of logarithms"
+            )
         if not self._under_vmap and func is aten._efficientzerotensor.default:
             with symbolic_zeros():
                 return func(*args, **(kwargs or {}))
@@ -130,6 +135,10 @@ _WRONG = frozenset(
         aten.miopen_batch_norm,
     }
 )
+
+
+# Their tangent of products is zero.
+_REDUCTIONS = frozenset({aten.scatter_reduce.two, aten.scatter_reduce_.two})
 
 
 def _layer_norm(

@@ -213,6 +213,12 @@ def test_what_names_no_file_is_refused() -> None:
 
 
 def test_a_text_in_place_of_its_file_is_told() -> None:
-    for read, text in ((Schedule.from_json, ZBV.to_json()), (Schedule.from_csv, ZBV.to_csv())):
+    long = schedules.zb_h1(ranks=4, microbatches=16)  # too long for a name
+    for read, text in (
+        (Schedule.from_json, ZBV.to_json()),
+        (Schedule.from_csv, ZBV.to_csv()),
+        (Schedule.from_json, long.to_json()),
+        (Schedule.from_csv, long.to_csv()),
+    ):
         with pytest.raises(ScheduleError, match=r"path='.* is the text of a file, not its name"):
             read(text)

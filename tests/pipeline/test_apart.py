@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -70,44 +71,65 @@ def of_module(module: nn.Module) -> fpipe.ModulePipeline:
     )
 
 
-def test_the_counter_of_flops_around_a_first_step() -> None:
+def test_the_counter_of_flops() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     pipe, batch = of_module(module), {"input": torch.ones(4, 4)}
-    counts = []
-    for _ in range(2):
-        with FlopCounterMode(display=False) as counter:
-            pipe.step(dict(module.named_parameters()), batch)
-        counts.append(counter.get_total_flops())
-    assert counts[1] > 0
+    params = dict(module.named_parameters())
+    with FlopCounterMode(display=False), pytest.raises(fpipe.StageError, match="counter of FLOPs"):
+        pipe.step(params, batch)
+    pipe.step(params, batch)
+    with FlopCounterMode(display=False) as counter:
+        pipe.step(params, batch)
+    assert counter.get_total_flops() > 0
 
 
 @pytest.mark.parametrize(
-    "register",
-    [modules.register_module_forward_hook, modules.register_module_forward_pre_hook],
+    ("register", "kind"),
+    [
+        (modules.register_module_forward_hook, "forward hook"),
+        (modules.register_module_forward_pre_hook, "forward pre-hook"),
+        (modules.register_module_full_backward_hook, "backward hook"),
+        (modules.register_module_full_backward_pre_hook, "backward pre-hook"),
+    ],
 )
-def test_hooks_of_all_modules_are_left_out(register: Callable[..., Any]) -> None:
-    """Also those that were there when a module was traced, and are gone."""
+def test_hooks_of_all_modules_are_no_part_of_a_trace(
+    register: Callable[..., Any], kind: str
+) -> None:
+    """One that was there when a module was traced stayed in it."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     params = {name: own.detach() for name, own in module.named_parameters()}
-    batch = {"input": torch.ones(4, 4)}
-    expected = module(**batch).square().mean().detach()
-    pipe = of_module(module)
-    calls: list[nn.Module] = []
-
-    def hook(part: nn.Module, *values: Any) -> Any:
-        calls.append(part)
-        return values[-1]
-
-    handle = register(hook)
+    pipe, batch = of_module(module), {"input": torch.ones(4, 4)}
+    handle = register(lambda *_: None)
     try:
-        torch.testing.assert_close(pipe.step(params, batch).loss, expected)
-        assert not calls
-        module(**batch)
-        assert len(calls) == 3, "they are there again"
+        with pytest.raises(fpipe.StageError, match=rf"Sequential is traced while a {kind} of all"):
+            pipe.step(params, batch)
     finally:
         handle.remove()
-    module(**batch)
-    assert len(calls) == 3
+    expected = module(**batch).square().mean().detach()
+    torch.testing.assert_close(pipe.step(params, batch).loss, expected)
+
+
+def test_another_thread_may_use_the_cache_of_parametrizations() -> None:
+    """What a trace put back would have left it on for good, with what it held."""
+    begun, ended, outside = threading.Event(), threading.Event(), parametrize.cached()
+
+    def stage(w: Tensor, x: Tensor) -> Tensor:
+        begun.set()
+        assert ended.wait(30)
+        return x * w
+
+    schedule = schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline([stage], lambda y, _: y.sum(), schedule, compile=False)
+    with outside:
+        thread = threading.Thread(target=lambda: pipe.value([torch.ones(1)], torch.ones(2)))
+        thread.start()
+        assert begun.wait(30)
+    with parametrize.cached():
+        ended.set()
+        thread.join()
+        assert parametrize._cache_enabled == 1
+    assert parametrize._cache_enabled == 0
+    assert not parametrize._cache
 
 
 class Doubled(nn.Module):

@@ -420,9 +420,10 @@ def test_programs_take_what_a_step_takes() -> None:
         compile=False,
     )
     params, state, batch = torch.ones(1), torch.ones(1), torch.ones(2, 1)
-    for arguments in ((params, batch), (params, state, batch, batch, batch)):
+    assert len(pipe.programs(params, state, batch, key=fpipe.random.key(0))) == 2
+    for more in ((batch,), (state, batch, batch), (state, batch, batch, batch)):
         with pytest.raises(fpipe.BatchError, match=r"\d arguments, but takes 3: params, state, ba"):
-            pipe.programs(*arguments)
+            pipe.programs(params, *more)
     with pytest.raises(fpipe.BatchError, match=r"by name batch, stat: it takes params, state, b"):
         pipe.programs(params, batch=batch, stat=state)
     named, placed = (

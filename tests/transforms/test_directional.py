@@ -481,6 +481,23 @@ def test_refuses_linear_algebra_that_would_be_wrong(function: Any, text: str) ->
 
 
 @pytest.mark.parametrize("transform", [fpipe.jvp, fpipe.hvp])
+def test_refuses_products_that_are_scattered(transform: Any) -> None:
+    """torch's tangent of them is zero."""
+    index = torch.tensor([[0, 0, 1]])
+
+    def loss(p: Tensor, x: Tensor) -> Tensor:
+        return x.scatter_reduce(1, index, p, "prod").square().sum()
+
+    schedule = schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline(loss, schedule=schedule, compile=False)
+    p, x = torch.rand(1, 3) + 1, torch.ones(1, 3)
+    expected = torch.func.grad(loss)(p, x)
+    torch.testing.assert_close(pipe.step(p, x).grads, expected)
+    with pytest.raises(StageError, match=r"scatter_reduce.two with reduce='prod' would be wrong"):
+        transform(pipe).value(p, x, p)
+
+
+@pytest.mark.parametrize("transform", [fpipe.jvp, fpipe.hvp])
 def test_says_that_an_operation_has_no_forward_mode_derivative(transform: Any) -> None:
     schedule = schedules.gpipe(ranks=1, microbatches=1)
     pipe = fpipe.pipeline(lambda p, x: torch.cdist(p, x).sum(), schedule=schedule, compile=False)

@@ -37,7 +37,7 @@ def load(path: PathLike) -> str:
         OSError: it cannot be opened.
     """
     file = _file(path)
-    if "\n" in str(path) and not file.is_file():
+    if "\n" in str(path) and not os.path.isfile(file):
         raise ScheduleError(
             f"path={str(path)!r:.60} is the text of a file, not its name: give to_csv and to_json "
             "a path to write to, and read that"

@@ -1,26 +1,43 @@
-"""A trace is of the function alone, whatever its caller has put around the call."""
+"""A trace is of the function alone, whatever its caller, and other threads, are at."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.nn.modules.module as modules
 import torch.nn.utils.parametrize as parametrize
 from torch._C import _autograd
+
+_TRACING = threading.RLock()
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Within it no other thread traces: torch cannot do so in two at one time."""
+    with _TRACING:
+        yield
+
+
+def _renew() -> None:
+    """In a forked process the thread that holds the lock does not exist."""
+    global _TRACING
+    _TRACING = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 @contextmanager
 def apart() -> Iterator[None]:
     """Within it nothing of the caller's is called or filled that is not about what is traced.
 
-    Those are hooks on saved tensors, such as `torch.utils.checkpoint` has around what it calls;
-    hooks of all modules, such as torch's counter of FLOPs has; and the cache of parametrized
-    tensors, which would hold abstract ones from then on.
+    Those are hooks on saved tensors, such as `torch.utils.checkpoint` has around what it calls; and
+    the cache of parametrized tensors, which would hold abstract ones from then on.
     """
-    with _without_saving(), _without_global_hooks(), _with_own_cache():
+    with _without_saving(), _with_own_cache():
         yield
 
 
@@ -38,24 +55,12 @@ def _without_saving() -> Iterator[None]:
 
 
 @contextmanager
-def _without_global_hooks() -> Iterator[None]:
-    # Other dicts, for a handle of a hook holds on to the one that the hook is in.
-    kinds = ("_global_forward_pre_hooks", "_global_forward_hooks")
-    before = {kind: getattr(modules, kind) for kind in kinds}
-    for kind in kinds:
-        setattr(modules, kind, OrderedDict())
-    try:
-        yield
-    finally:
-        for kind, hooks in before.items():
-            setattr(modules, kind, hooks)
-
-
-@contextmanager
 def _with_own_cache() -> Iterator[None]:
-    before = parametrize._cache_enabled, parametrize._cache
+    # It is one for all threads, of which others may begin and end their use of it meanwhile.
+    users, kept = parametrize._cache_enabled, parametrize._cache
     parametrize._cache_enabled, parametrize._cache = 0, {}
     try:
         yield
     finally:
-        parametrize._cache_enabled, parametrize._cache = before
+        parametrize._cache_enabled += users
+        parametrize._cache = kept if parametrize._cache_enabled else {}
