@@ -145,12 +145,9 @@ def _refusal(name: str, error: Exception, given: str) -> StageError:
         if isinstance(error, reason.kinds) or any(words in text for words in reason.words):
             what = reason.deed.format(text=text)
             return StageError(f"{name} {what}{at}: {reason.instead}")
-    if isinstance(error, TypeError) and not at and _LACKS_ONE.search(text):
+    if isinstance(error, TypeError) and not at and "missing 1 required positional arg" in text:
         text += " (a stage that takes the microbatch too is fpipe.Stage(fn, reads_batch=True))"
     return StageError(f"{name} cannot be traced on {given}{at}: {type(error).__name__}: {text}")
-
-
-_LACKS_ONE = re.compile(r"missing 1 required positional argument")
 
 
 _HIGHER_ORDER = re.compile(r"no rule registered for HigherOrderOperator (\w+)")
