@@ -8,8 +8,8 @@ as is some linear algebra, and that of a gated unit does not exist. That of ``lo
 its digits, weight normalisation has none (and the derivative of its backward is wrong), that of an
 embedding moves the padding, from which no gradient comes, and ``lerp_``, of which quantiles are
 made, fails on abstract tensors within a `jvp`. Recurrent layers, and leaky units whose slope is
-drawn, have no batching rules, and what `vmap` makes of ``select_scatter``, and of embeddings with
-padding, has another gradient. Written out, all are right.
+drawn, have no batching rules, oneDNN's LSTM no forward-mode ones either, and what `vmap` makes of
+``select_scatter``, and of embeddings with padding, has another gradient. Written out all are right.
 """
 
 from __future__ import annotations
@@ -338,8 +338,11 @@ def _taken_apart(func: Callable[..., Any], op: torch._ops.OpOverload) -> Callabl
     What torch takes them apart to knows no dropout between the layers, so each is one by itself.
     """
 
+    def steps(*args: Any) -> Any:
+        with _without_onednn():
+            return decomposition_table[op](*args)
+
     def layers(*args: Any) -> Any:
-        steps = decomposition_table[op]
         if isinstance(args[3], list | tuple):
             return func(*args)
         x, start, weights, has_biases, count, dropout, train, bidirectional, batch_first = args
@@ -362,6 +365,20 @@ def _taken_apart(func: Callable[..., Any], op: torch._ops.OpOverload) -> Callabl
         return x, *map(torch.cat, zip(*ends, strict=True))
 
     return layers
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Within it torch takes a layer apart to steps, for the CPU too.
+
+    In single precision it has one operation of oneDNN for all, which no transform goes through.
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 def _embedding(
@@ -440,6 +457,7 @@ _SMOOTH: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.glu: _glu,
     torch._weight_norm: _weight_norm,
     F.scaled_dot_product_attention: _attention,
+    torch.lstm: _taken_apart(torch.lstm, aten.lstm.input),
     F.embedding: _embedding,
     torch.embedding: _torch_embedding,
     torch.logcumsumexp: _logcumsumexp,

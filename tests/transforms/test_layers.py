@@ -68,6 +68,48 @@ def test_dropout_between_recurrent_layers(name: str) -> None:
     assert_same(quiet.loss[0], module(**batch).square().mean())
 
 
+def test_the_lstm_of_onednn() -> None:
+    """In single precision, on the CPU, torch takes one operation that no transform goes through."""
+    torch.manual_seed(0)
+    module = Recurrent(*RECURRENT["both ways"]).eval()
+    pipe = fpipe.from_module(
+        module,
+        schedule=schedules.gpipe(ranks=2, microbatches=1),
+        cuts=["first"],
+        loss=lambda output, batch: output.square().mean(),
+        compile=False,
+    )
+    params = {key: value.detach() for key, value in module.named_parameters()}
+    batch, vector = {"x": torch.randn(4, 3, 4)}, {k: torch.randn_like(v) for k, v in params.items()}
+    double, along = ({k: v.double() for k, v in given.items()} for given in (params, vector))
+    module = module.double()
+
+    def plain(own: Any, x: Tensor) -> Tensor:
+        out: Tensor = torch.func.functional_call(module, own, (x,))
+        return out.square().mean()
+
+    def assert_near(found: Any, expected: Any) -> None:
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6, check_dtype=False)
+
+    x, gradient = batch["x"].double(), torch.func.grad(plain)
+    stacked = {key: torch.stack([value, 2 * value]) for key, value in params.items()}
+    found = fpipe.vmap(pipe).step(stacked, batch).grads
+    for number in range(2):
+        expected = gradient({key: (1 + number) * value for key, value in double.items()}, x)
+        assert_near({key: value[number] for key, value in found.items()}, expected)
+    rows = fpipe.per_example_grads(pipe).step(params, batch).grads
+    for number in range(4):
+        expected = gradient(double, x[number : number + 1])
+        assert_near({key: value[number] for key, value in rows.items()}, expected)
+
+    def product(own: Any) -> Tensor:
+        found = gradient(own, x)
+        return torch.stack([(found[key] * along[key]).sum() for key in found]).sum()
+
+    second = torch.func.grad(product)(double)
+    assert_near(fpipe.hvp(pipe).step(params, batch, vector)[2], second)
+
+
 def in_two_stages(module: nn.Module) -> tuple[dict[str, Tensor], fpipe.ModulePipeline]:
     """The parameters of a module, and a pipeline of it that is cut after its first part."""
     pipe = fpipe.from_module(
