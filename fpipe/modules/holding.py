@@ -123,21 +123,27 @@ def _size(values: Iterable[Crossing]) -> int:
 
 
 def held_at_once(schedule: Schedule) -> list[frozenset[Held]]:
-    """For each stage, all that it holds at some time."""
+    """For each stage, all that it holds at some time.
+
+    Where a microbatch has no I or no W of a stage, the other is all of its backward; what no
+    backward reads is held while F runs.
+    """
     now = [Held(0, 0)] * schedule.num_stages
     found = [{held} for held in now]
-    for row in schedule.actions:
-        for action in row:
-            held = now[action.stage]
-            match action.op:
-                case Op.F:
-                    held = Held(held.open + 1, held.left)
-                case Op.B:
-                    held = Held(held.open - 1, held.left)
-                case Op.I:
-                    held = Held(held.open - 1, held.left + 1)
-                case Op.W:
-                    held = Held(held.open, held.left - 1)
-            now[action.stage] = held
-            found[action.stage].add(held)
+    actions = [action for row in schedule.actions for action in row]
+    halves = {action for action in actions if action.op in (Op.I, Op.W)}
+    read = {stage for stage, op, _ in actions if op in (Op.B, Op.I, Op.W)}
+    for stage, op, microbatch in actions:
+        opened, left = now[stage]
+        if op == Op.F:
+            now[stage] = Held(opened + 1, left)
+        elif op == Op.I and (stage, Op.W, microbatch) in halves:
+            now[stage] = Held(opened - 1, left + 1)
+        elif op == Op.W and (stage, Op.I, microbatch) in halves:
+            now[stage] = Held(opened, left - 1)
+        elif op in (Op.B, Op.I, Op.W):
+            now[stage] = Held(opened - 1, left)
+        found[stage].add(now[stage])
+        if stage not in read:
+            now[stage] = Held(0, 0)
     return [frozenset(held) for held in found]

@@ -267,3 +267,20 @@ def test_schedules_hold_what_their_papers_say() -> None:
     zero_bubble = held_at_once(fpipe.schedules.zb_h1(ranks=4, microbatches=8))
     assert max(held.open for held in zero_bubble[3]) == 1
     assert max(held.left for held in zero_bubble[3]) == 4
+
+
+def test_half_a_backward_is_all_of_it_where_the_other_half_is_not_owed() -> None:
+    """A frozen stage between others held what it had left for gradients that nobody makes."""
+    rows = [
+        "0F0 0F1 0F2 0W0 0W1 0W2",
+        "1F0 1F1 1I0 1F2 1I1 1I2",
+        "2F0 2B0 2F1 2B1 2F2 2B2",
+    ]
+    schedule = fpipe.Schedule((0, 1, 2), [map(fpipe.Action.parse, row.split()) for row in rows])
+    fpipe.verify(schedule, requires=["FW", "FI", "FIW"])
+    first, frozen, last = held_at_once(schedule)
+    assert first == {(number, 0) for number in range(4)}
+    assert frozen == {(number, 0) for number in range(3)}
+    assert last == {(0, 0), (1, 0)}
+    forward = fpipe.schedules.forward_only(ranks=2, microbatches=3)
+    assert held_at_once(forward) == [{(0, 0), (1, 0)}] * 2
