@@ -16,10 +16,11 @@ _CURRENT: ContextVar[Pipeline | None] = ContextVar("fpipe.current", default=None
 class use:
     """Make a pipeline the one that `fpipe.step` runs: ``with fpipe.use(pipe): …``.
 
-    It holds for the current thread or task and may be nested.
+    It holds for the current thread or task and may be nested; each thread has one of its own.
 
     Args:
-        pipe: what `fpipe.pipeline`, `fpipe.from_module` or a transform of these returns.
+        pipe: what `fpipe.pipeline` or `fpipe.from_module` returns, or a transform whose ``step``
+            takes no vector and returns gradients, such as `fpipe.vmap`.
 
     Raises:
         FpipeError: `pipe` is no pipeline.

@@ -212,7 +212,8 @@ class Pipeline(Loadable):
         )
         moved = type(self)(definition, workshop=self.workshop if shares else None)
         if shares:
-            moved.derived = {key: own.with_schedule(schedule) for key, own in self.derived.items()}
+            derived = list(self.derived.items())  # to which another thread may add
+            moved.derived = {key: own.with_schedule(schedule) for key, own in derived}
         return moved
 
     def local(self, params: Any) -> Any:
@@ -233,7 +234,8 @@ class Pipeline(Loadable):
 
         ``program.peak_bytes`` is what the rank will hold at most, beside parameters and batch.
         Tensors on the meta device will do; a step on real tensors of those shapes, which lie on the
-        CPU or on the devices of the pipeline, then runs these programs.
+        CPU or on the devices of the pipeline, then runs these programs. They depend on no key:
+        it may be left out.
         """
 
         def enter() -> tuple[Any, Any]:

@@ -77,10 +77,10 @@ def key_of(key: Tensor, name: str) -> Tensor:
     Example:
         >>> from fpipe import random
         >>> key_of(random.key(0), "layers.0.weight").tolist()
-        [2062000697, 3691598895]
+        [1299223048, 814101155]
     """
     digest = hashlib.sha256(name.encode()).digest()
-    return random.fold_in(key, int.from_bytes(digest[:4], "big"))
+    return random.fold_in(key, int.from_bytes(digest[:8], "big", signed=True))
 
 
 def drawn(init_fn: InitFn, key: Tensor) -> Make:

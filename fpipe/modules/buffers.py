@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fpipe.draws import generators
 from fpipe.errors import StageError
 
 
@@ -137,9 +139,8 @@ def _once(
         if buffer is not None:
             memo[id(buffer)] = torch.full_like(buffer, fill, device=device)
     try:
-        cuda = [device] if device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices=cuda):
-            torch.manual_seed(fill)  # numbers that are drawn differ, and so are not taken
+        # Numbers that are drawn differ by the seed, and so are not taken.
+        with torch.no_grad(), _seeded(device, fill):
             other = copy.deepcopy(owner, memo)
             make(other)
     except Exception:
@@ -147,6 +148,20 @@ def _once(
         return None
     value = other._buffers[name]
     return None if value is None or value.is_meta else value
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Within it what draws on a device draws by a seed; no generator is left in another state."""
+    own = generators([device])
+    states = [generator.get_state() for generator in own]
+    try:
+        for generator in own:
+            generator.manual_seed(seed)
+        yield
+    finally:
+        for generator, state in zip(own, states, strict=True):
+            generator.set_state(state)
 
 
 def _in_words(value: object) -> str:

@@ -35,7 +35,8 @@ class ModulePipeline(Pipeline):
     Attributes:
         module: as it was given; training reads neither its parameters nor changes them.
         cuts: the submodules after which a stage ends; None where the forward calls `fpipe.cut`.
-        balance: how they were chosen, to be printed; None if they were named.
+        balance: how they were chosen, to be printed; None if they were named, and of a pipeline
+            that `with_schedule` or a transform has made of another.
     """
 
     def __init__(
@@ -194,10 +195,10 @@ class ModulePipeline(Pipeline):
         """Which of the parameters that this process has to give has no data."""
         readers = self.readers()
         for leaf, path in enumerate(tree.structure(params).paths()):
-            ranks = readers.get((0, leaf), (self.rank,))
-            if ranks[0] == self.rank and params[path[0]].is_meta:
+            gives = self.rank is None or readers.get((0, leaf), (self.rank,))[0] == self.rank
+            if gives and params[path[0]].is_meta:
                 text = f"params[{path[0]!r}] lies on the meta device and has no data"
-                if not readers:
+                if self.rank is not None and not readers:
                     text += (
                         ", and this pipeline has not run, so it is not known on which rank it has "
                         "some: call pipe.programs(params, batch) on all ranks first"

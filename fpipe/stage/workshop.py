@@ -100,7 +100,8 @@ class Workshop:
     @property
     def may_draw(self) -> bool:
         """Whether anything that was traced so far may draw from torch's generator."""
-        stages = (stage for chain in self._chains.values() for stage in chain.stages)
+        # A copy, to which another thread that traces adds nothing.
+        stages = (stage for chain in list(self._chains.values()) for stage in chain.stages)
         return any(may_draw(node) for stage in stages for node in stage.joint.graph.nodes)
 
     def _known(self, signature: Signature, size: int, shape: TreeShape) -> Chain | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.convention import Dual
-from fpipe.engine import Pipeline
+from fpipe.engine import OWN, Pipeline
 from fpipe.errors import BatchError
 from fpipe.nesting.history import is_tracked
 from fpipe.nesting.levels import is_within
@@ -113,7 +113,7 @@ class Directional(Wrapping):
         vector: Any,
         key: Tensor | None = None,
         *,
-        out_dims: Any = 0,
+        out_dims: Any = OWN,
     ) -> Any:
         """The last stage's output and its derivative, a pair; otherwise as `Pipeline.forward`.
 
@@ -121,7 +121,8 @@ class Directional(Wrapping):
         `value` returns it, and aux.
         """
         vectors = self._vectors(vector)
-        found = self.pipeline.run_forward(params, batch, *vectors, key=key, out_dims=out_dims)
+        dims = self.definition.out_dims if out_dims is OWN else out_dims
+        found = self.pipeline.run_forward(params, batch, *vectors, key=key, out_dims=dims)
         leaves = tree.flatten((params, batch, vectors))[0]
         if not is_within() and is_tracked(leaves):
             found = without_history(found, leaves, OF_DUALS)

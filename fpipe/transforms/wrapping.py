@@ -7,23 +7,23 @@ from typing import Any, Self
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.schedule import Schedule
-from fpipe.stage.workshop import Workshop
 
 
 class Wrapping:
     """A pipeline whose methods return something else than `Pipeline`'s do.
 
     Args:
-        definition: as for `Pipeline`, as is `workshop`.
+        definition: as for `Pipeline`.
+        pipeline: one that was made from it, if there is one.
 
     Attributes:
         definition: all that it was made from.
         pipeline: the pipeline that it runs.
     """
 
-    def __init__(self, definition: Definition, workshop: Workshop | None = None) -> None:
+    def __init__(self, definition: Definition, pipeline: Pipeline | None = None) -> None:
         self.definition = definition
-        self.pipeline = Pipeline(definition, workshop)
+        self.pipeline = pipeline or Pipeline(definition)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.pipeline!r}>"
@@ -31,7 +31,7 @@ class Wrapping:
     def with_schedule(self, schedule: Schedule) -> Self:
         """The same under another schedule, as `Pipeline.with_schedule`."""
         pipe = self.pipeline.with_schedule(schedule)
-        return type(self)(pipe.definition, pipe.workshop)
+        return type(self)(pipe.definition, pipe)
 
     def local(self, params: Any) -> Any:
         """As `Pipeline.local`, of parameters or a vector."""

@@ -386,6 +386,18 @@ def test_type_error_within_the_forward_is_no_matter_of_the_batch() -> None:
         pipe.step(detached(module), {"input": torch.ones(4, 3)})
 
 
+def test_nothing_is_copied_where_a_part_has_no_data() -> None:
+    """What lies on the meta device was found after the half was copied, once a step had run."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    pipe = fpipe.from_module(module, schedule=TWO, cuts=["0"], loss=squares, compile=False)
+    params = detached(module)
+    pipe.step(params, {"input": torch.ones(4, 3)})
+    part = {name: p + 1 if name[0] == "0" else p.to("meta") for name, p in params.items()}
+    with pytest.raises(fpipe.BatchError, match=r"params\['1.\w+'\] lies on the meta device"):
+        pipe.load_into(module, part)
+    assert all(torch.equal(p, params[name]) for name, p in module.named_parameters())
+
+
 def test_load_into_takes_the_module_first() -> None:
     module = nn.Linear(3, 3)
     pipe = fpipe.from_module(module, schedule=ONE, cuts=[], loss=squares, compile=False)

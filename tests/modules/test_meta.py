@@ -142,13 +142,21 @@ def step_of(pipe: fpipe.ModulePipeline) -> Tensor:
     return loss
 
 
-def test_buffer_is_made_by_the_module_and_nothing_else_is_touched() -> None:
+def test_buffer_is_made_by_the_module_and_nothing_else_is_touched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     expected = step_of(pipe_of(Scaled()))
     module = Resets()
     weight = module.first.weight.detach().clone()
     module.scale = module.scale.to("meta")
     assert torch.equal(step_of(pipe_of(module)), expected)
     assert module.scale.is_meta and torch.equal(module.first.weight, weight)
+    draws, drawn = Draws().to("meta"), torch.get_rng_state()
+    with pytest.raises(fpipe.StageError, match=r"'scale' of Draws lies on the meta"):
+        pipe_of(draws)
+    assert torch.equal(torch.get_rng_state(), drawn) and not seeds
     buffers = {"scale": torch.arange(3.0)}
     assert torch.equal(step_of(pipe_of(Scaled().to("meta"), buffers=buffers)), expected)
     # Those that are given take the place of those that have numbers too.

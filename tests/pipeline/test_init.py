@@ -57,6 +57,12 @@ def test_leaf_depends_on_key_and_name_alone() -> None:
     assert pipe.step(params, torch.ones(4, 3)).grads[1]["w"].shape == (3, 3)
 
 
+def test_many_names_have_keys_of_their_own() -> None:
+    """Of 49152 experts two had one key while the keys were folded in by 32 bits of a digest."""
+    first, second = "layers.33.experts.217.w3", "layers.58.experts.93.w1"
+    assert not torch.equal(key_of(random.key(0), first), key_of(random.key(0), second))
+
+
 def test_one_function_and_its_whole_tree() -> None:
     schedule = fpipe.schedules.one_f_one_b(ranks=4, microbatches=4)
     pipe = fpipe.pipeline(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import pickle
@@ -518,15 +519,27 @@ def test_generator_of_its_own() -> None:
         step(mlp_first, noisy)
 
 
-def test_seed_of_its_own() -> None:
+def test_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before it seeds: torch would seed the generators of all devices."""
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+
     def seeded(p: Any, x: Tensor) -> Tensor:
         torch.manual_seed(0)
         return torch.nn.functional.dropout(x @ p["w"])
 
+    def caught(p: Any, x: Tensor) -> Tensor:
+        with contextlib.suppress(RuntimeError, fpipe.FpipeError):
+            torch.manual_seed(0)
+        return torch.nn.functional.dropout(x @ p["w"])
+
     before = torch.get_rng_state()
-    with pytest.raises(StageError, match=r"stage 1 \(.*seeded\) seeds torch's generator: .* key"):
+    here = r"seeds torch's generator at .*test_refusals.py:\d+: .* key"
+    with pytest.raises(StageError, match=rf"stage 1 \(.*seeded\) {here}"):
         step(mlp_first, seeded)
-    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(StageError, match=r"stage 1 \(.*caught\) seeds torch's generator"):
+        step(mlp_first, caught)
+    assert torch.equal(torch.get_rng_state(), before) and not seeds
 
 
 def test_saved_tensor_hooks_within_a_stage() -> None:

@@ -113,6 +113,36 @@ def test_forward_returns_the_output_and_its_derivative() -> None:
     assert derivative["label"] is None
 
 
+def test_forward_puts_together_as_the_pipeline_does() -> None:
+    """The dimensions that the pipeline was made with were not read."""
+    schedule, w = schedules.gpipe(ranks=2, microbatches=2), torch.eye(3)
+    columns = fpipe.pipeline(
+        [lambda w, x: x @ w, lambda w, x: (x @ w).T],
+        lambda y, _: y.mean(),
+        schedule,
+        out_dims=1,
+        compile=False,
+    )
+    x = torch.arange(12.0).view(4, 3)
+    y, derivative = fpipe.jvp(columns).forward([w, w], x, [w, w])
+    assert torch.equal(y, columns.forward([w, w], x)) and torch.equal(derivative, 2 * y)
+    rows = fpipe.jvp(columns).forward([w, w], x, [w, w], out_dims=0)[0]
+    assert rows.shape == (6, 2)
+
+    def loss_fn(w: Tensor, x: Tensor) -> Any:
+        h = fpipe.cut(x @ w)
+        return h.mean(), {"all": h, "last": h.sum(0)}
+
+    pipe = fpipe.pipeline(
+        loss_fn,
+        schedule=schedule,
+        has_aux=True,
+        out_dims={"all": 0, "last": None},
+        compile=False,
+    )
+    assert_same(fpipe.jvp(pipe).forward(w, x, w).aux, pipe.forward(w, x).aux, TOLERANCE)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_ggnvp_is_that_of_torch_func(name: str) -> None:
     schedule = SCHEDULES[name]

@@ -16,11 +16,12 @@ from fpipe.stage.standin import StandIn
 
 @contextmanager
 def unseeded() -> Iterator[None]:
-    """Refuse what seeds torch's generator or leaves it in another state, and put that back.
+    """Refuse what seeds torch's generator, or leaves it in another state, which is put back.
 
-    Abstract tensors draw nothing, and `torch.manual_seed` seeds the generators of all devices. But
-    other threads, which load data or train, may have drawn or seeded meanwhile: while there are
-    any, only a call of `torch.manual_seed` in this one is refused.
+    A call of `torch.manual_seed` is refused where it stands, before any device is seeded. Other
+    ways to seed show in the state of the CPU's generator alone, for abstract tensors draw nothing;
+    but other threads, which load data or train, may have drawn or seeded meanwhile, so that is
+    looked at while there are none.
 
     Raises:
         Untraceable: it was seeded, or left in another state.
@@ -34,22 +35,28 @@ def unseeded() -> Iterator[None]:
     finally:
         _CALLS.reset(token)
     alone = threading.active_count() == 1
-    if calls or (alone and not torch.equal(torch.get_rng_state(), before)):
+    if alone and not torch.equal(torch.get_rng_state(), before):
         torch.set_rng_state(before)
-        raise Untraceable(
-            "seeds torch's generator",
-            "a step draws what was traced from a stream of its own; draw from a key, with "
-            "fpipe.random and has_key=True (fpipe.Stage(fn, reads_key=True) for a stage), or seed "
-            "before the step",
-        )
+        raise _refusal()
+    if calls:  # and the function has caught the refusal
+        raise _refusal()
 
 
 def _manual_seed(seed: int) -> Any:
-    """Seed, and note that this thread does."""
+    """Seed, or refuse to in a thread that traces."""
     calls = _CALLS.get()
-    if calls is not None:
-        calls.append(seed)
-    return _MANUAL_SEED(seed)
+    if calls is None:
+        return _MANUAL_SEED(seed)
+    calls.append(seed)
+    raise _refusal()
+
+
+def _refusal() -> Untraceable:
+    return Untraceable(
+        "seeds torch's generator",
+        "a step draws what was traced from a stream of its own; draw from a key, with fpipe.random "
+        "and has_key=True (fpipe.Stage(fn, reads_key=True) for a stage), or seed before the step",
+    )
 
 
 _CALLS: ContextVar[list[int] | None] = ContextVar("fpipe.seeds", default=None)
