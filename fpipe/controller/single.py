@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch
 
@@ -19,26 +16,14 @@ from fpipe.planning.plan import Plan
 from fpipe.planning.planner import Planner
 from fpipe.recording import Marks, active, timeline_of
 from fpipe.runtime.instrument import observed
-from fpipe.runtime.local import LocalTransport, run_together
+from fpipe.runtime.local import Lanes, LocalTransport, run_together
 from fpipe.runtime.program import Program
 
 T = TypeVar("T")
 
 
-_ALIVE: WeakSet[SingleController] = WeakSet()
-
-
-def _renew() -> None:
-    """In a forked process a thread that was in a step does not exist."""
-    for controller in list(_ALIVE):
-        controller.renew()
-
-
-os.register_at_fork(after_in_child=_renew)
-
-
 class SingleController:
-    """Drives all ranks of a pipeline in one thread.
+    """Drives all ranks of a pipeline in one thread, that of the caller: several may at one time.
 
     Args:
         planner: makes plans.
@@ -63,13 +48,7 @@ class SingleController:
         self._read_key = read_key
         self._split: Callable[[Any], Microbatches] = lambda b: split(b, in_dims, microbatches)
         self._devices = devices
-        self.renew()
-        _ALIVE.add(self)
-
-    def renew(self) -> None:
-        """Begin with a transport on which no step is under way."""
-        self._transport = LocalTransport(self._devices)
-        self._running = threading.Lock()  # the transport serves one step at a time
+        self._lanes: Lanes = {}
 
     def run(self, enter: Enter, goal: Goal, key: Any = None, name: str | None = None) -> Finished:
         """Run every rank's program to its end."""
@@ -83,8 +62,7 @@ class SingleController:
                 load(observed(program, own), plan, leaves, parts, self._device(program.rank), words)
                 for program, own in zip(plan.programs, marks, strict=True)
             ]
-            with self._running:
-                run_together(runs, self._transport)
+            run_together(runs, LocalTransport(self._devices, self._lanes))
             total = plan.total(runs)
         if recording is not None:
             recording.timelines.append(timeline_of(plan.schedule, [own or {} for own in marks]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,20 +27,26 @@ class Lane(NamedTuple):
     arriving: torch.cuda.Stream
 
 
+Lanes: TypeAlias = dict[tuple[torch.device, torch.device], Lane]
+
+
 class LocalTransport:
     """Hands values over by reference, or copies them where ranks have devices of their own.
+
+    It serves one step, so that others may run at the same time, in other threads.
 
     Copies between CUDA devices have a lane for each direction, ordered by events, so that they
     overlap with the computation of either device.
 
     Args:
         devices: the device of each rank, or None where all values stay on the device they are on.
+        lanes: which steps before have used, to which those are added that are missing.
     """
 
-    def __init__(self, devices: Sequence[torch.device] | None = None) -> None:
+    def __init__(self, devices: Sequence[torch.device] | None, lanes: Lanes) -> None:
         self._devices = devices
+        self._lanes = lanes
         self._mail: dict[Message, Sequence[Tensor]] = {}
-        self._lanes: dict[tuple[torch.device, torch.device], Lane] = {}
 
     def post(self, message: Message) -> None:
         """Nothing: the values come with their own memory."""
@@ -65,17 +71,15 @@ class LocalTransport:
                 _await(values, lane)
         return values
 
-    def clear(self) -> None:
-        """Forget messages of a step that failed."""
-        self._mail.clear()
-
     def _lane(self, source: torch.device, target: torch.device) -> Lane | None:
         """None where nothing is copied, or the copy is waited for, as from and to the CPU."""
         if source == target or {source.type, target.type} != {"cuda"}:
             return None
-        if (source, target) not in self._lanes:
-            self._lanes[source, target] = Lane(torch.cuda.Stream(source), torch.cuda.Stream(target))
-        return self._lanes[source, target]
+        lane = self._lanes.get((source, target))
+        if lane is None:
+            own = Lane(torch.cuda.Stream(source), torch.cuda.Stream(target))
+            lane = self._lanes.setdefault((source, target), own)
+        return lane
 
 
 def _copied(values: Sequence[Tensor], lane: Lane) -> list[Tensor]:
@@ -104,13 +108,10 @@ def run_together(runs: Sequence[Run], transport: LocalTransport) -> None:
     Raises:
         PipelineError: an action failed.
     """
-    try:
-        waiting = list(runs)
-        while waiting:
-            before = [run.next for run in waiting]
-            waiting = [run for run in waiting if not run.advance(transport)]
-            if [run.next for run in waiting] == before:
-                stuck = ", ".join(f"rank {r.program.rank} at instruction {r.next}" for r in waiting)
-                raise PipelineError(f"no rank can go on: {stuck}")
-    finally:
-        transport.clear()
+    waiting = list(runs)
+    while waiting:
+        before = [run.next for run in waiting]
+        waiting = [run for run in waiting if not run.advance(transport)]
+        if [run.next for run in waiting] == before:
+            stuck = ", ".join(f"rank {r.program.rank} at instruction {r.next}" for r in waiting)
+            raise PipelineError(f"no rank can go on: {stuck}")

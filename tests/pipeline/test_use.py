@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import fpipe
 from fpipe import FpipeError
@@ -75,8 +78,56 @@ def test_use_holds_for_its_own_thread() -> None:
         assert_identical(step(), ONE)
 
 
+def calling(meanwhile: Callable[[], object]) -> fpipe.Pipeline:
+    """A pipeline whose one stage calls a function whenever it runs."""
+
+    def compiled(graph: torch.fx.GraphModule, _: object) -> Any:
+        def run(values: list[Tensor]) -> Any:
+            meanwhile()
+            arguments = list(values)
+            values.clear()
+            return graph(*arguments)
+
+        return run
+
+    return fpipe.pipeline(
+        [lambda w, x: x * w],
+        lambda y, _: y.mean(),
+        fpipe.schedules.gpipe(ranks=1, microbatches=1),
+        compile=compiled,
+    )
+
+
+def test_threads_are_in_a_pipeline_at_one_time() -> None:
+    both = threading.Barrier(2)
+    pipe = calling(lambda: both.wait(30))
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(pipe.value, [torch.tensor(w)], torch.ones(4)) for w in (2.0, 3.0)]
+        assert [call.result().item() for call in calls] == [2, 3]
+
+
+def test_a_signal_may_call_the_pipeline_that_it_interrupts() -> None:
+    """It waited for ever for the step that had been interrupted, in its own thread, to end."""
+    signals, found = [signal.SIGUSR1], []
+
+    def interrupt() -> None:
+        if signals:
+            signal.raise_signal(signals.pop())
+
+    pipe = calling(interrupt)
+
+    def evaluate(*_: object) -> None:
+        found.append(pipe.value([torch.tensor(3.0)], torch.ones(4)).item())
+
+    before = signal.signal(signal.SIGUSR1, evaluate)
+    try:
+        assert pipe.value([torch.tensor(2.0)], torch.ones(4)) == 2
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found == [3]
+
+
 def test_threads_may_share_a_pipeline() -> None:
-    # Messages of steps that run at one time were mixed up.
     start = threading.Barrier(4)
     pipe = plain_pipeline(MODEL.stages, microbatches=4)
     scales = [1.0, 2.0, 3.0, 4.0]
