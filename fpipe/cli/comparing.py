@@ -25,8 +25,8 @@ def add(commands: Commands[Any]) -> None:
         "  bubble  makespan less the work of the busiest rank\n"
         "  idle    part of all ranks' time in which they do nothing\n"
         "  peak    most activations on a rank\n"
-        "  gap     how far the makespan is above what no schedule of that placement beats within\n"
-        "          that peak\n\n" + sources.FAMILIES,
+        "  gap     how far the makespan is above what no schedule of that placement beats in\n"
+        "          which no rank holds more than here\n\n" + sources.FAMILIES,
     )
     parser.add_argument(
         "schedules",

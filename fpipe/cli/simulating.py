@@ -21,7 +21,8 @@ letters for the later stages of the rank, and . for nothing.
   span           of the rank that takes longest, from its own first start to its last end
   bubble         makespan less the work of the busiest rank
   peak           most activations on a rank
-  bound          a time that no schedule of that placement beats within that peak
+  bound          a time that no schedule of that placement beats in which no rank
+                 holds more than here
   gap            how far the makespan is above the bound
   critical path  the actions that the last end waited for"""
 
@@ -55,7 +56,7 @@ def report(timeline: Timeline, width: int, *, bounded: bool = True) -> str:
     Args:
         timeline: of a schedule.
         width: in characters.
-        bounded: tell the bound of its placement and peak, and how far it is above.
+        bounded: tell the bound of its placement and peaks, and how far it is above.
     """
     width = max(width, 60)
     facts = [
@@ -64,17 +65,19 @@ def report(timeline: Timeline, width: int, *, bounded: bool = True) -> str:
         f"bubble {min(timeline.bubble):g}",
         f"peak {max(timeline.peak):g}",
     ]
+    unbounded = []
     if bounded:
         try:
             facts += [f"bound {timeline.bound:g}", f"gap {100 * timeline.gap:.1f} %"]
-        except ScheduleError:
-            facts.append("no bound (a stage has no whole backward)")
+        except ScheduleError as reason:
+            unbounded.append(f"no bound: {reason}")
     path = [str(event.action) for event in timeline.critical_path]
     return "\n".join(
         [
             str(timeline.schedule).partition("\n")[0],
             timeline.to_text(width=width),
             ", ".join(facts),
+            *unbounded,
             _shortened(f"critical path, {len(path)} actions:", path, width),
         ]
     )

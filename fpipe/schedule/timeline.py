@@ -163,8 +163,8 @@ class Timeline:
             # The bound counts the whole backward of every stage: of less it would prove too much.
             if (stage, Op.B) not in does and not {(stage, Op.I), (stage, Op.W)} <= does:
                 raise ScheduleError(
-                    f"{self.schedule!r} has no whole backward of stage {stage}, and the lower "
-                    "bound is one of training steps in which every stage has B, or I and W"
+                    f"stage {stage} of {self.schedule.name} has no whole backward, and the bound "
+                    "is of steps in which every stage has B, or I and W"
                 )
         ranks = max(placement) + 1  # what comes after has no stage
         each = self.cost.on(placement, self.schedule.num_ranks)
@@ -177,7 +177,8 @@ class Timeline:
     def gap(self) -> float:
         """How far the makespan is above `bound`, as a part of it: 0.02 is two percent.
 
-        A gap of 0 is a certificate: no schedule of this placement and memory is faster.
+        A gap of 0 is a certificate: no schedule of this placement is faster in which no
+        rank holds more.
 
         Raises:
             ScheduleError: as for `bound`.

@@ -131,7 +131,7 @@ def test_gap_is_zero_where_a_schedule_cannot_be_beaten() -> None:
 
 def test_evaluation_has_no_training_bound() -> None:
     timeline = simulate(Schedule([0], [row("0F0")]), UNIT)
-    with pytest.raises(ScheduleError, match="no whole backward of stage 0"):
+    with pytest.raises(ScheduleError, match=r"stage 0 of .* has no whole backward"):
         _ = timeline.bound
 
 
@@ -161,9 +161,7 @@ def test_an_empty_timeline_took_no_time() -> None:
 )
 def test_a_schedule_of_frozen_stages_has_no_training_bound(rows: list[str]) -> None:
     timeline = simulate(Schedule([0, 1], [row(text) for text in rows]), UNIT)
-    with pytest.raises(
-        ScheduleError, match=r"no whole backward of stage [01], and the lower bound"
-    ):
+    with pytest.raises(ScheduleError, match=r"stage [01] of .* no whole backward, and the bound"):
         _ = timeline.gap
 
 

@@ -92,7 +92,7 @@ def svg(charts: Sequence[Chart], *, width: float | None = None) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{tall}" '
             f'viewBox="0 0 {wide} {tall}" font-family="{FONT}" font-size="{_n(11 * size)}" '
-            'style="max-width:100%;height:auto">',
+            'style="max-width:100%" preserveAspectRatio="xMinYMin">',
             f"<title>{marked_up(', '.join(chart.name for chart in charts))}</title>",
             '<defs><pattern id="idle" width="5" height="5" patternUnits="userSpaceOnUse" '
             'patternTransform="rotate(45)"><rect width="5" height="5" fill="#f4f4f4"/>'
