@@ -1,27 +1,54 @@
-"""Methods of torch's that are replaced while something is traced: no mode sees their calls."""
+"""What stands in for functions of torch while something is traced."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
 from typing import Any
 
+from torch.overrides import TorchFunctionMode
+
+
+class Instead(TorchFunctionMode):
+    """Within it other functions are called in place of those of torch.
+
+    Args:
+        others: by the function of torch.
+    """
+
+    def __init__(self, others: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+        super().__init__()
+        self._others = others
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`, or what stands for it."""
+        return self._others.get(func, func)(*args, **(kwargs or {}))
+
 
 class StandIn:
-    """Methods that stand in for others while anyone is within `active`.
+    """Methods that stand in for others while anyone is within `active`: no mode sees their calls.
 
     All threads call them then. In a thread that is not within `active`, where `is_active` is False,
-    a stand-in must do what the method does that it replaces.
+    a stand-in must do what the method does that it replaces, which `own` returns: what stood there
+    when it took its place, for others replace methods too, as torch._dynamo does when it is loaded.
 
     Args:
         name: of the methods.
-        methods: for each class or module, what stands there and what is to take its place.
+        methods: for each class or module, what is to take the place of what stands there.
     """
 
-    def __init__(self, name: str, methods: Mapping[Any, tuple[Any, Any]]) -> None:
+    def __init__(self, name: str, methods: Mapping[Any, Any]) -> None:
         self._name, self._methods = name, methods
+        self._found = {kind: vars(kind)[name] for kind in methods}
+        self._above: dict[Any, Any] = {}  # what was put over a stand-in, and may call it for ever
         self._within: ContextVar[bool] = ContextVar(f"fpipe.{name}", default=False)
         self._lock = Lock()
         self._count = 0
@@ -30,6 +57,10 @@ class StandIn:
     def is_active(self) -> bool:
         """Whether this thread or task is within `active`."""
         return self._within.get()
+
+    def own(self, kind: Any) -> Any:
+        """What stands in a class or module, or stood there when it was replaced."""
+        return self._found[kind]
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -45,6 +76,14 @@ class StandIn:
     def _counted(self, more: int) -> None:
         with self._lock:
             before, self._count = self._count, self._count + more
-            if bool(before) != bool(self._count):
-                for kind, (own, other) in self._methods.items():
-                    setattr(kind, self._name, other if self._count else own)
+            if bool(before) == bool(self._count):
+                return
+            for kind, other in self._methods.items():
+                stands = vars(kind)[self._name]
+                if self._count and stands is not self._above.get(kind):
+                    self._found[kind] = stands
+                    setattr(kind, self._name, other)
+                elif not self._count and stands is other:
+                    setattr(kind, self._name, self._found[kind])
+                elif not self._count:
+                    self._above[kind] = stands

@@ -192,7 +192,7 @@ def test_seeding_that_is_undone_is_refused() -> None:
 
     schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
     pipe = fpipe.pipeline([stage], lambda y, _: y.square().mean(), schedule, compile=False)
-    with pytest.raises(fpipe.StageError, match=r"seeds torch's generator: .*draw from a key"):
+    with pytest.raises(fpipe.StageError, match=r"seeds torch's generator at .*draw from a key"):
         pipe.step([torch.ones(())], torch.ones(2))
 
 

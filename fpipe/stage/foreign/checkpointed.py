@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -149,7 +149,8 @@ def _generator(
 ) -> Iterator[None]:
     """What runs before and after the function of a checkpoint that is not reentrant."""
     if not _GENERATORS.is_active:
-        yield from _GENERATOR(function, preserve_rng_state, context_fn, *args, **kwargs)
+        own = _GENERATORS.own(checkpoint)
+        yield from own(function, preserve_rng_state, context_fn, *args, **kwargs)
         return
     within, _ = context_fn()
     policy = None
@@ -165,6 +166,4 @@ def _marked(policy: Save | None) -> AbstractContextManager[None]:
 
 
 _NAME = "_checkpoint_without_reentrant_generator"
-_GENERATOR: Any = getattr(checkpoint, _NAME)
-_METHODS: Mapping[Any, tuple[Any, Any]] = {checkpoint: (_GENERATOR, _generator)}
-_GENERATORS = StandIn(_NAME, _METHODS)
+_GENERATORS = StandIn(_NAME, {checkpoint: _generator})

@@ -38,27 +38,27 @@ def with_contexts() -> Iterator[None]:
 
 
 def _apply(function: Any, *args: Any, **options: Any) -> Any:
+    apply = _APPLIES.own(torch.autograd.Function).__func__
     if _APPLIES.is_active and is_reentrant(function):
         return plainly(*args, **options)
     if not (_APPLIES.is_active and torch._C._are_functorch_transforms_active()):
-        return _APPLY.__func__(function, *args, **options)
+        return apply(function, *args, **options)
     if is_registered(function):
         return apply_at_one_level(function, *args)
     combined = function.setup_context is torch.autograd.Function.setup_context
     own = not function.__module__.startswith("torch.") or function.__module__ in _LIKE_OWN
     if combined and own:
         check_plain(function, (args, options))
-        *made, form = _APPLY.__func__(_Combined, function, *args, **options)
+        *made, form = apply(_Combined, function, *args, **options)
         outputs = tuple(made[: form.count])
         return outputs if form.several else outputs[0]
-    return _APPLY.__func__(function, *args, **options)
+    return apply(function, *args, **options)
 
 
 # Of torch's modules, those with Functions of values alone, such as a user may write.
 _LIKE_OWN = frozenset({"torch.distributions.dirichlet"})
 
-_APPLY: Any = vars(torch.autograd.Function)["apply"]
-_APPLIES = StandIn("apply", {torch.autograd.Function: (_APPLY, classmethod(_apply))})
+_APPLIES = StandIn("apply", {torch.autograd.Function: classmethod(_apply)})
 
 
 @dataclass(frozen=True)

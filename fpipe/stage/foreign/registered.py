@@ -61,8 +61,7 @@ def _any_requires_grad(*args: Any, **options: Any) -> bool:
                         "derivative in a direction (jvp)",
                         "torch knows no such derivative of it; compute it in plain operations",
                     )
-    return _ANY_REQUIRES_GRAD(*args, **options)
+    return bool(_ASKS.own(torch._C)(*args, **options))
 
 
-_ANY_REQUIRES_GRAD: Any = torch._C._any_requires_grad
-_ASKS = StandIn("_any_requires_grad", {torch._C: (_ANY_REQUIRES_GRAD, _any_requires_grad)})
+_ASKS = StandIn("_any_requires_grad", {torch._C: _any_requires_grad})

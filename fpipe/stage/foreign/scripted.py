@@ -24,10 +24,10 @@ def as_written() -> AbstractContextManager[None]:
     return _CALLS.active()
 
 
-def _looking(compiled: Any) -> Any:
+def _looking(kind: Any) -> Any:
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
         if not _CALLS.is_active:
-            return compiled(self, *arguments, **options)
+            return _CALLS.own(kind)(self, *arguments, **options)
         # Set by torch.jit, for torch.compile.
         written = getattr(self, "_torchdynamo_inline", None)
         if written is None:
@@ -43,8 +43,5 @@ def _looking(compiled: Any) -> Any:
 
 _CALLS = StandIn(
     "__call__",
-    {
-        kind: (kind.__call__, _looking(kind.__call__))
-        for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)
-    },
+    {kind: _looking(kind) for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)},
 )

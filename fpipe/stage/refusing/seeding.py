@@ -46,7 +46,7 @@ def _manual_seed(seed: int) -> Any:
     """Seed, or refuse to in a thread that traces."""
     calls = _CALLS.get()
     if calls is None:
-        return _MANUAL_SEED(seed)
+        return _SEEDS.own(torch)(seed)
     calls.append(seed)
     raise _refusal()
 
@@ -60,5 +60,4 @@ def _refusal() -> Untraceable:
 
 
 _CALLS: ContextVar[list[int] | None] = ContextVar("fpipe.seeds", default=None)
-_MANUAL_SEED = torch.manual_seed
-_SEEDS = StandIn("manual_seed", dict.fromkeys((torch, torch.random), (_MANUAL_SEED, _manual_seed)))
+_SEEDS = StandIn("manual_seed", dict.fromkeys((torch, torch.random), _manual_seed))
