@@ -5,11 +5,12 @@ would run it member by member; for a query that may look at no key its plain mat
 finite one. The normalisations have forward-mode rules, but the derivative of those by the input is
 silently wrong (pytorch #196699 and #196700: the saved mean and deviation are taken for constants),
 as is some linear algebra, and that of a gated unit does not exist. That of ``logcumsumexp`` loses
-its digits, weight normalisation has none (and the derivative of its backward is wrong), that of an
-embedding moves the padding, from which no gradient comes, and ``lerp_``, of which quantiles are
-made, fails on abstract tensors within a `jvp`. Recurrent layers, and leaky units whose slope is
-drawn, have no batching rules, oneDNN's LSTM no forward-mode ones either, and what `vmap` makes of
-``select_scatter``, and of embeddings with padding, has another gradient. Written out all are right.
+its digits, that of ``cumprod`` is NaN at zeros, weight normalisation has none (and the derivative
+of its backward is wrong), that of an embedding moves the padding, from which no gradient comes, and
+``lerp_``, of which quantiles are made, fails on abstract tensors within a `jvp`. Recurrent layers,
+and leaky units whose slope is drawn, have no batching rules, oneDNN's LSTM no forward-mode ones
+either, and what `vmap` makes of ``select_scatter``, and of embeddings with padding, has another
+gradient. Written out, all are right.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 from torch._functorch import eager_transforms
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.stage.refusing.explain import SPARSE, Untraceable
+from fpipe.stage.standin import Instead
 from fpipe.stage.tracing.known import symbolic_zeros
 from fpipe.transforms.linear import LINEAR, UNKNOWN
 
@@ -38,7 +39,7 @@ aten = torch.ops.aten
 @contextmanager
 def batched(devices: Collection[str]) -> Iterator[None]:
     """The context in which `vmap` runs over values on devices of these types."""
-    with sdpa_kernel(SDPBackend.MATH) if "cpu" in devices else nullcontext(), _Plainly(_BATCHED):
+    with sdpa_kernel(SDPBackend.MATH) if "cpu" in devices else nullcontext(), Instead(_BATCHED):
         yield
 
 
@@ -46,7 +47,7 @@ def batched(devices: Collection[str]) -> Iterator[None]:
 def differentiable_twice() -> Iterator[None]:
     """The context in which forward-mode derivatives are taken that are differentiated again."""
     kernels = _Kernels(under_vmap=_under_vmap())
-    with beneath_forward_mode(), sdpa_kernel(SDPBackend.MATH), kernels, _Plainly(_SMOOTH):
+    with beneath_forward_mode(), sdpa_kernel(SDPBackend.MATH), kernels, Instead(_SMOOTH):
         yield
 
 
@@ -63,27 +64,6 @@ def beneath_forward_mode() -> Iterator[None]:
         yield
     finally:
         eager_transforms.JVP_NESTING -= opened
-
-
-class _Plainly(TorchFunctionMode):
-    """Puts other functions in place of those of torch.
-
-    Args:
-        others: by the function of torch.
-    """
-
-    def __init__(self, others: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
-        super().__init__()
-        self._others = others
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Collection[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return self._others.get(func, func)(*args, **(kwargs or {}))
 
 
 def _under_vmap() -> bool:
@@ -260,6 +240,23 @@ def _logcumsumexp(input: Tensor, dim: int) -> Tensor:
     size = values.shape[-1]
     earlier = torch.ones(size, size, dtype=torch.bool, device=input.device).tril()
     return torch.where(earlier, values, -torch.inf).logsumexp(-1).movedim(-1, dim)
+
+
+def _cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    # By doubling, in products alone: the derivative of the forward-mode rule divides by zeros.
+    input = input if dtype is None else input.to(dtype)
+    if not input.dim() or not (input.is_floating_point() or input.is_complex()):
+        return torch.cumprod(input, dim)
+    half = input.dtype in (torch.float16, torch.bfloat16)
+    found, reach = (input.float() if half else input).movedim(dim, -1), 1
+    while reach < found.shape[-1]:
+        later = found[..., reach:] * found[..., :-reach]
+        found, reach = torch.cat([found[..., :reach], later], -1), 2 * reach
+    return found.movedim(-1, dim).to(input.dtype)
+
+
+def _cumprod_(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    return input.copy_(_cumprod(input.clone(), dim, dtype=dtype))
 
 
 def _lerp_(input: Tensor, end: Tensor, weight: Any) -> Tensor:
@@ -462,6 +459,9 @@ _SMOOTH: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.embedding: _torch_embedding,
     torch.logcumsumexp: _logcumsumexp,
     Tensor.logcumsumexp: _logcumsumexp,
+    torch.cumprod: _cumprod,
+    Tensor.cumprod: _cumprod,
+    Tensor.cumprod_: _cumprod_,
     Tensor.lerp_: _lerp_,
     torch.quantile: _quantile,
     Tensor.quantile: _quantile,

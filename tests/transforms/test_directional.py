@@ -5,7 +5,9 @@ Every schedule is in test_every_schedule.py, with a small model.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -339,6 +341,37 @@ def test_operations_whose_forward_mode_rules_are_wrong_themselves(name: str) -> 
 
     expected = jvp(grad(theirs), (x,), (vector,))
     assert_same((grads, product), expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_products_over_zeros(dim: int, dtype: torch.dtype) -> None:
+    """Second derivatives of cumprod were NaN at a zero, without a word."""
+    x, vector = torch.randn(2, 5, 5, generator=SEED, dtype=dtype)
+    x[1, 1] = x[2] = 0.0
+
+    def function(x: Tensor) -> Tensor:
+        return torch.cumprod(x, dim) + x.cumprod(dim) * x.clone().cumprod_(dim)
+
+    def other(x: Tensor) -> Tensor:
+        lines = x.movedim(dim, -1).unbind(-1)
+        found = torch.stack(list(itertools.accumulate(lines, torch.mul)), -1).movedim(-1, dim)
+        return found + found * found
+
+    def loss(function: Any, x: Tensor) -> Tensor:
+        value: Tensor = torch.view_as_real(function(x) + 0j).sin()
+        return value.sum()
+
+    schedule = schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline(lambda x, _: loss(function, x), schedule=schedule, compile=False)
+    found = fpipe.hvp(pipe).step(x, torch.zeros(1), vector)
+    expected = jvp(grad(partial(loss, other)), (x,), (vector,))
+    assert_same((found.grads, found.hvp), expected, TOLERANCE)
+    counts = fpipe.pipeline(
+        lambda x, batch: (x * torch.cumprod(batch, 0)).sum(), schedule=schedule, compile=False
+    )
+    counted = fpipe.hvp(counts).step(torch.ones(4), torch.arange(1, 5), torch.ones(4))
+    assert counted.grads.tolist() == [1, 2, 6, 24]
 
 
 SEED = torch.Generator().manual_seed(0)
