@@ -49,11 +49,16 @@ def gradients(
         (0 if params.shared else stage, leaf): value
         for (stage, leaf), value in collected(plan, runs).items()
     }
+    here = {leaf for run in runs for _, leaf, _ in run.program.bindings.params}
     elsewhere = {
         leaf
         for program in plan.programs
-        for _, leaf, *_ in program.results.grads
-        if params.shared and (0, leaf) not in found
+        for leaf in (
+            *(leaf for _, leaf, *_ in program.results.grads if (0, leaf) not in found),
+            # The loss need not depend on what is read.
+            *(leaf for _, leaf, _ in program.bindings.params if leaf not in here),
+        )
+        if params.shared
     }
     grads: list[Tensor | None] = []
     for stage, leaves in enumerate(params.stages[:1] if params.shared else params.stages):

@@ -438,3 +438,46 @@ def test_what_ranks_lack_is_refused(crew: Crew) -> None:
         assert outcome.error.rank == 1 and outcome.error.stage == 1
         assert "reads the parameter ['blocks.1" in outcome.error.text
         assert "lies on the meta device" in outcome.error.text
+
+
+class Taught(torch.nn.Module):
+    """Its teacher is read on the first rank alone, without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.first, self.last = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            aim = self.teacher(x)
+        out: Tensor = self.last(torch.tanh(self.first(x)) + aim)
+        return out
+
+
+def train_taught(group: Group) -> tuple[dict[str, Tensor | None], Tensor]:
+    with torch.device("meta"):
+        module, batch = Taught().double(), {"x": torch.empty(8, 4).double()}
+    pipe = fpipe.from_module(
+        module,
+        schedule=schedules.one_f_one_b(ranks=2, microbatches=4),
+        cuts=["first"],
+        loss=lambda output, _: output.square().mean(),
+        compile=False,
+        group=group,
+    )
+    params = pipe.init(normal, random.key(0), batch)
+    grads = pipe.step(params, {"x": torch.ones(8, 4).double()}).grads
+    return grads, fpipe.clip_by_global_norm(grads, 1.0, pipeline=pipe)[1]
+
+
+def test_what_another_rank_reads_has_no_gradient_here_whether_it_is_trained_or_not(
+    crew: Crew,
+) -> None:
+    """A rank got one of its own, without data, which no norm could be taken of."""
+    first, last = values(crew.run(train_taught, ranks=range(2)))
+    grads, norm = train_taught(None)
+    assert torch.equal(first[1], norm) and torch.equal(last[1], norm)
+    for name, grad in grads.items():
+        assert grad is not None
+        holder, other = (last, first) if name.startswith("last") else (first, last)
+        assert torch.equal(holder[0][name], grad) and other[0][name] is None
