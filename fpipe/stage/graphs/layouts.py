@@ -31,10 +31,15 @@ class Layout(NamedTuple):
         pairs = zip(self.shape, self.stride, strict=True)
         return () if 0 in self.shape else tuple(step for size, step in pairs if size > 1)
 
-    @property
-    def order(self) -> list[int]:
-        """The dimensions as the memory has them, the slowest first."""
-        return sorted(range(len(self.shape)), key=lambda dim: -self.stride[dim])
+
+def memory_order(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """The dimensions of a tensor as its memory has them, the slowest first.
+
+    Example:
+        >>> memory_order((4, 2, 3), (1, 12, 4))
+        [1, 2, 0]
+    """
+    return sorted(range(len(shape)), key=lambda dim: (-stride[dim], -shape[dim]))
 
 
 def layouts_of(graph: fx.Graph) -> list[Layout | None]:
@@ -72,7 +77,7 @@ def lay_out(graph: fx.Graph, layouts: Mapping[int, Layout]) -> None:
     returned: Any = end.args[0]
     outputs = list(returned)
     for number, layout in layouts.items():
-        order = layout.order
+        order = memory_order(layout.shape, layout.stride)
         places = [order.index(dim) for dim in range(len(order))]
         dense = torch.empty([layout.shape[dim] for dim in order], device="meta").permute(places)
         if Layout(layout.shape, dense.stride()).steps != layout.steps:

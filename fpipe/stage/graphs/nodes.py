@@ -144,6 +144,12 @@ def inserted(before: fx.Node, target: Any, *arguments: Any, **options: Any) -> f
     return made
 
 
+def replace(node: fx.Node, by: fx.Node) -> None:
+    """Let `by` take the place of a node, which leaves its graph."""
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
 def marks_of(node: fx.Node) -> dict[str, Any]:
     """Where a node was recorded, as the ``meta`` of one that takes its place says it."""
     return {key: node.meta[key] for key in (STAGE, CHECKPOINT) if key in node.meta}

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from fpipe.stage.graphs.layouts import copied
-from fpipe.stage.graphs.nodes import ancestors, base_of, inserted, value_of
+from fpipe.stage.graphs.layouts import copied, memory_order
+from fpipe.stage.graphs.nodes import ancestors, base_of, inserted, replace, value_of
 
 aten = torch.ops.aten
 
@@ -55,11 +55,11 @@ def simplify(
         if node.target in _FILLS:
             _look_at_nothing(node)
         elif node.target in _IDENTITIES:
-            _replace(node, node.args[0])
+            replace(node, node.args[0])
         elif node.target is aten._conj.default and not isinstance(node.args[0], fx.Node):
             _conjugate_number(node)
         elif node.target is aten.t.default and _is_transpose(node.args[0]):
-            _replace(node, node.args[0].args[0])
+            replace(node, node.args[0].args[0])
         elif node.target is aten.convolution_backward.default:
             _split_convolution_backward(graph, node)
         elif node.target is aten.nll_loss2d_backward.default:
@@ -137,8 +137,7 @@ def _order_of(value: Tensor, owner: Tensor | None) -> list[int]:
     usual = list(range(value.dim()))
     if owner is None or owner.shape != value.shape:
         return usual
-    strides, shape = owner.stride(), owner.shape
-    order = sorted(usual, key=lambda d: (-strides[d], -shape[d]))
+    order = memory_order(owner.shape, owner.stride())
     return order if owner.permute(order).is_contiguous() else usual
 
 
@@ -180,11 +179,6 @@ def _conjugate_number(node: fx.Node) -> None:
     node.args = (number.conjugate(),)
     node.kwargs = {"dtype": value.dtype, "device": value.device}
     node.target = aten.scalar_tensor.default
-
-
-def _replace(node: fx.Node, by: fx.Node) -> None:
-    node.replace_all_uses_with(by)
-    node.graph.erase_node(node)
 
 
 def _split_convolution_backward(graph: fx.Graph, node: fx.Node) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from fpipe.errors import StageError
-from fpipe.stage.graphs.nodes import inserted, value_of
+from fpipe.stage.graphs.layouts import memory_order
+from fpipe.stage.graphs.nodes import inserted, replace, value_of
 
 aten = torch.ops.aten
 
@@ -33,11 +34,11 @@ def number_elements(name: str, graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
         make = _Maker(name, node)
         elements = make(aten.index_select.default, make.flat(), 0, make.numbers())
-        make.replace(make(aten.reshape.default, elements, node.args[1]))
+        replace(node, make(aten.reshape.default, elements, node.args[1]))
     for node in graph.find_nodes(op="call_function", target=aten.as_strided_scatter.default):
         make = _Maker(name, node)
         part = make(aten.reshape.default, node.args[1], [-1])
-        make.replace(make.shaped(make(aten.scatter.src, make.flat(), 0, make.numbers(), part)))
+        replace(node, make.shaped(make(aten.scatter.src, make.flat(), 0, make.numbers(), part)))
 
 
 class _Maker:
@@ -58,9 +59,7 @@ class _Maker:
         self._size, self._stride = arguments[:2]
         given = arguments[2] if len(arguments) > 2 else None
         self._offset = self._value.storage_offset() if given is None else given
-        steps = zip(self._value.stride(), self._value.shape, range(self._value.dim()), strict=True)
-        # The dimensions as the memory has them.
-        self._order = [dim for _, _, dim in sorted(steps, key=lambda s: (-s[0], -s[1], s[2]))]
+        self._order = memory_order(self._value.shape, self._value.stride())
         if not self._value.permute(self._order).is_contiguous():
             raise self._refusal("which has gaps in its memory")
         if self._value.is_conj() or self._value.is_neg():
@@ -90,11 +89,6 @@ class _Maker:
         every = self(aten.arange.default, self._value.numel(), device=self._value.device)
         looked_at = self(aten.as_strided.default, every, self._size, self._stride, start)
         return self(aten.reshape.default, looked_at, [-1])
-
-    def replace(self, new: fx.Node) -> None:
-        """Let `new` take the place of the node."""
-        self._node.replace_all_uses_with(new)
-        self._node.graph.erase_node(self._node)
 
     def _refusal(self, why: str) -> StageError:
         return StageError(

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fpipe.stage.graphs.nodes import inserted, value_of
+from fpipe.stage.graphs.nodes import inserted, replace, value_of
 
 aten = torch.ops.aten
 
@@ -28,13 +28,13 @@ def make_writes_differentiable(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
         target = value_of(node)
         value = inserted(node, aten._to_copy.default, node.args[1], dtype=target.dtype)
-        _replace(node, inserted(node, aten.expand.default, value, list(target.shape)))
+        replace(node, inserted(node, aten.expand.default, value, list(target.shape)))
     for target, write in _WRITES.items():
         for node in graph.find_nodes(op="call_function", target=target):
             if value_of(node).dtype.is_complex:
                 whole, part, *place = node.args
                 made = write(node, _as_real(node, whole), _as_real(node, part), *place)
-                _replace(node, inserted(node, aten.view_as_complex.default, made))
+                replace(node, inserted(node, aten.view_as_complex.default, made))
 
 
 def _slice(
@@ -66,8 +66,3 @@ _WRITES: Final[Mapping[Any, Callable[..., fx.Node]]] = {
 def _as_real(node: fx.Node, value: Any) -> fx.Node:
     resolved = inserted(node, aten.resolve_conj.default, value)
     return inserted(node, aten.view_as_real.default, resolved)
-
-
-def _replace(node: fx.Node, by: fx.Node) -> None:
-    node.replace_all_uses_with(by)
-    node.graph.erase_node(node)

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from fpipe.stage.foreign.ctc import ctc_loss
 from fpipe.stage.refusing.explain import Untraceable
+from fpipe.stage.standin import Instead
 
 
-class WithoutPeeking(TorchFunctionMode):
+class WithoutPeeking(Instead):
     """Within it torch does not check the values of arguments.
 
     Indices of `one_hot` that are no class give rows of zeros, as on CUDA under torch.compile; in
@@ -31,15 +31,8 @@ class WithoutPeeking(TorchFunctionMode):
     tensors are refused.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Call `func`, or what stands for it."""
-        return _WITHOUT.get(func, func)(*args, **(kwargs or {}))
+    def __init__(self) -> None:
+        super().__init__(_WITHOUT)
 
 
 def _set_item(x: Tensor, index: Any, value: Any) -> None:
