@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.errors import StageError
+from fpipe.errors import StageError, check_choice
 from fpipe.nn import closed, opened
 
 
@@ -120,10 +120,7 @@ def called(has_state: bool, batch_norm: str) -> Convention:
     Raises:
         StageError: running statistics are chosen without a state to hold them, or wrongly.
     """
-    if batch_norm not in BATCH_NORMS:
-        raise StageError(
-            f"batch_norm={batch_norm!r} must be one of {', '.join(map(repr, BATCH_NORMS))}"
-        )
+    check_choice("batch_norm", batch_norm, BATCH_NORMS)
     if batch_norm == "deferred" and not has_state:
         raise StageError(
             'batch_norm="deferred" is about running statistics, which a state holds: pass '

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fpipe import tree
 from fpipe.convention import DEFERRED, PLAIN, Convention
-from fpipe.errors import BatchError, ScheduleError, StageError
+from fpipe.errors import BatchError, ScheduleError, StageError, check_choice, check_flags, label_of
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.requires import owed_by_actions
 from fpipe.schedule.verifier import verify
@@ -99,7 +100,7 @@ class Definition:
     alone: tuple[Definition, tuple[Any, ...], str] | None = None
 
     def __post_init__(self) -> None:
-        self._check_flags()
+        check_flags(has_aux=self.has_aux, has_key=self.has_key, has_state=self.has_state)
         self._check_timeout()
         _check_schedule(self.schedule, self.trainable, function=self.function)
         if not callable(self.loss):
@@ -121,10 +122,7 @@ class Definition:
             )
         if self.has_state:
             self._check_state()
-        if self.reduction not in REDUCTIONS:
-            raise StageError(
-                f"reduction={self.reduction!r} must be one of {', '.join(map(repr, REDUCTIONS))}"
-            )
+        check_choice("reduction", self.reduction, REDUCTIONS)
         if self.accum_dtype is not None and not (
             isinstance(self.accum_dtype, torch.dtype)
             and (self.accum_dtype.is_floating_point or self.accum_dtype.is_complex)
@@ -141,12 +139,6 @@ class Definition:
             )
         if self.group is not None:
             self._check_group(self.group)
-
-    def _check_flags(self) -> None:
-        for name in ("has_aux", "has_key", "has_state"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise StageError(f"{name}={value!r:.60} must be True or False")
 
     def _check_timeout(self) -> None:
         given = self.timeout
@@ -277,16 +269,16 @@ class Definition:
                 (self.has_key, self.keyed, [s.reads_key for s in self.stages])
             ),
             "has_state": str((self.has_state, self.convention is DEFERRED)),
-            "remat policy": self.remat if isinstance(self.remat, str) else Stage(self.remat).label,
+            "remat policy": self.remat if isinstance(self.remat, str) else label_of(self.remat),
             "accum_dtype": str(self.accum_dtype),
-            "in_dims": repr(self.in_dims),
+            "in_dims": str(tree.flatten(self.in_dims)),
             "transform": repr((self.loss_shape, self.loss_cotangent, self.sink.join, self.argnums)),
         }
 
 
 def _named(choice: Any) -> str:
     """A choice of parameters, the same text in every process."""
-    return Stage(choice).label if callable(choice) else repr(choice)
+    return label_of(choice) if callable(choice) else repr(choice)
 
 
 def _check_schedule(schedule: Schedule, trainable: Trainable, *, function: bool) -> None:

@@ -387,18 +387,23 @@ def keyed(key: Tensor) -> Iterator[None]:
         True
     """
     random.check_key(key)
-    with _Keyed(_unwrapped(key)):
-        yield
-
-
-def _unwrapped(key: Tensor) -> Tensor:
-    """The key itself, within `torch.func.grad` and the like, which do not differentiate it."""
-    while torch._C._functorch.is_gradtrackingtensor(key):
-        key = torch._C._functorch.get_unwrapped(key)
-    if torch._C._functorch.is_functorch_wrapped_tensor(key):
+    own = unwrapped(key)
+    if own is None:
         raise FpipeError(
             "key is mapped by torch.func.vmap, or that of a stage while it is traced, but what "
             "torch's operations draw has one key: call the functions of fpipe.random with the key, "
             "or let a module draw from that of the step (fpipe.from_module, has_key=True)"
         )
-    return key
+    with _Keyed(own):
+        yield
+
+
+def unwrapped(key: Tensor) -> Tensor | None:
+    """The key itself, within `torch.func.grad` and the like, to whose level all belongs there.
+
+    Returns:
+        None where it is mapped, and has other numbers for each member.
+    """
+    while torch._C._functorch.is_gradtrackingtensor(key):
+        key = torch._C._functorch.get_unwrapped(key)
+    return None if torch._C._functorch.is_functorch_wrapped_tensor(key) else key

@@ -101,9 +101,10 @@ def pipeline(
             by call, and saved where selective checkpointing says so. What depends on parameters
             alone is computed once a step, and kept for it. The result never depends on any of it.
         compile: True for Inductor; False to run the traced graphs uncompiled; a mapping with
-            ``backend``, ``mode`` and ``options`` as for `torch.compile`; or a callable from a
-            graph module and example inputs to a boxed callable, which takes its inputs in a list
-            and may empty it; its outputs must have the strides that the graph's have.
+            ``backend``, ``mode`` and ``options`` as for `torch.compile`, or a backend's name; or a
+            callable from a graph module and example inputs to a boxed callable, which takes its
+            inputs in a list and may empty it; its outputs must have the strides that the graph's
+            have.
         accum_dtype: dtype in which gradients are summed over microbatches, None for that of each
             parameter. Gradients are returned in the parameters' dtypes.
         devices: the device of each rank, on which the parameters of its stages must lie. None

@@ -1,4 +1,4 @@
-"""Every exception that fpipe raises on purpose.
+"""Every exception that fpipe raises on purpose, and rules and words that many of them share.
 
 Each one is also the built-in exception that fits (`ValueError`, `TypeError`, `RuntimeError`), so
 callers may catch either. A message names the argument, its value, the rule and the fix.
@@ -6,7 +6,9 @@ callers may catch either. A message names the argument, its value, the rule and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
 
 
 class FpipeError(Exception):
@@ -60,3 +62,37 @@ def few(names: Sequence[str]) -> str:
     """
     shown = ", ".join(map(repr, names[:3])) or "none"
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+def label_of(function: Any) -> str:
+    """The name of a function, or of the type of what is called like one, for a message.
+
+    Example:
+        >>> label_of(partial(few, [])), label_of(partial)
+        ('few', 'partial')
+    """
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def check_flags(**flags: object) -> None:
+    """Refuse what is neither True nor False.
+
+    Raises:
+        StageError: names the argument.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise StageError(f"{name}={value!r:.60} must be True or False")
+
+
+def check_choice(name: str, value: object, choices: Collection[str], other: str = "") -> None:
+    """Refuse what is none of some words; `other` is what may be given in place of one.
+
+    Raises:
+        StageError: names the argument.
+    """
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise StageError(f"{name}={value!r:.60} must be one of {listed}{other}")

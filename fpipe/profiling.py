@@ -16,6 +16,7 @@ from fpipe.recording import record
 from fpipe.runtime.program import Compute, Free, Program, WaitRecv
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.cost import Cost
+from fpipe.schedule.placements import stages_on
 from fpipe.schedule.timeline import Timeline
 
 
@@ -123,7 +124,7 @@ def all_forwards_first(
     """
     rows = []
     for rank in range(ranks or max(placement) + 1):
-        own = [stage for stage, owner in enumerate(placement) if owner == rank]
+        own = stages_on(placement, rank)
         numbers = range(microbatches)
         row = [Action(stage, Op.F, m) for stage in own for m in numbers]
         for stage in reversed(own):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,4 +123,5 @@ def contained(parts: Sequence[Any], like: Any) -> Any:
     """`parts` in a container of the same kind as `like`: a list, a tuple or a named tuple."""
     if isinstance(like, list):
         return list(parts)
-    return tuple(parts) if type(like) is tuple else like._make(parts)
+    make: Callable[[Sequence[Any]], Any] = getattr(like, "_make", tuple)
+    return make(parts)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe import random
+from fpipe.draws import unwrapped
 from fpipe.errors import BatchError
 from fpipe.threefry import threefry2x32
 
@@ -43,16 +44,14 @@ def read_key(key: Any, *, wanted: bool) -> Words | None:
             "key has a shape and no numbers, as on the meta device: make it elsewhere, or under "
             'torch.device("cpu")'
         )
-    # Whatever is made within torch.func.grad belongs to its level, but a key has no derivative.
-    while torch._C._functorch.is_gradtrackingtensor(key):
-        key = torch._C._functorch.get_unwrapped(key)
-    if torch._C._functorch.is_functorch_wrapped_tensor(key):
+    own = unwrapped(key)
+    if own is None:
         raise BatchError(
             "key is mapped by a transform of torch.func, but all that a step computes at once has "
             "one key: fold the number of a member into it within a stage; of what draws by itself, "
             'as dropout in a module does, say randomness="different" and pass one key'
         )
-    first, second = key.tolist()
+    first, second = own.tolist()
     return first, second
 
 

@@ -95,11 +95,13 @@ class Watch:
         """The first fault of this step, once it is known."""
         stop = threading.Event()
         # Weak references, so that a forgotten pipeline ends its threads.
-        arguments = (weakref.ref(self), stop, self._wake)
+        alive = weakref.ref(self)
         leave = partial(store.set, self._keys[rank], GONE)
         threads = [
-            threading.Thread(target=_beat_for_ever, args=(*arguments, leave), daemon=True),
-            threading.Thread(target=_guard_for_ever, args=arguments, daemon=True),
+            threading.Thread(
+                target=_beat_for_ever, args=(alive, stop, self._wake, leave), daemon=True
+            ),
+            threading.Thread(target=_guard_for_ever, args=(alive, stop), daemon=True),
         ]
         self.close = weakref.finalize(self, _end, stop, self._wake, threads)
         """End the threads; done at the latest when the process ends."""
@@ -313,9 +315,7 @@ def _beat_for_ever(
             leave()
 
 
-def _guard_for_ever(
-    watch: weakref.ref[Watch], stop: threading.Event, wake: threading.Event
-) -> None:
+def _guard_for_ever(watch: weakref.ref[Watch], stop: threading.Event) -> None:
     while not stop.wait(BEAT):
         alive = watch()
         if alive is None:

@@ -14,7 +14,7 @@ from fpipe.controller.controller import Gather
 from fpipe.controller.refusal import named
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
-from fpipe.errors import PipelineError, StageError
+from fpipe.errors import PipelineError, StageError, check_flags
 from fpipe.modules.costs import Loads, counted, parts_of
 from fpipe.modules.division import divide
 from fpipe.modules.holding import Memory
@@ -101,6 +101,7 @@ def balance(
         >>> found.cuts
         ('1', '3')
     """
+    check_flags(is_compiling=is_compiling)
     definition = declared(
         module,
         loss,
@@ -154,8 +155,7 @@ def chosen(
         PipelineError: the first rank cannot choose, or another cannot take part; says why.
     """
     _check_numbers(memory=memory, intensity=intensity, slack=slack)
-    if not isinstance(measure, bool):
-        raise StageError(f"measure={measure!r:.60} must be True or False")
+    check_flags(measure=measure)
     whole = finished or (lambda: definition)
     if not measure:
         return _divided(whole(), batch, counted(intensity), "FLOP", candidates, memory, slack)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.definition import Definition, group_of
-from fpipe.errors import StageError
+from fpipe.errors import StageError, check_flags
 from fpipe.modules.balancing import chosen
 from fpipe.modules.buffers import real_buffers, refuse_missing
 from fpipe.modules.loss import Loss, declared, with_buffers, with_cuts
@@ -155,10 +155,7 @@ def from_module(
         ('1',)
     """
     group = group_of(group, mesh)
-    flags = {"measure": measure, "is_compiling": is_compiling, "has_key": has_key}
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise StageError(f"{name}={flag!r:.60} must be True or False")
+    check_flags(measure=measure, is_compiling=is_compiling, has_key=has_key)
     if measure and mesh is not None and group is not None and mesh.size() > group.size():
         raise StageError(
             f"measure=True with a mesh of {mesh.size()} processes, in which a pipeline has "

@@ -38,6 +38,16 @@ def vee(ranks: int) -> tuple[int, ...]:
     return (*range(ranks), *reversed(range(ranks)))
 
 
+def stages_on(placement: Sequence[int], rank: int) -> tuple[int, ...]:
+    """The stages of a rank, in order.
+
+    Example:
+        >>> stages_on(vee(2), 1)
+        (1, 2)
+    """
+    return tuple(stage for stage, owner in enumerate(placement) if owner == rank)
+
+
 def stages_by_rank(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """The stages of each rank up to the greatest that has one, in order.
 

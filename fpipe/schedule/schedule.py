@@ -16,6 +16,7 @@ from fpipe.schedule.exchange.json_file import format_json, parse_json
 from fpipe.schedule.exchange.plain import PathLike, load, save
 from fpipe.schedule.exchange.text_form import format_text, parse_text
 from fpipe.schedule.grid import text_grid
+from fpipe.schedule.placements import stages_on
 from fpipe.schedule.sizes import one_line, sizes
 
 _NUMBERS: Final = (int, type(None))  # what numbers the microbatch of nearly every action
@@ -99,7 +100,7 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that the placement puts on `rank`, in order."""
-        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+        return stages_on(self.placement, rank)
 
     def to_csv(self, path: PathLike | None = None, *, overlap: bool = False) -> str:
         """Write the actions as torch.distributed.pipelining does, a row per rank.

@@ -23,6 +23,7 @@ from torch.func import grad, jvp
 
 from fpipe import tree
 from fpipe.arguments.shapes import is_differentiable
+from fpipe.errors import label_of
 from fpipe.stage.declared.returns import Returns, Taken
 from fpipe.transforms.plain import beneath_forward_mode, differentiable_twice
 
@@ -115,7 +116,7 @@ def dual_function(function: Callable[..., Any], takes: Takes, *, moves: bool) ->
     It is the first stage of a chain, and what it returns is the loss already; the rest stays. The
     arguments are those of `dual_loss`.
     """
-    name, returns = getattr(function, "__qualname__", type(function).__name__), takes.returns
+    name, returns = label_of(function), takes.returns
 
     def run(params: Any, microbatch: Any, **key: Tensor) -> Taken:
         found = function(params, microbatch, **key)

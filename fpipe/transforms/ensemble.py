@@ -13,16 +13,16 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.convention import COTANGENT
 from fpipe.definition import Definition
-from fpipe.errors import StageError
+from fpipe.errors import StageError, check_choice
 from fpipe.stage.declared.sink import Sink
 from fpipe.transforms.mapping import join, over, prefix_map
 from fpipe.transforms.members import Members, behind
 from fpipe.transforms.parts import Parts
 from fpipe.transforms.plain import batched
 from fpipe.transforms.transformed import (
+    RANDOMNESS,
     P,
     check_pipeline,
-    check_randomness,
     each_stage,
     refuse_choice,
 )
@@ -85,7 +85,7 @@ def _check(in_dims: Any, randomness: str, takes: Sequence[str], usual: tuple[Any
             f"in_dims={in_dims!r:.60} must be a tuple of {len(takes)}, one entry for each of "
             f"({', '.join(takes)}), such as {usual}; a key, which members share, has no entry"
         )
-    check_randomness(randomness)
+    check_choice("randomness", randomness, RANDOMNESS)
 
 
 def ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) -> Definition:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.arguments.microbatch import Beneath
+from fpipe.arguments.microbatch import Beneath, is_dim
 from fpipe.convention import PLAIN, STATE, Convention, Dual, spared
 from fpipe.errors import BatchError
 from fpipe.transforms.mapping import over, prefix_map
@@ -229,7 +229,7 @@ class _Stacked(NamedTuple):
         # A part that belongs to another process is None, however deep the prefix goes.
         dims = [] if value is None else tree.broadcast_prefix("in_dims", prefix, value, name)
         for path, leaf, dim in zip(tree.paths(spec), leaves, dims, strict=True):
-            if dim is not None and not (type(dim) is int and -leaf.dim() <= dim < leaf.dim()):
+            if dim is not None and not is_dim(dim, leaf.dim()):
                 raise BatchError(
                     f"in_dims is {dim!r} for {name}{path} of shape {tuple(leaf.shape)}: it must be "
                     "the dimension along which the members are stacked, or None for a leaf that "

@@ -22,7 +22,7 @@ from fpipe.arguments.microbatch import is_dim
 from fpipe.arguments.shapes import is_differentiable
 from fpipe.convention import COTANGENT, Convention
 from fpipe.definition import Definition
-from fpipe.errors import BatchError, StageError
+from fpipe.errors import BatchError, StageError, label_of
 from fpipe.stage.declared.returns import Returns, Taken
 from fpipe.transforms.transformed import P, check_pipeline, each_stage
 
@@ -167,7 +167,7 @@ def _of_output(y: Any, microbatch: Any) -> Tensor:
 
 def _of_function(function: Callable[..., Any], returns: Returns) -> Callable[..., Any]:
     """One function, of which aux is what comes out."""
-    name = getattr(function, "__qualname__", type(function).__name__)
+    name = label_of(function)
 
     @wraps(function)
     def loss(*arguments: Any, **key: Tensor) -> Any:

@@ -15,15 +15,15 @@ from fpipe.arguments.shapes import is_differentiable
 from fpipe.convention import COTANGENT, PLAIN, Convention, spared
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
-from fpipe.errors import StageError
+from fpipe.errors import StageError, check_choice
 from fpipe.runtime.program import Program
 from fpipe.stage.declared.sink import Sink
 from fpipe.transforms.mapping import over, prefix_map
 from fpipe.transforms.plain import batched
 from fpipe.transforms.transformed import (
+    RANDOMNESS,
     P,
     check_pipeline,
-    check_randomness,
     each_stage,
     refuse_choice,
     refuse_state,
@@ -190,7 +190,7 @@ def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
         name, definition, 'fpipe.grad(pipe, "batch") has the gradient by a row in that row already'
     )
     refuse_state(name, definition, "rows that are batches of one would each leave another state")
-    check_randomness(randomness)
+    check_choice("randomness", randomness, RANDOMNESS)
     in_dims = definition.in_dims
 
     def rowwise(function: Callable[..., Any], first: bool) -> Callable[..., Any]:

@@ -24,18 +24,6 @@ P = TypeVar("P", bound=Transformed)
 RANDOMNESS = ("error", "different", "same")
 
 
-def check_randomness(randomness: str) -> None:
-    """Refuse what `torch.func.vmap` would.
-
-    Raises:
-        StageError: it is none of `RANDOMNESS`.
-    """
-    if randomness not in RANDOMNESS:
-        raise StageError(
-            f"randomness={randomness!r} must be one of {', '.join(map(repr, RANDOMNESS))}"
-        )
-
-
 def refuse_choice(transform: str, definition: Definition, instead: str) -> None:
     """Refuse a pipeline whose gradients are taken by the batch; `instead` names the way round.
 

@@ -249,6 +249,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"memory": float("nan")}, "memory=nan must be a number, bytes, and not negative"),
         ({"memory": [1]}, r"memory=\[1\] must be a number, bytes, and not negative"),
         ({"measure": 1}, "measure=1 must be True or False"),
+        ({"is_compiling": "no"}, "is_compiling='no' must be True or False"),
     ],
 )
 def test_wrong_numbers(options: Any, rule: str) -> None:

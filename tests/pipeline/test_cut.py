@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import optree
@@ -412,9 +412,10 @@ def test_hook_on_a_gradient_is_refused_because_a_cut_would_lose_it() -> None:
         pipe.step(torch.tensor(1.0), torch.ones(4))
 
 
-def test_wrong_number_of_cuts_is_refused(params: Any, batch: Any) -> None:
+@pytest.mark.parametrize("loss_fn", [language_model, partial(partial(language_model))])
+def test_wrong_number_of_cuts_is_refused(loss_fn: Any, params: Any, batch: Any) -> None:
     schedule = fpipe.schedules.gpipe(ranks=2, microbatches=2)
-    pipe = fpipe.pipeline(language_model, schedule=schedule, in_dims=IN_DIMS, compile=False)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, in_dims=IN_DIMS, compile=False)
     with pytest.raises(
         fpipe.StageError, match=r"language_model executes 3 cuts, which make 4 stages.* has 2"
     ):

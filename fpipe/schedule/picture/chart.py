@@ -12,6 +12,7 @@ from fpipe.schedule.action import Action
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.critical import Events, Message, Position, Wait, waits
 from fpipe.schedule.memory import Steps, held
+from fpipe.schedule.placements import stages_on
 
 
 class Box(NamedTuple):
@@ -82,7 +83,7 @@ class Chart:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of `rank`, in order."""
-        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+        return stages_on(self.placement, rank)
 
 
 def draw_up(

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from fpipe import tree
 from fpipe.arguments.shapes import Goal, is_differentiable
-from fpipe.errors import FpipeError, StageError
+from fpipe.errors import FpipeError, StageError, label_of
 from fpipe.stage.cutting.alike import merge_constants
 from fpipe.stage.cutting.cut import noting
 from fpipe.stage.cutting.keyed import draw_from_keys
@@ -96,7 +96,7 @@ class Recorder:
     @property
     def name(self) -> str:
         """The function in messages."""
-        return getattr(self.loss_fn, "__qualname__", type(self.loss_fn).__name__)
+        return label_of(self.loss_fn)
 
     @property
     def returns(self) -> Returns:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
 
-from fpipe.errors import StageError
+from fpipe.errors import StageError, check_flags, label_of
 
 
 @dataclass(frozen=True)
@@ -60,15 +59,9 @@ class Stage:
                 "torch.func.functional_call(module, params, (x,)), or the whole model to "
                 "fpipe.from_module, which makes its stages"
             )
-        for name in ("reads_batch", "reads_key"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise StageError(f"{name}={value!r:.60} must be True or False")
+        check_flags(reads_batch=self.reads_batch, reads_key=self.reads_key)
 
     @property
     def label(self) -> str:
         """The function's name, for messages."""
-        fn: Any = self.fn
-        while isinstance(fn, partial):
-            fn = fn.func
-        return getattr(fn, "__qualname__", type(fn).__name__)
+        return label_of(self.fn)

@@ -61,7 +61,7 @@ class Joint:
         sources: where the value of each placeholder that is not a cotangent comes from.
         constants: the tensors that `Constant` sources number.
         outputs: node name of each output leaf. On the last stage of a training step these are
-            the loss alone.
+            the loss, with its weight if it has one, the state that the stage leaves, and aux.
         cotangents: what each output gets back, one for each stage that reads it, added up inside;
             none where the output carries no gradient.
         gradients: node name of the gradient of each differentiable source.

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 
 from fpipe.arguments.shapes import kernels, without_autocast
-from fpipe.errors import StageError
+from fpipe.errors import StageError, label_of
 from fpipe.stage.graphs.inlining import with_draws_written_out
 from fpipe.stage.graphs.layouts import Layout, lay_out, layouts_of, unlike
 from fpipe.stage.graphs.nodes import value_of
@@ -63,7 +63,7 @@ class Compiler:
 
     def __init__(self, compile: Compile) -> None:
         self._make = _maker(compile)
-        self._name = getattr(compile, "__qualname__", repr(compile))
+        self._name = label_of(compile) if callable(compile) else repr(compile)
         self.fuses = compile is not False
         self._artefacts: dict[Hashable, Call] = {}
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from torch import fx
 
-from fpipe.errors import StageError
+from fpipe.errors import check_choice
 
 Policy = Callable[[fx.Node], bool]
 """Whether the backward may read the value of a forward node, or computes it again."""
@@ -43,10 +43,7 @@ def policies(remat: Remat) -> tuple[Policy, Policy]:
     """
     if callable(remat):
         return remat, remat
-    if remat not in NAMES:
-        raise StageError(
-            f"remat={remat!r} must be one of {', '.join(map(repr, NAMES))}, or a callable that "
-            "takes a traced node and returns whether to save its value"
-        )
+    other = ", or a callable that takes a traced node and returns whether to save its value"
+    check_choice("remat", remat, NAMES, other)
     usual = save_all if remat == "none" else save_nothing
     return usual, save_nothing if remat == "full" else save_all
