@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -14,9 +14,9 @@ from fpipe.engine import Pipeline, check_is_pipeline
 from fpipe.errors import FpipeError, PipelineError
 from fpipe.recording import record
 from fpipe.runtime.program import Compute, Free, Program, WaitRecv
-from fpipe.schedule import Action, Op, Schedule
+from fpipe.schedule import Action, Op
 from fpipe.schedule.cost import Cost
-from fpipe.schedule.placements import stages_on
+from fpipe.schedule.forwards import all_forwards_first
 from fpipe.schedule.timeline import Timeline
 
 
@@ -113,26 +113,6 @@ def _check_steps(pipe: Pipeline, steps: Any) -> None:
     raise PipelineError(
         f"fpipe.profile was given {told}: it must be the same integer, 1 or more, on all ranks"
     )
-
-
-def all_forwards_first(
-    placement: Sequence[int], microbatches: int, split: bool, ranks: int | None = None
-) -> Schedule:
-    """GPipe's order on any placement, with whole or split backwards.
-
-    The last of the `ranks` may have no stage; None for as many as the placement names.
-    """
-    rows = []
-    for rank in range(ranks or max(placement) + 1):
-        own = stages_on(placement, rank)
-        numbers = range(microbatches)
-        row = [Action(stage, Op.F, m) for stage in own for m in numbers]
-        for stage in reversed(own):
-            for m in numbers:
-                ops = (Op.I, Op.W) if split else (Op.B,)
-                row += [Action(stage, op, m) for op in ops]
-        rows.append(row)
-    return Schedule(placement, rows, name="all forwards first")
 
 
 def _hops(timeline: Timeline) -> list[float]:

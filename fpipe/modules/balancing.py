@@ -16,9 +16,10 @@ from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import PipelineError, StageError, check_flags
 from fpipe.modules.costs import Loads, counted, parts_of
+from fpipe.modules.declared import declared
 from fpipe.modules.division import divide
 from fpipe.modules.holding import Memory
-from fpipe.modules.loss import Loss, ModuleLoss, declared
+from fpipe.modules.loss import Loss, ModuleLoss
 from fpipe.modules.measuring import measured
 from fpipe.modules.shares import Balance, StageShare
 from fpipe.schedule import Schedule

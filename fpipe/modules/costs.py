@@ -19,8 +19,9 @@ from fpipe.arguments.shapes import TreeShape
 from fpipe.definition import Definition
 from fpipe.modules.buffers import shaped_buffers
 from fpipe.modules.candidates import candidates_of
+from fpipe.modules.declared import held_by
 from fpipe.modules.flops import flops_of, is_uncounted
-from fpipe.modules.loss import ModuleLoss, held_by
+from fpipe.modules.loss import ModuleLoss
 from fpipe.modules.saving import Saved, is_work, made_by, origin_of, saved_of
 from fpipe.stage.cutting.function import FunctionTracer
 from fpipe.stage.cutting.segments import Segment

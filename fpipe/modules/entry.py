@@ -17,7 +17,8 @@ from fpipe.definition import Definition, group_of
 from fpipe.errors import StageError, check_flags
 from fpipe.modules.balancing import chosen
 from fpipe.modules.buffers import real_buffers, refuse_missing
-from fpipe.modules.loss import Loss, declared, with_buffers, with_cuts
+from fpipe.modules.declared import declared, with_buffers, with_cuts
+from fpipe.modules.loss import Loss
 from fpipe.modules.pipeline import ModulePipeline
 from fpipe.modules.shares import Balance
 from fpipe.runtime.connect import device_of

@@ -12,8 +12,10 @@ from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError
 from fpipe.modules.costs import Loads, Part
-from fpipe.modules.loss import ModuleLoss, held_by, with_cuts
-from fpipe.profiling import all_forwards_first, profile
+from fpipe.modules.declared import held_by, with_cuts
+from fpipe.modules.loss import ModuleLoss
+from fpipe.profiling import profile
+from fpipe.schedule.forwards import all_forwards_first
 
 
 def measured(definition: Definition, batch: Any) -> Loads:

@@ -25,6 +25,7 @@ from fpipe.planning.plan import Plan
 from fpipe.runtime.program import Program
 from fpipe.runtime.values import Codes
 from fpipe.schedule import Op, Schedule
+from fpipe.schedule.forwards import forwards_of
 from fpipe.schedule.requires import owed_by_actions
 from fpipe.stage.declared.sink import Sink
 from fpipe.stage.pieces.code import StageCode
@@ -190,12 +191,6 @@ class Planner:
         # The weights are over the last dimensions, the same for all that comes before.
         parts = ones.new_tensor(self._cotangent)
         return parts.expand(ones.numel() // parts.numel(), -1).reshape(ones.shape)
-
-
-def forwards_of(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule alone, in their order: a schedule for evaluation."""
-    rows = [[action for action in row if action.op == Op.F] for row in schedule.actions]
-    return Schedule(schedule.placement, rows, name=f"{schedule.name} (forward only)")
 
 
 def _check_owed(schedule: Schedule, codes: Codes) -> None:
