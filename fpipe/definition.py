@@ -26,7 +26,7 @@ from fpipe.stage.declared.sink import SUM, Sink
 from fpipe.stage.declared.stage import Stage
 from fpipe.stage.declared.trainable import ALL, Trainable
 from fpipe.stage.pieces.compiler import Compile
-from fpipe.stage.pieces.remat import Remat
+from fpipe.stage.pieces.remat import Remat, named
 
 REDUCTIONS = ("mean", "sum", "weighted")
 
@@ -269,7 +269,7 @@ class Definition:
                 (self.has_key, self.keyed, [s.reads_key for s in self.stages])
             ),
             "has_state": str((self.has_state, self.convention is DEFERRED)),
-            "remat policy": self.remat if isinstance(self.remat, str) else label_of(self.remat),
+            "remat policy": named(self.remat),
             "accum_dtype": str(self.accum_dtype),
             "in_dims": str(tree.flatten(self.in_dims)),
             "transform": repr((self.loss_shape, self.loss_cotangent, self.sink.join, self.argnums)),

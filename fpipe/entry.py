@@ -96,7 +96,8 @@ def pipeline(
             derivative: it should not depend on the parameters.
         remat: ``"none"`` keeps what the backward reads; ``"full"`` keeps each stage's inputs and
             computes the rest again; ``"except_last"`` is full but for the last microbatch of each
-            stage; a callable decides for each traced forward node whether its value may be kept.
+            stage; a callable decides for each traced forward node whether its value may be kept;
+            a list has one of these for each stage.
             What is inside a call of `torch.utils.checkpoint` is computed again in any case, call
             by call, and saved where selective checkpointing says so. What depends on parameters
             alone is computed once a step, and kept for it. The result never depends on any of it.

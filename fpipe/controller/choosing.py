@@ -31,8 +31,8 @@ def workshop_of(definition: Definition) -> Workshop:
 
     Of the schedule it depends on the number of stages, and on the device of each, alone.
     """
-    compiler = Compiler(definition.compile)
-    return Workshop(_tracer(definition), compiler, policies(definition.remat))
+    both = policies(definition.remat, definition.schedule.num_stages)
+    return Workshop(_tracer(definition), Compiler(definition.compile), both)
 
 
 def controller_of(definition: Definition, workshop: Workshop) -> Controller:

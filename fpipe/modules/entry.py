@@ -111,7 +111,7 @@ def from_module(
             constants. Those that do not change may be read in any stage.
         batch_norm: ``"deferred"`` for running statistics of the whole batch.
         reduction: with ``"mean"`` the loss must be the mean over the rows of the microbatch.
-        remat: which values the backward may read.
+        remat: which values the backward may read, of all stages or of each.
         compile: how graphs are made callable.
         accum_dtype: dtype of the sums of gradients.
         group: a process group with one process per rank.

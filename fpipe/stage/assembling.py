@@ -39,18 +39,22 @@ def live_leaves(chains: Collection[Chain]) -> tuple[frozenset[Source], ...]:
 
 
 def assemble(
-    chain: Chain, trained: Sequence[Collection[Source]], policy: Policy, compiler: Compiler
+    chain: Chain,
+    trained: Sequence[Collection[Source]],
+    policies: Sequence[Policy],
+    compiler: Compiler,
 ) -> tuple[StageCode, ...]:
-    """Cut every stage of `chain` under `policy` and name what connects them.
+    """Cut every stage of `chain` under its policy and name what connects them.
 
     Args:
         chain: the traced stages.
         trained: for each stage, the caller's leaves whose gradients are collected.
-        policy: the remat policy.
+        policies: the remat policy of each stage.
         compiler: makes pieces callable.
     """
     codes: list[StageCode] = []
-    # Stages that share a trace share its pieces where the same gradients are wanted of them.
+    # Stages that share a trace share its pieces where the same gradients are wanted of them, under
+    # the same policy.
     cut: dict[Any, Mapping[str, Piece]] = {}
     for index, (traced, label) in enumerate(zip(chain.stages, chain.labels, strict=True)):
         joint = traced.joint
@@ -66,7 +70,8 @@ def assemble(
                 and any(c.reader == index for c in codes[s.stage].cotangents[s.leaf])
             ]
         wanted = [[joint.gradients[source] for source in part] for part in (inputs, params)]
-        key = (joint.graph, *map(tuple, wanted))
+        policy = policies[index]
+        key = (joint.graph, id(policy), *map(tuple, wanted))
         if key not in cut:
             cut[key] = (
                 partition(joint, outputs=joint.outputs, inputs=inputs, params=params, policy=policy)

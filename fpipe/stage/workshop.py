@@ -24,6 +24,7 @@ from fpipe.stage.pieces.remat import Policy
 from fpipe.stage.tracing.chain import Chain, ChainTracer
 
 Trained = tuple[frozenset[Source], ...]
+Policies = tuple[Policy, ...]
 
 
 class Made(NamedTuple):
@@ -55,20 +56,20 @@ class Workshop:
     Args:
         tracer: traces the chain of stages.
         compiler: makes pieces callable.
-        policies: the remat policy of every microbatch, and that of each stage's last.
+        policies: for each stage the remat policy of every microbatch, and that of its last.
     """
 
     def __init__(
         self,
         tracer: ChainTracer | FunctionTracer,
         compiler: Compiler,
-        policies: tuple[Policy, Policy],
+        policies: tuple[Policies, Policies],
     ) -> None:
         self._tracer = tracer
         self._compiler = compiler
         self._policies = policies
         self._chains: dict[Any, Chain] = {}
-        self._codes: dict[tuple[Chain, Trained, int], tuple[StageCode, ...]] = {}
+        self._codes: dict[tuple[Chain, Trained, tuple[int, ...]], tuple[StageCode, ...]] = {}
 
     def __call__(self, signature: Signature) -> Made:
         """The code for arguments of these shapes.
@@ -84,8 +85,8 @@ class Workshop:
             chains[size] = self._chains[_key(signature, size, shape)] = chain
         trained = live_leaves(chains.values())
         usual, last = (
-            {size: self._cut(chain, trained, policy) for size, chain in chains.items()}
-            for policy in self._policies
+            {size: self._cut(chain, trained, policies) for size, chain in chains.items()}
+            for policies in self._policies
         )
         return Made(chains, usual, last, self._tracer.frozen(signature.params))
 
@@ -112,10 +113,10 @@ class Workshop:
             chain = step and replace(step, goal=signature.goal)
         return chain
 
-    def _cut(self, chain: Chain, trained: Trained, policy: Policy) -> tuple[StageCode, ...]:
-        key = (chain, trained, id(policy))  # a policy need not be hashable
+    def _cut(self, chain: Chain, trained: Trained, policies: Policies) -> tuple[StageCode, ...]:
+        key = (chain, trained, tuple(map(id, policies)))  # a policy need not be hashable
         if key not in self._codes:
-            self._codes[key] = assemble(chain, trained, policy, self._compiler)
+            self._codes[key] = assemble(chain, trained, policies, self._compiler)
         return self._codes[key]
 
 

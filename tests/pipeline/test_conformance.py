@@ -5,6 +5,7 @@ A family joins by existing: the tests run over `fpipe.schedules.FAMILIES`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
@@ -69,6 +70,13 @@ def run(model: Model, schedule: Schedule, **options: Any) -> fpipe.Step:
 def test_gpt_equals_the_unpipelined_function(family: str, remat: str) -> None:
     schedule = schedules.get(family, ranks=2, microbatches=4)
     check(gpt, schedule, 8, REMAT[remat])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_policy_for_each_stage_equals_the_unpipelined_function(family: str) -> None:
+    schedule = schedules.get(family, ranks=2, microbatches=3)
+    each = tuple(itertools.islice(itertools.cycle(REMAT.values()), schedule.num_stages))
+    check(gpt, schedule, 6, each[::-1])
 
 
 @pytest.mark.parametrize("remat", ["except_last", "callable"])

@@ -121,6 +121,20 @@ def test_remat_holds_less() -> None:
     assert peaks[2] < peaks[0] / 2
 
 
+def test_each_stage_may_have_a_policy() -> None:
+    """1F1B holds most on the first rank: to compute again there alone makes room where it lacks."""
+    model = MODELS["gpt"](4, 16)
+    schedule = schedules.one_f_one_b(ranks=4, microbatches=8)
+
+    def peaks(remat: Any) -> list[int]:
+        pipe = fpipe.pipeline(model.stages, model.loss, schedule, remat=remat, compile=False)
+        return [program.peak_bytes for program in pipe.programs(model.params, model.batch)]
+
+    none, full, mixed = peaks("none"), peaks("full"), peaks(["full", "full", "none", "none"])
+    assert mixed == [*full[:2], *none[2:]]
+    assert full[0] < none[0]
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_full_remat_keeps_what_was_drawn_and_nothing_else(dropout: float) -> None:
     def attend(params: Tensor, batch: Tensor) -> Tensor:

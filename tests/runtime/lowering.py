@@ -46,7 +46,7 @@ def _codes(
 ) -> tuple[StageCode, ...]:
     tracer = ChainTracer([Stage(stage) for stage in stages], loss, Objective())
     chain = tracer(shapes, microbatch, "step")
-    return assemble(chain, live_leaves([chain]), policy, Compiler(False))
+    return assemble(chain, live_leaves([chain]), [policy] * len(stages), Compiler(False))
 
 
 def read(model: Model, microbatches: int) -> tuple[Parameters, Microbatches]:

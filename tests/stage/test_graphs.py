@@ -199,18 +199,25 @@ def test_strings_are_told_from_nodes() -> None:
 
 
 def test_policies_by_name() -> None:
-    assert policies("none") == (save_all, save_all)
-    assert policies("full") == (save_nothing, save_nothing)
-    assert policies("except_last") == (save_nothing, save_all)
+    assert policies("none", 1) == ((save_all,), (save_all,))
+    assert policies("full", 2) == ((save_nothing,) * 2, (save_nothing,) * 2)
+    assert policies("except_last", 1) == ((save_nothing,), (save_all,))
+    each = policies(["none", "except_last"], 2)
+    assert each == ((save_all, save_nothing), (save_all, save_all))
 
 
 def test_policy_of_a_users_own() -> None:
     def own(node: fx.Node) -> bool:
         return True
 
-    assert policies(own) == (own, own)
+    assert policies(own, 1) == ((own,), (own,))
+    assert policies((own, "full"), 2) == ((own, save_nothing),) * 2
 
 
 def test_unknown_policy() -> None:
     with pytest.raises(StageError, match="remat='all' must be one of 'none', 'full'"):
-        policies("all")
+        policies("all", 1)
+    with pytest.raises(StageError, match=r"remat\[1\]=None must be one of 'none', 'full'"):
+        policies(["none", None], 2)  # type: ignore[list-item]
+    with pytest.raises(StageError, match="remat has 2 entries, but the schedule has 3 stages"):
+        policies(["none", "full"], 3)
