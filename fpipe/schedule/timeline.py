@@ -77,9 +77,14 @@ class Timeline:
         return min((row[0].start for row in self.events if row), default=0.0)
 
     @cached_property
+    def end(self) -> float:
+        """When the last action of any rank ends."""
+        return max((row[-1].end for row in self.events if row), default=0.0)
+
+    @cached_property
     def makespan(self) -> float:
         """Time from the first start to the last end over all ranks."""
-        return float(max((row[-1].end for row in self.events if row), default=0.0) - self.start)
+        return float(self.end - self.start)
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
@@ -100,6 +105,27 @@ class Timeline:
     def bubble(self) -> tuple[float, ...]:
         """Time of the makespan that each rank spends idle."""
         return tuple(self.makespan - busy for busy in self.busy)
+
+    def idle(self, rank: int) -> tuple[tuple[float, float], ...]:
+        """When `rank` runs nothing while others do: pairs of a start and an end, in order.
+
+        Their lengths add up to ``bubble[rank]``. They are what other work may fill, such as that of
+        an optimizer (Osawa et al., PipeFisher, https://arxiv.org/abs/2211.14133).
+
+        Raises:
+            ScheduleError: there is no such rank.
+
+        Example:
+            >>> import fpipe
+            >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+            >>> fpipe.simulate(schedule, fpipe.Cost(f=1, i=1, w=1)).idle(0)
+            ((2.0, 4.0), (6.0, 7.0))
+        """
+        row = self.events[self._checked(rank)]
+        ends = [self.start, *(event.end for event in row)]
+        starts = [*(event.start for event in row), self.end]
+        gaps = zip(map(float, ends), map(float, starts), strict=True)
+        return tuple((end, start) for end, start in gaps if start > end)
 
     @cached_property
     def peak(self) -> tuple[float, ...]:
@@ -123,11 +149,15 @@ class Timeline:
         Raises:
             ScheduleError: there is no such rank.
         """
-        if plain_integer(rank) not in range(len(self.events)):
-            raise ScheduleError(f"rank={rank!r:.60} must be from 0 to {len(self.events) - 1}")
+        row = self.events[self._checked(rank)]
         cost = self.cost or Cost(1, 1, 1)
         costs = cost.on(self.schedule.placement, self.schedule.num_ranks)
-        return held(self.events[rank], costs.activation, costs.freed_by_i)
+        return held(row, costs.activation, costs.freed_by_i)
+
+    def _checked(self, rank: int) -> int:
+        if plain_integer(rank) not in range(len(self.events)):
+            raise ScheduleError(f"rank={rank!r:.60} must be from 0 to {len(self.events) - 1}")
+        return rank
 
     @cached_property
     def critical_path(self) -> tuple[Event, ...]:

@@ -30,6 +30,26 @@ def test_span_is_a_ranks_own_time_and_bubble_what_it_idles() -> None:
     assert timeline.bubble == (3, 3, 3, 3)
 
 
+@pytest.mark.parametrize("family", fpipe.schedules.FAMILIES)
+def test_idle_is_the_bubble_in_its_parts(family: str) -> None:
+    schedule = fpipe.schedules.get(family, ranks=3, microbatches=6)
+    timeline = simulate(schedule, Cost(0.1, 0.3, 0.2, comm=0.05))
+    for rank, bubble in enumerate(timeline.bubble):
+        gaps = timeline.idle(rank)
+        assert sum(end - start for start, end in gaps) == pytest.approx(bubble)
+        for start, end in gaps:
+            assert timeline.start <= start < end <= timeline.end
+            assert all(e.end <= start or e.start >= end for e in timeline.events[rank])
+    with pytest.raises(ScheduleError, match="rank=3 must be from 0 to 2"):
+        timeline.idle(3)
+
+
+def test_idle_of_ranks_that_run_nothing() -> None:
+    timeline = simulate(Schedule([0, 2], [row("0F0 0B0"), [], row("1F0 1B0")]), UNIT)
+    assert timeline.idle(1) == ((0.0, timeline.makespan),)
+    assert Timeline(Schedule([0], [[]]), ((),)).idle(0) == ()
+
+
 def test_memory_rises_with_f_and_falls_with_b() -> None:
     timeline = simulate(Schedule([0], [row("0F0 0F1 0B0 0I1 0W1")]), Cost(1, 1, 1, activation=10))
     assert timeline.memory(0) == ((0, 10), (1, 20), (4, 10), (5, 10), (6, 0))
