@@ -42,6 +42,8 @@ OWN = object()
 class Pipeline(Loadable):
     """A pipeline-parallel step as a pure function; `fpipe.pipeline` makes one.
 
+    In one process several threads may call it at one time; over a group, one call runs at a time.
+
     Args:
         definition: all that it is made from.
         workshop: of a pipeline that differs in its schedule alone, whose traces and kernels serve
