@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
@@ -48,6 +49,8 @@ class StandIn:
     def __init__(self, name: str, methods: Mapping[Any, Any]) -> None:
         self._name, self._methods = name, methods
         self._found = {kind: vars(kind)[name] for kind in methods}
+        # What stood there before, and so calls no stand-in: the last of it.
+        self._known = {kind: deque([found], maxlen=16) for kind, found in self._found.items()}
         self._above: dict[Any, Any] = {}  # what was put over a stand-in, and may call it for ever
         self._within: ContextVar[bool] = ContextVar(f"fpipe.{name}", default=False)
         self._lock = Lock()
@@ -79,11 +82,25 @@ class StandIn:
             if bool(before) == bool(self._count):
                 return
             for kind, other in self._methods.items():
-                stands = vars(kind)[self._name]
-                if self._count and stands is not self._above.get(kind):
-                    self._found[kind] = stands
-                    setattr(kind, self._name, other)
-                elif not self._count and stands is other:
-                    setattr(kind, self._name, self._found[kind])
-                elif not self._count:
-                    self._above[kind] = stands
+                (self._replace if self._count else self._restore)(kind, other)
+
+    def _replace(self, kind: Any, other: Any) -> None:
+        stands = vars(kind)[self._name]
+        # Whoever put something over a stand-in may put that back when it is not active.
+        if stands is other or stands is self._above.get(kind):
+            return
+        self._found[kind] = stands
+        if not _is_among(stands, self._known[kind]):
+            self._known[kind].append(stands)
+        setattr(kind, self._name, other)
+
+    def _restore(self, kind: Any, other: Any) -> None:
+        stands = vars(kind)[self._name]
+        if stands is other:
+            setattr(kind, self._name, self._found[kind])
+        elif not _is_among(stands, self._known[kind]):
+            self._above[kind] = stands
+
+
+def _is_among(one: Any, others: Iterable[Any]) -> bool:
+    return any(one is other for other in others)

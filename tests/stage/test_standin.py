@@ -56,6 +56,35 @@ def test_what_is_put_over_it_stays_and_calls_what_was_there(
     assert vars(Kind)["name"] is own
 
 
+def test_what_is_put_over_it_and_taken_away_later_leaves_it_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who had put it there in another thread's trace put the stand-in back: it called itself."""
+    replaced, own = stand_in(), vars(Kind)["name"]
+    monkeypatch.setattr(Kind, "name", own)
+    with replaced.active():
+        before = vars(Kind)["name"]
+        Kind.name = staticmethod(lambda: "over")  # type: ignore[method-assign]
+    setattr(Kind, "name", before)  # noqa: B010
+    assert Kind.name() == "own"
+    with replaced.active():
+        assert Kind.name() == "instead"
+    assert Kind.name() == "own"
+
+
+def test_what_was_put_there_before_and_is_taken_away_within(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replaced, own = stand_in(), vars(Kind)["name"]
+    monkeypatch.setattr(Kind, "name", staticmethod(lambda: "other"))
+    with replaced.active():
+        setattr(Kind, "name", own)  # noqa: B010
+    assert Kind.name() == "own"
+    with replaced.active():
+        assert Kind.name() == "instead"
+    assert vars(Kind)["name"] is own
+
+
 def test_a_seeding_function_of_the_users_outlives_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was lost, as was torch._dynamo's, whose address TorchScript keeps."""
     before, seeds = torch.manual_seed, list[int]()

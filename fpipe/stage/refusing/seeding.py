@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -26,29 +26,32 @@ def unseeded() -> Iterator[None]:
     Raises:
         Untraceable: it was seeded, or left in another state.
     """
-    before = torch.get_rng_state()
+    before, alone = torch.get_rng_state(), threading.active_count() == 1
     calls: list[int] = []
     token = _CALLS.set(calls)
+    changed = False
     try:
         with _SEEDS.active():
             yield
     finally:
         _CALLS.reset(token)
-    alone = threading.active_count() == 1
-    if alone and not torch.equal(torch.get_rng_state(), before):
-        torch.set_rng_state(before)
-        raise _refusal()
-    if calls:  # and the function has caught the refusal
+        alone = alone and threading.active_count() == 1
+        if alone and not torch.equal(torch.get_rng_state(), before):
+            torch.set_rng_state(before)
+            changed = True
+    if calls or changed:  # where it was called, the function has caught the refusal
         raise _refusal()
 
 
-def _manual_seed(seed: int) -> Any:
-    """Seed, or refuse to in a thread that traces."""
-    calls = _CALLS.get()
-    if calls is None:
-        return _SEEDS.own(torch)(seed)
-    calls.append(seed)
-    raise _refusal()
+def _refusing(module: Any) -> Callable[[int], Any]:
+    def manual_seed(seed: int) -> Any:
+        calls = _CALLS.get()
+        if calls is None:
+            return _SEEDS.own(module)(seed)
+        calls.append(seed)
+        raise _refusal()
+
+    return manual_seed
 
 
 def _refusal() -> Untraceable:
@@ -60,4 +63,4 @@ def _refusal() -> Untraceable:
 
 
 _CALLS: ContextVar[list[int] | None] = ContextVar("fpipe.seeds", default=None)
-_SEEDS = StandIn("manual_seed", dict.fromkeys((torch, torch.random), _manual_seed))
+_SEEDS = StandIn("manual_seed", {module: _refusing(module) for module in (torch, torch.random)})
