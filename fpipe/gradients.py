@@ -69,6 +69,8 @@ def gradients(
                 del own
             elif index in elsewhere or (stage, index) in plan.frozen or not is_differentiable(leaf):
                 grads.append(None)
+            elif leaf.is_meta:
+                grads.append(None)  # nobody reads it, and whoever has its data is not here
             else:
                 grads.append(torch.zeros_like(plan.sink.lifted(leaf, sum(plan.rows))))
     return grads

@@ -75,6 +75,7 @@ def derivative(
             definition.trainable,
             along,
             weighable=not gauss_newton,
+            apart=definition.group is not None,
         ).convention,
         # A stage's parameters come first in the pair with their direction.
         trainable=replace(definition.trainable, within=(0, *definition.trainable.within)),

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from optree import PyTreeSpec
 from torch import Tensor
 
@@ -31,6 +32,7 @@ class Direction:
         trainable: which of them are trained; the others have no direction.
         along: for each vector the argument along which it points, ``"params"`` or ``"batch"``.
         weighable: the derivative is that of the loss, so that it can be differentiated again.
+        apart: other processes may have what a vector lacks here, as the gradients of a step do.
     """
 
     inner: Convention
@@ -38,6 +40,7 @@ class Direction:
     trainable: Trainable
     along: tuple[str, ...]
     weighable: bool
+    apart: bool = False
 
     @property
     def convention(self) -> Convention:
@@ -83,7 +86,11 @@ class Direction:
         """The vector of the parameters in their structure, and checked against them."""
         pairs = [self.parts.read(*pair) for pair in (("params", params), (name, vector))]
         flags = self._trained([part for _, part in pairs[0]], replace(self.trainable, within=()))
-        return self.parts.join([_filled(*own) for own in zip(*pairs, flags, strict=True)], params)
+        filled = [
+            _filled(own, other, trained, self.apart)
+            for own, other, trained in zip(*pairs, flags, strict=True)
+        ]
+        return self.parts.join(filled, params)
 
     def _trained(self, parts: Sequence[Any], trainable: Trainable) -> list[list[bool]]:
         """For each leaf of each part, whether it has a direction."""
@@ -121,7 +128,9 @@ def _chosen(part: Any, flags: Sequence[bool]) -> Any:
     return tree.unflatten(spec, chosen)
 
 
-def _filled(own: tuple[str, Any], other: tuple[str, Any], trained: Sequence[bool]) -> Any:
+def _filled(
+    own: tuple[str, Any], other: tuple[str, Any], trained: Sequence[bool], apart: bool = False
+) -> Any:
     """The vector's part in the structure of that of the parameters, and checked against it.
 
     Args:
@@ -129,6 +138,7 @@ def _filled(own: tuple[str, Any], other: tuple[str, Any], trained: Sequence[bool
         other: that of the vector.
         trained: whether each leaf of the parameters has a direction. Whatever the vector has for
             one that has none is not read.
+        apart: what is None has no data here, and must not be read here.
     """
     (name, params), (vector_name, vector) = own, other
     if params is None:
@@ -136,13 +146,17 @@ def _filled(own: tuple[str, Any], other: tuple[str, Any], trained: Sequence[bool
     leaves, spec = tree.tensors(name, params, HINT)
     given, given_spec = tree.tensors(vector_name, vector, HINT)
     if given_spec != spec:
-        along = _along(tree.unflatten(given_spec, given), params, trained)
+        owed = [False] * len(leaves) if apart else trained
+        along = _along(tree.unflatten(given_spec, given), params, owed)
         if along is None:
             raise BatchError(
                 f"{_compared(vector_name, given_spec, name, spec)}: a vector has the structure "
                 f"of what it is a direction of, or None for what is not trained; {HINT}"
             )
-        given = [leaf if own is None else own for leaf, own in zip(leaves, along, strict=True)]
+        given = [
+            torch.empty_like(leaf, device="meta") if own is None else own
+            for leaf, own in zip(leaves, along, strict=True)
+        ]
     for path in _misfits(leaves, given, trained, tree.paths(spec)):
         raise BatchError(f"{vector_name}{path}: the two must agree")
     filled = [own if flag else leaf for leaf, own, flag in zip(leaves, given, trained, strict=True)]
@@ -160,18 +174,18 @@ def _compared(vector: str, given: PyTreeSpec, name: str, spec: PyTreeSpec) -> st
     return f"{vector} {' and '.join(found)}"
 
 
-def _along(vector: Any, params: Any, trained: Sequence[bool]) -> list[Tensor | None] | None:
+def _along(vector: Any, params: Any, owed: Sequence[bool]) -> list[Tensor | None] | None:
     """The direction of each leaf of a vector with None for leaves, or for whole subtrees.
 
     Returns:
-        None for a leaf that is not trained, and in place of all if the vector does not fit.
+        None for a leaf that is not owed, and in place of all if the vector does not fit.
     """
     try:
         along = tree.broadcast_prefix("vector", vector, params, "params")
     except BatchError:
         return None
     once = len(tree.flatten(vector)[0]) == sum(own is not None for own in along)
-    missing = any(flag and own is None for own, flag in zip(along, trained, strict=True))
+    missing = any(flag and own is None for own, flag in zip(along, owed, strict=True))
     return along if once and not missing else None
 
 

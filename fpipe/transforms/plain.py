@@ -242,11 +242,17 @@ def _logcumsumexp(input: Tensor, dim: int) -> Tensor:
     return torch.where(earlier, values, -torch.inf).logsumexp(-1).movedim(-1, dim)
 
 
-def _cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+def _cumprod(
+    input: Tensor, dim: int, *, dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
     # By doubling, in products alone: the derivative of the forward-mode rule divides by zeros.
+    if out is not None:
+        return torch.cumprod(input, dim, dtype=dtype, out=out)  # which has no derivative
     input = input if dtype is None else input.to(dtype)
-    if not input.dim() or not (input.is_floating_point() or input.is_complex()):
+    if not (input.is_floating_point() or input.is_complex()):
         return torch.cumprod(input, dim)
+    if not input.dim():
+        return input.clone()
     half = input.dtype in (torch.float16, torch.bfloat16)
     found, reach = (input.float() if half else input).movedim(dim, -1), 1
     while reach < found.shape[-1]:

@@ -201,14 +201,16 @@ def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
         # It is a first stage that returns the loss already.
         loss = _stage(definition.loss, in_dims, randomness, first=True)
     inner = definition.convention
-    convention = inner._replace(out_dims=_first, aux_dims=_first, weigh=_weigh(inner))
+    out_dims = _first_of(inner.out_dims)
+    aux_dims = _first_of(inner.aux_dims)
+    convention = inner._replace(out_dims=out_dims, aux_dims=aux_dims, weigh=_weigh(inner))
     if inner is not PLAIN:
         convention = Convention(
             inner.enter,
             lambda loss: over(inner.loss, [loss], [0]),
             lambda grads: over(inner.grads, [grads], [0]),
-            _first,
-            _first,
+            out_dims,
+            aux_dims,
             vectors=inner.vectors,
             weigh=_weigh(inner),
         )
@@ -286,6 +288,6 @@ def _repeat(leaf: Tensor, rows: int) -> Tensor:
     return leaf.expand(rows, *leaf.shape)
 
 
-def _first(out_dims: Any) -> Any:
+def _first_of(dims_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Outputs are stacked along a first dimension, whatever they are made of."""
-    return prefix_map(lambda dim: None if dim is None else 0, out_dims)
+    return lambda dims: prefix_map(lambda dim: None if dim is None else 0, dims_of(dims))

@@ -446,15 +446,17 @@ class Taught(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.teacher, self.first, self.last = (torch.nn.Linear(4, 4) for _ in range(3))
+        self.shift = torch.nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             aim = self.teacher(x)
-        out: Tensor = self.last(torch.tanh(self.first(x)) + aim)
+        out: Tensor = self.last(torch.tanh(self.first(x)) + aim) + self.shift.detach()
         return out
 
 
-def train_taught(group: Group) -> tuple[dict[str, Tensor | None], Tensor]:
+def train_taught(group: Group) -> list[tuple[dict[str, Tensor | None], Tensor]]:
+    """Gradients and their norm, of a step and of one with a product."""
     with torch.device("meta"):
         module, batch = Taught().double(), {"x": torch.empty(8, 4).double()}
     pipe = fpipe.from_module(
@@ -466,18 +468,24 @@ def train_taught(group: Group) -> tuple[dict[str, Tensor | None], Tensor]:
         group=group,
     )
     params = pipe.init(normal, random.key(0), batch)
-    grads = pipe.step(params, {"x": torch.ones(8, 4).double()}).grads
-    return grads, fpipe.clip_by_global_norm(grads, 1.0, pipeline=pipe)[1]
+    batch = {"x": torch.ones(8, 4).double()}
+    first = pipe.step(params, batch)
+    # A gradient, which has None for what others have, is a vector; so is a product.
+    second = fpipe.hvp(pipe).step(params, batch, first.grads)
+    steps = first, second, fpipe.hvp(pipe).step(params, batch, second.hvp)
+    return [
+        (step.grads, fpipe.clip_by_global_norm(step.grads, 1.0, pipeline=pipe)[1]) for step in steps
+    ]
 
 
 def test_what_another_rank_reads_has_no_gradient_here_whether_it_is_trained_or_not(
     crew: Crew,
 ) -> None:
     """A rank got one of its own, without data, which no norm could be taken of."""
-    first, last = values(crew.run(train_taught, ranks=range(2)))
-    grads, norm = train_taught(None)
-    assert torch.equal(first[1], norm) and torch.equal(last[1], norm)
-    for name, grad in grads.items():
-        assert grad is not None
-        holder, other = (last, first) if name.startswith("last") else (first, last)
-        assert torch.equal(holder[0][name], grad) and other[0][name] is None
+    parts = values(crew.run(train_taught, ranks=range(2)))
+    for (grads, norm), first, last in zip(train_taught(None), *parts, strict=True):
+        assert torch.equal(first[1], norm) and torch.equal(last[1], norm)
+        for name, grad in grads.items():
+            assert grad is not None
+            own, other = (last, first) if name[:5] in ("last.", "shift") else (first, last)
+            assert torch.equal(own[0][name], grad) and other[0][name] is None

@@ -131,6 +131,16 @@ def test_forward_puts_together_as_the_pipeline_does() -> None:
     rows = fpipe.jvp(columns).forward([w, w], x, [w, w], out_dims=0)[0]
     assert rows.shape == (6, 2)
 
+    several = fpipe.pipeline(
+        [lambda w, x: x @ w, lambda w, x: {"all": x @ w, "last": (x @ w).sum(0)}],
+        lambda y, _: y["all"].mean(),
+        schedule,
+        out_dims={"all": 0, "last": None},
+        compile=False,
+    )
+    found = fpipe.per_example_grads(fpipe.jvp(several)).forward([w, w], x, [w, w])
+    assert [part["all"].shape for part in found] == [(4, 1, 3)] * 2
+
     def loss_fn(w: Tensor, x: Tensor) -> Any:
         h = fpipe.cut(x @ w)
         return h.mean(), {"all": h, "last": h.sum(0)}
@@ -372,6 +382,9 @@ def test_products_over_zeros(dim: int, dtype: torch.dtype) -> None:
     )
     counted = fpipe.hvp(counts).step(torch.ones(4), torch.arange(1, 5), torch.ones(4))
     assert counted.grads.tolist() == [1, 2, 6, 24]
+    single = fpipe.pipeline(lambda x, _: torch.cumprod(x, 0) * x, schedule=schedule, compile=False)
+    zero = torch.zeros(())
+    assert fpipe.hvp(single).step(zero, torch.zeros(1), zero + 1)[1:] == (0, 2)
 
 
 SEED = torch.Generator().manual_seed(0)
