@@ -305,4 +305,17 @@ def _misfit(module: nn.Module, params: Mapping[str, Tensor], state: Any) -> Batc
         check_state(module, {} if state is None else state)
     except BatchError as error:
         return error
+    buffers = dict(module.named_buffers())
+    for name, value in buffers_of(state or {}).items():
+        if value.is_meta:
+            return BatchError(
+                f"the buffer {name!r} of state lies on the meta device and has no data: pass what "
+                "pipe.init_state, pipe.load_state or a step has returned"
+            )
+        if not torch.can_cast(value.dtype, buffers[name].dtype):
+            return BatchError(
+                f"the buffer {name!r} of state is {value.dtype}, but that of "
+                f"{type(module).__name__} is {buffers[name].dtype}, which cannot hold it: load "
+                "into a module of its dtype"
+            )
     return None

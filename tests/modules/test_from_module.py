@@ -398,6 +398,25 @@ def test_nothing_is_copied_where_a_part_has_no_data() -> None:
     assert all(torch.equal(p, params[name]) for name, p in module.named_parameters())
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"device": "meta"}, "'1.running_mean' of state lies on the meta device and has no data"),
+        ({"dtype": torch.complex64}, "'1.running_mean' of state is torch.complex64, but that of"),
+    ],
+)
+def test_nothing_is_copied_where_the_state_cannot_be(wrong: Any, message: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    pipe = fpipe.from_module(
+        module, schedule=TWO, cuts=["0"], loss=squares, has_state=True, compile=False
+    )
+    params = detached(module)
+    state = fpipe.tree.tree_map(lambda value: value.to(**wrong), fpipe.nn.state_of(module))
+    with pytest.raises(fpipe.BatchError, match=message):
+        pipe.load_into(module, {name: p + 1 for name, p in params.items()}, state)
+    assert all(torch.equal(p, params[name]) for name, p in module.named_parameters())
+
+
 def test_load_into_takes_the_module_first() -> None:
     module = nn.Linear(3, 3)
     pipe = fpipe.from_module(module, schedule=ONE, cuts=[], loss=squares, compile=False)
