@@ -49,17 +49,8 @@ def gradients(
         (0 if params.shared else stage, leaf): value
         for (stage, leaf), value in collected(plan, runs).items()
     }
-    here = {leaf for run in runs for _, leaf, _ in run.program.bindings.params}
-    elsewhere = {
-        leaf
-        for program in plan.programs
-        for leaf in (
-            *(leaf for _, leaf, *_ in program.results.grads if (0, leaf) not in found),
-            # The loss need not depend on what is read.
-            *(leaf for _, leaf, _ in program.bindings.params if leaf not in here),
-        )
-        if params.shared
-    }
+    alone = len(runs) == len(plan.programs)
+    elsewhere = _read_elsewhere(plan, runs) if params.shared and not alone else frozenset()
     grads: list[Tensor | None] = []
     for stage, leaves in enumerate(params.stages[:1] if params.shared else params.stages):
         for index, leaf in enumerate(leaves):
@@ -74,6 +65,22 @@ def gradients(
             else:
                 grads.append(torch.zeros_like(plan.sink.lifted(leaf, sum(plan.rows))))
     return grads
+
+
+def _read_elsewhere(plan: Plan, runs: Sequence[Run]) -> frozenset[int]:
+    """The leaves of shared parameters whose gradient, if they get none here, is with other ranks.
+
+    Those have the gradient, or read what the loss need not depend on.
+    """
+    here = {leaf for run in runs for _, leaf, _ in run.program.bindings.params}
+    return frozenset(
+        leaf
+        for program in plan.programs
+        for leaf in (
+            *(leaf for _, leaf, *_ in program.results.grads),
+            *(leaf for _, leaf, _ in program.bindings.params if leaf not in here),
+        )
+    )
 
 
 def batch_gradients(
