@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from fpipe.modules.costs import Crossing, Part
 from fpipe.schedule import Op, Schedule
+from fpipe.schedule.memory import counted_as
 
 
 class Held(NamedTuple):
@@ -125,25 +126,23 @@ def _size(values: Iterable[Crossing]) -> int:
 def held_at_once(schedule: Schedule) -> list[frozenset[Held]]:
     """For each stage, all that it holds at some time.
 
-    Where a microbatch has no I or no W of a stage, the other is all of its backward; what no
-    backward reads is held while F runs.
+    What no backward reads is held while F runs.
     """
     now = [Held(0, 0)] * schedule.num_stages
     found = [{held} for held in now]
     actions = [action for row in schedule.actions for action in row]
-    halves = {action for action in actions if action.op in (Op.I, Op.W)}
-    read = {stage for stage, op, _ in actions if op in (Op.B, Op.I, Op.W)}
-    for stage, op, microbatch in actions:
+    for (stage, op, _), counted in zip(actions, counted_as(actions), strict=True):
         opened, left = now[stage]
-        if op == Op.F:
-            now[stage] = Held(opened + 1, left)
-        elif op == Op.I and (stage, Op.W, microbatch) in halves:
-            now[stage] = Held(opened - 1, left + 1)
-        elif op == Op.W and (stage, Op.I, microbatch) in halves:
-            now[stage] = Held(opened, left - 1)
-        elif op in (Op.B, Op.I, Op.W):
-            now[stage] = Held(opened - 1, left)
+        match counted:
+            case Op.F:
+                now[stage] = Held(opened + 1, left)
+            case Op.B:
+                now[stage] = Held(opened - 1, left)
+            case Op.I:
+                now[stage] = Held(opened - 1, left + 1)
+            case Op.W:
+                now[stage] = Held(opened, left - 1)
+            case None if op == Op.F:
+                found[stage].add(Held(1, 0))
         found[stage].add(now[stage])
-        if stage not in read:
-            now[stage] = Held(0, 0)
     return [frozenset(held) for held in found]

@@ -14,6 +14,32 @@ Timed: TypeAlias = tuple[int, Action, float, float]
 Steps: TypeAlias = tuple[tuple[float, float], ...]  # a time, and the amount held from then on
 
 
+def counted_as(actions: Sequence[Action]) -> list[Op | None]:
+    """What each action does to what its stage holds of a microbatch, as the op that does so.
+
+    Where a microbatch has no I or no W of a stage, the other is all of its backward, as B is. None
+    for what holds nothing: an F of a stage without a backward, and what computes nothing.
+
+    Args:
+        actions: all of the stages that they name.
+
+    Example:
+        >>> counted_as([Action.parse(word) for word in "0F0 0I0 0W0 1F0 1W0 2F0".split()])
+        [<Op.F: 'F'>, <Op.I: 'I'>, <Op.W: 'W'>, <Op.F: 'F'>, <Op.B: 'B'>, None]
+    """
+    halves = {action for action in actions if action.op in (Op.I, Op.W)}
+    read = {stage for stage, op, _ in actions if op in (Op.B, Op.I, Op.W)}  # by a backward
+
+    def count(stage: int, op: Op, microbatch: int | None) -> Op | None:
+        if op not in COMPUTE_OPS or stage not in read:
+            return None
+        if op == Op.F or (op == Op.I and (stage, Op.W, microbatch) in halves):
+            return op
+        return op if op == Op.W and (stage, Op.I, microbatch) in halves else Op.B
+
+    return [count(*action) for action in actions]
+
+
 def held(row: Sequence[Timed], activation: Sequence[float], freed_by_i: Sequence[float]) -> Steps:
     """The activations that a rank holds over time.
 
@@ -31,19 +57,18 @@ def held(row: Sequence[Timed], activation: Sequence[float], freed_by_i: Sequence
         >>> held(row, activation=[5], freed_by_i=[0])
         ((0.0, 5), (3.0, 0))
     """
-    halves = {action for _, action, _, _ in row if action.op in (Op.I, Op.W)}
-    read = {stage for _, (stage, op, _), _, _ in row if op in (Op.B, Op.I, Op.W)}  # by a backward
     times: list[float] = []
     changes: list[float] = []
-    for _, (stage, op, microbatch), start, end in row:
-        if op not in COMPUTE_OPS or stage not in read:
+    ops = counted_as([action for _, action, _, _ in row])
+    for (_, (stage, _, _), start, end), op in zip(row, ops, strict=True):
+        if op is None:
             continue
         kept, freed = activation[stage], freed_by_i[stage]
         if op == Op.F:
             change = kept
-        elif op == Op.I and (stage, Op.W, microbatch) in halves:
+        elif op == Op.I:
             change = -freed
-        elif op == Op.W and (stage, Op.I, microbatch) in halves:
+        elif op == Op.W:
             change = freed - kept
         else:
             change = -kept
