@@ -297,10 +297,7 @@ def _misfit(module: nn.Module, params: Mapping[str, Tensor], state: Any) -> Batc
                 "the same configuration"
             )
         if not torch.can_cast(params[name].dtype, parameter.dtype):
-            return BatchError(
-                f"params[{name!r}] is {params[name].dtype}, but that of {type(module).__name__} is "
-                f"{parameter.dtype}, which cannot hold it: load into a module of its dtype"
-            )
+            return _uncastable(module, f"params[{name!r}]", params[name], parameter)
     try:
         check_state(module, {} if state is None else state)
     except BatchError as error:
@@ -313,9 +310,12 @@ def _misfit(module: nn.Module, params: Mapping[str, Tensor], state: Any) -> Batc
                 "pipe.init_state, pipe.load_state or a step has returned"
             )
         if not torch.can_cast(value.dtype, buffers[name].dtype):
-            return BatchError(
-                f"the buffer {name!r} of state is {value.dtype}, but that of "
-                f"{type(module).__name__} is {buffers[name].dtype}, which cannot hold it: load "
-                "into a module of its dtype"
-            )
+            return _uncastable(module, f"the buffer {name!r} of state", value, buffers[name])
     return None
+
+
+def _uncastable(module: nn.Module, name: str, value: Tensor, own: Tensor) -> BatchError:
+    return BatchError(
+        f"{name} is {value.dtype}, but that of {type(module).__name__} is {own.dtype}, which "
+        "cannot hold it: load into a module of its dtype"
+    )

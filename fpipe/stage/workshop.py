@@ -20,11 +20,10 @@ from fpipe.stage.graphs.sources import Source
 from fpipe.stage.pieces.code import StageCode
 from fpipe.stage.pieces.compiler import Compiler
 from fpipe.stage.pieces.piece import Piece
-from fpipe.stage.pieces.remat import Policy
+from fpipe.stage.pieces.remat import Policies
 from fpipe.stage.tracing.chain import Chain, ChainTracer
 
 Trained = tuple[frozenset[Source], ...]
-Policies = tuple[Policy, ...]
 
 
 class Made(NamedTuple):

@@ -12,6 +12,9 @@ from fpipe.errors import StageError, check_choice, label_of
 Policy = Callable[[fx.Node], bool]
 """Whether the backward may read the value of a forward node, or computes it again."""
 
+Policies: TypeAlias = tuple[Policy, ...]
+"""One for each stage."""
+
 Remat: TypeAlias = str | Policy | Sequence[str | Policy]
 """A policy by its name or as a function, of all stages or of each."""
 
@@ -29,7 +32,7 @@ def save_nothing(node: fx.Node) -> bool:
 NAMES: Final = ("none", "full", "except_last")
 
 
-def policies(remat: Remat, stages: int) -> tuple[tuple[Policy, ...], tuple[Policy, ...]]:
+def policies(remat: Remat, stages: int) -> tuple[Policies, Policies]:
     """For each stage the policy of every microbatch, and that of its last.
 
     Args:
