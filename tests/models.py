@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 from torch.func import grad_and_value
 
 from fpipe import Pipeline, Schedule, Stage, Step, pipeline, schedules, tree
@@ -360,6 +360,18 @@ def check(
     step = plain_pipeline(stages, loss, **options).step(params, batch)
     assert_same(step, unpipelined(stages, loss, params, batch), tolerance)
     return step
+
+
+def boxed(graph: fx.GraphModule, before: Callable[[], object] = lambda: None) -> Any:
+    """What a ``compile=`` of one's own returns: the graph, boxed, after a call of `before`."""
+
+    def run(values: list[Tensor]) -> Any:
+        before()
+        arguments = list(values)
+        values.clear()
+        return graph(*arguments)
+
+    return run
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

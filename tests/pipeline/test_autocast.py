@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 import fpipe
 from fpipe import schedules
+from tests.models import boxed
 
 SCHEDULE = schedules.zb_h1(ranks=2, microbatches=1)
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
@@ -137,13 +138,7 @@ def test_a_backward_is_no_longer_than_that_of_torch() -> None:
 
     def counted(graph: fx.GraphModule, _: Any) -> Any:
         counts.append(sum(node.op == "call_function" for node in graph.graph.nodes))
-
-        def run(values: list[Tensor]) -> Any:
-            arguments = list(values)
-            values.clear()
-            return graph(*arguments)
-
-        return run
+        return boxed(graph)
 
     pipe = fpipe.pipeline(
         [lambda p, _: p.cumprod(-1)],

@@ -19,6 +19,7 @@ from fpipe import schedules, tree
 from fpipe.schedules import interleaved_1f1b
 from tests.models import (
     assert_same,
+    boxed,
     mlp,
     mlp_first,
     mlp_layer,
@@ -143,14 +144,11 @@ def test_autocast_of_no_kind_when_kernels_run() -> None:
     """Casts were recorded, for two kinds of devices too."""
     seen: set[str] = set()
 
-    def watched(graph: fx.GraphModule, _: Any) -> Any:
-        def run(values: list[Tensor]) -> Any:
-            seen.update(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
-            arguments = list(values)
-            values.clear()
-            return graph(*arguments)
+    def look() -> None:
+        seen.update(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
 
-        return run
+    def watched(graph: fx.GraphModule, _: Any) -> Any:
+        return boxed(graph, look)
 
     model = mlp(2, 4)
     schedule = schedules.one_f_one_b(ranks=2, microbatches=2)

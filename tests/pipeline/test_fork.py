@@ -15,7 +15,7 @@ import torch
 
 import fpipe
 from fpipe.schedule import Schedule
-from tests.models import mlp, plain_pipeline
+from tests.models import boxed, mlp, plain_pipeline
 
 MODEL = mlp(2, 4)
 
@@ -50,16 +50,13 @@ def test_a_fork_beside_a_thread_that_is_busy(traces: bool) -> None:
             done.wait(30)
         return x
 
-    def compiled(graph: torch.fx.GraphModule, _: object) -> Any:
-        def run(values: list[torch.Tensor]) -> Any:
-            if not traces:
-                begun.set()
-                done.wait(30)
-            arguments = list(values)
-            values.clear()
-            return graph(*arguments)
+    def meanwhile() -> None:
+        if not traces:
+            begun.set()
+            done.wait(30)
 
-        return run
+    def compiled(graph: torch.fx.GraphModule, _: object) -> Any:
+        return boxed(graph, meanwhile)
 
     schedule = Schedule.from_text("0F0 0B0")
     busy = fpipe.pipeline([first], lambda y, _: y.sum(), schedule, compile=compiled)

@@ -6,15 +6,13 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import fpipe
 from fpipe import FpipeError
-from tests.models import assert_identical, mlp, plain_pipeline
+from tests.models import assert_identical, boxed, mlp, plain_pipeline
 
 MODEL = mlp(2, 4)
 MEAN = plain_pipeline(MODEL.stages)
@@ -81,20 +79,11 @@ def test_use_holds_for_its_own_thread() -> None:
 def calling(meanwhile: Callable[[], object]) -> fpipe.Pipeline:
     """A pipeline whose one stage calls a function whenever it runs."""
 
-    def compiled(graph: torch.fx.GraphModule, _: object) -> Any:
-        def run(values: list[Tensor]) -> Any:
-            meanwhile()
-            arguments = list(values)
-            values.clear()
-            return graph(*arguments)
-
-        return run
-
     return fpipe.pipeline(
         [lambda w, x: x * w],
         lambda y, _: y.mean(),
         fpipe.schedules.gpipe(ranks=1, microbatches=1),
-        compile=compiled,
+        compile=lambda graph, _: boxed(graph, meanwhile),
     )
 
 
