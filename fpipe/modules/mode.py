@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from fpipe.modules.lost import refuse_gradient_hooks
+from fpipe.modules.tracing import as_left
 
 log = logging.getLogger("fpipe")
 
@@ -38,11 +39,15 @@ class Mode:
         self._warned: set[str] = set()
 
     def __call__(self) -> Hashable:
-        """The mode at this moment.
+        """The mode at this moment; waits while another thread traces a forward.
 
         Raises:
             StageError: meanwhile there are hooks on gradients.
         """
+        with as_left():
+            return self._read()
+
+    def _read(self) -> Hashable:
         named = [pair for one in self._modules for pair in one.named_modules()]
         refuse_gradient_hooks(named)
         parts = [part for _, part in named]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -65,6 +67,25 @@ def explaining(name: str, *, is_compiling: bool) -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+_AT_WORK = threading.RLock()
+
+
+@contextmanager
+def as_left() -> Iterator[None]:
+    """Within it no other thread is `unchanged`: modules are as their user has left them."""
+    with _AT_WORK:
+        yield
+
+
+def _renew() -> None:
+    """In a forked process the thread that holds the lock does not exist."""
+    global _AT_WORK
+    _AT_WORK = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
 @contextmanager
 def unchanged(*modules: nn.Module) -> Iterator[None]:
     """What modules set on themselves within it is gone at its end.
@@ -72,12 +93,13 @@ def unchanged(*modules: nn.Module) -> Iterator[None]:
     What they cache is abstract while they are traced: the next trace, or the module's own forward,
     would take it for numbers.
     """
-    restore = [put for module in modules for part in module.modules() for put in _as_held(part)]
-    try:
-        yield
-    finally:
-        for put in restore:
-            put()
+    with as_left():
+        restore = [put for module in modules for part in module.modules() for put in _as_held(part)]
+        try:
+            yield
+        finally:
+            for put in restore:
+                put()
 
 
 def _as_held(part: nn.Module) -> Iterator[Callable[[], None]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -130,6 +131,43 @@ def test_another_thread_may_use_the_cache_of_parametrizations() -> None:
         assert parametrize._cache_enabled == 1
     assert parametrize._cache_enabled == 0
     assert not parametrize._cache
+
+
+class Halting(nn.Module):
+    """Its forward, once told to, waits for what another thread does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.ended = threading.Event(), threading.Event()
+        self.halts = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.halts:
+            self.begun.set()
+            self.ended.wait(0.5)  # the other thread may have to wait for this one
+        return x.sin()
+
+
+def test_another_thread_does_not_see_a_module_that_is_traced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It took the hooks of the trace for new ones, traced again, and kept that plan."""
+    halting = Halting()
+    module = nn.Sequential(nn.Linear(4, 4), halting)
+    params = {name: own.detach() for name, own in module.named_parameters()}
+    pipe, batch = of_module(module), {"input": torch.ones(4, 4)}
+    expected = pipe.value(params, batch)
+    caplog.set_level(logging.INFO, "fpipe")
+    halting.halts = True
+    thread = threading.Thread(target=lambda: pipe.value(params, {"input": torch.ones(6, 4)}))
+    thread.start()
+    assert halting.begun.wait(30)
+    halting.halts = False
+    found = pipe.value(params, batch)
+    halting.ended.set()
+    thread.join()
+    assert found == expected
+    assert caplog.text.count("tracing value") == 1, "that of the thread"
 
 
 class Doubled(nn.Module):
