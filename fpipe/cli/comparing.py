@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fpipe import schedules
 from fpipe.cli import sources
-from fpipe.cli.parsing import Commands, add_cost, cost_of, new
+from fpipe.cli.parsing import Commands, add_cost, add_memory, cost_of, new
 from fpipe.errors import ScheduleError
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.schedule import Schedule
@@ -36,6 +36,7 @@ def add(commands: Commands[Any]) -> None:
     )
     sources.add_size(parser)
     add_cost(parser)
+    add_memory(parser)
     parser.set_defaults(run=_run)
 
 
@@ -49,6 +50,7 @@ class Row(NamedTuple):
     bubble: float
     idle: float
     gap: float | None
+    held: tuple[float, ...]  # the peak of each rank
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -64,7 +66,31 @@ def _run(options: argparse.Namespace) -> None:
                 if size.ranks is None or size.microbatches is None:
                     raise ScheduleError("give --ranks and --microbatches, or a file") from refusal
                 refused.append(f"left out {name}: {refusal}")
+    if options.memory is not None:
+        rows, above = _within(options.memory, rows)
+        refused += above
     print("\n".join([table(rows), *refused]))
+
+
+def _within(memory: float | tuple[float, ...], rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
+    """The rows for which there is memory, and what is said of the others."""
+    kept, above = [], []
+    for row in rows:
+        limits = memory if isinstance(memory, tuple) else (memory,) * len(row.held)
+        if len(limits) != len(row.held):
+            raise ScheduleError(
+                f"--memory has {len(limits)} values and {row.name} {len(row.held)} ranks: give one "
+                "per rank, or one number for all"
+            )
+        for rank, (held, limit) in enumerate(zip(row.held, limits, strict=True)):
+            if not held <= limit * (1 + 1e-9):  # sums of fractions
+                above.append(
+                    f"left out {row.name}: rank {rank} holds {held:g}, and --memory is {limit:g}"
+                )
+                break
+        else:
+            kept.append(row)
+    return kept, above
 
 
 def _measured(names: Sequence[str], size: sources.Size, cost: Cost) -> list[Row]:
@@ -115,6 +141,7 @@ def measure(name: str, schedule: Schedule, cost: Cost) -> Row:
         bubble=min(timeline.bubble),
         idle=sum(timeline.bubble) / room if room else 0.0,
         gap=gap,
+        held=timeline.peak,
     )
 
 

@@ -63,6 +63,17 @@ def memory(text: str) -> float | tuple[float, ...]:
     return found[0] if len(found) == 1 else found
 
 
+def add_memory(parser: argparse.ArgumentParser) -> None:
+    """Add ``--memory``."""
+    parser.add_argument(
+        "--memory",
+        type=memory,
+        metavar="A[,A...]",
+        help="most activations that a rank may hold, for all ranks or each; 1 is what F keeps of "
+        "one microbatch on 1/p of the model, unless the cost says otherwise (default: no limit)",
+    )
+
+
 def add_cost(parser: argparse.ArgumentParser) -> None:
     """Add ``--cost`` and ``--comm``."""
     parser.add_argument(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fpipe.cli import sources
-from fpipe.cli.parsing import Commands, add_cost, cost_of, count, memory, new
+from fpipe.cli.parsing import Commands, add_cost, add_memory, cost_of, count, new
 from fpipe.cli.simulating import LEGEND, report
 from fpipe.errors import ScheduleError
 from fpipe.schedule.exchange.plain import is_number, save
@@ -40,13 +40,7 @@ def add(commands: Commands[Any]) -> None:
         help="number of microbatches",
     )
     add_cost(parser)
-    parser.add_argument(
-        "--memory",
-        type=memory,
-        metavar="A[,A...]",
-        help="most activations that a rank may hold, for all ranks or each; 1 is what F keeps of "
-        "one microbatch on 1/p of the model, unless the cost says otherwise (default: no limit)",
-    )
+    add_memory(parser)
     parser.add_argument(
         "--placement",
         metavar="PLACEMENT",

@@ -173,6 +173,27 @@ def test_compare_all_families_and_says_which_are_left_out(
     assert "interleaved_1f1b" in left
 
 
+def test_compare_leaves_out_what_holds_more_than_the_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["1f1b", "zb_h1", "zbv", "gpipe", "--ranks", "4", "--microbatches", "8", "--memory"]
+    assert run(capsys, "compare", *words, "4").splitlines()[1:] == [
+        "zbv               8      25.5     1.5   5.9 %     4   0.0 %",
+        "zb_h1             4        27       3  11.1 %     4   0.0 %",
+        "one_f_one_b       4        33       9  27.3 %     4  10.0 %",
+        "left out gpipe: rank 0 holds 8, and --memory is 4",
+    ]
+    each = run(capsys, "compare", *words, "4,3,2,1").splitlines()
+    assert each[1].startswith("one_f_one_b")
+    assert "left out zb_h1: rank 1 holds 4, and --memory is 3" in each
+    assert "--memory has 2 values and one_f_one_b 4 ranks" in refused(
+        capsys, "compare", *words, "4,3"
+    )
+    assert "left out zbv: rank 0 holds 4, and --memory is nan" in run(
+        capsys, "compare", *words, "nan"
+    )
+
+
 def test_compare_takes_the_size_from_a_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
