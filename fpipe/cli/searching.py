@@ -75,6 +75,7 @@ def add(commands: Commands[Any]) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
+    sources.check_room(options.ranks, options.microbatches)
     form = None
     if options.output is not None:
         form = _FORMS.get(Path(options.output).suffix)

@@ -22,6 +22,8 @@ HELP: Final = (
     "a family by its name (those of torch too), or a file: .csv as torch.distributed.pipelining "
     "writes it, .json or .txt as fpipe does"
 )
+MOST: Final = 10**8
+"""Microbatches of all stages, each of which takes some hundred bytes at least."""
 _EVALUATION: Final = "forward_only"  # no family of `schedules.get`, for it owes no gradients
 _MAKERS: Final = (*schedules.FAMILIES.values(), schedules.forward_only)
 FAMILIES: Final = (
@@ -72,6 +74,16 @@ def add_size(parser: argparse.ArgumentParser) -> None:
 def size_of(options: argparse.Namespace) -> Size:
     """What the options of `add_size` say."""
     return Size(options.ranks, options.microbatches, options.stages_per_rank)
+
+
+def check_room(ranks: int, microbatches: int, stages_per_rank: int | None = None) -> None:
+    """Refuse what would fill the memory of any machine, before it begins to.
+
+    Raises:
+        MemoryError: so many actions have no room.
+    """
+    if ranks * microbatches * (stages_per_rank or 1) > MOST:
+        raise MemoryError
 
 
 def is_file(source: str) -> bool:
@@ -128,6 +140,7 @@ def _family(name: str, size: Size) -> Schedule:
         if not evaluates:
             schedules.get(name, ranks=1, microbatches=1)
         raise ScheduleError(f"{name} is a family: give --ranks and --microbatches")
+    check_room(ranks, microbatches, stages)
     if evaluates:
         return schedules.forward_only(
             ranks=ranks, microbatches=microbatches, stages_per_rank=stages or 1

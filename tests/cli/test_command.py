@@ -293,6 +293,9 @@ def test_a_file_of_another_size_than_was_asked_for(
             f"show gpipe -p 1 -m {10**18 - 1}",
             "show: error: out of memory: take fewer ranks, microbat",
         ),
+        # The system ended it, when all memory was filled.
+        ("simulate gpipe -p 1000000 -m 1000000", "simulate: error: out of memory: take fewer"),
+        ("search -p 1000000 -m 1000000", "search: error: out of memory: take fewer ranks"),
         (f"show gpipe -p 1 -m {'9' * 19}", f"--microbatches: '{'9' * 19}' is too large: it has 19"),
         (f"show gpipe -p {'9' * 5000} -m 1", "9999 is too large: it has 5000 digits"),
         ("show zbv -p 0 -m 4", "--ranks: '0' must be a whole number, 1 or more"),
