@@ -110,7 +110,7 @@ LAYERS: Final = (
         "fpipe.transforms.direction",
         "fpipe.transforms.dual",
         "fpipe.transforms.ensemble",
-        "fpipe.transforms.linear",
+        "fpipe.transforms.formulas",
         "fpipe.transforms.mapping",
         "fpipe.transforms.members",
         "fpipe.transforms.parts",
@@ -179,6 +179,7 @@ WHOLE_ROOMS: Final = (
     "fpipe.schedule.families",
     "fpipe.schedule.picture",
     "fpipe.schedule.searching",
+    "fpipe.transforms.formulas",
 )
 
 

@@ -1,0 +1,1 @@
+"""Operations of torch written out by others, which go through transforms rightly."""

@@ -1,0 +1,77 @@
+"""Recurrent layers step by step, for they have no batching rules.
+
+oneDNN's LSTM, which torch takes in single precision on the CPU, has no forward-mode rules either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table
+
+aten = torch.ops.aten
+
+
+def _taken_apart(func: Callable[..., Any], op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Recurrent layers in steps; those of packed sequences, whose weights come fourth, as they are.
+
+    What torch takes them apart to knows no dropout between the layers, so each is one by itself.
+    """
+
+    def steps(*args: Any) -> Any:
+        with _without_onednn():
+            return decomposition_table[op](*args)
+
+    def layers(*args: Any) -> Any:
+        if isinstance(args[3], list | tuple):
+            return func(*args)
+        x, start, weights, has_biases, count, dropout, train, bidirectional, batch_first = args
+        if not train or not dropout or count == 1:
+            return steps(*args)
+        states, many = (start, True) if isinstance(start, list | tuple) else ((start,), False)
+        parts = [state.chunk(count) for state in states]
+        size = len(weights) // count
+        ends: list[Sequence[Tensor]] = []
+        x = x.transpose(0, 1) if batch_first else x
+        for number in range(count):
+            own = [part[number] for part in parts]
+            held = weights[number * size : (number + 1) * size]
+            given = (x, own if many else own[0], held, has_biases, 1, 0.0, train)
+            x, *end = steps(*given, bidirectional, False)
+            ends.append(end)
+            if number < count - 1:
+                x = torch.dropout(x, dropout, True)
+        x = x.transpose(0, 1) if batch_first else x
+        return x, *map(torch.cat, zip(*ends, strict=True))
+
+    return layers
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Within it torch takes a layer apart to steps, for the CPU too.
+
+    In single precision it has one operation of oneDNN for all, which no transform goes through.
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+RECURRENT: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = MappingProxyType(
+    {
+        torch.lstm: _taken_apart(torch.lstm, aten.lstm.input),
+        torch.gru: _taken_apart(torch.gru, aten.gru.input),
+        torch.rnn_tanh: _taken_apart(torch.rnn_tanh, aten.rnn_tanh.input),
+        torch.rnn_relu: _taken_apart(torch.rnn_relu, aten.rnn_relu.input),
+    }
+)
+"""What computes the same, by the functions of torch that it stands for."""
