@@ -312,6 +312,26 @@ class Pipeline(Loadable):
 
     # ── for transforms, whose pipelines take vectors too and return other things ────────────────
 
+    def told(self, goal: Goal, read: Callable[[], T]) -> T:
+        """What `read` makes of a call's arguments; if they are wrong, all ranks know.
+
+        Raises:
+            BatchError: in one process, as `read` raises it.
+            PipelineError: over a process group, where it does, on every rank.
+        """
+        try:
+            return read()
+        except BatchError:
+            if self.rank is None:
+                raise
+
+        def enter() -> NoReturn:
+            read()
+            raise AssertionError("arguments were wrong, and then right")
+
+        self._controller.run(enter, goal)
+        raise AssertionError("a call with wrong arguments has run")
+
     def run_step(
         self, *arguments: Any, key: Tensor | None = None, name: str | None = None
     ) -> tuple[Any, ...]:
@@ -349,19 +369,8 @@ class Pipeline(Loadable):
     def _in_order(
         self, goal: Goal, arguments: tuple[Any, ...], key: Tensor | None, named: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Tensor | None]:
-        """The arguments after params in order, and the key; if they are wrong, all ranks know."""
-        try:
-            return self.definition.in_order(arguments, key, named)
-        except BatchError:
-            if self.rank is None:
-                raise
-
-        def enter() -> NoReturn:
-            self.definition.in_order(arguments, key, named)
-            raise AssertionError("arguments were wrong, and then right")
-
-        self._controller.run(enter, goal)
-        raise AssertionError("a call with wrong arguments has run")
+        """The arguments after params in order, and the key."""
+        return self.told(goal, lambda: self.definition.in_order(arguments, key, named))
 
     def _run(
         self, arguments: Sequence[Any], goal: Goal, key: Tensor | None, name: str | None = None

@@ -13,6 +13,7 @@ from fpipe import tree
 from fpipe.current import in_use
 from fpipe.engine import Pipeline, check_is_pipeline
 from fpipe.errors import FpipeError
+from fpipe.transforms.wrapping import Wrapping
 
 
 class Clipped(NamedTuple):
@@ -27,7 +28,7 @@ class Clipped(NamedTuple):
     norm: Tensor
 
 
-def global_norm(grads: Any, *, pipeline: Pipeline | None = None) -> Tensor:
+def global_norm(grads: Any, *, pipeline: Pipeline | Wrapping | None = None) -> Tensor:
     """The Euclidean norm of all elements of all gradients, of all ranks.
 
     Squares are added up in float32 within a leaf (float64 if it is float64), and in float64 from
@@ -40,8 +41,8 @@ def global_norm(grads: Any, *, pipeline: Pipeline | None = None) -> Tensor:
         grads: pytree of tensors; None has no elements. Over a process group those of the own
             stages, and every rank must call this. Of a module, or of one function with cuts, the
             keys and indices of a leaf's path say which parameter it is of: the same on all ranks.
-        pipeline: that the gradients come from, by default the one that `fpipe.use` names. Without
-            one, the gradients are taken to be whole.
+        pipeline: that the gradients, or products of `fpipe.hvp`, come from, by default the one that
+            `fpipe.use` names. Without one, the gradients are taken to be whole.
 
     Returns:
         A scalar: float64 if a leaf of this rank is (or is complex128), else float32; on the device
@@ -62,7 +63,7 @@ def global_norm(grads: Any, *, pipeline: Pipeline | None = None) -> Tensor:
 
 
 def clip_by_global_norm(
-    grads: Any, max_norm: float, *, pipeline: Pipeline | None = None
+    grads: Any, max_norm: float, *, pipeline: Pipeline | Wrapping | None = None
 ) -> Clipped:
     """Scale all gradients so that their global norm is at most `max_norm`.
 
@@ -102,9 +103,11 @@ def clip_by_global_norm(
     return Clipped(tree.tree_map(scaled, grads), norm)
 
 
-def _norm(grads: Any, pipeline: Pipeline | None, check: Callable[[], None]) -> Tensor:
+def _norm(grads: Any, pipeline: Pipeline | Wrapping | None, check: Callable[[], None]) -> Tensor:
     """The norm, where `check` raises nothing: a rank on which it does tells the others."""
     chosen = pipeline or in_use()
+    if isinstance(chosen, Wrapping):
+        chosen = chosen.pipeline
     if chosen is not None:
         check_is_pipeline("pipeline", chosen, "fpipe.global_norm")
 

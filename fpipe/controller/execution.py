@@ -145,7 +145,7 @@ class Execution:
                 continue
             place = (
                 "the meta device and has no data: pipe.init and pipe.load make those that a rank "
-                "reads"
+                "reads (or, of a vector, it is None)"
                 if device.type == "meta"
                 else f"{device} while the rank computes on {self._device}, where its process group "
                 "moves values: move it there (NCCL moves those of CUDA, of the device that "

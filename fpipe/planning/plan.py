@@ -73,9 +73,9 @@ class Plan:
 
     @property
     def loss_shape(self) -> tuple[int, ...]:
-        """The shape of the loss of the batch."""
+        """The shape of the loss of the batch; () where there is none."""
         shape = list(self.seeds[0].shape)
-        if self.sink.join is not None:
+        if self.layout.heads and self.sink.join is not None:
             shape[self.sink.join] = sum(seed.shape[self.sink.join] for seed in self.seeds)
         return tuple(shape)
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.arguments.shapes import Goal
 from fpipe.convention import Dual
 from fpipe.engine import OWN, Pipeline
 from fpipe.errors import BatchError
@@ -92,7 +93,7 @@ class Directional(Wrapping):
             StageError: a stage cannot be traced; an op may lack a forward-mode rule.
             PipelineError: an action failed.
         """
-        vectors = self._vectors(vector)
+        vectors = self._told("step", vector)
         loss, duals, *aux = self.pipeline.run_step(params, batch, *vectors, key=key)
         if isinstance(self.definition.argnums, str):
             grads, products = _sides(duals, vectors[0])
@@ -103,7 +104,8 @@ class Directional(Wrapping):
 
     def value(self, params: Any, batch: Any, vector: Any, key: Tensor | None = None) -> Jvp:
         """The loss and its derivative in the direction of `vector`; runs forward only."""
-        loss: Dual = self.pipeline.run_value(params, batch, *self._vectors(vector), key=key)
+        vectors = self._told("value", vector)
+        loss: Dual = self.pipeline.run_value(params, batch, *vectors, key=key)
         return Jvp(*loss)
 
     def forward(
@@ -120,7 +122,7 @@ class Directional(Wrapping):
         The derivative has None for leaves of an integer dtype. Of one function it is the loss, as
         `value` returns it, and aux.
         """
-        vectors = self._vectors(vector)
+        vectors = self._told("forward", vector)
         dims = self.definition.out_dims if out_dims is OWN else out_dims
         found = self.pipeline.run_forward(params, batch, *vectors, key=key, out_dims=dims)
         leaves = tree.flatten((params, batch, vectors))[0]
@@ -131,6 +133,9 @@ class Directional(Wrapping):
     def programs(self, params: Any, batch: Any, vector: Any) -> tuple[Program, ...]:
         """As `Pipeline.programs`."""
         return self.pipeline.programs(params, batch, *self._vectors(vector))
+
+    def _told(self, goal: Goal, vector: Any) -> tuple[Any, ...]:
+        return self.pipeline.told(goal, lambda: self._vectors(vector))
 
     def _vectors(self, vector: Any) -> tuple[Any, ...]:
         """The direction of each argument that may move."""

@@ -264,7 +264,8 @@ def _count(entries: Sequence[_Stacked]) -> int:
     if not found:
         raise BatchError(
             "in_dims maps no leaf of the arguments, so the number of members is unknown: "
-            "fpipe.vmap needs at least one stacked leaf (in every process of a group)"
+            "fpipe.vmap needs at least one stacked leaf, in every process of a group; where its "
+            "stages have no parameters, give one of them torch.empty(members, 0), which it ignores"
         )
     first, size = found[0]
     for path, other in found:

@@ -124,8 +124,35 @@ def wrong_vector(group: dist.ProcessGroup) -> list[Any]:
     schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
     pipe = fpipe.hvp(fpipe.pipeline(model.stages, model.loss, schedule, group=group, compile=False))
     params = pipe.local(model.params)
-    wrong = tree.tree_map(lambda p: p[:1], params) if group.rank() == 1 else params
-    return [attempt(pipe.step, params, model.batch, vector) for vector in (wrong, params)]
+    short = tree.tree_map(lambda p: p[:1], params)
+    vectors = [wrong if group.rank() == 1 else params for wrong in (short, None)]
+    calls = [(pipe.step, vectors[0]), *((call, vectors[1]) for call in (pipe.step, pipe.value))]
+    return [
+        attempt(call, params, model.batch, vector) for call, vector in (*calls, (pipe.step, params))
+    ]
+
+
+def norm_of_product(group: dist.ProcessGroup | None) -> Tensor:
+    """The norm of a product with the Hessian, by the pipeline that made it."""
+    model = mlp(2, 4)
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.hvp(fpipe.pipeline(model.stages, model.loss, schedule, group=group, compile=False))
+    params = pipe.local(model.params)
+    return fpipe.global_norm(pipe.step(params, model.batch, params).hvp, pipeline=pipe)
+
+
+def outputs_by_row(group: dist.ProcessGroup | None) -> list[Any]:
+    """What the last stage returns of each row, of one model and of two members."""
+    model = mlp(2, 5)
+    schedule = schedules.zb_h1(ranks=2, microbatches=3)
+    pipe = fpipe.pipeline(model.stages, model.loss, schedule, group=group, compile=False)
+    params = pipe.local(model.params)
+    members = tree.tree_map(lambda p: torch.stack([p, 0.9 * p]), params)
+    return [
+        fpipe.per_example_grads(pipe).forward(params, model.batch),
+        fpipe.per_example_grads(fpipe.vmap(pipe)).forward(members, model.batch),
+        fpipe.vmap(fpipe.per_example_grads(pipe)).forward(members, model.batch),
+    ]
 
 
 def freeze(group: dist.ProcessGroup | None) -> list[tuple[bool, Tensor, Any]]:

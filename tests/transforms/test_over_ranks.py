@@ -20,6 +20,8 @@ from tests.transforms.actors import (
     differentiate,
     freeze,
     make_ensemble,
+    norm_of_product,
+    outputs_by_row,
     run,
     run_cut,
     shorter,
@@ -104,10 +106,27 @@ def test_a_cut_function_on_every_schedule(pair: Crew, transform: str) -> None:
                 assert_identical(found, expected)
 
 
+def test_outputs_by_row(pair: Crew) -> None:
+    """Of a loss that a forward does not have, the shape by rows was asked for."""
+    first, last = values(pair.run(outputs_by_row))
+    assert first == [None] * 3
+    assert_identical(last, outputs_by_row(None))
+
+
+def test_the_norm_of_a_product(pair: Crew) -> None:
+    whole = norm_of_product(None)
+    for found in values(pair.run(norm_of_product)):
+        torch.testing.assert_close(found, whole)
+
+
 def test_a_wrong_argument_of_one_rank_is_known_on_all(pair: Crew) -> None:
-    for failed, worked in values(pair.run(wrong_vector)):
-        assert failed.error.rank == 1
-        assert "vector[1]" in failed.error.text
+    """One that is None for all was refused on its rank alone: the other waited for that."""
+    for short, *nothing, worked in values(pair.run(wrong_vector)):
+        assert "vector[1]" in short.error.text
+        for failed in (short, *nothing):
+            assert failed.error.rank == 1
+        for failed in nothing:
+            assert "vector=None moves nothing" in failed.error.text
         assert worked.failure is None
 
 
