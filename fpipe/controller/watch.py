@@ -99,9 +99,14 @@ class Watch:
         leave = partial(store.set, self._keys[rank], GONE)
         threads = [
             threading.Thread(
-                target=_beat_for_ever, args=(alive, stop, self._wake, leave), daemon=True
+                name="fpipe beat",
+                target=_beat_for_ever,
+                args=(alive, stop, self._wake, leave),
+                daemon=True,
             ),
-            threading.Thread(target=_guard_for_ever, args=(alive, stop), daemon=True),
+            threading.Thread(
+                name="fpipe guard", target=_guard_for_ever, args=(alive, stop), daemon=True
+            ),
         ]
         self.close = weakref.finalize(self, _end, stop, self._wake, threads)
         """End the threads; done at the latest when the process ends."""

@@ -6,12 +6,14 @@ import contextlib
 import copy
 import logging
 import pickle
+import random
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -540,6 +542,38 @@ def test_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StageError, match=r"stage 1 \(.*caught\) seeds torch's generator"):
         step(mlp_first, caught)
     assert torch.equal(torch.get_rng_state(), before) and not seeds
+
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "Python's random": random.random,
+    "numpy.random": lambda: float(np.random.rand()),
+}
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+@pytest.mark.parametrize("generator", DRAWS)
+def test_draws_that_are_not_torch_s(generator: str, cuts: bool) -> None:
+    """What the trace drew was drawn in each step, and by each rank other numbers."""
+
+    def noisy(p: Any, x: Tensor) -> Tensor:
+        return x @ p["w"] * DRAWS[generator]()
+
+    def whole(params: Any, batch: Any) -> Tensor:
+        return noisy(params, fpipe.cut(batch @ params["w"])).square().mean()
+
+    def states() -> Any:
+        return random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
+
+    before = states()
+    with pytest.raises(StageError, match=rf"(noisy|whole).* draws from {generator}.* has_key=True"):
+        if cuts:
+            pipe = fpipe.pipeline(
+                whole, schedule=schedules.gpipe(ranks=2, microbatches=2), compile=False
+            )
+            pipe.step({"w": torch.ones(3, 3)}, torch.ones(4, 3))
+        else:
+            step(mlp_first, noisy)
+    assert states() == before
 
 
 def test_saved_tensor_hooks_within_a_stage() -> None:

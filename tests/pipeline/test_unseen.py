@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
-from tests.models import rand
+from tests.models import assert_same, rand
 
 PARAMS = {"a": rand(3, 3), "b": rand(3, 3) / 2}
 BATCH = rand(4, 3)
@@ -329,3 +329,27 @@ def test_view_without_gradients_is_handed_on(cut: bool) -> None:
     found, grads = pipe.step(list(PARAMS.values()), BATCH)
     torch.testing.assert_close(found, loss.detach())
     torch.testing.assert_close(grads, [a.grad, b.grad])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("cuts", [False, True])
+def test_a_view_that_is_told_to_require_a_gradient(cuts: bool) -> None:
+    """The trace never ended: torch held what the guard waited for, and asked for the device."""
+
+    def first(w: Tensor, x: Tensor) -> Tensor:
+        own = x[:]
+        own.requires_grad = True
+        return own @ w
+
+    def whole(params: Any, batch: Tensor) -> Tensor:
+        return (fpipe.cut(first(params[0], batch)) @ params[1]).square().mean()
+
+    schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
+    if cuts:
+        pipe = fpipe.pipeline(whole, schedule=schedule, compile=False)
+    else:
+        stages = [first, lambda w, x: x @ w]
+        pipe = fpipe.pipeline(stages, lambda y, _: y.square().mean(), schedule, compile=False)
+    params, batch = [rand(3, 3), rand(3, 3)], rand(4, 3)
+    grads, loss = torch.func.grad_and_value(lambda p: (batch @ p[0] @ p[1]).square().mean())(params)
+    assert_same(tuple(pipe.step(params, batch)), (loss, grads))

@@ -41,6 +41,7 @@ from fpipe.stage.graphs.rewrites import (
 from fpipe.stage.graphs.sources import BatchLeaf, Key, Param, Source, StateLeaf, Upstream
 from fpipe.stage.graphs.strided import number_elements
 from fpipe.stage.graphs.writes import make_writes_differentiable
+from fpipe.stage.refusing.drawing import undrawn
 from fpipe.stage.refusing.explain import ImpureError, Untraceable, describe, explain, unreported
 from fpipe.stage.refusing.factors import OneDtype
 from fpipe.stage.refusing.purity import WriteGuard
@@ -194,10 +195,10 @@ class Recorder:
         Raises:
             StageError: it writes to a parameter, to the batch or to what it closes over, or unseen
                 by autograd to what depends on the leaves that are `moving`; or it draws from a
-                generator of its own, or seeds torch's.
+                generator of its own, or of Python or numpy, or seeds torch's.
         """
         try:
-            with unreported(), unseeded(), apart(), self.mode, with_gradients():
+            with unreported(), unseeded(), undrawn(), apart(), self.mode, with_gradients():
                 inputs = [
                     value.clone().requires_grad_(index in moving).view_as(value)
                     for index, value in enumerate((*params.values, *batch.values, *keys))

@@ -69,6 +69,9 @@ class WriteGuard(TorchDispatchMode):
                     "write to what it is a view of, or to a copy of it (x = x.clone())",
                 )
         for _, value in arguments:
+            # torch asks for the device of a view while it holds what looking for its origin takes.
+            if func.namespace == "prim":
+                continue
             if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
                 self._carrying.add(_memory(value))
                 self._kept_alive.append(value)

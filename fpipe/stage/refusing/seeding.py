@@ -6,12 +6,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from fpipe.stage.refusing.explain import Untraceable
 from fpipe.stage.standin import StandIn
+
+OWN: Final = "fpipe "
+"""The start of the names of fpipe's own threads, which draw nothing."""
 
 
 @contextmanager
@@ -26,7 +29,7 @@ def unseeded() -> Iterator[None]:
     Raises:
         Untraceable: it was seeded, or left in another state.
     """
-    before, alone = torch.get_rng_state(), threading.active_count() == 1
+    before, alone = torch.get_rng_state(), is_alone()
     calls: list[int] = []
     token = _CALLS.set(calls)
     changed = False
@@ -35,12 +38,17 @@ def unseeded() -> Iterator[None]:
             yield
     finally:
         _CALLS.reset(token)
-        alone = alone and threading.active_count() == 1
-        if alone and not torch.equal(torch.get_rng_state(), before):
+        if alone and is_alone() and not torch.equal(torch.get_rng_state(), before):
             torch.set_rng_state(before)
             changed = True
     if calls or changed:  # where it was called, the function has caught the refusal
         raise _refusal()
+
+
+def is_alone() -> bool:
+    """Whether no other thread runs, but for those of fpipe's own that watch other ranks."""
+    this = threading.current_thread()
+    return all(t is this or t.name.startswith(OWN) for t in threading.enumerate())
 
 
 def _refusing(module: Any) -> Callable[[int], Any]:

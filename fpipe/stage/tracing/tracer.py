@@ -24,6 +24,7 @@ from fpipe.stage.graphs.joint import Cotangent, Joint, Sum
 from fpipe.stage.graphs.simplify import simplify
 from fpipe.stage.graphs.sources import BatchLeaf, Constant, Param, Source, SumSoFar
 from fpipe.stage.graphs.sums import add_sums
+from fpipe.stage.refusing.drawing import undrawn
 from fpipe.stage.refusing.explain import explain, unreported
 from fpipe.stage.refusing.factors import OneDtype
 from fpipe.stage.refusing.purity import WriteGuard, refuse_writes
@@ -182,6 +183,7 @@ def _run_abstractly(
         with (
             unreported(),
             unseeded(),
+            undrawn(),
             apart(),
             mode,
             torch.no_grad(),
