@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fpipe.errors import StageError
-from fpipe.stage.refusing.explain import told_apart
+from fpipe.stage.refusing.explain import Untraceable, told_apart
 from fpipe.stage.refusing.frames import place
 
 
@@ -91,15 +91,37 @@ def unchanged(*modules: nn.Module) -> Iterator[None]:
     """What modules set on themselves within it is gone at its end.
 
     What they cache is abstract while they are traced: the next trace, or the module's own forward,
-    would take it for numbers.
+    would take it for numbers. A conversion to what a part is, ``self.router.to(self.dtype)``, does
+    nothing.
+
+    Raises:
+        Untraceable: a module is converted to what it is not.
     """
     with as_left():
-        restore = [put for module in modules for part in module.modules() for put in _as_held(part)]
+        parts = [part for module in modules for part in module.modules()]
+        restore = [put for part in parts for put in _as_held(part)]
+        for part in parts:
+            vars(part)["_apply"] = partial(_converted, part)
         try:
             yield
         finally:
             for put in restore:
                 put()
+
+
+def _converted(
+    part: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    """What `nn.Module._apply` returns where it has nothing to do; it would write to parameters."""
+    for value in (*part.parameters(recurse), *part.buffers(recurse)):
+        wanted = convert(value)
+        if (wanted.dtype, wanted.device) != (value.dtype, value.device):
+            raise Untraceable(
+                f"converts a {type(part).__name__} of {value.dtype} on {value.device} to "
+                f"{wanted.dtype} on {wanted.device} in its forward",
+                "convert the module before the pipeline is made",
+            )
+    return part
 
 
 def _as_held(part: nn.Module) -> Iterator[Callable[[], None]]:

@@ -815,3 +815,46 @@ def test_cuts_that_the_forward_does_not_make_are_refused() -> None:
     )
     with pytest.raises(fpipe.StageError, match=r"Linear executes 0 cuts, .* place fpipe.cut\(x\)"):
         pipe.step(detached(nn.Linear(4, 4)), {"input": torch.ones(4, 4)})
+
+
+class Converting(nn.Module):
+    """Converts a part of itself in its forward, as routers of Hugging Face do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.last, self.dtype = nn.Linear(4, 4), nn.Linear(4, 4), dtype
+
+    def forward(self, x: Tensor) -> Any:
+        self.last = self.last.to(self.dtype)
+        return self.last(self.first(x).to(self.dtype))
+
+
+def of_converting(dtype: torch.dtype) -> tuple[Converting, fpipe.ModulePipeline]:
+    module = Converting(dtype).double()
+    pipe = fpipe.from_module(
+        module, schedule=TWO, cuts=["first"], compile=False,
+        loss=lambda output, batch: output.square().mean(),
+    )  # fmt: skip
+    return module, pipe
+
+
+def test_a_conversion_that_changes_nothing() -> None:
+    """It failed, for torch puts other data into the parameters, be it the same."""
+    module, pipe = of_converting(torch.float64)
+    params, batch = dict(module.named_parameters()), {"x": torch.randn(4, 4).double()}
+    expected = module(**batch).square().mean()
+    grads = torch.autograd.grad(expected, list(params.values()))
+    step = pipe.step(params, batch)
+    assert_equal_steps(step, fpipe.Step(expected.detach(), dict(zip(params, grads, strict=True))))
+    assert "_apply" not in vars(module.last)
+    assert module.float().first.weight.dtype == torch.float32
+
+
+def test_a_conversion_to_another_dtype_is_refused() -> None:
+    module, pipe = of_converting(torch.float32)
+    told = (
+        r"converts a Linear of torch\.float64 on cpu to torch\.float32 on cpu in its forward at "
+        r".*test_from_module\.py:\d+: convert the module before"
+    )
+    with pytest.raises(fpipe.StageError, match=told):
+        pipe.step(dict(module.named_parameters()), {"x": torch.randn(4, 4).double()})
