@@ -106,7 +106,8 @@ def stored_names(
         beside = f"; it has {few(extra)} beside what was looked for" if extra else ""
         raise BatchError(
             f"the checkpoint lacks {few(missing)}{beside}: where it has them by other names, pass "
-            "rename=, a function from the name in the model to that in the checkpoint"
+            "rename=, a function from the name in the model to that in the checkpoint (of a "
+            "Hugging Face model, save_pretrained(path, save_original_format=False) keeps its names)"
         )
     if extra and strict:
         raise BatchError(
