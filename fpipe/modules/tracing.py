@@ -52,7 +52,8 @@ def explaining(name: str, *, is_compiling: bool) -> Iterator[None]:
             "once cannot: use torch.where or a mask in code of your own; of a Hugging Face model "
             "this is most often the padding mask: pass the mask with four "
             "dimensions, bool[batch, 1, query, key], load a decoder with "
-            'attn_implementation="eager" (experts: experts_implementation="batched_mm")' + told
+            'attn_implementation="eager" (experts: experts_implementation="batched_mm"), '
+            "drop no layers (config.layerdrop = 0)" + told
         ) from error
     except Exception as error:
         if "transformers/integrations/moe.py:" not in place(error):
@@ -102,6 +103,7 @@ def unchanged(*modules: nn.Module) -> Iterator[None]:
         restore = [put for part in parts for put in _as_held(part)]
         for part in parts:
             vars(part)["_apply"] = partial(_converted, part)
+            vars(part)["_compiled_call_impl"] = None  # of Module.compile; stages are compiled whole
         try:
             yield
         finally:

@@ -858,3 +858,23 @@ def test_a_conversion_to_another_dtype_is_refused() -> None:
     )
     with pytest.raises(fpipe.StageError, match=told):
         pipe.step(dict(module.named_parameters()), {"x": torch.randn(4, 4).double()})
+
+
+@pytest.mark.parametrize("part", ["", "1"])
+def test_a_module_that_is_compiled_in_place(part: str) -> None:
+    """It was refused, by a name that was not its own; `Module.compile` cannot be taken back."""
+    module = linears().double()
+    plain = copy.deepcopy(module)
+    compiled = module.get_submodule(part)
+    compiled.compile(backend="eager")
+    impl = compiled._compiled_call_impl
+    pipe = fpipe.from_module(
+        module, schedule=TWO, cuts=["0"], compile=False,
+        loss=lambda output, batch: output.square().mean(),
+    )  # fmt: skip
+    params, batch = dict(plain.named_parameters()), {"input": torch.randn(4, 3).double()}
+    expected = plain(**batch).square().mean()
+    grads = torch.autograd.grad(expected, list(params.values()))
+    step = pipe.step(params, batch)
+    assert_equal_steps(step, fpipe.Step(expected.detach(), dict(zip(params, grads, strict=True))))
+    assert compiled._compiled_call_impl is impl
