@@ -7,6 +7,8 @@ import copy
 import logging
 import pickle
 import random
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._inductor.async_compile import AsyncCompile
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,6 +35,7 @@ from fpipe import (
     schedules,
     tree,
 )
+from fpipe.stage.refusing import drawing, seeding
 from tests.models import mean_square, mlp, mlp_first, mlp_layer, plain_pipeline, rand
 
 MODEL = mlp(2, 4)
@@ -552,8 +556,11 @@ DRAWS: dict[str, Callable[[], float]] = {
 
 @pytest.mark.parametrize("cuts", [False, True])
 @pytest.mark.parametrize("generator", DRAWS)
-def test_draws_that_are_not_torch_s(generator: str, cuts: bool) -> None:
+def test_draws_that_are_not_torch_s(
+    generator: str, cuts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the trace drew was drawn in each step, and by each rank other numbers."""
+    monkeypatch.setattr(drawing, "others", list)  # other tests may have left threads
 
     def noisy(p: Any, x: Tensor) -> Tensor:
         return x @ p["w"] * DRAWS[generator]()
@@ -574,6 +581,17 @@ def test_draws_that_are_not_torch_s(generator: str, cuts: bool) -> None:
         else:
             step(mlp_first, noisy)
     assert states() == before
+
+
+def test_threads_that_draw_nothing() -> None:
+    before = seeding.others()
+    threads = [threading.Thread(target=time.sleep, args=(2,), name=n) for n in ("fpipe beat", "my")]
+    for thread in threads:
+        thread.start()
+    AsyncCompile.pool().submit(int).result()
+    assert [t for t in seeding.others() if t not in before] == threads[1:]
+    for thread in threads:
+        thread.join()
 
 
 def test_saved_tensor_hooks_within_a_stage() -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fpipe.stage.refusing.explain import Untraceable
-from fpipe.stage.refusing.seeding import is_alone
+from fpipe.stage.refusing.seeding import others
 
 
 @contextmanager
@@ -26,11 +26,11 @@ def undrawn() -> Iterator[None]:
     Raises:
         Untraceable: it was drawn from, or seeded.
     """
-    python, alone = random.getstate(), is_alone()
+    python, alone = random.getstate(), not others()
     numpy: Any = sys.modules.get("numpy")
     before = _state_of(numpy)
     yield
-    if not (alone and is_alone()):
+    if not alone or others():
         return
     if random.getstate() != python:
         random.setstate(python)

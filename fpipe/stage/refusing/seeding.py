@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +14,8 @@ import torch
 from fpipe.stage.refusing.explain import Untraceable
 from fpipe.stage.standin import StandIn
 
-OWN: Final = "fpipe "
-"""The start of the names of fpipe's own threads, which draw nothing."""
+QUIET: Final = ("fpipe ", "tqdm_monitor")
+"""How the names of threads start that draw nothing: fpipe's own, and tqdm's."""
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def unseeded() -> Iterator[None]:
     Raises:
         Untraceable: it was seeded, or left in another state.
     """
-    before, alone = torch.get_rng_state(), is_alone()
+    before, alone = torch.get_rng_state(), not others()
     calls: list[int] = []
     token = _CALLS.set(calls)
     changed = False
@@ -38,17 +39,25 @@ def unseeded() -> Iterator[None]:
             yield
     finally:
         _CALLS.reset(token)
-        if alone and is_alone() and not torch.equal(torch.get_rng_state(), before):
+        if alone and not others() and not torch.equal(torch.get_rng_state(), before):
             torch.set_rng_state(before)
             changed = True
     if calls or changed:  # where it was called, the function has caught the refusal
         raise _refusal()
 
 
-def is_alone() -> bool:
-    """Whether no other thread runs, but for those of fpipe's own that watch other ranks."""
-    this = threading.current_thread()
-    return all(t is this or t.name.startswith(OWN) for t in threading.enumerate())
+def others() -> list[threading.Thread]:
+    """The other threads that run and may draw.
+
+    Those do not that watch other ranks for fpipe, in which Inductor compiles, and that looks after
+    the bars of tqdm.
+    """
+    compile = sys.modules.get("torch._inductor.async_compile")
+    pool = None if compile is None else compile.AsyncCompile.pool
+    quiet = {threading.current_thread()}
+    if pool is not None and pool.cache_info().currsize:
+        quiet |= pool()._threads
+    return [t for t in threading.enumerate() if t not in quiet and not t.name.startswith(QUIET)]
 
 
 def _refusing(module: Any) -> Callable[[int], Any]:
