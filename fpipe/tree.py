@@ -7,6 +7,7 @@ optree, globally or in the namespace ``"fpipe"``.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -143,6 +144,28 @@ def unflatten(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:
 def structure(tree: Any) -> optree.PyTreeSpec:
     """The structure of `tree` without its leaves."""
     return optree.tree_structure(tree, namespace=NAMESPACE)
+
+
+def orders(spec: optree.PyTreeSpec) -> tuple[Any, ...]:
+    """The keys of every dict in a structure, as they were put in; equal structures may differ.
+
+    Example:
+        >>> one, other = structure({"a": 1, "b": 2}), structure({"b": 2, "a": 1})
+        >>> one == other, orders(one), orders(other)
+        (True, (('a', 'b'),), (('b', 'a'),))
+    """
+    found: list[Any] = []
+    waiting = [spec]
+    while waiting:
+        node = waiting.pop()
+        if node.num_nodes == node.num_leaves:
+            continue  # a leaf
+        if node.type in (dict, defaultdict):
+            level = node.one_level()
+            assert level is not None
+            found.append(tuple(level.unflatten(range(level.num_leaves))))
+        waiting += node.children()
+    return tuple(found)
 
 
 def tree_map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -50,30 +50,36 @@ class LeafShape(NamedTuple):
 
 
 class TreeShape(NamedTuple):
-    """A pytree of tensors without their data."""
+    """A pytree of tensors without their data.
+
+    Attributes:
+        spec: its structure.
+        leaves: their shapes.
+        orders: of the keys of its dicts, in which a function may go through them.
+    """
 
     spec: optree.PyTreeSpec
     leaves: tuple[LeafShape, ...]
+    orders: tuple[Any, ...]
 
     @classmethod
     def of(cls, spec: optree.PyTreeSpec, leaves: Sequence[Tensor]) -> TreeShape:
         """The shape of a flat pytree."""
-        return cls(spec, tuple(map(LeafShape.of, leaves)))
+        return cls(spec, tuple(map(LeafShape.of, leaves)), tree.orders(spec))
 
     def on(self, device: torch.device) -> TreeShape:
         """The same shapes on another device."""
-        return TreeShape(self.spec, tuple(leaf._replace(device=device) for leaf in self.leaves))
+        return self._replace(leaves=tuple(leaf._replace(device=device) for leaf in self.leaves))
 
     def with_data(self, device: torch.device) -> TreeShape:
         """The same shapes, on `device` where they lie on the meta device, which has no data."""
         if not any(leaf.device.type == "meta" for leaf in self.leaves):
             return self
-        return TreeShape(
-            self.spec,
-            tuple(
+        return self._replace(
+            leaves=tuple(
                 leaf._replace(device=device) if leaf.device.type == "meta" else leaf
                 for leaf in self.leaves
-            ),
+            )
         )
 
 
@@ -226,6 +232,8 @@ def difference(before: Signature, now: Signature) -> str:
 def _tree_difference(before: TreeShape, now: TreeShape) -> str:
     if before.spec != now.spec:
         return "it has another structure"
+    if before.orders != now.orders:
+        return "its keys are in another order"
     for path, old, new in zip(tree.paths(now.spec), before.leaves, now.leaves, strict=True):
         if old != new:
             texts = [f"{in_words(leaf)} on {leaf.device}" for leaf in (new, old)]

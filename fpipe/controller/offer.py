@@ -124,6 +124,7 @@ def shared_parameters(offers: Sequence[Offer]) -> TreeShape | None:
             )
 
     refuse([t.spec for t in trees], range(len(ranks)), "in another structure")
+    refuse([t.orders for t in trees], range(len(ranks)), "with keys in another order")
     leaves = []
     for index, path in enumerate(tree.paths(trees[0].spec)):
         own = [t.leaves[index] for t in trees]
@@ -135,7 +136,7 @@ def shared_parameters(offers: Sequence[Offer]) -> TreeShape | None:
         lie = [_lies(own[at]) for at in holders]
         refuse(lie, holders, f"of strides {' and '.join(map(str, sorted({*lie})))} at {path}")
         leaves.append(own[holders[0]])
-    return TreeShape(trees[0].spec, tuple(leaves))
+    return trees[0]._replace(leaves=tuple(leaves))
 
 
 def _lies(leaf: LeafShape) -> tuple[int, ...]:
@@ -197,7 +198,7 @@ def unsendable(offer: Offer) -> BatchError | None:
 
 def _rows(offer: Offer) -> str:
     assert offer.rows is not None and offer.batch is not None
-    spec, shapes = offer.batch[0]
+    spec, shapes, _ = offer.batch[0]
     named_leaves = zip(tree.paths(spec), shapes, strict=True)
     leaves = ", ".join(f"batch{path}: {in_words(leaf)}" for path, leaf in named_leaves)
     return f"{sum(offer.rows)} rows in microbatches of [{leaves}]"

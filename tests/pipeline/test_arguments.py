@@ -431,3 +431,29 @@ def test_programs_take_what_a_step_takes() -> None:
         pipe.programs(params, state, batch),
     )
     assert list(map(str, named)) == list(map(str, placed))
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+def test_the_order_in_which_a_function_goes_through_a_dict(cuts: bool) -> None:
+    """A dict with its keys in another order was answered from the trace of the first."""
+
+    def stage(params: Any, x: Tensor) -> Tensor:
+        for weight in params.values():
+            x = torch.tanh(x @ weight)
+        return x
+
+    def whole(params: Any, x: Tensor) -> Tensor:
+        return fpipe.cut(stage(params, x)).square().mean()
+
+    schedule = schedules.gpipe(ranks=2, microbatches=2)
+    a, b, x = rand(3, 3), rand(3, 3), rand(4, 3)
+    if cuts:
+        pipe = fpipe.pipeline(whole, schedule=schedule, compile=False)
+    else:
+        # Stages of one function, whose traces are shared.
+        pipe = fpipe.pipeline([stage, stage], lambda y, _: y.square().mean(), schedule,
+                              compile=False)  # fmt: skip
+    for own in ({"a": a, "b": b}, {"b": b, "a": a}):
+        params: Any = own if cuts else [own, dict(reversed(own.items()))]
+        plain = whole(own, x) if cuts else stage(params[1], stage(own, x)).square().mean()
+        torch.testing.assert_close(pipe.step(params, x).loss, plain)
