@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from fpipe.errors import StageError
 from fpipe.stage.refusing.explain import Untraceable, told_apart
 from fpipe.stage.refusing.frames import place
+from fpipe.stage.tracing.apart import Turns
 
 
 @contextmanager
@@ -68,23 +67,8 @@ def explaining(name: str, *, is_compiling: bool) -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-_AT_WORK = threading.RLock()
-
-
-@contextmanager
-def as_left() -> Iterator[None]:
-    """Within it no other thread is `unchanged`: modules are as their user has left them."""
-    with _AT_WORK:
-        yield
-
-
-def _renew() -> None:
-    """In a forked process the thread that holds the lock does not exist."""
-    global _AT_WORK
-    _AT_WORK = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew)
+as_left = Turns()
+"""Within it no other thread is `unchanged`: modules are as their user has left them."""
 
 
 @contextmanager

@@ -11,23 +11,28 @@ from typing import Any
 import torch.nn.utils.parametrize as parametrize
 from torch._C import _autograd
 
-_TRACING = threading.RLock()
+
+class Turns:
+    """One thread at a time, which may come in again; anew in a forked process.
+
+    There the thread whose turn it is does not exist.
+    """
+
+    def __init__(self) -> None:
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            yield
 
 
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Within it no other thread traces: torch cannot do so in two at one time."""
-    with _TRACING:
-        yield
-
-
-def _renew() -> None:
-    """In a forked process the thread that holds the lock does not exist."""
-    global _TRACING
-    _TRACING = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew)
+one_at_a_time = Turns()
+"""Within it no other thread traces: torch cannot do so in two at one time."""
 
 
 @contextmanager
