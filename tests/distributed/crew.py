@@ -210,12 +210,16 @@ class Crew:
         return [outcomes[rank] for rank in self._called]
 
 
+# What a compiled step and a model of Hugging Face's import when they are there: seconds per rank.
+_LATER = ("torch._inductor.compile_fx", "transformers.modeling_utils")
+
+
 @cache
 def _context() -> ForkServerContext:
     """New processes are forks of one that has imported everything and has no threads yet."""
     context = mp.get_context("forkserver")
     assert isinstance(context, ForkServerContext)
-    context.set_forkserver_preload(["torch", "fpipe.entry", "tests.models"])
+    context.set_forkserver_preload(["torch", "fpipe.entry", "tests.models", *_LATER])
     return context
 
 

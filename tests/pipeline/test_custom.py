@@ -67,7 +67,7 @@ def test_backward_is_the_function_s_own(
 @pytest.mark.inductor
 def test_compiled(params: Any, batch: Any) -> None:
     loss_fn = functools.partial(with_cuts, WrongWithCtx)
-    pipe = fpipe.pipeline(loss_fn, schedule=SCHEDULES["zb_h1"])
+    pipe = fpipe.pipeline(loss_fn, schedule=SCHEDULES["1f1b"])
     torch.testing.assert_close(tuple(pipe.step(params, batch)), expected(loss_fn, params, batch))
 
 

@@ -184,5 +184,5 @@ def test_compiled() -> None:
     def stage(p: Any, x: Tensor) -> Tensor:
         return auxiliary(p, kept(p, penalised(p, x)))
 
-    pipe = fpipe.pipeline([stage] * 4, loss, SCHEDULES["zbv"])
+    pipe = fpipe.pipeline([stage] * 4, loss, SCHEDULES["1f1b"])
     torch.testing.assert_close(tuple(pipe.step(PARAMS, BATCH)), expected(stage))

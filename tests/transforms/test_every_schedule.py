@@ -25,7 +25,7 @@ FAMILIES = list(schedules.FAMILIES)
 every_schedule = pytest.mark.parametrize("family", FAMILIES)
 every_transform = pytest.mark.parametrize("name", TRANSFORMS)
 # A loss that is differentiated twice was differentiated once; what is made of two transforms is
-# compiled in test_declared.py, where each loss has a weight of its own.
+# compiled in test_declared.py, where each loss has a weight of its own, and test_cut_function.py.
 ELSEWHERE = {"value with history", "vmap of hvp", "per_example_norms of vmap"}
 COMPILED = [name for name in TRANSFORMS if name not in ELSEWHERE]
 
@@ -91,7 +91,7 @@ def test_two_ranks(pair: Crew, name: str) -> None:
 # With B and with I and W; of four stages, so that what `test_compiled` has compiled serves both.
 COMPILED_OVER_RANKS = ["interleaved_1f1b", "zbv"]
 # One of each kind: kernels know no ranks, and all run over ranks in `test_two_ranks`.
-KINDS = ["vmap", "per_example_grads", "hvp by both", "grad", "value with history"]
+KINDS = ["vmap", "per_example_grads", "hvp by both", "value with history"]
 
 
 def compiled_over_ranks(group: dist.ProcessGroup | None, name: str) -> list[Any]:

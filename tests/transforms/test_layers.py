@@ -38,9 +38,8 @@ RECURRENT: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", RECURRENT)
-def test_dropout_between_recurrent_layers(name: str) -> None:
-    """It was left out without a word: torch's own decomposition knows none."""
+def recurrent(name: str) -> tuple[nn.Module, fpipe.ModulePipeline, Any, Any, Any]:
+    """A module and its pipeline; parameters, those of two members, and a batch."""
     torch.manual_seed(0)
     module = Recurrent(*RECURRENT[name]).double()
     params = {key: value.detach() for key, value in module.named_parameters()}
@@ -53,12 +52,23 @@ def test_dropout_between_recurrent_layers(name: str) -> None:
         has_key=True,
         compile=False,
     )
-    alone = pipe.step(params, batch, KEY)
     stacked = {key: torch.stack([value, value]) for key, value in params.items()}
+    return module, pipe, params, stacked, batch
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_dropout_between_recurrent_layers(name: str) -> None:
+    """It was left out without a word: torch's own decomposition knows none."""
+    _, pipe, params, stacked, batch = recurrent(name)
+    alone = pipe.step(params, batch, KEY)
     several = fpipe.vmap(pipe, randomness="same").step(stacked, batch, KEY)
     for member in range(2):
         assert_same(several.loss[member], alone.loss)
         assert_same({key: g[member] for key, g in several.grads.items()}, alone.grads)
+
+
+def test_dropout_between_recurrent_layers_of_members() -> None:
+    module, pipe, _, stacked, batch = recurrent("lstm")
     first, second = fpipe.vmap(pipe, randomness="different").step(stacked, batch, KEY).loss
     assert first != second
     with pytest.raises(fpipe.StageError, match=r"randomness= of fpipe\.vmap"):
