@@ -16,7 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import tree
 from fpipe.convention import DEFERRED, PLAIN, Convention
-from fpipe.errors import BatchError, ScheduleError, StageError, check_choice, check_flags, label_of
+from fpipe.errors import (
+    BatchError,
+    ScheduleError,
+    StageError,
+    a_type,
+    check_choice,
+    check_flags,
+    label_of,
+)
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.requires import owed_by_actions
 from fpipe.schedule.verifier import verify
@@ -284,7 +292,7 @@ def _named(choice: Any) -> str:
 def _check_schedule(schedule: Schedule, trainable: Trainable, *, function: bool) -> None:
     if not isinstance(schedule, Schedule):
         raise StageError(
-            f"schedule={schedule!r:.60} is a {type(schedule).__name__}: make one with "
+            f"schedule={schedule!r:.60} is {a_type(schedule)}: make one with "
             "fpipe.schedules, such as fpipe.schedules.one_f_one_b(ranks=2, microbatches=4)"
         )
     try:
@@ -343,7 +351,7 @@ def group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.P
         return group
     if not isinstance(mesh, DeviceMesh):
         raise StageError(
-            f"mesh={mesh!r:.60} is a {type(mesh).__name__}: it must be a DeviceMesh, which "
+            f"mesh={mesh!r:.60} is {a_type(mesh)}: it must be a DeviceMesh, which "
             "init_device_mesh makes"
         )
     if group is not None:

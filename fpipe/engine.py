@@ -22,7 +22,7 @@ from fpipe.controller.controller import Gather
 from fpipe.controller.header import PREPARES
 from fpipe.definition import Definition
 from fpipe.draws import within_pipeline
-from fpipe.errors import BatchError, FpipeError
+from fpipe.errors import BatchError, FpipeError, a_type
 from fpipe.loadable import Loadable
 from fpipe.nesting.history import has_history, is_tracked, tracked_value
 from fpipe.nesting.levels import call_within, is_within
@@ -400,6 +400,6 @@ def check_is_pipeline(argument: str, value: object, function: str) -> None:
     """
     if not isinstance(value, Pipeline):
         raise FpipeError(
-            f"{argument}={value!r:.60} is a {type(value).__name__}: fpipe.pipeline(...) makes what "
+            f"{argument}={value!r:.60} is {a_type(value)}: fpipe.pipeline(...) makes what "
             f"{function} takes"
         )

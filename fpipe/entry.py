@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fpipe.convention import called
 from fpipe.definition import Definition, group_of
 from fpipe.engine import Pipeline
-from fpipe.errors import StageError
+from fpipe.errors import StageError, a_type
 from fpipe.schedule import Schedule
 from fpipe.stage.declared.stage import Stage
 from fpipe.stage.declared.trainable import Trainable
@@ -107,7 +107,8 @@ def pipeline(
             inputs in a list and may empty it; its outputs must have the strides that the graph's
             have.
         accum_dtype: dtype in which gradients are summed over microbatches, None for that of each
-            parameter. Gradients are returned in the parameters' dtypes.
+            parameter, but for float8, in which torch sums nothing. Gradients are returned in the
+            parameters' dtypes.
         devices: the device of each rank, on which the parameters of its stages must lie. None
             leaves everything on the device that it is on. Not with `group` or `mesh`.
         group: a process group with one process per rank of the schedule (gloo or NCCL), such as
@@ -169,7 +170,7 @@ def _stages_of(stages: Any) -> tuple[Stage, ...]:
     """
     if not isinstance(stages, Sequence):
         raise StageError(
-            f"stages={stages!r:.60} is a {type(stages).__name__}: it must be a list or tuple with "
+            f"stages={stages!r:.60} is {a_type(stages)}: it must be a list or tuple with "
             "one function per stage of the schedule"
         )
     return tuple(stage if isinstance(stage, Stage) else Stage(stage) for stage in stages)
@@ -183,7 +184,7 @@ def _whole_loss(function: Any, loss: Any) -> Any:
     """
     if isinstance(function, nn.Module) and any(True for _ in function.parameters()):
         raise StageError(
-            f"stages is a {type(function).__name__}, a module with parameters: fpipe.from_module("
+            f"stages is {a_type(function)}, a module with parameters: fpipe.from_module("
             "module, schedule=…, cuts=[…], loss=…) makes a pipeline of it; fpipe.pipeline takes "
             "functions of parameters"
         )

@@ -64,6 +64,27 @@ def few(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
+def a_type(value: object) -> str:
+    """The type of a value with its article, for a message.
+
+    Example:
+        >>> a_type(3), a_type([])
+        ('an int', 'a list')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+
+
+def shown(value: object) -> str:
+    """The first 60 characters of what Python writes of a value, in one line, for a message.
+
+    Example:
+        >>> shown(list(range(3)))
+        '[0, 1, 2]'
+    """
+    return " ".join(f"{value!r:.60}".split())
+
+
 def label_of(function: Any) -> str:
     """The name of a function, or of the type of what is called like one, for a message.
 

@@ -20,7 +20,7 @@ from fpipe import random, tree
 from fpipe.arguments.parameters import check_parts
 from fpipe.arguments.shapes import in_words
 from fpipe.definition import Definition
-from fpipe.errors import BatchError, StageError
+from fpipe.errors import BatchError, StageError, a_type
 from fpipe.runtime.connect import device_of
 
 T = TypeVar("T")
@@ -245,7 +245,7 @@ def _read_by(
 
 
 def _checked(name: str, value: Any, like: Tensor) -> Tensor:
-    found = f"a {type(value).__name__}"
+    found = f"{a_type(value)}"
     if isinstance(value, Tensor):
         if not value.is_meta and (value.shape, value.dtype) == (like.shape, like.dtype):
             return value.detach()

@@ -20,7 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fpipe.errors import FpipeError
+from fpipe.errors import FpipeError, a_type
 from fpipe.schedule.arguments import plain_integer
 from fpipe.threefry import MASK, threefry2x32
 
@@ -368,7 +368,7 @@ def dropout(key: Tensor, x: Tensor, p: float = 0.5) -> Tensor:
     check_key(key)
     _check_probability(p)
     if not isinstance(x, Tensor):
-        raise FpipeError(f"x={x!r:.60} is a {type(x).__name__}: it must be a tensor")
+        raise FpipeError(f"x={x!r:.60} is {a_type(x)}: it must be a tensor")
     keep = bernoulli(key.to(x.device), 1 - p, x.shape)
     return torch.where(keep, x / (1 - p) if p < 1 else x, 0)
 
@@ -408,7 +408,7 @@ def check_key(key: Tensor, *, single: bool = True) -> None:
         found = (
             f"a {str(key.dtype).removeprefix('torch.')} tensor of shape {tuple(key.shape)}"
             if isinstance(key, Tensor)
-            else f"{key!r:.60}, a {type(key).__name__}"
+            else f"{key!r:.60}, {a_type(key)}"
         )
         raise FpipeError(
             f"key is {found}: it must be an int64 tensor of shape (2,), which "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from fpipe.errors import BatchError
+from fpipe.errors import BatchError, a_type, shown
 
 NAMESPACE = "fpipe"
 
@@ -51,13 +51,13 @@ def tensors(name: str, tree: Any, hint: str) -> tuple[list[Tensor], optree.PyTre
             )
         if isinstance(leaf, Iterator):
             raise BatchError(
-                f"{name}{paths(spec)[index]} is a {type(leaf).__name__}, which gives its values "
+                f"{name}{paths(spec)[index]} is {a_type(leaf)}, which gives its values "
                 "once: pass list(...) of it, and of a module's parameters "
                 "dict(module.named_parameters())"
             )
-        if isinstance(leaf, Mapping) or is_dataclass(leaf):
+        if is_container(leaf):
             raise BatchError(
-                f"{name}{paths(spec)[index]} is a {type(leaf).__name__}, into which pytrees do not "
+                f"{name}{paths(spec)[index]} is {a_type(leaf)}, into which pytrees do not "
                 f"look: {_to_look_into(leaf)}"
             )
         if (
@@ -81,10 +81,17 @@ def tensors(name: str, tree: Any, hint: str) -> tuple[list[Tensor], optree.PyTre
     return leaves, spec
 
 
+def is_container(leaf: Any) -> bool:
+    """Whether a leaf holds others, which pytrees do not know of."""
+    return isinstance(leaf, Mapping | list | tuple | set | frozenset) or is_dataclass(leaf)
+
+
 def _to_look_into(container: Any) -> str:
-    """What to do about a mapping or a dataclass that is no node."""
+    """What to do about a container that is no node."""
     if isinstance(container, Mapping):
         return 'use dict(…) of it, or register the class with optree, namespace="fpipe"'
+    if isinstance(container, list | tuple | set | frozenset):
+        return 'use list(…) of it, or register the class with optree, namespace="fpipe"'
     return (
         'make the class with optree.dataclasses.dataclass(namespace="fpipe") in place of '
         "dataclasses.dataclass, or use a dict of its fields"
@@ -93,7 +100,7 @@ def _to_look_into(container: Any) -> str:
 
 def advice(leaf: Any) -> str:
     """What makes a tensor, or a node, of a leaf that is neither."""
-    if isinstance(leaf, Mapping) or is_dataclass(leaf):
+    if is_container(leaf):
         return _to_look_into(leaf)
     return (
         "torch.as_tensor makes one of a number; a container of your own is registered with "
@@ -104,7 +111,7 @@ def advice(leaf: Any) -> str:
 def _oddity(leaf: Any) -> str:
     """What keeps a leaf from being a dense tensor, as the middle of a sentence."""
     if not isinstance(leaf, Tensor):
-        return f"={leaf!r:.60} is a {type(leaf).__name__}"
+        return f"={shown(leaf)} is {a_type(leaf)}"
     if leaf.is_nested:
         return " is nested"
     if leaf.is_quantized:

@@ -354,7 +354,7 @@ ODD: Any = "odd"
         (lambda: random.key(0.5), "seed=0.5 must be an integer"),  # type: ignore[arg-type]
         (lambda: random.bits(random.split(random.key(0))), r"key is a int64 tensor of shape \(2, "),
         (lambda: random.split(torch.zeros(2)), r"key is a float32 tensor of shape \(2,\): it must"),
-        (lambda: random.uniform(7), "key is 7, a int: it must be"),  # type: ignore[arg-type]
+        (lambda: random.uniform(7), "key is 7, an int: it must be"),  # type: ignore[arg-type]
         (lambda: random.normal(random.key(0), (), torch.int64), "dtype=torch.int64 must be one of"),
         (lambda: random.bernoulli(random.key(0), 1.5), "p=1.5 must be a probability"),
         (lambda: random.dropout(random.key(0), torch.ones(1), -1.0), "p=-1.0 must be a probabil"),

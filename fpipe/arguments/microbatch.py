@@ -103,10 +103,20 @@ def _count_rows(
             )
     if first is None and microbatches == 1:
         return 1
+    if first is None and not leaves:
+        raise BatchError(
+            f"batch={tree.unflatten(spec, ())!r:.60} has no tensor to split into the "
+            f"{microbatches} microbatches of the schedule: pass a pytree of tensors with rows"
+        )
     if first is None:
         raise BatchError(
             f"in_dims={dims} splits no leaf of the batch, but the schedule has {microbatches} "
             "microbatches: give at least one leaf a dimension to split"
+        )
+    if rows == 0:
+        raise BatchError(
+            f"batch{tree.paths(spec)[first]} has 0 rows: each of the {microbatches} microbatches "
+            "of the schedule takes one at least; leave out steps that have no data"
         )
     if rows < microbatches:
         raise BatchError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.errors import BatchError
+from fpipe.errors import BatchError, a_type
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def check_parts(name: str, params: Any, num_stages: int) -> None:
     if not isinstance(params, list | tuple) or len(params) != num_stages:
         size = f" of {len(params)}" if isinstance(params, list | tuple | dict) else ""
         raise BatchError(
-            f"{name} is a {type(params).__name__}{size}: it must be a list or tuple of "
+            f"{name} is {a_type(params)}{size}: it must be a list or tuple of "
             f"{num_stages} pytrees, one per stage (None for a stage without parameters)"
         )
 

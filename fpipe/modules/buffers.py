@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.draws import generators
-from fpipe.errors import StageError
+from fpipe.errors import StageError, a_type
 
 
 def real_buffers(
@@ -41,7 +41,7 @@ def real_buffers(
     own = dict(module.named_buffers())
     if given is not None and not isinstance(given, Mapping):
         raise StageError(
-            f"buffers={given!r:.60} is a {type(given).__name__}: it must be a dict of tensors by "
+            f"buffers={given!r:.60} is {a_type(given)}: it must be a dict of tensors by "
             "the names of module.named_buffers()"
         )
     found = dict(given or {})
@@ -166,5 +166,5 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 def _in_words(value: object) -> str:
     if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
+        return f"{a_type(value)}"
     return f"{tuple(value.shape)} on {value.device}"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fpipe.convention import called
 from fpipe.definition import Definition
-from fpipe.errors import StageError
+from fpipe.errors import StageError, a_type
 from fpipe.modules.loss import Loss, ModuleLoss, modules_in
 from fpipe.modules.lost import refuse_lost
 from fpipe.modules.mode import Mode
@@ -49,7 +49,7 @@ def declared(
     """
     if not isinstance(module, nn.Module):
         raise StageError(
-            f"module={module!r:.60} is a {type(module).__name__}: from_module takes a "
+            f"module={module!r:.60} is {a_type(module)}: from_module takes a "
             "torch.nn.Module; fpipe.pipeline takes functions"
         )
     refuse_lost(module)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.definition import Definition, group_of
-from fpipe.errors import StageError, check_flags
+from fpipe.errors import StageError, a_type, check_flags
 from fpipe.modules.balancing import chosen
 from fpipe.modules.buffers import real_buffers, refuse_missing
 from fpipe.modules.declared import declared, with_buffers, with_cuts
@@ -215,7 +215,7 @@ def _check_stages(stages: int | None, example: Any, schedule: Schedule) -> None:
     """
     if stages is not None and not isinstance(stages, int):
         raise StageError(
-            f"stages={stages!r:.60} is a {type(stages).__name__}: it must be an integer, "
+            f"stages={stages!r:.60} is {a_type(stages)}: it must be an integer, "
             f"{schedule.num_stages} for the schedule {schedule.name}; or leave it out"
         )
     if stages is not None and stages != schedule.num_stages:

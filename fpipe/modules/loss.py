@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fpipe.errors import BatchError, FpipeError, StageError, few
+from fpipe.errors import BatchError, FpipeError, StageError, a_type, few
 from fpipe.modules.buffers import refuse_missing
 from fpipe.modules.lost import refuse_global_hooks
 from fpipe.modules.tracing import explaining, unchanged
@@ -65,7 +65,7 @@ class ModuleLoss:
             )
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
             raise StageError(
-                f"loss is a {type(loss).__name__} with parameters to be trained, which would get "
+                f"loss is {a_type(loss)} with parameters to be trained, which would get "
                 "no gradient: make it part of the module, whose forward calls it, or freeze it "
                 "(loss.requires_grad_(False))"
             )
@@ -146,12 +146,12 @@ class ModuleLoss:
     def _check(self, params: Any, batch: Any) -> None:
         if not isinstance(params, Mapping):
             raise BatchError(
-                f"params is a {type(params).__name__}: the parameters of a module are a dict, "
+                f"params is {a_type(params)}: the parameters of a module are a dict, "
                 "dict(module.named_parameters())"
             )
         if not isinstance(batch, Mapping):
             raise BatchError(
-                f"batch is a {type(batch).__name__}: the batch of a module is a dict of the "
+                f"batch is {a_type(batch)}: the batch of a module is a dict of the "
                 "keyword arguments of its forward, such as {'input': x}; what only the loss reads, "
                 "labels for one, may be an entry too"
             )
@@ -171,13 +171,19 @@ class ModuleLoss:
                 f"params {' and '.join(found)}: pass dict(module.named_parameters()), in which "
                 "tied parameters come once"
             )
+        for name, value in params.items():
+            if not isinstance(value, Tensor):
+                raise BatchError(
+                    f"params[{name!r}] is {a_type(value)}: it must be a tensor, as in "
+                    "dict(module.named_parameters())"
+                )
 
     def _check_averages(self) -> None:
         """Refuse what divides by a count that it reads back from a tensor."""
         for name, part in self.module.named_modules():
             if isinstance(part, _NormBase) and part.training and part.momentum is None:
                 raise StageError(
-                    f"{name!r} is a {type(part).__name__} with momentum=None, whose running "
+                    f"{name!r} is {a_type(part)} with momentum=None, whose running "
                     "statistics are averages over all steps so far: their weight depends on a "
                     "count in the state, which torch reads back into Python; give it a momentum"
                 )
@@ -264,7 +270,7 @@ class ModuleLoss:
             found = output.get("loss")
         if found is None:
             raise StageError(
-                f"{self.__qualname__} returns a {type(output).__name__} without a loss: give "
+                f"{self.__qualname__} returns {a_type(output)} without a loss: give "
                 "from_module a loss=(output, batch) -> scalar, or the batch what the module makes "
                 "its loss of (labels, for Hugging Face models)"
             )
@@ -279,7 +285,7 @@ def check_state(module: nn.Module, state: Any) -> None:
     """
     if not isinstance(state, Mapping):
         raise BatchError(
-            f"state is a {type(state).__name__}: the state of a module is a dict of its buffers, "
+            f"state is {a_type(state)}: the state of a module is a dict of its buffers, "
             "fpipe.nn.state_of(module)"
         )
     own = dict(module.named_buffers())
@@ -309,7 +315,7 @@ def modules_in(*traced: Any) -> list[nn.Module]:
 def _checked_cuts(module: nn.Module, cuts: Any) -> tuple[str, ...]:
     if isinstance(cuts, str) or not isinstance(cuts, Sequence):
         raise StageError(
-            f"cuts={cuts!r:.60} is a {type(cuts).__name__}: it must be a list of names of "
+            f"cuts={cuts!r:.60} is {a_type(cuts)}: it must be a list of names of "
             "submodules, one fewer than stages, or fpipe.cut where the forward calls that"
         )
     known = {name for name, _ in module.named_modules(remove_duplicate=False)} - {""}

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 from torch.nn.modules import module as modules
 
-from fpipe.errors import StageError
+from fpipe.errors import StageError, a_type
 
 # By name: some of their modules take a second to import.
 _WRAPPERS = {
@@ -42,7 +42,7 @@ def refuse_lost(module: nn.Module) -> None:
         inner, why = _WRAPPERS.get(kind, ("", ""))
         if inner in part._modules and type(part).__module__.startswith("torch."):
             raise StageError(
-                f"{where} is a {kind} around a {type(part._modules[inner]).__name__}: take what is "
+                f"{where} is {a_type(part)} around {a_type(part._modules[inner])}: take what is "
                 f"within, .{inner}; {why}"
             )
         for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):

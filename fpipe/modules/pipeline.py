@@ -18,7 +18,7 @@ from fpipe.controller.gathering import connected
 from fpipe.controller.refusal import odd_one_out, refusal
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
-from fpipe.errors import BatchError, StageError
+from fpipe.errors import BatchError, StageError, a_type
 from fpipe.holding import Make, whole
 from fpipe.modules.buffers import real_buffers, refuse_missing
 from fpipe.modules.loss import ModuleLoss, check_state
@@ -265,14 +265,13 @@ def _misfit(module: nn.Module, params: Mapping[str, Tensor], state: Any) -> Batc
     """Why `params` and `state` cannot be copied into `module`."""
     if not isinstance(module, nn.Module):
         return BatchError(
-            f"module is a {type(module).__name__}: pass the torch.nn.Module to copy into first, "
+            f"module is {a_type(module)}: pass the torch.nn.Module to copy into first, "
             "and params after it"
         )
     own = dict(module.named_parameters())
     if not isinstance(params, Mapping):
         return BatchError(
-            f"params is a {type(params).__name__}: it must be a dict of the parameters by name, as "
-            "for step"
+            f"params is {a_type(params)}: it must be a dict of the parameters by name, as for step"
         )
     if own.keys() != params.keys():
         odd = sorted(own.keys() ^ params.keys())
@@ -288,7 +287,7 @@ def _misfit(module: nn.Module, params: Mapping[str, Tensor], state: Any) -> Batc
             )
     for name, parameter in own.items():
         if not isinstance(params[name], Tensor):
-            found = f"params[{name!r}]={params[name]!r:.60} is a {type(params[name]).__name__}"
+            found = f"params[{name!r}]={params[name]!r:.60} is {a_type(params[name])}"
             return BatchError(f"{found}: it must be a tensor")
         if parameter.shape != params[name].shape:
             return BatchError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from fpipe.errors import StageError
+from fpipe.errors import StageError, a_type
 from fpipe.stage.refusing.explain import Untraceable, told_apart
 from fpipe.stage.refusing.frames import place
 from fpipe.stage.tracing.apart import Turns
@@ -103,7 +103,7 @@ def _converted(
         wanted = convert(value)
         if (wanted.dtype, wanted.device) != (value.dtype, value.device):
             raise Untraceable(
-                f"converts a {type(part).__name__} of {value.dtype} on {value.device} to "
+                f"converts {a_type(part)} of {value.dtype} on {value.device} to "
                 f"{wanted.dtype} on {wanted.device} in its forward",
                 "convert the module before the pipeline is made",
             )

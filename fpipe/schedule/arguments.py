@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Set
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
-from fpipe.errors import ScheduleError
+from fpipe.errors import ScheduleError, a_type
 
 
 def plain_integer(value: object) -> int | None:
@@ -87,6 +87,6 @@ def check_ordered(name: str, values: object, of: str, otherwise: str) -> None:
     """
     if isinstance(values, Mapping | Set):
         raise ScheduleError(
-            f"{name}={values!r:.60} is a {type(values).__name__}, which has no order of {of}s: "
+            f"{name}={values!r:.60} is {a_type(values)}, which has no order of {of}s: "
             f"give a sequence with one value per {of}, or {otherwise}"
         )

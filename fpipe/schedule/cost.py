@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fpipe.errors import ScheduleError
+from fpipe.errors import ScheduleError, a_type
 from fpipe.schedule.arguments import (
     check_ordered,
     is_several,
@@ -172,7 +172,7 @@ def check_cost(cost: object) -> None:
     """
     if not isinstance(cost, Cost):
         raise ScheduleError(
-            f"cost={cost!r:.60} is a {type(cost).__name__}: make one with fpipe.Cost(f=1, i=1, w=1)"
+            f"cost={cost!r:.60} is {a_type(cost)}: make one with fpipe.Cost(f=1, i=1, w=1)"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fpipe.errors import ScheduleError
+from fpipe.errors import ScheduleError, a_type
 from fpipe.schedule.arguments import plain_integer
 
 
@@ -73,7 +73,7 @@ def plain_placement(placement: Sequence[int]) -> tuple[int, ...]:
     """
     if not isinstance(placement, Sequence):
         raise ScheduleError(
-            f"placement={placement!r:.60} is a {type(placement).__name__}: it must be a sequence "
+            f"placement={placement!r:.60} is {a_type(placement)}: it must be a sequence "
             "with the rank of each stage, such as [0, 1, 1, 0]"
         )
     plain = map(plain_integer, placement)

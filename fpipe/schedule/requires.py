@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from fpipe.errors import ScheduleError
+from fpipe.errors import ScheduleError, a_type
 from fpipe.schedule.action import Op
 from fpipe.schedule.dependencies import Reads
 from fpipe.schedule.schedule import Schedule
@@ -48,7 +48,7 @@ def owed_by_stage(requires: Requires | None, reads: Reads) -> Owed:
         requires = [requires] * len(reads)
     if not isinstance(requires, Sequence):
         raise ScheduleError(
-            f"requires={requires!r:.60} is a {type(requires).__name__}: give one entry per stage, "
+            f"requires={requires!r:.60} is {a_type(requires)}: give one entry per stage, "
             "such as 'FIW', or one string for them all"
         )
     if len(requires) != len(reads):

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from fpipe.errors import ScheduleError
+from fpipe.errors import ScheduleError, a_type
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.arguments import is_several, plain_integer
 from fpipe.schedule.exchange.csv_file import format_csv, parse_csv
@@ -67,7 +67,7 @@ class Schedule:
             for rank, row in enumerate(rows)
         )
         if not isinstance(name, str):
-            raise ScheduleError(f"name={name!r:.60} is a {type(name).__name__}: it must be text")
+            raise ScheduleError(f"name={name!r:.60} is {a_type(name)}: it must be text")
         ranks = tuple(map(_plain, ranks))
         _check_form(ranks, rows)
         object.__setattr__(self, "placement", ranks)
@@ -186,7 +186,7 @@ class Schedule:
         """
         if not isinstance(text, str):
             raise ScheduleError(
-                f"text={text!r:.60} is a {type(text).__name__}: give the lines themselves, such as "
+                f"text={text!r:.60} is {a_type(text)}: give the lines themselves, such as "
                 "pathlib.Path('schedule.txt').read_text()"
             )
         return cls(*parse_text(text))
@@ -273,7 +273,7 @@ def _in_order(name: str, values: Iterable[Any], of: str) -> tuple[Any, ...]:
     """Values as a tuple, if they are several, in an order that says what each is of."""
     if isinstance(values, Mapping | Set) or not is_several(values):
         raise ScheduleError(
-            f"{name}={values!r:.60} is a {type(values).__name__}: it must be a sequence with {of}, "
+            f"{name}={values!r:.60} is {a_type(values)}: it must be a sequence with {of}, "
             "such as a list"
         )
     return tuple(values)

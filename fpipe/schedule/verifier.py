@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from functools import cache
 
-from fpipe.errors import ScheduleError
+from fpipe.errors import ScheduleError, a_type
 from fpipe.schedule.action import COMPUTE_OPS, WHOLE_STAGE_OPS, Action, Op
 from fpipe.schedule.deadlock import check_order
 from fpipe.schedule.dependencies import chain, dependencies
@@ -83,7 +83,7 @@ def check_schedule(schedule: object) -> None:
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(
-            f"schedule={schedule!r:.60} is a {type(schedule).__name__}: it must be a "
+            f"schedule={schedule!r:.60} is {a_type(schedule)}: it must be a "
             "fpipe.Schedule, such as fpipe.schedules.zbv(ranks=2, microbatches=4)"
         )
 

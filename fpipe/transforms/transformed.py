@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from fpipe.definition import Definition
-from fpipe.errors import StageError
+from fpipe.errors import StageError, a_type
 from fpipe.stage.declared.stage import Stage
 
 
@@ -59,7 +59,7 @@ def check_pipeline(transform: str, pipe: Any) -> None:
     """
     if not isinstance(getattr(pipe, "definition", None), Definition):
         raise StageError(
-            f"pipe={pipe!r:.60} is a {type(pipe).__name__}: fpipe.{transform} takes a pipeline, "
+            f"pipe={pipe!r:.60} is {a_type(pipe)}: fpipe.{transform} takes a pipeline, "
             "which fpipe.pipeline(...) makes, and gives another"
         )
 

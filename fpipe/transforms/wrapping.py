@@ -19,11 +19,14 @@ class Wrapping:
     Attributes:
         definition: all that it was made from.
         pipeline: the pipeline that it runs.
+        schedule: as of that.
+        rank: as of that.
     """
 
     def __init__(self, definition: Definition, pipeline: Pipeline | None = None) -> None:
         self.definition = definition
         self.pipeline = pipeline or Pipeline(definition)
+        self.schedule, self.rank = self.pipeline.schedule, self.pipeline.rank
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.pipeline!r}>"

@@ -127,7 +127,7 @@ def test_unequal_activations_fall_back_on_the_plain_area() -> None:
         ({"microbatches": True}, "microbatches=True must be an integer, 1 or more"),
         ({"placement": []}, r"placement=\(\) must have the rank of each stage"),
         ({"placement": [0, 1.0]}, r"placement=\(0, 1.0\) must have the rank of each stage"),
-        ({"cost": 3}, "cost=3 is a int: make one with fpipe.Cost"),
+        ({"cost": 3}, "cost=3 is an int: make one with fpipe.Cost"),
         ({"objective": "time"}, "objective='time' must be 'makespan' or 'span'"),
         ({"memory": [1]}, "memory has 1 values for 2 ranks"),
         ({"memory": 0}, "memory=0 of rank 0 must be a number above 0"),
@@ -135,7 +135,7 @@ def test_unequal_activations_fall_back_on_the_plain_area() -> None:
         ({"memory": {0: 2, 1: 2}}, r"memory=\{0: 2, 1: 2\} is a dict, which has no order of ranks"),
         (
             {"placement": 2},
-            "placement=2 is a int: it must be a sequence with the rank",
+            "placement=2 is an int: it must be a sequence with the rank",
         ),
         ({"placement": {0: 1, 1: 0}}, "is a dict: it must be a sequence"),
         ({"effort": -1}, "effort=-1 must be an integer, 0 or more"),

@@ -138,7 +138,7 @@ def test_forward_only_has_the_bubble_that_it_states(ranks: int) -> None:
 def test_forward_only_refuses_a_placement_on_ranks_that_are_not_there() -> None:
     with pytest.raises(ScheduleError, match=r"placement\[1\]=1 must be a rank from 0 to 0"):
         forward_only(ranks=1, microbatches=1, placement=[0, 1])
-    with pytest.raises(ScheduleError, match=r"placement=1 is a int: it must be a sequence"):
+    with pytest.raises(ScheduleError, match=r"placement=1 is an int: it must be a sequence"):
         forward_only(ranks=1, microbatches=1, placement=1)  # type: ignore[arg-type]
 
 
@@ -167,7 +167,7 @@ def test_zb_auto_uses_the_memory_it_gets() -> None:
 
 
 def test_zb_auto_says_how_a_cost_is_made() -> None:
-    with pytest.raises(ScheduleError, match=r"cost=3 is a int: make one with fpipe.Cost"):
+    with pytest.raises(ScheduleError, match=r"cost=3 is an int: make one with fpipe.Cost"):
         zb_auto(ranks=2, microbatches=2, cost=3)  # type: ignore[arg-type]
 
 

@@ -436,6 +436,8 @@ def test_wrong_params_and_batches_are_refused() -> None:
         pipe.step(module.named_parameters(), batch)
     with pytest.raises(fpipe.BatchError, match=r"params has 'more', which LanguageModel has not: "):
         pipe.step(params | {"more": params["embedding.weight"]}, batch)
+    with pytest.raises(fpipe.BatchError, match=r"params\['embedding.weight'\] is a list: it must"):
+        pipe.step({name: [value] for name, value in params.items()}, batch)
     rule = r"lacks 'embedding.weight' of LanguageModel and has 'head.weight', which"
     with pytest.raises(fpipe.BatchError, match=rule):
         wrong = dict(params)
@@ -460,7 +462,7 @@ def test_wrong_params_and_batches_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"buffers": 3}, "buffers=3 is a int: it must be a dict of tensors by the names"),
+        ({"buffers": 3}, "buffers=3 is an int: it must be a dict of tensors by the names"),
         ({"measure": "yes"}, "measure='yes' must be True or False"),
         ({"is_compiling": 1}, "is_compiling=1 must be True or False"),
         ({"has_key": ()}, r"has_key=\(\) must be True or False"),
@@ -705,7 +707,7 @@ def composed(module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: torch.compile(linears()), r"module is a OptimizedModule .* take .* \._orig_mod; "),
+        (lambda: torch.compile(linears()), r"is an OptimizedModule .* take .* \._orig_mod; "),
         (
             lambda: nn.DataParallel(linears()),
             r"module is a DataParallel around a Sequential: .*dev",

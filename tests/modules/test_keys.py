@@ -354,7 +354,7 @@ def test_ops_without_a_key_are_refused() -> None:
         pipe.step(params, {"input": x}, KEY)
     with pytest.raises(fpipe.FpipeError, match="the block " + rule), keyed(KEY):
         module(x)
-    with pytest.raises(fpipe.FpipeError, match="key is 3, a int"), keyed(3):  # type: ignore[arg-type]
+    with pytest.raises(fpipe.FpipeError, match="key is 3, an int"), keyed(3):  # type: ignore[arg-type]
         module(x)
 
     def mapped(key: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def test_wrong_arguments_are_refused() -> None:
         pipe.init(normal, torch.zeros(3), shapes=shapes_of_stages())
     with pytest.raises(fpipe.StageError, match=r"shapes is missing: pass parameters as for step"):
         pipe.init(normal, random.key(0))
-    with pytest.raises(fpipe.BatchError, match=r"shapes\[0\]=3 is a int.*device\('meta'\)"):
+    with pytest.raises(fpipe.BatchError, match=r"shapes\[0\]=3 is an int.*device\('meta'\)"):
         pipe.init(normal, random.key(0), shapes=[3, None])
     twice = [{"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, None]
     with pytest.raises(fpipe.BatchError, match=r"two leaves whose paths read '0.a.b'"):

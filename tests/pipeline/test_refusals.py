@@ -41,6 +41,10 @@ from tests.models import mean_square, mlp, mlp_first, mlp_layer, plain_pipeline,
 MODEL = mlp(2, 4)
 
 
+class Numbers(list[float]):
+    """A class that pytrees do not know."""
+
+
 def step(*stages: Callable[..., Any], **options: Any) -> Any:
     """A step of two stages on the small model's data."""
     return plain_pipeline(stages, **options).step(MODEL.params, MODEL.batch)
@@ -57,7 +61,7 @@ def after_first(stage: Callable[..., Any]) -> list[Callable[..., Any]]:
     ("options", "rule"),
     [
         ({"stages": [mlp_first]}, "stages has 1 functions, but the schedule zb_h1 has 2 stages"),
-        ({"stages": 3}, "stages=3 is a int: it must be a list or tuple with one function per"),
+        ({"stages": 3}, "stages=3 is an int: it must be a list or tuple with one function per"),
         ({"stages": [mlp_first, 3]}, "fn=3 is not callable: a stage is a function"),
         (
             {"stages": [mlp_first, torch.nn.Linear(2, 2)]},
@@ -98,7 +102,7 @@ ALONE = dist.ProcessGroup(dist.HashStore(), 0, 1)
     ("options", "rule"),
     [
         ({"group": -100}, r"group=-100 is no process group .* dist.group.WORLD"),
-        ({"mesh": 3}, "mesh=3 is a int: it must be a DeviceMesh"),
+        ({"mesh": 3}, "mesh=3 is an int: it must be a DeviceMesh"),
         ({"group": ALONE, "mesh": object.__new__(DeviceMesh)}, "group and mesh are both given"),
         ({"group": ALONE, "timeout": 0}, "timeout=0 must be a positive number of seconds"),
         ({"group": ALONE, "timeout": "3"}, "timeout='3' must be a positive number of seconds"),
@@ -141,6 +145,7 @@ def test_a_pipeline_is_no_value(way: Any) -> None:
         ({"y": rand(3, 3)}, r"batch\['y'\] has 3 rows along dimension 0, but batch\['x'\] has 4"),
         ({"y": 3.0}, r"batch\['y'\]=3.0 is a float: every leaf of batch must be a dense tensor"),
         ({"y": rand(4, 3).to_sparse()}, r"batch\['y'\] has layout torch.sparse_coo"),
+        ({"y": [Numbers([3.0])]}, r"batch\['y'\]\[0\] is a Numbers, .*: use list\(…\) of it"),
         ({"z": torch.tensor(1.0)}, r"in_dims is 0 for batch\['z'\] of shape \(\): it must be one"),
     ],
 )
@@ -148,6 +153,19 @@ def test_wrong_batch(change: Any, rule: str) -> None:
     pipe = plain_pipeline(MODEL.stages)
     with pytest.raises(BatchError, match=rule):
         pipe.step(MODEL.params, MODEL.batch | change)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rule"),
+    [
+        (None, "batch=None has no tensor to split into the 2 microbatches"),
+        ({}, r"batch=\{\} has no tensor to split"),
+        ({"x": rand(0, 3), "y": rand(0, 3)}, r"batch\['x'\] has 0 rows: each of the 2 micro"),
+    ],
+)
+def test_batch_without_rows(batch: Any, rule: str) -> None:
+    with pytest.raises(BatchError, match=rule):
+        plain_pipeline(MODEL.stages).step(MODEL.params, batch)
 
 
 def test_batch_smaller_than_microbatches() -> None:
@@ -190,6 +208,13 @@ def test_in_dims_that_do_not_fit(in_dims: Any, rule: str) -> None:
 def test_wrong_params(params: Any, rule: str) -> None:
     with pytest.raises(BatchError, match=rule):
         plain_pipeline(MODEL.stages).step(params, MODEL.batch)
+
+
+def test_parameters_in_which_nothing_is_summed() -> None:
+    pipe = plain_pipeline([lambda p, x: x @ p.to(x.dtype)] * 2)
+    params = [torch.eye(3).to(torch.float8_e4m3fn)] * 2
+    with pytest.raises(StageError, match=r"has params of torch\.float8_e4m3fn, .* accum_dtype="):
+        pipe.step(params, rand(4, 3))
 
 
 def test_parameter_on_another_device_than_its_rank() -> None:
@@ -477,9 +502,19 @@ def writes_by_a_registered_op(p: Any, x: Tensor) -> Tensor:
     return x @ p["w"] + y
 
 
+def gathers_numbers(p: Any, x: Tensor) -> Tensor:
+    return x * torch.tensor([p["w"][0, 0], p["w"][1, 1], 1.0])
+
+
+def makes_a_parameter(p: Any, x: Tensor) -> Tensor:
+    return x @ torch.nn.Parameter(p["w"] * 2)
+
+
 @pytest.mark.parametrize(
     ("stage", "rule"),
     [
+        (gathers_numbers, r"reads the memory of a tensor .* at .*test_refusals.* torch\.stack"),
+        (makes_a_parameter, r"makes with torch\.nn\.Parameter\(x\).* take x\.detach\(\)"),
         (closes_over_sparse, r"closes over a sparse tensor \('EDGES', .* close over a dense one"),
         (chooses, "uses torch's higher-order operator cond at .*test_refusals.* torch.where"),
         (torch.compile(mlp_layer, backend="eager"), "is compiled by torch.compile.* pass the func"),
@@ -496,6 +531,17 @@ def writes_by_a_registered_op(p: Any, x: Tensor) -> Tensor:
 def test_what_cannot_be_traced(stage: Any, rule: str) -> None:
     with pytest.raises(StageError, match=rule):
         step(*after_first(stage))
+
+
+def test_write_to_a_parameter_of_one_function() -> None:
+    def loss_fn(params: Tensor, batch: Tensor) -> Tensor:
+        params.mul_(2)
+        return fpipe.cut(batch @ params).square().mean()
+
+    schedule = schedules.gpipe(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
+    with pytest.raises(StageError, match=r"loss_fn writes in place .* a parameter at .*refusals"):
+        pipe.step(torch.eye(3), torch.ones(4, 3))
 
 
 def test_sparse_gradient() -> None:
@@ -704,8 +750,8 @@ def test_no_pipeline_to_run() -> None:
 @pytest.mark.parametrize(
     ("call", "rule"),
     [
-        (lambda three: fpipe.step([], {}, pipeline=three), "pipeline=3 is a int: .* fpipe.step"),
-        (lambda three: fpipe.use(three), "pipe=3 is a int: .* makes what fpipe.use takes"),
+        (lambda three: fpipe.step([], {}, pipeline=three), "pipeline=3 is an int: .* fpipe.step"),
+        (lambda three: fpipe.use(three), "pipe=3 is an int: .* makes what fpipe.use takes"),
         (
             lambda three: fpipe.global_norm([], pipeline=three),
             "pipeline=3 .*fpipe.global_norm takes",
@@ -788,7 +834,7 @@ def test_abstract_tensor_in_a_cache() -> None:
 
 
 def test_use_of_something_else() -> None:
-    with pytest.raises(FpipeError, match=r"pipe=3 is a int: fpipe.pipeline\(...\) makes what"):
+    with pytest.raises(FpipeError, match=r"pipe=3 is an int: fpipe.pipeline\(...\) makes what"):
         fpipe.use(3)  # type: ignore[arg-type]
 
 

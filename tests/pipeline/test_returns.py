@@ -250,7 +250,7 @@ def boxed(graph: torch.fx.GraphModule) -> Any:
         (
             lambda x: (x.sum(), {"n": 3}),
             {"has_aux": True},
-            r"returns aux\['n'\]=3, a int: aux must be a pytree of tensors",
+            r"returns aux\['n'\]=3, an int: aux must be a pytree of tensors",
         ),
     ],
 )

@@ -322,5 +322,5 @@ def test_wrong_options_are_refused() -> None:
 
 def test_state_leaf_that_is_no_tensor_is_refused() -> None:
     pipe = state_pipe(without_aux)
-    with pytest.raises(fpipe.BatchError, match=r"^state\['count'\]=7 is a int"):
+    with pytest.raises(fpipe.BatchError, match=r"^state\['count'\]=7 is an int"):
         pipe.step(make_params(), make_state() | {"count": 7}, make_batch())

@@ -85,8 +85,8 @@ def test_what_it_tells() -> None:
         ([-1], [ROW], r"placement\[0\]=-1 must be a rank"),
         (["0"], [ROW], r"placement\[0\]='0' must be a rank"),
         ([0], [["0F0"]], r"actions\[0\]\[0\]='0F0' must be a fpipe.Action; .*parse\('2F0'\)"),
-        (0, [ROW], r"placement=0 is a int: it must be a sequence with the rank of each stage"),
-        ([0], 0, r"actions=0 is a int: it must be a sequence with the actions of each rank"),
+        (0, [ROW], r"placement=0 is an int: it must be a sequence with the rank of each stage"),
+        ([0], 0, r"actions=0 is an int: it must be a sequence with the actions of each rank"),
         ([0], [ROW, None], r"actions\[1\]=None is a NoneType: .* with the actions of a rank"),
         # Of a dict its keys were taken, whatever ranks it gave its stages.
         ({0: 1, 1: 0}, [ROW, ROW], r"placement=\{0: 1, 1: 0\} is a dict: it must be a sequence"),
@@ -117,7 +117,7 @@ def test_a_name_of_several_lines_stays_in_the_line_that_names_it() -> None:
 
 
 def test_its_name_is_text() -> None:
-    with pytest.raises(ScheduleError, match="name=3 is a int: it must be text"):
+    with pytest.raises(ScheduleError, match="name=3 is an int: it must be text"):
         Schedule([0], [ROW], name=3)  # type: ignore[arg-type]
 
 

@@ -202,7 +202,7 @@ def test_what_is_owed_is_what_is_done(
         ("FX", "requires[0]='FX' must be one of"),
         (["FW", "FW"], "requires[0]='FW' owes a gradient, which comes from the input gradient of"),
         (["FI", "F"], "requires[1]='F' has no I: add it there, or owe F alone at stage 0"),
-        (3, "requires=3 is a int: give one entry per stage"),
+        (3, "requires=3 is an int: give one entry per stage"),
         (["FIW", None], "requires[1]=None must be one of 'F', 'FI', 'FW' and 'FIW'"),
     ],
 )

@@ -150,7 +150,7 @@ def test_argnums_are_names(argnums: Any) -> None:
 
 
 def test_what_does_not_compose() -> None:
-    with pytest.raises(StageError, match=r"is a int: fpipe\.grad takes a pipeline"):
+    with pytest.raises(StageError, match=r"is an int: fpipe\.grad takes a pipeline"):
         fpipe.grad(3)  # type: ignore[type-var]
     for other in (fpipe.hvp(PIPE), fpipe.per_example_grads(PIPE)):
         with pytest.raises(StageError, match="takes a vector or goes by rows is not defined"):

@@ -499,6 +499,15 @@ MODEL = mlp(2, 4)
 PIPE = pipe_of(MODEL, schedules.one_f_one_b(ranks=2, microbatches=2))
 
 
+@pytest.mark.parametrize("transform", [fpipe.hvp, fpipe.per_example_norms])
+def test_what_wraps_a_pipeline_has_its_schedule(transform: Any) -> None:
+    model = mlp(2, 4)
+    schedule = schedules.zb_h1(ranks=2, microbatches=2)
+    wrapped = transform(pipe_of(model, schedules.gpipe(ranks=2, microbatches=2)))
+    assert wrapped.with_schedule(schedule).schedule == schedule
+    assert wrapped.rank is None
+
+
 @pytest.mark.parametrize("transform", [fpipe.jvp, fpipe.hvp, fpipe.ggnvp])
 def test_refuses_what_it_cannot_transform(transform: Any) -> None:
     name = transform.__name__

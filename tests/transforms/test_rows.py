@@ -160,7 +160,7 @@ PIPE = pipe_of(mlp(2, 4), schedules.one_f_one_b(ranks=2, microbatches=2))
 @pytest.mark.parametrize("transform", [fpipe.per_example_grads, fpipe.per_example_norms])
 def test_refuses_what_it_cannot_transform(transform: Any) -> None:
     name = transform.__name__
-    with pytest.raises(StageError, match=rf"is a int: fpipe\.{name} takes a pipeline"):
+    with pytest.raises(StageError, match=rf"is an int: fpipe\.{name} takes a pipeline"):
         transform(3)
     with pytest.raises(StageError, match=rf"fpipe\.{name} of a pipeline that goes by rows already"):
         transform(fpipe.per_example_grads(PIPE))

@@ -294,7 +294,7 @@ def test_what_changed_since_the_forward_is_not_differentiated() -> None:
 @pytest.mark.parametrize("method", ["forward", "value", "step"])
 def test_what_is_no_tensor_is_named_where_autograd_watches(method: str) -> None:
     params, batch = arguments()
-    with pytest.raises(fpipe.BatchError, match=r"batch\['n'\]=3 is a int"):
+    with pytest.raises(fpipe.BatchError, match=r"batch\['n'\]=3 is an int"):
         getattr(pipeline(), method)(tracked(params), batch | {"n": 3})
 
 

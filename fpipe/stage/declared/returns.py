@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.arguments.shapes import is_differentiable
-from fpipe.errors import StageError
+from fpipe.errors import StageError, a_type
 from fpipe.stage.refusing.explain import describe
 
 
@@ -132,7 +132,7 @@ class Returns:
             for path, leaf in _leaves(part):
                 if not isinstance(leaf, Tensor):
                     raise StageError(
-                        f"{subject} {what}{path}={leaf!r:.60}, a {type(leaf).__name__}: {what} "
+                        f"{subject} {what}{path}={leaf!r:.60}, {a_type(leaf)}: {what} "
                         "must be a pytree of tensors (torch.as_tensor makes one)"
                     )
         return Taken(heads, state, aux)
@@ -194,7 +194,7 @@ def _found(value: Any) -> str:
     if isinstance(value, Tensor):
         return describe("it", value).removeprefix("it: ")
     size = f" of {len(value)}" if isinstance(value, tuple | list) else ""
-    return f"a {type(value).__name__}{size}"
+    return f"{a_type(value)}{size}"
 
 
 def _leaves(aux: Any) -> list[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fpipe.errors import StageError, check_flags, label_of
+from fpipe.errors import StageError, a_type, check_flags, label_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Stage:
             )
         if isinstance(self.fn, nn.Module) and any(p.requires_grad for p in self.fn.parameters()):
             raise StageError(
-                f"a stage is a {type(self.fn).__name__}, a module with parameters of its own, "
+                f"a stage is {a_type(self.fn)}, a module with parameters of its own, "
                 "which would get no gradient: pass a function (params, x) -> "
                 "torch.func.functional_call(module, params, (x,)), or the whole model to "
                 "fpipe.from_module, which makes its stages"

@@ -9,7 +9,7 @@ from typing import Any
 import optree
 
 from fpipe import tree
-from fpipe.errors import BatchError, StageError
+from fpipe.errors import BatchError, StageError, a_type
 
 Flags = tuple[tuple[bool, ...], ...]
 """For each stage, whether each of its leaves is trained."""
@@ -91,7 +91,7 @@ class Trainable:
         if not isinstance(self.choice, list | tuple) or len(self.choice) != stages:
             size = f" of {len(self.choice)}" if hasattr(self.choice, "__len__") else ""
             raise BatchError(
-                f"trainable is a {type(self.choice).__name__}{size}: it must be a bool, a list or "
+                f"trainable is {a_type(self.choice)}{size}: it must be a bool, a list or "
                 f"tuple with a prefix for each of the {stages} stages, or a function of a path"
             )
         return self.choice

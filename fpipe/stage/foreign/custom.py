@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe import tree
 from fpipe.draws import draws
+from fpipe.errors import a_type
 from fpipe.stage.refusing.explain import ImpureError, Untraceable
 from fpipe.stage.refusing.purity import WriteGuard
 
@@ -209,7 +210,7 @@ def check_plain(function: Any, values: Any) -> None:
     for leaf in tree.flatten(values)[0]:
         if not isinstance(leaf, (Tensor, *_PLAIN)):
             raise Untraceable(
-                f"gives a {type(leaf).__name__} to {name_of(function)}, a torch.autograd.Function",
+                f"gives {a_type(leaf)} to {name_of(function)}, a torch.autograd.Function",
                 "tensors that it holds would not be seen; give it tensors and plain values, such "
                 "as numbers, strings, dtypes and process groups, in tuples, lists and dicts",
             )
@@ -225,7 +226,7 @@ def check_returned(function: Any, returned: Any) -> None:
         inside = [] if isinstance(element, Tensor) else tree.flatten(element)[0]
         if any(isinstance(leaf, Tensor) for leaf in inside):
             raise Untraceable(
-                f"gets a {type(element).__name__} of tensors from {name_of(function)}, a "
+                f"gets {a_type(element)} of tensors from {name_of(function)}, a "
                 "torch.autograd.Function",
                 "autograd knows no gradient of them; return a tensor, or a tuple of tensors",
             )

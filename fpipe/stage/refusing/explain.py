@@ -178,6 +178,18 @@ _REASONS: Final = (
         (DataDependentOutputException, DynamicOutputShapeException),
     ),
     _Reason(
+        ("a leaf Variable that requires grad", "a view of a leaf Variable"),
+        "writes in place to a tensor by which gradients are taken, such as a parameter",
+        "a stage is a pure function; work on a copy (x = x.clone()), and return what is to be kept",
+    ),
+    _Reason(
+        ("its data is not allocated yet",),
+        "reads the memory of a tensor outside of torch's operations, as torch.tensor of a list of "
+        "tensors does, and a kernel that torch does not know",
+        "a stage is traced once with abstract tensors, so put tensors together with torch.stack, "
+        "and make an operation of a kernel, with torch.library.custom_op and register_fake",
+    ),
+    _Reason(
         (),
         "calls an operation whose name is a word of Python's, which no graph can write down",
         "draw with torch.randint(low, high, x.shape) in place of x.random_(low, high)",
@@ -221,7 +233,8 @@ _REASONS: Final = (
     ),
     _Reason(
         ("as_strided() is non-compositional",),
-        "writes in place to a view by way of as_strided(), or of an operation that does",
+        "writes in place to a view by way of as_strided(), or of an operation that does, as to "
+        "the parts of a complex tensor",
         "work on a copy (x = x.clone())",
     ),
     _Reason(

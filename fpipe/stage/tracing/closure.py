@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fpipe.errors import StageError
+from fpipe.errors import StageError, a_type
 from fpipe.stage.foreign.custom import is_traced
 from fpipe.stage.graphs.sources import Constant, Source
 from fpipe.stage.refusing.names import name_in_closure
@@ -42,7 +42,7 @@ def lift_constants(
         value = getattr(module, node.target)
         if not isinstance(value, Tensor):
             raise StageError(
-                f"{name} closes over a {type(value).__name__} that the tracer keeps as an "
+                f"{name} closes over {a_type(value)} that the tracer keeps as an "
                 "attribute: use plain tensor operations in a stage, and in place of "
                 "torch.distributed's own collectives those of its _functional_collectives"
             )
@@ -51,7 +51,9 @@ def lift_constants(
                 f"{name} closes over an abstract tensor ({name_in_closure(value, origin)}, shape "
                 f"{tuple(value.shape)}), which a cache outside of it, such as functools.cache, has "
                 "kept while it was traced: clear that cache, and call the function once on real "
-                "data before it is traced, or do not cache what torch computes"
+                "data before it is traced, or do not cache what torch computes; or which it makes "
+                "with torch.nn.Parameter(x), of which a trace does not know what x is: take "
+                "x.detach()"
             )
         if value.layout is not torch.strided:
             raise StageError(

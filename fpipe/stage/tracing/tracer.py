@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe import tree
 from fpipe.arguments.shapes import is_differentiable
-from fpipe.errors import StageError
+from fpipe.errors import StageError, a_type
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.foreign.combined import with_contexts
 from fpipe.stage.graphs.joint import Cotangent, Joint, Sum
@@ -116,6 +116,8 @@ def trace(
         groups[leaf].append(Cotangent(reader, next(nodes).name))
     sources = named | constant_sources
     outputs, gradients = _finish(module.graph, sources, demand, leaves)
+    if objective.accum_dtype is None:
+        _check_can_be_summed(name, leaves)
     sums = _sums(module.graph, gradients, objective, tied)
     sources |= {
         entry.so_far: SumSoFar(source.leaf)
@@ -150,6 +152,16 @@ def _finish(
     ]
     outputs, gradients = simplify(graph, owners, private)
     return outputs, dict(zip(demand.places, gradients, strict=True))
+
+
+def _check_can_be_summed(name: str, leaves: Leaves) -> None:
+    """Refuse parameters in whose dtype torch adds nothing."""
+    for value, source, path in zip(leaves.values, leaves.sources, leaves.paths, strict=True):
+        if isinstance(source, Param) and is_differentiable(value) and value.itemsize == 1:
+            raise StageError(
+                f"{name} has {path} of {value.dtype}, in which torch sums no gradients: say "
+                "accum_dtype=torch.float32"
+            )
 
 
 def _sums(
@@ -212,7 +224,7 @@ def check_output(name: str, output: Any) -> tuple[list[Tensor], optree.PyTreeSpe
     for path, leaf in zip(tree.paths(spec), leaves, strict=True):
         if not isinstance(leaf, Tensor):
             raise StageError(
-                f"{name} returns y{path}={leaf!r:.60}, a {type(leaf).__name__}: a stage must "
+                f"{name} returns y{path}={leaf!r:.60}, {a_type(leaf)}: a stage must "
                 f"return a pytree of tensors ({tree.advice(leaf)})"
             )
         if leaf.layout != torch.strided:
