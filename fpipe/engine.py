@@ -242,7 +242,7 @@ class Pipeline(Loadable):
 
         def enter() -> tuple[Any, Any]:
             given, last = self.definition.in_order(arguments, None, named)
-            if last is not None:  # what comes after all others would be a key
+            if last is not None and not self.definition.reads_key:
                 raise _miscounted((params, *arguments), self.definition.takes)
             return self._enter((params, *given))
 

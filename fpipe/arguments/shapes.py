@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import optree
 import torch
@@ -182,9 +182,30 @@ def ambient(modes: Hashable = None) -> Ambient:
     return Ambient(casts, dtype, kernels(), device, modes, threads)
 
 
+_KINDS: Final = ("cpu", "cuda")
+"""Of devices that have an autocast."""
+
+
 def _casting() -> list[str]:
     """The kinds of device under autocast."""
-    return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
+
+
+def autocasts() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """Autocast as it is now: of each kind of device whether it is on, and its dtype."""
+    return tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS
+    )
+
+
+@contextmanager
+def cast_as(then: tuple[tuple[str, bool, torch.dtype], ...]) -> Iterator[None]:
+    """Within it autocast is as it was when `autocasts` returned `then`."""
+    with ExitStack() as stack:
+        for own, (kind, enabled, dtype) in zip(autocasts(), then, strict=True):
+            if own != (kind, enabled, dtype):
+                stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
+        yield
 
 
 @contextmanager

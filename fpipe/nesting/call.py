@@ -7,8 +7,8 @@ of a derived pipeline, so what runs is always a plan, traced and compiled as any
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from fpipe import tree
+from fpipe.arguments.shapes import autocasts, cast_as
 from fpipe.draws import generators
 from fpipe.errors import FpipeError
 from fpipe.nesting.derived import Callee, Method, of_members
@@ -57,6 +58,7 @@ class Call:
         made: the structure of the result, from when it has run.
         drew: whether it drew from torch's generator, when it ran.
         device: the default one where the call is made; within an operation torch forgets it.
+        autocast: that where the call is made; whoever takes a derivative has left it.
     """
 
     pipe: Callee
@@ -68,6 +70,7 @@ class Call:
     made: optree.PyTreeSpec | None = None
     drew: bool = False
     device: torch.device = field(default_factory=torch.get_default_device)
+    autocast: tuple[tuple[str, bool, torch.dtype], ...] = field(default_factory=autocasts)
 
     @property
     def places(self) -> Any:
@@ -89,7 +92,7 @@ class Call:
         arguments = tree.unflatten(self.spec, leaves)
         runs_again = self.differentiable or self.repeats
         before = _drawn_from(leaves) if runs_again else []
-        with nullcontext() if self.device.type == "cpu" else self.device:
+        with self.as_made():
             made = getattr(self.pipe, self.method)(*arguments, **self.options)
         one = isinstance(self.pipe.definition.argnums, str)
         if self.differentiable and self.method == "run_step" and one:
@@ -99,6 +102,12 @@ class Call:
         self.drew = not all(map(torch.equal, before, after)) and self.pipe.workshop.may_draw
         outputs, self.made = tree.flatten(made)
         return tuple(outputs)
+
+    @contextmanager
+    def as_made(self) -> Iterator[None]:
+        """Within it the default device and autocast are those where the call was made."""
+        with nullcontext() if self.device.type == "cpu" else self.device, cast_as(self.autocast):
+            yield
 
     def another(
         self,
@@ -162,11 +171,10 @@ class _Operation(torch.autograd.Function):
         ctx.call = call = inputs[0]
         ctx.set_materialize_grads(False)
         if call.differentiable:
-            kept: tuple[Tensor, ...] = ()
             if call.method == "run_step":
-                kept = output  # for the gradients, which a second derivative is about
                 ctx.mark_non_differentiable(*tree.flatten(call.result(output)[2:])[0])
-            ctx.save_for_backward(*inputs[1:], *kept)
+            # Gradients are what a second derivative is about, and losses tell another run.
+            ctx.save_for_backward(*inputs[1:], *output)
             ctx.save_for_forward(*inputs[1:])
 
     @staticmethod

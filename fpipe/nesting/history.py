@@ -5,8 +5,8 @@ The forward of the autograd node runs a whole step, whose gradients its backward
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.controller.header import HISTORY
 from fpipe.definition import ARGUMENTS
-from fpipe.errors import FpipeError
+from fpipe.errors import BatchError
 from fpipe.nesting.call import Call
 from fpipe.nesting.derived import Callee, choosing
 
@@ -40,7 +40,8 @@ def tracked_value(pipe: Callee, *arguments: Any, **options: Any) -> Any:
         options: the key.
 
     Raises:
-        FpipeError: it is to be differentiated by a batch that several losses or processes share.
+        BatchError: it is to be differentiated by a batch that several losses share.
+        PipelineError: over processes, by what is not known there; on every rank.
     """
     return tracked_step(pipe, (), *arguments, **options)[0]
 
@@ -64,17 +65,21 @@ def tracked_step(
         if is_tracked(tree.flatten(own)[0])
     }
     several = bool(definition.loss_shape[bool(definition.convention.vectors) :])
-    if "batch" in tracked and (pipe.rank is not None or (several and definition.alone is None)):
-        raise FpipeError(
-            "a leaf of the batch requires a gradient, but the losses of single examples, a "
-            "derivative of an ensemble, or a pipeline over processes, can be differentiated by the "
-            'parameters alone: detach the leaf; fpipe.grad(pipe, "batch") returns gradients by the '
-            "batch, torch.func.vmap of torch.func.grad of pipe.value those of each member, and "
-            "fpipe.vmap(fpipe.jvp(pipe)) can be differentiated by it"
+    if "batch" in tracked and several and definition.alone is None:
+        raise BatchError(
+            "a leaf of the batch requires a gradient, but the losses of single examples, and a "
+            "derivative of an ensemble, can be differentiated by the parameters alone: detach the "
+            "leaf; torch.func.vmap of torch.func.grad of pipe.value gives gradients by the batch "
+            "of each member, and fpipe.vmap(fpipe.jvp(pipe)) can be differentiated by it"
         )
+    if pipe.rank is not None and not tracked <= {"params"} & {*definition.wanted}:
+        _refuse_over_processes(pipe, tracked)
     if several:
         tracked.discard("batch")  # its gradients will be needed member by member
     names = tuple(name for name in ARGUMENTS if name in tracked or name in wanted)
+    if names and pipe.rank is not None:
+        # Another pipeline would be counted, which ranks that want no gradient do not make.
+        names = definition.wanted
     if not names:
         value = Call(pipe, "run_value", spec, options, differentiable=True)
         return value.enter(leaves), ()
@@ -84,3 +89,19 @@ def tracked_step(
     loss, grads, *aux = call.enter(leaves)
     by_name = dict(zip(names, grads, strict=True))
     return loss, tuple(by_name[name] for name in wanted), *aux
+
+
+def _refuse_over_processes(pipe: Callee, tracked: Collection[str]) -> NoReturn:
+    """Tell all ranks that one of them wants a derivative that there is not."""
+
+    def read() -> NoReturn:
+        what = " and ".join(name for name in ARGUMENTS if name in tracked)
+        raise BatchError(
+            f"{what} of pipe.value requires a gradient: over processes the loss can be "
+            "differentiated by the parameters alone, and of a pipeline whose argnums have them: "
+            'detach it; fpipe.grad(pipe, "batch").step returns gradients by the batch'
+        )
+
+    run: Any = pipe
+    run.told("value", read)
+    raise AssertionError("a call that is refused has run")

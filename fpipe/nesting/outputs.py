@@ -7,7 +7,6 @@ gradients ◄── vjp(pipe).step ── cotangent ◄┄┄ autograd ┄┄┄
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
@@ -19,7 +18,7 @@ from fpipe.definition import ARGUMENTS
 from fpipe.errors import FpipeError, StageError
 from fpipe.nesting.call import Call
 from fpipe.nesting.derived import Callee, choosing, pulled
-from fpipe.nesting.rules import refuse_redrawing
+from fpipe.nesting.rules import check_again, refuse_redrawing
 
 ON_ONE_RANK: Final = (
     "pipe.forward over processes has no derivative, for what comes out lies on one rank: "
@@ -70,16 +69,9 @@ class _Outputs:
         self._pipe, self._spec, self._out_dims = pipe, spec, out_dims
         options = {"key": key, "out_dims": out_dims}
         self.call = Call(pipe, "run_forward", spec, options, repeats=True)
-        self._autocast: list[tuple[str, bool, torch.dtype]] = []
 
     def run(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs."""
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        kinds = sorted({leaf.device.type for leaf in tensors} - {"meta"})
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in kinds
-        ]
         return self.call.run(leaves)
 
     def pull(
@@ -99,7 +91,7 @@ class _Outputs:
         names = tuple(name for name in ARGUMENTS if any(tree.flatten(wants[at[name]])[0]))
         found: list[Tensor | None] = [None] * len(leaves)
         places = tree.unflatten(self._spec, range(len(leaves)))
-        with self._as_then():
+        with self.call.as_made():
             for grads in self._gradients(arguments, key, outputs, cotangents, names):
                 for name, own in grads.items():
                     numbers = tree.flatten(places[at[name]])[0]
@@ -124,7 +116,7 @@ class _Outputs:
             weight, made = made
             if weight is not None:
                 value, grads = _step(choosing(self._pipe, names), arguments, key)
-                _check_again(value, [(torch.ones_like(outputs[0]), outputs[0])])
+                check_again(value, [(torch.ones_like(outputs[0]), outputs[0])])
                 yield {name: scaled(own, weight) for name, own in grads.items()}
             outputs, cotangents = outputs[1:], cotangents[1:]
         if any(leaf is not None for leaf in tree.flatten_prefix(made)):
@@ -134,18 +126,8 @@ class _Outputs:
                 raise FpipeError(f"pipe.forward has no derivative here: {error}") from error
             product, grads = _step(other, (*arguments, made), key)
             pairs = zip(cotangents, outputs, strict=True)
-            _check_again(product, [(c, y) for c, y in pairs if c is not None])
+            check_again(product, [(c, y) for c, y in pairs if c is not None])
             yield grads
-
-    @contextmanager
-    def _as_then(self) -> Iterator[None]:
-        """What is run once more is run as it was."""
-        with ExitStack() as stack:
-            if self.call.device.type != "cpu":
-                stack.enter_context(self.call.device)
-            for kind, enabled, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
-            yield
 
 
 def _step(
@@ -156,30 +138,6 @@ def _step(
     loss, grads, *_ = run.run_step(*arguments, key=key)
     one = isinstance(pipe.definition.argnums, str)
     return loss, dict(zip(pipe.definition.wanted, (grads,) if one else grads, strict=True))
-
-
-def _check_again(product: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Refuse gradients of other outputs than the first run put out, of which `product` tells.
-
-    Args:
-        product: of the cotangent and the outputs of the second run.
-        pairs: the cotangent of each output, and what the first run put out.
-    """
-    expected = scale = eps = 0.0
-    for cotangent, output in pairs:
-        wide = torch.complex128 if output.is_complex() else torch.float64
-        c, y = cotangent.to(wide).flatten(), output.to(wide).flatten()
-        expected += torch.linalg.vecdot(c, y).real.item()
-        scale += torch.linalg.vecdot(c.abs(), y.abs()).item()
-        eps = max(eps, torch.finfo(output.dtype).eps)
-    # Not the same code ran; what is not finite compares as equal.
-    if abs(product.item() - expected) > eps**0.5 * scale:
-        raise FpipeError(
-            "the pipeline put out other numbers when it ran again, for the derivative of "
-            "pipe.forward: until the backward, leave alone what its stages read beside their "
-            "arguments, such as the mode of a module (train, eval), its buffers, tensors that they "
-            "close over and Python's own values; and let them draw from a key"
-        )
 
 
 class _Operation(torch.autograd.Function):

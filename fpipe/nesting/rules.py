@@ -78,7 +78,7 @@ def pull_back(
     Args:
         call: of ``run_value``, or of ``run_step`` with a tuple of gradients.
         leaves: of its arguments.
-        outputs: leaves of the result of ``run_step``.
+        outputs: leaves of the result; none if nobody has kept them.
         cotangents: of each leaf of the result, None for 0.
         needed: whether the gradient by each leaf is wanted.
 
@@ -90,7 +90,7 @@ def pull_back(
     names = _needed(definition, arguments, needed)
     weights = call.result(cotangents)
     if call.method == "run_value":
-        found = _made(call, leaves, weights, names)
+        found = _made(call, leaves, outputs, weights, names)
     else:
         own = dict(zip(definition.wanted, call.result(outputs)[1], strict=True))
         if definition.alone is not None:
@@ -100,7 +100,8 @@ def pull_back(
         # A level of torch.func within which the call was made did not ask for these.
         further = tuple(name for name in names if name not in own)
         if further and tree.flatten(weights[0])[0]:
-            found |= _made(call, leaves, weights[0], further)
+            losses = tree.flatten(call.result(outputs)[0])[0]
+            found |= _made(call, leaves, losses, weights[0], further)
         places = dict(zip(definition.wanted, call.result(range(len(cotangents)))[1], strict=True))
         vectors = [_vector(places.get(name), cotangents, outputs) for name in ARGUMENTS]
         if any(vector is not None for vector in vectors):
@@ -147,7 +148,11 @@ def _needed(
 
 
 def _made(
-    call: Differentiable, leaves: Sequence[Tensor], weights: Any, names: tuple[str, ...]
+    call: Differentiable,
+    leaves: Sequence[Tensor],
+    losses: Sequence[Tensor],
+    weights: Any,
+    names: tuple[str, ...],
 ) -> Trees:
     """Weighed gradients of the losses by arguments, from a step that is made for them."""
     definition = call.pipe.definition
@@ -160,7 +165,8 @@ def _made(
     if definition.alone is not None and "batch" in names:
         return _of_each_member(call, leaves, weights, names)
     refuse_redrawing(call)
-    own = call.another(choosing(call.pipe, names), "run_step", call.spec).enter(leaves)[1]
+    again, own, *_ = call.another(choosing(call.pipe, names), "run_step", call.spec).enter(leaves)
+    _check_losses(again, losses)
     arguments = call.places
     return _weighed(definition, arguments, dict(zip(names, own, strict=True)), weights)
 
@@ -253,7 +259,8 @@ def _products(
             "own: torch.func.vmap of torch.func.grad of the value of the pipeline itself, over "
             "batches of one, can be"
         )
-    duals = _moved(call, bent, leaves, vectors, names)[1]
+    again, duals, *_ = _moved(call, bent, leaves, vectors, names)
+    _check_losses(again.primal, [loss])
     found = dict(zip(names, (dual.primal for dual in duals), strict=True))
     if "params" in found and definition.loss_shape:
         # What members share has the sum over them.
@@ -308,4 +315,37 @@ def refuse_redrawing(call: Differentiable) -> None:
             "a derivative of a pipeline runs it again, but its stages draw from torch's generator, "
             "and would draw other numbers: draw from a key, fpipe.Stage(fn, reads_key=True) or "
             "has_key=True"
+        )
+
+
+def _check_losses(again: Any, losses: Sequence[Tensor]) -> None:
+    """Refuse derivatives of other losses than those of the first run, if these have been kept."""
+    if losses:
+        total = sum(loss.sum() for loss in tree.flatten(again)[0])
+        check_again(total, [(torch.ones_like(loss), loss) for loss in losses])
+
+
+def check_again(product: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Refuse gradients of other outputs than the first run put out, of which `product` tells.
+
+    Args:
+        product: of the cotangent and the outputs of the second run.
+        pairs: the cotangent of each output, and what the first run put out.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return  # these are no numbers
+    expected = scale = eps = 0.0
+    for cotangent, output in pairs:
+        wide = torch.complex128 if output.is_complex() else torch.float64
+        c, y = cotangent.to(wide).flatten(), output.to(wide).flatten()
+        expected += torch.linalg.vecdot(c, y).real.item()
+        scale += torch.linalg.vecdot(c.abs(), y.abs()).item()
+        eps = max(eps, torch.finfo(output.dtype).eps)
+    # Not the same code ran; what is not finite compares as equal.
+    if abs(product.item() - expected) > eps**0.5 * scale:
+        raise FpipeError(
+            "the pipeline put out other numbers when it ran again, for the derivative of "
+            "a call: until the backward, leave alone what its stages read beside their "
+            "arguments, such as the mode of a module (train, eval), its buffers, tensors that they "
+            "close over and Python's own values; and let them draw from a key"
         )

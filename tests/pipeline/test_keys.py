@@ -107,6 +107,14 @@ def test_key_travels_in_no_message() -> None:
     assert "key of microbatch 2" in str(programs[0])
 
 
+def test_programs_and_profiles_take_the_key_of_a_step() -> None:
+    pipe, (params, batch) = chain(SCHEDULES[0]), params_and_batch()
+    placed, named = pipe.programs(params, batch, KEY), pipe.programs(params, batch, key=KEY)
+    assert list(map(str, placed)) == list(map(str, named))
+    forwards = fpipe.profile(pipe, params, batch, KEY, steps=1).f
+    assert isinstance(forwards, tuple) and min(forwards) > 0
+
+
 def test_a_history_of_autograd() -> None:
     params, batch = mlp(1, 4).params, mlp(1, 4).batch
     pipe = single()

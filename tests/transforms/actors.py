@@ -174,3 +174,37 @@ def freeze(group: dist.ProcessGroup | None) -> list[tuple[bool, Tensor, Any]]:
                 (grad,) = torch.autograd.grad(loss, params[1]["w"])
             found.append((loss.requires_grad, loss.detach(), grad if loss.requires_grad else None))
     return found
+
+
+def unknown_derivatives(group: dist.ProcessGroup) -> list[Any]:
+    """What comes of derivatives that only rank 0 asks for, and of another pipeline afterwards."""
+    model = conv(2, 4)
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    batch = {**model.batch, "pixels": model.batch["pixels"].double() / 255}
+    asks = group.rank() == 0
+    own = {**batch, "pixels": batch["pixels"].clone().requires_grad_(asks)}
+
+    def make() -> fpipe.Pipeline:
+        return fpipe.pipeline(model.stages, model.loss, schedule, group=group, compile=False)
+
+    pipe = make()
+    params = pipe.local(model.params)
+    tracked = tree.tree_map(lambda p: p.clone().requires_grad_(asks), params)
+    by_batch, by_both = fpipe.grad(pipe, "batch"), fpipe.grad(pipe, ("batch", "params"))
+
+    def slopes() -> Tensor | None:
+        loss = by_both.value(tracked, batch)
+        if not asks:
+            return None
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, tree.flatten(tracked)[0])])
+
+    def directly() -> Tensor | None:
+        grads = make().step(params, batch).grads
+        return torch.cat([g.flatten() for g in tree.flatten(grads)[0]]) if asks else None
+
+    return [
+        attempt(pipe.value, params, own),
+        attempt(by_batch.value, tracked, batch),
+        attempt(slopes),
+        attempt(directly),
+    ]

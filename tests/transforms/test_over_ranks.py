@@ -14,7 +14,7 @@ from torch.func import grad
 from fpipe import schedules
 from tests.cut_model import make_network
 from tests.distributed.crew import Crew, values
-from tests.models import assert_identical
+from tests.models import assert_identical, assert_same
 from tests.transforms.actors import (
     CUT,
     differentiate,
@@ -25,6 +25,7 @@ from tests.transforms.actors import (
     run,
     run_cut,
     shorter,
+    unknown_derivatives,
     wrong_vector,
 )
 
@@ -138,3 +139,14 @@ def test_a_value_where_only_some_ranks_require_a_gradient(pair: Crew) -> None:
             own = required and rank == 1
             assert part[0] == own
             assert_identical(part[1:], (loss, slope if own else None))
+
+
+def test_derivatives_that_only_one_rank_asks_for(pair: Crew) -> None:
+    """One left the others waiting, another was of a pipeline that they had not counted."""
+    for by_leaf, by_params, slopes, directly in values(pair.run(unknown_derivatives)):
+        for failed, what in ((by_leaf, "batch"), (by_params, "params")):
+            assert failed.error.rank == 0
+            assert f"BatchError: {what} of pipe.value requires a gradient: " in failed.error.text
+        assert slopes.failure is directly.failure is None
+        if slopes.value is not None:
+            assert_same(slopes.value, directly.value)

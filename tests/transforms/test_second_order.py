@@ -435,3 +435,72 @@ def test_what_has_no_second_derivative_is_refused() -> None:
     )
     with pytest.raises(FpipeError, match=r"cannot run inside torch\.func\.jvp"):
         jvp(lambda p: stateful.value(p, (), torch.ones(2)), (torch.ones(()),), (torch.ones(()),))
+
+
+# ── when whoever differentiates has gone on ─────────────────────────────────────────────────────
+
+
+def second(value: Value, params: Tensor, between: Callable[[], object] = lambda: None) -> Tensor:
+    """The product of the second derivative and the gradient, under no autocast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = value(params)
+    (slope,) = torch.autograd.grad(loss, params, create_graph=True)
+    between()
+    return torch.autograd.grad(slope.square().sum(), params)[0]
+
+
+def test_a_second_derivative_is_taken_under_the_autocast_of_the_call() -> None:
+    """It was traced anew without, and was that of other products."""
+    seen: list[torch.dtype] = []
+
+    def stage(w: Tensor, x: Tensor) -> Tensor:
+        y = torch.tanh(x @ w)
+        seen.append(y.dtype)
+        return y
+
+    pipe = fpipe.pipeline(
+        [stage],
+        lambda y, _: y.float().square().mean(),
+        schedules.gpipe(ranks=1, microbatches=2),
+        compile=False,
+    )
+    torch.manual_seed(0)
+    w, x = torch.randn(8, 8), torch.randn(16, 8)
+    ours = second(lambda p: pipe.value([p], x), w.clone().requires_grad_())
+    assert set(seen) == {torch.bfloat16}
+    theirs = second(lambda p: stage(p, x).float().square().mean(), w.clone().requires_grad_())
+    exact = w.double().requires_grad_()
+    y = torch.tanh(x.double() @ exact).square().mean()
+    (slope,) = torch.autograd.grad(y, exact, create_graph=True)
+    (expected,) = torch.autograd.grad(slope.square().sum(), exact)
+    errors = [((found - expected).norm() / expected.norm()).item() for found in (ours, theirs)]
+    assert 0.5 < errors[0] / errors[1] < 2
+
+
+def test_a_module_that_has_changed_its_mode_before_its_second_derivative() -> None:
+    """It was that of another function, without a word."""
+
+    class Module(torch.nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            y = super().forward(input)
+            return torch.tanh(y) if self.training else y**3
+
+    module = Module(4, 4)
+    pipe = fpipe.from_module(
+        module,
+        schedule=schedules.gpipe(ranks=1, microbatches=2),
+        cuts=[],
+        loss=lambda y, _: y.float().square().mean(),
+        compile=False,
+    )
+    bias, batch = module.bias.detach(), {"input": torch.randn(6, 4)}
+
+    def value(weight: Tensor) -> Tensor:
+        loss: Tensor = pipe.value({"weight": weight, "bias": bias}, batch)
+        return loss
+
+    weight = module.weight.detach().clone().requires_grad_()
+    with pytest.raises(FpipeError, match=r"put out other numbers .* mode of a module"):
+        second(value, weight, module.eval)
+    module.train()
+    assert second(value, weight).isfinite().all()
