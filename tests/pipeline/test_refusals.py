@@ -629,6 +629,28 @@ def test_draws_that_are_not_torch_s(
     assert states() == before
 
 
+def test_draws_while_other_threads_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A thread that loads data may have drawn: it went by without a word."""
+    monkeypatch.setattr(drawing, "others", lambda: [threading.current_thread()])
+    with caplog.at_level(logging.WARNING, "fpipe"):
+        step(mlp_first, lambda p, x: x @ p["w"] * random.random())
+    assert "Python's random was drawn from while a stage was traced" in caplog.text
+
+
+def test_draws_of_what_is_refused_for_another_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawing, "others", list)
+
+    def both(p: Any, x: Tensor) -> Tensor:
+        return x[: int(x.sum() * random.random() * np.random.rand())]
+
+    before = random.getstate(), np.random.get_state(legacy=False)["state"]["pos"]
+    with pytest.raises(StageError, match="branches on data or reads a value"):
+        step(mlp_first, both)
+    assert (random.getstate(), np.random.get_state(legacy=False)["state"]["pos"]) == before
+
+
 def test_threads_that_draw_nothing() -> None:
     before = seeding.others()
     threads = [threading.Thread(target=time.sleep, args=(2,), name=n) for n in ("fpipe beat", "my")]

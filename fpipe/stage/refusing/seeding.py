@@ -14,8 +14,10 @@ import torch
 from fpipe.stage.refusing.explain import Untraceable
 from fpipe.stage.standin import StandIn
 
-QUIET: Final = ("fpipe ", "tqdm_monitor")
-"""How the names of threads start that draw nothing: fpipe's own, and tqdm's."""
+_JUPYTER: Final = ("IOPub", "Heartbeat", "Control", "IPythonHistorySavingThread")
+
+QUIET: Final = ("fpipe ", "tqdm_monitor", *_JUPYTER)
+"""How the names of threads start that draw nothing: fpipe's own, tqdm's and those of notebooks."""
 
 
 @contextmanager
@@ -49,8 +51,8 @@ def unseeded() -> Iterator[None]:
 def others() -> list[threading.Thread]:
     """The other threads that run and may draw.
 
-    Those do not that watch other ranks for fpipe, in which Inductor compiles, and that looks after
-    the bars of tqdm.
+    Those do not that watch other ranks for fpipe, in which Inductor compiles, that look after the
+    bars of tqdm, and that carry messages of a notebook.
     """
     compile = sys.modules.get("torch._inductor.async_compile")
     pool = None if compile is None else compile.AsyncCompile.pool
