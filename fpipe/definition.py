@@ -38,6 +38,9 @@ from fpipe.stage.pieces.remat import Remat, named
 
 REDUCTIONS = ("mean", "sum", "weighted")
 
+SHORTEST = 1.0
+"""The shortest `timeout`, in seconds: a rank that is well is heard of twice in that time."""
+
 ARGUMENTS = ("params", "batch")
 """What a pipeline can be differentiated by."""
 
@@ -152,6 +155,11 @@ class Definition:
         given = self.timeout
         if isinstance(given, bool) or not isinstance(given, int | float) or not given > 0:
             raise StageError(f"timeout={given!r:.60} must be a positive number of seconds")
+        if given < SHORTEST and self.group is not None:
+            raise StageError(
+                f"timeout={given!r} is shorter than {SHORTEST:g} s: a rank that is well is heard "
+                "of twice a second"
+            )
 
     def _check_state(self) -> None:
         if not self.function:

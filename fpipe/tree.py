@@ -196,6 +196,12 @@ def flatten_prefix(prefix: Any) -> list[Any]:
     return leaves
 
 
+def hashable_prefix(prefix: Any) -> tuple[tuple[Any, ...], optree.PyTreeSpec]:
+    """The leaves of a prefix and its structure, which are equal for prefixes that say the same."""
+    spec = optree.tree_structure(prefix, none_is_leaf=True, namespace=NAMESPACE)
+    return tuple(flatten_prefix(prefix)), spec
+
+
 def paths(spec: optree.PyTreeSpec) -> list[str]:
     """The key path of each leaf as it would be written in Python, such as ``"['a'][0]"``."""
     return [accessor.codify("") for accessor in spec.accessors()]

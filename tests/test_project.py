@@ -96,7 +96,7 @@ LAYERS: Final = (
     ("fpipe.draws", "fpipe.nn", "fpipe.random", "fpipe.threefry"),
     ("fpipe.arguments",),
     ("fpipe.checkpoint",),
-    ("fpipe.stage.refusing", "fpipe.stage.standin"),
+    ("fpipe.stage.refusing", "fpipe.stage.standin", "fpipe.stage.turns"),
     ("fpipe.stage.graphs",),
     ("fpipe.stage.declared", "fpipe.stage.foreign", "fpipe.stage.pieces"),
     ("fpipe.stage.tracing",),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.arguments.shapes import TreeShape
 from fpipe.errors import BatchError, a_type
 
 
@@ -79,6 +80,17 @@ class Parameters:
             stages.append(tuple(flat[start : start + part.num_leaves]))
             start += part.num_leaves
         return cls(spec, specs, tuple(stages))
+
+    def shapes(self, device: torch.device | None = None) -> tuple[TreeShape, ...]:
+        """Those of each stage's leaves; on `device` if it is given."""
+
+        def of(spec: optree.PyTreeSpec, leaves: tuple[Tensor, ...]) -> TreeShape:
+            own = TreeShape.of(spec, leaves)
+            return own if device is None else own.on(device)
+
+        if self.shared:  # to describe a thousand leaves takes milliseconds
+            return (of(self.spec, self.stages[0]),) * len(self.stages)
+        return tuple(map(of, self.specs, self.stages))
 
     def with_empty_on(self, devices: Sequence[torch.device]) -> Parameters:
         """The same with leaves that have no elements on the device of their stage.

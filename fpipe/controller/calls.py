@@ -206,10 +206,8 @@ class Calls:
         if batch is not None:
             parts = split(batch, self._in_dims, self._schedule.num_microbatches)
             shapes = tuple(shape.on(NOWHERE) for shape in batch_shapes(parts))
-        params_shapes = {
-            stage: TreeShape.of(own.specs[stage], own.stages[stage]).on(NOWHERE)
-            for stage in self._stages
-        }
+        described = own.shapes(NOWHERE)
+        params_shapes = {stage: described[stage] for stage in self._stages}
         held = None
         if own.shared and self._stages:
             held = tuple(not leaf.is_meta for leaf in own.stages[0])

@@ -74,9 +74,9 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
         other = next(r for r in ranks if batches[r] != batches[rank])
         raise refusal(
             rank,
-            f"rank {rank} got a batch of another shape, {_rows(offers[rank])}, than rank {other}, "
-            f"{_rows(offers[other])}: pass the same on all ranks, of which leaves that a rank does "
-            "not read may lie on the meta device",
+            f"rank {rank} got a batch {_unlike(offers[rank], offers[other])}, "
+            f"{_rows(offers[rank])}, than rank {other}, {_rows(offers[other])}: pass the same on "
+            "all ranks, of which leaves that a rank does not read may lie on the meta device",
         )
     for what, settings in (
         (
@@ -194,6 +194,15 @@ def unsendable(offer: Offer) -> BatchError | None:
             f"({error}): define the type at the top level of a module"
         )
     return None
+
+
+def _unlike(one: Offer, other: Offer) -> str:
+    """In what a batch is unlike another; leaves are shown beside it, and structures are not."""
+    assert one.batch is not None and other.batch is not None
+    (own, *_), (first, *_) = one.batch, other.batch
+    if own.spec != first.spec:
+        return "of another structure"
+    return "of another shape" if own.orders == first.orders else "with keys in another order"
 
 
 def _rows(offer: Offer) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from fpipe.arguments.microbatch import Microbatches, split
 from fpipe.arguments.parameters import Parameters
-from fpipe.arguments.shapes import Goal, Signature, TreeShape, batch_shapes, with_data
+from fpipe.arguments.shapes import Goal, Signature, batch_shapes, with_data
 from fpipe.controller.controller import Enter, Finished, Gather, as_traced, load
 from fpipe.controller.keys import Words
 from fpipe.planning.plan import Plan
@@ -102,7 +102,7 @@ class SingleController:
         parts = self._split(batch)
         signature = Signature(
             goal,
-            tuple(map(TreeShape.of, leaves.specs, leaves.stages)),
+            leaves.shapes(),
             parts.rows,
             batch_shapes(parts),
             self._planner.ambient(),

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from fpipe.errors import StageError, a_type
 from fpipe.stage.refusing.explain import Untraceable, told_apart
 from fpipe.stage.refusing.frames import place
-from fpipe.stage.tracing.apart import Turns
+from fpipe.stage.turns import Turns
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from fpipe import tree
 from fpipe.definition import ARGUMENTS, Definition
 from fpipe.stage.workshop import Workshop
 from fpipe.transforms.derivative import derivative
@@ -110,7 +111,7 @@ def pulled(pipe: Callee, out_dims: Any) -> Callee:
     Raises:
         StageError: it has none.
     """
-    key = "pulled", repr(out_dims)
+    key = "pulled", *tree.hashable_prefix(out_dims)
     return _kept(pipe, key, lambda: pullback(replace(pipe.definition, argnums="params"), out_dims))
 
 

@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from threading import Lock
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
+
+from fpipe.stage.turns import Turns
 
 
 class Instead(TorchFunctionMode):
@@ -53,7 +54,7 @@ class StandIn:
         self._known = {kind: deque([found], maxlen=16) for kind, found in self._found.items()}
         self._above: dict[Any, Any] = {}  # what was put over a stand-in, and may call it for ever
         self._within: ContextVar[bool] = ContextVar(f"fpipe.{name}", default=False)
-        self._lock = Lock()
+        self._turns = Turns()
         self._count = 0
 
     @property
@@ -77,7 +78,7 @@ class StandIn:
             self._within.reset(token)
 
     def _counted(self, more: int) -> None:
-        with self._lock:
+        with self._turns():
             before, self._count = self._count, self._count + more
             if bool(before) == bool(self._count):
                 return

@@ -318,6 +318,7 @@ CALLED_OTHERWISE: dict[str, Callable[[Setting], Setting]] = {
     "rows": lambda s: with_batch(s, model_of("mlp", 3, 6).batch),
     "dtype": lambda s: with_batch(s, {k: v.float() for k, v in s.model.batch.items()}),
     "leaves": lambda s: with_batch(s, {**s.model.batch, "more": torch.ones(4)}),
+    "order": lambda s: with_batch(s, dict(reversed(s.model.batch.items()))),
     "structure": lambda s: with_batch(s, [s.model.batch["x"], s.model.batch["y"]]),
     "local type": lambda s: with_batch(s, local_batch()),
     "too few rows": lambda s: with_batch(s, {k: v[:1] for k, v in s.model.batch.items()}),

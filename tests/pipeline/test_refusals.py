@@ -105,6 +105,7 @@ ALONE = dist.ProcessGroup(dist.HashStore(), 0, 1)
         ({"mesh": 3}, "mesh=3 is an int: it must be a DeviceMesh"),
         ({"group": ALONE, "mesh": object.__new__(DeviceMesh)}, "group and mesh are both given"),
         ({"group": ALONE, "timeout": 0}, "timeout=0 must be a positive number of seconds"),
+        ({"group": ALONE, "timeout": 0.4}, "timeout=0.4 is shorter than 1 s: a rank that is well"),
         ({"group": ALONE, "timeout": "3"}, "timeout='3' must be a positive number of seconds"),
         ({"group": ALONE}, "the process group has 1 processes, but the schedule zb_h1 has 2 ranks"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import optree
 import pytest
 import torch
 import torch.distributed as dist
@@ -198,6 +199,30 @@ def test_it_is_traced_once(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(3):
             of_all(pipe.forward(tracked(params), batch)).backward()
     assert len([r for r in caplog.records if r.message.startswith("tracing")]) == 2
+
+
+def test_a_pipeline_of_the_cotangent_is_kept_for_equal_out_dims() -> None:
+    """It was kept by what Python prints of them, of some classes another text each time."""
+
+    class Pair:
+        def __init__(self, first: Any, second: Any) -> None:
+            self.both = first, second
+
+    register: Any = optree.register_pytree_node
+    register(Pair, lambda pair: (pair.both, None), lambda _, both: Pair(*both), namespace="fpipe")
+    schedule = schedules.gpipe(ranks=1, microbatches=2)
+    pipe = fpipe.pipeline(
+        [lambda w, x: Pair(x * w, (x * w).T)],
+        lambda y, _: y.both[0].mean(),
+        schedule,
+        compile=False,
+    )
+    w, x = torch.ones(3, requires_grad=True), rand(4, 3).float()
+    for _ in range(3):
+        first, second = pipe.forward([w], x, out_dims=Pair(0, 1)).both
+        assert second.shape == (3, 4)
+        (first.sum() + second.sum()).backward()
+    assert len(pipe.derived) == 1
 
 
 def test_without_autograd_nothing_is_kept() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,25 +9,7 @@ from typing import Any
 import torch.nn.utils.parametrize as parametrize
 from torch._C import _autograd
 
-
-class Turns:
-    """One thread at a time, which may come in again; anew in a forked process.
-
-    There the thread whose turn it is does not exist.
-    """
-
-    def __init__(self) -> None:
-        self._renew()
-        os.register_at_fork(after_in_child=self._renew)
-
-    def _renew(self) -> None:
-        self._lock = threading.RLock()
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        with self._lock:
-            yield
-
+from fpipe.stage.turns import Turns
 
 one_at_a_time = Turns()
 """Within it no other thread traces: torch cannot do so in two at one time."""
