@@ -228,8 +228,8 @@ def test_first_call_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
         pipe.step(model.params, model.batch)
     said = [record.message for record in caplog.records if record.name == "fpipe"]
     assert said[0] == "tracing step for microbatches of 3 and 2 rows"
-    assert any(line.startswith("compiling F of stage 0 (mlp_first)") for line in said)
-    assert any(line.startswith("compiling W of stage 0 (mlp_first)") for line in said)
+    assert any(line.startswith("making F of stage 0 (mlp_first)") for line in said)
+    assert any(line.startswith("making W of stage 0 (mlp_first)") for line in said)
     assert said[-1].startswith("ready for step after ")
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="fpipe"):

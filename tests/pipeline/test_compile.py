@@ -12,7 +12,8 @@ from torch import Tensor, fx
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fpipe import StageError
+import fpipe
+from fpipe import StageError, schedules
 from tests.models import assert_same, check, gpt, mlp, plain_pipeline, unpipelined
 
 MODEL = mlp(2, 4)
@@ -146,3 +147,22 @@ def test_a_call_within_a_compiled_function(method: str) -> None:
 
     compiled = torch.compile(whole, backend="eager")
     assert_same(compiled(MODEL.params, MODEL.batch), whole(MODEL.params, MODEL.batch))
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    "middle",
+    [lambda _, x: x.T.T, lambda _, x: torch.cat([x.new_zeros(len(x), 0), x], 1)],
+    ids=["forward", "backward"],
+)
+def test_a_stage_of_which_nothing_is_left(middle: Callable[[Any, Tensor], Tensor]) -> None:
+    """Inductor returns the graph itself, which has no code of Inductor's."""
+    stages = [lambda w, x: torch.tanh(x @ w), middle, lambda w, x: x @ w]
+    params = [torch.eye(3), None, torch.full((3, 3), 0.5)]
+    schedule = schedules.zb_h1(ranks=3, microbatches=2)
+    batch = torch.linspace(0, 1, 12).view(4, 3)
+    compiled, plain = (
+        fpipe.pipeline(stages, lambda y, _: y.square().mean(), schedule, compile=flag)
+        for flag in (True, False)
+    )
+    assert_same(compiled.step(params, batch), plain.step(params, batch), 1e-5)

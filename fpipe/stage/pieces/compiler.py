@@ -77,7 +77,7 @@ class Compiler:
         key = (piece.fingerprint, piece.places, torch.get_num_threads(), kernels())
         if key not in self._artefacts:
             examples = [value_of(n) for n in piece.graph.nodes if n.op == "placeholder"]
-            log.info("compiling %s", label)
+            log.info("%s %s", "compiling" if self.fuses else "making", label)
             try:
                 with without_autocast():  # the casts are in the graph
                     made = self._make(piece.graph, examples)
@@ -241,7 +241,9 @@ def _by_inductor(
             config_patches=_OPTIONS | threads | patches,
         )
     if len(captured) == 1 and captured[0][1:] == (len(examples), len(layouts)):
-        call: Call = captured[0][0].current_callable
+        artefact = captured[0][0]
+        # Where nothing is left to compute it is the graph itself.
+        call: Call = getattr(artefact, "current_callable", artefact)
         return call, others
 
     def call_wrapped(inputs: list[Tensor]) -> Sequence[Tensor]:
