@@ -65,7 +65,7 @@ def names_of(spec: optree.PyTreeSpec) -> list[str]:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise BatchError(
-            f"shapes has two leaves whose paths read {twice[0]!r} when they are joined by dots: "
+            f"there are two leaves whose paths read {twice[0]!r} when they are joined by dots: "
             "rename one of their keys"
         )
     return names
@@ -185,6 +185,31 @@ def whole(pipe: Holder, maker: Callable[[Sequence[str]], Make], shapes: Any) -> 
     leaves, names, spec = pipe.each("make its state", read)
     flags, devices = [True] * len(names), [device_of(pipe.definition.group)] * len(names)
     return tree.unflatten(spec, _filled(pipe, maker, names, leaves, flags, devices, "state"))
+
+
+def own(pipe: Holder, params: Any) -> dict[str, Tensor]:
+    """The leaves that this process reads, by name; arguments and errors as of `Pipeline.own`."""
+    definition = pipe.definition
+    if not definition.function:
+        check_parts("params", params, definition.schedule.num_stages)
+    leaves, spec = tree.flatten(pipe.local(params))
+    names = names_of(spec)
+    if definition.function and definition.group is not None:
+        if len(tree.flatten_prefix(params)) > len(leaves):
+            raise BatchError(
+                "params has None among its leaves, as gradients of one function have for what "
+                "other processes read: which leaves are one's own is told by their number, so "
+                "pass the parameters, and look up gradients by the names that come out"
+            )
+        if not pipe.readers():
+            raise BatchError(
+                "which parameters this process reads is not known before the function is traced: "
+                "call pipe.programs(params, batch) on all ranks first, or take what pipe.init or "
+                "pipe.load makes, which trace it"
+            )
+        flags = _read_by(pipe, definition.group.rank(), params, (), len(names))
+        return {n: leaf for n, leaf, flag in zip(names, leaves, flags, strict=True) if flag}
+    return dict(zip(names, leaves, strict=True))
 
 
 class Skeleton(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fpipe.checkpoint.loading import NO_NAMING, Naming, reading
-from fpipe.holding import Holder, InitFn, Make, drawn, held, whole
+from fpipe.holding import Holder, InitFn, Make, drawn, held, own, whole
 from fpipe.runtime.connect import device_of
 
 
@@ -127,6 +127,34 @@ class Loadable(Holder):
             return reading(path, names, NO_NAMING, rename, strict=False)
 
         return whole(self, reader, shapes)
+
+    def own(self, params: Any) -> dict[str, Tensor]:
+        """The leaves that this process reads, by name: what it trains, and what it has to save.
+
+        Args:
+            params: parameters as for `step`, or what has their structure: averages, moments of an
+                optimizer, and gradients of stages that are functions of their own.
+
+        Returns:
+            The leaves themselves, by the names that `load` reads. In one process they are all of
+            them; over a process group those of its own stages, and of one function or a module
+            those that its stages have read in any call so far. What several ranks read, each has.
+
+        Raises:
+            BatchError: `params` is no such tree (over a process group that of one function has no
+                None), or it is not known yet what this process reads.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+            >>> stage, loss = (lambda p, x: x @ p["w"]), (lambda y, _: y.square().mean())
+            >>> pipe = fpipe.pipeline([stage, stage], loss, schedule, compile=False)
+            >>> own = pipe.own([{"w": torch.eye(2)}, {"w": torch.ones(2, 2)}])
+            >>> optimizer = torch.optim.SGD(own.values())
+            >>> list(own)
+            ['0.w', '1.w']
+        """
+        return own(self, params)
 
     def _shapes(self, shapes: Any) -> Any:
         """The shapes of the parameters."""

@@ -64,5 +64,7 @@ class DistributedDirectory:
                     dcp.load(found, storage_reader=dcp.FileSystemReader(self._path), no_dist=True)
                 except CheckpointException as error:  # it is no Exception, which callers catch
                     (first, _), *_ = error.failures.values()
-                    raise BatchError(f"{self._path} cannot be read: {first}") from error
+                    raise BatchError(
+                        f"{self._path} cannot be read: {type(first).__name__}: {first}"
+                    ) from error
         return found

@@ -74,7 +74,8 @@ def start_headers(
         log.warning(
             "rank %d has called %s and waited for %.0f s for all others to do so: a rank that "
             "lives may be in something else, such as a collective or a barrier that it alone has "
-            "called, a data loader or a checkpoint",
+            "called, a data loader or a checkpoint; or another thread uses the group, such as that "
+            "of dcp.async_save",
             group.rank(),
             CALLS[header.call],
             seconds,

@@ -179,8 +179,9 @@ class Watch:
         if any(words in text.lower() for words in ("timed out waiting", "application timeout")):
             what = (
                 "a rank that lives is in something else, such as a collective or a barrier that it "
-                "alone has called, a data loader or a checkpoint: the ranks waited for each other "
-                "for the timeout of their process group"
+                "alone has called, a data loader or a checkpoint; or another thread uses the "
+                "group, such as that of dcp.async_save: the ranks waited for each other for the "
+                "timeout of their process group"
             )
         return self.report(Fault(peer, f"{what}: {text}", breaks=True))
 

@@ -283,7 +283,8 @@ def _misfit(module: nn.Module, params: Mapping[str, Tensor], state: Any) -> Batc
         if tensor.is_meta:
             return BatchError(
                 f"{name!r} of {type(module).__name__} lies on the meta device, to which nothing "
-                "can be copied: call module.to_empty(device=...) first"
+                "can be copied: make the module anew, not under torch.device('meta') "
+                "(module.to_empty(...) leaves buffers without numbers, and unties parameters)"
             )
     for name, parameter in own.items():
         if not isinstance(params[name], Tensor):

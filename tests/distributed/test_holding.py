@@ -80,6 +80,73 @@ def train(group: Group, schedule: Schedule, path: Path | None) -> Trained:
     return Trained(first, read, steps, detached(target))
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def optimised(
+    group: Group, schedule: Schedule, folder: Path, steps: int, resume: bool
+) -> dict[str, Tensor]:
+    """Steps of AdamW from a module's own parameters, or from what was saved; all parameters.
+
+    They are saved at the end by each process that is one of a group.
+    """
+    module, batch = language_model(), make_batch()
+    pipe = fpipe.from_module(module, schedule=schedule, cuts=CUTS, compile=False, group=group)
+    params: dict[str, Tensor] = dict(module.named_parameters())
+    if resume:
+        params = pipe.load(folder / "params", batch)
+    elif group is not None:
+        with pytest.raises(fpipe.BatchError, match=r"is not known before .* pipe\.programs\("):
+            pipe.own(params)
+        pipe.programs(params, batch)
+    own = pipe.own(params)
+    optimizer = torch.optim.AdamW(own.values(), 0.01)
+    if resume:
+        moments = {m: pipe.own(pipe.load(folder / m, batch)) for m in MOMENTS}
+        for name, p in own.items():
+            states = {m: moments[m][name] for m in MOMENTS}
+            optimizer.state[p] = {"step": torch.tensor(float(steps)), **states}
+    for _ in range(steps):
+        grads = pipe.step(params, batch).grads
+        for name, p in own.items():
+            p.grad = grads[name]
+        optimizer.step()
+    if group is not None:
+        with pytest.raises(fpipe.BatchError, match="params has None among its leaves"):
+            pipe.own(grads)
+        dcp.save(own, checkpoint_id=folder / "params", process_group=group)
+        for moment in MOMENTS:
+            found = {name: optimizer.state[p][moment] for name, p in own.items()}
+            dcp.save(found, checkpoint_id=folder / moment, process_group=group)
+    return {name: p.detach() for name, p in own.items()}
+
+
+def test_a_run_goes_on_on_another_number_of_processes(crew: Crew, tmp_path: Path) -> None:
+    """Processes saved parameters of others as they were before they were trained."""
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    parts = values(crew.run(optimised, schedule, tmp_path, 2, False, ranks=range(2)))
+    assert parts[0].keys() != parts[1].keys()
+    alone = schedules.zbv(ranks=2, microbatches=4)
+    found = optimised(None, alone, tmp_path, 2, True)
+    assert_identical(found, optimised(None, alone, tmp_path, 4, False))
+
+
+def own_of_stages(group: Group) -> list[str]:
+    """Names of a process's own parameters, and of gradients, of a list of stages."""
+    model = mlp(2, 4)
+    schedule = schedules.gpipe(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(model.stages, model.loss, schedule, compile=False, group=group)
+    grads = pipe.step(pipe.local(model.params), model.batch).grads
+    assert list(pipe.own(grads)) == list(pipe.own(model.params))
+    return list(pipe.own(grads))
+
+
+def test_own_parameters_of_a_list_of_stages(crew: Crew) -> None:
+    first, second = values(crew.run(own_of_stages, ranks=range(2)))
+    assert first == ["0.b", "0.w"] and second == ["1.b", "1.w"]
+    assert own_of_stages(None) == first + second
+
+
 def note_reads(patch: pytest.MonkeyPatch, read: list[str]) -> None:
     """Note the names of tensors that are read from files of either kind."""
     really, opened = dcp.FileSystemReader.read_data, safetensors_files._opened
@@ -389,7 +456,7 @@ def test_rank_whose_distributed_checkpoint_is_broken_is_known_on_all(
     here, there = values(crew.run(load_what_is_broken, schedule, tmp_path, ranks=range(2)))
     assert "rank 1 cannot make or read its parameters: BatchError: " in here.error.text
     assert there.error.kind == "BatchError"
-    assert "1 cannot be read: [Errno 2] No such file" in there.error.text
+    assert "1 cannot be read: FileNotFoundError: [Errno 2] No such file" in there.error.text
 
 
 def init_refused_on_one(group: dist.ProcessGroup, schedule: Schedule) -> list[Outcome]:

@@ -197,7 +197,7 @@ def test_state_has_the_numbers_that_buffers_lack() -> None:
 def test_nothing_is_loaded_into_a_module_without_data() -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     pipe = fpipe.from_module(module, schedule=SCHEDULE, cuts=["0"], loss=squares, compile=False)
-    with pytest.raises(fpipe.BatchError, match=r"'0.weight' of Seq.* meta device.*to_empty"):
+    with pytest.raises(fpipe.BatchError, match=r"'0.weight' of Seq.* meta device.*anew"):
         pipe.load_into(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to("meta"), detached(module))
 
 
