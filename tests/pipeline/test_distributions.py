@@ -44,6 +44,13 @@ def multivariate(y: Tensor) -> Tensor:
     return prior.log_prob(y)
 
 
+def with_covariance(y: Tensor) -> Tensor:
+    covariance = y.T @ y + torch.eye(3, dtype=y.dtype)
+    return D.MultivariateNormal(y.mean(0), covariance, validate_args=True).log_prob(y) + D.Wishart(
+        torch.tensor(4.0, dtype=y.dtype), precision_matrix=covariance
+    ).log_prob(covariance)
+
+
 def mixture(y: Tensor) -> Tensor:
     mixed = D.MixtureSameFamily(D.Categorical(logits=y), D.Normal(y, y.exp()))
     return mixed.log_prob(y.detach()[:, 0])
@@ -58,7 +65,7 @@ def squashed(y: Tensor) -> Tensor:
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize(
     "likelihood",
-    [normal, independent, categorical, bernoulli, divergence, multivariate, mixture, squashed],
+    [normal, independent, categorical, bernoulli, divergence, multivariate, with_covariance, mixture, squashed],
 )
 def test_loss_and_gradients(likelihood: Callable[[Tensor], Tensor], cut: bool) -> None:
     def loss_fn(params: list[Tensor], batch: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ from fpipe.stage.tracing.abstract import Abstract, abstract_key
 from fpipe.stage.tracing.apart import apart
 from fpipe.stage.tracing.known import Known
 from fpipe.stage.tracing.nograd import keeping_detached, undifferentiated, with_gradients
-from fpipe.stage.tracing.peeking import WithoutPeeking
+from fpipe.stage.tracing.peeking import without_peeking
 from fpipe.stage.tracing.unseen import UnseenWrites
 
 
@@ -209,7 +209,7 @@ class Recorder:
                     *("key" for _ in keys),
                 ]
                 guard = WriteGuard(dict(zip(paths, inputs, strict=True)), self.loss_fn)
-                with with_contexts(), WithoutPeeking(), guard, UnseenWrites(), Known():
+                with with_contexts(), without_peeking(), guard, UnseenWrites(), Known():
                     self._called(params, batch, inputs)
         except (ImpureError, Untraceable) as error:
             raise explain(self.name, error, "") from error
@@ -268,7 +268,7 @@ class Recorder:
                 self.mode,
                 with_gradients(),
                 with_contexts(),
-                WithoutPeeking(),
+                without_peeking(),
                 checkpoints.active(),
             ):
                 module = make_fx(functionalize(flat))(*params.values, *batch.values, *keys)

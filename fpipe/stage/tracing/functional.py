@@ -18,7 +18,7 @@ from fpipe.stage.refusing.purity import writes
 from fpipe.stage.tracing.apart import apart
 from fpipe.stage.tracing.known import Known
 from fpipe.stage.tracing.nograd import with_gradients
-from fpipe.stage.tracing.peeking import WithoutPeeking
+from fpipe.stage.tracing.peeking import without_peeking
 
 
 def record(
@@ -36,7 +36,7 @@ def record(
         with Known():
             return function(*values)
 
-    with unreported(), apart(), mode, with_gradients(), with_contexts(), WithoutPeeking():
+    with unreported(), apart(), mode, with_gradients(), with_contexts(), without_peeking():
         graph = _made_functional(known, arguments) or _marked(known, arguments)
         # Those have not been made functional. And where nothing is differentiated, composite
         # ops are taken apart after they have been, and may write to what they have made. Nor

@@ -8,18 +8,21 @@ memory, which a view has no part of its own in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import constraints
 
 from fpipe.stage.foreign.ctc import ctc_loss
 from fpipe.stage.refusing.explain import Untraceable
-from fpipe.stage.standin import Instead
+from fpipe.stage.standin import Instead, StandIn
 
 
-class WithoutPeeking(Instead):
+@contextmanager
+def without_peeking() -> Iterator[None]:
     """Within it torch does not check the values of arguments.
 
     Indices of `one_hot` that are no class give rows of zeros, as on CUDA under torch.compile; in
@@ -30,9 +33,8 @@ class WithoutPeeking(Instead):
     windows leave a gap, where it divides by zero. ``x.requires_grad_()`` returns `x`; hooks on
     tensors are refused.
     """
-
-    def __init__(self) -> None:
-        super().__init__(_WITHOUT)
+    with _CHECKS.active(), Instead(_WITHOUT):
+        yield
 
 
 def _set_item(x: Tensor, index: Any, value: Any) -> None:
@@ -140,3 +142,16 @@ _WITHOUT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch._is_all_true: lambda _: True,  # what distributions ask of a check
 }
 """What stands for each."""
+
+
+def _unlooked(kind: type) -> Callable[[Any, Tensor], Any]:
+    def check(constraint: Any, value: Tensor) -> Any:
+        # It looks whether all are symmetric before it looks at more.
+        found = type(constraints.symmetric).check if _CHECKS.is_active else _CHECKS.own(kind)
+        return found(constraint, value)
+
+    return check
+
+
+_DEFINITE = (type(constraints.positive_definite), type(constraints.positive_semidefinite))
+_CHECKS = StandIn("check", {kind: _unlooked(kind) for kind in _DEFINITE})

@@ -35,7 +35,7 @@ from fpipe.stage.tracing.backward import Demand, WithBackward
 from fpipe.stage.tracing.closure import lift_constants
 from fpipe.stage.tracing.functional import record
 from fpipe.stage.tracing.known import Known
-from fpipe.stage.tracing.peeking import WithoutPeeking
+from fpipe.stage.tracing.peeking import without_peeking
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _run_abstractly(
             mode,
             torch.no_grad(),
             with_contexts(),
-            WithoutPeeking(),
+            without_peeking(),
         ):
             # Clones, because one leaf may come in by several names.
             inputs = [value.clone() for value in leaves.values]
