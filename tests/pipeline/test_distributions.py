@@ -45,10 +45,11 @@ def multivariate(y: Tensor) -> Tensor:
 
 
 def with_covariance(y: Tensor) -> Tensor:
-    covariance = y.T @ y + torch.eye(3, dtype=y.dtype)
-    return D.MultivariateNormal(y.mean(0), covariance, validate_args=True).log_prob(y) + D.Wishart(
-        torch.tensor(4.0, dtype=y.dtype), precision_matrix=covariance
-    ).log_prob(covariance)
+    covariance = y[:, :, None] * y[:, None] + torch.eye(3, dtype=y.dtype)
+    free = torch.tensor(4.0, dtype=y.dtype)
+    wishart = D.Wishart(free, precision_matrix=covariance, validate_args=True)
+    likelihood = wishart.log_prob(covariance)
+    return likelihood + D.MultivariateNormal(y, covariance, validate_args=True).log_prob(y.exp())
 
 
 def mixture(y: Tensor) -> Tensor:
@@ -65,7 +66,17 @@ def squashed(y: Tensor) -> Tensor:
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize(
     "likelihood",
-    [normal, independent, categorical, bernoulli, divergence, multivariate, with_covariance, mixture, squashed],
+    [
+        normal,
+        independent,
+        categorical,
+        bernoulli,
+        divergence,
+        multivariate,
+        with_covariance,
+        mixture,
+        squashed,
+    ],
 )
 def test_loss_and_gradients(likelihood: Callable[[Tensor], Tensor], cut: bool) -> None:
     def loss_fn(params: list[Tensor], batch: Tensor) -> Tensor:
