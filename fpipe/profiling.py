@@ -41,7 +41,8 @@ def profile(
         the bytes that a forward keeps until its backward, and how many of them I frees (negative
         if it hands more to W); where microbatches differ, those that keep most, which of
         ``remat="except_last"`` is the last alone. ``comm`` is the median time from the end of an
-        action to the start of one on another rank that waited for it, in seconds; 0 in one process.
+        action to the start of one on another rank that waited for it, in seconds, between hosts as
+        exact as the times of day that these have; 0 in one process.
 
     Raises:
         FpipeError: `pipe` is no pipeline, or `steps` no positive integer.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import platform
+import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar, Token
 from itertools import accumulate
 from math import inf
+from pathlib import Path
+from typing import NamedTuple
 
 from fpipe.errors import FpipeError
 from fpipe.schedule import Action, Schedule
@@ -22,8 +26,8 @@ class record:
     """Record the steps of pipelines: ``with fpipe.record() as recording: pipe.step(…)``.
 
     Costs nothing when it is not used. Over a process group every rank gets the whole timeline, and
-    all ranks record when one does; clocks are those of the hosts, so ranks on different hosts are
-    only as well aligned as their clocks. On CUDA every action is waited for, which keeps its time
+    all ranks record when one does; ranks on different hosts are only as well aligned as the times
+    of day that these have. On CUDA every action is waited for, which keeps its time
     its own and lets nothing overlap.
 
     Attributes:
@@ -74,6 +78,46 @@ class record:
 def active() -> record | None:
     """The recording of the current thread or task, if there is one."""
     return _ACTIVE.get()
+
+
+class Clock(NamedTuple):
+    """What a host's monotonic clock, which counts from when the host started, shows.
+
+    Attributes:
+        host: equal where two processes read the same clock.
+        ahead: the time of day less the clock's, in seconds.
+    """
+
+    host: str
+    ahead: float
+
+    @classmethod
+    def here(cls) -> Clock:
+        """That of this process."""
+        try:
+            host = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        except OSError:  # no Linux
+            host = platform.node()
+        return cls(host, time.time() - time.perf_counter())
+
+
+def aligned(rows: Sequence[tuple[Clock, Marks]]) -> list[Marks]:
+    """The marks of all ranks by the clock of the first one.
+
+    Those of the same host are exact. Others are as well aligned as the hosts' times of day.
+
+    Example:
+        >>> marks = {Action.parse("0F0"): (4.0, 5.0)}
+        >>> rows = aligned([(Clock("a", 7.0), marks), (Clock("b", 5.0), marks)])
+        >>> [list(row.values()) for row in rows]
+        [[(4.0, 5.0)], [(2.0, 3.0)]]
+    """
+    first = rows[0][0]
+    found = []
+    for clock, marks in rows:
+        by = 0.0 if clock.host == first.host else clock.ahead - first.ahead
+        found.append({action: (start + by, end + by) for action, (start, end) in marks.items()})
+    return found
 
 
 def timeline_of(

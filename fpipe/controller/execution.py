@@ -28,7 +28,7 @@ from fpipe.controller.watch import Watch
 from fpipe.errors import PipelineError
 from fpipe.planning.plan import Plan
 from fpipe.planning.total import Total
-from fpipe.recording import Marks, active, timeline_of
+from fpipe.recording import Clock, Marks, active, aligned, timeline_of
 from fpipe.runtime.drain import drain
 from fpipe.runtime.group import GroupTransport
 from fpipe.runtime.instrument import observed
@@ -119,10 +119,11 @@ class Execution:
             finally:
                 del failure  # with its traceback this frame would keep itself, and the pipeline
         if records:
-            everyone = connected(lambda: gather_objects(marks, self._control))
+            own = Clock.here(), marks
+            everyone = connected(lambda: gather_objects(own, self._control))
             recording = active()
             if recording is not None:
-                recording.timelines.append(timeline_of(plan.schedule, everyone))
+                recording.timelines.append(timeline_of(plan.schedule, aligned(everyone)))
         return Finished(given.params, plan, [run], total, given.whole)
 
     def _load(self, program: Program, plan: Plan, given: Given) -> Run:

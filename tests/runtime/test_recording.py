@@ -9,7 +9,7 @@ import pytest
 
 from fpipe import Action, Schedule, Timeline
 from fpipe.profiling import _hops
-from fpipe.recording import record, timeline_of
+from fpipe.recording import Clock, aligned, record, timeline_of
 
 SPLIT = "0F0 0F1 0I0 0W0 0I1 0W1\n1F0 1F1 1I0 1W0 1I1 1W1"
 LINEAR_START: Sequence[Mapping[str, tuple[float, float]]] = (
@@ -75,3 +75,13 @@ def test_whole_stage_actions_stand_behind_the_action_before_them(first: str) -> 
     found = times(timeline)
     assert found["0UNSHARD"] == ((0, 0) if first.startswith("0U") else (1, 1))
     assert found["0REDUCE_GRAD"] == (6, 6)
+
+
+def test_hosts_whose_clocks_count_from_elsewhere() -> None:
+    """All that one of them ran stood hours behind the rest, and nothing took time between them."""
+    rows = [{Action.parse(name): mark for name, mark in row.items()} for row in LINEAR_START]
+    here, other = Clock("first", 50.0), Clock("second", 3650.0)
+    apart = {action: (start - 3600, end - 3600) for action, (start, end) in rows[1].items()}
+    assert aligned([(here, rows[0]), (other, apart)]) == rows
+    assert aligned([(here, rows[0]), (here._replace(ahead=50.1), rows[1])]) == rows
+    assert Clock.here().host == Clock.here().host
