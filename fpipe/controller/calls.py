@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fpipe.arguments.microbatch import Microbatches, split
+from fpipe.arguments.microbatch import Microbatches
 from fpipe.arguments.parameters import Parameters
 from fpipe.arguments.shapes import Ambient, Goal, Signature, TreeShape, batch_shapes
-from fpipe.controller.controller import Enter
+from fpipe.controller.controller import Enter, Reader
 from fpipe.controller.digests import digest, identity
 from fpipe.controller.gathering import connected, gather_objects
 from fpipe.controller.header import CALLS, HISTORY, Header, check_calls, check_keys, start_headers
@@ -104,10 +104,8 @@ class Calls:
 
     Args:
         planner: makes plans for the programs of this rank.
-        read: flattens the caller's parameters, of which other ranks' parts may be missing.
+        reader: reads what this rank is called with.
         schedule: of all ranks.
-        in_dims: how batches are split.
-        common: the part of a batch that is the same on every rank; its leaves come first.
         control: the group over which ranks agree.
         rank: of this process.
         device: where this rank computes.
@@ -119,11 +117,10 @@ class Calls:
     def __init__(
         self,
         planner: Planner,
-        read: Callable[[Any], Parameters],
+        reader: Reader,
         schedule: Schedule,
-        in_dims: Any,
-        common: Callable[[Any], Any],
         control: dist.ProcessGroup,
+        *,
         rank: int,
         device: torch.device,
         setup: Mapping[str, str],
@@ -131,10 +128,8 @@ class Calls:
         number: int,
     ) -> None:
         self._planner = planner
-        self._read_params = read
+        self._reader = reader
         self._schedule = schedule
-        self._in_dims = in_dims
-        self._common = common
         self._control = control
         self._rank = rank
         self._stages = schedule.stages_of(rank)
@@ -201,10 +196,10 @@ class Calls:
             return None, error
 
     def _read(self, params: Any, batch: Any, key: Words | None) -> Given:
-        own = self._read_params(params)
+        own = self._reader.params(params)
         parts, shapes = None, None
         if batch is not None:
-            parts = split(batch, self._in_dims, self._schedule.num_microbatches)
+            parts = self._reader.split(batch)
             shapes = tuple(shape.on(NOWHERE) for shape in batch_shapes(parts))
         described = own.shapes(NOWHERE)
         params_shapes = {stage: described[stage] for stage in self._stages}
@@ -217,7 +212,7 @@ class Calls:
         """Numbers of the batch that this rank was given, None if it was given none."""
         if given is None or given.parts is None:
             return None
-        return sample(self._common(given.whole))
+        return sample(self._reader.common(given.whole))
 
     def _make_signature(self, call: Call) -> Signature:
         """Exchange offers, and put together what all ranks were given."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from fpipe.arguments.microbatch import split
 from fpipe.arguments.parameters import Parameters, keep
-from fpipe.controller.controller import Controller
+from fpipe.controller.controller import Controller, Reader
 from fpipe.controller.keys import read_key
 from fpipe.controller.multi import MultiController
 from fpipe.controller.single import SingleController
@@ -67,22 +68,22 @@ def controller_of(definition: Definition, workshop: Workshop) -> Controller:
             params = keep(params, schedule.stages_of(group.rank()))
         return Parameters.read(params, schedule.num_stages)
 
-    key = partial(read_key, wanted=definition.reads_key)
+    reader = Reader(
+        read,
+        partial(split, in_dims=definition.in_dims, microbatches=schedule.num_microbatches),
+        partial(read_key, wanted=definition.reads_key),
+        definition.convention.common,
+    )
     if group is None:
-        return SingleController(
-            planner, read, definition.in_dims, schedule.num_microbatches, devices, key
-        )
+        return SingleController(planner, reader, devices)
     return MultiController(
         planner,
-        read,
+        reader,
         schedule,
-        definition.in_dims,
-        definition.convention.common,
         group,
-        device_of(group),
-        definition.timeout,
-        definition.setup,
-        key,
+        device=device_of(group),
+        timeout=definition.timeout,
+        setup=definition.setup,
     )
 
 

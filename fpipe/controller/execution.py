@@ -20,9 +20,10 @@ from fpipe.arguments.microbatch import Microbatches
 from fpipe.arguments.parameters import Parameters
 from fpipe.controller.ahead import Ahead, prelude
 from fpipe.controller.calls import Agreed, Given
-from fpipe.controller.controller import Finished, as_traced, load
+from fpipe.controller.controller import Finished
 from fpipe.controller.fault import Fault
 from fpipe.controller.gathering import connected, gather, gather_objects
+from fpipe.controller.loading import as_traced, load
 from fpipe.controller.refusal import named
 from fpipe.controller.watch import Watch
 from fpipe.errors import PipelineError

@@ -19,11 +19,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fpipe.arguments.parameters import Parameters
 from fpipe.arguments.shapes import Goal
 from fpipe.controller.ahead import Ahead
 from fpipe.controller.calls import Call, Calls
-from fpipe.controller.controller import Enter, Finished, Gather
+from fpipe.controller.controller import Enter, Finished, Gather, Reader
 from fpipe.controller.execution import Execution
 from fpipe.controller.fault import Fault
 from fpipe.controller.gathering import connected, gather_objects
@@ -35,7 +34,6 @@ from fpipe.controller.header import (
     of_number,
     sum_of,
 )
-from fpipe.controller.keys import Words
 from fpipe.controller.refusal import check_problems, named
 from fpipe.controller.watch import Watch
 from fpipe.errors import PipelineError
@@ -54,32 +52,27 @@ class MultiController:
 
     Args:
         planner: makes plans for the programs of this rank.
-        read: flattens the caller's parameters, of which other ranks' parts may be missing.
+        reader: reads what this process is called with.
         schedule: of all ranks.
-        in_dims: how batches are split.
-        common: the part of a batch that is the same on every rank.
         group: the ranks of the pipeline.
         device: where this rank computes.
         timeout: seconds of silence after which a rank is faulty.
         setup: what must be the same on all ranks, as texts by name.
-        read_key: checks the caller's key.
     """
 
     def __init__(
         self,
         planner: Planner,
-        read: Callable[[Any], Parameters],
+        reader: Reader,
         schedule: Schedule,
-        in_dims: Any,
-        common: Callable[[Any], Any],
         group: dist.ProcessGroup,
+        *,
         device: torch.device,
         timeout: float,
         setup: Mapping[str, str],
-        read_key: Callable[[Any], Words | None],
     ) -> None:
         self._planner = planner
-        self._read_key = read_key
+        self._read_key = reader.key
         self._rank = group.rank()
         self._process = os.getpid()
         self._steps = 0
@@ -108,16 +101,14 @@ class MultiController:
         self._execute = Execution(self._transport, self._watch, self._control, stages, device)
         self._calls = Calls(
             planner,
-            read,
+            reader,
             schedule,
-            in_dims,
-            common,
             self._control,
-            self._rank,
-            device,
-            setup,
-            self._transport.open,
-            self._number,
+            rank=self._rank,
+            device=device,
+            setup=setup,
+            prepare=self._transport.open,
+            number=self._number,
         )
 
     def run(self, enter: Enter, goal: Goal, key: Any = None, name: str | None = None) -> Finished:

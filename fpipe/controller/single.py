@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from fpipe.arguments.microbatch import Microbatches, split
+from fpipe.arguments.microbatch import Microbatches
 from fpipe.arguments.parameters import Parameters
 from fpipe.arguments.shapes import Goal, Signature, batch_shapes, with_data
-from fpipe.controller.controller import Enter, Finished, Gather, as_traced, load
-from fpipe.controller.keys import Words
+from fpipe.controller.controller import Enter, Finished, Gather, Reader
+from fpipe.controller.loading import as_traced, load
 from fpipe.planning.plan import Plan
 from fpipe.planning.planner import Planner
 from fpipe.recording import Marks, active, timeline_of
@@ -27,33 +27,25 @@ class SingleController:
 
     Args:
         planner: makes plans.
-        read: flattens the caller's parameters.
-        in_dims: how batches are split.
-        microbatches: into how many parts.
+        reader: reads what it is called with.
         devices: the device of each rank, or None.
-        read_key: checks the caller's key.
     """
 
     def __init__(
         self,
         planner: Planner,
-        read: Callable[[Any], Parameters],
-        in_dims: Any,
-        microbatches: int,
+        reader: Reader,
         devices: Sequence[torch.device] | None,
-        read_key: Callable[[Any], Words | None],
     ) -> None:
         self._planner = planner
-        self._read = read
-        self._read_key = read_key
-        self._split: Callable[[Any], Microbatches] = lambda b: split(b, in_dims, microbatches)
+        self._reader = reader
         self._devices = devices
         self._lanes: Lanes = {}
 
     def run(self, enter: Enter, goal: Goal, key: Any = None, name: str | None = None) -> Finished:
         """Run every rank's program to its end."""
         params, batch = enter()
-        words = self._read_key(key)
+        words = self._reader.key(key)
         leaves, parts, plan = self._plan(params, batch, goal)
         with as_traced():
             recording = active()
@@ -96,10 +88,10 @@ class SingleController:
     def _signature(
         self, params: Any, batch: Any, goal: Goal
     ) -> tuple[Parameters, Microbatches, Signature]:
-        leaves = self._read(params)
+        leaves = self._reader.params(params)
         if self._devices is not None:
             leaves = leaves.with_empty_on([self._devices[r] for r in self._planner.placement])
-        parts = self._split(batch)
+        parts = self._reader.split(batch)
         signature = Signature(
             goal,
             leaves.shapes(),

@@ -90,16 +90,16 @@ def unreported() -> Iterator[None]:
     It would do so with a traceback of its own, before the refusal, and also of what is tried only
     to be caught.
     """
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    theirs = logging.getLogger("torch._subclasses.fake_tensor")
 
     def raises_nothing(record: logging.LogRecord) -> bool:
         return record.exc_info is None
 
-    log.addFilter(raises_nothing)
+    theirs.addFilter(raises_nothing)
     try:
         yield
     finally:
-        log.removeFilter(raises_nothing)
+        theirs.removeFilter(raises_nothing)
 
 
 def explain(name: str, error: Exception, given: str) -> StageError:
