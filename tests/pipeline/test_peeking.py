@@ -302,3 +302,51 @@ def test_compiled() -> None:
         return F.ctc_loss(floored, batch["targets"], batch["input"], batch["target"])
 
     check(loss, {"x": rand(21, 3), "targets": TARGETS} | LENGTHS, cut=True)
+
+
+# ── places that depend on no argument ───────────────────────────────────────────────────────────
+
+
+def odd(y: Tensor) -> Tensor:
+    """A mask that a function makes itself."""
+    return torch.arange(y.shape[-1], device=y.device) % 2 == 1
+
+
+PLACES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mask": lambda y: y[:, odd(y)].tanh(),
+    "mask of two dimensions": lambda y: y.T[odd(y)[:, None].expand(5, len(y))].tanh(),
+    "nonzero": lambda y: y[:, odd(y).nonzero()[:, 0]].tanh(),
+    "where": lambda y: y[:, torch.where(odd(y))[0]].tanh(),
+    "masked_select": lambda y: y.tanh().masked_select(odd(y)),
+    "unique": lambda y: y[:, torch.tensor([3, 1, 3]).unique()].tanh(),
+    "put": lambda y: y.clone().index_put((torch.tensor(0), odd(y)), y.new_zeros(())).tanh(),
+    "written": lambda y: torch.zeros_like(y).T.index_put_((odd(y),), y.T[1:3].tanh()),
+    "nothing": lambda y: y[:, odd(y) & ~odd(y)].tanh() + y.mean(),
+    "combinations": lambda y: torch.combinations(y.tanh().mean(0)).prod(1),
+}
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("name", PLACES)
+def test_places_that_depend_on_no_argument(name: str, cut: bool) -> None:
+    """They were refused as if they did."""
+    check(lambda y, _: y.mean() + PLACES[name](y).sum(), {"x": rand(4, 3)}, cut=cut, compile=False)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_places_in_transforms(name: str) -> None:
+    schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
+    pipe = fpipe.pipeline(
+        [lambda p, x: x @ p], lambda y, _: PLACES[name](y).sum(), schedule, compile=False
+    )
+    params, x, vector = rand(3, 5), rand(4, 3), rand(3, 5).sin()
+    product = fpipe.hvp(pipe).step([params], x, [vector]).hvp[0]
+
+    def loss(p: Tensor) -> Tensor:
+        return PLACES[name](x @ p).sum()
+
+    slopes = torch.func.grad(loss)
+    torch.testing.assert_close(product, torch.func.jvp(slopes, (params,), (vector,))[1])
+    members = torch.stack([params, params.cos()])
+    found = fpipe.vmap(pipe).step([members], x)
+    torch.testing.assert_close(found.grads[0], torch.stack(list(map(slopes, members))))

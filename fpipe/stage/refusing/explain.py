@@ -63,6 +63,10 @@ _SHAPED_BY_DATA: Final = {
     "a Python number",
     "aten.bincount": "take torch.nn.functional.one_hot(x, number).sum(0)",
     "aten.masked_select": "take torch.where(mask, x, 0)",
+    "aten.nonzero": "in place of x[mask] weigh by the mask, as (x * mask).sum() / mask.sum() does, "
+    "or take torch.where(mask, x, 0); of a mask that is always the same keep the places, "
+    "mask.nonzero(as_tuple=True)",
+    "aten._unique2": "find the values outside, and pass what is made of them in the batch",
 }
 
 

@@ -2,7 +2,8 @@
 
 Code that was written to be run asks such questions of masks and positions that it makes itself:
 ``if mask.all()``. On abstract tensors there is no answer, but ``torch.ones(3).all()`` is True
-whatever the arguments are, so that the trace may take the branch.
+whatever the arguments are, so that the trace may take the branch. And where they select elements,
+as masks do, the trace knows how many.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -27,6 +28,25 @@ _MOST = 2**20
 
 _ANSWERS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default})
 _LITERAL = torch.ops.aten.lift_fresh.default  # of what torch.tensor has made
+
+_SHAPED: Final = frozenset(
+    {
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten._unique2.default,
+    }
+)
+"""What has as many elements as a value says: of one that is known it is known."""
+
+_SELECT: Final = torch.ops.aten.masked_select.default
+_INDEX: Final = torch.ops.aten.index.Tensor
+_INDEXING: Final = frozenset(
+    {
+        _INDEX,
+        torch.ops.aten.index_put.default,
+        torch.ops.aten.index_put_.default,
+    }
+)
+"""What takes masks, which select as many elements as they say."""
 
 _ZEROS = torch.ops.aten._efficientzerotensor.default
 _SYMBOLIC: ContextVar[bool] = ContextVar("fpipe.symbolic_zeros", default=False)
@@ -67,6 +87,13 @@ class Known(TorchDispatchMode):
             if _SYMBOLIC.get():
                 return func(*args, **options)
             func = torch.ops.aten.zeros.default
+        if func is _SELECT and args[1] in self._values:
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            with no_dispatch():
+                mask = self._values[args[1]].expand(shape)
+            func, args = _INDEX, (args[0].expand(shape), self._places(mask))
+        elif func in _INDEXING:
+            args = args[0], self._without_masks(args[1]), *args[2:]
         leaves, spec = tree.flatten((args, options))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if func is _LITERAL and not isinstance(args[0], FakeTensor):
@@ -76,6 +103,12 @@ class Known(TorchDispatchMode):
         if func in _ANSWERS and known:
             with no_dispatch():
                 return func(*(self._values[tensor] for tensor in tensors))
+        if func in _SHAPED and known:
+            real = [self._values[v] if isinstance(v, Tensor) else v for v in leaves]
+            with no_dispatch():
+                own, keywords = tree.unflatten(spec, real)
+                found = func(*own, **keywords)
+            return tree.tree_map(self._literal, found)
         result = func(*args, **options)
         if func._schema.is_mutable and not known:
             # Other values may look at the memory that was written to.
@@ -84,6 +117,31 @@ class Known(TorchDispatchMode):
             real = [self._values[v] if isinstance(v, Tensor) else v for v in leaves]
             self._keep(result, func, *tree.unflatten(spec, real))
         return result
+
+    def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The same with the places that known masks select in place of these."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            mask = None if index is None else self._values.get(index)
+            if mask is None or mask.dtype != torch.bool or not mask.dim():
+                found.append(index)
+            else:
+                found += self._places(mask)
+        return found
+
+    def _places(self, mask: Tensor) -> list[Tensor]:
+        """Where a mask is true, along each dimension."""
+        with no_dispatch():
+            places = mask.nonzero().unbind(1)
+        return list(map(self._literal, places))
+
+    def _literal(self, value: Tensor) -> Tensor:
+        """A value as a tensor that the function makes of numbers."""
+        with no_dispatch():
+            numbers = value.tolist()
+        made = torch.tensor(numbers, dtype=value.dtype, device=value.device).view(value.shape)
+        self._values[made] = value
+        return made
 
     def _keep(
         self, result: Any, func: Any, args: Sequence[Any], options: Mapping[str, Any]
