@@ -19,7 +19,7 @@ from fpipe.arguments.parameters import keep
 from fpipe.arguments.shapes import Goal
 from fpipe.controller.choosing import controller_of, workshop_of
 from fpipe.controller.controller import Gather
-from fpipe.controller.header import PREPARES
+from fpipe.controller.header import PREPARES, Marked
 from fpipe.definition import Definition
 from fpipe.draws import within_pipeline
 from fpipe.errors import BatchError, FpipeError, a_type
@@ -266,6 +266,14 @@ class Pipeline(Loadable):
             PipelineError: over a process group, as in `step`, and where another rank has raised.
         """
         make = value if callable(value) else lambda: value
+        return self.add_up_marked(lambda: (make(), False), deed=deed, call=call)[0]
+
+    def add_up_marked(self, make: Callable[[], Marked], *, deed: str, call: str) -> Marked:
+        """The sum of a number over the processes, and whether any of them has marked its own.
+
+        Args:
+            make: returns the number of this process, and its mark; others are as for `add_up`.
+        """
         return self._controller.add_up(call, deed, make)
 
     def each(self, deed: str, work: Callable[[], T]) -> T:

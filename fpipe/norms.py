@@ -32,10 +32,9 @@ def global_norm(grads: Any, *, pipeline: Pipeline | Wrapping | None = None) -> T
     """The Euclidean norm of all elements of all gradients, of all ranks.
 
     Squares are added up in float32 within a leaf (float64 if it is float64), and in float64 from
-    leaf to leaf and rank to rank; on all ranks the result has the same bits, unless only some have
-    a float64 leaf: then the others, also those that have no leaf, round it to float32. A norm that
-    is not finite says so: nothing is left out but None. Of a parameter that stages on several ranks
-    read each of those has the whole gradient; it counts once.
+    leaf to leaf and rank to rank; on all ranks the result has the same bits. A norm that is not
+    finite says so: nothing is left out but None. Of a parameter that stages on several ranks read
+    each of those has the whole gradient; it counts once.
 
     Args:
         grads: pytree of tensors; None has no elements. Over a process group those of the own
@@ -45,7 +44,7 @@ def global_norm(grads: Any, *, pipeline: Pipeline | Wrapping | None = None) -> T
             `fpipe.use` names. Without one, the gradients are taken to be whole.
 
     Returns:
-        A scalar: float64 if a leaf of this rank is (or is complex128), else float32; on the device
+        A scalar: float64 if a leaf of any rank is (or is complex128), else float32; on the device
         of the first leaf.
 
     Raises:
@@ -111,34 +110,35 @@ def _norm(grads: Any, pipeline: Pipeline | Wrapping | None, check: Callable[[], 
     if chosen is not None:
         check_is_pipeline("pipeline", chosen, "fpipe.global_norm")
 
-    def read() -> tuple[Tensor, torch.dtype]:
+    def read() -> tuple[Tensor, bool]:
         check()
         leaves = _leaves(grads)
         wide = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
-        return _squares(leaves), torch.float64 if wide else torch.float32
+        return _squares(leaves), wide
 
-    own: list[tuple[Tensor, torch.dtype]] = []
+    own: list[Tensor] = []
 
-    def number() -> float:
-        own.append(read())
-        return own[0][0].sum().item()
+    def number() -> tuple[float, bool]:
+        squares, wide = read()
+        own.append(squares)
+        return squares.sum().item(), wide
 
     if chosen is None or chosen.rank is None:
         if chosen is None:
             _refuse_a_part(grads)
-        squares, dtype = read()
+        squares, wide = read()
         total = squares.sum()
     else:
-        of_all = chosen.add_up(
+        of_all, wide = chosen.add_up_marked(
             number, deed="take the norm of its gradients", call="fpipe.global_norm"
         )
-        [(squares, dtype)] = own
+        [squares] = own
         if chosen.definition.function:
             mine = dict(zip(tree.paths(tree.structure(grads)), squares.tolist(), strict=True))
             parts = chosen.together("fpipe.global_norm", lambda gather: gather(mine))
             of_all = sum(_each_once(parts).values())
         total = squares.new_tensor(of_all)
-    return total.sqrt().to(dtype)
+    return total.sqrt().to(torch.float64 if wide else torch.float32)
 
 
 def _is_positive(number: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from fpipe.arguments.microbatch import Microbatches
 from fpipe.arguments.parameters import Parameters
 from fpipe.arguments.shapes import Goal
+from fpipe.controller.header import Marked
 from fpipe.controller.keys import Words
 from fpipe.planning.plan import Plan
 from fpipe.planning.total import Total
@@ -67,7 +68,7 @@ class Controller(Protocol):
     def programs(self, enter: Enter) -> tuple[Program, ...]:
         """The programs of a training step on arguments of these shapes."""
 
-    def add_up(self, call: str, deed: str, make: Callable[[], float]) -> float:
+    def add_up(self, call: str, deed: str, make: Callable[[], Marked]) -> Marked:
         """The sum of what `make` returns over all processes; where it raises, one cannot `deed`.
 
         `call` is one of `CALLS`, which all of them are in.

@@ -31,6 +31,10 @@ CALLS = (
 """What all ranks do together."""
 
 
+Marked = tuple[float, bool]
+"""A number to be added up, and a mark that the sum has if one of the numbers has it."""
+
+
 class Header(NamedTuple):
     """The first word of a rank in a step.
 
@@ -39,7 +43,8 @@ class Header(NamedTuple):
         call: index in `CALLS`.
         batch: identity of the batch's shapes, 0 for a rank that was given no batch; where
             a number is added up, its bits.
-        params: identity of its parameters' shapes.
+        params: identity of its parameters' shapes; where a number is added up, whether it is
+            marked.
         records: 1 if it records the step.
         key: of the step, 0 for none.
     """
@@ -151,12 +156,14 @@ def meet(call: str, group: dist.ProcessGroup, pipeline: int) -> None:
     check_calls(connected(lambda: gather_headers(own, group, pipeline)))
 
 
-def of_number(call: str, value: float | None) -> Header:
+def of_number(call: str, value: Marked | None) -> Header:
     """The header of a call that adds a number up; None where this rank has none."""
-    (bits,) = struct.unpack("<q", struct.pack("<d", value or 0.0))
-    return Header(int(value is None), CALLS.index(call), bits, 0, 0)
+    number, marked = value or (0.0, False)
+    (bits,) = struct.unpack("<q", struct.pack("<d", number))
+    return Header(int(value is None), CALLS.index(call), bits, int(marked), 0)
 
 
-def sum_of(headers: Sequence[Header]) -> float:
-    """The sum of the numbers of all ranks."""
-    return sum(struct.unpack("<d", struct.pack("<q", header.batch))[0] for header in headers)
+def sum_of(headers: Sequence[Header]) -> Marked:
+    """The sum of the numbers of all ranks, and whether one of them is marked."""
+    numbers = (struct.unpack("<d", struct.pack("<q", header.batch))[0] for header in headers)
+    return sum(numbers), any(header.params for header in headers)

@@ -27,6 +27,7 @@ from fpipe.controller.execution import Execution
 from fpipe.controller.fault import Fault
 from fpipe.controller.gathering import connected, gather_objects
 from fpipe.controller.header import (
+    Marked,
     OtherPipeline,
     check_calls,
     gather_headers,
@@ -160,7 +161,7 @@ class MultiController:
 
         return self._together(work)
 
-    def add_up(self, call: str, deed: str, make: Callable[[], float]) -> float:
+    def add_up(self, call: str, deed: str, make: Callable[[], Marked]) -> Marked:
         """The sum of a number over all ranks, in their order, so that it has the same bits.
 
         Raises:
@@ -169,7 +170,7 @@ class MultiController:
         """
         problem: Exception | None = None
 
-        def work() -> float:
+        def work() -> Marked:
             nonlocal problem
             try:
                 own = of_number(call, make())

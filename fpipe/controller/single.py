@@ -11,6 +11,7 @@ from fpipe.arguments.microbatch import Microbatches
 from fpipe.arguments.parameters import Parameters
 from fpipe.arguments.shapes import Goal, Signature, batch_shapes, with_data
 from fpipe.controller.controller import Enter, Finished, Gather, Reader
+from fpipe.controller.header import Marked
 from fpipe.controller.loading import as_traced, load
 from fpipe.planning.plan import Plan
 from fpipe.planning.planner import Planner
@@ -66,7 +67,7 @@ class SingleController:
         devices = self._devices and [self._devices[rank] for rank in self._planner.placement]
         return self._planner(with_data(signature, devices)).programs
 
-    def add_up(self, call: str, deed: str, make: Callable[[], float]) -> float:
+    def add_up(self, call: str, deed: str, make: Callable[[], Marked]) -> Marked:
         """The number itself: there is one process."""
         return make()
 

@@ -160,3 +160,25 @@ def test_what_is_no_gradient(leaf: Any) -> None:
 def test_bound_must_be_positive(bound: Any) -> None:
     with pytest.raises(FpipeError, match=r"max_norm=.* must be a positive number"):
         fpipe.clip_by_global_norm([torch.ones(2)], bound)
+
+
+def norm_of_two_dtypes(group: Group) -> torch.Tensor:
+    """Of gradients of which rank 0 has none, or some in float32, and rank 1 some in float64."""
+    pipe = fpipe.pipeline(
+        [lambda p, x: x, lambda p, x: x],
+        lambda y, _: y.mean(),
+        schedules.gpipe(ranks=2, microbatches=1),
+        compile=False,
+        group=group,
+    )
+    assert group is not None
+    few = None if group.rank() == 0 else torch.full((3,), 1 / 3, dtype=torch.float64)
+    more = [few, torch.ones(2)] if group.rank() == 0 else few
+    return torch.stack([fpipe.global_norm(own, pipeline=pipe) for own in (few, more)])
+
+
+def test_all_ranks_have_one_norm(crew: Crew) -> None:
+    """One that only some ranks had rounded decided otherwise there whether to skip a step."""
+    here, there = values(crew.run(norm_of_two_dtypes, ranks=range(2)))
+    assert here.dtype == torch.float64
+    assert_identical(here, there)
