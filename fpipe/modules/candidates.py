@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe import tree
 from fpipe.arguments.shapes import TreeShape
-from fpipe.errors import StageError
+from fpipe.errors import StageError, shown
 from fpipe.modules.loss import ModuleLoss
 from fpipe.stage.refusing.purity import WriteGuard
 from fpipe.stage.tracing.abstract import Abstract
@@ -52,9 +52,10 @@ def candidates_of(
     Raises:
         StageError: there is none.
     """
-    if isinstance(named, str):
+    if isinstance(named, str) or not all(isinstance(name, str) for name in named or ()):
         raise StageError(
-            f"candidates={named!r:.60} is a str: it must be a list of names of submodules"
+            f"candidates={shown(named)} must be a list of names of submodules, as those of "
+            "module.named_modules()"
         )
     order: list[str] = []
     for names in _choices(loss.module) if named is None else [list(named)]:

@@ -159,7 +159,8 @@ class ModulePipeline(Pipeline):
 
         Args:
             module: of the same parameters as the pipeline's, or that one itself.
-            params: as for `step`.
+            params: as for `step`; over a process group those of other ranks may be missing, as from
+                `own` and what is made of that.
             state: as for `step`; None leaves the module's buffers as they are.
 
         Raises:
@@ -168,17 +169,20 @@ class ModulePipeline(Pipeline):
             PipelineError: over a process group, they differ on another rank.
         """
 
+        given: dict[str, Tensor] = {}
+
         def check() -> None:
-            problem = _misfit(module, params, state) or self._missing(params)
+            given.update(self._filled(module, params))
+            problem = _misfit(module, given or params, state) or self._missing(given)
             if problem is not None:
                 raise problem
 
         def copy(gather: Gather) -> int | None:
-            told = gather([(name, tuple(p.shape), p.dtype) for name, p in _in_order(params)])
+            told = gather([(name, tuple(p.shape), p.dtype) for name, p in _in_order(given)])
             odd = odd_one_out([tuple((name, shape) for name, shape, _ in part) for part in told])
             if odd is None:
                 dtypes = [{name: dtype for name, _, dtype in part} for part in told]
-                self._copy(module, params, state or {}, dtypes)
+                self._copy(module, given, state or {}, dtypes)
             return odd
 
         self.each("load its parameters", check)
@@ -190,6 +194,14 @@ class ModulePipeline(Pipeline):
                 "nothing was copied: pass the same on all, of which those without data may lie on "
                 "the meta device",
             )
+
+    def _filled(self, module: Any, params: Any) -> dict[str, Any]:
+        """Parameters with bare shapes in place of those of other ranks that are missing."""
+        if not isinstance(params, Mapping) or not isinstance(module, nn.Module):
+            return {}
+        others = {} if self.rank is None else dict(module.named_parameters())
+        bare = {n: p.detach().to("meta") for n, p in others.items() if n not in params}
+        return {**params, **bare}
 
     def _missing(self, params: Mapping[str, Tensor]) -> BatchError | None:
         """Which of the parameters that this process has to give has no data."""

@@ -41,18 +41,24 @@ def explaining(name: str, *, is_compiling: bool) -> Iterator[None]:
                 "environment variable TRANSFORMERS_DISABLE_TORCH_CHECK=1, with which Hugging Face "
                 "models do not"
             ) from error
-        if (known := told_apart(error)) is not None:
+        of_hugging_face = "transformers/" in at
+        known = told_apart(error)
+        # There it is a mixture of experts that looks which tokens each of them gets.
+        if known is not None and not (of_hugging_face and "aten.nonzero" in known):
             raise StageError(f"{name} {known}") from error
         told = (
             "" if is_compiling else ", or trace it with is_compiling=True, so that it does not look"
         )
+        if of_hugging_face:
+            told = (
+                "; in a Hugging Face model this is most often the padding mask: pass the mask with "
+                "four dimensions, bool[batch, 1, query, key], load a decoder with "
+                'attn_implementation="eager" (experts: experts_implementation="batched_mm"), '
+                "drop no layers (config.layerdrop = 0)" + told
+            )
         raise StageError(
             f"{name} branches on data ({error}){at}, which a pipeline that is traced "
-            "once cannot: use torch.where or a mask in code of your own; of a Hugging Face model "
-            "this is most often the padding mask: pass the mask with four "
-            "dimensions, bool[batch, 1, query, key], load a decoder with "
-            'attn_implementation="eager" (experts: experts_implementation="batched_mm"), '
-            "drop no layers (config.layerdrop = 0)" + told
+            f"once cannot: use torch.where or a mask{told}"
         ) from error
     except Exception as error:
         if "transformers/integrations/moe.py:" not in place(error):

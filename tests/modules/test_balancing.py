@@ -189,7 +189,7 @@ def test_layers_within_layers_where_the_outer_ones_are_too_few() -> None:
     assert [stage.flops for stage in found.stages] == [2 * ROWS // 2 * 16 * 16] * 4
     with pytest.raises(fpipe.StageError, match="parts that can be told apart, fewer than the 9"):
         fpipe.balance(module, nine, batch, loss=total)
-    with pytest.raises(fpipe.StageError, match="candidates='01' is a str: it must be a list"):
+    with pytest.raises(fpipe.StageError, match="candidates='01' must be a list"):
         fpipe.balance(module, two, batch, loss=total, candidates="01")
 
 

@@ -323,7 +323,7 @@ def test_branch_on_data_is_refused_with_its_place() -> None:
     batch = {"x": torch.ones(4, 3), "mask": torch.ones(4, dtype=torch.bool)}
     with pytest.raises(
         fpipe.StageError,
-        match=r"Lagging branches on data .*test_from_module\.py:\d+.*torch.where.*eager",
+        match=r"Lagging branches on data .*test_from_module\.py:\d+.*torch.where.*is_compiling",
     ):
         pipe.step(detached(module), batch)
 
