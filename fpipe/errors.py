@@ -72,7 +72,7 @@ def a_type(value: object) -> str:
         ('an int', 'a list')
     """
     name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
 def shown(value: object) -> str:

@@ -83,6 +83,8 @@ def tensors(name: str, tree: Any, hint: str) -> tuple[list[Tensor], optree.PyTre
 
 def is_container(leaf: Any) -> bool:
     """Whether a leaf holds others, which pytrees do not know of."""
+    if isinstance(leaf, torch.Size):
+        return False  # numbers, of which torch.as_tensor makes a tensor
     return isinstance(leaf, Mapping | list | tuple | set | frozenset) or is_dataclass(leaf)
 
 
@@ -90,7 +92,9 @@ def _to_look_into(container: Any) -> str:
     """What to do about a container that is no node."""
     if isinstance(container, Mapping):
         return 'use dict(…) of it, or register the class with optree, namespace="fpipe"'
-    if isinstance(container, list | tuple | set | frozenset):
+    if isinstance(container, set | frozenset):
+        return "use a list, in an order that is the same on all ranks"
+    if isinstance(container, list | tuple):
         return 'use list(…) of it, or register the class with optree, namespace="fpipe"'
     return (
         'make the class with optree.dataclasses.dataclass(namespace="fpipe") in place of '

@@ -56,7 +56,7 @@ def test_empty_batch_without_anything_to_split() -> None:
 
 
 def test_no_rows() -> None:
-    with pytest.raises(BatchError, match="batch has 0 rows: each of the 1 microbatches"):
+    with pytest.raises(BatchError, match="batch has 0 rows, of which each microbatch takes one"):
         split(torch.zeros(0, 3), 0, 1)
 
 

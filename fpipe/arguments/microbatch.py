@@ -115,8 +115,8 @@ def _count_rows(
         )
     if rows == 0:
         raise BatchError(
-            f"batch{tree.paths(spec)[first]} has 0 rows: each of the {microbatches} microbatches "
-            "of the schedule takes one at least; leave out steps that have no data"
+            f"batch{tree.paths(spec)[first]} has 0 rows, of which each microbatch takes one at "
+            f"least (the schedule has {microbatches}): leave out steps that have no data"
         )
     if rows < microbatches:
         raise BatchError(

@@ -5,8 +5,8 @@ The forward of the autograd node runs a whole step, whose gradients its backward
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,6 +17,13 @@ from fpipe.definition import ARGUMENTS
 from fpipe.errors import BatchError
 from fpipe.nesting.call import Call
 from fpipe.nesting.derived import Callee, choosing
+from fpipe.nesting.outputs import without_history
+
+BY_PARAMETERS: Final = (
+    "over processes the loss of pipe.value has a derivative by the parameters alone, and that of a "
+    "pipeline that fpipe.grad makes only if its argnums have them: detach what else requires a "
+    'gradient; fpipe.grad(pipe, "batch").step returns gradients by the batch'
+)
 
 
 def is_tracked(leaves: Sequence[Any]) -> bool:
@@ -41,7 +48,6 @@ def tracked_value(pipe: Callee, *arguments: Any, **options: Any) -> Any:
 
     Raises:
         BatchError: it is to be differentiated by a batch that several losses share.
-        PipelineError: over processes, by what is not known there; on every rank.
     """
     return tracked_step(pipe, (), *arguments, **options)[0]
 
@@ -64,6 +70,9 @@ def tracked_step(
         for name, own in zip(definition.along, arguments, strict=True)
         if is_tracked(tree.flatten(own)[0])
     }
+    if pipe.rank is not None and not tracked <= {"params"} & {*definition.wanted}:
+        run: Any = pipe
+        return without_history(run.run_value(*arguments, **options), leaves, BY_PARAMETERS), ()
     several = bool(definition.loss_shape[bool(definition.convention.vectors) :])
     if "batch" in tracked and several and definition.alone is None:
         raise BatchError(
@@ -72,8 +81,6 @@ def tracked_step(
             "leaf; torch.func.vmap of torch.func.grad of pipe.value gives gradients by the batch "
             "of each member, and fpipe.vmap(fpipe.jvp(pipe)) can be differentiated by it"
         )
-    if pipe.rank is not None and not tracked <= {"params"} & {*definition.wanted}:
-        _refuse_over_processes(pipe, tracked)
     if several:
         tracked.discard("batch")  # its gradients will be needed member by member
     names = tuple(name for name in ARGUMENTS if name in tracked or name in wanted)
@@ -89,19 +96,3 @@ def tracked_step(
     loss, grads, *aux = call.enter(leaves)
     by_name = dict(zip(names, grads, strict=True))
     return loss, tuple(by_name[name] for name in wanted), *aux
-
-
-def _refuse_over_processes(pipe: Callee, tracked: Collection[str]) -> NoReturn:
-    """Tell all ranks that one of them wants a derivative that there is not."""
-
-    def read() -> NoReturn:
-        what = " and ".join(name for name in ARGUMENTS if name in tracked)
-        raise BatchError(
-            f"{what} of pipe.value requires a gradient: over processes the loss can be "
-            "differentiated by the parameters alone, and of a pipeline whose argnums have them: "
-            'detach it; fpipe.grad(pipe, "batch").step returns gradients by the batch'
-        )
-
-    run: Any = pipe
-    run.told("value", read)
-    raise AssertionError("a call that is refused has run")

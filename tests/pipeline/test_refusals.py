@@ -161,7 +161,7 @@ def test_wrong_batch(change: Any, rule: str) -> None:
     [
         (None, "batch=None has no tensor to split into the 2 microbatches"),
         ({}, r"batch=\{\} has no tensor to split"),
-        ({"x": rand(0, 3), "y": rand(0, 3)}, r"batch\['x'\] has 0 rows: each of the 2 micro"),
+        ({"x": rand(0, 3), "y": rand(0, 3)}, r"batch\['x'\] has 0 rows, of which each micro"),
     ],
 )
 def test_batch_without_rows(batch: Any, rule: str) -> None:
@@ -212,10 +212,15 @@ def test_wrong_params(params: Any, rule: str) -> None:
 
 
 def test_parameters_in_which_nothing_is_summed() -> None:
-    pipe = plain_pipeline([lambda p, x: x @ p.to(x.dtype)] * 2)
+    stages, loss = [lambda p, x: x @ p.to(x.dtype)] * 2, lambda y, _: y.square().mean()
+    pipe = plain_pipeline(stages, loss)
     params = [torch.eye(3).to(torch.float8_e4m3fn)] * 2
     with pytest.raises(StageError, match=r"has params of torch\.float8_e4m3fn, .* accum_dtype="):
         pipe.step(params, rand(4, 3))
+    assert pipe.value(params, rand(4, 3)).isfinite()
+    frozen = plain_pipeline(stages, loss, trainable=[False, True])
+    grads = frozen.step([params[0], torch.eye(3).double()], rand(4, 3)).grads
+    assert grads[0] is None and grads[1].dtype == torch.float64
 
 
 def test_parameter_on_another_device_than_its_rank() -> None:

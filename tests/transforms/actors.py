@@ -202,9 +202,16 @@ def unknown_derivatives(group: dist.ProcessGroup) -> list[Any]:
         grads = make().step(params, batch).grads
         return torch.cat([g.flatten() for g in tree.flatten(grads)[0]]) if asks else None
 
+    def pulled(pipe: fpipe.Pipeline, params: Any, batch: Any) -> Tensor:
+        loss = pipe.value(params, batch)
+        assert loss.requires_grad == asks
+        if asks:
+            loss.backward()
+        return loss
+
     return [
-        attempt(pipe.value, params, own),
-        attempt(by_batch.value, tracked, batch),
+        attempt(pulled, pipe, params, own),
+        attempt(pulled, by_batch, tracked, batch),
         attempt(slopes),
         attempt(directly),
     ]

@@ -504,3 +504,41 @@ def test_a_module_that_has_changed_its_mode_before_its_second_derivative() -> No
         second(value, weight, module.eval)
     module.train()
     assert second(value, weight).isfinite().all()
+
+
+def divergence(y: Tensor, microbatch: Any) -> Tensor:
+    """From the model as it is: 0, but for rounding."""
+    given = y.detach().log_softmax(-1)
+    return F.kl_div(y.log_softmax(-1), given, log_target=True, reduction="batchmean")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_loss_that_cancels_to_nothing(seed: int) -> None:
+    """Its rounding was taken for other numbers: the products of natural gradients were refused."""
+    torch.manual_seed(seed)
+
+    def stage(w: Tensor, x: Tensor) -> Tensor:
+        return F.gelu(F.layer_norm(x @ w, (8,)))
+
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=4)
+    pipe = fpipe.pipeline([stage, stage], divergence, schedule, compile=False)
+    params = [torch.randn(8, 8, requires_grad=True) for _ in range(2)]
+    x = torch.randn(12, 8)
+
+    def products(loss: Tensor) -> Any:
+        slopes = torch.autograd.grad(loss, params, create_graph=True)
+        return torch.autograd.grad(slopes, params, [p.detach().cos() for p in params])
+
+    ours = products(pipe.value(params, x))
+    assert_same(ours, products(divergence(stage(params[1], stage(params[0], x)), x)), 1e-3)
+
+
+def test_a_hessian_of_batched_gradients() -> None:
+    schedule = schedules.gpipe(ranks=1, microbatches=2)
+    pipe = fpipe.pipeline(
+        [lambda w, x: torch.tanh(x @ w)], lambda y, _: y.square().mean(), schedule, compile=False
+    )
+    w = torch.linspace(-1, 1, 6).double().view(3, 2)
+    x = torch.linspace(0, 1, 12).double().view(4, 3)
+    found = torch.autograd.functional.hessian(lambda p: pipe.value([p], x), w, vectorize=True)
+    assert_same(found, hessian(lambda p: torch.tanh(x @ p).square().mean())(w))

@@ -117,7 +117,7 @@ def trace(
     sources = named | constant_sources
     outputs, gradients = _finish(module.graph, sources, demand, leaves)
     if objective.accum_dtype is None:
-        _check_can_be_summed(name, leaves)
+        _check_can_be_summed(name, leaves, gradients)
     sums = _sums(module.graph, gradients, objective, tied)
     sources |= {
         entry.so_far: SumSoFar(source.leaf)
@@ -154,10 +154,10 @@ def _finish(
     return outputs, dict(zip(demand.places, gradients, strict=True))
 
 
-def _check_can_be_summed(name: str, leaves: Leaves) -> None:
-    """Refuse parameters in whose dtype torch adds nothing."""
+def _check_can_be_summed(name: str, leaves: Leaves, gradients: Collection[Source]) -> None:
+    """Refuse gradients of parameters in whose dtype torch adds nothing."""
     for value, source, path in zip(leaves.values, leaves.sources, leaves.paths, strict=True):
-        if isinstance(source, Param) and is_differentiable(value) and value.itemsize == 1:
+        if isinstance(source, Param) and source in gradients and value.itemsize == 1:
             raise StageError(
                 f"{name} has {path} of {value.dtype}, in which torch sums no gradients: say "
                 "accum_dtype=torch.float32"
