@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, Self, TypeVar
 
+import optree
 from torch import Tensor
 
 from fpipe import tree
@@ -317,6 +318,17 @@ class Pipeline(Loadable):
                 key = (0 if self.definition.function else stage, leaf - before)
                 found[key] = tuple(sorted({*found.get(key, ()), *ranks}))
         return found
+
+    def structure(self) -> optree.PyTreeSpec | None:
+        """That of one function's parameters, if it is known: from when it was first traced."""
+        spec = self._controller.structure()
+        if spec is None:
+            return None
+        if self.definition.has_state:
+            spec = spec.children()[0]
+        for place in self.definition.trainable.within:  # transforms put other things beside them
+            spec = spec.children()[place]
+        return spec
 
     # ── for transforms, whose pipelines take vectors too and return other things ────────────────
 

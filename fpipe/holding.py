@@ -43,6 +43,9 @@ class Holder(Protocol):
     def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The ranks that read a leaf, as far as it was traced."""
 
+    def structure(self) -> optree.PyTreeSpec | None:
+        """That of one function's parameters, as far as it was traced."""
+
     def each(self, deed: str, work: Callable[[], T]) -> T:
         """Do what each process does by itself; where one of them cannot, none goes on."""
 
@@ -190,26 +193,29 @@ def whole(pipe: Holder, maker: Callable[[Sequence[str]], Make], shapes: Any) -> 
 def own(pipe: Holder, params: Any) -> dict[str, Tensor]:
     """The leaves that this process reads, by name; arguments and errors as of `Pipeline.own`."""
     definition = pipe.definition
-    if not definition.function:
-        check_parts("params", params, definition.schedule.num_stages)
-    leaves, spec = tree.flatten(pipe.local(params))
-    names = names_of(spec)
-    if definition.function and definition.group is not None:
-        if len(tree.flatten_prefix(params)) > len(leaves):
-            raise BatchError(
-                "params has None among its leaves, as gradients of one function have for what "
-                "other processes read: which leaves are one's own is told by their number, so "
-                "pass the parameters, and look up gradients by the names that come out"
-            )
-        if not pipe.readers():
-            raise BatchError(
-                "which parameters this process reads is not known before the function is traced: "
-                "call pipe.programs(params, batch) on all ranks first, or take what pipe.init or "
-                "pipe.load makes, which trace it"
-            )
-        flags = _read_by(pipe, definition.group.rank(), params, (), len(names))
-        return {n: leaf for n, leaf, flag in zip(names, leaves, flags, strict=True) if flag}
-    return dict(zip(names, leaves, strict=True))
+    if not definition.function or definition.group is None:
+        if not definition.function:
+            check_parts("params", params, definition.schedule.num_stages)
+        leaves, spec = tree.flatten(pipe.local(params))
+        return dict(zip(names_of(spec), leaves, strict=True))
+    structure = pipe.structure()
+    if structure is None:
+        raise BatchError(
+            "which parameters this process reads is not known before the function is traced: call "
+            "pipe.programs(params, batch) on all ranks first, or take what pipe.init or pipe.load "
+            "makes, which trace it"
+        )
+    try:
+        found: list[Any] = structure.flatten_up_to(params)
+    except ValueError as error:
+        raise BatchError(
+            f"params has another structure than the parameters that were traced: {error}"
+        ) from error
+    names = names_of(structure)
+    flags = _read_by(pipe, definition.group.rank(), params, (), len(names))
+    # Gradients have None where there is none.
+    pairs = zip(names, found, flags, strict=True)
+    return {name: leaf for name, leaf, flag in pairs if flag and leaf is not None}
 
 
 class Skeleton(NamedTuple):

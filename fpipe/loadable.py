@@ -132,17 +132,17 @@ class Loadable(Holder):
         """The leaves that this process reads, by name: what it trains, and what it has to save.
 
         Args:
-            params: parameters as for `step`, or what has their structure: averages, moments of an
-                optimizer, and gradients of stages that are functions of their own.
+            params: parameters as for `step`, or what has their structure: gradients, averages,
+                moments of an optimizer.
 
         Returns:
-            The leaves themselves, by the names that `load` reads. In one process they are all of
-            them; over a process group those of its own stages, and of one function or a module
-            those that its stages have read in any call so far. What several ranks read, each has.
+            The leaves themselves, by the names that `load` reads, frozen ones too. In one process
+            they are all of them; over a process group those of its own stages, and of one function
+            or a module those that its stages have read in any call so far. What several ranks
+            read, each has. None, as gradients have it, is left out.
 
         Raises:
-            BatchError: `params` is no such tree (over a process group that of one function has no
-                None), or it is not known yet what this process reads.
+            BatchError: `params` is no such tree, or it is not known yet what this process reads.
 
         Example:
             >>> import torch, fpipe

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import optree
+
 from fpipe.arguments.microbatch import Microbatches
 from fpipe.arguments.parameters import Parameters
 from fpipe.arguments.shapes import Goal
@@ -79,3 +81,6 @@ class Controller(Protocol):
 
     def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The ranks that read a parameter, by stage and leaf, as far as was planned."""
+
+    def structure(self) -> optree.PyTreeSpec | None:
+        """That of the first stage's parameters as last planned, None if nothing was."""

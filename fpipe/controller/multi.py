@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import optree
 import torch
 import torch.distributed as dist
 
@@ -212,6 +213,10 @@ class MultiController:
     def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The ranks that read a parameter, by stage and leaf, as far as was planned."""
         return self._planner.readers()
+
+    def structure(self) -> optree.PyTreeSpec | None:
+        """That of the first stage's parameters as last planned, None if nothing was."""
+        return self._planner.structure()
 
     def _together(self, work: Callable[[], T]) -> T:
         """Do what all ranks do at once, under the watch."""

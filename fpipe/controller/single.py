@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import optree
 import torch
 
 from fpipe.arguments.microbatch import Microbatches
@@ -78,6 +79,10 @@ class SingleController:
     def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The ranks that read a parameter, by stage and leaf, as far as was planned."""
         return self._planner.readers()
+
+    def structure(self) -> optree.PyTreeSpec | None:
+        """That of the first stage's parameters as last planned, None if nothing was."""
+        return self._planner.structure()
 
     def _device(self, rank: int) -> torch.device | None:
         return None if self._devices is None else self._devices[rank]

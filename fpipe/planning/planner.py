@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Final
 
+import optree
 import torch
 from torch import Tensor
 
@@ -102,6 +103,11 @@ class Planner:
                 for stage, leaf, _ in program.bindings.params:
                     found.setdefault((stage, leaf), set()).add(program.rank)
         return {key: tuple(sorted(ranks)) for key, ranks in found.items()}
+
+    def structure(self) -> optree.PyTreeSpec | None:
+        """That of the first stage's parameters in the last plan; None if there is no plan yet."""
+        signatures = list(self._plans)
+        return signatures[-1].params[0].spec if signatures else None
 
     def _make(self, signature: Signature) -> Plan:
         start = time.perf_counter()

@@ -112,8 +112,9 @@ def optimised(
             p.grad = grads[name]
         optimizer.step()
     if group is not None:
-        with pytest.raises(fpipe.BatchError, match="params has None among its leaves"):
-            pipe.own(grads)
+        assert pipe.own(grads).keys() == own.keys()
+        with pytest.raises(fpipe.BatchError, match="params has another structure"):
+            pipe.own(own)
         dcp.save(own, checkpoint_id=folder / "params", process_group=group)
         for moment in MOMENTS:
             found = {name: optimizer.state[p][moment] for name, p in own.items()}
@@ -149,6 +150,39 @@ def test_own_parameters_of_a_list_of_stages(crew: Crew) -> None:
     first, second = values(crew.run(own_of_stages, ranks=range(2)))
     assert first == ["0.b", "0.w"] and second == ["1.b", "1.w"]
     assert own_of_stages(None) == first + second
+
+
+def nested(params: Any, state: Any, batch: Tensor) -> Any:
+    first, second = params["first"], params["rest"][0]
+    x = fpipe.cut(torch.tanh(batch @ first["w"]))
+    return (x @ second).square().mean(), {"seen": state["seen"] + 1}
+
+
+def own_of_nested(group: Group) -> list[list[str]]:
+    """Names of parameters and gradients of one function with a state, and of two members."""
+    pipe = fpipe.pipeline(
+        nested,
+        schedule=schedules.gpipe(ranks=2, microbatches=2),
+        has_state=True,
+        compile=False,
+        group=group,
+    )
+    params: Any = {"first": {"w": torch.eye(3), "bias": None}, "rest": [torch.ones(3, 3)]}
+    state, batch = {"seen": torch.zeros(())}, torch.ones(4, 3)
+    found = []
+    for own in (pipe, fpipe.vmap(pipe)):
+        if own is not pipe:
+            stacked = tree.tree_map(lambda p: p.expand(2, *p.shape), (params, state))
+            params, state = stacked
+        grads = own.step(params, state, batch).grads
+        found += [list(own.own(params)), list(own.own(grads))]
+    return found
+
+
+def test_own_parameters_of_a_nested_tree(crew: Crew) -> None:
+    first, second = values(crew.run(own_of_nested, ranks=range(2)))
+    assert first == [["first.w"]] * 4 and second == [["rest.0"]] * 4
+    assert own_of_nested(None) == [["first.w", "rest.0"]] * 4
 
 
 def note_reads(patch: pytest.MonkeyPatch, read: list[str]) -> None:
