@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Self, TypeVar
 import optree
 from torch import Tensor
 
-from fpipe import tree
+from fpipe import random, tree
 from fpipe.arguments.parameters import keep
 from fpipe.arguments.shapes import Goal
 from fpipe.controller.choosing import controller_of, workshop_of
@@ -245,6 +245,8 @@ class Pipeline(Loadable):
             given, last = self.definition.in_order(arguments, None, named)
             if last is not None and not self.definition.reads_key:
                 raise _miscounted((params, *arguments), self.definition.takes)
+            if last is not None:
+                random.check_key(last)
             return self._enter((params, *given))
 
         return self._controller.programs(enter)

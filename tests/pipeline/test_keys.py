@@ -111,6 +111,8 @@ def test_programs_and_profiles_take_the_key_of_a_step() -> None:
     pipe, (params, batch) = chain(SCHEDULES[0]), params_and_batch()
     placed, named = pipe.programs(params, batch, KEY), pipe.programs(params, batch, key=KEY)
     assert list(map(str, placed)) == list(map(str, named))
+    with pytest.raises(fpipe.FpipeError, match="key is"):
+        pipe.programs(params, batch, batch)
     forwards = fpipe.profile(pipe, params, batch, KEY, steps=1).f
     assert isinstance(forwards, tuple) and min(forwards) > 0
 
