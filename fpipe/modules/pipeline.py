@@ -199,8 +199,10 @@ class ModulePipeline(Pipeline):
         """Parameters with bare shapes in place of those of other ranks that are missing."""
         if not isinstance(params, Mapping) or not isinstance(module, nn.Module):
             return {}
-        others = {} if self.rank is None else dict(module.named_parameters())
-        bare = {n: p.detach().to("meta") for n, p in others.items() if n not in params}
+        own = dict(module.named_parameters())
+        if self.rank is None or not params.keys() <= own.keys():
+            return {**params}
+        bare = {n: p.detach().to("meta") for n, p in own.items() if n not in params}
         return {**params, **bare}
 
     def _missing(self, params: Mapping[str, Tensor]) -> BatchError | None:

@@ -37,7 +37,7 @@ def told(command: list[str]) -> list[str]:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = re.sub(r"[\d,]+ tokens/s", "", done.stdout).splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("step "))
-    return [line for line in lines[start:] if not re.match("tracing|compiling|ready", line)]
+    return [line for line in lines[start:] if not re.match("tracing|compiling|making|ready", line)]
 
 
 @cache
