@@ -276,7 +276,7 @@ def _read_by(
 
 
 def _checked(name: str, value: Any, like: Tensor) -> Tensor:
-    found = f"{a_type(value)}"
+    found = a_type(value)
     if isinstance(value, Tensor):
         if not value.is_meta and (value.shape, value.dtype) == (like.shape, like.dtype):
             return value.detach()

@@ -166,5 +166,5 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 def _in_words(value: object) -> str:
     if not isinstance(value, Tensor):
-        return f"{a_type(value)}"
+        return a_type(value)
     return f"{tuple(value.shape)} on {value.device}"

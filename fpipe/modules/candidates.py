@@ -52,13 +52,14 @@ def candidates_of(
     Raises:
         StageError: there is none.
     """
-    if isinstance(named, str) or not all(isinstance(name, str) for name in named or ()):
+    given_names = None if named is None else list(named)
+    if isinstance(named, str) or not all(isinstance(name, str) for name in given_names or ()):
         raise StageError(
             f"candidates={shown(named)} must be a list of names of submodules, as those of "
             "module.named_modules()"
         )
     order: list[str] = []
-    for names in _choices(loss.module) if named is None else [list(named)]:
+    for names in _choices(loss.module) if given_names is None else [given_names]:
         order, places = _called_once(loss, names, given, microbatch, has_state=has_state)
         if places >= fewest:
             break

@@ -169,11 +169,10 @@ class ModulePipeline(Pipeline):
             PipelineError: over a process group, they differ on another rank.
         """
 
-        given: dict[str, Tensor] = {}
+        given = self._filled(module, params)
 
         def check() -> None:
-            given.update(self._filled(module, params))
-            problem = _misfit(module, given or params, state) or self._missing(given)
+            problem = _misfit(module, given, state) or self._missing(given)
             if problem is not None:
                 raise problem
 
@@ -195,13 +194,14 @@ class ModulePipeline(Pipeline):
                 "the meta device",
             )
 
-    def _filled(self, module: Any, params: Any) -> dict[str, Any]:
+    def _filled(self, module: Any, params: Any) -> Any:
         """Parameters with bare shapes in place of those of other ranks that are missing."""
-        if not isinstance(params, Mapping) or not isinstance(module, nn.Module):
-            return {}
+        fit = isinstance(params, Mapping) and isinstance(module, nn.Module)
+        if self.rank is None or not fit:
+            return params
         own = dict(module.named_parameters())
-        if self.rank is None or not params.keys() <= own.keys():
-            return {**params}
+        if not params.keys() <= own.keys():
+            return params
         bare = {n: p.detach().to("meta") for n, p in own.items() if n not in params}
         return {**params, **bare}
 

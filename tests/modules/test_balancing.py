@@ -191,6 +191,11 @@ def test_layers_within_layers_where_the_outer_ones_are_too_few() -> None:
         fpipe.balance(module, nine, batch, loss=total)
     with pytest.raises(fpipe.StageError, match="candidates='01' must be a list"):
         fpipe.balance(module, two, batch, loss=total, candidates="01")
+    with pytest.raises(fpipe.StageError, match=r"candidates=\[<class .* must be a list of names"):
+        fpipe.balance(module, two, batch, loss=total, candidates=[nn.Linear])  # type: ignore[list-item]
+    ways: Any = ["0"], iter(["0"])
+    for given in ways:
+        assert fpipe.balance(module, two, batch, loss=total, candidates=given).cuts == ("0",)
 
 
 def test_layers_that_are_in_no_list() -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
 
+import optree
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -104,9 +105,8 @@ class Known(TorchDispatchMode):
             with no_dispatch():
                 return func(*(self._values[tensor] for tensor in tensors))
         if func in _SHAPED and known:
-            real = [self._values[v] if isinstance(v, Tensor) else v for v in leaves]
+            own, keywords = self._real(leaves, spec)
             with no_dispatch():
-                own, keywords = tree.unflatten(spec, real)
                 found = func(*own, **keywords)
             return tree.tree_map(self._literal, found)
         result = func(*args, **options)
@@ -114,9 +114,13 @@ class Known(TorchDispatchMode):
             # Other values may look at the memory that was written to.
             self._values.clear()
         elif known and torch.Tag.nondeterministic_seeded not in func.tags:
-            real = [self._values[v] if isinstance(v, Tensor) else v for v in leaves]
-            self._keep(result, func, *tree.unflatten(spec, real))
+            self._keep(result, func, *self._real(leaves, spec))
         return result
+
+    def _real(self, leaves: Sequence[Any], spec: optree.PyTreeSpec) -> Any:
+        """Known arguments, with their values in place of the abstract ones."""
+        real = [self._values[v] if isinstance(v, Tensor) else v for v in leaves]
+        return tree.unflatten(spec, real)
 
     def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The same with the places that known masks select in place of these."""
