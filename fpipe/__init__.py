@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fpipe.current import step, use
     from fpipe.engine import Pipeline
     from fpipe.entry import pipeline
+    from fpipe.microbatches import Microbatches
     from fpipe.modules.balancing import balance
     from fpipe.modules.entry import from_module
     from fpipe.modules.pipeline import ModulePipeline
@@ -59,6 +60,7 @@ __all__ = [
     "Hvp",
     "HvpAux",
     "Jvp",
+    "Microbatches",
     "ModulePipeline",
     "NormPipeline",
     "Op",
@@ -113,6 +115,7 @@ _LAZY = {
     "Hvp": "fpipe.transforms.directional",
     "HvpAux": "fpipe.transforms.directional",
     "Jvp": "fpipe.transforms.directional",
+    "Microbatches": "fpipe.microbatches",
     "ModulePipeline": "fpipe.modules.pipeline",
     "NormPipeline": "fpipe.transforms.rows",
     "Pipeline": "fpipe.engine",

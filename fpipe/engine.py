@@ -89,8 +89,9 @@ class Pipeline(Loadable):
             arguments: the batch, after the state where ``has_state`` declares one. The batch is a
                 pytree of tensors, split into microbatches by the pipeline's ``in_dims``. When
                 its rows do not divide evenly, microbatches differ by one row, and the loss is
-                still the mean over the batch. Over a process group every rank passes the batch; one
-                whose stages do not read it may pass None. The state is a pytree of tensors too.
+                still the mean over the batch. `fpipe.Microbatches` are split already. Over a
+                process group every rank passes the batch; one whose stages do not read it may pass
+                None. The state is a pytree of tensors too.
             key: a key of `fpipe.random`, if stages read one: microbatch `m` draws from
                 ``fold_in(key, m)``, so the numbers depend neither on the schedule nor on ranks. The
                 same on every rank. It may also come as the last of `arguments`.
@@ -172,8 +173,9 @@ class Pipeline(Loadable):
             key: as in `step`.
             named: as in `step`.
             out_dims: pytree prefix of the output, or of aux: the dimension along which the leaves
-                of the microbatches are concatenated (those without dimensions are stacked), or None
-                to keep the last microbatch's leaf. By default the pipeline's own.
+                of the microbatches are concatenated (those without dimensions are stacked), None to
+                keep the last microbatch's leaf, or `fpipe.Microbatches` to leave them apart. By
+                default the pipeline's own.
 
         Returns:
             The output pytree, in the order of the rows of the batch. Over a process group it is

@@ -60,11 +60,13 @@ def pipeline(
         schedule: who does what in which order; its number of microbatches is how many parts each
             batch is split into.
         in_dims: pytree prefix of the batch: the dimension that is split, or None for a leaf that
-            every microbatch gets whole, as in `torch.func.vmap`.
+            every microbatch gets whole, as in `torch.func.vmap`. What the caller has split,
+            `fpipe.Microbatches`, has its rows along that dimension.
         out_dims: pytree prefix of aux: the dimension along which the leaves of the microbatches are
-            concatenated, or None to keep the last microbatch's leaf. A leaf without dimensions has
-            none to concatenate along: those of the microbatches are stacked, with one entry each.
-            The same for the output of `Pipeline.forward`.
+            concatenated, None to keep the last microbatch's leaf, or `fpipe.Microbatches` to leave
+            them apart. A leaf without dimensions has none to concatenate along: those of the
+            microbatches are stacked, with one entry each. The same for the output of
+            `Pipeline.forward`.
         has_aux: the loss function returns ``(loss, aux)``: aux is any pytree of tensors, made in
             any stage. It comes back beside loss and gradients, and no gradient flows from it.
         has_key: one function is ``loss_fn(params, batch, key)``, called with the keyword argument

@@ -91,15 +91,18 @@ def batch_gradients(
     They are divided by `weight`, if there is one.
 
     A leaf that several stages read gets the sum of their parts; one that is split, its rows in
-    order; and one that is not, the sum over all microbatches. What reads a leaf may depend on the
-    rows of a microbatch: those of one that does not have zeros.
+    order; one that is not, the sum over all microbatches; and one of `fpipe.Microbatches` that of
+    its microbatch. What reads a leaf may depend on the rows of a microbatch: those of one that does
+    not have zeros.
     """
     leaves, spec = tree.flatten(batch)
     dims = tree.broadcast_prefix("in_dims", in_dims, batch, "batch")
+    apart = tree.number_of_parts(batch)
+    places = None if apart is None else tree.places_of_parts(spec, apart)
     parts: dict[int, dict[int, Any]] = {}
     for run in runs:
         for _, leaf, microbatch, slot in sorted(run.program.results.batch_grads):
-            own = parts.setdefault(leaf, {})
+            own = parts.setdefault(leaf if places is None else places[microbatch][leaf], {})
             part = run.slots[slot]
             own[microbatch] = own[microbatch] + part if microbatch in own else part
     found: list[Tensor | None] = []
@@ -110,8 +113,14 @@ def batch_gradients(
         elif not own:
             found.append(torch.zeros_like(leaf))
         else:
-            found.append(divided_(_whole(plan, own, dim), weight).to(leaf.dtype))
+            along = None if places is not None and _owners(places, index) == 1 else dim
+            found.append(divided_(_whole(plan, own, along), weight).to(leaf.dtype))
     return tree.unflatten(spec, found)
+
+
+def _owners(places: Sequence[Sequence[int]], leaf: int) -> int:
+    """How many microbatches have a leaf of the batch."""
+    return sum(leaf in own for own in places)
 
 
 def _whole(plan: Plan, parts: Mapping[int, Tensor], dim: int | None) -> Tensor:

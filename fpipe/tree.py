@@ -18,8 +18,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from fpipe.errors import BatchError, a_type, shown
+from fpipe.microbatches import Microbatches
 
 NAMESPACE = "fpipe"
+
+optree.register_pytree_node(
+    Microbatches,
+    lambda parts: (tuple(parts), None),
+    lambda _, parts: Microbatches(parts),
+    path_entry_type=optree.SequenceEntry,
+    namespace=NAMESPACE,
+)
 
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -194,6 +203,62 @@ def map_nodes(function: Callable[[Any], Any], tree: Any, kind: type) -> Any:
     )
 
 
+def number_of_parts(tree: Any) -> int | None:
+    """How many parts the `Microbatches` in a tree have; None where there are none.
+
+    Raises:
+        BatchError: they have different numbers.
+
+    Example:
+        >>> number_of_parts({"x": Microbatches([1, 2]), "y": 3}), number_of_parts({"y": 3})
+        (2, None)
+    """
+    leaves: list[Any] = optree.tree_leaves(tree, is_leaf=_is_apart, namespace=NAMESPACE)
+    counts = {len(leaf) for leaf in leaves if type(leaf) is Microbatches}
+    if len(counts) > 1:
+        raise BatchError(
+            f"Microbatches of {' and '.join(map(str, sorted(counts)))} parts stand in one batch: "
+            "each must have one part for each microbatch of the schedule"
+        )
+    return next(iter(counts), None)
+
+
+def part_of(tree: Any, microbatch: int) -> Any:
+    """A tree with one of their parts in place of all `Microbatches`.
+
+    Example:
+        >>> part_of({"x": Microbatches([1, 2]), "y": 3}, 1)
+        {'x': 2, 'y': 3}
+    """
+    return map_nodes(lambda parts: parts[microbatch], tree, Microbatches)
+
+
+def places_of_parts(spec: optree.PyTreeSpec, parts: int) -> list[list[int]]:
+    """For each part of a tree, as `part_of` returns it, where its leaves are in the whole one.
+
+    Example:
+        >>> places_of_parts(structure({"x": Microbatches([1, 2]), "y": 3}), 2)
+        [[0, 2], [1, 2]]
+    """
+    places = unflatten(spec, range(spec.num_leaves))
+    return [flatten(part_of(places, part))[0] for part in range(parts)]
+
+
+def places_of_rest(spec: optree.PyTreeSpec) -> list[int]:
+    """Where the leaves of a tree are that are in no `Microbatches`.
+
+    Example:
+        >>> places_of_rest(structure({"x": Microbatches([1, 2]), "y": 3}))
+        [2]
+    """
+    places = unflatten(spec, range(spec.num_leaves))
+    return flatten(map_nodes(lambda _: None, places, Microbatches))[0]
+
+
+def _is_apart(node: Any) -> bool:
+    return type(node) is Microbatches
+
+
 def flatten_prefix(prefix: Any) -> list[Any]:
     """The leaves of a prefix, None included."""
     leaves: list[Any] = optree.tree_leaves(prefix, none_is_leaf=True, namespace=NAMESPACE)
@@ -215,7 +280,7 @@ def broadcast_prefix(name: str, prefix: Any, tree: Any, tree_name: str) -> list[
     """One value of `prefix` for each leaf of `tree`, as `torch.func.vmap` reads ``in_dims``.
 
     None in `prefix` is a value ("not split") and not an empty node; None in `tree` has no leaf and
-    takes none.
+    takes none. Of `Microbatches` in `tree` each part has the prefix.
 
     Raises:
         BatchError: `prefix` is no prefix of `tree`; the message has the key path.
@@ -223,10 +288,15 @@ def broadcast_prefix(name: str, prefix: Any, tree: Any, tree_name: str) -> list[
     Example:
         >>> broadcast_prefix("in_dims", {"x": 0, "mask": None}, {"x": [1, 2], "mask": 3}, "batch")
         [None, 0, 0]
+        >>> parts = Microbatches([{"x": 1, "mask": 2}, {"x": 3, "mask": 4}])
+        >>> broadcast_prefix("in_dims", {"x": 0, "mask": None}, parts, "batch")
+        [None, 0, None, 0]
     """
     try:
         values = optree.broadcast_prefix(prefix, tree, none_is_leaf=True, namespace=NAMESPACE)
     except ValueError as error:
+        if (parts := number_of_parts(tree)) is not None:
+            return _broadcast_to_parts(name, prefix, tree, tree_name, parts)
         reasons = optree.prefix_errors(prefix, tree, none_is_leaf=True, namespace=NAMESPACE)
         detail = str(reasons[0](name)) if reasons else str(error)
         raise BatchError(
@@ -234,3 +304,13 @@ def broadcast_prefix(name: str, prefix: Any, tree: Any, tree_name: str) -> list[
         ) from error
     leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
     return [value for value, leaf in zip(values, leaves, strict=True) if leaf is not None]
+
+
+def _broadcast_to_parts(name: str, prefix: Any, tree: Any, tree_name: str, parts: int) -> list[Any]:
+    """`broadcast_prefix` of a tree with `Microbatches` of so many parts, to each of them."""
+    spec = structure(tree)
+    found: dict[int, Any] = {}
+    for part, places in enumerate(places_of_parts(spec, parts)):
+        values = broadcast_prefix(name, prefix, part_of(tree, part), tree_name)
+        found |= zip(places, values, strict=True)
+    return [found[place] for place in range(spec.num_leaves)]

@@ -11,30 +11,40 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.arguments.apart import microbatches_of, rows_of
 from fpipe.errors import BatchError
+from fpipe.microbatches import Microbatches
 
 
 @dataclass(frozen=True)
-class Microbatches:
+class SplitBatch:
     """A batch, split.
 
     Attributes:
         leaves: for each microbatch, its leaves in flat order. A leaf that is not split is the
             same tensor in all of them.
-        spec: the structure of the batch, and so of each microbatch.
-        rows: rows of each microbatch; they differ by one at most.
+        spec: the structure of each microbatch.
+        rows: rows of each microbatch.
+        kinds: of each microbatch; those of one kind have the same rows and shapes. They are
+            numbered in the order in which they first come.
     """
 
     leaves: tuple[tuple[Tensor, ...], ...]
     spec: optree.PyTreeSpec
     rows: tuple[int, ...]
+    kinds: tuple[int, ...]
+
+    @property
+    def division(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Rows and kinds of all microbatches: how the batch is divided."""
+        return self.rows, self.kinds
 
 
-def split(batch: Any, in_dims: Any, microbatches: int) -> Microbatches:
+def split(batch: Any, in_dims: Any, microbatches: int) -> SplitBatch:
     """Split `batch` into `microbatches` parts of equal size, or sizes that differ by one row.
 
     Args:
-        batch: pytree of tensors.
+        batch: pytree of tensors, in which `fpipe.Microbatches` are split already.
         in_dims: pytree prefix of `batch` with an int (the dimension to split) or None (every
             microbatch gets the whole leaf), as in `torch.func.vmap`.
         microbatches: how many.
@@ -56,18 +66,58 @@ def split(batch: Any, in_dims: Any, microbatches: int) -> Microbatches:
     leaves, spec = tree.tensors(
         "batch", batch, "torch.as_tensor makes one; None in in_dims means that a leaf is not split"
     )
+    if tree.number_of_parts(batch) is not None:
+        return _split_rest(leaves, spec, in_dims, microbatches)
     dims = tree.broadcast_prefix("in_dims", in_dims, batch, "batch")
-    rows = _count_rows(leaves, dims, spec, microbatches)
-    whole, extra = divmod(rows, microbatches)
-    sizes = tuple(whole + (index < extra) for index in range(microbatches))
-    columns: list[Sequence[Tensor]] = []
-    for leaf, dim in zip(leaves, dims, strict=True):
-        if dim is None:
-            columns.append([leaf.contiguous()] * microbatches)
-        else:
-            columns.append(_contiguous(leaf.split(sizes, dim), leaf, dim))
+    rows = _evenly(_count_rows(leaves, dims, spec, microbatches), microbatches)
+    pairs = zip(leaves, dims, strict=True)
+    columns = [_column(leaf, dim, rows) for leaf, dim in pairs]
     parts = tuple(zip(*columns, strict=True)) if columns else ((),) * microbatches
-    return Microbatches(parts, spec, sizes)
+    return SplitBatch(parts, spec, rows, tuple(int(size != rows[0]) for size in rows))
+
+
+def _split_rest(
+    leaves: Sequence[Tensor], spec: optree.PyTreeSpec, in_dims: Any, microbatches: int
+) -> SplitBatch:
+    """`split` of a batch of which `fpipe.Microbatches` are split already."""
+    own, made = microbatches_of(leaves, spec, in_dims, microbatches)
+    rest = [None if leaf.ready else leaf.dim for leaf in made[0]]
+    splits = any(dim is not None for dim in rest)
+    total = _count_rows([leaf.value for leaf in made[0]], rest, own, microbatches) if splits else 0
+    rows = rows_of(made)
+    if rows is None:
+        rows = _evenly(total, microbatches) if splits else (1,) * microbatches
+    elif splits and total != sum(rows):
+        path = next(leaf.path for leaf, dim in zip(made[0], rest, strict=True) if dim is not None)
+        raise BatchError(
+            f"batch{path} has {total} rows, but the Microbatches beside it have {sum(rows)}, "
+            f"{' + '.join(map(str, rows))}: what is split has a row for each of theirs"
+        )
+    columns = [
+        [leaf.value.contiguous() for leaf in column]
+        if column[0].ready
+        else _column(column[0].value, column[0].dim, rows)
+        for column in zip(*made, strict=True)
+    ]
+    parts = tuple(zip(*columns, strict=True)) if columns else ((),) * microbatches
+    shapes = [
+        (size, *(leaf.shape for leaf in part)) for size, part in zip(rows, parts, strict=True)
+    ]
+    order = list(dict.fromkeys(shapes))
+    return SplitBatch(parts, own, rows, tuple(map(order.index, shapes)))
+
+
+def _evenly(rows: int, microbatches: int) -> tuple[int, ...]:
+    """The rows of each microbatch."""
+    whole, extra = divmod(rows, microbatches)
+    return tuple(whole + (index < extra) for index in range(microbatches))
+
+
+def _column(leaf: Tensor, dim: int | None, rows: Sequence[int]) -> Sequence[Tensor]:
+    """What each microbatch has of a leaf."""
+    if dim is None:
+        return [leaf.contiguous()] * len(rows)
+    return _contiguous(leaf.split(rows, dim), leaf, dim)
 
 
 def _contiguous(parts: Sequence[Tensor], leaf: Tensor, dim: int) -> Sequence[Tensor]:
@@ -163,8 +213,8 @@ def merge(
         shapes: of all of them, whoever has them: what cannot be merged is refused everywhere.
         spec: structure of an output.
         out_dims: pytree prefix of an output: the dimension to concatenate along, where leaves
-            without dimensions are stacked along 0; None to keep the last microbatch's leaf; or
-            `Beneath`.
+            without dimensions are stacked along 0; None to keep the last microbatch's leaf;
+            `fpipe.Microbatches` to leave them apart; or `Beneath`.
         name: what they are, for messages.
 
     Raises:
@@ -179,12 +229,15 @@ def merge(
     """
     whole = tree.unflatten(spec, range(spec.num_leaves))
     dims = tree.broadcast_prefix("out_dims", out_dims, whole, f"the {name}")
-    merged: list[Tensor | None] = []
+    merged: list[Any] = []
     for index, (column, sizes, dim) in enumerate(zip(columns, shapes, dims, strict=True)):
         parts = [part for part in column if part is not None]
         if dim is None:
             # It may be a leaf of the caller's, passed through.
             merged.append(parts[-1].clone() if parts else None)
+            continue
+        if dim is Microbatches:
+            merged.append(Microbatches(part.clone() for part in parts) if parts else None)
             continue
         levels, own = (dim.levels, dim.dim) if isinstance(dim, Beneath) else (0, dim)
         shape = tuple(sizes[0][levels:])
@@ -221,8 +274,8 @@ def _check_alike(shapes: Sequence[Shape], dim: int | None, label: str) -> None:
             raise BatchError(
                 f"{label} is of shape {tuple(shapes[0])} in microbatch 0 and of shape "
                 f"{tuple(shapes[number])} in microbatch {number}: outputs of microbatches may "
-                "differ in their rows only, along the dimension that out_dims names; None there "
-                "keeps the last microbatch's"
+                "differ in their rows only, along the dimension that out_dims names; "
+                "fpipe.Microbatches there leaves them apart, None keeps the last microbatch's"
             )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.arguments.microbatch import Microbatches
+from fpipe.arguments.microbatch import SplitBatch
 from fpipe.errors import BatchError
 
 Goal = Literal["step", "value", "forward"]
@@ -90,16 +90,21 @@ class Signature(NamedTuple):
         goal: what is asked for.
         params: the parameters of each stage.
         rows: rows of each microbatch.
-        batch: the microbatches of each different number of rows, in the order in which those
-            numbers first come in `rows`.
+        kinds: of each microbatch; those of one kind have the same rows and shapes.
+        batch: a microbatch of each kind.
         ambient: what else a trace depends on.
     """
 
     goal: Goal
     params: tuple[TreeShape, ...]
     rows: tuple[int, ...]
+    kinds: tuple[int, ...]
     batch: tuple[TreeShape, ...]
     ambient: Ambient
+
+    def sizes(self) -> list[int]:
+        """The rows of a microbatch of each kind."""
+        return [self.rows[self.kinds.index(kind)] for kind in range(len(self.batch))]
 
 
 def with_data(signature: Signature, devices: Sequence[torch.device] | None) -> Signature:
@@ -135,17 +140,12 @@ def refuse_without_data(signature: Signature) -> None:
                 )
 
 
-def batch_shapes(parts: Microbatches) -> tuple[TreeShape, ...]:
-    """One shape for each different number of rows, in the order of `distinct`."""
+def batch_shapes(parts: SplitBatch) -> tuple[TreeShape, ...]:
+    """The shape of a microbatch of each kind."""
     return tuple(
-        TreeShape.of(parts.spec, parts.leaves[parts.rows.index(rows)])
-        for rows in distinct(parts.rows)
+        TreeShape.of(parts.spec, parts.leaves[parts.kinds.index(kind)])
+        for kind in range(max(parts.kinds) + 1)
     )
-
-
-def distinct(rows: Sequence[int]) -> list[int]:
-    """The different numbers of rows, in the order in which they first come."""
-    return list(dict.fromkeys(rows))
 
 
 def device_of_keys(leaves: Sequence[Tensor]) -> torch.device:
@@ -236,12 +236,14 @@ def difference(before: Signature, now: Signature) -> str:
     for stage, (old, new) in enumerate(zip(before.params, now.params, strict=True)):
         if found := _tree_difference(old, new):
             return f"the parameters of stage {stage} changed: {found}"
-    # Microbatches of each size are compared, the biggest first.
+    # Microbatches of each kind are compared; of those that were split evenly the bigger first.
     for old, new in zip(before.batch, now.batch, strict=False):
         if found := _tree_difference(old, new):
             return f"the microbatch changed: {found}"
     if before.rows != now.rows:
         return f"the batch has {sum(now.rows)} rows, before {sum(before.rows)}"
+    if before.kinds != now.kinds:
+        return "microbatches of these shapes come in another order"
     if now.ambient.modes != before.ambient.modes:
         return "the module has another mode (train, eval), other dropout, buffers or hooks"
     return (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fpipe.arguments.microbatch import Microbatches
+from fpipe.arguments.microbatch import SplitBatch
 from fpipe.arguments.parameters import Parameters
 from fpipe.arguments.shapes import Ambient, Goal, Signature, TreeShape, batch_shapes
 from fpipe.controller.controller import Enter, Reader
@@ -54,7 +54,7 @@ class Given(NamedTuple):
     """
 
     params: Parameters
-    parts: Microbatches | None
+    parts: SplitBatch | None
     shapes: Mapping[int, TreeShape]
     batch: tuple[TreeShape, ...] | None
     key: Words | None
@@ -221,7 +221,7 @@ class Calls:
             setup=self._setup,
             params={} if given is None else given.shapes,
             held=None if given is None else given.held,
-            rows=None if given is None or given.parts is None else given.parts.rows,
+            division=None if given is None or given.parts is None else given.parts.division,
             batch=None if given is None else given.batch,
             sample=self._sample(given),
             ambient=self._planner.ambient(),
@@ -233,7 +233,7 @@ class Calls:
         check_offers(offers, self._rank, problem)
         warn_of_other_numbers(offers)
         reader = next(o for o in offers if o.batch is not None)
-        assert reader.rows is not None and reader.batch is not None
+        assert reader.division is not None and reader.batch is not None
         shared = shared_parameters(offers)
         return Signature(
             goal,
@@ -241,7 +241,7 @@ class Calls:
                 (shared or offers[rank].params[stage]).on(self._device)
                 for stage, rank in enumerate(self._schedule.placement)
             ),
-            reader.rows,
+            *reader.division,
             tuple(shape.on(self._device) for shape in reader.batch),
             self._planner.ambient(),
         )
@@ -280,7 +280,7 @@ def _header(given: Given | None, name: str, ambient: Ambient) -> Header:
         return Header(1, CALLS.index(name), 0, 0, 0)
     batch = 0
     if given.parts is not None:
-        batch = identity((given.parts.rows, given.batch))
+        batch = identity((given.parts.division, given.batch))
     own = identity((*given.shapes.items(), given.held, ambient))
     records = int(active() is not None)
     return Header(0, CALLS.index(name), batch, own, records, as_number(given.key))

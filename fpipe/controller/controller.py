@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import optree
 
-from fpipe.arguments.microbatch import Microbatches
+from fpipe.arguments.microbatch import SplitBatch
 from fpipe.arguments.parameters import Parameters
 from fpipe.arguments.shapes import Goal
 from fpipe.controller.header import Marked
@@ -38,7 +38,7 @@ class Reader(NamedTuple):
     """
 
     params: Callable[[Any], Parameters]
-    split: Callable[[Any], Microbatches]
+    split: Callable[[Any], SplitBatch]
     key: Callable[[Any], Words | None]
     common: Callable[[Any], Any]
 

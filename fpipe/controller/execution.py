@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fpipe import tree
-from fpipe.arguments.microbatch import Microbatches
+from fpipe.arguments.microbatch import SplitBatch
 from fpipe.arguments.parameters import Parameters
 from fpipe.controller.ahead import Ahead, prelude
 from fpipe.controller.calls import Agreed, Given
@@ -161,7 +161,7 @@ class Execution:
                 stage=stage,
             )
 
-    def _check_batch(self, program: Program, parts: Microbatches) -> None:
+    def _check_batch(self, program: Program, parts: SplitBatch) -> None:
         """Refuse a batch that has no data where this rank reads it."""
         for microbatch, leaf, _ in program.bindings.batch:
             if parts.leaves[microbatch][leaf].is_meta:

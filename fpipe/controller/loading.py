@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fpipe.arguments.microbatch import Microbatches
+from fpipe.arguments.microbatch import SplitBatch
 from fpipe.arguments.parameters import Parameters
 from fpipe.arguments.shapes import device_of_keys, without_autocast
 from fpipe.controller.keys import Words, keys_of
@@ -20,7 +20,7 @@ def load(
     program: Program,
     plan: Plan,
     params: Parameters,
-    parts: Microbatches | None,
+    parts: SplitBatch | None,
     device: torch.device | None,
     key: Words | None = None,
 ) -> Run:

@@ -27,8 +27,8 @@ class Offer(NamedTuple):
         setup: digest of everything that must be the same on all ranks, by name.
         params: the parameters of its own stages; of one function all of them, for each.
         held: of one function, which leaves of its parameters have data there; else None.
-        rows: rows of each microbatch, None without a batch.
-        batch: shapes of its batch, None without a batch.
+        division: rows and kinds of all microbatches, None without a batch.
+        batch: a microbatch of each kind, None without a batch.
         sample: numbers of its batch, None without a batch.
         ambient: what else its traces depend on.
         problem: why it cannot take part, or None.
@@ -37,7 +37,7 @@ class Offer(NamedTuple):
     setup: Mapping[str, str]
     params: Mapping[int, TreeShape]
     held: tuple[bool, ...] | None
-    rows: tuple[int, ...] | None
+    division: tuple[tuple[int, ...], tuple[int, ...]] | None
     batch: tuple[TreeShape, ...] | None
     sample: Sample | None
     ambient: Ambient
@@ -64,7 +64,7 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
                 f"rank {rank_or_none} has another {name} than the other ranks: "
                 "fpipe.pipeline must get the same on every rank",
             )
-    batches = {rank: (o.rows, o.batch) for rank, o in enumerate(offers) if o.batch is not None}
+    batches = {rank: (o.division, o.batch) for rank, o in enumerate(offers) if o.batch is not None}
     if not batches:
         raise refusal(None, "no rank was given a batch: at least that of stage 0 needs it")
     ranks = list(batches)
@@ -173,13 +173,12 @@ def warn_of_other_numbers(offers: Sequence[Offer]) -> None:
     found = other_batches([offer.sample for offer in offers])
     if found is None:
         return
-    leaf, rank, other = found
-    shapes = next(offer.batch for offer in offers if offer.batch is not None)
+    path, rank, other = found
     log.warning(
         "rank %d has other numbers in batch%s than rank %d: all ranks of a pipeline must be given "
         "the same batch, so seed their loaders alike, and divide data by replicas alone",
         other,
-        tree.paths(shapes[0].spec)[leaf],
+        path,
         rank,
     )
 
@@ -206,8 +205,9 @@ def _unlike(one: Offer, other: Offer) -> str:
 
 
 def _rows(offer: Offer) -> str:
-    assert offer.rows is not None and offer.batch is not None
+    assert offer.division is not None and offer.batch is not None
     spec, shapes, _ = offer.batch[0]
     named_leaves = zip(tree.paths(spec), shapes, strict=True)
     leaves = ", ".join(f"batch{path}: {in_words(leaf)}" for path, leaf in named_leaves)
-    return f"{sum(offer.rows)} rows in microbatches of [{leaves}]"
+    rows, _ = offer.division
+    return f"{sum(rows)} rows in microbatches of [{leaves}]"

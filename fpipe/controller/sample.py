@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fpipe import tree
 
-Sample = tuple[tuple[float, ...], ...]
-"""Some numbers of each leaf of a batch, none of one without data."""
+Sample = dict[str, tuple[float, ...]]
+"""Some numbers of each leaf of a batch, by its path; none of one without data."""
 
 _COUNT = 64
 _SPREAD = 2654435761  # a prime: what is at these places does not lie in one column
@@ -22,11 +22,12 @@ _SPREAD = 2654435761  # a prime: what is at these places does not lie in one col
 
 def sample(batch: object) -> Sample:
     """Numbers from the same places of every batch of these shapes."""
-    return tuple(_numbers(leaf) for leaf in tree.flatten(batch)[0])
+    leaves, spec = tree.flatten(batch)
+    return dict(zip(tree.paths(spec), map(_numbers, leaves), strict=True))
 
 
-def other_batches(samples: Sequence[Sample | None]) -> tuple[int, int, int] | None:
-    """The first leaf in which two ranks differ by more than rounding, and the two ranks.
+def other_batches(samples: Sequence[Sample | None]) -> tuple[str, int, int] | None:
+    """The path of the first leaf in which two ranks differ by more than rounding, and the two.
 
     Args:
         samples: of each rank, None of one that was given no batch.
@@ -34,10 +35,11 @@ def other_batches(samples: Sequence[Sample | None]) -> tuple[int, int, int] | No
     given = [(rank, found) for rank, found in enumerate(samples) if found is not None]
     first, expected = given[0]
     for rank, found in given[1:]:
-        for leaf, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
+        for path, ours in expected.items():
+            theirs = found.get(path)  # what one has split itself has another
             # One has no data where only its shapes are asked for.
             if ours and theirs and not _close(ours, theirs):
-                return leaf, first, rank
+                return path, first, rank
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import optree
 import torch
 
-from fpipe.arguments.microbatch import Microbatches
+from fpipe.arguments.microbatch import SplitBatch
 from fpipe.arguments.parameters import Parameters
 from fpipe.arguments.shapes import Goal, Signature, batch_shapes, with_data
 from fpipe.controller.controller import Enter, Finished, Gather, Reader
@@ -87,13 +87,13 @@ class SingleController:
     def _device(self, rank: int) -> torch.device | None:
         return None if self._devices is None else self._devices[rank]
 
-    def _plan(self, params: Any, batch: Any, goal: Goal) -> tuple[Parameters, Microbatches, Plan]:
+    def _plan(self, params: Any, batch: Any, goal: Goal) -> tuple[Parameters, SplitBatch, Plan]:
         leaves, parts, signature = self._signature(params, batch, goal)
         return leaves, parts, self._planner(signature)
 
     def _signature(
         self, params: Any, batch: Any, goal: Goal
-    ) -> tuple[Parameters, Microbatches, Signature]:
+    ) -> tuple[Parameters, SplitBatch, Signature]:
         leaves = self._reader.params(params)
         if self._devices is not None:
             leaves = leaves.with_empty_on([self._devices[r] for r in self._planner.placement])
@@ -102,6 +102,7 @@ class SingleController:
             goal,
             leaves.shapes(),
             parts.rows,
+            parts.kinds,
             batch_shapes(parts),
             self._planner.ambient(),
         )

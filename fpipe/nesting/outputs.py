@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.arguments.shapes import is_differentiable
 from fpipe.convention import scaled
 from fpipe.definition import ARGUMENTS
 from fpipe.errors import FpipeError, StageError
@@ -111,7 +112,7 @@ class _Outputs:
         names: tuple[str, ...],
     ) -> Iterator[dict[str, Any]]:
         """Those of the outputs; of one function those of its loss too."""
-        made = self.call.result(cotangents)
+        made = self.call.result(self._filled(outputs, cotangents))
         if self._pipe.definition.function:
             weight, made = made
             if weight is not None:
@@ -128,6 +129,21 @@ class _Outputs:
             pairs = zip(cotangents, outputs, strict=True)
             check_again(product, [(c, y) for c, y in pairs if c is not None])
             yield grads
+
+    def _filled(
+        self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The cotangents, with zeros for parts without one beside others: they go in alike."""
+        made = self.call.result(range(len(outputs)))
+        apart = set(range(len(outputs))) - set(tree.places_of_rest(tree.structure(made)))
+        if all(cotangents[place] is None for place in apart):
+            return list(cotangents)
+        return [
+            torch.zeros_like(output)
+            if cotangent is None and place in apart and is_differentiable(output)
+            else cotangent
+            for place, (output, cotangent) in enumerate(zip(outputs, cotangents, strict=True))
+        ]
 
 
 def _step(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Final
 
 import optree
@@ -16,7 +16,6 @@ from fpipe.arguments.shapes import (
     Signature,
     ambient,
     difference,
-    distinct,
     is_differentiable,
     refuse_without_data,
 )
@@ -111,13 +110,13 @@ class Planner:
 
     def _make(self, signature: Signature) -> Plan:
         start = time.perf_counter()
-        goal, _, rows, _, _ = signature
+        goal, kinds = signature.goal, signature.kinds
         refuse_without_data(signature)
         log.info(
             "%s %s for microbatches of %s rows%s",
             "planning" if signature in self._workshop else "tracing",
             goal,
-            " and ".join(map(str, distinct(rows))),
+            " and ".join(map(str, signature.sizes())),
             self._why(signature),
         )
         with held_back(), within_pipeline():
@@ -127,11 +126,11 @@ class Planner:
 
         def code_of(stage: int, microbatch: int) -> StageCode:
             codes = made.last if finals[stage] == microbatch else made.usual
-            return codes[rows[microbatch]][stage]
+            return codes[kinds[microbatch]][stage]
 
         if goal == "step":
             _check_owed(schedule, code_of)
-        plan = self._with_weights(schedule, self._lower(schedule, code_of), made, rows)
+        plan = self._with_weights(schedule, self._lower(schedule, code_of), made, signature)
         log.info("ready for %s after %.1f s", goal, time.perf_counter() - start)
         if goal == "step" and not any(code_of(s, 0).sums for s in range(schedule.num_stages)):
             log.warning(
@@ -160,9 +159,10 @@ class Planner:
         schedule: Schedule,
         programs: tuple[Program, ...],
         made: Made,
-        rows: Sequence[int],
+        signature: Signature,
     ) -> Plan:
-        chains = [made.chains[size] for size in rows]
+        rows = signature.rows
+        chains = [made.chains[kind] for kind in signature.kinds]
         layout = chains[0].layout
         weighted = self._mean and self._sink.join is None
         shares = [size / sum(rows) if weighted else 1.0 for size in rows]
@@ -185,7 +185,7 @@ class Planner:
             tuple(zip(*([c.value(own).shape for own in c.results] for c in chains), strict=True)),
             "\n".join(sorted(piece.fingerprint for piece in made.pieces())),
             any(piece.communicates for piece in made.pieces()),
-            tuple(rows),
+            rows,
             self._sink,
             made.frozen,
         )

@@ -8,11 +8,12 @@ what one of them has traced and compiled serves the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fpipe.arguments.shapes import Signature, TreeShape, distinct
+from fpipe.arguments.shapes import Signature, TreeShape
+from fpipe.errors import StageError
 from fpipe.stage.assembling import assemble, live_leaves
 from fpipe.stage.cutting.function import FunctionTracer
 from fpipe.stage.graphs.nodes import may_draw
@@ -27,7 +28,7 @@ Trained = tuple[frozenset[Source], ...]
 
 
 class Made(NamedTuple):
-    """The code of all stages for the microbatches of one batch, by their number of rows.
+    """The code of all stages for the microbatches of one batch, by their kind.
 
     Attributes:
         chains: the traces.
@@ -36,15 +37,15 @@ class Made(NamedTuple):
         frozen: stage and leaf of the parameters that are not trained.
     """
 
-    chains: Mapping[int, Chain]
-    usual: Mapping[int, tuple[StageCode, ...]]
-    last: Mapping[int, tuple[StageCode, ...]]
+    chains: Sequence[Chain]
+    usual: Sequence[tuple[StageCode, ...]]
+    last: Sequence[tuple[StageCode, ...]]
     frozen: frozenset[tuple[int, int]]
 
     def pieces(self) -> Iterator[Piece]:
         """Those of all stages."""
         for codes in (self.usual, self.last):
-            for stages in codes.values():
+            for stages in codes:
                 for code in stages:
                     yield from code.pieces.values()
 
@@ -76,25 +77,25 @@ class Workshop:
         Raises:
             StageError: a stage cannot be traced on them.
         """
-        chains: dict[int, Chain] = {}
-        for size, shape in zip(distinct(signature.rows), signature.batch, strict=True):
+        chains: list[Chain] = []
+        for size, shape in zip(signature.sizes(), signature.batch, strict=True):
             chain = self._known(signature, size, shape)
             if chain is None:
                 chain = self._tracer(signature.params, shape, signature.goal, size)
-            chains[size] = self._chains[_key(signature, size, shape)] = chain
-        trained = live_leaves(chains.values())
+            self._chains[_key(signature, size, shape)] = chain
+            chains.append(chain)
+        _check_alike(chains)
+        trained = live_leaves(chains)
         usual, last = (
-            {size: self._cut(chain, trained, policies) for size, chain in chains.items()}
-            for policies in self._policies
+            [self._cut(chain, trained, policies) for chain in chains] for policies in self._policies
         )
         return Made(chains, usual, last, self._tracer.frozen(signature.params))
 
     def __contains__(self, signature: Signature) -> bool:
         """Whether all of its microbatches were traced before."""
-        sizes = distinct(signature.rows)
         return all(
             self._known(signature, size, shape) is not None
-            for size, shape in zip(sizes, signature.batch, strict=True)
+            for size, shape in zip(signature.sizes(), signature.batch, strict=True)
         )
 
     @property
@@ -117,6 +118,21 @@ class Workshop:
         if key not in self._codes:
             self._codes[key] = assemble(chain, trained, policies, self._compiler)
         return self._codes[key]
+
+
+def _check_alike(chains: Sequence[Chain]) -> None:
+    """Refuse microbatches whose outputs cannot be put together.
+
+    Raises:
+        StageError: they come in different structures.
+    """
+    for chain in chains[1:]:
+        if chain.layout != chains[0].layout:
+            raise StageError(
+                f"{chain.labels[-1]} returns {chain.layout.spec} for microbatches of one shape and "
+                f"{chains[0].layout.spec} for those of another: what comes out may not have "
+                "another structure in other microbatches of one step"
+            )
 
 
 def _key(signature: Signature, size: int, shape: TreeShape) -> tuple[Any, ...]:

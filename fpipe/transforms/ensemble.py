@@ -13,7 +13,8 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.convention import COTANGENT
 from fpipe.definition import Definition
-from fpipe.errors import StageError, check_choice
+from fpipe.errors import BatchError, StageError, check_choice
+from fpipe.microbatches import Microbatches
 from fpipe.stage.declared.sink import Sink
 from fpipe.transforms.mapping import join, over, prefix_map
 from fpipe.transforms.members import Members, behind
@@ -95,6 +96,8 @@ def ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) 
             "fpipe.vmap of fpipe.vjp(pipe) is not defined: differentiate each member's outputs by "
             "itself"
         )
+    # Stages see one microbatch, and so one of them.
+    in_dims = tree.map_nodes(_same_in_all, in_dims, Microbatches)
     place = definition.takes.index("batch")
     given = in_dims[place]
     if "batch" in definition.convention.vectors:
@@ -128,6 +131,20 @@ def ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) 
         trainable=replace(definition.trainable, within=(1, *definition.trainable.within)),
         alone=(definition, in_dims, randomness),
     )
+
+
+def _same_in_all(parts: Microbatches[Any]) -> Any:
+    """The prefix that all microbatches of the caller have.
+
+    Raises:
+        BatchError: members are stacked in some of them alone.
+    """
+    if any(tree.hashable_prefix(part) != tree.hashable_prefix(parts[0]) for part in parts):
+        raise BatchError(
+            f"in_dims={parts!r:.60} differs between microbatches: members must be stacked along "
+            "the same dimensions in all parts of Microbatches"
+        )
+    return parts[0]
 
 
 def stacked_along(definition: Definition, arguments: Sequence[Any]) -> list[int | None]:

@@ -135,6 +135,8 @@ class _Entrance:
         rows = next(
             (v.shape[d] for v, d in zip(leaves, dims, strict=True) if is_dim(d, v.dim())), None
         )
+        if tree.number_of_parts((batch, cotangent)) is not None:
+            rows = None  # each microbatch has its own, and is looked at when they are split
         own, spec = tree.tensors(COTANGENT, cotangent, "None where there is none")
         dims = tree.broadcast_prefix("out_dims", self.out_dims, cotangent, "the cotangent")
         for path, leaf, dim in zip(tree.paths(spec), own, dims, strict=True):

@@ -16,6 +16,7 @@ from fpipe.convention import COTANGENT, PLAIN, Convention, spared
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError, check_choice
+from fpipe.microbatches import Microbatches
 from fpipe.runtime.program import Program
 from fpipe.stage.declared.sink import Sink
 from fpipe.transforms.mapping import over, prefix_map
@@ -290,4 +291,8 @@ def _repeat(leaf: Tensor, rows: int) -> Tensor:
 
 def _first_of(dims_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Outputs are stacked along a first dimension, whatever they are made of."""
-    return lambda dims: prefix_map(lambda dim: None if dim is None else 0, dims_of(dims))
+    return lambda dims: prefix_map(_first, dims_of(dims))
+
+
+def _first(dim: Any) -> Any:
+    return dim if dim is None or dim is Microbatches else 0

@@ -18,7 +18,7 @@ from tests.custom_model import make_params as custom_params
 from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
 from tests.distributed.crew import Crew, values
 from tests.models import assert_identical, rand
-from tests.pipeline import test_read_by_size
+from tests.pipeline import test_microbatches, test_read_by_size
 
 
 def step(group: dist.ProcessGroup | None, schedule: Schedule) -> fpipe.Step:
@@ -77,6 +77,48 @@ def test_backward_of_a_function_is_its_own_on_every_rank(crew: Crew) -> None:
         assert first is not None or second is not None
         for grad in (first, second):
             assert grad is None or torch.equal(grad, whole)
+
+
+def uneven_step(group: dist.ProcessGroup | None, turn: bool) -> list[Any]:
+    """A step on microbatches of several lengths, which the last rank may take in another order."""
+    lengths = test_microbatches
+    pipe = lengths.pipe_of(schedules.zb_h1(ranks=3, microbatches=4), group)
+    parts = lengths.make_parts()
+    batch = fpipe.Microbatches(parts[::-1] if turn and pipe.rank in (None, 2) else parts)
+    step = pipe.step(lengths.make_params(), batch)
+    return [step.loss, step.grads]
+
+
+def test_microbatches_of_several_lengths(crew: Crew) -> None:
+    crew.start(uneven_step, False, ranks=range(3))
+    parts: list[Any] = values(crew.collect())
+    loss, grads = uneven_step(None, False)
+    for own_loss, own in parts:
+        assert_identical(own_loss, loss)
+        held = {name: grad for name, grad in own.items() if grad is not None}
+        assert held
+        assert_identical(held, {name: grads[name] for name in held})
+
+
+def test_microbatches_in_another_order_on_one_rank(crew: Crew) -> None:
+    crew.start(uneven_step, True, ranks=range(3))
+    for outcome in crew.collect():
+        assert "rank 2 got a batch of another shape" in outcome.error.text
+
+
+def split_by_one(group: dist.ProcessGroup | None) -> Tensor:
+    """A step on a batch that one rank alone splits itself."""
+    pipe = test_microbatches.mixed_pipe(out_dims=0, group=group)
+    x = rand(6, 3)
+    batch = {"x": x if pipe.rank else fpipe.Microbatches(x.split(2)), "row": rand(6)}
+    loss: Tensor = pipe.step({"w": rand()}, {**batch, "shared": rand()}).loss
+    return loss
+
+
+def test_one_rank_splits_the_batch_itself(crew: Crew) -> None:
+    crew.start(split_by_one, ranks=range(2))
+    first, second = values(crew.collect())
+    assert torch.equal(first, second)
 
 
 def turned(params: Any, batch: Tensor) -> Tensor:

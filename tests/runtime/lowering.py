@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fpipe import Schedule
-from fpipe.arguments.microbatch import Microbatches, split
+from fpipe.arguments.microbatch import SplitBatch, split
 from fpipe.arguments.parameters import Parameters
 from fpipe.arguments.shapes import TreeShape
 from fpipe.runtime.interpreter import Run
@@ -49,7 +49,7 @@ def _codes(
     return assemble(chain, live_leaves([chain]), [policy] * len(stages), Compiler(False))
 
 
-def read(model: Model, microbatches: int) -> tuple[Parameters, Microbatches]:
+def read(model: Model, microbatches: int) -> tuple[Parameters, SplitBatch]:
     return Parameters.read(model.params, len(model.stages)), split(model.batch, 0, microbatches)
 
 

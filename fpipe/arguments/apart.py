@@ -1,0 +1,129 @@
+"""Batches that the caller has split, wholly or in part: `fpipe.Microbatches` within them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import optree
+from torch import Tensor
+
+from fpipe import tree
+from fpipe.errors import BatchError
+from fpipe.microbatches import Microbatches
+
+
+class Leaf(NamedTuple):
+    """A leaf of a microbatch.
+
+    Attributes:
+        path: in the microbatch.
+        value: of the caller's `Microbatches`, or that of the batch, which is still to be split.
+        dim: that of its rows; None for one that has none.
+        ready: whether it came in `Microbatches`.
+    """
+
+    path: str
+    value: Tensor
+    dim: Any
+    ready: bool
+
+
+def microbatches_of(
+    leaves: Sequence[Tensor], spec: optree.PyTreeSpec, in_dims: Any, microbatches: int
+) -> tuple[optree.PyTreeSpec, list[list[Leaf]]]:
+    """The structure of a microbatch, and the leaves of each.
+
+    Args:
+        leaves: of a batch, flat.
+        spec: its structure, with `Microbatches` in it.
+        in_dims: pytree prefix of one microbatch.
+        microbatches: of the schedule.
+
+    Raises:
+        BatchError: there are more or fewer, or they differ in more than shape.
+    """
+    batch = tree.unflatten(spec, leaves)
+    parts = tree.number_of_parts(batch)
+    if parts != microbatches:
+        raise BatchError(
+            f"batch has Microbatches of {parts} parts, but the schedule has {microbatches} "
+            "microbatches: give one part for each, or use a schedule with as many "
+            "(pipe.with_schedule)"
+        )
+    rest = set(tree.places_of_rest(spec))
+    own, made = tree.structure(tree.part_of(batch, 0)), []
+    for number, places in enumerate(tree.places_of_parts(spec, microbatches)):
+        part = tree.part_of(batch, number)
+        if tree.structure(part) != own:
+            raise BatchError(
+                f"microbatch {number} has the structure {tree.structure(part)}, and microbatch 0 "
+                f"{own}: all parts of Microbatches must have the same"
+            )
+        dims = tree.broadcast_prefix("in_dims", in_dims, part, f"microbatch {number}")
+        made.append(
+            [
+                Leaf(path, leaves[place], dim, place not in rest)
+                for path, place, dim in zip(tree.paths(own), places, dims, strict=True)
+            ]
+        )
+    _check_alike(made)
+    return own, made
+
+
+def rows_of(made: Sequence[Sequence[Leaf]]) -> tuple[int, ...] | None:
+    """The rows of each microbatch as its ready leaves have them; None where they have none.
+
+    Raises:
+        BatchError: leaves of a microbatch have different numbers of rows, or none at all.
+    """
+    counts = [_rows(number, leaves) for number, leaves in enumerate(made)]
+    return None if None in counts else tuple(count for count in counts if count is not None)
+
+
+def _rows(number: int, leaves: Sequence[Leaf]) -> int | None:
+    found = list(_counted(number, leaves))
+    for path, rows in found:
+        first, expected = found[0]
+        if rows != expected:
+            raise BatchError(
+                f"microbatch {number} has {rows} rows in {path or 'it'} and {expected} in "
+                f"{first}: its leaves must have the same number of rows; in_dims says which "
+                "dimension holds them (None: not split)"
+            )
+        if not rows:
+            raise BatchError(
+                f"microbatch {number} has 0 rows in {path or 'it'}: each has one at least"
+            )
+    return found[0][1] if found else None
+
+
+def _counted(number: int, leaves: Sequence[Leaf]) -> Iterator[tuple[str, int]]:
+    """The path and the rows of each ready leaf that has rows."""
+    for path, value, dim, ready in leaves:
+        if not ready or dim is None or dim is Microbatches:
+            continue
+        if type(dim) is not int or not -value.dim() <= dim < value.dim():
+            raise BatchError(
+                f"in_dims is {dim!r} for {path or 'a leaf'} of microbatch {number}, of shape "
+                f"{tuple(value.shape)}: it must be the one of its dimensions that holds rows, or "
+                "None"
+            )
+        yield path, value.shape[dim]
+
+
+def _check_alike(made: Sequence[Sequence[Leaf]]) -> None:
+    """Refuse leaves that differ in dtype, device or number of dimensions."""
+    for column in zip(*made, strict=True):
+        for number, leaf in enumerate(column):
+            kinds = [(v.dtype, v.dim(), v.device) for v in (leaf.value, column[0].value)]
+            if kinds[0] != kinds[1]:
+                own, first = (
+                    f"{str(dtype).removeprefix('torch.')} with {dims} dimensions on {device}"
+                    for dtype, dims, device in kinds
+                )
+                raise BatchError(
+                    f"{leaf.path or 'the leaf'} of microbatch {number} is {own}, and of "
+                    f"microbatch 0 {first}: parts of Microbatches may differ in the sizes of "
+                    "their dimensions alone"
+                )
