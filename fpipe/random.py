@@ -347,7 +347,7 @@ def perturbed(key: Tensor, logits: Tensor) -> Tensor:
 
 
 def dropout(key: Tensor, x: Tensor, p: float = 0.5) -> Tensor:
-    """`x` with each element set to 0 with probability `p`, and the others divided by ``1 - p``.
+    """`x` with each element set to 0 with probability `p`, and the others times ``1 / (1 - p)``.
 
     As `torch.nn.functional.dropout`, of a key.
 
@@ -370,7 +370,8 @@ def dropout(key: Tensor, x: Tensor, p: float = 0.5) -> Tensor:
     if not isinstance(x, Tensor):
         raise FpipeError(f"x={x!r:.60} is {a_type(x)}: it must be a tensor")
     keep = bernoulli(key.to(x.device), 1 - p, x.shape)
-    return torch.where(keep, x / (1 - p) if p < 1 else x, 0)
+    # A product, and no quotient: CUDA would take that of a number for a product, rounded twice.
+    return torch.where(keep, x * (1 / (1 - p)) if p < 1 else x, 0)
 
 
 def _words(key: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -238,6 +238,16 @@ def test_dropout_differentiates_as_its_mask() -> None:
     torch.testing.assert_close(tangent, 2 * x * mask)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_dropout_takes_no_quotient(dtype: torch.dtype) -> None:
+    """CUDA divides by a number in other bits: it multiplies by the reciprocal."""
+    key, x = random.key(4), torch.linspace(-1, 1, 30).to(dtype)
+    graph = make_fx(lambda key, x: random.dropout(key, x, 0.1), tracing_mode="fake")(key, x).graph
+    assert not [node for node in graph.nodes if "div" in str(node.target)]
+    out = random.dropout(key, x, 0.1)
+    assert torch.equal(out[out != 0], (x * (1 / 0.9))[out != 0])
+
+
 def test_an_element_depends_on_its_place_alone() -> None:
     key = random.key(6)
     assert torch.equal(random.bits(key, (3, 4)).flatten(), random.bits(key, (50,))[:12])
