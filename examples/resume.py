@@ -1,0 +1,197 @@
+"""A training run that is stopped and goes on: under another schedule, on more processes or fewer.
+
+    pip install fpipe-torch
+    python examples/resume.py                 # trains, stops, goes on, compares; about a minute
+    python examples/resume.py --smoke         # seconds: a tiny model, a few steps, uncompiled
+
+    torchrun --standalone --nproc-per-node 2 examples/resume.py --folder run --steps 200
+    python examples/resume.py --folder run --steps 400
+
+With a folder, a run goes on from what was saved there last, whoever saved it. All that a step
+depends on beside parameters and moments is a function of its number: what it reads, what dropout
+draws, the learning rate. Each process makes, trains, saves and loads what its stages read, and
+nothing else; the module itself never has numbers.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+
+import fpipe
+
+parser = argparse.ArgumentParser(description="train, save, and go on")
+parser.add_argument("--folder", type=Path, help="where saves lie; without, the run checks itself")
+parser.add_argument("--steps", type=int, help="go on up to this step")
+parser.add_argument("--smoke", action="store_true")
+options = parser.parse_args()
+WIDTH, LAYERS, LENGTH, ROWS, STEPS = (8, 2, 16, 8, 4) if options.smoke else (64, 6, 64, 32, 60)
+STEPS, EVERY = options.steps or STEPS, 2 if options.smoke else 20
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+# Under torchrun a process for each rank; otherwise one process drives two ranks.
+GROUP = None
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+    GROUP = dist.group.WORLD
+    if options.folder is None:
+        parser.error("processes need a --folder in which all of them save")
+RANKS = 2 if GROUP is None else GROUP.size()
+FIRST = GROUP is None or GROUP.rank() == 0
+
+# Every Python carries its language reference, for `help("if")`. A token is a byte.
+TEXT = torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
+
+
+class Block(nn.Module):
+    """A transformer block with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.read = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.write, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x):
+        """From and to shape ``(rows, length, WIDTH)``."""
+        q, k, v = (
+            part.unflatten(2, (4, WIDTH // 4)).transpose(1, 2)
+            for part in self.read(self.norm(x)).chunk(3, 2)
+        )
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.drop(self.write(heads.transpose(1, 2).flatten(2)))
+        return x + self.drop(self.mlp(x))
+
+
+class Model(nn.Module):
+    """Tells each next byte."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.place = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 256)
+
+    def forward(self, tokens):
+        """From shape ``(rows, length)`` to ``(rows, length, 256)``."""
+        x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def init_fn(key, name, like):
+    """What a new run begins with, of the key and of the parameter's name alone."""
+    if like.dim() == 1:
+        return torch.zeros(like.shape) if name.endswith("bias") else torch.ones(like.shape)
+    return 0.3 * like.shape[1] ** -0.5 * fpipe.random.normal(key, like.shape)
+
+
+def draw(step):
+    """The batch of a step."""
+    chance = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(TEXT) - LENGTH - 1, (ROWS, 1), generator=chance)
+    rows = TEXT[starts + torch.arange(LENGTH + 1)]
+    return {"tokens": rows[:, :-1], "next": rows[:, 1:]}
+
+
+def mean_loss(output, batch):
+    """The mean over all bytes of a microbatch, which are as many in each."""
+    return F.cross_entropy(output.flatten(0, 1), batch["next"].flatten())
+
+
+def saved(folder):
+    """The number of the last step that was saved whole; 0 if there is none."""
+    # The metadata is written last, and this moment after everything else.
+    whole = folder.glob(f"*/{MOMENTS[-1]}/.metadata")
+    return max((int(path.parent.parent.name) for path in whole), default=0)
+
+
+def save(folder, step, own, optimizer):
+    """Save what this process trains; of what several read, one saves it."""
+    states = {
+        m: {n: optimizer.state[p].get(m, torch.zeros_like(p)) for n, p in own.items()}
+        for m in MOMENTS
+    }
+    for name, tensors in {"params": own, **states}.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that there is one process
+            dcp.save(tensors, checkpoint_id=folder / str(step) / name)
+
+
+def train(folder, pipe, steps):
+    """Train from the last save on, and return the parameters of this process."""
+    first = saved(folder)
+    if first:
+        params = pipe.load(folder / str(first) / "params", draw(0))
+        moments = {m: pipe.own(pipe.load(folder / str(first) / m, draw(0))) for m in MOMENTS}
+    else:
+        params = pipe.init(init_fn, fpipe.random.key(0), draw(0))
+        moments = {}
+    own = pipe.own(params)
+    optimizer = torch.optim.AdamW(own.values(), betas=(0.9, 0.98), weight_decay=0.01)
+    if moments:
+        for name, leaf in own.items():
+            optimizer.state[leaf] = {"step": torch.tensor(float(first))} | {
+                m: moments[m][name] for m in MOMENTS
+            }
+    if FIRST:
+        print(f"{pipe.schedule.name} on {RANKS} ranks goes on after step {first}")
+    start = time.perf_counter()
+    for step in range(first + 1, steps + 1):
+        key = fpipe.random.fold_in(fpipe.random.key(1), step)
+        loss, grads = pipe.step(params, draw(step), key)
+        clipped = fpipe.clip_by_global_norm(grads, 1.0, pipeline=pipe)
+        found = pipe.own(clipped.grads)
+        for name, leaf in own.items():
+            leaf.grad = found[name]
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, step / 20)
+        optimizer.step()
+        if FIRST and (step % EVERY == 0 or step == steps):
+            took = time.perf_counter() - start
+            print(f"  step {step:4}   loss {loss:.3f}   norm {clipped.norm:.2f}   {took:5.1f} s")
+        if step % EVERY == 0 or step == steps:
+            save(folder, step, own, optimizer)
+    return own
+
+
+torch.set_num_threads(1)
+with torch.device("meta"):
+    module = Model()
+# Each microbatch draws from its own key: with as many of them the same numbers are drawn.
+pipe = fpipe.from_module(
+    module,
+    schedule=fpipe.schedules.zbv(ranks=RANKS, microbatches=2 * RANKS),
+    stages=2 * RANKS,
+    example=draw(0),
+    loss=mean_loss,
+    has_key=True,
+    compile=not options.smoke,
+    group=GROUP,
+)
+if options.folder is not None:
+    train(options.folder, pipe, STEPS)
+else:
+    looped = fpipe.schedules.interleaved_1f1b(
+        ranks=RANKS, microbatches=2 * RANKS, stages_per_rank=2
+    )
+    with tempfile.TemporaryDirectory() as place:
+        train(Path(place) / "stopped", pipe, STEPS // 2)
+        again = train(Path(place) / "stopped", pipe.with_schedule(looped), STEPS)
+        whole = train(Path(place) / "whole", pipe, STEPS)
+    torch.testing.assert_close(again, whole, rtol=1e-3, atol=1e-4)
+    print("stopped and gone on or not, the parameters agree")
+
+if GROUP is not None:
+    dist.destroy_process_group()
