@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, Final
 
 import optree
 import torch
@@ -61,8 +61,7 @@ def tensors(name: str, tree: Any, hint: str) -> tuple[list[Tensor], optree.PyTre
         if isinstance(leaf, Iterator):
             raise BatchError(
                 f"{name}{paths(spec)[index]} is {a_type(leaf)}, which gives its values "
-                "once: pass list(...) of it, and of a module's parameters "
-                "dict(module.named_parameters())"
+                f"once: {_ONCE.get(name, 'pass list(...) of it')}"
             )
         if is_container(leaf):
             raise BatchError(
@@ -88,6 +87,14 @@ def tensors(name: str, tree: Any, hint: str) -> tuple[list[Tensor], optree.PyTre
         if leaf._is_zerotensor():  # has no memory
             leaves[index] = torch.zeros_like(leaves[index])
     return leaves, spec
+
+
+_ONCE: Final = {
+    "batch": "a call takes one batch, next(...) of it, and one that is split already as "
+    "fpipe.Microbatches(...) of it",
+    "params": "pass list(...) of it, and of a module's parameters dict(module.named_parameters())",
+}
+"""What to do about an iterator, by the name of the argument."""
 
 
 def is_container(leaf: Any) -> bool:

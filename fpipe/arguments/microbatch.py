@@ -150,6 +150,7 @@ def _count_rows(
                 f"batch{paths[index]} has {leaf.shape[dim]} rows along dimension {dim}, but "
                 f"batch{paths[first]} has {rows}: split leaves must have the same number of rows; "
                 "in_dims says which dimension holds them (None: not split)"
+                + _if_split(spec, microbatches)
             )
     if first is None and microbatches == 1:
         return 1
@@ -175,6 +176,13 @@ def _count_rows(
             "fewer microbatches (pipe.with_schedule)"
         )
     return rows
+
+
+def _if_split(spec: optree.PyTreeSpec, microbatches: int) -> str:
+    """What to do where a batch may be meant as a sequence of microbatches."""
+    if spec.type not in (list, tuple) or spec.num_children != microbatches:
+        return ""
+    return "; of microbatches that are split already make fpipe.Microbatches(batch)"
 
 
 def is_dim(dim: Any, dims: int) -> bool:

@@ -259,7 +259,7 @@ class ModuleLoss:
         if self._loss is not None:
             try:
                 return self._loss(output, batch)
-            except TypeError as error:
+            except (TypeError, AttributeError) as error:
                 error.args = (
                     f"{error} (loss is called with what the forward returns, and the batch, a "
                     "dict)",

@@ -156,6 +156,17 @@ def test_wrong_batch(change: Any, rule: str) -> None:
         pipe.step(MODEL.params, MODEL.batch | change)
 
 
+def test_microbatches_in_place_of_a_batch() -> None:
+    parts = [{"x": rand(rows, 3), "y": rand(rows, 3)} for rows in (2, 1)]
+    pipe = plain_pipeline(MODEL.stages)
+    with pytest.raises(BatchError, match=r"batch\[0\].* has 2.*make fpipe.Microbatches\(batch\)"):
+        pipe.step(MODEL.params, parts)
+    with pytest.raises(BatchError, match=r"batch is a list_iterator, .* a call takes one batch"):
+        pipe.step(MODEL.params, iter(parts))
+    with pytest.raises(BatchError, match=r"params\[1\] is a .*: pass list.*named_parameters"):
+        pipe.step([MODEL.params[0], iter([rand(3)])], MODEL.batch)
+
+
 @pytest.mark.parametrize(
     ("batch", "rule"),
     [
@@ -766,6 +777,12 @@ def test_loss_that_does_not_fit_the_output() -> None:
     )
     with pytest.raises(StageError, match=rule):
         step(*MODEL.stages, loss=lambda y, batch: (y @ batch["y"]).sum())
+
+
+def test_loss_that_takes_the_microbatch_for_labels() -> None:
+    rule = r"'dict' object has no attribute 'size' \(loss\(y, microbatch\) is called with all of"
+    with pytest.raises(StageError, match=rule):
+        step(*MODEL.stages, loss=torch.nn.functional.mse_loss)
 
 
 # ── where a pipeline is called ──────────────────────────────────────────────────────────────────

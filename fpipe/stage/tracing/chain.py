@@ -267,7 +267,13 @@ class ChainTracer:
             loss = self._loss(y, microbatch)
         except Exception as error:
             given = f"{describe('y', y)}, {describe('microbatch', microbatch)}"
-            raise explain(name, error, given) from error
+            refusal = explain(name, error, given)
+            if isinstance(error, TypeError | AttributeError) and not isinstance(microbatch, Tensor):
+                refusal.args = (
+                    f"{refusal} (loss(y, microbatch) is called with all of the microbatch, of "
+                    "which it takes the labels)",
+                )
+            raise refusal from error
         returns, shape = self._objective.returns, self._objective.loss_shape
         return returns.take(f"{name} is", "loss(y, microbatch)", loss, shape)
 
