@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,22 @@ ARGUMENTS = ("params", "batch")
 """What a pipeline can be differentiated by."""
 
 
+class Alone(NamedTuple):
+    """What an ensemble was made of; as for `fpipe.vmap`.
+
+    Attributes:
+        definition: of one member.
+        in_dims: of each argument.
+        randomness: whether members draw different numbers.
+        axis_size: the number of members, None where it is read from the arguments.
+    """
+
+    definition: Definition
+    in_dims: tuple[Any, ...]
+    randomness: str
+    axis_size: int | None
+
+
 @dataclass(frozen=True)
 class Definition:
     """What `fpipe.pipeline` was called with.
@@ -77,7 +93,7 @@ class Definition:
         argnums: what gradients are taken by: ``"params"``, ``"batch"``, or a tuple of both.
         modes: of one function, what else its trace depends on, as it is now: which of a module's
             submodules are in training mode.
-        alone: of an ensemble the definition of one member, and the other arguments of `ensemble`.
+        alone: of an ensemble what it was made of.
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -108,7 +124,7 @@ class Definition:
     sink: Sink = SUM
     argnums: str | tuple[str, ...] = "params"
     modes: Callable[[], Hashable] = tuple
-    alone: tuple[Definition, tuple[Any, ...], str] | None = None
+    alone: Alone | None = None
 
     def __post_init__(self) -> None:
         check_flags(has_aux=self.has_aux, has_key=self.has_key, has_state=self.has_state)

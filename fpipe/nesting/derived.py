@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fpipe import tree
-from fpipe.definition import ARGUMENTS, Definition
+from fpipe.definition import ARGUMENTS, Alone, Definition
 from fpipe.stage.workshop import Workshop
 from fpipe.transforms.derivative import derivative
 from fpipe.transforms.ensemble import ensemble
@@ -70,7 +70,8 @@ def of_members(pipe: Callee, in_dims: tuple[Any, ...], randomness: str, key: Any
 
     def make() -> Definition:
         # What is differentiated by is chosen last.
-        made = ensemble(replace(pipe.definition, argnums="params"), in_dims, randomness)
+        one = replace(pipe.definition, argnums="params")
+        made = ensemble(Alone(one, in_dims, randomness, None))
         return replace(made, argnums=pipe.definition.argnums)
 
     return _kept(pipe, key, make)
@@ -79,7 +80,7 @@ def of_members(pipe: Callee, in_dims: tuple[Any, ...], randomness: str, key: Any
 def alone(pipe: Callee) -> Callee:
     """The pipeline of one member of an ensemble."""
     assert pipe.definition.alone is not None
-    one = pipe.definition.alone[0]
+    one = pipe.definition.alone.definition
     return _kept(pipe, "alone", lambda: replace(one, schedule=pipe.definition.schedule))
 
 
@@ -136,9 +137,10 @@ def _dual(definition: Definition, *, stacked: bool) -> Definition:
     """
     if definition.alone is None:
         return derivative("hvp", definition, ARGUMENTS)
-    one, in_dims, randomness = definition.alone
+    one, in_dims, *_ = definition.alone
     dual = _dual(replace(one, schedule=definition.schedule), stacked=stacked)
     along, along_batch = in_dims
     if stacked:
         along = prefix_map(lambda dim: 0 if dim is None else dim, along)
-    return ensemble(dual, (*in_dims, along, along_batch), randomness)
+    own = definition.alone._replace(definition=dual, in_dims=(*in_dims, along, along_batch))
+    return ensemble(own)

@@ -192,7 +192,7 @@ def _of_each_member(
         return list(found.values())
 
     stacked = torch.vmap(
-        of_one, in_dims=(*dims, *(0 for _ in cotangents)), randomness=definition.alone[2]
+        of_one, in_dims=(*dims, *(0 for _ in cotangents)), randomness=definition.alone.randomness
     )(*leaves, *cotangents)
     grads: dict[int, Tensor] = {}
     for place, own in zip(places, stacked, strict=True):

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.convention import COTANGENT
-from fpipe.definition import Definition
+from fpipe.definition import Alone, Definition
 from fpipe.errors import BatchError, StageError, check_choice
 from fpipe.microbatches import Microbatches
+from fpipe.schedule.arguments import plain_integer
 from fpipe.stage.declared.sink import Sink
 from fpipe.transforms.mapping import join, over, prefix_map
 from fpipe.transforms.members import Members, behind
@@ -29,7 +30,9 @@ from fpipe.transforms.transformed import (
 )
 
 
-def vmap(pipe: P, in_dims: Any = None, *, randomness: str = "error") -> P:
+def vmap(
+    pipe: P, in_dims: Any = None, *, randomness: str = "error", axis_size: int | None = None
+) -> P:
     """A pipeline of an ensemble: every stage, or the one function, computes all members at once.
 
     The members are stacked along a dimension of the parameters and, if wanted, of the batch and of
@@ -46,6 +49,8 @@ def vmap(pipe: P, in_dims: Any = None, *, randomness: str = "error") -> P:
             follows the batch. By default ``(0, None)``: all are stacked but the batch, and so are
             a state and a vector.
         randomness: ``"different"`` or ``"same"`` for all members; ``"error"`` refuses random ops.
+        axis_size: the number of members, as in ``jax.vmap``, where the arguments need not tell it:
+            over a process group, a rank whose stages have no stacked parameter.
 
     Returns:
         A pipeline of the same kind. ``step`` returns a loss per member, shape ``(members,)``, and
@@ -77,7 +82,9 @@ def vmap(pipe: P, in_dims: Any = None, *, randomness: str = "error") -> P:
     usual = tuple(None if name == "batch" else 0 for name in definition.takes)
     chosen = usual if in_dims is None else in_dims
     _check(chosen, randomness, definition.takes, usual)
-    return type(pipe)(ensemble(definition, tuple(chosen), randomness))
+    if axis_size is not None and (plain_integer(axis_size) or 0) < 1:
+        raise StageError(f"axis_size={axis_size!r:.60} must be a number of members, 1 or more")
+    return type(pipe)(ensemble(Alone(definition, tuple(chosen), randomness, axis_size)))
 
 
 def _check(in_dims: Any, randomness: str, takes: Sequence[str], usual: tuple[Any, ...]) -> None:
@@ -89,8 +96,9 @@ def _check(in_dims: Any, randomness: str, takes: Sequence[str], usual: tuple[Any
     check_choice("randomness", randomness, RANDOMNESS)
 
 
-def ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) -> Definition:
-    """The definition of the pipeline of all members; the arguments are those of `vmap`."""
+def ensemble(alone: Alone) -> Definition:
+    """The definition of the pipeline of all members."""
+    definition, in_dims, randomness, size = alone
     if COTANGENT in definition.convention.vectors:
         raise StageError(
             "fpipe.vmap of fpipe.vjp(pipe) is not defined: differentiate each member's outputs by "
@@ -124,12 +132,12 @@ def ensemble(definition: Definition, in_dims: tuple[Any, ...], randomness: str) 
         ),
         loss_shape=(None, *definition.loss_shape),
         convention=Members(
-            in_dims, definition.convention, Parts.of(definition), definition.has_state
+            in_dims, definition.convention, Parts.of(definition), definition.has_state, size
         ).convention,
         sink=_mapped_sink(definition.sink),
         # The members come first among a stage's parameters.
         trainable=replace(definition.trainable, within=(1, *definition.trainable.within)),
-        alone=(definition, in_dims, randomness),
+        alone=alone._replace(in_dims=in_dims),
     )
 
 
@@ -150,7 +158,7 @@ def _same_in_all(parts: Microbatches[Any]) -> Any:
 def stacked_along(definition: Definition, arguments: Sequence[Any]) -> list[int | None]:
     """The dimension of the members in each flat leaf of an ensemble's arguments, None: shared."""
     assert definition.alone is not None
-    one, in_dims, _ = definition.alone
+    one, in_dims, *_ = definition.alone
     return Members(in_dims, one.convention, Parts.of(one)).dims(arguments)
 
 

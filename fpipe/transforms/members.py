@@ -34,12 +34,14 @@ class Members:
         inner: convention of one member's pipeline.
         parts: of the pipeline's parameters.
         has_state: whether there is a state.
+        size: how many there are, None where the arguments tell.
     """
 
     in_dims: tuple[Any, ...]
     inner: Convention
     parts: Parts
     has_state: bool = False
+    size: int | None = None
 
     @property
     def convention(self) -> Convention:
@@ -67,7 +69,7 @@ class Members:
         states = [_Stacked.read("state", *pair) for pair in zip(state, state_dims, strict=True)]
         shared = _Stacked.read("batch", batch, batch_dims)
         entries = [*(entry for parts in stacked for entry in parts), *states, shared]
-        size = _count(entries)
+        size = _count(entries, self.size)
         packed, *directions = (
             self._joined(kind, [entry.moved(size) for entry in parts], own)
             for kind, parts, own in zip(kinds, stacked, given, strict=True)
@@ -258,32 +260,34 @@ class _Stacked(NamedTuple):
         )
 
 
-def _count(entries: Sequence[_Stacked]) -> int:
-    """The number of members, which all mapped leaves must have."""
+def _count(entries: Sequence[_Stacked], size: int | None) -> int:
+    """The number of members, which all mapped leaves must have: `size`, if it is known."""
     found = [pair for entry in entries for pair in entry.sizes()]
+    if size is not None:
+        found.insert(0, ("axis_size", size))
     if not found:
         raise BatchError(
-            "in_dims maps no leaf of the arguments, so the number of members is unknown: "
-            "fpipe.vmap needs at least one stacked leaf, in every process of a group; where its "
-            "stages have no parameters, give one of them torch.empty(members, 0), which it ignores"
+            "in_dims maps no leaf of the arguments, so the number of members is unknown: stack one "
+            "at least, or pass fpipe.vmap its axis_size; so do all ranks of a group, if one of "
+            "them has nothing that is stacked"
         )
-    first, size = found[0]
+    first, expected = found[0]
     for path, other in found:
-        if other != size:
+        if other != expected:
             raise BatchError(
-                f"{path} has {other} members along its mapped dimension, but {first} has {size}: "
-                "all mapped leaves must have the same number of members; in_dims says which "
-                "dimension it is (None: shared)"
+                f"{path} has {other} members along its mapped dimension, but {first} has "
+                f"{expected}: all mapped leaves must have the same number of members; in_dims says "
+                "which dimension it is (None: shared)"
             )
-    if size == 0:
+    if expected == 0:
         raise BatchError(f"{first} has 0 members along its mapped dimension: an ensemble has some")
-    return size
+    return expected
 
 
 def _device(entries: Sequence[_Stacked]) -> torch.device:
     """Where the first leaf lies that has data: those that another process reads may have none."""
     found = [leaf.device for entry in entries for leaf in entry.leaves]
-    return next((device for device in found if device.type != "meta"), found[0])
+    return next((d for d in found if d.type != "meta"), (*found, torch.empty(0).device)[0])
 
 
 def _restored(part: Any, prefix: Any) -> Any:

@@ -37,6 +37,17 @@ def shorter(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
     return ((h @ params["b"] + batch["x"]) @ params["a"] - batch["y"]).square().mean()
 
 
+def members_on_one_rank(group: dist.ProcessGroup | None) -> fpipe.Step:
+    """An ensemble whose last stage has no parameters, on a rank that has nothing stacked."""
+    stages = [lambda w, x: torch.tanh(x * w), lambda _, x: x * x]
+    schedule = schedules.gpipe(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False, group=group)
+    members = fpipe.vmap(pipe, axis_size=3)
+    params = [torch.arange(3.0, dtype=torch.float64), None]
+    batch = torch.linspace(-1, 1, 4, dtype=torch.float64)
+    return members.step(pipe.local(params), batch if pipe.rank in (None, 0) else None)
+
+
 CUT: dict[str, Callable[[Any], Any]] = {
     "vmap": fpipe.vmap,
     "hvp": fpipe.hvp,

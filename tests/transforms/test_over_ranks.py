@@ -20,6 +20,7 @@ from tests.transforms.actors import (
     differentiate,
     freeze,
     make_ensemble,
+    members_on_one_rank,
     norm_of_product,
     outputs_by_row,
     run,
@@ -59,6 +60,15 @@ def test_each_rank_makes_the_members_of_what_it_reads(pair: Crew) -> None:
         assert made[other].is_meta
         assert_identical(found.loss, whole.loss)
         assert_identical(found.grads, {own: whole.grads[own], other: None})
+
+
+def test_a_rank_without_anything_that_is_stacked(pair: Crew) -> None:
+    first, last = values(pair.run(members_on_one_rank))
+    whole = members_on_one_rank(None)
+    for part in (first, last):
+        assert_identical(part.loss, whole.loss)
+    assert_identical(first.grads[0], whole.grads[0])
+    assert last.grads == [None, None]
 
 
 def test_gradients_of_the_batch_lie_on_the_first_stage(pair: Crew) -> None:

@@ -331,6 +331,20 @@ def test_in_dims_must_fit_the_arguments(in_dims: Any, text: str) -> None:
         fpipe.vmap(PIPE, in_dims).step(members_of(MODEL.params), MODEL.batch)
 
 
+def test_number_of_members() -> None:
+    members = members_of(MODEL.params)
+    found = fpipe.vmap(PIPE, axis_size=3).step(members, MODEL.batch)
+    assert torch.equal(found.loss, fpipe.vmap(PIPE).step(members, MODEL.batch).loss)
+    with pytest.raises(BatchError, match=r"params.* has 3 members .*, but axis_size has 2: all"):
+        fpipe.vmap(PIPE, axis_size=2).step(members, MODEL.batch)
+    # Members that share all of their arguments.
+    shared = fpipe.vmap(PIPE, (None, None), axis_size=2).step(MODEL.params, MODEL.batch)
+    assert_same(shared.loss, PIPE.step(MODEL.params, MODEL.batch).loss.expand(2))
+    for size in (0, 2.5, "3"):
+        with pytest.raises(StageError, match=r"axis_size=.* must be a number of members"):
+            fpipe.vmap(PIPE, axis_size=size)  # type: ignore[arg-type]
+
+
 def test_an_ensemble_has_members() -> None:
     none = tree.tree_map(lambda p: p[:0], members_of(MODEL.params))
     with pytest.raises(BatchError, match="has 0 members along its mapped dimension"):
