@@ -93,6 +93,7 @@ class Execution:
         failure: PipelineError | None = None
         total: Total | None = None
         begun = False
+        self._transport.begin()
         with as_traced():
             try:
                 if ahead is None:
@@ -206,8 +207,10 @@ class Execution:
             raise self._reported()
         if not plan.layout.heads:
             return None
-        loss = word[1 : 1 + size].reshape(plan.loss_shape).to(self._device, plan.weights.dtype)
-        weight = None if several is None else word[1 + size :].reshape(several).to(self._device)
+        # Nobody waits for the device: a copy of pageable memory has read it when it returns.
+        word = word.to(self._device, non_blocking=True)
+        loss = word[1 : 1 + size].reshape(plan.loss_shape).to(plan.weights.dtype)
+        weight = None if several is None else word[1 + size :].reshape(several)
         return Total(loss, weight)
 
 

@@ -95,7 +95,8 @@ class MultiController:
         asked = dist.PrefixStore("fpipe", store_to_ask())
         self._watch = Watch(asked, members, self._rank, timeout, self._lines.ring)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        connect = partial(self._lines.make, backend, given_up=self._watch.gives_up)
+        # Another thread's current device may be another than when the pipeline was made.
+        connect = partial(self._lines.make, backend, given_up=self._watch.gives_up, place=device)
         self._transport = GroupTransport(
             self._rank, device, connect, self._watch.has_fault, self._watch.hears_of_fault
         )

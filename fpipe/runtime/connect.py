@@ -58,6 +58,7 @@ def connect(
     size: int,
     timeout: timedelta,
     devices: Sequence[Any] = (),
+    place: torch.device | None = None,
 ) -> dist.ProcessGroup:
     """A group that nobody else knows of. It returns when all `size` ranks have called it.
 
@@ -69,6 +70,7 @@ def connect(
         timeout: of its operations.
         devices: network interfaces of gloo's, each with a thread that listens to it; none for one
             of its own.
+        place: for NCCL the device of the tensors that it moves.
     """
     group = dist.ProcessGroup(store, rank, size)
     if backend == "nccl":
@@ -81,7 +83,7 @@ def connect(
         group._register_backend(torch.device("cuda"), kind, carrier)
         # All ranks wait in here for each other. Left to itself the first send would make a
         # communicator, and wait until its receiver comes to the very same message.
-        carrier.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+        carrier.eager_connect_single_device(place)
     else:
         kind, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
         gloo: Any = dist.ProcessGroupGloo
@@ -150,6 +152,7 @@ class Lines:
         name: str,
         ranks: Sequence[int],
         given_up: Callable[[float], bool] = lambda seconds: False,
+        place: torch.device | None = None,
     ) -> dist.ProcessGroup:
         """A group of some of the ranks under a name of its own; each of them calls it.
 
@@ -158,6 +161,7 @@ class Lines:
             name: the same on all of them.
             ranks: its members.
             given_up: whether to wait no longer for the others, after so many seconds.
+            place: for NCCL the device of the tensors that it moves.
 
         Raises:
             RuntimeError: one of them does not come, for as long as a wait of the caller's group.
@@ -165,7 +169,7 @@ class Lines:
         own = dist.PrefixStore(name, self._store)
         rank, size = ranks.index(self._rank), len(ranks)
         _meet(own, rank, size, self._timeout, given_up)
-        made = connect(backend, own, rank, size, self._timeout, self._devices)
+        made = connect(backend, own, rank, size, self._timeout, self._devices, place)
         self._groups.append(made)
         return made
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,21 @@ from fpipe.runtime.connect import MESSAGE
 from fpipe.runtime.program import Message, Program, Send
 from fpipe.runtime.transport import ConnectionLost, Interrupted
 from fpipe.runtime.waiting import Arrival, look_out, make_blank
+
+OF_NCCL: Final = frozenset(
+    {
+        torch.bfloat16,
+        torch.bool,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+    }
+)
+"""What all versions of NCCL move under its name; values of other dtypes go as bytes."""
 
 Connect = Callable[[str, Sequence[int]], dist.ProcessGroup]
 """Makes a group of some ranks under a name; every one of them calls it."""
@@ -53,6 +68,7 @@ class GroupTransport:
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._posted: dict[Message, tuple[list[Any], list[Tensor], Arrival | None]] = {}
         self._sent: dict[Message, tuple[list[Any], Sequence[Tensor]]] = {}
+        self._ended: torch.cuda.Event | None = None
 
     def open(self, programs: Sequence[Program]) -> None:
         """Make the channels that `programs` use. Every rank calls it with the same programs."""
@@ -67,6 +83,30 @@ class GroupTransport:
             if self._rank in pair:
                 name = f"channel/{pair[0]}-{pair[1]}"
                 self._channels[pair] = self._connect(name, pair)
+                if self._device.type == "cuda":
+                    self._send_first(pair)
+
+    def _send_first(self, pair: tuple[int, int]) -> None:
+        """Send one number, as nothing else is under way.
+
+        NCCL connects two ranks when they come to the first message between them, and holds the host
+        of the one that comes first until the other is there too, at the same message: ranks that
+        post ahead would wait for each other for ever.
+        """
+        channel, number = self._channels[pair], torch.zeros(1, device=self._device)
+        source, target = pair
+        if self._rank == source:
+            works = self._start(target, channel.send, [number], 1)
+            self._wait(target, works)
+        else:
+            works = self._start(source, channel.recv, [number], 0)
+            self._wait(source, works)
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def begin(self) -> None:
+        """A step begins: on whatever stream, buffers are written to once the last has read them."""
+        if self._ended is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._ended)
 
     def post(self, message: Message) -> None:
         """Start to receive into a kept buffer."""
@@ -125,6 +165,8 @@ class GroupTransport:
     def end(self) -> None:
         """A step has come to its end: keep no more than it took."""
         self._buffers.settle()
+        if self._device.type == "cuda":
+            self._ended = torch.cuda.current_stream(self._device).record_event()
 
     def forget(self) -> None:
         """Drop everything under way, when the connections are lost."""
@@ -141,6 +183,8 @@ class GroupTransport:
         self, peer: int, operation: Callable[..., Any], values: Sequence[Tensor], rank: int
     ) -> list[Any]:
         """One operation per value."""
+        if self._device.type == "cuda":
+            values = [v if v.dtype in OF_NCCL else v.view(-1).view(torch.uint8) for v in values]
         return [self._guard(peer, operation, [value], rank, MESSAGE) for value in values]
 
     def _wait(self, peer: int, works: Sequence[Any]) -> None:

@@ -3,8 +3,8 @@
 // Tensors on it are tensors of torch with the key CUDA, on memory of the CPU that says it is the
 // device's. An operation takes the same memory as CPU tensors, runs the CPU's kernel, and gives
 // what comes out back to the device. Like a real device it refuses to compute with tensors that
-// lie elsewhere, and it counts how often the host asks for a number and so would have to wait.
-// Everything runs at once: it shows where values lie and who waits, and nothing of order or time.
+// lie elsewhere, and it counts how often the host asks for a number, or for a copy to be there, and
+// so would have to wait. Everything runs at once: it shows where values lie and who waits.
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -241,7 +241,8 @@ Tensor empty_strided(
       DispatchKeySet(DispatchKey::CUDA), c10::dtype_or_default(dtype));
 }
 
-Tensor& copy_(Tensor& to, const Tensor& from, bool) {
+Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
+  if (to.is_cuda() != from.is_cuda() && !non_blocking) ++waits;
   (to.is_cuda() ? on_host(to) : to).copy_(from.is_cuda() ? on_host(from) : from);
   return to;
 }

@@ -69,23 +69,36 @@ def _device(device: Any = None) -> torch.device:
 
 
 class Stream:
-    """A stream by its number; all runs at once, so that nothing waits."""
+    """A stream. All runs at once; what would be waited for is told by times that a test counts.
 
-    _latest = 0
+    Attributes:
+        time: when what it was asked for is done.
+    """
+
     _current: ClassVar[dict[torch.device, Stream]] = {}
 
-    def __init__(self, device: Any = None, *, number: int | None = None) -> None:
-        if number is None:
-            number = Stream._latest = Stream._latest + 1
-        self.device, self.number = _device(device), number
+    def __init__(self, device: Any = None) -> None:
+        self.device, self.time = _device(device), 0.0
 
     def wait_stream(self, other: Stream) -> None:
-        """Nothing has to be waited for."""
+        """What is asked for later begins after all that `other` was asked for until now."""
+        self.time = max(self.time, other.time)
+
+    def record_event(self) -> float:
+        """An event is the time when it happens."""
+        return self.time
+
+    def wait_event(self, event: float) -> None:
+        """What is asked for later begins after it."""
+        self.time = max(self.time, event)
+
+    def synchronize(self) -> None:
+        """All is done."""
 
 
 def _current_stream(device: Any = None) -> Stream:
     own = _device(device)
-    return Stream._current.get(own) or Stream(own, number=0)
+    return Stream._current.setdefault(own, Stream(own))
 
 
 @contextmanager
@@ -149,6 +162,20 @@ _REPLACED = {
 }
 for _name, _value in _REPLACED.items():
     setattr(torch.cuda, _name, _value)
+_TO = torch.Tensor.to
+
+
+def _to(self: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+    """A copy between devices takes the current streams of both."""
+    found = _TO(self, *arguments, **named)
+    if self.is_cuda and found.is_cuda and found.device != self.device:
+        streams = [_current_stream(value.device) for value in (self, found)]
+        for stream in streams:
+            stream.time = max(own.time for own in streams)
+    return found
+
+
+torch.Tensor.to = _to  # type: ignore[method-assign, assignment]
 torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
 
 
@@ -161,6 +188,10 @@ class _NCCL(dist.ProcessGroupGloo):
     # A group holds the C++ half alone, and would give back an object without these methods.
     _kept: ClassVar[list[_NCCL]] = []
 
+    store: dist.Store
+    place: torch.device | None = None
+    met: set[str]
+
     class Options:
         """What is set of them is of no account here."""
 
@@ -168,13 +199,30 @@ class _NCCL(dist.ProcessGroupGloo):
         timeout = getattr(options, "_timeout", timedelta(minutes=1))
         super().__init__(store, rank, size, timeout)
         _NCCL._kept.append(self)
+        self.store, self.met = store, set()
 
     def name(self) -> str:
         """As torch asks for it."""
         return "nccl"
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """Gloo has connected."""
+        """Gloo has connected; the communicator is of this device."""
+        self.place = device
+
+    def before(self, value: torch.Tensor, source: int, target: int) -> None:
+        """What NCCL does before it moves a value: it refuses what it cannot, and connects.
+
+        At the first message from one rank to another each waits until the other is there.
+        """
+        if value.dtype not in _TYPES:
+            raise TypeError(f"Unconvertible NCCL type {value.dtype}")
+        assert self.place is None or value.device == self.place, (value.device, self.place)
+        pair = f"{source}-{target}"
+        if pair not in self.met and source != target:
+            self.met.add(pair)
+            own, other = ("sends", "receives")[:: 1 if self.rank() == source else -1]
+            self.store.set(f"{pair}/{own}", "")
+            self.store.wait([f"{pair}/{other}"], timedelta(seconds=20))
 
     def abort(self) -> None:
         """A wait that runs out of time closes a connection of gloo's."""
@@ -184,5 +232,31 @@ class _NCCL(dist.ProcessGroupGloo):
                 bell.wait(timedelta(milliseconds=1))
 
 
+_TYPES = {
+    *(torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool),
+    *(torch.float16, torch.float32, torch.float64, torch.bfloat16),
+}
+_SEND, _RECV = dist.ProcessGroup.send, dist.ProcessGroup.recv
+
+
+def _carrier(group: dist.ProcessGroup, values: list[torch.Tensor]) -> _NCCL | None:
+    own = group._get_backend(values[0].device) if values[0].is_cuda else None
+    return own if isinstance(own, _NCCL) else None
+
+
+def _send(group: dist.ProcessGroup, values: list[torch.Tensor], peer: int, tag: int) -> Any:
+    if (carrier := _carrier(group, values)) is not None:
+        carrier.before(values[0], group.rank(), peer)
+    return _SEND(group, values, peer, tag)
+
+
+def _recv(group: dist.ProcessGroup, values: list[torch.Tensor], peer: int, tag: int) -> Any:
+    if (carrier := _carrier(group, values)) is not None:
+        carrier.before(values[0], peer, group.rank())
+    return _RECV(group, values, peer, tag)
+
+
+dist.ProcessGroup.send = _send  # type: ignore[method-assign, assignment]
+dist.ProcessGroup.recv = _recv  # type: ignore[method-assign, assignment]
 dist.ProcessGroupNCCL = distributed_c10d.ProcessGroupNCCL = _NCCL  # type: ignore[misc, assignment]
 distributed_c10d._NCCL_AVAILABLE = True

@@ -6,6 +6,7 @@ With ``EMULATED=1`` in the environment the devices are made of the CPU.
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 if os.environ.get("EMULATED"):
@@ -47,9 +48,48 @@ def main() -> None:
         assert_same(
             torch.as_tensor(fpipe.global_norm(step.grads, pipeline=pipe)).cpu().double(), norm
         )
+    moves_every_dtype(device)
+    steps_in_a_thread_with_another_device(device)
     refuses_parameters_that_lie_elsewhere(device)
     fails_on_one_microbatch(device)
     dist.destroy_process_group()
+
+
+def moves_every_dtype(device: torch.device) -> None:
+    """NCCL has no name for complex numbers, nor for some integers."""
+    dtypes = (torch.complex64, torch.complex128, torch.int16, torch.float64, torch.bool)
+
+    def first(w: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+        return [(x * w).to(dtype) for dtype in dtypes]
+
+    def second(w: torch.Tensor, xs: list[torch.Tensor]) -> torch.Tensor:
+        return sum((x * w).abs().double().sum() for x in xs)  # type: ignore[return-value]
+
+    def loss(y: torch.Tensor, _: object) -> torch.Tensor:
+        return y
+
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    stages: list[Any] = [first, second]
+    x = torch.arange(1.0, 9.0).view(4, 2)
+    weights = [torch.tensor(3.0), torch.tensor(2.0)]
+    expected = fpipe.pipeline(stages, loss, schedule, compile=False).step(weights, x)
+    pipe = fpipe.pipeline(stages, loss, schedule, compile=False, group=dist.group.WORLD)
+    step = pipe.step(pipe.local([w.to(device) for w in weights]), x.to(device))
+    assert_same(step.loss.cpu(), expected.loss)
+    assert_same(step.grads[dist.get_rank()].cpu(), expected.grads[dist.get_rank()])
+
+
+def steps_in_a_thread_with_another_device(device: torch.device) -> None:
+    """A thread begins with the first device, whatever this one has chosen."""
+    schedule = schedules.gpipe(ranks=2, microbatches=2)
+    model = mlp(2, 8)
+    pipe = fpipe.pipeline(
+        model.stages, model.loss, schedule, compile=False, group=dist.group.WORLD, timeout=30
+    )
+    params, batch = tree.tree_map(lambda leaf: leaf.to(device), (model.params, model.batch))
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(pipe.step, pipe.local(params), batch).result()
+    assert_same(step.loss.cpu(), unpipelined(*model).loss)
 
 
 def refuses_parameters_that_lie_elsewhere(device: torch.device) -> None:

@@ -36,12 +36,11 @@ def test_two_ranks() -> None:
 def test_a_channel_of_nccl() -> None:
     """A world of one rank, which sends to itself: what is to be sent and received at once."""
     store = dist.HashStore()
-    channel = connect("nccl", store, 0, 1, timedelta(seconds=30))
-    carrier = channel._get_backend(torch.device("cuda"))
+    place = torch.device("cuda", torch.cuda.current_device())
+    channel = connect("nccl", store, 0, 1, timedelta(seconds=30), place=place)
     sent, received = torch.arange(5.0, device="cuda"), torch.zeros(5, device="cuda")
-    carrier._group_start()  # type: ignore[attr-defined]
-    works = [channel.recv([received], 0, 0), channel.send([sent], 0, 0)]
-    carrier._group_end()  # type: ignore[attr-defined]
-    for work in works:
-        work.wait()
+    channel._start_coalescing(place)
+    channel.recv([received], 0, 0)
+    channel.send([sent], 0, 0)
+    channel._end_coalescing(place).wait()
     assert torch.equal(received, sent)
