@@ -72,7 +72,10 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """
     check_key(key, single=False)
     _check_integer(data)
-    number = torch.as_tensor(data, device=key.device).to(torch.int64)
+    if isinstance(data, Tensor):
+        number = data.to(key.device, torch.int64)
+    else:  # made there, for a copy would wait for the device
+        number = torch.full((), data, dtype=torch.int64, device=key.device)
     counter = (number >> 32 & MASK, number & MASK)
     return torch.stack(threefry2x32((key[..., 0], key[..., 1]), counter), -1)
 

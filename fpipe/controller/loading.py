@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from fpipe.arguments.microbatch import SplitBatch
 from fpipe.arguments.parameters import Parameters
@@ -23,6 +24,7 @@ def load(
     parts: SplitBatch | None,
     device: torch.device | None,
     key: Words | None = None,
+    copies: Copies | None = None,
 ) -> Run:
     """A run with everything in its slots that is there from the start.
 
@@ -33,8 +35,10 @@ def load(
         parts: the batch; may be None if the program reads nothing of it.
         device: where batch leaves are copied to, None to leave them.
         key: of the step; may be None if the program reads none.
+        copies: of leaves of this batch, which other runs of the step have made.
     """
     run = Run(program)
+    copies = Copies() if copies is None else copies
     slots = run.slots
     bindings = program.bindings
     for stage, leaf, slot in bindings.params:
@@ -42,12 +46,10 @@ def load(
     for microbatch, leaf, slot in bindings.batch:
         assert parts is not None
         value = parts.leaves[microbatch][leaf]
-        # A copy to the CPU must have arrived before it is read; on CUDA the stream sees to that.
-        # One of pinned memory would still be under way when the caller writes there again.
         if device is not None and value.device != device:
-            at_once = device.type == "cuda" and not value.is_pinned()
-            value = value.to(device, non_blocking=at_once)
+            value = copies.of(value, device)
         slots[slot] = value
+    copies.settle()
     for constant, slot in bindings.constants:
         slots[slot] = constant
     for microbatch, slot in bindings.seeds:
@@ -60,6 +62,46 @@ def load(
         for (_, _, slot), own in zip(bindings.keys, keys_of(key, places, device), strict=True):
             slots[slot] = own
     return run
+
+
+class Copies:
+    """Leaves of a batch where they are read, each copied once to a device.
+
+    A copy to the CPU has arrived when it is returned; on CUDA the stream sees to that. Pinned
+    memory would still be read when the caller may write there again: it is copied on a stream of
+    its own, which is waited for, without what the device was asked to compute before.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, torch.device], Tensor] = {}
+        self._pinned: dict[torch.device, tuple[torch.cuda.Stream, list[Tensor]]] = {}
+
+    def of(self, value: Tensor, device: torch.device) -> Tensor:
+        """The copy of a leaf on a device."""
+        key = id(value), device
+        if key not in self._made:
+            self._made[key] = self._copy(value, device)
+        return self._made[key]
+
+    def settle(self) -> None:
+        """See that what was copied can be read, and its original written to."""
+        for device, (stream, copies) in self._pinned.items():
+            compute = torch.cuda.current_stream(device)
+            compute.wait_stream(stream)
+            for copy in copies:
+                copy.record_stream(compute)
+            stream.synchronize()
+        self._pinned.clear()
+
+    def _copy(self, value: Tensor, device: torch.device) -> Tensor:
+        if device.type != "cuda" or not value.is_pinned():
+            return value.to(device, non_blocking=device.type == "cuda")
+        if device not in self._pinned:
+            self._pinned[device] = torch.cuda.Stream(device), []
+        stream, copies = self._pinned[device]
+        with torch.cuda.stream(stream):
+            copies.append(value.to(device, non_blocking=True))
+        return copies[-1]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from fpipe.arguments.parameters import Parameters
 from fpipe.arguments.shapes import Goal, Signature, batch_shapes, with_data
 from fpipe.controller.controller import Enter, Finished, Gather, Reader
 from fpipe.controller.header import Marked
-from fpipe.controller.loading import as_traced, load
+from fpipe.controller.loading import Copies, as_traced, load
 from fpipe.planning.plan import Plan
 from fpipe.planning.planner import Planner
 from fpipe.recording import Marks, active, timeline_of
@@ -52,8 +52,17 @@ class SingleController:
         with as_traced():
             recording = active()
             marks: list[Marks | None] = [None if recording is None else {} for _ in plan.programs]
+            copies = Copies()
             runs = [
-                load(observed(program, own), plan, leaves, parts, self._device(program.rank), words)
+                load(
+                    observed(program, own),
+                    plan,
+                    leaves,
+                    parts,
+                    self._device(program.rank),
+                    words,
+                    copies,
+                )
                 for program, own in zip(plan.programs, marks, strict=True)
             ]
             run_together(runs, LocalTransport(self._devices, self._lanes))

@@ -43,7 +43,7 @@ def divided_(value: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def _divisor(value: Tensor, weight: Tensor) -> Tensor:
-    weight = weight.to(value.device)
+    weight = weight.to(value.device, non_blocking=value.is_cuda)
     if not weight.dim():
         return weight
     wide = weight.to(torch.promote_types(value.dtype, torch.float32))

@@ -5,7 +5,7 @@ The interpreter knows nothing of it, so a program that is not instrumented pays 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from time import perf_counter
 
@@ -33,22 +33,27 @@ def instrument(program: Program, wrap: Wrap) -> Program:
 def timed(marks: dict[Action, tuple[float, float]]) -> Wrap:
     """Write start and end of each action into `marks`, in seconds of the host's monotonic clock.
 
-    On CUDA each action is waited for, so that its time is its own; nothing overlaps then.
+    On CUDA what came before is waited for, messages included, and the action, so that its time is
+    its own; nothing overlaps then.
     """
 
     def wrap(call: Call, action: Action) -> Call:
         def timed_call(inputs: list[Tensor]) -> Sequence[Tensor]:
+            _await({value.device for value in inputs if value.is_cuda})
             start = perf_counter()
             outputs = call(inputs)
-            for output in outputs[:1]:
-                if output.is_cuda:
-                    torch.cuda.synchronize(output.device)
+            _await({value.device for value in outputs if value.is_cuda})
             marks[action] = (start, perf_counter())
             return outputs
 
         return timed_call
 
     return wrap
+
+
+def _await(devices: Collection[torch.device]) -> None:
+    for device in devices:
+        torch.cuda.synchronize(device)
 
 
 def labelled(call: Call, action: Action) -> Call:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,29 +47,38 @@ class LocalTransport:
     def __init__(self, devices: Sequence[torch.device] | None, lanes: Lanes) -> None:
         self._devices = devices
         self._lanes = lanes
-        self._mail: dict[Message, Sequence[Tensor]] = {}
+        self._mail: dict[Message, tuple[Sequence[Tensor], torch.cuda.Event | None]] = {}
+
+    def at(self, rank: int) -> AbstractContextManager[Any]:
+        """Within it the current device is that of a rank, as code of a stage expects it."""
+        device = None if self._devices is None else self._devices[rank]
+        if device is None or device.type != "cuda":
+            return nullcontext()
+        return torch.cuda.device(device)
 
     def post(self, message: Message) -> None:
         """Nothing: the values come with their own memory."""
 
     def send(self, message: Message, values: Sequence[Tensor]) -> None:
         """Put the values where the other rank finds them."""
+        arrived = None
         if self._devices is not None:
             source, target = self._devices[message.source], self._devices[message.target]
             lane = self._lane(source, target)
-            values = [v.to(target) for v in values] if lane is None else _copied(values, lane)
-        self._mail[message] = values
+            if lane is None:
+                values = [value.to(target) for value in values]
+            else:
+                values, arrived = _copied(values, lane)
+        self._mail[message] = values, arrived
 
     def wait_sent(self, message: Message) -> None:
         """Nothing: the receiver holds references or copies of its own."""
 
     def receive(self, message: Message) -> Sequence[Tensor] | None:
         """The values, once they have been sent."""
-        values = self._mail.pop(message, None)
-        if values is not None and self._devices is not None:
-            lane = self._lane(self._devices[message.source], self._devices[message.target])
-            if lane is not None:
-                _await(values, lane)
+        values, arrived = self._mail.pop(message, (None, None))
+        if values is not None and arrived is not None and self._devices is not None:
+            _await(values, arrived, self._devices[message.target])
         return values
 
     def _lane(self, source: torch.device, target: torch.device) -> Lane | None:
@@ -82,24 +92,32 @@ class LocalTransport:
         return lane
 
 
-def _copied(values: Sequence[Tensor], lane: Lane) -> list[Tensor]:
-    """The values on the device that a lane leads to, once `arriving` has come to its end."""
+def _copied(values: Sequence[Tensor], lane: Lane) -> tuple[list[Tensor], torch.cuda.Event]:
+    """The values on the device that a lane leads to, and the event after which they are there."""
     lane.leaving.wait_stream(torch.cuda.current_stream(lane.leaving.device))
     with torch.cuda.stream(lane.leaving), torch.cuda.stream(lane.arriving):
         moved = [value.to(lane.arriving.device, non_blocking=True) for value in values]
     for value in values:
         # The sender's allocator must not reuse the memory before the copy has read it.
         value.record_stream(lane.leaving)
-    return moved
+    return moved, lane.arriving.record_event()
 
 
-def _await(values: Sequence[Tensor], lane: Lane) -> None:
-    """Let the computation that follows where a lane leads to begin when the copies are there."""
-    compute = torch.cuda.current_stream(lane.arriving.device)
-    compute.wait_stream(lane.arriving)
+def _await(values: Sequence[Tensor], arrived: torch.cuda.Event, device: torch.device) -> None:
+    """Let the computation that follows on a device begin when these values are there.
+
+    Copies of later messages may be under way behind them, which are not waited for.
+    """
+    compute = torch.cuda.current_stream(device)
+    compute.wait_event(arrived)
     for value in values:
         # They lie in memory of the lane's, which must not be reused before they have been read.
         value.record_stream(compute)
+
+
+def _advanced(run: Run, transport: LocalTransport) -> bool:
+    with transport.at(run.program.rank):
+        return run.advance(transport)
 
 
 def run_together(runs: Sequence[Run], transport: LocalTransport) -> None:
@@ -111,7 +129,7 @@ def run_together(runs: Sequence[Run], transport: LocalTransport) -> None:
     waiting = list(runs)
     while waiting:
         before = [run.next for run in waiting]
-        waiting = [run for run in waiting if not run.advance(transport)]
+        waiting = [run for run in waiting if not _advanced(run, transport)]
         if [run.next for run in waiting] == before:
             stuck = ", ".join(f"rank {r.program.rank} at instruction {r.next}" for r in waiting)
             raise PipelineError(f"no rank can go on: {stuck}")

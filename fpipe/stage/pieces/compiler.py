@@ -42,6 +42,8 @@ _OPTIONS = {
     "reorder_for_locality": False,
     # It would compute again what is computed again before it is read, for all blocks at once.
     "reorder_for_peak_memory": False,
+    # The outputs of a CUDA graph are overwritten by the next call; a pipeline holds those of many.
+    "triton.cudagraphs": False,
 }
 
 

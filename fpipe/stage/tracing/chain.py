@@ -8,6 +8,7 @@ Stages with one function and one kind of inputs share a trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -147,14 +148,15 @@ class ChainTracer:
                 result = self._traces.get((kind, True))  # its forward is a part of that
             if result is None:
                 giver = f"what {labels[-2]} returns" if index else "a microbatch"
-                result = self._trace(
-                    labels[-1],
-                    stage,
-                    given,
-                    giver,
-                    with_loss=with_loss,
-                    differentiate=goal == "step",
-                )
+                with self._at(index):
+                    result = self._trace(
+                        labels[-1],
+                        stage,
+                        given,
+                        giver,
+                        with_loss=with_loss,
+                        differentiate=goal == "step",
+                    )
             self._traces[kind, goal == "step"] = result
             result = replace(result, joint=_seen_from(result.joint, index))
             traced.append(result)
@@ -183,6 +185,12 @@ class ChainTracer:
             return values
         with self._mode:
             return Abstract(tuple(v.to(self._devices[index]) for v in values.values), values.spec)
+
+    def _at(self, index: int) -> AbstractContextManager[Any]:
+        """Within it the current device is that of a stage: it may ask for ``"cuda"`` alone."""
+        if self._devices is None or self._devices[index].type != "cuda":
+            return nullcontext()
+        return torch.cuda.device(self._devices[index])
 
     def _check_device(self, label: str, params: Abstract, index: int) -> None:
         if self._devices is None:
