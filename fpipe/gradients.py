@@ -99,6 +99,7 @@ def batch_gradients(
     dims = tree.broadcast_prefix("in_dims", in_dims, batch, "batch")
     apart = tree.number_of_parts(batch)
     places = None if apart is None else tree.places_of_parts(spec, apart)
+    rest = None if apart is None else frozenset(tree.places_of_rest(spec))
     parts: dict[int, dict[int, Any]] = {}
     for run in runs:
         for _, leaf, microbatch, slot in sorted(run.program.results.batch_grads):
@@ -113,14 +114,9 @@ def batch_gradients(
         elif not own:
             found.append(torch.zeros_like(leaf))
         else:
-            along = None if places is not None and _owners(places, index) == 1 else dim
+            along = dim if rest is None or index in rest else None
             found.append(divided_(_whole(plan, own, along), weight).to(leaf.dtype))
     return tree.unflatten(spec, found)
-
-
-def _owners(places: Sequence[Sequence[int]], leaf: int) -> int:
-    """How many microbatches have a leaf of the batch."""
-    return sum(leaf in own for own in places)
 
 
 def _whole(plan: Plan, parts: Mapping[int, Tensor], dim: int | None) -> Tensor:

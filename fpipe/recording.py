@@ -134,7 +134,8 @@ def timeline_of(
     ran: list[tuple[float, float] | None] = []
     until: list[float] = []  # per action, the start of what its rank ran next
     for actions, row in zip(schedule.actions, marks, strict=True):
-        left = dict(row)  # an UNSHARD may come again, and computes what it does once
+        # An UNSHARD may stand in the schedule again, and computes what it does once.
+        left = dict(row)
         own = [left.pop(action, None) for action in actions]
         starts = [inf if mark is None else mark[0] - origin for mark in own]
         ran += own

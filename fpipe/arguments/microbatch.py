@@ -238,6 +238,7 @@ def merge(
     whole = tree.unflatten(spec, range(spec.num_leaves))
     dims = tree.broadcast_prefix("out_dims", out_dims, whole, f"the {name}")
     merged: list[Any] = []
+    paths = tree.paths(spec)
     for index, (column, sizes, dim) in enumerate(zip(columns, shapes, dims, strict=True)):
         parts = [part for part in column if part is not None]
         if dim is None:
@@ -249,7 +250,7 @@ def merge(
             continue
         levels, own = (dim.levels, dim.dim) if isinstance(dim, Beneath) else (0, dim)
         shape = tuple(sizes[0][levels:])
-        label = f"{name}{tree.paths(spec)[index]}"
+        label = f"{name}{paths[index]}"
         if not shape and type(own) is int and own in (0, -1):
             _check_alike(sizes, None, label)
             merged.append(torch.stack(parts, levels) if parts else None)

@@ -165,7 +165,8 @@ class Planner:
         chains = [made.chains[kind] for kind in signature.kinds]
         layout = chains[0].layout
         weighted = self._mean and self._sink.join is None
-        shares = [size / sum(rows) if weighted else 1.0 for size in rows]
+        total = sum(rows)
+        shares = [size / total if weighted else 1.0 for size in rows]
         # Where there is no loss, the numbers are not read.
         none = torch.empty((), device="cpu")
         values = [c.value(c.results[0]) if c.results else none for c in chains]

@@ -97,7 +97,8 @@ def assemble(rank: int, steps: Sequence[Step], ends: Ends, *, compiled: bool) ->
             call = task.call() if compiled else _elsewhere
             last = tuple(slots.release(v) for v in ending)
             instructions.append(Compute(call, reads, last, made, task.action))
-            handed = {slot: number for number, slot in enumerate(reads) if slot in last}
+            over = frozenset(last)
+            handed = {slot: number for number, slot in enumerate(reads) if slot in over}
             needs[place] = task.footprint(frozenset(handed.values()))
             continue
         message = step.subject

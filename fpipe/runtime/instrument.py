@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fpipe.runtime.program import Compute, Program
-from fpipe.schedule import Action
+from fpipe.schedule import Action, Op
 from fpipe.stage.pieces.compiler import Call
 
 Wrap = Callable[[Call, Action], Call]
@@ -43,7 +43,12 @@ def timed(marks: dict[Action, tuple[float, float]]) -> Wrap:
             start = perf_counter()
             outputs = call(inputs)
             _await({value.device for value in outputs if value.is_cuda})
-            marks[action] = (start, perf_counter())
+            end = perf_counter()
+            # Parts of a gradient that several stages have are added up one by one; the parameters
+            # may be prepared again for microbatches of another shape, which is not their UNSHARD.
+            first = marks.get(action)
+            if first is None or action.op == Op.REDUCE_GRAD:
+                marks[action] = (start if first is None else first[0], end)
             return outputs
 
         return timed_call

@@ -40,6 +40,8 @@ def lower(
         sink: how gradients are collected, and who gets them.
     """
     resolve = Resolver(codes)
+    if any(codes(stage, 0).updates for stage in range(schedule.num_stages)):
+        resolve.follow_states(schedule.num_stages, schedule.num_microbatches)
     tasks = tasks_of(schedule, codes, resolve)
     if tied:
         several = not all(map(runs_here, range(schedule.num_ranks)))

@@ -68,13 +68,14 @@ def _post(
 ) -> None:
     stage, op, microbatch = task.action
     kind = Op.SEND_F if op == Op.F else Op.SEND_B
+    specs = dict(zip(task.outputs, task.specs, strict=False))
     channel = mail.received[target][rank]
     message = Message(
         number=len(channel),
         source=rank,
         target=target,
         action=Action(stage, kind, microbatch),
-        specs=tuple(task.specs[task.outputs.index(value)] for value in values),
+        specs=tuple(specs[value] for value in values),
     )
     channel.append(message)
     mail.sent.setdefault((rank, index), []).append(message)

@@ -176,8 +176,9 @@ class Program:
     def peak_bytes(self) -> int:
         """Most bytes that slots, receive buffers, gradient sums and running kernels hold at once.
 
-        The caller's parameters and batch, and tensors that stages close over, are not counted. What
-        a kernel needs while it runs is read off its graph, so it is close, not exact: a compiler
+        The caller's parameters and batch, and tensors that stages close over, are not counted; nor
+        are copies of the batch, where it lies elsewhere or is not contiguous along its rows. What a
+        kernel needs while it runs is read off its graph, so it is close, not exact: a compiler
         may fuse more or less, and a library may take memory for itself.
         """
         return max(memory_curve(self), default=0)
@@ -270,7 +271,8 @@ def describe(program: Program, *, weighed: bool = True) -> str:
 def _describe(instruction: Instruction) -> str:
     match instruction:
         case Compute(_, inputs, last_use, outputs, action):
-            read = " ".join(f"%{i}{'!' if i in last_use else ''}" for i in inputs)
+            over = frozenset(last_use)
+            read = " ".join(f"%{i}{'!' if i in over else ''}" for i in inputs)
             written = " ".join(f"%{o}" if o >= 0 else "_" for o in outputs)
             return f"{action!s:8} {written} <- {read}"
         case Send(message, slots):

@@ -112,6 +112,17 @@ class Resolver:
         self._known: dict[tuple[int, int, str], Value] = {}
         self._preparing: dict[Hashable, int] = {}
 
+    def follow_states(self, stages: int, microbatches: int) -> None:
+        """Know the states that microbatches begin with, each from the one before it.
+
+        Asked for the last first, one that is only handed on would be followed through all of them.
+        """
+        for microbatch in range(microbatches):
+            for stage in range(stages):
+                for name, source in self._codes(stage, microbatch).sources.items():
+                    if isinstance(source, StateLeaf):
+                        self(stage, microbatch, name)
+
     def __call__(self, stage: int, microbatch: int, name: str) -> Value:
         """The value that `name` stands for in a stage's code for a microbatch."""
         key = (stage, microbatch, name)
@@ -143,11 +154,10 @@ class Resolver:
                 return self(producer, microbatch, self._codes(producer, microbatch).outputs[leaf])
         if name in code.prepared:
             return Computed(stage, self._prepares(stage, microbatch), name)
-        for leaf, group in enumerate(code.cotangents):
-            for reader, own in group:
-                if own == name:
-                    returned = self._codes(reader, microbatch).input_grads[Upstream(stage, leaf)]
-                    return self(reader, microbatch, returned)
+        if name in code.by_cotangent:
+            leaf, reader = code.by_cotangent[name]
+            returned = self._codes(reader, microbatch).input_grads[Upstream(stage, leaf)]
+            return self(reader, microbatch, returned)
         return Computed(stage, microbatch, name)
 
     def _prepares(self, stage: int, microbatch: int) -> int:

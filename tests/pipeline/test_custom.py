@@ -20,6 +20,7 @@ from tests.custom_model import (
     make_params,
     with_cuts,
 )
+from tests.models import assert_same
 
 MICROBATCHES = 4
 
@@ -406,3 +407,44 @@ def test_transform_of_the_pipeline_is_refused() -> None:
         fpipe.per_example_grads(pipe).step(w, x)
     with pytest.raises(fpipe.StageError, match=r"Scaled.* within a transform of torch\.func or of"):
         fpipe.hvp(pipe).step(w, x, w)
+
+
+class Ready(torch.autograd.Function):
+    """Its forward makes the gradient, which its backward returns as it was saved."""
+
+    @staticmethod
+    def forward(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """A sum of sines, and its gradient."""
+        y = x @ w
+        return y.sin().sum(), y.cos() @ w.t()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep what the backward returns."""
+        ctx.save_for_backward(output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        """The gradient that was made, whatever it is of."""
+        return ctx.saved_tensors[0], None
+
+
+def test_backward_that_returns_what_was_saved() -> None:
+    eye = torch.eye(3, dtype=torch.float64)
+
+    def last(p: Tensor, h: Tensor) -> Tensor:
+        return Ready.apply(h, eye)[0] * p
+
+    def loss_fn(params: list[Tensor], x: Tensor) -> Tensor:
+        return last(params[1], fpipe.cut(x * params[0]))
+
+    params = [torch.tensor(v, dtype=torch.float64) for v in (2.0, 3.0)]
+    x = torch.ones(3, 3, dtype=torch.float64)
+    schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=1)
+    grads, loss = torch.func.grad_and_value(loss_fn)(params, x)
+    stages = fpipe.pipeline([lambda p, x: x * p, last], lambda y, _: y, schedule, compile=False)
+    for pipe in (stages, fpipe.pipeline(loss_fn, schedule=schedule, compile=False)):
+        step = pipe.step(params, x)
+        assert_same(step.loss, loss)
+        assert_same(step.grads, grads)

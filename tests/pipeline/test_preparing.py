@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fpipe
-from fpipe import schedules
+from fpipe import Action, Schedule, schedules
 from fpipe.runtime.program import Compute
 from tests.models import adapted, assert_same, piped, rand, unpipelined
 
@@ -158,3 +158,20 @@ def test_one_that_fails_is_named() -> None:
     with pytest.raises(fpipe.PipelineError, match=rule) as failed:
         pipe.step(model.params, model.batch)
     assert (failed.value.stage, failed.value.microbatch) == (0, None)
+
+
+def test_the_first_preparation_is_the_one_that_is_recorded() -> None:
+    """Microbatches of another shape prepare other values, later than the UNSHARD."""
+
+    def sized(p: Tensor, x: Tensor) -> Tensor:
+        w = p.float().double()
+        return x @ (w * 2.0 * p.float().double() if len(x) == 3 else w)
+
+    base = schedules.one_f_one_b(ranks=2, microbatches=3)
+    rows = [[Action.parse(f"{rank}UNSHARD"), *row] for rank, row in enumerate(base.actions)]
+    schedule = Schedule(base.placement, rows)
+    pipe = fpipe.pipeline([sized] * 2, lambda y, _: y.square().mean(), schedule, compile=False)
+    with fpipe.record() as recording:
+        pipe.step([rand(3, 3)] * 2, rand(7, 3))
+    for events in recording.timeline.events:
+        assert [event.start for event in events] == sorted(event.start for event in events)

@@ -324,3 +324,16 @@ def test_state_leaf_that_is_no_tensor_is_refused() -> None:
     pipe = state_pipe(without_aux)
     with pytest.raises(fpipe.BatchError, match=r"^state\['count'\]=7 is an int"):
         pipe.step(make_params(), make_state() | {"count": 7}, make_batch())
+
+
+def test_state_that_is_handed_on_through_many_microbatches() -> None:
+    def swapping(params: Any, state: Any, batch: Tensor) -> Any:
+        h = fpipe.cut(batch * params)
+        return h.mean(), {"a": state["b"], "b": state["a"]}
+
+    count = 1001
+    schedule = schedules.gpipe(ranks=2, microbatches=count)
+    pipe = fpipe.pipeline(swapping, schedule=schedule, compile=False, has_state=True)
+    state = {"a": torch.tensor(3.0), "b": torch.tensor(4.0)}
+    found = pipe.step(torch.tensor(2.0), state, torch.ones(count)).state
+    assert (found["a"].item(), found["b"].item()) == (4.0, 3.0)

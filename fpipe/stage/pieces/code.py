@@ -56,6 +56,15 @@ class StageCode:
         """Names of the values that no microbatch goes into."""
         return frozenset(self.pieces[PREPARE].outputs if PREPARE in self.pieces else ())
 
+    @cached_property
+    def by_cotangent(self) -> dict[str, tuple[int, int]]:
+        """For the name of each cotangent the leaf that gets it back, and the reader it is from."""
+        return {
+            own: (leaf, reader)
+            for leaf, group in enumerate(self.cotangents)
+            for reader, own in group
+        }
+
     def call(self, op: str) -> Call:
         """The compiled piece of `op`."""
         return self.compiler(self.pieces[op], f"{op} of {self.label}")

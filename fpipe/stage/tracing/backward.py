@@ -117,6 +117,8 @@ class WithBackward:
         outputs = [next(sides[flag]) for flag in self._demand.carries]
         with _as_of_torch():
             gradients = pullback(self._totals(cotangents))
+        # A backward of a user's own may return what its forward saved, of a level that is over.
+        gradients = tuple(map(torch._C._functorch.unwrap_if_dead, gradients))
         for index, gradient in zip(owed, gradients, strict=True):
             self._check(index, gradient)
         return outputs, list(map(self._fold, owed, gradients))
