@@ -19,6 +19,8 @@ from fpipe.runtime.interpreter import Run
 def collected(plan: Plan, runs: Sequence[Run]) -> dict[tuple[int, int], Tensor]:
     """What the sinks hold, by stage and leaf; those that are not summed are concatenated.
 
+    What reads a leaf may depend on the shape of a microbatch: one that does not has zeros.
+
     It is taken out of the slots, so that each can go when the caller's gradient is made of it.
     """
     parts: dict[tuple[int, int], dict[int, Any]] = {}
@@ -29,10 +31,7 @@ def collected(plan: Plan, runs: Sequence[Run]) -> dict[tuple[int, int], Tensor]:
             run.slots[slot] = None
     if plan.sink.join is None:
         return {key: part[-1] for key, part in parts.items()}
-    return {
-        key: torch.cat([part[microbatch] for microbatch in sorted(part)], plan.sink.join)
-        for key, part in sorted(parts.items())
-    }
+    return {key: _whole(plan, part, plan.sink.join) for key, part in sorted(parts.items())}
 
 
 def gradients(

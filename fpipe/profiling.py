@@ -176,6 +176,6 @@ def residual_bytes(program: Program) -> dict[int, tuple[float, float]]:
                 born[slot] = (program.sizes[index, slot], by)
     result: dict[int, tuple[float, float]] = {}
     for (stage, _), (size, freed) in kept.items():
-        # Microbatches may differ by a row: the bigger ones decide what memory is needed.
+        # Microbatches may differ in shape: the bigger ones decide what memory is needed.
         result[stage] = max(result.get(stage, (0.0, 0.0)), (size, min(freed, size)))
     return result

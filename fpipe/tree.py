@@ -16,6 +16,7 @@ import optree
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import register_pytree_node
 
 from fpipe.errors import BatchError, a_type, shown
 from fpipe.microbatches import Microbatches
@@ -28,6 +29,13 @@ optree.register_pytree_node(
     lambda _, parts: Microbatches(parts),
     path_entry_type=optree.SequenceEntry,
     namespace=NAMESPACE,
+)
+# For functions of them that the transforms of torch.func take.
+register_pytree_node(
+    Microbatches,
+    lambda parts: (list(parts), None),
+    lambda parts, _: Microbatches(parts),
+    serialized_type_name="fpipe.Microbatches",
 )
 
 

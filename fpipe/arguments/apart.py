@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.errors import BatchError
-from fpipe.microbatches import Microbatches
 
 
 class Leaf(NamedTuple):
@@ -31,8 +30,8 @@ class Leaf(NamedTuple):
 
 def microbatches_of(
     leaves: Sequence[Tensor], spec: optree.PyTreeSpec, in_dims: Any, microbatches: int
-) -> tuple[optree.PyTreeSpec, list[list[Leaf]]]:
-    """The structure of a microbatch, and the leaves of each.
+) -> tuple[tuple[optree.PyTreeSpec, ...], list[list[Leaf]]]:
+    """The structure of each microbatch, and its leaves.
 
     Args:
         leaves: of a batch, flat.
@@ -49,26 +48,35 @@ def microbatches_of(
         raise BatchError(
             f"batch has Microbatches of {parts} parts, but the schedule has {microbatches} "
             "microbatches: give one part for each, or use a schedule with as many "
-            "(pipe.with_schedule)"
+            "(pipe.with_schedule)" + ("; an iterator gives its values once" if parts == 0 else "")
         )
     rest = set(tree.places_of_rest(spec))
-    own, made = tree.structure(tree.part_of(batch, 0)), []
+    specs: list[optree.PyTreeSpec] = []
+    made: list[list[Leaf]] = []
+    paths: list[str] = []
     for number, places in enumerate(tree.places_of_parts(spec, microbatches)):
         part = tree.part_of(batch, number)
-        if tree.structure(part) != own:
+        specs.append(tree.structure(part))
+        if specs[number] != specs[0]:
             raise BatchError(
-                f"microbatch {number} has the structure {tree.structure(part)}, and microbatch 0 "
-                f"{own}: all parts of Microbatches must have the same"
+                f"microbatch {number} has the structure {specs[number]}, and microbatch 0 "
+                f"{specs[0]}: all parts of Microbatches must have the same"
             )
+        paths = paths or tree.paths(specs[0])
         dims = tree.broadcast_prefix("in_dims", in_dims, part, f"microbatch {number}")
         made.append(
             [
                 Leaf(path, leaves[place], dim, place not in rest)
-                for path, place, dim in zip(tree.paths(own), places, dims, strict=True)
+                for path, place, dim in zip(paths, places, dims, strict=True)
             ]
         )
-    _check_alike(made)
-    return own, made
+    _check_kinds(made)
+    return tuple(specs), made
+
+
+def is_dim(dim: Any, dims: int) -> bool:
+    """Whether a tensor of so many dimensions has this one."""
+    return type(dim) is int and -dims <= dim < dims
 
 
 def rows_of(made: Sequence[Sequence[Leaf]]) -> tuple[int, ...] | None:
@@ -77,11 +85,12 @@ def rows_of(made: Sequence[Sequence[Leaf]]) -> tuple[int, ...] | None:
     Raises:
         BatchError: leaves of a microbatch have different numbers of rows, or none at all.
     """
-    counts = [_rows(number, leaves) for number, leaves in enumerate(made)]
-    return None if None in counts else tuple(count for count in counts if count is not None)
+    if not any(leaf.ready and leaf.dim is not None for leaf in made[0]):
+        return None
+    return tuple(_rows(number, leaves) for number, leaves in enumerate(made))
 
 
-def _rows(number: int, leaves: Sequence[Leaf]) -> int | None:
+def _rows(number: int, leaves: Sequence[Leaf]) -> int:
     found = list(_counted(number, leaves))
     for path, rows in found:
         first, expected = found[0]
@@ -95,15 +104,15 @@ def _rows(number: int, leaves: Sequence[Leaf]) -> int | None:
             raise BatchError(
                 f"microbatch {number} has 0 rows in {path or 'it'}: each has one at least"
             )
-    return found[0][1] if found else None
+    return found[0][1]
 
 
 def _counted(number: int, leaves: Sequence[Leaf]) -> Iterator[tuple[str, int]]:
     """The path and the rows of each ready leaf that has rows."""
     for path, value, dim, ready in leaves:
-        if not ready or dim is None or dim is Microbatches:
+        if not ready or dim is None:
             continue
-        if type(dim) is not int or not -value.dim() <= dim < value.dim():
+        if not is_dim(dim, value.dim()):
             raise BatchError(
                 f"in_dims is {dim!r} for {path or 'a leaf'} of microbatch {number}, of shape "
                 f"{tuple(value.shape)}: it must be the one of its dimensions that holds rows, or "
@@ -112,7 +121,7 @@ def _counted(number: int, leaves: Sequence[Leaf]) -> Iterator[tuple[str, int]]:
         yield path, value.shape[dim]
 
 
-def _check_alike(made: Sequence[Sequence[Leaf]]) -> None:
+def _check_kinds(made: Sequence[Sequence[Leaf]]) -> None:
     """Refuse leaves that differ in dtype, device or number of dimensions."""
     for column in zip(*made, strict=True):
         for number, leaf in enumerate(column):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
 
 from fpipe import tree
-from fpipe.arguments.apart import microbatches_of, rows_of
+from fpipe.arguments.apart import is_dim, microbatches_of, rows_of
 from fpipe.errors import BatchError
 from fpipe.microbatches import Microbatches
 
@@ -23,16 +24,21 @@ class SplitBatch:
     Attributes:
         leaves: for each microbatch, its leaves in flat order. A leaf that is not split is the
             same tensor in all of them.
-        spec: the structure of each microbatch.
+        specs: the structure of each microbatch; the same but for the order of the keys of dicts.
         rows: rows of each microbatch.
-        kinds: of each microbatch; those of one kind have the same rows and shapes. They are
-            numbered in the order in which they first come.
+        kinds: of each microbatch; those of one kind have the same rows, shapes and order of keys.
+            They are numbered in the order in which they first come.
     """
 
     leaves: tuple[tuple[Tensor, ...], ...]
-    spec: optree.PyTreeSpec
+    specs: tuple[optree.PyTreeSpec, ...]
     rows: tuple[int, ...]
     kinds: tuple[int, ...]
+
+    @property
+    def spec(self) -> optree.PyTreeSpec:
+        """The structure of the first microbatch."""
+        return self.specs[0]
 
     @property
     def division(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -73,17 +79,19 @@ def split(batch: Any, in_dims: Any, microbatches: int) -> SplitBatch:
     pairs = zip(leaves, dims, strict=True)
     columns = [_column(leaf, dim, rows) for leaf, dim in pairs]
     parts = tuple(zip(*columns, strict=True)) if columns else ((),) * microbatches
-    return SplitBatch(parts, spec, rows, tuple(int(size != rows[0]) for size in rows))
+    kinds = tuple(int(size != rows[0]) for size in rows)
+    return SplitBatch(parts, (spec,) * microbatches, rows, kinds)
 
 
 def _split_rest(
     leaves: Sequence[Tensor], spec: optree.PyTreeSpec, in_dims: Any, microbatches: int
 ) -> SplitBatch:
     """`split` of a batch of which `fpipe.Microbatches` are split already."""
-    own, made = microbatches_of(leaves, spec, in_dims, microbatches)
+    specs, made = microbatches_of(leaves, spec, in_dims, microbatches)
     rest = [None if leaf.ready else leaf.dim for leaf in made[0]]
     splits = any(dim is not None for dim in rest)
-    total = _count_rows([leaf.value for leaf in made[0]], rest, own, microbatches) if splits else 0
+    values = [leaf.value for leaf in made[0]]
+    total = _count_rows(values, rest, specs[0], microbatches) if splits else 0
     rows = rows_of(made)
     if rows is None:
         rows = _evenly(total, microbatches) if splits else (1,) * microbatches
@@ -94,17 +102,25 @@ def _split_rest(
             f"{' + '.join(map(str, rows))}: what is split has a row for each of theirs"
         )
     columns = [
-        [leaf.value.contiguous() for leaf in column]
+        [_laid_out(leaf.value) for leaf in column]
         if column[0].ready
         else _column(column[0].value, column[0].dim, rows)
         for column in zip(*made, strict=True)
     ]
     parts = tuple(zip(*columns, strict=True)) if columns else ((),) * microbatches
-    shapes = [
-        (size, *(leaf.shape for leaf in part)) for size, part in zip(rows, parts, strict=True)
+    order: dict[Hashable, int] = {}
+    kinds = [
+        order.setdefault((size, tree.orders(own), *(leaf.shape for leaf in part)), len(order))
+        for size, own, part in zip(rows, specs, parts, strict=True)
     ]
-    order = list(dict.fromkeys(shapes))
-    return SplitBatch(parts, own, rows, tuple(map(order.index, shapes)))
+    return SplitBatch(parts, specs, rows, tuple(kinds))
+
+
+def _laid_out(leaf: Tensor) -> Tensor:
+    """A leaf as its shape lies by itself: the stride of one row is that of what it was cut from."""
+    leaf = leaf.contiguous()
+    strides = make_contiguous_strides_for(leaf.shape)
+    return leaf if leaf.stride() == strides else leaf.as_strided(leaf.shape, strides)
 
 
 def _evenly(rows: int, microbatches: int) -> tuple[int, ...]:
@@ -185,11 +201,6 @@ def _if_split(spec: optree.PyTreeSpec, microbatches: int) -> str:
     return "; of microbatches that are split already make fpipe.Microbatches(batch)"
 
 
-def is_dim(dim: Any, dims: int) -> bool:
-    """Whether a tensor of so many dimensions has this one."""
-    return type(dim) is int and -dims <= dim < dims
-
-
 @dataclass(frozen=True)
 class Beneath:
     """A dimension to merge along, of tensors that transforms have put dimensions in front of.
@@ -252,11 +263,11 @@ def merge(
         shape = tuple(sizes[0][levels:])
         label = f"{name}{paths[index]}"
         if not shape and type(own) is int and own in (0, -1):
-            _check_alike(sizes, None, label)
+            _check_mergeable(sizes, None, label)
             merged.append(torch.stack(parts, levels) if parts else None)
         elif is_dim(own, len(shape)):
             at = own % len(shape) + levels
-            _check_alike(sizes, at, label)
+            _check_mergeable(sizes, at, label)
             merged.append(torch.cat(parts, at) if parts else None)
         else:
             raise BatchError(
@@ -266,7 +277,7 @@ def merge(
     return tree.unflatten(spec, merged)
 
 
-def _check_alike(shapes: Sequence[Shape], dim: int | None, label: str) -> None:
+def _check_mergeable(shapes: Sequence[Shape], dim: int | None, label: str) -> None:
     """Refuse values of microbatches that cannot be put together.
 
     Args:

@@ -102,9 +102,14 @@ class Signature(NamedTuple):
     batch: tuple[TreeShape, ...]
     ambient: Ambient
 
+    @property
+    def division(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """As `SplitBatch.division`."""
+        return self.rows, self.kinds
+
     def sizes(self) -> list[int]:
         """The rows of a microbatch of each kind."""
-        return [self.rows[self.kinds.index(kind)] for kind in range(len(self.batch))]
+        return [self.rows[first] for first in firsts(self.kinds)]
 
 
 def with_data(signature: Signature, devices: Sequence[torch.device] | None) -> Signature:
@@ -140,11 +145,23 @@ def refuse_without_data(signature: Signature) -> None:
                 )
 
 
+def firsts(kinds: Sequence[int]) -> list[int]:
+    """The first microbatch of each kind.
+
+    Example:
+        >>> firsts([0, 0, 1, 0])
+        [0, 2]
+    """
+    found: dict[int, int] = {}
+    for microbatch, kind in enumerate(kinds):
+        found.setdefault(kind, microbatch)
+    return list(found.values())
+
+
 def batch_shapes(parts: SplitBatch) -> tuple[TreeShape, ...]:
     """The shape of a microbatch of each kind."""
     return tuple(
-        TreeShape.of(parts.spec, parts.leaves[parts.kinds.index(kind)])
-        for kind in range(max(parts.kinds) + 1)
+        TreeShape.of(parts.specs[first], parts.leaves[first]) for first in firsts(parts.kinds)
     )
 
 
@@ -236,14 +253,16 @@ def difference(before: Signature, now: Signature) -> str:
     for stage, (old, new) in enumerate(zip(before.params, now.params, strict=True)):
         if found := _tree_difference(old, new):
             return f"the parameters of stage {stage} changed: {found}"
+    kinds, known = (set(zip(own.sizes(), own.batch, strict=True)) for own in (now, before))
+    turned = sum(before.rows) == sum(now.rows) and before.division != now.division
+    if turned and kinds <= known:
+        return "microbatches of these shapes come in another order or number"
     # Microbatches of each kind are compared; of those that were split evenly the bigger first.
     for old, new in zip(before.batch, now.batch, strict=False):
         if found := _tree_difference(old, new):
             return f"the microbatch changed: {found}"
     if before.rows != now.rows:
         return f"the batch has {sum(now.rows)} rows, before {sum(before.rows)}"
-    if before.kinds != now.kinds:
-        return "microbatches of these shapes come in another order"
     if now.ambient.modes != before.ambient.modes:
         return "the module has another mode (train, eval), other dropout, buffers or hooks"
     return (

@@ -30,6 +30,7 @@ from fpipe.controller.offer import (
 )
 from fpipe.controller.refusal import named
 from fpipe.controller.sample import Sample, sample
+from fpipe.planning.latest import Latest
 from fpipe.planning.plan import Plan
 from fpipe.planning.planner import Planner
 from fpipe.recording import active
@@ -137,8 +138,9 @@ class Calls:
         self._setup = {name: digest(text) for name, text in setup.items()}
         self._prepare = prepare
         self._number = number
-        self._agreed: dict[tuple[int, ...], Plan] = {}
-        self._expected: dict[tuple[int, int, int], Plan] = {}
+        # All ranks agree on the same in the same order, and so forget the same.
+        self._agreed: Latest[tuple[int, ...], Plan] = Latest()
+        self._expected: Latest[tuple[int, int, int], Plan] = Latest()
 
     def announce(
         self,

@@ -75,8 +75,9 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
         raise refusal(
             rank,
             f"rank {rank} got a batch {_unlike(offers[rank], offers[other])}, "
-            f"{_rows(offers[rank])}, than rank {other}, {_rows(offers[other])}: pass the same on "
-            "all ranks, of which leaves that a rank does not read may lie on the meta device",
+            f"{_rows(offers[rank], offers[other])}, than rank {other}, "
+            f"{_rows(offers[other], offers[rank])}: pass the same on all ranks, of which leaves "
+            "that a rank does not read may lie on the meta device",
         )
     for what, settings in (
         (
@@ -197,17 +198,34 @@ def unsendable(offer: Offer) -> BatchError | None:
 
 def _unlike(one: Offer, other: Offer) -> str:
     """In what a batch is unlike another; leaves are shown beside it, and structures are not."""
-    assert one.batch is not None and other.batch is not None
-    (own, *_), (first, *_) = one.batch, other.batch
+    at = _first_unlike(one, other)
+    own, first = _microbatch(one, at)[1], _microbatch(other, at)[1]
     if own.spec != first.spec:
         return "of another structure"
     return "of another shape" if own.orders == first.orders else "with keys in another order"
 
 
-def _rows(offer: Offer) -> str:
+def _microbatch(offer: Offer, number: int) -> tuple[int, TreeShape]:
+    """The rows and the shape of a microbatch of the batch that a rank was given."""
     assert offer.division is not None and offer.batch is not None
-    spec, shapes, _ = offer.batch[0]
+    rows, kinds = offer.division
+    return rows[number], offer.batch[kinds[number]]
+
+
+def _first_unlike(one: Offer, other: Offer) -> int:
+    """The first microbatch in which two batches differ."""
+    assert one.division is not None
+    count = len(one.division[0])  # the same on all ranks, as the schedule is
+    unlike = (n for n in range(count) if _microbatch(one, n) != _microbatch(other, n))
+    return next(unlike, 0)
+
+
+def _rows(offer: Offer, other: Offer) -> str:
+    """The rows of a batch, and the microbatch in which it is unlike another."""
+    assert offer.division is not None
+    at = _first_unlike(offer, other)
+    spec, shapes, _ = _microbatch(offer, at)[1]
     named_leaves = zip(tree.paths(spec), shapes, strict=True)
     leaves = ", ".join(f"batch{path}: {in_words(leaf)}" for path, leaf in named_leaves)
-    rows, _ = offer.division
-    return f"{sum(rows)} rows in microbatches of [{leaves}]"
+    rows = sum(offer.division[0])
+    return f"{rows} rows in microbatches{f', number {at}' if at else ''} of [{leaves}]"

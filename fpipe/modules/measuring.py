@@ -42,7 +42,9 @@ def measured(definition: Definition, batch: Any) -> Loads:
                     "real tensors, or count with measure=False"
                 )
     parts = split(batch, definition.in_dims, definition.schedule.num_microbatches)
-    microbatch = tree.unflatten(parts.spec, parts.leaves[0])
+    sizes = [sum(leaf.numel() for leaf in leaves) for leaves in parts.leaves]
+    biggest = sizes.index(max(sizes))
+    microbatch = tree.unflatten(parts.specs[biggest], parts.leaves[biggest])
 
     def loads(parts: Sequence[Part]) -> Sequence[float]:
         cut = with_cuts(definition, [part.name for part in parts[:-1]])

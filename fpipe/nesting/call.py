@@ -135,22 +135,37 @@ class Call:
         """
         if self.pipe.rank is not None:
             raise refuse("Vmap")
-        own = "batch" in self.pipe.definition.wanted
-        # Leaves of the batch get a gradient each, not the sum over the members who share them.
-        first = self.spec.child(0).num_leaves if own else self.spec.num_leaves
+        shared = {index for index, dim in enumerate(dims) if dim is None}
+        if "batch" in self.pipe.definition.wanted:
+            # Its leaves get a gradient each, not the sum over the members who share them.
+            shared -= set(range(self.spec.child(0).num_leaves, len(leaves)))
+        for column in _columns(self.spec):
+            if not shared.issuperset(column):  # microbatches are stacked alike
+                shared.difference_update(column)
         stacked = [
             leaf.movedim(dim, 0)
             if dim is not None
-            else leaf.expand(size, *leaf.shape)
-            if index >= first
             else leaf
+            if index in shared
+            else leaf.expand(size, *leaf.shape)
             for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True))
         ]
-        mapped = tuple(
-            None if dim is None and index < first else 0 for index, dim in enumerate(dims)
-        )
+        mapped = tuple(None if index in shared else 0 for index in range(len(leaves)))
         in_dims, key = tree.unflatten(self.spec, mapped), (mapped, self.spec, randomness)
         return replace(self, pipe=of_members(self.pipe, in_dims, randomness, key)), stacked
+
+
+def _columns(spec: optree.PyTreeSpec) -> list[tuple[int, ...]]:
+    """For each leaf of a microbatch of `fpipe.Microbatches` where it is in all of them."""
+    found: list[tuple[int, ...]] = []
+    first = 0
+    for argument in spec.children():
+        parts = tree.number_of_parts(tree.unflatten(argument, range(argument.num_leaves)))
+        if parts is not None:
+            columns = zip(*tree.places_of_parts(argument, parts), strict=False)
+            found += [tuple(first + place for place in column) for column in columns]
+        first += argument.num_leaves
+    return found
 
 
 def _drawn_from(leaves: Sequence[Tensor]) -> list[Tensor]:

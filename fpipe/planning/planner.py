@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Final
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from fpipe.arguments.shapes import (
     Ambient,
+    Goal,
     Signature,
     ambient,
     difference,
@@ -21,6 +23,7 @@ from fpipe.arguments.shapes import (
 )
 from fpipe.draws import within_pipeline
 from fpipe.errors import ScheduleError
+from fpipe.planning.latest import Latest
 from fpipe.planning.plan import Plan
 from fpipe.runtime.program import Program
 from fpipe.runtime.values import Codes
@@ -40,7 +43,10 @@ MANY: Final = 32
 
 
 class Planner:
-    """Makes plans, and keeps each for the next call with the same shapes.
+    """Makes plans, and keeps them for the next calls with the same shapes.
+
+    What costs most, traces and kernels, the workshop keeps for all of them: a plan that was dropped
+    is made again in a moment.
 
     Args:
         workshop: makes the code of the stages; other planners may use it too.
@@ -71,19 +77,23 @@ class Planner:
         self._lower = lower
         self._sink = sink
         self._modes = modes
-        self._plans: dict[Signature, Plan] = {}
+        self._plans: Latest[Signature, Plan] = Latest()
+        self._readers: dict[tuple[int, int], set[int]] = {}
+        self._traced: Counter[Goal] = Counter()
 
     def __call__(self, signature: Signature) -> Plan:
         """The plan for arguments of these shapes."""
-        if signature not in self._plans:
+        plan = self._plans.get(signature)
+        if plan is None:
             with one_at_a_time():
-                if signature not in self._plans:
+                plan = self._plans.get(signature)
+                if plan is None:
                     if torch.is_anomaly_enabled():
                         log.warning("anomaly mode of torch.autograd does not see into a pipeline")
                     # It would look for NaN in what is traced, which has no numbers.
                     with torch.autograd.set_detect_anomaly(False):
-                        self._plans[signature] = self._make(signature)
-        return self._plans[signature]
+                        plan = self._plans[signature] = self._make(signature)
+        return plan
 
     def ambient(self) -> Ambient:
         """What a trace depends on beside its arguments, as it is now."""
@@ -96,12 +106,8 @@ class Planner:
 
     def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The ranks that read a parameter in any plan so far, by stage and leaf, in order."""
-        found: dict[tuple[int, int], set[int]] = {}
-        for plan in list(self._plans.values()):  # another thread may make one
-            for program in plan.programs:
-                for stage, leaf, _ in program.bindings.params:
-                    found.setdefault((stage, leaf), set()).add(program.rank)
-        return {key: tuple(sorted(ranks)) for key, ranks in found.items()}
+        found = list(self._readers.items())  # another thread may make a plan
+        return {key: tuple(sorted(ranks)) for key, ranks in found}
 
     def structure(self) -> optree.PyTreeSpec | None:
         """That of the first stage's parameters in the last plan; None if there is no plan yet."""
@@ -112,12 +118,14 @@ class Planner:
         start = time.perf_counter()
         goal, kinds = signature.goal, signature.kinds
         refuse_without_data(signature)
+        traces = signature not in self._workshop
+        self._traced[goal] += traces
         log.info(
             "%s %s for microbatches of %s rows%s",
-            "planning" if signature in self._workshop else "tracing",
+            "tracing" if traces else "planning",
             goal,
             " and ".join(map(str, signature.sizes())),
-            self._why(signature),
+            self._why(signature, traces=traces),
         )
         with held_back(), within_pipeline():
             made = self._workshop(signature)
@@ -137,14 +145,17 @@ class Planner:
                 "this step has no gradient: trainable= chooses no parameter, or the loss depends "
                 "on none that it chooses"
             )
+        for program in plan.programs:
+            for stage, leaf, _ in program.bindings.params:
+                self._readers.setdefault((stage, leaf), set()).add(program.rank)
         return plan
 
-    def _why(self, signature: Signature) -> str:
+    def _why(self, signature: Signature, *, traces: bool) -> str:
         """What is new since the last trace for the same goal, for the log."""
         before = [known for known in self._plans if known.goal == signature.goal]
         if not before:
             return ""
-        if len(before) == MANY:
+        if traces and self._traced[signature.goal] == MANY + 1:
             log.warning(
                 "%d sets of shapes or modes have been traced for one pipeline, each of which is "
                 "kept: pad batches to a few shapes (docs/stages.md); now another %s, because %s",

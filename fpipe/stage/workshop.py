@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fpipe.arguments.shapes import Signature, TreeShape
+from fpipe.arguments.shapes import Signature, TreeShape, in_words
 from fpipe.errors import StageError
 from fpipe.stage.assembling import assemble, live_leaves
 from fpipe.stage.cutting.function import FunctionTracer
@@ -84,7 +84,7 @@ class Workshop:
                 chain = self._tracer(signature.params, shape, signature.goal, size)
             self._chains[_key(signature, size, shape)] = chain
             chains.append(chain)
-        _check_alike(chains)
+        _check_results(chains)
         trained = live_leaves(chains)
         usual, last = (
             [self._cut(chain, trained, policies) for chain in chains] for policies in self._policies
@@ -120,11 +120,11 @@ class Workshop:
         return self._codes[key]
 
 
-def _check_alike(chains: Sequence[Chain]) -> None:
+def _check_results(chains: Sequence[Chain]) -> None:
     """Refuse microbatches whose outputs cannot be put together.
 
     Raises:
-        StageError: they come in different structures.
+        StageError: they come in different structures, or of different dtypes.
     """
     for chain in chains[1:]:
         if chain.layout != chains[0].layout:
@@ -133,6 +133,13 @@ def _check_alike(chains: Sequence[Chain]) -> None:
                 f"{chains[0].layout.spec} for those of another: what comes out may not have "
                 "another structure in other microbatches of one step"
             )
+        results = ([c.value(source) for source in c.results] for c in (chain, chains[0]))
+        for own, first in zip(*results, strict=True):
+            if own.dtype != first.dtype:
+                raise StageError(
+                    f"{chain.labels[-1]} returns {in_words(own)} for microbatches of one shape and "
+                    f"{in_words(first)} for those of another: what comes out must have one dtype"
+                )
 
 
 def _key(signature: Signature, size: int, shape: TreeShape) -> tuple[Any, ...]:

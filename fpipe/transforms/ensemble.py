@@ -147,10 +147,10 @@ def _same_in_all(parts: Microbatches[Any]) -> Any:
     Raises:
         BatchError: members are stacked in some of them alone.
     """
-    if any(tree.hashable_prefix(part) != tree.hashable_prefix(parts[0]) for part in parts):
+    if len({tree.hashable_prefix(part) for part in parts}) != 1:
         raise BatchError(
-            f"in_dims={parts!r:.60} differs between microbatches: members must be stacked along "
-            "the same dimensions in all parts of Microbatches"
+            f"in_dims={parts!r:.60} must be the same for all microbatches: members are stacked "
+            "along the same dimensions in all parts of Microbatches"
         )
     return parts[0]
 

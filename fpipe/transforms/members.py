@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.arguments.microbatch import Beneath, is_dim
+from fpipe.arguments.apart import is_dim
+from fpipe.arguments.microbatch import Beneath
 from fpipe.convention import PLAIN, STATE, Convention, Dual, spared
 from fpipe.errors import BatchError
 from fpipe.transforms.mapping import over, prefix_map

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.arguments.microbatch import is_dim
+from fpipe.arguments.apart import is_dim
 from fpipe.arguments.shapes import is_differentiable
 from fpipe.convention import COTANGENT, Convention
 from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError, label_of
+from fpipe.microbatches import Microbatches
 from fpipe.stage.declared.returns import Returns, Taken
+from fpipe.transforms.mapping import prefix_map
 from fpipe.transforms.transformed import P, check_pipeline, each_stage
 
 
@@ -80,7 +82,7 @@ def pullback(definition: Definition, out_dims: Any) -> Definition:
         definition,
         stages=each_stage(definition.stages, _without),
         loss=_of_function(definition.loss, definition.returns) if whole else _of_output,
-        in_dims=(definition.in_dims, out_dims),
+        in_dims=(definition.in_dims, prefix_map(_of_rows, out_dims)),
         has_aux=False,
         reduction="sum",
         convention=inner._replace(
@@ -132,14 +134,20 @@ class _Entrance:
     def _check_rows(self, batch: Any, cotangent: Any) -> None:
         leaves, _ = tree.tensors("batch", batch, "torch.as_tensor makes one")
         dims = tree.broadcast_prefix("in_dims", self.in_dims, batch, "batch")
-        rows = next(
-            (v.shape[d] for v, d in zip(leaves, dims, strict=True) if is_dim(d, v.dim())), None
-        )
-        if tree.number_of_parts((batch, cotangent)) is not None:
-            rows = None  # each microbatch has its own, and is looked at when they are split
+        rows = None
+        # Of what is split already each microbatch has its own, looked at where it is read.
+        if tree.number_of_parts((batch, cotangent)) is None:
+            pairs = zip(leaves, dims, strict=True)
+            rows = next((v.shape[d] for v, d in pairs if is_dim(d, v.dim())), None)
         own, spec = tree.tensors(COTANGENT, cotangent, "None where there is none")
         dims = tree.broadcast_prefix("out_dims", self.out_dims, cotangent, "the cotangent")
+        whole = {tree.paths(spec)[place] for place in tree.places_of_rest(spec)}
         for path, leaf, dim in zip(tree.paths(spec), own, dims, strict=True):
+            if dim is Microbatches and path in whole:
+                raise BatchError(
+                    f"cotangent{path} is of an output that out_dims leaves apart: it must be "
+                    "fpipe.Microbatches, with one part for each"
+                )
             if dim is None:
                 raise BatchError(
                     f"cotangent{path} is of an output of which the last microbatch's is kept alone "
@@ -151,6 +159,11 @@ class _Entrance:
                     f"dimension {dim}, as the batch has: a derivative by outputs is of those with "
                     "a row for each row of the batch"
                 )
+
+
+def _of_rows(dim: Any) -> Any:
+    """The dimension of rows of a cotangent, None where it is split already."""
+    return None if dim is Microbatches else dim
 
 
 def _without(function: Callable[..., Any], first: bool) -> Callable[..., Any]:

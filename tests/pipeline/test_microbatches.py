@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pickle
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe import BatchError, Microbatches, Schedule, random, schedules, tree
+from fpipe.planning.latest import Latest
 from tests.models import assert_same, rand
 
 Tree = dict[str, Any]
@@ -327,6 +329,52 @@ def test_single_examples() -> None:
         assert_same(grads["w"][number], grad["w"])
 
 
+def reading_when_long(params: Tree, x: Tensor) -> Tensor:
+    h = fpipe.cut(x * params["a"])
+    return (h * params["b"] if x.shape[1] > 3 else h).square().mean()
+
+
+def test_single_examples_where_a_parameter_is_read_by_some() -> None:
+    params = {"a": rand(), "b": rand() + 1}
+    xs = [rand(2, 3), rand(1, 5) + 2, rand(2, 7)]
+    pipe = fpipe.pipeline(
+        reading_when_long, schedule=schedules.gpipe(ranks=2, microbatches=3), compile=False
+    )
+    rows = [row for x in xs for row in x.split(1)]
+    each = [torch.func.grad(reading_when_long)(params, row) for row in rows]
+    grads = fpipe.per_example_grads(pipe).step(params, Microbatches(xs)).grads
+    for name in params:
+        assert_same(grads[name], torch.stack([own[name] for own in each]))
+    norms = [torch.stack([own["a"], own["b"]]).norm() for own in each]
+    found = fpipe.per_example_norms(pipe).step(params, Microbatches(xs))
+    assert_same(found.norms, torch.stack(norms))
+    stacked = tree.tree_map(lambda p: torch.stack([p, 2 * p]), params)
+    of_all = fpipe.per_example_grads(fpipe.vmap(pipe)).step(stacked, Microbatches(xs)).grads
+    assert of_all["b"].numel() == 2 * len(rows)
+
+
+def test_one_microbatch_of_those_that_torch_maps() -> None:
+    pipe = fpipe.pipeline(
+        lambda w, x: fpipe.cut(torch.tanh(x) * w).square().mean(),
+        schedule=schedules.gpipe(ranks=2, microbatches=2),
+        compile=False,
+    )
+    w, a, b = rand(), rand(2, 3), rand(1, 5)
+
+    def plain(w: Tensor, a: Tensor) -> Tensor:
+        halves = [torch.tanh(x).mul(w).square().mean() * len(x) for x in (a, b)]
+        return torch.stack(halves).sum() / 3
+
+    def value(w: Tensor, a: Tensor) -> Tensor:
+        return pipe.value(w, Microbatches([a, b]))
+
+    many = torch.stack([a, 2 * a])
+    for own, expected in ((value, plain), (torch.func.grad(value), torch.func.grad(plain))):
+        both = [torch.vmap(fn, (None, 0))(w, many) for fn in (own, expected)]
+        assert_same(*both)
+        assert_same(*(torch.func.jacfwd(fn, 1)(w, a) for fn in (own, expected)))
+
+
 def drawing(params: Tree, batch: Tree, key: Tensor) -> Tensor:
     h = fpipe.cut(random.dropout(random.fold_in(key, 0), batch["x"] * params["w"]))
     return h.square().mean()
@@ -438,6 +486,77 @@ def test_structure_of_what_comes_out_may_not_differ() -> None:
         pipe.step(rand(), Microbatches([rand(2, 3), rand(2, 4)]))
 
 
+def test_a_slice_of_one_row_lies_as_any_other() -> None:
+    pipe = fpipe.pipeline(
+        lambda w, x: fpipe.cut(x * w).mean(),
+        schedule=schedules.gpipe(ranks=2, microbatches=2),
+        compile=False,
+    )
+    for width in (6, 7, 8):
+        pipe.step(rand(), Microbatches([rand(2, 3), rand(1, width)[:, :5]]))
+    assert len(pipe.workshop._chains) == 2
+
+
+def test_keys_in_another_order_in_one_microbatch() -> None:
+    """A function may go through a dict in the order of its keys."""
+
+    def loss_fn(w: Tensor, batch: Tree) -> Tensor:
+        first, second = batch.values()
+        return fpipe.cut(first * w).sum() + second.sum()
+
+    schedule = schedules.gpipe(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, reduction="sum", compile=False)
+    one, w = {"x": rand(1), "y": rand(1) + 5}, rand()
+    parts = [one, dict(reversed(one.items()))]
+    expected = torch.stack([loss_fn(w, part) for part in parts]).sum()
+    assert_same(pipe.value(w, Microbatches(parts)), expected)
+
+
+def test_memory_is_that_of_the_biggest() -> None:
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    parts = [{"input": torch.ones(2, length, 4)} for length in (4, 400)]
+    found = [
+        fpipe.balance(module, schedule, batch, loss=lambda output, _: output.mean()).stages
+        for batch in (Microbatches(parts), Microbatches(parts[::-1]))
+    ]
+    assert found[0] == found[1]
+    measured = fpipe.balance(
+        module,
+        schedule,
+        Microbatches(parts),
+        loss=lambda output, _: output.mean(),
+        measure=True,
+        compile=False,
+    )
+    assert measured.unit == "s"
+
+
+def test_orders_of_known_shapes_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is no end of them; the traces are kept."""
+    monkeypatch.setattr("fpipe.planning.planner.MANY", 3)
+    pipe = fpipe.pipeline(
+        lambda w, x: fpipe.cut(x * w).mean(),
+        schedule=schedules.gpipe(ranks=2, microbatches=4),
+        compile=False,
+    )
+    planner: Any = pipe._controller._planner  # type: ignore[attr-defined]
+    planner._plans = Latest(4)
+    w, shapes = rand(), [rand(2, 3), rand(1, 5)]
+    with caplog.at_level(logging.INFO, "fpipe"):
+        for order in itertools.product((0, 1), repeat=4):
+            parts = [shapes[kind] for kind in order]
+            losses = [(x * w).mean() * len(x) for x in parts]
+            expected = torch.stack(losses).sum() / sum(map(len, parts))
+            assert_same(pipe.value(w, Microbatches(parts)), expected)
+    assert len(planner._plans) == 4 and len(pipe.workshop._chains) == 2
+    told = [record.getMessage() for record in caplog.records]
+    assert not [text for text in told if "have been traced" in text]
+    assert [text for text in told if "come in another order" in text]
+
+
 # ── what is refused ─────────────────────────────────────────────────────────────────────────────
 
 
@@ -455,6 +574,8 @@ def refused(batch: Any, match: str, in_dims: Any = 0) -> None:
 
 def test_refusals() -> None:
     two, x = Microbatches([rand(2, 3), rand(2, 4)]), rand(2, 3)
+    refused(Microbatches([]), "of 0 parts, .*an iterator gives its values once")
+    refused(Microbatches([x, x]), "in_dims is <class .* for a leaf of micro", in_dims=Microbatches)
     refused(Microbatches([x]), "has Microbatches of 1 parts, but the schedule has 2")
     refused({"x": two, "y": Microbatches([x])}, "Microbatches of 1 and 2 parts stand in one")
     refused(Microbatches([{"x": x}, {"y": x}]), "microbatch 1 has the structure .*'y'")
@@ -467,6 +588,34 @@ def test_refusals() -> None:
     refused({"x": two}, "in_dims must be a pytree prefix of microbatch 0", in_dims={"x": [0]})
     refused(Microbatches([x, "text"]), r"batch\[1\]='text' is a str")
     refused(Microbatches([x, [x, x].__iter__()]), "gives its values once")
+
+
+def test_dtype_of_what_comes_out_may_not_differ() -> None:
+    schedule = schedules.gpipe(ranks=2, microbatches=2)
+
+    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
+        loss = fpipe.cut(x * w).mean()
+        return loss.float() if x.shape[1] > 3 else loss
+
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
+    with pytest.raises(fpipe.StageError, match=r"float32\[\] .* float64\[\] .* one dtype"):
+        pipe.step(rand(), Microbatches([rand(2, 3), rand(2, 4)]))
+
+
+def test_cotangent_of_what_is_left_apart() -> None:
+    params, batch, _ = make_mixed()
+    pipe = fpipe.vjp(mixed_pipe(out_dims=APART))
+    cotangent = {"h": rand(5, 3), "rows": None, "count": None}
+    with pytest.raises(BatchError, match=r"cotangent\['h'\] is of an output that out_dims leaves"):
+        pipe.step(params, batch, cotangent)
+
+
+def test_torch_knows_it_too() -> None:
+    found = torch.func.grad(lambda parts: parts[0].sum() * parts[1].sum())(
+        Microbatches([torch.ones(2), torch.ones(3)])
+    )
+    assert type(found) is Microbatches
+    assert [own.tolist() for own in found] == [[3.0, 3.0], [2.0, 2.0, 2.0]]
 
 
 def test_is_a_tuple_and_a_node() -> None:
