@@ -285,6 +285,11 @@ def _tree_difference(before: TreeShape, now: TreeShape) -> str:
     return ""
 
 
+def memory_of(value: Tensor) -> int:
+    """Equal for tensors that share their memory, which they keep."""
+    return value.untyped_storage()._cdata
+
+
 def is_differentiable(value: Tensor) -> bool:
     """Whether a value of this dtype can have a gradient."""
     return value.dtype.is_floating_point or value.dtype.is_complex

@@ -12,6 +12,7 @@ from torch import Tensor
 from fpipe import tree
 from fpipe.arguments.microbatch import merge
 from fpipe.arguments.parameters import Parameters
+from fpipe.arguments.shapes import memory_of
 from fpipe.planning.total import Total
 from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Program
@@ -97,12 +98,12 @@ class Plan:
         Each has memory of its own, though what a function returns may be what it was given.
         """
         given, slots = params.stages[0], dict(runs[0].program.results.states)
-        taken = {_memory(leaf) for leaf in (*given, *tree.flatten(batch)[0])}
+        taken = {memory_of(leaf) for leaf in (*given, *tree.flatten(batch)[0])}
         values: list[Tensor] = []
         for leaf in range(params.spec.children()[0].num_leaves, len(given)):
             value = runs[0].slots[slots[leaf]] if leaf in slots else given[leaf]
-            values.append(value.clone() if _memory(value) in taken else value)
-            taken.add(_memory(values[-1]))
+            values.append(value.clone() if memory_of(value) in taken else value)
+            taken.add(memory_of(values[-1]))
         return values
 
     def _columns(self, runs: Sequence[Run], start: int, end: int) -> list[list[Any]]:
@@ -113,8 +114,3 @@ class Plan:
                 if start <= number < end:
                     columns[number - start][microbatch] = run.slots[slot]
         return columns
-
-
-def _memory(value: Tensor) -> int:
-    """Equal for tensors that share their memory."""
-    return value.untyped_storage().data_ptr()

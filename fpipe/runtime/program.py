@@ -102,8 +102,8 @@ class Bindings(NamedTuple):
         batch: ``(microbatch, leaf, slot)``.
         constants: ``(tensor, slot)``.
         seeds: ``(microbatch, slot)``: the weight of a microbatch's loss.
-        keys: ``(microbatch, stage, slot)``: the key of a microbatch, with the number of the stage
-            folded in unless that is -1.
+        keys: ``(microbatch, number, slot)``: the key of a microbatch, with the number of the stage
+            or of the draw folded in unless that is -1.
     """
 
     params: tuple[tuple[int, int, int], ...]

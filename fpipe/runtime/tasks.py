@@ -61,8 +61,8 @@ def tasks_of(schedule: Schedule, codes: Codes, resolve: Resolver) -> Tasks:
     The first B or W of a stage starts the sums of its parameter gradients, the others continue
     them. What a stage reads may depend on the rows of a microbatch: where one is the first to read
     some parameters but not others, what it starts is added to what there is. What no microbatch
-    goes into is computed before the first task that reads it. Whole-stage actions have no task: in
-    one process there is nothing to gather or reduce.
+    goes into is computed before the first task that reads it, as an UNSHARD. The whole-stage
+    actions of the schedule itself have no task.
     """
     sums: dict[SumValue, Value] = {}
     halved = {(a.stage, a.microbatch) for row in schedule.actions for a in row if a.op == Op.I}

@@ -29,7 +29,7 @@ Codes = Callable[[int, int], StageCode]
 
 @dataclass(frozen=True, slots=True)
 class ParamValue:
-    """A leaf of a stage's parameters."""
+    """A leaf of a stage's parameters, or of the state, which comes with them."""
 
     stage: int
     leaf: int
@@ -45,7 +45,7 @@ class BatchValue:
 
 @dataclass(frozen=True, slots=True)
 class ConstantValue:
-    """The address of a tensor that a stage function closes over."""
+    """A tensor that a stage function closes over, by its ``id``."""
 
     address: int
 

@@ -13,7 +13,7 @@ from fpipe.stage.graphs.nodes import value_of
 
 
 def fingerprint(graph: fx.Graph) -> str:
-    """A key that two graphs share exactly when they compute the same on the same kind of inputs.
+    """A key that two graphs share only if they compute the same on the same kind of inputs.
 
     Node names do not count; ops, their arguments and the placeholders' shapes, strides and dtypes
     do. Of devices and process groups it counts which are the same, and not their numbers: ranks

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe import threefry
+from fpipe.arguments.shapes import LeafShape
 from fpipe.stage.graphs.nodes import marks_of, values_of
 from fpipe.stage.graphs.rewrites import copy_of
 
@@ -76,8 +77,7 @@ def _kind(node: fx.Node, before: tuple[fx.Node, ...]) -> Hashable:
     """Equal for nodes that are recorded alike."""
 
     def described(used: fx.Node) -> Any:
-        value = used.meta["val"]
-        return (tuple(value.shape), value.stride(), value.dtype, value.device)
+        return tuple(LeafShape.of(used.meta["val"]))
 
     return node.target, repr(fx.map_arg((before, node.args, node.kwargs), described))
 

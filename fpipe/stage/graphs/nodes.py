@@ -26,7 +26,7 @@ STAGE = "fpipe.stage"
 CHECKPOINT = "fpipe.checkpoint"
 """Where the ``meta`` of a forward node says in which `Checkpointed` call it was recorded."""
 
-_COPIES = frozenset({aten.clone.default, aten._to_copy.default})
+COPIES = frozenset({aten.clone.default, aten._to_copy.default})
 _ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
 _FILLED = frozenset({aten.full.default, aten.full_like.default, aten.new_full.default})
 
@@ -99,7 +99,7 @@ def base_of(node: fx.Node) -> fx.Node:
 
 def is_zero(node: fx.Node) -> bool:
     """Whether `node` is made as zeros, such as the gradient of what nothing depends on."""
-    while is_view(node) or node.target in _COPIES:
+    while is_view(node) or node.target in COPIES:
         node = node.all_input_nodes[0]
     if node.target in _FILLED:
         return bool(node.args[-1] == 0)

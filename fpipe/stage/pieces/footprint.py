@@ -14,12 +14,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from fpipe.stage.graphs.nodes import is_product, is_random, is_view, nbytes_of
-
-aten = torch.ops.aten
-
-# Written element by element, and not tagged so.
-_ELEMENTWISE = frozenset({aten.clone.default, aten._to_copy.default})
+from fpipe.stage.graphs.nodes import COPIES, is_product, is_random, is_view, nbytes_of
 
 
 def footprint(graph: fx.Graph, handed: Collection[int], *, fuses: bool) -> int:
@@ -107,7 +102,7 @@ def _is_elementwise(node: fx.Node) -> bool:
     target = node.target
     return (
         isinstance(target, torch._ops.OpOverload)
-        and (torch.Tag.pointwise in target.tags or target in _ELEMENTWISE)
+        and (torch.Tag.pointwise in target.tags or target in COPIES)
         and not is_random(node)
     )
 

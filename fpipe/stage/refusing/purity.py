@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fpipe.arguments.shapes import memory_of
 from fpipe.stage.refusing.explain import ImpureError, Untraceable, impure
 from fpipe.stage.refusing.names import name_in_closure
 
@@ -34,7 +35,7 @@ class WriteGuard(TorchDispatchMode):
     def __init__(self, inputs: Mapping[str, Tensor], origin: Any) -> None:
         super().__init__()
         self._origin = origin
-        self._foreign = {_memory(v): f"its input {path}" for path, v in inputs.items()}
+        self._foreign = {memory_of(v): f"its input {path}" for path, v in inputs.items()}
         self._carrying: set[int] = set()  # memory of values that carry a gradient
         self._kept_alive = list(inputs.values())
 
@@ -73,7 +74,7 @@ class WriteGuard(TorchDispatchMode):
             if func.namespace == "prim":
                 continue
             if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
-                self._carrying.add(_memory(value))
+                self._carrying.add(memory_of(value))
                 self._kept_alive.append(value)
         result = func(*args, **(kwargs or {}))
         for declared, value in arguments:
@@ -82,7 +83,7 @@ class WriteGuard(TorchDispatchMode):
             if declared.alias_info is not None and isinstance(result, Tensor):
                 owner = self._owner(value)
                 if owner is not None:
-                    self._foreign[_memory(result)] = owner
+                    self._foreign[memory_of(result)] = owner
                     self._kept_alive.append(result)
         return result
 
@@ -91,14 +92,14 @@ class WriteGuard(TorchDispatchMode):
             return None
         if not isinstance(value, FakeTensor):
             return f"a tensor that it closes over ({name_in_closure(value, self._origin)})"
-        return self._foreign.get(_memory(value))
+        return self._foreign.get(memory_of(value))
 
     def _unseen(self, value: Any) -> str | None:
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             return None
         if value.requires_grad and not torch.is_grad_enabled():
             return "a value that carries a gradient, within torch.no_grad()"
-        if not value.requires_grad and _memory(value) in self._carrying:
+        if not value.requires_grad and memory_of(value) in self._carrying:
             return "a value that carries a gradient, by way of what is detached from it"
         return None
 
@@ -141,7 +142,3 @@ def _is_folded(value: Any) -> bool:
                 return True
             reach += stride * (size - 1)
     return False
-
-
-def _memory(value: Tensor) -> int:
-    return value.untyped_storage()._cdata
