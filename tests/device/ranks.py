@@ -24,8 +24,11 @@ def main() -> None:
     """Steps against the function without a pipeline, and a fault, after which ranks go on."""
     torch.set_num_threads(1)
     rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
+    if torch.cuda.device_count() < 2:
+        # NCCL refuses two ranks with one device, unless they are on hosts of their own.
+        os.environ |= {"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo"}
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl")
     for family in ("gpipe", "zb_h1", "zbv"):
         schedule = schedules.get(family, ranks=2, microbatches=4)
@@ -80,7 +83,7 @@ def moves_every_dtype(device: torch.device) -> None:
 
 
 def steps_in_a_thread_with_another_device(device: torch.device) -> None:
-    """A thread begins with the first device, whatever this one has chosen."""
+    """A thread begins with the first device, whichever the rank has."""
     schedule = schedules.gpipe(ranks=2, microbatches=2)
     model = mlp(2, 8)
     pipe = fpipe.pipeline(
