@@ -1,6 +1,6 @@
 """A training run that is stopped and goes on: under another schedule, on more processes or fewer.
 
-    pip install fpipe-torch
+    pip install .                             # in a checkout; once it is released, fpipe-torch
     python examples/resume.py                 # trains, stops, goes on, compares; about a minute
     python examples/resume.py --smoke         # seconds: a tiny model, a few steps, uncompiled
 
@@ -30,15 +30,19 @@ from torch import nn
 import fpipe
 
 parser = argparse.ArgumentParser(description="train, save, and go on")
-parser.add_argument("--folder", type=Path, help="where saves lie; without, the run checks itself")
+parser.add_argument("--folder", type=Path, help="saves of one model; without, a self-check")
 parser.add_argument("--steps", type=int, help="go on up to this step")
 parser.add_argument("--smoke", action="store_true")
 options = parser.parse_args()
-WIDTH, LAYERS, LENGTH, ROWS, STEPS = (8, 2, 16, 8, 4) if options.smoke else (64, 6, 64, 32, 60)
-STEPS, EVERY = options.steps or STEPS, 2 if options.smoke else 20
+WIDTH, LAYERS, LENGTH, ROWS = (8, 2, 16, 8) if options.smoke else (64, 6, 64, 32)
+STEPS = options.steps or (4 if options.smoke else 60)
+EVERY = 2 if options.smoke else 20
+# Each microbatch draws from its own key, so their number is part of the run; the ranks are not.
+MICROBATCHES = 8
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-# Under torchrun a process for each rank; otherwise one process drives two ranks.
+# Under torchrun a process for each rank; otherwise one process drives two ranks. On CUDA it is
+# "cpu:gloo,cuda:nccl", after torch.cuda.set_device, and parameters and batches lie on the device.
 GROUP = None
 if "RANK" in os.environ:
     dist.init_process_group("gloo")
@@ -147,7 +151,8 @@ def train(folder, pipe, steps):
                 m: moments[m][name] for m in MOMENTS
             }
     if FIRST:
-        print(f"{pipe.schedule.name} on {RANKS} ranks goes on after step {first}")
+        begun = f"goes on after step {first}" if first else "begins"
+        print(f"{pipe.schedule.name} on {RANKS} ranks " + (begun if first < steps else "is done"))
     start = time.perf_counter()
     for step in range(first + 1, steps + 1):
         key = fpipe.random.fold_in(fpipe.random.key(1), step)
@@ -169,10 +174,9 @@ def train(folder, pipe, steps):
 torch.set_num_threads(1)
 with torch.device("meta"):
     module = Model()
-# Each microbatch draws from its own key: with as many of them the same numbers are drawn.
 pipe = fpipe.from_module(
     module,
-    schedule=fpipe.schedules.zbv(ranks=RANKS, microbatches=2 * RANKS),
+    schedule=fpipe.schedules.zbv(ranks=RANKS, microbatches=MICROBATCHES),
     stages=2 * RANKS,
     example=draw(0),
     loss=mean_loss,
@@ -184,7 +188,7 @@ if options.folder is not None:
     train(options.folder, pipe, STEPS)
 else:
     looped = fpipe.schedules.interleaved_1f1b(
-        ranks=RANKS, microbatches=2 * RANKS, stages_per_rank=2
+        ranks=RANKS, microbatches=MICROBATCHES, stages_per_rank=2
     )
     with tempfile.TemporaryDirectory() as place:
         train(Path(place) / "stopped", pipe, STEPS // 2)

@@ -75,7 +75,9 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     if isinstance(data, Tensor):
         number = data.to(key.device, torch.int64)
     else:  # made there, for a copy would wait for the device
-        number = torch.full((), data, dtype=torch.int64, device=key.device)
+        own = plain_integer(data)
+        assert own is not None
+        number = torch.full((), own, dtype=torch.int64, device=key.device)
     counter = (number >> 32 & MASK, number & MASK)
     return torch.stack(threefry2x32((key[..., 0], key[..., 1]), counter), -1)
 

@@ -67,9 +67,11 @@ def tensors(name: str, tree: Any, hint: str) -> tuple[list[Tensor], optree.PyTre
                 "parameters, dict(module.named_parameters())"
             )
         if isinstance(leaf, Iterator):
+            path = paths(spec)[index]
+            instead = "" if name == "batch" and path else _ONCE.get(name, "")
             raise BatchError(
-                f"{name}{paths(spec)[index]} is {a_type(leaf)}, which gives its values "
-                f"once: {_ONCE.get(name, 'pass list(...) of it')}"
+                f"{name}{path} is {a_type(leaf)}, which gives its values once: "
+                f"{instead or 'pass list(...) of it'}"
             )
         if is_container(leaf):
             raise BatchError(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -246,6 +247,11 @@ def test_dropout_takes_no_quotient(dtype: torch.dtype) -> None:
     assert not [node for node in graph.nodes if "div" in str(node.target)]
     out = random.dropout(key, x, 0.1)
     assert torch.equal(out[out != 0], (x * (1 / 0.9))[out != 0])
+
+
+def test_numbers_of_numpy_are_folded_in() -> None:
+    key = random.key(4)
+    assert torch.equal(random.fold_in(key, np.array(5)), random.fold_in(key, 5))  # type: ignore[arg-type]
 
 
 def test_an_element_depends_on_its_place_alone() -> None:

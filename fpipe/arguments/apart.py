@@ -56,6 +56,11 @@ def microbatches_of(
     paths: list[str] = []
     for number, places in enumerate(tree.places_of_parts(spec, microbatches)):
         part = tree.part_of(batch, number)
+        if tree.number_of_parts(part) is not None:
+            raise BatchError(
+                f"microbatch {number} has Microbatches within it: they stand for what is split "
+                "into the microbatches of a step, which is split once; use a list there"
+            )
         specs.append(tree.structure(part))
         if specs[number] != specs[0]:
             raise BatchError(

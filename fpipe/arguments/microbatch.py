@@ -40,6 +40,11 @@ class SplitBatch:
         """The structure of the first microbatch."""
         return self.specs[0]
 
+    def biggest(self) -> int:
+        """The microbatch that has most elements."""
+        sizes = [sum(leaf.numel() for leaf in leaves) for leaves in self.leaves]
+        return sizes.index(max(sizes))
+
     @property
     def division(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Rows and kinds of all microbatches: how the batch is divided."""
@@ -196,7 +201,9 @@ def _count_rows(
 
 def _if_split(spec: optree.PyTreeSpec, microbatches: int) -> str:
     """What to do where a batch may be meant as a sequence of microbatches."""
-    if spec.type not in (list, tuple) or spec.num_children != microbatches:
+    parts = spec.children()
+    alike = all(part == parts[0] and part.num_nodes > 1 for part in parts)
+    if spec.type not in (list, tuple) or len(parts) != microbatches or not alike:
         return ""
     return "; of microbatches that are split already make fpipe.Microbatches(batch)"
 

@@ -257,9 +257,11 @@ def difference(before: Signature, now: Signature) -> str:
     turned = sum(before.rows) == sum(now.rows) and before.division != now.division
     if turned and kinds <= known:
         return "microbatches of these shapes come in another order or number"
-    # Microbatches of each kind are compared; of those that were split evenly the bigger first.
-    for old, new in zip(before.batch, now.batch, strict=False):
-        if found := _tree_difference(old, new):
+    # What is new is compared with what was in its place; of those that were split evenly the
+    # bigger comes first.
+    for number, (size, new) in enumerate(zip(now.sizes(), now.batch, strict=True)):
+        old = before.batch[min(number, len(before.batch) - 1)]
+        if (size, new) not in known and (found := _tree_difference(old, new)):
             return f"the microbatch changed: {found}"
     if before.rows != now.rows:
         return f"the batch has {sum(now.rows)} rows, before {sum(before.rows)}"

@@ -140,6 +140,7 @@ class Calls:
         self._number = number
         # All ranks agree on the same in the same order, and so forget the same.
         self._agreed: Latest[tuple[int, ...], Plan] = Latest()
+        # What this rank alone expects.
         self._expected: Latest[tuple[int, int, int], Plan] = Latest()
 
     def announce(

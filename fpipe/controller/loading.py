@@ -68,40 +68,27 @@ class Copies:
     """Leaves of a batch where they are read, each copied once to a device.
 
     A copy to the CPU has arrived when it is returned; on CUDA the stream sees to that. Pinned
-    memory would still be read when the caller may write there again: it is copied on a stream of
-    its own, which is waited for, without what the device was asked to compute before.
+    memory would still be read when the caller may write there again: it is waited for, once.
     """
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, torch.device], Tensor] = {}
-        self._pinned: dict[torch.device, tuple[torch.cuda.Stream, list[Tensor]]] = {}
+        self._pinned: set[torch.device] = set()
 
     def of(self, value: Tensor, device: torch.device) -> Tensor:
         """The copy of a leaf on a device."""
         key = id(value), device
         if key not in self._made:
-            self._made[key] = self._copy(value, device)
+            if device.type == "cuda" and value.is_pinned():
+                self._pinned.add(device)
+            self._made[key] = value.to(device, non_blocking=device.type == "cuda")
         return self._made[key]
 
     def settle(self) -> None:
-        """See that what was copied can be read, and its original written to."""
-        for device, (stream, copies) in self._pinned.items():
-            compute = torch.cuda.current_stream(device)
-            compute.wait_stream(stream)
-            for copy in copies:
-                copy.record_stream(compute)
-            stream.synchronize()
+        """See that the originals may be written to."""
+        for device in self._pinned:
+            torch.cuda.current_stream(device).synchronize()
         self._pinned.clear()
-
-    def _copy(self, value: Tensor, device: torch.device) -> Tensor:
-        if device.type != "cuda" or not value.is_pinned():
-            return value.to(device, non_blocking=device.type == "cuda")
-        if device not in self._pinned:
-            self._pinned[device] = torch.cuda.Stream(device), []
-        stream, copies = self._pinned[device]
-        with torch.cuda.stream(stream):
-            copies.append(value.to(device, non_blocking=True))
-        return copies[-1]
 
 
 @contextmanager

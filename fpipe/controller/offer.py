@@ -72,12 +72,13 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
     if odd is not None:
         rank = ranks[odd]
         other = next(r for r in ranks if batches[r] != batches[rank])
+        at = _first_unlike(offers[rank], offers[other])
         raise refusal(
             rank,
-            f"rank {rank} got a batch {_unlike(offers[rank], offers[other])}, "
-            f"{_rows(offers[rank], offers[other])}, than rank {other}, "
-            f"{_rows(offers[other], offers[rank])}: pass the same on all ranks, of which leaves "
-            "that a rank does not read may lie on the meta device",
+            f"rank {rank} got a batch {_unlike(offers[rank], offers[other], at)}, "
+            f"{_rows(offers[rank], at)}, than rank {other}, {_rows(offers[other], at)}: pass the "
+            "same on all ranks, of which leaves that a rank does not read may lie on the meta "
+            "device",
         )
     for what, settings in (
         (
@@ -196,9 +197,8 @@ def unsendable(offer: Offer) -> BatchError | None:
     return None
 
 
-def _unlike(one: Offer, other: Offer) -> str:
-    """In what a batch is unlike another; leaves are shown beside it, and structures are not."""
-    at = _first_unlike(one, other)
+def _unlike(one: Offer, other: Offer, at: int) -> str:
+    """In what microbatches are unlike; leaves are shown beside it, and structures are not."""
     own, first = _microbatch(one, at)[1], _microbatch(other, at)[1]
     if own.spec != first.spec:
         return "of another structure"
@@ -220,12 +220,12 @@ def _first_unlike(one: Offer, other: Offer) -> int:
     return next(unlike, 0)
 
 
-def _rows(offer: Offer, other: Offer) -> str:
-    """The rows of a batch, and the microbatch in which it is unlike another."""
+def _rows(offer: Offer, at: int) -> str:
+    """The rows of a batch, and one of its microbatches."""
     assert offer.division is not None
-    at = _first_unlike(offer, other)
     spec, shapes, _ = _microbatch(offer, at)[1]
     named_leaves = zip(tree.paths(spec), shapes, strict=True)
     leaves = ", ".join(f"batch{path}: {in_words(leaf)}" for path, leaf in named_leaves)
     rows = sum(offer.division[0])
-    return f"{rows} rows in microbatches{f', number {at}' if at else ''} of [{leaves}]"
+    which = f"of which microbatch {at} is" if at else "in microbatches of"
+    return f"{rows} rows {which} [{leaves}]"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf, prod
+from math import inf
 from typing import Any
 
 from torch import nn
 
 from fpipe.arguments.microbatch import split
-from fpipe.arguments.shapes import TreeShape, batch_shapes
+from fpipe.arguments.shapes import batch_shapes
 from fpipe.controller.controller import Gather
 from fpipe.controller.refusal import named
 from fpipe.definition import Definition
@@ -172,11 +172,6 @@ def chosen(
     return by_time() if definition.group is None else _of_first(by_time, check, definition)
 
 
-def _size(microbatch: TreeShape) -> int:
-    """Elements of a microbatch: by the biggest it is decided what is held."""
-    return sum(prod(leaf.shape) for leaf in microbatch.leaves)
-
-
 def _check_numbers(**numbers: Any) -> None:
     """Refuse what is no number, or a negative one; the keyword is the name to report."""
     units = {"memory": "bytes", "intensity": "FLOPs for each byte", "slack": "a fraction"}
@@ -233,7 +228,8 @@ def _divided(
     module, schedule = definition.loss.module, definition.schedule
     split_batch = split(batch, definition.in_dims, schedule.num_microbatches)
     with one_at_a_time():
-        parts = parts_of(definition, max(batch_shapes(split_batch), key=_size), candidates)
+        kind = split_batch.kinds[split_batch.biggest()]  # by which it is decided what is held
+        parts = parts_of(definition, batch_shapes(split_batch)[kind], candidates)
     sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
     memory = Memory(parts, sizes, schedule)
     weighed = loads(parts)

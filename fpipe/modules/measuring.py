@@ -42,8 +42,7 @@ def measured(definition: Definition, batch: Any) -> Loads:
                     "real tensors, or count with measure=False"
                 )
     parts = split(batch, definition.in_dims, definition.schedule.num_microbatches)
-    sizes = [sum(leaf.numel() for leaf in leaves) for leaves in parts.leaves]
-    biggest = sizes.index(max(sizes))
+    biggest = parts.biggest()
     microbatch = tree.unflatten(parts.specs[biggest], parts.leaves[biggest])
 
     def loads(parts: Sequence[Part]) -> Sequence[float]:

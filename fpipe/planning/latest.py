@@ -12,7 +12,7 @@ KEPT: Final = 256
 
 
 class Latest(dict[K, V]):
-    """A dict of the last entries that were put in; those before them are forgotten.
+    """A dict of the entries that were put in last, or again; those before them are forgotten.
 
     Processes that put in the same keys in the same order forget the same.
 
@@ -21,10 +21,10 @@ class Latest(dict[K, V]):
 
     Example:
         >>> found = Latest(2)
-        >>> for key in "abca":
+        >>> for key in "abac":
         ...     found[key] = key.upper()
         >>> found
-        {'c': 'C', 'a': 'A'}
+        {'a': 'A', 'c': 'C'}
     """
 
     def __init__(self, kept: int = KEPT) -> None:
@@ -32,6 +32,7 @@ class Latest(dict[K, V]):
         self._kept = kept
 
     def __setitem__(self, key: K, value: V) -> None:
+        self.pop(key, None)
         super().__setitem__(key, value)
         while len(self) > self._kept:
             del self[next(iter(self))]

@@ -39,7 +39,7 @@ from fpipe.stage.workshop import Made, Workshop
 log = logging.getLogger("fpipe")
 
 MANY: Final = 32
-"""So many plans for one goal are made without a word."""
+"""So many traces for one goal are made without a word."""
 
 
 class Planner:

@@ -133,6 +133,13 @@ def _check_results(chains: Sequence[Chain]) -> None:
                 f"{chains[0].layout.spec} for those of another: what comes out may not have "
                 "another structure in other microbatches of one step"
             )
+        updates = [{leaf: s.stage for leaf, s in c.updates.items()} for c in (chain, chains[0])]
+        if updates[0] != updates[1]:
+            raise StageError(
+                f"{chain.labels[-1]} brings other leaves of the state up to date for microbatches "
+                "of one shape than of another, or in another stage: each must be updated in all "
+                "microbatches of a step, or in none (state + 0 for one that stays)"
+            )
         results = ([c.value(source) for source in c.results] for c in (chain, chains[0]))
         for own, first in zip(*results, strict=True):
             if own.dtype != first.dtype:

@@ -82,9 +82,10 @@ def vmap(
     usual = tuple(None if name == "batch" else 0 for name in definition.takes)
     chosen = usual if in_dims is None else in_dims
     _check(chosen, randomness, definition.takes, usual)
-    if axis_size is not None and (plain_integer(axis_size) or 0) < 1:
+    size = None if isinstance(axis_size, bool) else plain_integer(axis_size)
+    if axis_size is not None and (size is None or size < 1):
         raise StageError(f"axis_size={axis_size!r:.60} must be a number of members, 1 or more")
-    return type(pipe)(ensemble(Alone(definition, tuple(chosen), randomness, axis_size)))
+    return type(pipe)(ensemble(Alone(definition, tuple(chosen), randomness, size)))
 
 
 def _check(in_dims: Any, randomness: str, takes: Sequence[str], usual: tuple[Any, ...]) -> None:

@@ -460,7 +460,10 @@ def test_shapes_are_traced_once_in_any_order(caplog: pytest.LogCaptureFixture) -
         pipe.step(params, Microbatches(parts))
     assert len(pipe.workshop._chains) == 3
     assert_same(turned, first)
+    with caplog.at_level(logging.INFO, "fpipe"):
+        pipe.step(params, Microbatches([parts[3], *parts[:2], *make_parts([9], [1])]))
     told = [r.getMessage() for r in caplog.records if "microbatches" in r.getMessage()]
+    assert "the microbatch changed: ['mask'] is float64[1, 9]" in told.pop()
     assert [text.split()[0] for text in told] == ["tracing", "planning"]
     assert told[0] == "tracing step for microbatches of 4 and 2 and 3 rows"
 
@@ -574,6 +577,7 @@ def refused(batch: Any, match: str, in_dims: Any = 0) -> None:
 
 def test_refusals() -> None:
     two, x = Microbatches([rand(2, 3), rand(2, 4)]), rand(2, 3)
+    refused(Microbatches([two, two]), "microbatch 0 has Microbatches within it")
     refused(Microbatches([]), "of 0 parts, .*an iterator gives its values once")
     refused(Microbatches([x, x]), "in_dims is <class .* for a leaf of micro", in_dims=Microbatches)
     refused(Microbatches([x]), "has Microbatches of 1 parts, but the schedule has 2")

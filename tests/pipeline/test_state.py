@@ -326,6 +326,18 @@ def test_state_leaf_that_is_no_tensor_is_refused() -> None:
         pipe.step(make_params(), make_state() | {"count": 7}, make_batch())
 
 
+def test_state_that_some_microbatches_alone_bring_up_to_date() -> None:
+    def counting(w: Tensor, count: Tensor, x: Tensor) -> Any:
+        y = fpipe.cut(x * w)
+        return y.mean(), count if len(x) == 1 else count + y.detach().sum()
+
+    schedule = schedules.gpipe(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(counting, schedule=schedule, compile=False, has_state=True)
+    for parts in (torch.ones(3), fpipe.Microbatches([torch.ones(1), torch.ones(2)])):
+        with pytest.raises(fpipe.StageError, match="brings other leaves of the state up to date"):
+            pipe.step(torch.tensor(2.0), torch.tensor(0.0), parts)
+
+
 def test_state_that_is_handed_on_through_many_microbatches() -> None:
     def swapping(params: Any, state: Any, batch: Tensor) -> Any:
         h = fpipe.cut(batch * params)

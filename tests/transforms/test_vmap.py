@@ -340,7 +340,7 @@ def test_number_of_members() -> None:
     # Members that share all of their arguments.
     shared = fpipe.vmap(PIPE, (None, None), axis_size=2).step(MODEL.params, MODEL.batch)
     assert_same(shared.loss, PIPE.step(MODEL.params, MODEL.batch).loss.expand(2))
-    for size in (0, 2.5, "3"):
+    for size in (0, 2.5, "3", True):
         with pytest.raises(StageError, match=r"axis_size=.* must be a number of members"):
             fpipe.vmap(PIPE, axis_size=size)  # type: ignore[arg-type]
 

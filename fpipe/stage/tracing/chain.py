@@ -276,7 +276,8 @@ class ChainTracer:
         except Exception as error:
             given = f"{describe('y', y)}, {describe('microbatch', microbatch)}"
             refusal = explain(name, error, given)
-            if isinstance(error, TypeError | AttributeError) and not isinstance(microbatch, Tensor):
+            kind = type(microbatch).__name__
+            if isinstance(error, TypeError | AttributeError) and kind in str(error):
                 refusal.args = (
                     f"{refusal} (loss(y, microbatch) is called with all of the microbatch, of "
                     "which it takes the labels)",
