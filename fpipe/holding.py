@@ -103,6 +103,16 @@ def drawn(init_fn: InitFn, key: Tensor) -> Make:
     return make
 
 
+def either(first: Make, second: Make) -> Make:
+    """What makes by `second` those leaves that `first` does not make."""
+
+    def make(wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = dict(first(wanted))
+        return {**found, **second({n: like for n, like in wanted.items() if n not in found})}
+
+    return make
+
+
 def held(
     pipe: Holder,
     maker: Callable[[Sequence[str]], Make],

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fpipe import random
 from fpipe.checkpoint.loading import NO_NAMING, Naming, reading
-from fpipe.holding import Holder, InitFn, Make, drawn, held, own, whole
+from fpipe.holding import Holder, InitFn, Make, drawn, either, held, own, whole
 from fpipe.runtime.connect import device_of
 
 
@@ -70,6 +71,8 @@ class Loadable(Holder):
         shapes: Any = None,
         rename: Callable[[str], str] | None = None,
         strict: bool = True,
+        init_fn: InitFn | None = None,
+        key: Tensor | None = None,
     ) -> Any:
         """Read parameters from files; over a process group each process reads those that it needs.
 
@@ -81,6 +84,9 @@ class Loadable(Holder):
             rename: from the name of a leaf (as for `init`) to that in the checkpoint.
             strict: refuse a checkpoint that has more than the parameters. Buffers of a module, and
                 other names of tied parameters with the same numbers, are no more.
+            init_fn: as for `init`, makes parameters that the checkpoint lacks, such as adapters of
+                a model that was trained without them, or all but the adapters. None refuses them.
+            key: as for `init`; None for ``fpipe.random.key(0)``.
 
         Returns:
             As `init`, on the default device, that of each rank or that of the process group.
@@ -92,7 +98,10 @@ class Loadable(Holder):
         """
 
         def reader(names: Sequence[str]) -> Make:
-            return reading(path, names, self._naming(), rename, strict)
+            if init_fn is None:
+                return reading(path, names, self._naming(), rename, strict)
+            read = reading(path, names, self._naming(), rename, strict, whole=False)
+            return either(read, drawn(init_fn, random.key(0) if key is None else key))
 
         likes, traced_on = self._shapes(shapes), self._traced_on(example)
         return held(self, reader, likes, traced_on, home=device_of(self.definition.group))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from os import PathLike
@@ -14,6 +15,8 @@ from torch import Tensor
 from fpipe.checkpoint.safetensors_files import INDEX, SafetensorsFiles
 from fpipe.checkpoint.source import HEAD, Source
 from fpipe.errors import BatchError, few
+
+log = logging.getLogger("fpipe")
 
 
 class Naming(NamedTuple):
@@ -74,6 +77,8 @@ def stored_names(
     naming: Naming,
     rename: Callable[[str], str] | None,
     strict: bool,
+    *,
+    whole: bool = True,
 ) -> dict[str, list[str]]:
     """The names in the checkpoint of each tensor, but for those that may be missing and are.
 
@@ -85,6 +90,7 @@ def stored_names(
             know aliases and what is beside: those that it raises for are not looked for.
         strict: refuse what is in the checkpoint and is none of them; name all that a tied one has,
             which must then be the same, and else the first.
+        whole: refuse a checkpoint that lacks some of them; one that lacks all is refused anyway.
 
     Raises:
         BatchError: one is missing in the checkpoint, or has no counterpart.
@@ -102,13 +108,16 @@ def stored_names(
     if strict or missing:
         known.update(_those_renamed(naming.beside, renamed))
     extra = sorted(source.names - known)
-    if missing:
+    if missing and (whole or not found):
         beside = f"; it has {few(extra)} beside what was looked for" if extra else ""
         raise BatchError(
             f"the checkpoint lacks {few(missing)}{beside}: where it has them by other names, pass "
             "rename=, a function from the name in the model to that in the checkpoint (of a "
-            "Hugging Face model, save_pretrained(path, save_original_format=False) keeps its names)"
+            "Hugging Face model, save_pretrained(path, save_original_format=False) keeps its "
+            "names); where it has none of them, such as adapters, init_fn=, which makes them"
         )
+    if missing:
+        log.info("the checkpoint lacks %s, which init_fn makes", few(missing))
     if extra and strict:
         raise BatchError(
             f"the checkpoint has {few(extra)}, which are no parameters: pass strict=False to pass "
@@ -131,6 +140,8 @@ def reading(
     naming: Naming,
     rename: Callable[[str], str] | None,
     strict: bool,
+    *,
+    whole: bool = True,
 ) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
     """What reads tensors by name from a path; the names of all are checked at once.
 
@@ -138,7 +149,7 @@ def reading(
         BatchError: as `source_of` and `stored_names` say.
     """
     source = source_of(path)
-    stored = stored_names(source, names, naming, rename, strict)
+    stored = stored_names(source, names, naming, rename, strict, whole=whole)
 
     def read(wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         there = {name: like for name, like in wanted.items() if name in stored}

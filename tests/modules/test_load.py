@@ -346,3 +346,61 @@ def test_stages_of_functions_load_by_the_paths_of_their_leaves(tmp_path: Path) -
     shapes = [{"w": torch.empty(3, 3, device="meta")} for _ in range(2)]
     params = pipe.load(tmp_path, shapes=shapes)
     assert torch.equal(params[0]["w"], own["0.w"]) and torch.equal(params[1]["w"], own["1.w"])
+
+
+class Adapted(nn.Linear):
+    """A layer with an adapter of rank 2."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.down = nn.Parameter(torch.empty(2, width))
+        self.up = nn.Parameter(torch.zeros(width, 2))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The layer and its adapter."""
+        return super().forward(input) + input @ self.down.T @ self.up.T
+
+
+def init_adapter(key: Tensor, name: str, like: Tensor) -> Tensor:
+    if name.endswith("up"):
+        return torch.zeros(like.shape, dtype=like.dtype)
+    assert name.endswith("down"), name
+    return fpipe.random.normal(key, like.shape, like.dtype)
+
+
+def init_normal(key: Tensor, _: str, like: Tensor) -> Tensor:
+    return fpipe.random.normal(key, like.shape, like.dtype)
+
+
+def test_what_a_checkpoint_lacks_is_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A model that was trained without adapters, and adapters without the model."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    save_file(detached(base), tmp_path / "base.safetensors")
+    with torch.device("meta"):
+        module = nn.Sequential(Adapted(4), Adapted(4))
+    pipe = fpipe.from_module(
+        module, schedule=SCHEDULE, cuts=["0"], loss=lambda y, _: y.square().mean(), compile=False
+    )
+    with pytest.raises(fpipe.BatchError, match=r"lacks '0.down', .*such as adapters, init_fn="):
+        pipe.load(tmp_path / "base.safetensors")
+    with caplog.at_level("INFO", "fpipe"):
+        params = pipe.load(tmp_path / "base.safetensors", init_fn=init_adapter)
+    assert "the checkpoint lacks '0.down', '0.up', '1.down'" in caplog.text
+    other = pipe.load(tmp_path / "base.safetensors", init_fn=init_adapter, key=fpipe.random.key(1))
+    drawn = pipe.init(init_normal, fpipe.random.key(0))
+    for name, value in base.named_parameters():
+        assert torch.equal(params[name], value) and torch.equal(other[name], value)
+    assert torch.equal(params["0.down"], drawn["0.down"])
+    assert not torch.equal(params["0.down"], other["0.down"]) and not params["1.up"].any()
+    trained = {name: 2 * value for name, value in other.items() if "down" in name or "up" in name}
+    save_file(trained, tmp_path / "adapters.safetensors")
+    again = pipe.load(tmp_path / "adapters.safetensors", init_fn=lambda _, name, __: params[name])
+    assert all(torch.equal(again[name], {**params, **trained}[name]) for name in params)
+    with pytest.raises(fpipe.BatchError, match=r"lacks '0.bias', '0.down'.*rename="):
+        pipe.load(
+            tmp_path / "base.safetensors",
+            init_fn=init_adapter,
+            rename=lambda name: f"none.{name}",
+            strict=False,
+        )
