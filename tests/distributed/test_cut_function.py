@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe import Schedule, schedules, tree
+from fpipe.planning.latest import Latest
 from tests.custom_model import WrongWithCtx, with_cuts
 from tests.custom_model import make_batch as custom_batch
 from tests.custom_model import make_params as custom_params
@@ -106,6 +107,32 @@ def test_microbatches_in_another_order_on_one_rank(crew: Crew) -> None:
         text = outcome.error.text
         assert "rank 2 got a batch of another shape, 13 rows in microbatches of [" in text
         assert text.count("batch['tokens']: int64") == 2 and "int64[3, 4]" in text
+
+
+def many_orders(group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Losses of microbatches in many orders, with room for two plans, after calls that fail."""
+    lengths = test_microbatches
+    pipe = lengths.pipe_of(schedules.zb_h1(ranks=3, microbatches=4), group)
+    controller: Any = pipe._controller
+    if group is not None:
+        controller._calls._agreed = Latest(2)
+    controller._planner._plans = Latest(2)
+    params, parts = lengths.make_params(), lengths.make_parts()
+    found = []
+    for number, order in enumerate([(0, 1, 2, 3), (1, 0, 2, 3), (3, 2, 1, 0), (0, 1, 2, 3)] * 2):
+        batch = fpipe.Microbatches(parts[place] for place in order)
+        with pytest.raises(fpipe.FpipeError):
+            pipe.step(params, batch if pipe.rank in (0, 1) else {"tokens": 0})
+        found.append(pipe.value(params, batch) if number % 3 else pipe.step(params, batch).loss)
+    return found
+
+
+def test_ranks_forget_the_same(crew: Crew) -> None:
+    crew.start(many_orders, ranks=range(3))
+    parts: list[list[Tensor]] = values(crew.collect())
+    expected = many_orders(None)
+    for part in parts:
+        assert all(map(torch.equal, part, expected))
 
 
 def split_by_one(group: dist.ProcessGroup | None) -> Tensor:
