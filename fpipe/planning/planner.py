@@ -18,6 +18,7 @@ from fpipe.arguments.shapes import (
     Signature,
     ambient,
     difference,
+    in_words,
     is_differentiable,
     refuse_without_data,
 )
@@ -121,10 +122,10 @@ class Planner:
         traces = signature not in self._workshop
         self._traced[goal] += traces
         log.info(
-            "%s %s for microbatches of %s rows%s",
+            "%s %s for microbatches of %s%s",
             "tracing" if traces else "planning",
             goal,
-            " and ".join(map(str, signature.sizes())),
+            _in_words(signature),
             self._why(signature, traces=traces),
         )
         with held_back(), within_pipeline():
@@ -209,6 +210,17 @@ class Planner:
         # The weights are over the last dimensions, the same for all that comes before.
         parts = ones.new_tensor(self._cotangent)
         return parts.expand(ones.numel() // parts.numel(), -1).reshape(ones.shape)
+
+
+def _in_words(signature: Signature) -> str:
+    """The rows of microbatches, and where they do not tell kinds apart a leaf that does."""
+    sizes = signature.sizes()
+    text = f"{' and '.join(map(str, sizes))} rows"
+    leaves = zip(*(shape.leaves for shape in signature.batch), strict=True)
+    unlike = next((own for own in leaves if len(set(own)) > 1), None)
+    if len(set(sizes)) == len(sizes) or unlike is None:
+        return text
+    return f"{text}, {' and '.join(map(in_words, unlike))}"
 
 
 def _check_owed(schedule: Schedule, codes: Codes) -> None:

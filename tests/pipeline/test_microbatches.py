@@ -468,6 +468,17 @@ def test_shapes_are_traced_once_in_any_order(caplog: pytest.LogCaptureFixture) -
     assert told[0] == "tracing step for microbatches of 4 and 2 and 3 rows"
 
 
+def test_lengths_are_told_where_rows_are_alike(caplog: pytest.LogCaptureFixture) -> None:
+    pipe = fpipe.pipeline(
+        lambda w, x: fpipe.cut(x * w).mean(),
+        schedule=schedules.gpipe(ranks=2, microbatches=2),
+        compile=False,
+    )
+    with caplog.at_level(logging.INFO, "fpipe"):
+        pipe.step(rand(), Microbatches([rand(2, 3), rand(2, 4)]))
+    assert "microbatches of 2 and 2 rows, float64[2, 3] and float64[2, 4]" in caplog.text
+
+
 def test_shapes_alone_make_programs() -> None:
     params, parts = make_params(), make_parts()
     pipe = pipe_of(SCHEDULES[1])
