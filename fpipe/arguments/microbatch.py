@@ -83,7 +83,7 @@ def split(batch: Any, in_dims: Any, microbatches: int) -> SplitBatch:
     rows = _evenly(_count_rows(leaves, dims, spec, microbatches), microbatches)
     pairs = zip(leaves, dims, strict=True)
     columns = [_column(leaf, dim, rows) for leaf, dim in pairs]
-    parts = tuple(zip(*columns, strict=True)) if columns else ((),) * microbatches
+    parts = _each(columns, microbatches)
     kinds = tuple(int(size != rows[0]) for size in rows)
     return SplitBatch(parts, (spec,) * microbatches, rows, kinds)
 
@@ -112,13 +112,18 @@ def _split_rest(
         else _column(column[0].value, column[0].dim, rows)
         for column in zip(*made, strict=True)
     ]
-    parts = tuple(zip(*columns, strict=True)) if columns else ((),) * microbatches
+    parts = _each(columns, microbatches)
     order: dict[Hashable, int] = {}
     kinds = [
         order.setdefault((size, tree.orders(own), *(leaf.shape for leaf in part)), len(order))
         for size, own, part in zip(rows, specs, parts, strict=True)
     ]
     return SplitBatch(parts, specs, rows, tuple(kinds))
+
+
+def _each(columns: Sequence[Sequence[Tensor]], microbatches: int) -> tuple[tuple[Tensor, ...], ...]:
+    """The leaves of each microbatch, of what all of them have of each leaf."""
+    return tuple(zip(*columns, strict=True)) if columns else ((),) * microbatches
 
 
 def _laid_out(leaf: Tensor) -> Tensor:

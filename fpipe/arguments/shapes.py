@@ -7,7 +7,7 @@ other what they were given.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
@@ -90,7 +90,7 @@ class Signature(NamedTuple):
         goal: what is asked for.
         params: the parameters of each stage.
         rows: rows of each microbatch.
-        kinds: of each microbatch; those of one kind have the same rows and shapes.
+        kinds: of each microbatch; those of one kind have the same rows, shapes and order of keys.
         batch: a microbatch of each kind.
         ambient: what else a trace depends on.
     """
@@ -232,6 +232,13 @@ def without_autocast() -> Iterator[None]:
         for kind in _casting():
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+def current(device: torch.device | None) -> AbstractContextManager[Any]:
+    """Within it a device of CUDA is the current one; of another, or None, nothing changes."""
+    if device is None or device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def kernels() -> Hashable:

@@ -94,13 +94,9 @@ class GroupTransport:
         post ahead would wait for each other for ever.
         """
         channel, number = self._channels[pair], torch.zeros(1, device=self._device)
-        source, target = pair
-        if self._rank == source:
-            works = self._start(target, channel.send, [number], 1)
-            self._wait(target, works)
-        else:
-            works = self._start(source, channel.recv, [number], 0)
-            self._wait(source, works)
+        other = 1 - pair.index(self._rank)
+        operation = channel.send if other else channel.recv
+        self._wait(pair[other], self._start(pair[other], operation, [number], other))
         torch.cuda.current_stream(self._device).synchronize()
 
     def begin(self) -> None:

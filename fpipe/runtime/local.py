@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from fpipe.arguments.shapes import current
 from fpipe.errors import PipelineError
 from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Message
@@ -51,10 +52,7 @@ class LocalTransport:
 
     def at(self, rank: int) -> AbstractContextManager[Any]:
         """Within it the current device is that of a rank, as code of a stage expects it."""
-        device = None if self._devices is None else self._devices[rank]
-        if device is None or device.type != "cuda":
-            return nullcontext()
-        return torch.cuda.device(device)
+        return current(None if self._devices is None else self._devices[rank])
 
     def post(self, message: Message) -> None:
         """Nothing: the values come with their own memory."""

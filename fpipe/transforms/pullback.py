@@ -141,9 +141,10 @@ class _Entrance:
             rows = next((v.shape[d] for v, d in pairs if is_dim(d, v.dim())), None)
         own, spec = tree.tensors(COTANGENT, cotangent, "None where there is none")
         dims = tree.broadcast_prefix("out_dims", self.out_dims, cotangent, "the cotangent")
-        whole = {tree.paths(spec)[place] for place in tree.places_of_rest(spec)}
-        for path, leaf, dim in zip(tree.paths(spec), own, dims, strict=True):
-            if dim is Microbatches and path in whole:
+        whole = frozenset(tree.places_of_rest(spec))
+        leaves_of = zip(tree.paths(spec), own, dims, strict=True)
+        for place, (path, leaf, dim) in enumerate(leaves_of):
+            if dim is Microbatches and place in whole:
                 raise BatchError(
                     f"cotangent{path} is of an output that out_dims leaves apart: it must be "
                     "fpipe.Microbatches, with one part for each"

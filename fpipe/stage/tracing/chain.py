@@ -8,7 +8,7 @@ Stages with one function and one kind of inputs share a trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe import tree
-from fpipe.arguments.shapes import Goal, TreeShape, ambient
+from fpipe.arguments.shapes import Goal, TreeShape, ambient, current
 from fpipe.errors import StageError
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.declared.returns import Layout, Taken
@@ -188,9 +188,7 @@ class ChainTracer:
 
     def _at(self, index: int) -> AbstractContextManager[Any]:
         """Within it the current device is that of a stage: it may ask for ``"cuda"`` alone."""
-        if self._devices is None or self._devices[index].type != "cuda":
-            return nullcontext()
-        return torch.cuda.device(self._devices[index])
+        return current(None if self._devices is None else self._devices[index])
 
     def _check_device(self, label: str, params: Abstract, index: int) -> None:
         if self._devices is None:
