@@ -40,7 +40,7 @@ from fpipe.controller.refusal import check_problems, named
 from fpipe.controller.watch import Watch
 from fpipe.errors import PipelineError
 from fpipe.planning.planner import Planner
-from fpipe.runtime.connect import Lines, carriers, store_to_ask
+from fpipe.runtime.connect import carriers, lines_of, store_to_ask
 from fpipe.runtime.group import GroupTransport
 from fpipe.runtime.program import Program
 from fpipe.runtime.transport import ConnectionLost
@@ -85,7 +85,7 @@ class MultiController:
         named_group = f"{group.group_name}/{'-'.join(members)}"
         self._number = store.add(f"pipelines/{named_group}/{self._rank}", 1)
         self._name = f"{named_group}/{self._number}"
-        self._lines = Lines(group, dist.PrefixStore(self._name, store))
+        self._lines = lines_of(group, dist.PrefixStore(self._name, store), device)
         # Headers, losses and objects are small and live on the CPU, whatever carries the values.
         self._control = group
         if carriers(group).get("cpu") != "gloo":
@@ -95,8 +95,7 @@ class MultiController:
         asked = dist.PrefixStore("fpipe", store_to_ask())
         self._watch = Watch(asked, members, self._rank, timeout, self._lines.ring)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        # Another thread's current device may be another than when the pipeline was made.
-        connect = partial(self._lines.make, backend, given_up=self._watch.gives_up, place=device)
+        connect = partial(self._lines.make, backend, given_up=self._watch.gives_up)
         self._transport = GroupTransport(
             self._rank, device, connect, self._watch.has_fault, self._watch.hears_of_fault
         )
@@ -223,6 +222,11 @@ class MultiController:
         """Do what all ranks do at once, under the watch."""
         if self._broken is not None:
             raise self._broken.error()
+        if self._lines.lost is not None:
+            raise PipelineError(
+                "another pipeline over the same process group has lost the connections, which are "
+                f"those of all: {self._lines.lost}. Make a new process group and a new pipeline"
+            )
         if os.getpid() != self._process:
             raise PipelineError(
                 f"this process, {os.getpid()}, is a fork of {self._process}, which made the "
@@ -272,6 +276,7 @@ class MultiController:
     def _give_up(self, fault: Fault) -> PipelineError:
         """The connections are lost: wake everyone, and be usable no more."""
         self._broken = replace(fault, breaks=True)
+        self._lines.lost = fault.text
         self._lines.ring()
         self._transport.forget()
         self._watch.close()

@@ -2,7 +2,8 @@
 
 `torch.distributed.new_group` names a group by how many the process has made before, so ranks with
 different histories wait for each other under different names (pytorch #173608). Groups made here
-are named by their purpose, are known to their members alone, and are forgotten with the pipeline.
+are named by their purpose, are known to their members alone, and are shared by all pipelines over
+the group that they were made beside: one communicator of NCCL holds many megabytes of a device.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -19,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from fpipe.errors import StageError
 from fpipe.runtime.waiting import look_now_and_then
 
 # Tags, so that a bell is never taken for a message.
@@ -116,25 +119,28 @@ def store_to_ask() -> dist.Store:
     return _ASKED[store]
 
 
-_BUSY: Final[WeakKeyDictionary[dist.ProcessGroup, threading.Lock]] = WeakKeyDictionary()
-
-
 class Lines:
-    """The groups that a pipeline uses: the caller's, and those that it makes beside it.
+    """The groups that the pipelines over a group use: the caller's, and those made beside it.
 
-    They refer to nothing of the pipeline, so that it ends when it is forgotten.
+    They last as long as the caller's: `lines_of` returns the same ones to each pipeline.
 
     Args:
-        group: the caller's, of the ranks of the pipeline.
-        store: with a prefix that is the pipeline's alone.
+        group: the caller's, of the ranks of the pipelines.
+        store: with a prefix that is theirs alone.
+        device: where values lie.
 
     Attributes:
+        device: where values lie.
         busy: held while a call of any pipeline over `group` is under way.
+        lost: why they were given up, if they were.
     """
 
-    def __init__(self, group: dist.ProcessGroup, store: dist.Store) -> None:
-        self.busy = _BUSY.setdefault(group, threading.Lock())
-        self._groups = [group]
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store, device: torch.device) -> None:
+        self.device = device
+        self.busy = threading.Lock()
+        self.lost: str | None = None
+        self._caller = weakref.ref(group)
+        self._made: dict[str, dist.ProcessGroup] = {}
         self._rank = group.rank()
         self._store = store
         self._devices: Sequence[Any] = ()
@@ -152,31 +158,57 @@ class Lines:
         name: str,
         ranks: Sequence[int],
         given_up: Callable[[float], bool] = lambda seconds: False,
-        place: torch.device | None = None,
     ) -> dist.ProcessGroup:
-        """A group of some of the ranks under a name of its own; each of them calls it.
+        """The group of some of the ranks under a name of its own; each of them calls it.
 
         Args:
             backend: ``"gloo"`` or ``"nccl"``.
             name: the same on all of them.
             ranks: its members.
             given_up: whether to wait no longer for the others, after so many seconds.
-            place: for NCCL the device of the tensors that it moves.
 
         Raises:
             RuntimeError: one of them does not come, for as long as a wait of the caller's group.
         """
-        own = dist.PrefixStore(name, self._store)
-        rank, size = ranks.index(self._rank), len(ranks)
-        _meet(own, rank, size, self._timeout, given_up)
-        made = connect(backend, own, rank, size, self._timeout, self._devices, place)
-        self._groups.append(made)
-        return made
+        if name not in self._made:
+            own = dist.PrefixStore(name, self._store)
+            rank, size = ranks.index(self._rank), len(ranks)
+            _meet(own, rank, size, self._timeout, given_up)
+            made = connect(backend, own, rank, size, self._timeout, self._devices, self.device)
+            self._made[name] = made
+        return self._made[name]
 
     def ring(self) -> None:
         """Wake every operation that waits, here and on other ranks, by breaking the groups."""
-        for group in list(self._groups):
-            ring(group)
+        caller = self._caller()
+        for group in [caller, *list(self._made.values())]:
+            if group is not None:
+                ring(group)
+
+
+_LINES: Final[WeakKeyDictionary[dist.ProcessGroup, Lines]] = WeakKeyDictionary()
+
+
+def lines_of(group: dist.ProcessGroup, store: dist.Store, device: torch.device) -> Lines:
+    """What pipelines over `group` share; every rank asks for it when it makes a pipeline.
+
+    Args:
+        group: the caller's.
+        store: with a prefix that nobody has used, which is theirs if this is the first pipeline.
+        device: where values lie.
+
+    Raises:
+        StageError: it is another one than that of the pipelines before.
+    """
+    lines = _LINES.get(group) or _LINES.setdefault(group, Lines(group, store, device))
+    if lines.device != device:
+        raise StageError(
+            f"the current device is {device}, and the pipelines before this one over the same "
+            f"process group move their values on {lines.device}: make this one with "
+            f"torch.cuda.set_device({lines.device.index}), or over a group of its own "
+            "(torch.distributed.new_group)"
+        )
+    return lines
 
 
 def _meet(

@@ -276,9 +276,13 @@ def test_a_rank_that_is_interrupted_while_it_waits() -> None:
     with Crew(2) as crew:
         here, there = values(crew.run(traps.interrupt_the_waiting, 5.0))
         assert here[0].error.kind == "KeyboardInterrupt" and here[0].seconds < 4
-        for answer in (here[1], *there):
+        for answer in (here[1], *there[:2]):
             assert "rank 0 failed: KeyboardInterrupt" in answer.error.text
             assert answer.error.text.endswith(GONE)
+        for answer in (here[2], there[2]):
+            text = answer.error.text
+            assert text.startswith("another pipeline over the same process group has lost")
+            assert "rank 0 failed: KeyboardInterrupt" in text and answer.seconds < 1
 
 
 def test_a_handler_that_raises_between_messages() -> None:

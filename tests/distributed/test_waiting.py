@@ -18,7 +18,7 @@ from torch import Tensor
 import fpipe
 from fpipe.controller.watch import Watch
 from fpipe.runtime import waiting
-from fpipe.runtime.connect import Lines, connect
+from fpipe.runtime.connect import Lines, connect, lines_of
 from fpipe.runtime.waiting import Arrival, look_out
 from tests.distributed.actors import model_of, pipeline
 from tests.distributed.crew import Crew, values
@@ -80,10 +80,39 @@ def test_each_direction_has_a_connection_of_its_own(crew: Crew) -> None:
         assert found == [[(0, 1), (1, 0)], 2, True]
 
 
+def channels_of_two(group: dist.ProcessGroup) -> list[bool]:
+    """Whether pipelines over one group, of which the first is gone, have the same channels."""
+    model = model_of("mlp", 2, 4)
+
+    def channels(pipe: fpipe.Pipeline) -> dict[Any, Any]:
+        pipe.step(pipe.local(model.params), model.batch)
+        controller: Any = pipe._controller
+        own: dict[Any, Any] = controller._transport._channels
+        return own
+
+    first = channels(pipeline(group, model, fpipe.schedules.gpipe(ranks=2, microbatches=2)))
+    other = channels(pipeline(group, model, fpipe.schedules.zb_h1(ranks=2, microbatches=4)))
+    return [other[pair] is first[pair] for pair in ((0, 1), (1, 0))]
+
+
+def test_pipelines_over_a_group_share_its_channels(crew: Crew) -> None:
+    # Each had its own. On NCCL those take memory of the device, and are never given back.
+    assert values(crew.run(channels_of_two, ranks=range(2))) == [[True, True]] * 2
+
+
+def test_pipelines_over_a_group_have_one_device() -> None:
+    alone = connect("gloo", dist.HashStore(), 0, 1, timedelta(seconds=5))
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    lines = lines_of(alone, dist.HashStore(), first)
+    assert lines_of(alone, dist.HashStore(), first) is lines
+    with pytest.raises(fpipe.StageError, match=r"is cuda:1, and .* move their values on cuda:0"):
+        lines_of(alone, dist.HashStore(), second)
+
+
 def test_a_rank_that_never_comes_to_connect_is_not_waited_for_without_end() -> None:
     alone = connect("gloo", dist.HashStore(), 0, 1, timedelta(seconds=0.1))
     with pytest.raises(RuntimeError, match="a rank did not come to connect"):
-        Lines(alone, dist.HashStore()).make("gloo", "control", range(2))
+        Lines(alone, dist.HashStore(), torch.device("cpu")).make("gloo", "control", range(2))
 
 
 def one_is_elsewhere(group: dist.ProcessGroup) -> list[str]:

@@ -406,4 +406,6 @@ def interrupt_the_waiting(group: dist.ProcessGroup, seconds: float) -> list[Outc
         # A shell's background jobs, and all that they start, ignore it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    return [attempt(pipe.step, params, model.batch) for _ in range(2)]
+    # Another over the same group shares its connections.
+    other = pipe.with_schedule(fpipe.schedules.one_f_one_b(ranks=2, microbatches=2))
+    return [attempt(own.step, params, model.batch) for own in (pipe, pipe, other)]
