@@ -201,9 +201,14 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def _processor() -> str:
+    """Its name, with family and model where that is told: virtual machines name the maker alone."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    facts = {name.strip(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
+    if "model name" not in facts:
+        return platform.machine()
+    if "cpu family" not in facts:
+        return facts["model name"]
+    return f"{facts['model name']} (family {facts['cpu family']}, model {facts['model']})"
