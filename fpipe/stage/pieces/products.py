@@ -1,10 +1,11 @@
 """Matrix products in float32 on processors for which torch's BLAS has no fast code.
 
-MKL is torch's BLAS on x86. On processors that are not Intel's it makes no use of AVX-512:
-one core of a Zen 5 does 98 gigaflops a second by MKL, whatever instructions it is allowed, 110 by
-oneDNN with AVX2 and 210 by oneDNN with AVX-512. torch carries oneDNN as well, but hands it no
-float32 product of a training step, and Inductor those of frozen weights only. So before a graph
-goes to Inductor its products become ops of fpipe's own, which call oneDNN.
+MKL is torch's BLAS on x86. On processors that are not Intel's it makes no use of AVX-512: one core
+of a Zen 5 does 98 gigaflops a second by MKL, whatever instructions it is allowed, 110 by oneDNN
+with AVX2 and 210 by oneDNN with AVX-512. A Zen 4, for which AVX-512 is two halves, does 80 to 98 by
+MKL and 92 to 100 by oneDNN. torch carries oneDNN as well, but hands it no float32 product of a
+training step, and Inductor those of frozen weights only. So before a graph goes to Inductor its
+products become ops of fpipe's own, which call oneDNN.
 
 With ``torch.backends.mkldnn.enabled = False`` before the first call of a pipeline all stay with
 BLAS.
