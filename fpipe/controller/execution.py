@@ -205,7 +205,7 @@ class Execution:
         word = connected(lambda: gather(word, self._control)).sum(0)
         if word[0] > 0 and not failed:
             raise self._reported()
-        if not plan.layout.heads:
+        if not plan.numbering.heads:
             return None
         # Nobody waits for the device: a copy of pageable memory has read it when it returns.
         word = word.to(self._device, non_blocking=True)

@@ -17,7 +17,7 @@ from fpipe.planning.total import Total
 from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Program
 from fpipe.schedule import Schedule
-from fpipe.stage.declared.returns import Layout
+from fpipe.stage.declared.returns import Numbering
 from fpipe.stage.declared.sink import Sink
 
 
@@ -31,7 +31,7 @@ class Plan:
         seeds: the cotangent of each microbatch's loss, in its shape and dtype.
         weights: the weight of each microbatch's loss.
         losses: how many dimensions of the loss count losses with a weight of their own.
-        layout: how the values that come back from each microbatch are numbered.
+        numbering: how the values that come back from each microbatch are numbered.
         shapes: of each of them, by its number, in every microbatch.
         fingerprint: equal for plans that compute the same.
         communicates: whether stages have collectives of their own.
@@ -45,7 +45,7 @@ class Plan:
     seeds: tuple[Tensor, ...]
     weights: Tensor
     losses: int
-    layout: Layout
+    numbering: Numbering
     shapes: tuple[tuple[torch.Size, ...], ...]
     fingerprint: str
     communicates: bool
@@ -55,9 +55,9 @@ class Plan:
 
     def total(self, runs: Sequence[Run]) -> Total | None:
         """What the losses of the microbatches come to; None where `runs` have none."""
-        if not self.layout.heads or not any(run.program.rank == self.last_rank for run in runs):
+        if not self.numbering.heads or not any(run.program.rank == self.last_rank for run in runs):
             return None
-        losses, *weights = self._columns(runs, 0, self.layout.heads)
+        losses, *weights = self._columns(runs, 0, self.numbering.heads)
         if self.sink.join is not None:
             weight = torch.cat(weights[0], self.sink.join).double() if weights else None
             return Total(torch.cat(losses, self.sink.join), weight)
@@ -76,18 +76,18 @@ class Plan:
     def loss_shape(self) -> tuple[int, ...]:
         """The shape of the loss of the batch; () where there is none."""
         shape = list(self.seeds[0].shape)
-        if self.layout.heads and self.sink.join is not None:
+        if self.numbering.heads and self.sink.join is not None:
             shape[self.sink.join] = sum(seed.shape[self.sink.join] for seed in self.seeds)
         return tuple(shape)
 
     @property
     def weight_shape(self) -> tuple[int, ...] | None:
         """The shape of what they are divided by; None for nothing."""
-        return None if self.layout.heads < 2 else self.loss_shape[: self.losses]
+        return None if self.numbering.heads < 2 else self.loss_shape[: self.losses]
 
     def outputs(self, runs: Sequence[Run], out_dims: Any, name: str) -> Any:
         """The outputs or aux of all microbatches, merged; None for leaves of other processes."""
-        start, spec = self.layout
+        start, spec = self.numbering
         end = start + spec.num_leaves
         columns = self._columns(runs, start, end)
         return merge(columns, self.shapes[start:end], spec, out_dims, name)

@@ -175,7 +175,7 @@ class Planner:
     ) -> Plan:
         rows = signature.rows
         chains = [made.chains[kind] for kind in signature.kinds]
-        layout = chains[0].layout
+        numbering = chains[0].numbering
         weighted = self._mean and self._sink.join is None
         total = sum(rows)
         shares = [size / total if weighted else 1.0 for size in rows]
@@ -185,7 +185,7 @@ class Planner:
         dtype = values[0].dtype if is_differentiable(values[0]) else None
         weights = torch.tensor(shares, dtype=dtype, device=values[0].device)
         seeds = tuple(
-            weight * self._chosen(weight.new_ones(value.shape if layout.heads else ()))
+            weight * self._chosen(weight.new_ones(value.shape if numbering.heads else ()))
             for weight, value in zip(weights, values, strict=True)
         )
         return Plan(
@@ -193,8 +193,8 @@ class Planner:
             programs,
             seeds,
             weights,
-            chains[0].value(chains[0].results[1]).dim() if layout.heads > 1 else 0,
-            layout,
+            chains[0].value(chains[0].results[1]).dim() if numbering.heads > 1 else 0,
+            numbering,
             tuple(zip(*([c.value(own).shape for own in c.results] for c in chains), strict=True)),
             "\n".join(sorted(piece.fingerprint for piece in made.pieces())),
             any(piece.communicates for piece in made.pieces()),

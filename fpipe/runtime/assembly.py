@@ -86,9 +86,9 @@ def assemble(rank: int, steps: Sequence[Step], ends: Ends, *, compiled: bool) ->
         ending = [v for v in dict.fromkeys(step.reads) if slots.ends(v, number)]
         reads = tuple(slots[v] for v in step.reads)
         made = tuple(slots.make(v) for v in step.makes)
-        place = len(instructions)
+        at = len(instructions)
         sizes |= {
-            (place, slot): spec.nbytes
+            (at, slot): spec.nbytes
             for slot, spec in zip(made, step.subject.specs, strict=False)
             if slot >= 0
         }
@@ -99,7 +99,7 @@ def assemble(rank: int, steps: Sequence[Step], ends: Ends, *, compiled: bool) ->
             instructions.append(Compute(call, reads, last, made, task.action))
             over = frozenset(last)
             handed = {slot: number for number, slot in enumerate(reads) if slot in over}
-            needs[place] = task.footprint(frozenset(handed.values()))
+            needs[at] = task.footprint(frozenset(handed.values()))
             continue
         message = step.subject
         if step.kind is Recv:
@@ -133,8 +133,7 @@ def _results(ends: Ends, slots: Slots) -> Results:
     """Where a rank finds what it holds at the end."""
     grads: dict[str, list[tuple[int, int, int, int]]] = {"params": [], "batch": []}
     for total, value in ends.grads:
-        place = (total.stage, total.leaf, total.microbatch, slots[value])
-        grads[total.argument].append(place)
+        grads[total.argument].append((total.stage, total.leaf, total.microbatch, slots[value]))
     return Results(
         grads=tuple(grads["params"]),
         batch_grads=tuple(grads["batch"]),

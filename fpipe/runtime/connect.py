@@ -60,8 +60,8 @@ def connect(
     rank: int,
     size: int,
     timeout: timedelta,
-    devices: Sequence[Any] = (),
-    place: torch.device | None = None,
+    interfaces: Sequence[Any] = (),
+    device: torch.device | None = None,
 ) -> dist.ProcessGroup:
     """A group that nobody else knows of. It returns when all `size` ranks have called it.
 
@@ -71,9 +71,9 @@ def connect(
         rank: of this process in the group.
         size: number of ranks.
         timeout: of its operations.
-        devices: network interfaces of gloo's, each with a thread that listens to it; none for one
+        interfaces: of gloo's to the network, each with a thread that listens to it; none for one
             of its own.
-        place: for NCCL the device of the tensors that it moves.
+        device: for NCCL that of the tensors that it moves.
     """
     group = dist.ProcessGroup(store, rank, size)
     if backend == "nccl":
@@ -86,18 +86,18 @@ def connect(
         group._register_backend(torch.device("cuda"), kind, carrier)
         # All ranks wait in here for each other. Left to itself the first send would make a
         # communicator, and wait until its receiver comes to the very same message.
-        carrier.eager_connect_single_device(place)
+        carrier.eager_connect_single_device(device)
     else:
-        kind, device = dist.ProcessGroup.BackendType.GLOO, torch.device("cpu")
+        kind = dist.ProcessGroup.BackendType.GLOO
         gloo: Any = dist.ProcessGroupGloo
         own = gloo._Options()
-        own._timeout, own._threads, own._devices = timeout, 1, list(devices) or _devices()
+        own._timeout, own._threads, own._devices = timeout, 1, list(interfaces) or _interfaces()
         group._set_default_backend(kind)
-        group._register_backend(device, kind, gloo(store, rank, size, own))
+        group._register_backend(torch.device("cpu"), kind, gloo(store, rank, size, own))
     return group
 
 
-def _devices() -> list[Any]:
+def _interfaces() -> list[Any]:
     """The network interfaces that gloo takes by itself, connected to at once."""
     gloo: Any = dist.ProcessGroupGloo
     names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
@@ -143,14 +143,14 @@ class Lines:
         self._made: dict[str, dist.ProcessGroup] = {}
         self._rank = group.rank()
         self._store = store
-        self._devices: Sequence[Any] = ()
+        self._interfaces: Sequence[Any] = ()
         self._timeout = dist.default_pg_timeout
         if carriers(group).get("cpu") == "gloo":
             options: Any = group._get_backend(torch.device("cpu")).options
             self._timeout = options._timeout
             # Groups that share a lazy device wait for each other for ever.
             lazy = os.environ.get("TORCH_GLOO_LAZY_INIT") == "1"
-            self._devices = _devices() if lazy else options._devices
+            self._interfaces = _interfaces() if lazy else options._devices
 
     def make(
         self,
@@ -174,7 +174,7 @@ class Lines:
             own = dist.PrefixStore(name, self._store)
             rank, size = ranks.index(self._rank), len(ranks)
             _meet(own, rank, size, self._timeout, given_up)
-            made = connect(backend, own, rank, size, self._timeout, self._devices, self.device)
+            made = connect(backend, own, rank, size, self._timeout, self._interfaces, self.device)
             self._made[name] = made
         return self._made[name]
 

@@ -87,10 +87,10 @@ def _with_preparations(row: Sequence[Task], codes: Codes, resolve: Resolver) -> 
         for value in task.inputs:
             if not isinstance(value, Computed):
                 continue
-            place = value.stage, value.microbatch
-            if place not in made and value.name in codes(*place).prepared:
-                made.add(place)
-                whole.append(_preparation(*place, codes, resolve))
+            own = value.stage, value.microbatch
+            if own not in made and value.name in codes(*own).prepared:
+                made.add(own)
+                whole.append(_preparation(*own, codes, resolve))
         whole.append(task)
     return whole
 

@@ -18,10 +18,10 @@ from fpipe.stage.declared.sink import Sink
 from fpipe.stage.graphs.joint import Sum
 from fpipe.stage.graphs.sources import Param
 
-Place = tuple[int, int]
+Gradient = tuple[int, int]
 """A leaf and a microbatch, -1 for the sum over all."""
 
-Added = dict[Place, list[tuple[int, Task]]]
+Added = dict[Gradient, list[tuple[int, Task]]]
 """The tasks that make a sum over the stages, each with its rank."""
 
 
@@ -40,7 +40,7 @@ def tie(tasks: Tasks, schedule: Schedule, codes: Codes, sink: Sink, *, everywher
         sink: whether microbatches are summed, and what is kept of the sums.
         everywhere: on every rank that reads the parameter, unless the sink gives all ranks all.
     """
-    stages_of: dict[Place, list[int]] = defaultdict(list)
+    stages_of: dict[Gradient, list[int]] = defaultdict(list)
     for total in sorted(tasks.sums):
         if total.argument == "params":
             stages_of[total.leaf, total.microbatch].append(total.stage)
@@ -61,8 +61,8 @@ def tie(tasks: Tasks, schedule: Schedule, codes: Codes, sink: Sink, *, everywher
             task = adding(whole, parts, spec, fold)
             group.append((rank, task))
             sums[SumValue(stage, leaf, microbatch)] = whole
-    place = _at_the_end if sink.join is None else _woven
-    return Tasks(place(tasks.rows, added), sums)
+    put = _at_the_end if sink.join is None else _woven
+    return Tasks(put(tasks.rows, added), sums)
 
 
 def _at_the_end(rows: Sequence[list[Task]], added: Added) -> tuple[list[Task], ...]:
@@ -80,20 +80,20 @@ def _woven(rows: Sequence[list[Task]], added: Added) -> tuple[list[Task], ...]:
     Whatever a task waits for stands before it in one order of all tasks, so no ranks can wait for
     each other.
     """
-    missing: dict[Place, set[Value]] = {}
-    readers: dict[Value, list[Place]] = defaultdict(list)
-    for place, group in added.items():
-        missing[place] = {value for value in group[0][1].inputs if isinstance(value, Computed)}
-        for value in missing[place]:
-            readers[value].append(place)
+    missing: dict[Gradient, set[Value]] = {}
+    readers: dict[Value, list[Gradient]] = defaultdict(list)
+    for gradient, group in added.items():
+        missing[gradient] = {value for value in group[0][1].inputs if isinstance(value, Computed)}
+        for value in missing[gradient]:
+            readers[value].append(gradient)
     woven: tuple[list[Task], ...] = tuple([] for _ in rows)
     for rank, task in _in_one_order(rows):
         woven[rank].append(task)
         for value in task.outputs:
-            for place in readers.get(value, ()):
-                missing[place].discard(value)
-                if not missing[place]:
-                    for holder, further in added[place]:
+            for gradient in readers.get(value, ()):
+                missing[gradient].discard(value)
+                if not missing[gradient]:
+                    for holder, further in added[gradient]:
                         woven[holder].append(further)
     return woven
 
@@ -101,20 +101,20 @@ def _woven(rows: Sequence[list[Task]], added: Added) -> tuple[list[Task], ...]:
 def _in_one_order(rows: Sequence[list[Task]]) -> Iterator[tuple[int, Task]]:
     """All tasks with their ranks, each behind those that make what it reads."""
     made: set[Value] = set()
-    places = [0] * len(rows)
+    done = [0] * len(rows)
     going = True
     while going:
         going = False
         for rank, row in enumerate(rows):
-            if places[rank] == len(row):
+            if done[rank] == len(row):
                 continue
-            task = row[places[rank]]
+            task = row[done[rank]]
             if all(value in made for value in task.inputs if isinstance(value, Computed)):
                 made.update(task.outputs)
-                places[rank] += 1
+                done[rank] += 1
                 going = True
                 yield rank, task
-    assert places == list(map(len, rows)), "the tasks wait for each other"
+    assert done == list(map(len, rows)), "the tasks wait for each other"
 
 
 def _reading_stages(schedule: Schedule, codes: Codes) -> dict[int, set[int]]:

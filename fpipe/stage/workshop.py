@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fpipe.arguments.shapes import Signature, TreeShape, in_words
 from fpipe.errors import StageError
-from fpipe.stage.assembling import assemble, live_leaves
+from fpipe.stage.connecting import cut_stages, live_leaves
 from fpipe.stage.cutting.function import FunctionTracer
 from fpipe.stage.graphs.nodes import may_draw
 from fpipe.stage.graphs.sources import Source
@@ -116,7 +116,7 @@ class Workshop:
     def _cut(self, chain: Chain, trained: Trained, policies: Policies) -> tuple[StageCode, ...]:
         key = (chain, trained, tuple(map(id, policies)))  # a policy need not be hashable
         if key not in self._codes:
-            self._codes[key] = assemble(chain, trained, policies, self._compiler)
+            self._codes[key] = cut_stages(chain, trained, policies, self._compiler)
         return self._codes[key]
 
 
@@ -127,10 +127,10 @@ def _check_results(chains: Sequence[Chain]) -> None:
         StageError: they come in different structures, or of different dtypes.
     """
     for chain in chains[1:]:
-        if chain.layout != chains[0].layout:
+        if chain.numbering != chains[0].numbering:
             raise StageError(
-                f"{chain.labels[-1]} returns {chain.layout.spec} for microbatches of one shape and "
-                f"{chains[0].layout.spec} for those of another: what comes out may not have "
+                f"{chain.labels[-1]} returns {chain.numbering.spec} for microbatches of one shape "
+                f"and {chains[0].numbering.spec} for those of another: what comes out may not have "
                 "another structure in other microbatches of one step"
             )
         updates = [{leaf: s.stage for leaf, s in c.updates.items()} for c in (chain, chains[0])]

@@ -35,7 +35,7 @@ def test_a_channel_of_nccl() -> None:
     """A world of one rank, which sends to itself: what is to be sent and received at once."""
     store = dist.HashStore()
     place = torch.device("cuda", torch.cuda.current_device())
-    channel = connect("nccl", store, 0, 1, timedelta(seconds=30), place=place)
+    channel = connect("nccl", store, 0, 1, timedelta(seconds=30), device=place)
     sent, received = torch.arange(5.0, device="cuda"), torch.zeros(5, device="cuda")
     channel._start_coalescing(place)
     channel.recv([received], 0, 0)

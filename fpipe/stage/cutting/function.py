@@ -90,7 +90,7 @@ class FunctionTracer:
             )
         params = Abstract.of(shapes[0], self._mode)
         batch = Abstract.of(microbatch, self._mode)
-        parts, results, layout, changed = record(params, batch, goal, rows)
+        parts, results, numbering, changed = record(params, batch, goal, rows)
         updates = updates_of(name, record.paths(params), parts, results, changed)
         results = results[: len(results) - len(updates)]
         frozen = self.frozen(shapes)
@@ -112,7 +112,7 @@ class FunctionTracer:
                 known[kind] = own, part.sources
             first, sources = known[kind]
             traced.append(seen_from(first, sources, part))
-        return Chain(tuple(traced), tuple(labels), goal, results, layout, updates)
+        return Chain(tuple(traced), tuple(labels), goal, results, numbering, updates)
 
     @property
     def evaluation(self) -> Goal | None:

@@ -28,7 +28,7 @@ from fpipe.stage.cutting.keyed import draw_from_keys
 from fpipe.stage.cutting.segments import Segment, mark, segments
 from fpipe.stage.cutting.updates import keep_changed
 from fpipe.stage.declared.objective import Objective
-from fpipe.stage.declared.returns import Layout, Returns, check_state
+from fpipe.stage.declared.returns import Numbering, Returns, check_state
 from fpipe.stage.foreign.checkpointed import Marks
 from fpipe.stage.foreign.combined import with_contexts
 from fpipe.stage.foreign.custom import Calls
@@ -61,13 +61,13 @@ class Recorded(NamedTuple):
         parts: what is between the cuts.
         results: where each value that the caller gets of a microbatch comes from; then the new
             values of the leaves of the state that change.
-        layout: how the former are numbered.
+        numbering: how the former are numbered.
         changed: the leaves of the state that change, by their numbers after the parameters.
     """
 
     parts: tuple[Segment, ...]
     results: tuple[Upstream, ...]
-    layout: Layout
+    numbering: Numbering
     changed: list[int]
 
 
@@ -133,7 +133,7 @@ class Recorder:
         keys = [key] if self.has_key else []
         moving = self._moving(params, batch)
         self._refuse_writes(params, batch, keys, moving)
-        module, marks, layout, calls = self._graph(params, batch, keys, moving, goal)
+        module, marks, numbering, calls = self._graph(params, batch, keys, moving, goal)
         graph = module.graph
         mark(graph, marks)
         calls.put_into(graph)
@@ -157,10 +157,10 @@ class Recorder:
             *(Key(of_stage=False, draw=number) for number in range(len(draws))),
         ]
         sources = {node.name: source for node, source in zip(placeholders, origins, strict=True)}
-        parts, results = segments(graph, len(marks), sources, layout.heads)
+        parts, results = segments(graph, len(marks), sources, numbering.heads)
         for part in parts:
             part.graph.owning_module = module
-        return Recorded(parts, results, layout, changed)
+        return Recorded(parts, results, numbering, changed)
 
     def _lifted(self, params: Abstract, rows: int) -> Abstract:
         """The parameters as the function takes them, which gradients are taken by."""
@@ -224,11 +224,11 @@ class Recorder:
         keys: Sequence[Tensor],
         moving: Sequence[int],
         goal: Goal,
-    ) -> tuple[fx.GraphModule, list[int], Layout, Calls]:
+    ) -> tuple[fx.GraphModule, list[int], Numbering, Calls]:
         """The graph of the function, how many nodes were before each cut, what it returns, and what
         stands in it for calls."""
         marks: list[int] = []
-        layouts: list[tuple[Layout, Calls]] = []
+        numberings: list[tuple[Numbering, Calls]] = []
 
         def note() -> None:
             mode = get_proxy_mode()
@@ -249,8 +249,8 @@ class Recorder:
                     stack.enter_context(OneDtype())
                     stack.enter_context(Known())
                     value = self._called(params, batch, full)
-                (first, *others), layout = self._taken(value, params, goal)
-                layouts.append((layout, calls))
+                (first, *others), numbering = self._taken(value, params, goal)
+                numberings.append((numbering, calls))
                 return first, others
 
             if not moving:
@@ -284,7 +284,7 @@ class Recorder:
                 f"the schedule has {self.num_stages}: place fpipe.cut(x) once between each two "
                 "stages, or choose a schedule with that many stages"
             )
-        return module, marks, *layouts[-1]
+        return module, marks, *numberings[-1]
 
     def _called(self, params: Abstract, batch: Abstract, leaves: Sequence[Tensor]) -> Any:
         """What the function returns for flat arguments."""
@@ -297,15 +297,15 @@ class Recorder:
             **({"key": leaves[end]} if self.has_key else {}),
         )
 
-    def _taken(self, value: Any, params: Abstract, goal: Goal) -> tuple[list[Tensor], Layout]:
+    def _taken(self, value: Any, params: Abstract, goal: Goal) -> tuple[list[Tensor], Numbering]:
         """What it returned as flat tensors, the new state last, and how the others are numbered."""
         subject = f"{self.name} returns"
         taken = self.returns.take(subject, self.returns.call, value, self.objective.loss_shape)
         if goal == "value":
             taken = taken._replace(aux=None)
-        flat, layout = taken.flat()
+        flat, numbering = taken.flat()
         states = self.num_states(params.spec)
         if states:
             spec = params.spec.children()[1]
             flat += check_state(subject, params.values[-states:], spec, taken.state)
-        return flat, layout
+        return flat, numbering

@@ -15,7 +15,7 @@ from fpipe.errors import StageError, a_type
 from fpipe.stage.refusing.explain import describe
 
 
-class Layout(NamedTuple):
+class Numbering(NamedTuple):
     """How the values that the caller gets of each microbatch are numbered.
 
     Attributes:
@@ -41,10 +41,10 @@ class Taken(NamedTuple):
     state: Any
     aux: Any
 
-    def flat(self) -> tuple[list[Tensor], Layout]:
+    def flat(self) -> tuple[list[Tensor], Numbering]:
         """All tensors, and how they are numbered."""
         leaves, spec = tree.flatten(self.aux)
-        return [*self.heads, *leaves], Layout(len(self.heads), spec)
+        return [*self.heads, *leaves], Numbering(len(self.heads), spec)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from fpipe import tree
 from fpipe.arguments.shapes import Goal, TreeShape, ambient, current
 from fpipe.errors import StageError
 from fpipe.stage.declared.objective import Objective
-from fpipe.stage.declared.returns import Layout, Taken
+from fpipe.stage.declared.returns import Numbering, Taken
 from fpipe.stage.declared.stage import Stage
 from fpipe.stage.graphs.joint import Joint
 from fpipe.stage.graphs.sources import BatchLeaf, Key, Param, Source, Upstream
@@ -39,7 +39,7 @@ class Chain:
         goal: ``"step"`` for loss and gradients, ``"value"`` for the loss alone, ``"forward"`` for
             the last stage's output.
         results: where each value that the caller gets of a microbatch comes from.
-        layout: how those are numbered.
+        numbering: how those are numbered.
         updates: where the new value of each leaf of the state comes from.
     """
 
@@ -47,7 +47,7 @@ class Chain:
     labels: tuple[str, ...]
     goal: Goal
     results: tuple[Upstream, ...]
-    layout: Layout
+    numbering: Numbering
     updates: Mapping[int, Upstream] = field(default_factory=dict)
 
     def value(self, source: Upstream) -> Tensor:
@@ -163,12 +163,12 @@ class ChainTracer:
             x = Abstract(result.values, result.spec)
             x_sources = [Upstream(index, leaf) for leaf in range(len(x.values))]
             carries = list(result.carries_gradient)
-        layout = Layout(0, x.spec)
+        numbering = Numbering(0, x.spec)
         if goal != "forward":
             heads, _, aux = x.spec.children()
-            layout = Layout(heads.num_leaves, aux)
+            numbering = Numbering(heads.num_leaves, aux)
         results = tuple(Upstream(last, leaf) for leaf in range(len(x.values)))
-        return Chain(tuple(traced), tuple(labels), goal, results, layout)
+        return Chain(tuple(traced), tuple(labels), goal, results, numbering)
 
     @property
     def evaluation(self) -> Goal | None:
