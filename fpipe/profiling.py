@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from torch import Tensor
 
+from fpipe import tree
+from fpipe.arguments.microbatch import split
+from fpipe.controller.controller import Gather
 from fpipe.engine import Pipeline, check_is_pipeline
 from fpipe.errors import FpipeError, PipelineError
 from fpipe.recording import record
@@ -39,10 +42,12 @@ def profile(
     Returns:
         A `fpipe.Cost` with one value per stage: medians of the times of F, I, W and B in seconds,
         the bytes that a forward keeps until its backward, and how many of them I frees (negative
-        if it hands more to W); where microbatches differ, those that keep most, which of
-        ``remat="except_last"`` is the last alone. ``comm`` is the median time from the end of an
+        if it hands more to W), of the microbatch that keeps most for its size, with
+        ``remat="except_last"`` the last. ``comm`` is the median time from the end of an
         action to the start of one on another rank that waited for it, in seconds, between hosts as
-        exact as the times of day that these have; 0 in one process.
+        exact as the times of day that these have; 0 in one process. Where
+        the batch is `fpipe.Microbatches` of different shapes, ``sizes`` are the times that they
+        took, beside their mean.
 
     Raises:
         FpipeError: `pipe` is no pipeline, or `steps` no positive integer.
@@ -59,13 +64,14 @@ def profile(
     """
     check_is_pipeline("pipe", pipe, "fpipe.profile")
     _check_steps(pipe, steps)
-    times: dict[tuple[int, Op], list[float]] = defaultdict(list)
+    kinds = _kinds(pipe, params, arguments)
+    times: dict[Action, list[float]] = defaultdict(list)
     hops: list[float] = []
-    kept: dict[int, tuple[float, float]] = {}
-    for split in (False, True):
+    programs: list[Program] = []
+    for halved in (False, True):
         ranks, microbatches = pipe.schedule.num_ranks, pipe.schedule.num_microbatches
         probe = pipe.with_schedule(
-            all_forwards_first(pipe.schedule.placement, microbatches, split, ranks)
+            all_forwards_first(pipe.schedule.placement, microbatches, halved, ranks)
         )
         with record() as recording:
             for _ in range(steps + 1):
@@ -73,16 +79,22 @@ def profile(
         for timeline in recording.timelines[1:]:
             for row in timeline.events:
                 for event in row:
-                    times[event.action.stage, event.action.op].append(event.end - event.start)
+                    times[event.action].append(event.end - event.start)
             hops += _hops(timeline)
-        if split:
-            for program in probe.programs(params, *arguments):
-                kept |= residual_bytes(program)
+        if halved:
+            programs += probe.programs(params, *arguments)
     stages = range(pipe.schedule.num_stages)
+    sizes = _sizes(times, kinds)
+    found: dict[tuple[int, Op], list[float]] = defaultdict(list)
+    for (stage, op, microbatch), own in times.items():
+        found[stage, op] += own if microbatch is None else [t / sizes[microbatch] for t in own]
+    kept: dict[int, tuple[float, float]] = {}
+    for program in programs:
+        kept |= residual_bytes(program, sizes)
 
     def each(op: Op) -> list[float]:
         # What has nothing to compute, as the backward of a frozen start, costs nothing.
-        return [median(times[stage, op] or [0.0]) for stage in stages]
+        return [median(found[stage, op] or [0.0]) for stage in stages]
 
     in_process = pipe.rank is None
     return Cost(
@@ -93,7 +105,42 @@ def profile(
         comm=0.0 if in_process or not hops else max(0.0, median(hops)),
         activation=[kept.get(stage, (0.0, 0.0))[0] for stage in stages],
         freed_by_i=[kept.get(stage, (0.0, 0.0))[1] for stage in stages],
+        sizes=sizes if len(set(kinds)) > 1 else None,
     )
+
+
+def _kinds(pipe: Pipeline, params: Any, arguments: Sequence[Any]) -> tuple[int, ...]:
+    """Of the caller's own microbatches, of which one process may know and another not."""
+    definition, microbatches = pipe.definition, pipe.schedule.num_microbatches
+
+    def own() -> tuple[int, ...] | None:
+        try:
+            _, batch = definition.convention.enter(params, *arguments)
+            apart = tree.number_of_parts(batch) is not None
+            return split(batch, definition.in_dims, microbatches).kinds if apart else None
+        except Exception:
+            return None  # the first step says what is wrong with it
+
+    def ask(gather: Gather) -> list[tuple[int, ...] | None]:
+        return gather(own())
+
+    told = [kinds for kinds in pipe.together("fpipe.profile", ask) if kinds is not None]
+    return told[0] if told else (0,) * microbatches
+
+
+def _sizes(times: Mapping[Action, Sequence[float]], kinds: Sequence[int]) -> tuple[float, ...]:
+    """The time of a microbatch of each one's kind, beside the mean over all."""
+    taken = [0.0] * len(kinds)
+    for action, own in times.items():
+        if action.microbatch is not None:
+            taken[action.microbatch] += median(own)
+    alike = [
+        mean(own for own, other in zip(taken, kinds, strict=True) if other == kind)
+        for kind in kinds
+    ]
+    # Times may be too short for the clock, or equal as those of kinds in one.
+    usual = mean(alike)
+    return tuple(own / usual if own and len(set(kinds)) > 1 else 1.0 for own in alike)
 
 
 def _check_steps(pipe: Pipeline, steps: Any) -> None:
@@ -143,8 +190,10 @@ def _hops(timeline: Timeline) -> list[float]:
     return delays
 
 
-def residual_bytes(program: Program) -> dict[int, tuple[float, float]]:
+def residual_bytes(program: Program, sizes: Sequence[float]) -> dict[int, tuple[float, float]]:
     """For each stage, the bytes that F keeps for its backward, and those of them that I frees.
+
+    They are those of a microbatch of size 1, by the one that keeps most for its size.
 
     A value counts for the stage and microbatch whose backward uses it last, wherever it was made:
     the input of a stage is kept for it too. What I makes for W counts as not freed.
@@ -175,7 +224,7 @@ def residual_bytes(program: Program) -> dict[int, tuple[float, float]]:
             if slot >= 0:
                 born[slot] = (program.sizes[index, slot], by)
     result: dict[int, tuple[float, float]] = {}
-    for (stage, _), (size, freed) in kept.items():
-        # Microbatches may differ in shape: the bigger ones decide what memory is needed.
+    for (stage, microbatch), both in kept.items():
+        size, freed = (amount / sizes[microbatch or 0] for amount in both)
         result[stage] = max(result.get(stage, (0.0, 0.0)), (size, min(freed, size)))
     return result

@@ -18,7 +18,7 @@ class Parser(argparse.ArgumentParser):
 
 
 Commands = argparse._SubParsersAction  # what `add_subparsers` returns, which argparse does not name
-COST_KEYS: Final = ("f", "i", "w", "comm", "b", "activation", "freed_by_i")
+COST_KEYS: Final = ("f", "i", "w", "comm", "b", "activation", "freed_by_i", "sizes")
 
 
 def new(commands: Commands[Any], name: str, purpose: str, example: str) -> argparse.ArgumentParser:
@@ -82,7 +82,8 @@ def add_cost(parser: argparse.ArgumentParser) -> None:
         metavar="F,I,W[,B]",
         help="times of forward, input gradient, weight gradient (and full backward, if it is not "
         "their sum) per rank and microbatch; or a JSON file with the arguments of fpipe.Cost "
-        f"({', '.join(COST_KEYS)}), where a list gives each stage its own (default: 1,1,1)",
+        f"({', '.join(COST_KEYS)}), where a list gives each stage its own, and sizes are those of "
+        "the microbatches (default: 1,1,1)",
     )
     parser.add_argument(
         "--comm",

@@ -79,14 +79,15 @@ def check_ordered(name: str, values: object, of: str, otherwise: str) -> None:
     Args:
         name: of the argument, for messages.
         values: one for each `of`.
-        of: ``"stage"`` or ``"rank"``.
+        of: ``"stage"``, ``"rank"`` or ``"microbatch"``.
         otherwise: what may be given instead of several.
 
     Raises:
         ScheduleError: they are a mapping or a set.
     """
     if isinstance(values, Mapping | Set):
+        several = f"{of}es" if of.endswith("ch") else f"{of}s"
         raise ScheduleError(
-            f"{name}={values!r:.60} is {a_type(values)}, which has no order of {of}s: "
+            f"{name}={values!r:.60} is {a_type(values)}, which has no order of {several}: "
             f"give a sequence with one value per {of}, or {otherwise}"
         )

@@ -14,12 +14,18 @@ from fpipe.schedule.arguments import (
     plain_number,
 )
 from fpipe.schedule.bound_area import area_bound
-from fpipe.schedule.bound_rank import RankProblem, rank_problem
+from fpipe.schedule.bound_rank import (
+    RankProblem,
+    backward_work,
+    lone_microbatch,
+    rank_problem,
+)
 from fpipe.schedule.bound_scarce import scarce_bound
 from fpipe.schedule.bound_turns import turns_bound
 from fpipe.schedule.cost import (
     MOST,
     Cost,
+    PerStage,
     StageCosts,
     check_cost,
 )
@@ -61,7 +67,8 @@ def lower_bound(
 
     Valid for every cost; tight where one rank limits the pipeline (ZB-H1 and unsplit schedules
     without latency meet it), and the best there is where *states* gets through all ranks exactly;
-    loose by some percent where many ranks take turns.
+    loose by some percent where many ranks take turns. Where microbatches differ (``cost.sizes``) it
+    is that of as many of the smallest, or the work of the busiest rank: looser.
 
     Args:
         placement: the rank of each stage.
@@ -94,9 +101,15 @@ def lower_bound(
     looks = plain_integer(effort)
     if looks is None or looks < 0:
         raise ScheduleError(f"effort={effort!r} must be an integer, 0 or more")
+    span = objective == "span"
+    if cost.sizes is not None:
+        alike, sizes = _alike(cost), cost.sizes_of(microbatches)
+        bound = lower_bound(
+            placement, microbatches, alike, memory, objective=objective, effort=effort
+        )
+        return max(bound, _work_bound(placement, cost, alike, sum(sizes), span))
     costs = cost.on(placement)
     limits = memory_limits(memory, placement, costs)
-    span = objective == "span"
     best, likely = 0.0, placement[0]
     scarce = False
     for rank, (limit, stages) in enumerate(zip(limits, stages_by_rank(placement), strict=True)):
@@ -145,6 +158,38 @@ def memory_limits(memory: Memory, placement: Sequence[int], costs: StageCosts) -
             )
         checked.append(limit if limit <= MOST * MOST else float("inf"))
     return tuple(checked)
+
+
+def _alike(cost: Cost) -> Cost:
+    """A cost of microbatches that are all as small as the smallest: no schedule takes longer."""
+    assert cost.sizes is not None
+    least = min(cost.sizes)
+
+    def shrunk(value: PerStage) -> PerStage:
+        return tuple(x * least for x in value) if isinstance(value, tuple) else value * least
+
+    return Cost(
+        f=shrunk(cost.f),
+        i=shrunk(cost.i),
+        w=shrunk(cost.w),
+        comm=cost.comm,
+        b=None if cost.b is None else shrunk(cost.b),
+        activation=shrunk(cost.activation),
+        freed_by_i=shrunk(cost.freed_by_i),
+    )
+
+
+def _work_bound(
+    placement: Sequence[int], cost: Cost, alike: Cost, sizes: float, span: bool
+) -> float:
+    """The work of the busiest rank, and the time until it can begin."""
+    each = backward_work(costs := cost.on(placement))
+    starts, _ = lone_microbatch(alike.on(placement))
+    return max(
+        (0.0 if span else starts[stages[0]]) + sizes * sum(costs.f[s] + each[s] for s in stages)
+        for stages in stages_by_rank(placement)
+        if stages
+    )
 
 
 def _idle_bound(problem: RankProblem, span: bool) -> float:

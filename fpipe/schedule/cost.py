@@ -43,13 +43,16 @@ class Cost:
         activation: what F keeps until B or W ends (bytes, or units of your own).
         freed_by_i: the part of `activation` that I already frees, 0 by default. Negative where I
             hands more to W than it frees.
+        sizes: of the microbatches, beside one of size 1 to which all the other numbers belong:
+            times and activations of a microbatch are as many times as large. For sequences of
+            different lengths and the like; None where all are alike.
 
     Any real number will do, those of numpy too; a number is kept as Python's own.
 
     Raises:
         ScheduleError: a value is not finite, is negative (other than `freed_by_i`), or is further
             from 1 than a hundred powers of ten and not 0; values per stage have no order; `comm`
-            is not square.
+            is not square; a size is 0.
 
     Example:
         >>> from fpipe import Cost
@@ -67,6 +70,7 @@ class Cost:
     b: PerStage | None
     activation: PerStage
     freed_by_i: PerStage
+    sizes: tuple[float, ...] | None
 
     def __init__(
         self,
@@ -77,6 +81,7 @@ class Cost:
         b: float | Iterable[float] | None = None,
         activation: float | Iterable[float] = 1,
         freed_by_i: float | Iterable[float] = 0,
+        sizes: Iterable[float] | None = None,
     ) -> None:
         values: dict[str, object] = {
             "f": _per_stage("f", f),
@@ -86,6 +91,7 @@ class Cost:
             "b": None if b is None else _per_stage("b", b),
             "activation": _per_stage("activation", activation),
             "freed_by_i": _per_stage("freed_by_i", freed_by_i, signed=True),
+            "sizes": None if sizes is None else _sizes(sizes),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -142,6 +148,26 @@ class Cost:
             freed_by_i=freed,
         )
 
+    def sizes_of(self, microbatches: int) -> tuple[float, ...]:
+        """The size of each of so many microbatches.
+
+        Raises:
+            ScheduleError: `sizes` are of another number of microbatches.
+
+        Example:
+            >>> from fpipe import Cost
+            >>> Cost(f=1, i=1, w=1).sizes_of(3), Cost(f=1, i=1, w=1, sizes=[1, 0.5]).sizes_of(2)
+            ((1, 1, 1), (1, 0.5))
+        """
+        if self.sizes is None:
+            return (1,) * microbatches
+        if len(self.sizes) != microbatches:
+            raise ScheduleError(
+                f"cost.sizes has {len(self.sizes)} values for {microbatches} microbatches: give "
+                "one for each, or None where all are alike"
+            )
+        return self.sizes
+
     def hop(self, source: int, target: int) -> float:
         """Latency from one rank to another; 0 from a rank to itself.
 
@@ -162,6 +188,20 @@ class Cost:
                 f"{max(source, target)}: give a row and a column for each rank"
             )
         return self.comm[source][target]
+
+
+def check_alike(cost: Cost, what: str) -> None:
+    """Refuse a cost whose microbatches differ.
+
+    Args:
+        cost: that is given.
+        what: takes none such.
+    """
+    if cost.sizes is not None:
+        raise ScheduleError(
+            f"cost.sizes is given, and {what} takes all microbatches as alike: give it "
+            "dataclasses.replace(cost, sizes=None), and simulate what it makes with the sizes"
+        )
 
 
 def check_cost(cost: object) -> None:
@@ -203,6 +243,19 @@ def _per_stage(name: str, value: float | Iterable[float], *, signed: bool = Fals
         return _number(name, value, signed)
     check_ordered(f"cost {name}", value, "stage", "one number for all")
     return tuple(_number(f"{name}[{k}]", entry, signed) for k, entry in enumerate(value))
+
+
+def _sizes(sizes: Iterable[float]) -> tuple[float, ...]:
+    if not is_several(sizes):
+        raise ScheduleError(f"cost sizes={sizes!r:.60} must be a sequence, a number per microbatch")
+    check_ordered("cost sizes", sizes, "microbatch", "None where all are alike")
+    values = tuple(_number(f"sizes[{k}]", entry) for k, entry in enumerate(sizes))
+    if not all(values):
+        raise ScheduleError(
+            f"cost sizes[{values.index(0)}]=0: a microbatch of nothing takes no time; give a size "
+            "above 0"
+        )
+    return values
 
 
 def _latency(comm: float | Iterable[Iterable[float]]) -> Latency:

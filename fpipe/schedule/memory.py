@@ -40,7 +40,12 @@ def counted_as(actions: Sequence[Action]) -> list[Op | None]:
     return [count(*action) for action in actions]
 
 
-def held(row: Sequence[Timed], activation: Sequence[float], freed_by_i: Sequence[float]) -> Steps:
+def held(
+    row: Sequence[Timed],
+    activation: Sequence[float],
+    freed_by_i: Sequence[float],
+    sizes: Sequence[float] | None = None,
+) -> Steps:
     """The activations that a rank holds over time.
 
     F takes its activation when it starts; I frees its part, and B or W the rest, when it ends.
@@ -51,6 +56,7 @@ def held(row: Sequence[Timed], activation: Sequence[float], freed_by_i: Sequence
         row: what the rank ran, in order: rank, action, start and end.
         activation: per stage, what F keeps.
         freed_by_i: per stage, the part of it that I frees.
+        sizes: of each microbatch, by which both are multiplied; None where all are alike.
 
     Example:
         >>> row = [(0, Action(0, Op.F, 0), 0.0, 1.0), (0, Action(0, Op.B, 0), 1.0, 3.0)]
@@ -60,10 +66,11 @@ def held(row: Sequence[Timed], activation: Sequence[float], freed_by_i: Sequence
     times: list[float] = []
     changes: list[float] = []
     ops = counted_as([action for _, action, _, _ in row])
-    for (_, (stage, _, _), start, end), op in zip(row, ops, strict=True):
+    for (_, (stage, _, microbatch), start, end), op in zip(row, ops, strict=True):
         if op is None:
             continue
-        kept, freed = activation[stage], freed_by_i[stage]
+        size = 1 if sizes is None or microbatch is None else sizes[microbatch]
+        kept, freed = activation[stage] * size, freed_by_i[stage] * size
         if op == Op.F:
             change = kept
         elif op == Op.I:

@@ -52,7 +52,7 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
         # Some have no action. Their tables might be larger than the memory of the machine.
         verify(schedule, owed_by_actions(schedule))
     costs = cost.on(schedule.placement, schedule.num_ranks)
-    run = run_rows(schedule.actions, costs, schedule.num_microbatches)
+    run = run_rows(schedule.actions, costs, cost.sizes_of(schedule.num_microbatches))
     if not run.whole or None in numbers:
         # The run has seen that something is amiss; the verifier knows how to say what.
         verify(schedule, owed_by_actions(schedule))
@@ -78,12 +78,18 @@ class Run(NamedTuple):
     whole: bool
 
 
-def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, microbatches: int) -> Run:
+def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequence[float]) -> Run:
     """Starts and ends of the actions of each row, in its order.
 
     A row that waits for an input that never comes, or that repeats an action or does it too early,
     is cut short there: this is how a search sees, at no extra price, that an order cannot run.
+
+    Args:
+        rows: of each rank.
+        costs: of each stage, for a microbatch of size 1.
+        sizes: of each microbatch.
     """
+    microbatches = len(sizes)
     f, i, w, b, down, up = costs.f, costs.i, costs.w, costs.b, costs.down, costs.up
     last = len(f) - 1
     # Per stage and microbatch, at stage * microbatches + microbatch: how far its work is (1 after
@@ -117,14 +123,14 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, microbatches: 
                         break
                     if arrival > now:
                         now = arrival
-                end = now + f[stage]
+                end = now + f[stage] * sizes[microbatch]
                 state[key] = 1
                 if stage < last:
                     forward[key] = end + down[stage]
                     if (reader := waiting.pop(key, None)) is not None:
                         ready.append(reader)
             elif op == Op.W and done == 2:
-                end = now + w[stage]
+                end = now + w[stage] * sizes[microbatch]
                 state[key] = 3
             else:
                 if done != 1:
@@ -137,13 +143,13 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, microbatches: 
                     if arrival > now:
                         now = arrival
                 if op == Op.I:
-                    end = now + i[stage]
+                    end = now + i[stage] * sizes[microbatch]
                     state[key] = 2
                 elif op == Op.B:
-                    end = now + b[stage]
+                    end = now + b[stage] * sizes[microbatch]
                     state[key] = 3
                 elif op == Op.W:  # of a stage that owes no I
-                    end = now + w[stage]
+                    end = now + w[stage] * sizes[microbatch]
                     state[key] = 3
                 else:
                     break

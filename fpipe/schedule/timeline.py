@@ -45,7 +45,8 @@ class Timeline:
         cost: what the times were simulated with; None for a recorded run whose costs are unknown.
 
     Raises:
-        ScheduleError: `schedule` or `cost` is none, or there is not one row of events per rank.
+        ScheduleError: `schedule` or `cost` is none, there is not one row of events per rank, or the
+            cost is of another number of microbatches.
 
     Example:
         >>> import fpipe
@@ -65,6 +66,7 @@ class Timeline:
         check_schedule(self.schedule)
         if self.cost is not None:
             check_cost(self.cost)
+            self.cost.sizes_of(self.schedule.num_microbatches)
         rows, ranks = self.events, self.schedule.num_ranks
         if not isinstance(rows, Sequence) or len(rows) != ranks:
             raise ScheduleError(
@@ -152,7 +154,7 @@ class Timeline:
         row = self.events[self._checked(rank)]
         cost = self.cost or Cost(1, 1, 1)
         costs = cost.on(self.schedule.placement, self.schedule.num_ranks)
-        return held(row, costs.activation, costs.freed_by_i)
+        return held(row, costs.activation, costs.freed_by_i, cost.sizes)
 
     def _checked(self, rank: int) -> int:
         if plain_integer(rank) not in range(len(self.events)):
@@ -199,7 +201,14 @@ class Timeline:
         ranks = max(placement) + 1  # what comes after has no stage
         each = self.cost.on(placement, self.schedule.num_ranks)
         cost = Cost(
-            each.f, each.i, each.w, self.cost.comm, each.b, each.activation, each.freed_by_i
+            each.f,
+            each.i,
+            each.w,
+            self.cost.comm,
+            each.b,
+            each.activation,
+            each.freed_by_i,
+            self.cost.sizes,
         )
         return lower_bound(placement, self.schedule.num_microbatches, cost, self.peak[:ranks])
 

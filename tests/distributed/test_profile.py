@@ -56,3 +56,24 @@ def test_ranks_agree_on_what_is_measured(crew: Crew, steps: list[Any], told: str
         assert told in first.error.text
         assert then.value.comm > 0  # it was 0 where the reader was an I that computes nothing
         assert then.value.i == (0, then.value.i[1])
+
+
+def measured_apart(group: dist.ProcessGroup) -> fpipe.Cost:
+    """Costs of microbatches of two lengths, of which the last rank has none."""
+    pipe = fpipe.pipeline(
+        [linear, linear],
+        lambda y, _: y.square().mean(),
+        fpipe.schedules.zb_h1(ranks=2, microbatches=3),
+        compile=False,
+        group=group,
+    )
+    params = pipe.local([torch.eye(64), torch.eye(64)])
+    lengths = [torch.ones(rows, 64) for rows in (2, 512, 2)]
+    batch = None if group.rank() else fpipe.Microbatches(lengths)
+    return fpipe.profile(pipe, params, batch, steps=3)
+
+
+def test_sizes_of_microbatches_are_the_same_on_all_ranks(crew: Crew) -> None:
+    first, second = values(crew.run(measured_apart, ranks=range(2)))
+    assert first.sizes == second.sizes
+    assert first.sizes[0] == first.sizes[2] < 1 < first.sizes[1]

@@ -39,8 +39,11 @@ def _follow(action: Action, stages: int, split: bool) -> list[Action]:
 
 
 @st.composite
-def costs(draw: st.DrawFn, stages: int, ranks: int) -> Cost:
-    """Small integers, so that time can be counted in ticks; zeros among them."""
+def costs(draw: st.DrawFn, stages: int, ranks: int, microbatches: int | None = None) -> Cost:
+    """Small integers, so that time can be counted in ticks; zeros among them.
+
+    With a number of microbatches these may have sizes.
+    """
 
     def each(least: int = 0) -> list[int]:
         return draw(st.lists(st.integers(least, 4), min_size=stages, max_size=stages))
@@ -49,7 +52,11 @@ def costs(draw: st.DrawFn, stages: int, ranks: int) -> Cost:
     comm: int | Sequence[Sequence[int]] = draw(
         st.one_of(st.integers(0, 3), st.lists(table, min_size=ranks, max_size=ranks))
     )
-    return Cost(each(), each(), each(), comm=comm, b=draw(st.one_of(st.none(), st.just(each()))))
+    sizes = None
+    if microbatches is not None and draw(st.booleans()):
+        sizes = draw(st.lists(st.integers(1, 3), min_size=microbatches, max_size=microbatches))
+    b = draw(st.one_of(st.none(), st.just(each())))
+    return Cost(each(), each(), each(), comm=comm, b=b, sizes=sizes)
 
 
 def tick_by_tick(schedule: Schedule, cost: Cost) -> dict[Action, tuple[int, int]]:
@@ -67,7 +74,8 @@ def tick_by_tick(schedule: Schedule, cost: Cost) -> dict[Action, tuple[int, int]
             for rank, row in enumerate(todo):
                 if row and free[rank] <= now and _arrived(row[0], schedule, cost, times, now):
                     action = row.pop(0)
-                    free[rank] = now + int(duration[action.op][action.stage])
+                    size = 1 if cost.sizes is None else cost.sizes[action.microbatch or 0]
+                    free[rank] = now + int(duration[action.op][action.stage] * size)
                     times[action] = (now, free[rank])
                     moved = True
         now += 1

@@ -57,6 +57,10 @@ def test_a_cost_is_a_value() -> None:
         # The keys of a dict were taken for times.
         ({"f": {0: 10, 1: 12}}, r"cost f=\{0: 10, 1: 12\} is a dict, which has no order of stages"),
         ({"i": {3, 4}}, "is a set, which has no order"),
+        ({"sizes": 2}, "cost sizes=2 must be a sequence, a number per microbatch"),
+        ({"sizes": [1, -1]}, r"cost sizes\[1\]=-1 must be a finite number, at least 0"),
+        ({"sizes": [1, 0]}, r"cost sizes\[1\]=0: a microbatch of nothing takes no time"),
+        ({"sizes": {0: 1}}, "is a dict, which has no order of microbatches"),
     ],
 )
 def test_a_bad_number_is_named(arguments: dict[str, Any], message: str) -> None:

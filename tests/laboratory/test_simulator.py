@@ -23,7 +23,8 @@ def row(text: str) -> list[Action]:
 @given(data=st.data())
 def test_it_agrees_with_a_simulator_that_looks_at_every_tick(data: st.DataObject) -> None:
     schedule = data.draw(schedules())
-    cost = data.draw(costs(schedule.num_stages, schedule.num_ranks))
+    shape = schedule.num_stages, schedule.num_ranks, schedule.num_microbatches
+    cost = data.draw(costs(*shape))
     timeline = simulate(schedule, cost)
     expected = tick_by_tick(schedule, cost)
     assert {e.action: (e.start, e.end) for row in timeline.events for e in row} == expected

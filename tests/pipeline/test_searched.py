@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import fpipe
-from fpipe import Cost, schedules
+from fpipe import Action, Cost, Op, schedules
 from fpipe.schedule.placements import linear, looped, vee
 from tests.models import assert_same, gpt, mlp, piped, unpipelined
 
@@ -56,3 +58,26 @@ def test_from_measured_costs_to_a_schedule_that_runs() -> None:
     assert max(found.timeline.peak) <= 0.75 * max(plain.peak)
     searched = pipe.with_schedule(found.schedule)
     assert_same(searched.step(model.params, model.batch), unpipelined(*model))
+
+
+def test_microbatches_of_other_lengths_are_measured_beside_each_other() -> None:
+    def stage(w: Tensor, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(x @ w)
+        return x
+
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=4)
+    pipe = fpipe.pipeline([stage, stage], lambda y, _: y.mean(), schedule, compile=False)
+    params = [torch.eye(128)] * 2
+    long, short = torch.ones(4, 512, 128), torch.ones(4, 32, 128)
+    cost = fpipe.profile(pipe, params, fpipe.Microbatches([long, short, long, short]), steps=3)
+    assert cost.sizes is not None
+    first, second, third, fourth = cost.sizes
+    assert first == third > 1 > second == fourth
+    assert first + second == pytest.approx(2)  # their mean is 1
+    timeline = fpipe.simulate(schedule, cost)
+    events = {event.action: event.end - event.start for row in timeline.events for event in row}
+    assert events[Action(1, Op.F, 0)] / events[Action(1, Op.F, 1)] == pytest.approx(first / second)
+    # All of one length need no sizes, and a batch that does not divide evenly is told without.
+    assert fpipe.profile(pipe, params, fpipe.Microbatches([short] * 4), steps=1).sizes is None
+    assert fpipe.profile(pipe, params, long.flatten(0, 1)[:9], steps=1).sizes is None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 
 from fpipe.schedule.arguments import plain_counts
-from fpipe.schedule.cost import Cost, check_cost
+from fpipe.schedule.cost import Cost, check_alike, check_cost
 from fpipe.schedule.placements import linear
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.list_scheduler import list_schedule
@@ -46,7 +46,8 @@ def zb_auto(
         A schedule of F, I and W actions, and of B where the memory holds no I.
 
     Raises:
-        ScheduleError: an argument is out of range, or the memory holds no microbatch.
+        ScheduleError: an argument is out of range, the cost has sizes, or the memory holds no
+            microbatch.
 
     Example:
         >>> for row in zb_auto(ranks=2, microbatches=3).actions:
@@ -57,6 +58,7 @@ def zb_auto(
     ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
     cost = Cost(f=1, i=1, w=1) if cost is None else cost
     check_cost(cost)
+    check_alike(cost, "zb_auto")
     if memory is None:
         memory = [ranks * size for size in cost.on(linear(ranks)).activation]
     problem = make_problem(linear(ranks), microbatches, cost, memory, "makespan")

@@ -9,7 +9,7 @@ from random import Random
 from fpipe.errors import ScheduleError
 from fpipe.schedule.arguments import plain_counts, plain_integer, plain_number
 from fpipe.schedule.bound import Memory, Objective
-from fpipe.schedule.cost import Cost, check_cost
+from fpipe.schedule.cost import Cost, check_alike, check_cost
 from fpipe.schedule.placements import linear, looped, plain_placement, vee
 from fpipe.schedule.searching.annealing import anneal
 from fpipe.schedule.searching.beam import beam
@@ -69,8 +69,8 @@ def search(
         The schedule, its timeline, the lower bound and the gap to it.
 
     Raises:
-        ScheduleError: an argument is out of range, the cost does not fit a placement, or the memory
-            admits no schedule.
+        ScheduleError: an argument is out of range, the cost does not fit a placement or has sizes,
+            or the memory admits no schedule.
 
     Example:
         >>> import fpipe
@@ -83,6 +83,7 @@ def search(
     """
     ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
     check_cost(cost)
+    check_alike(cost, "fpipe.search")
     seed, iterations = _plain_seed(seed), _plain_budget(seconds, iterations)
     problems = _problems(ranks, microbatches, cost, memory, placement, objective)
     candidates = [Candidate(problem, order) for problem, order in seeds(problems)]

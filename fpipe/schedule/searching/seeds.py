@@ -147,7 +147,7 @@ def _made(problem: Problem, maker: Maker) -> Order | None:
     for row, limit in zip(schedule.actions, problem.memory, strict=True):
         if _peak(row, costs) > limit * (1 + 1e-9):
             return None
-    run = run_rows(schedule.actions, costs, problem.microbatches)
+    run = run_rows(schedule.actions, costs, (1,) * problem.microbatches)
     if problem.objective == "span":
         value = max(e[-1] - s[0] for s, e in zip(run.starts, run.ends, strict=True))
     else:
