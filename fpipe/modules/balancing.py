@@ -25,7 +25,7 @@ from fpipe.modules.shares import Balance, StageShare
 from fpipe.schedule import Schedule
 from fpipe.schedule.arguments import plain_number
 from fpipe.stage.pieces.compiler import Compile
-from fpipe.stage.tracing.apart import one_at_a_time
+from fpipe.stage.tracing.apart import as_written, one_at_a_time
 
 INTENSITY = 10
 """FLOPs that a machine does while it moves a byte, unless told."""
@@ -227,7 +227,7 @@ def _divided(
     assert isinstance(definition.loss, ModuleLoss)
     module, schedule = definition.loss.module, definition.schedule
     split_batch = split(batch, definition.in_dims, schedule.num_microbatches)
-    with one_at_a_time():
+    with one_at_a_time(), as_written():
         kind = split_batch.kinds[split_batch.biggest()]  # by which it is decided what is held
         parts = parts_of(definition, batch_shapes(split_batch)[kind], candidates)
     sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}

@@ -12,7 +12,7 @@ from fpipe.errors import StageError, a_type
 # By name: some of their modules take a second to import.
 _WRAPPERS = {
     "OptimizedModule": ("_orig_mod", "fpipe compiles the stages itself (compile=)"),
-    "DataParallel": ("module", "a pipeline lies on several devices by devices="),
+    "DataParallel": ("module", "a pipeline of a module has a process for each device"),
     "DistributedDataParallel": (
         "module",
         "it cannot average the gradients of a step: do so yourself (docs/distributed.md)",

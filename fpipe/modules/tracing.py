@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,6 +16,8 @@ from fpipe.errors import StageError, a_type
 from fpipe.stage.refusing.explain import Untraceable, told_apart
 from fpipe.stage.refusing.frames import place
 from fpipe.stage.turns import Turns
+
+log = logging.getLogger("fpipe")
 
 
 @contextmanager
@@ -78,12 +81,16 @@ as_left = Turns()
 
 
 @contextmanager
-def unchanged(*modules: nn.Module) -> Iterator[None]:
+def unchanged(*modules: nn.Module, told: set[str]) -> Iterator[None]:
     """What modules set on themselves within it is gone at its end.
 
     What they cache is abstract while they are traced: the next trace, or the module's own forward,
     would take it for numbers. A conversion to what a part is, ``self.router.to(self.dtype)``, does
     nothing.
+
+    Args:
+        modules: that are called.
+        told: what a warning was given of already; those of now are added.
 
     Raises:
         Untraceable: a module is converted to what it is not.
@@ -94,11 +101,37 @@ def unchanged(*modules: nn.Module) -> Iterator[None]:
         for part in parts:
             vars(part)["_apply"] = partial(_converted, part)
             vars(part)["_compiled_call_impl"] = None  # of Module.compile; stages are compiled whole
+        before = [(part, dict(vars(part))) for part in parts]
         try:
             yield
+            for part, held in before:
+                _tell_of_changes(part, held, told)
         finally:
             for put in restore:
                 put()
+
+
+def _tell_of_changes(part: nn.Module, before: Mapping[str, Any], told: set[str]) -> None:
+    """Warn of what was a number or a tensor and is another: in later steps it will not change.
+
+    What was None, or not there at all, is a cache.
+    """
+    now = vars(part)
+    for name, old in before.items():
+        new = now.get(name, old)
+        what = f"attribute {name} of {a_type(part)}"
+        if new is not old and what not in told and all(map(_tells, (old, new))):
+            told.add(what)
+            log.warning(
+                "the forward changes the %s, which stays what it was: a trace is made once, and "
+                "steps do not run the forward again; keep what changes in a buffer, with "
+                "has_state=True, or give it with the batch",
+                what,
+            )
+
+
+def _tells(value: Any) -> bool:
+    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
 
 
 def _converted(

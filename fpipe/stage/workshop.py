@@ -22,6 +22,7 @@ from fpipe.stage.pieces.code import StageCode
 from fpipe.stage.pieces.compiler import Compiler
 from fpipe.stage.pieces.piece import Piece
 from fpipe.stage.pieces.remat import Policies
+from fpipe.stage.tracing.apart import as_written
 from fpipe.stage.tracing.chain import Chain, ChainTracer
 
 Trained = tuple[frozenset[Source], ...]
@@ -81,7 +82,8 @@ class Workshop:
         for size, shape in zip(signature.sizes(), signature.batch, strict=True):
             chain = self._known(signature, size, shape)
             if chain is None:
-                chain = self._tracer(signature.params, shape, signature.goal, size)
+                with as_written():
+                    chain = self._tracer(signature.params, shape, signature.goal, size)
             self._chains[_key(signature, size, shape)] = chain
             chains.append(chain)
         _check_results(chains)

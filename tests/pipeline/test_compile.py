@@ -103,12 +103,6 @@ def test_options_of_inductor(compile: Any) -> None:
     check(model.stages, model.params, model.batch, compile=compile)
 
 
-def test_unknown_backend() -> None:
-    pipe = plain_pipeline(MODEL.stages, compile="no_such_backend")
-    with pytest.raises(Exception, match="no_such_backend"):
-        pipe.step(MODEL.params, MODEL.batch)
-
-
 def test_a_compiler_that_fails() -> None:
     def broken(module: Any, examples: Any) -> Any:
         return examples[7]
@@ -147,6 +141,90 @@ def test_a_call_within_a_compiled_function(method: str) -> None:
 
     compiled = torch.compile(whole, backend="eager")
     assert_same(compiled(MODEL.params, MODEL.batch), whole(MODEL.params, MODEL.batch))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_functions_that_the_caller_has_compiled_are_traced_as_they_were_written(
+    fullgraph: bool,
+) -> None:
+    # A helper in somebody else's module kept all of it from being a stage.
+    compiled: list[torch.fx.GraphModule] = []
+
+    def backend(module: fx.GraphModule, examples: Any) -> Any:
+        compiled.append(module)
+        return module.forward
+
+    def wave(x: Tensor) -> Tensor:
+        return torch.sin(x) * 2
+
+    def stage(w: Tensor, x: Tensor) -> Tensor:
+        return helper(x @ w)
+
+    def loss(y: Tensor, batch: Tensor) -> Tensor:
+        return helper(y).square().mean()
+
+    helper: Any = torch.compile(wave, backend=backend, fullgraph=fullgraph)
+    whole: Any = torch.compile(stage, backend=backend, fullgraph=fullgraph)
+    params, x = [torch.eye(4) / 2, torch.full((4, 4), 0.3)], torch.linspace(0, 1, 32).view(8, 4)
+
+    def plain(params: list[Tensor], batch: Tensor) -> Tensor:
+        for w in params:
+            batch = wave(batch @ w)
+        return wave(batch).square().mean()
+
+    grads, value = torch.func.grad_and_value(plain)(params, x)
+    schedule = schedules.zb_h1(ranks=2, microbatches=4)
+    pipe = fpipe.pipeline([stage, whole], loss, schedule, compile=False)
+    assert_same(pipe.step(params, x), fpipe.Step(value, grads), 1e-6)
+
+    def cut(params: list[Tensor], batch: Tensor) -> Tensor:
+        return helper(whole(params[1], fpipe.cut(stage(params[0], batch)))).square().mean()
+
+    one = fpipe.pipeline(cut, schedule=schedule, compile=False)
+    assert_same(one.step(params, x), fpipe.Step(value, grads), 1e-6)
+    vector = [torch.ones(4, 4)] * 2
+    expected = torch.func.grad(lambda p: sum(g.sum() for g in torch.func.grad(plain)(p, x)))(params)
+    assert_same(fpipe.hvp(one).step(params, x, vector).hvp, expected, 1e-5)
+    assert not compiled
+    helper(x)  # is compiled as before where it is the caller's
+    assert len(compiled) == 1
+
+
+class Waving(torch.nn.Module):
+    """A module that calls a function which was compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _compiled_wave(self.second(_compiled_wave(self.first(x))))
+
+
+_compiled_wave: Any = torch.compile(torch.sin, backend="eager")
+
+
+def test_a_module_that_calls_a_function_which_was_compiled() -> None:
+    module = Waving()
+    pipe = fpipe.from_module(
+        module,
+        schedule=schedules.gpipe(ranks=2, microbatches=2),
+        stages=2,
+        example={"x": torch.ones(4, 4)},
+        loss=lambda y, _: y.square().mean(),
+        compile=False,
+    )
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    x = torch.linspace(0, 1, 16).view(4, 4)
+
+    def plain(params: dict[str, Tensor]) -> Tensor:
+        y = x
+        for name in ("first", "second"):
+            weight, bias = (params[f"{name}.{kind}"] for kind in ("weight", "bias"))
+            y = torch.sin(torch.nn.functional.linear(y, weight, bias))
+        return y.square().mean()
+
+    assert_same(pipe.step(params, {"x": x}).grads, torch.func.grad(plain)(params), 1e-6)
 
 
 @pytest.mark.inductor

@@ -136,12 +136,15 @@ def _maker_from_options(options: dict[str, Any]) -> Callable[[fx.GraphModule, li
             f"compile={options!r} has {sorted(unknown)}: it takes what torch.compile takes for a "
             "static graph, that is backend, mode and options"
         )
-    if options.get("backend", "inductor") != "inductor":
+    backend = options.get("backend", "inductor")
+    if isinstance(backend, str) and backend not in torch._dynamo.list_backends(exclude_tags=()):
+        raise StageError(
+            f"compile={options!r:.200} names no backend: torch._dynamo.list_backends(None) lists "
+            "them"
+        )
+    if backend != "inductor":
         return _of_plain(lambda module, examples: _by_torch_compile(module, options))
-    patches: dict[str, Any] = {}
-    if options.get("mode") is not None:
-        patches |= torch._inductor.list_mode_options(options["mode"])
-    patches |= {k.replace("-", "_"): v for k, v in (options.get("options") or {}).items()}
+    patches = _patches(options)
     if patches.get("triton.cudagraphs"):
         raise StageError(
             f"compile={options!r} asks for CUDA graphs, whose outputs are overwritten by the next "
@@ -149,6 +152,20 @@ def _maker_from_options(options: dict[str, Any]) -> Callable[[fx.GraphModule, li
             "'max-autotune-no-cudagraphs'"
         )
     return lambda module, examples: _inductor(module, examples, patches)
+
+
+def _patches(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of Inductor that a mode and options come to, as torch.compile checks them."""
+    try:
+        wanted = torch._TorchCompileInductorWrapper(
+            options.get("mode"), options.get("options"), dynamic=False
+        )
+    except Exception as error:
+        # Some hundred options are known.
+        what = str(error).partition(", known options")[0]
+        raise StageError(f"compile={options!r:.200} is not what Inductor takes: {what}") from error
+    config: dict[str, Any] = wanted.config
+    return config
 
 
 def _of_plain(

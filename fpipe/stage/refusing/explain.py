@@ -206,11 +206,6 @@ _REASONS: Final = (
         "operations that have one",
     ),
     _Reason(
-        ("dynamo-optimized function", "fullgraph=True found no compiled frames"),
-        "is compiled by torch.compile",
-        "pass the function as it is, which fpipe.pipeline compiles (compile=)",
-    ),
-    _Reason(
         ("inside a function being vmapped", "functorch/Interpreter.cpp"),
         "closes over a tensor that a transform of torch.func maps or differentiates",
         "pass it in the parameters or in the batch, where transforms can see it",
