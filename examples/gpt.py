@@ -279,6 +279,7 @@ def main() -> None:
     smoke = parser.parse_args().smoke
     size = SMOKE if smoke else FULL
     group = join()
+    torch.set_num_threads(1)  # as torchrun does, whose processes then take the very same sums
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("fpipe").setLevel(logging.INFO)  # says what the first call is doing
 

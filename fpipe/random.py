@@ -7,7 +7,8 @@ or in another order. Use a key once; make new ones of it with `split` and `fold_
 The generator is Threefry2x32 (`fpipe.threefry`), on the counters of the places. `key`, `split`,
 `fold_in` and `bits` agree with ``jax.random`` (``jax_threefry_partitionable``, its default). All of
 it is integer arithmetic in plain tensor operations: the same bits on every device, compiled or not,
-and under `torch.func.vmap`, `vjp` and `jvp`. Words are held in int64, because torch has no addition
+and under `torch.func.vmap`, `vjp` and `jvp`. What goes through functions of real numbers, `normal`
+and `categorical`, says where it may differ. Words are held in int64, because torch has no addition
 and no shift of uint32.
 """
 
@@ -154,8 +155,8 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
     """Numbers of the standard normal distribution.
 
     The inverse of its distribution function is taken in double precision and rounded to `dtype`.
-    Devices and compilers differ in the last digits of a double, so float64 results may differ there
-    too; narrower ones differ in about one number of 10⁸.
+    Devices and compilers differ in the last digits of a double, so float64 results may differ too,
+    by 10⁻¹² of them; narrower ones differ in about one number of 10⁸.
 
     Args:
         key: shape ``(2,)``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -190,13 +191,17 @@ class Timeline:
                 "dataclasses.replace(timeline, cost=fpipe.Cost(...))"
             )
         placement = self.schedule.placement
-        does = {(stage, op) for row in self.schedule.actions for stage, op, _ in row}
+        halves: Counter[int] = Counter()
+        for row in self.schedule.actions:
+            halves.update(stage for stage, op, _ in row if op in (Op.B, Op.I, Op.W))
+            halves.update(stage for stage, op, _ in row if op == Op.B)  # is both of them
         for stage in range(len(placement)):
-            # The bound counts the whole backward of every stage: of less it would prove too much.
-            if (stage, Op.B) not in does and not {(stage, Op.I), (stage, Op.W)} <= does:
+            # The bound counts the whole backward of every microbatch: of less it would prove too
+            # much.
+            if halves[stage] < 2 * self.schedule.num_microbatches:
                 raise ScheduleError(
                     f"stage {stage} of {self.schedule.name} has no whole backward, and the bound "
-                    "is of steps in which every stage has B, or I and W"
+                    "is of steps in which every stage has B, or I and W, of every microbatch"
                 )
         ranks = max(placement) + 1  # what comes after has no stage
         each = self.cost.on(placement, self.schedule.num_ranks)
@@ -217,13 +222,14 @@ class Timeline:
         """How far the makespan is above `bound`, as a part of it: 0.02 is two percent.
 
         A gap of 0 is a certificate: no schedule of this placement is faster in which no
-        rank holds more.
+        rank holds more. It is negative where a recorded run was faster than its cost allows, which
+        then is not that of the run.
 
         Raises:
             ScheduleError: as for `bound`.
         """
         gap = self.makespan / self.bound - 1 if self.bound else 0.0
-        return gap if gap > 1e-12 else 0.0
+        return gap if abs(gap) > 1e-12 else 0.0
 
     # Pictures are imported when one is drawn, so that `import fpipe` stays quick.
 

@@ -189,9 +189,10 @@ def test_compare_leaves_out_what_holds_more_than_the_memory(
     assert "--memory has 2 values and one_f_one_b 4 ranks" in refused(
         capsys, "compare", *words, "4,3"
     )
-    assert "left out zbv: rank 0 holds 4, and --memory is nan" in run(
-        capsys, "compare", *words, "nan"
-    )
+    for none in ("nan", "0", "4,4,4,0"):
+        assert "must be a number above 0, or one for each rank" in refused(
+            capsys, "compare", *words, none
+        )
 
 
 def test_compare_takes_the_size_from_a_file(

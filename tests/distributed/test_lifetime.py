@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -87,6 +88,26 @@ def held_after_lengths(group: dist.ProcessGroup) -> tuple[int, int]:
         return sum(leaf.numel() for leaf in leaves if leaf.numel() > 256)
 
     return held(512, 512), held(*range(128, 513, 64))
+
+
+def buffers_of_steps(group: dist.ProcessGroup) -> list[list[int]]:
+    """Where the receive buffers lie after each of some steps."""
+    schedule = schedules.zbv(ranks=2, microbatches=6)
+    model = model_of("mlp", schedule.num_stages, 12)
+    pipe = pipeline(group, model, schedule)
+    controller: Any = pipe._controller
+    kept: dict[Any, list[Tensor]] = controller._transport._buffers._kept
+    found = []
+    for _ in range(4):
+        grads = pipe.step(pipe.local(model.params), model.batch).grads  # which the caller may hold
+        found.append(sorted(buffer.data_ptr() for own in kept.values() for buffer in own))
+    del grads
+    return found
+
+
+def test_a_step_receives_into_the_buffers_of_the_last(crew: Crew) -> None:
+    for first, *others in values(crew.run(buffers_of_steps, ranks=range(2))):
+        assert first and others == [first] * 3
 
 
 def test_buffers_of_lengths_that_are_gone_are_given_up(crew: Crew) -> None:

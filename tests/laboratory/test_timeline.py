@@ -140,6 +140,8 @@ def test_a_recorded_run_is_a_timeline_without_a_cost() -> None:
     with pytest.raises(ScheduleError, match=r"timeline.cost=None has no lower bound"):
         _ = recorded.gap
     assert replace(recorded, cost=UNIT).gap == simulated.gap
+    # A run that was faster than its cost allows had a gap of 0, which proves that nothing is.
+    assert replace(recorded, cost=Cost(f=2, i=2, w=2)).gap < -0.1
 
 
 def test_gap_is_zero_where_a_schedule_cannot_be_beaten() -> None:
@@ -177,6 +179,9 @@ def test_an_empty_timeline_took_no_time() -> None:
         ["0F0 0F1", "1F0 1B0 1F1 1B1"],
         ["0F0 0F1 0W0 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"],
         ["0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1I1"],
+        # It did so where one microbatch had less than another.
+        ["0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1B1"],
+        ["0F0 0W0 0F1 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"],
     ],
 )
 def test_a_schedule_of_frozen_stages_has_no_training_bound(rows: list[str]) -> None:
