@@ -14,12 +14,7 @@ from fpipe.schedule.arguments import (
     plain_number,
 )
 from fpipe.schedule.bound_area import area_bound
-from fpipe.schedule.bound_rank import (
-    RankProblem,
-    backward_work,
-    lone_microbatch,
-    rank_problem,
-)
+from fpipe.schedule.bound_rank import RankProblem, rank_problem
 from fpipe.schedule.bound_scarce import scarce_bound
 from fpipe.schedule.bound_turns import turns_bound
 from fpipe.schedule.cost import (
@@ -183,10 +178,11 @@ def _work_bound(
     placement: Sequence[int], cost: Cost, alike: Cost, sizes: float, span: bool
 ) -> float:
     """The work of the busiest rank, and the time until it can begin."""
-    each = backward_work(costs := cost.on(placement))
-    starts, _ = lone_microbatch(alike.on(placement))
+    costs = cost.on(placement)
+    starts, _ = alike.on(placement).lone
+    work = [f + backward for f, backward in zip(costs.f, costs.backward, strict=True)]
     return max(
-        (0.0 if span else starts[stages[0]]) + sizes * sum(costs.f[s] + each[s] for s in stages)
+        (0.0 if span else starts[stages[0]]) + sizes * sum(work[stage] for stage in stages)
         for stages in stages_by_rank(placement)
         if stages
     )

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fpipe.schedule.bound_rank import (
-    RankProblem,
-    backward_work,
-    deferred_activation,
-    handover,
-    lone_microbatch,
-)
+from fpipe.schedule.bound_rank import RankProblem
 
 
 def area_bound(problem: RankProblem, span: bool) -> float:
@@ -30,7 +24,7 @@ def area_bound(problem: RankProblem, span: bool) -> float:
     sizes = {costs.activation[stage] for stage in stages}
     if len(sizes) > 1 or any(costs.freed_by_i[stage] for stage in stages):
         return _plain(problem, span)
-    full, hand = backward_work(costs), handover(costs)
+    full, hand = costs.backward, costs.handover
     jobs = problem.microbatches * len(stages)
     size = sizes.pop()
     room = jobs if size == 0 else math.floor(min(jobs, problem.memory / size + 1e-9))
@@ -60,7 +54,7 @@ def _plain(problem: RankProblem, span: bool) -> float:
     if math.isinf(problem.memory):
         return 0.0
     costs = problem.costs
-    full, hand, later = backward_work(costs), handover(costs), deferred_activation(costs)
+    full, hand, later = costs.backward, costs.handover, costs.deferred
     area = 0.0
     for stage, life in zip(problem.stages, lives(problem), strict=True):
         # Between I and W it may hold less; a full B holds all of it, and takes `full` at least.
@@ -73,6 +67,6 @@ def _plain(problem: RankProblem, span: bool) -> float:
 
 def lives(problem: RankProblem) -> list[float]:
     """The least life of one activation of each stage of the rank, from F's start to W's end."""
-    starts, returns = lone_microbatch(problem.costs)
-    full = backward_work(problem.costs)
+    starts, returns = problem.costs.lone
+    full = problem.costs.backward
     return [returns[stage] - starts[stage] + full[stage] for stage in problem.stages]

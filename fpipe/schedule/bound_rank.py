@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fpipe.schedule.cost import StageCosts
@@ -49,16 +49,17 @@ def rank_problem(
     costs: StageCosts, stages: Sequence[int], microbatches: int, memory: float
 ) -> RankProblem:
     """The bounds' view of one rank, whose `stages` are in order."""
-    count = len(costs.f)
     first, last = stages[0], stages[-1]
-    full = backward_work(costs)
-    hand = handover(costs)
-    starts, returns = lone_microbatch(costs)
+    full = costs.backward
+    hand = costs.handover
+    starts, returns = costs.lone
     first_return = returns[last] - starts[first]
     trip = returns[0] + full[0] - (starts[last] + costs.f[last])
-    held, kept_for_w = costs.activation, deferred_activation(costs)
+    held, kept_for_w = costs.activation, costs.deferred
 
-    def fill(worth: Sequence[float], size: Sequence[float], room: Sequence[float]) -> float:
+    def fill(
+        worth: Sequence[float] | Mapping[int, float], size: Sequence[float], room: Sequence[float]
+    ) -> float:
         items = [(worth[s], size[s], room[k]) for k, s in enumerate(stages)]
         return most(items, microbatches, memory)
 
@@ -76,7 +77,7 @@ def rank_problem(
             costs.f, held, [first_return - starts[s] + starts[first] for s in stages]
         ),
         tail=returns[0] + full[0] - returns[first] - hand[first] if first else 0.0,
-        deferred_fill=fill([full[s] - hand[s] for s in range(count)], kept_for_w, everything),
+        deferred_fill=fill({s: full[s] - hand[s] for s in stages}, kept_for_w, everything),
         last_trip=trip,
         own_last_trip=returns[first] + full[first] - (starts[last] + costs.f[last]),
         # What is held is either before its I, all of it, or between I and W.
@@ -88,38 +89,6 @@ def rank_problem(
         ),
         all_fit=microbatches * sum(held[s] for s in stages) <= memory * (1 + 1e-9),
     )
-
-
-def lone_microbatch(costs: StageCosts) -> tuple[list[float], list[float]]:
-    """When a microbatch that is alone in the pipeline reaches each stage, and its gradient does.
-
-    No microbatch of any schedule is sooner, counted from its own start.
-    """
-    starts = [0.0]
-    for forward, hop in zip(costs.f, costs.down, strict=False):
-        starts.append(starts[-1] + forward + hop)
-    returns = [starts[-1] + costs.f[-1]]
-    for gradient, hop in zip(handover(costs)[:0:-1], costs.up[::-1], strict=True):
-        returns.append(returns[-1] + gradient + hop)
-    return starts, returns[::-1]
-
-
-def backward_work(costs: StageCosts) -> list[float]:
-    """The least time of a whole backward of each stage: B, or I and W."""
-    return [min(b, i + w) for b, i, w in zip(costs.b, costs.i, costs.w, strict=True)]
-
-
-def handover(costs: StageCosts) -> list[float]:
-    """The least time until each stage's backward hands its gradient on: that of I, or of B."""
-    return [min(b, i) for b, i in zip(costs.b, costs.i, strict=True)]
-
-
-def deferred_activation(costs: StageCosts) -> list[float]:
-    """What each stage holds between I and W."""
-    return [
-        max(0.0, kept - freed)
-        for kept, freed in zip(costs.activation, costs.freed_by_i, strict=True)
-    ]
 
 
 def most(items: Iterable[tuple[float, float, float]], each: int, memory: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from fpipe.schedule.bound_area import lives
-from fpipe.schedule.bound_rank import RankProblem, backward_work
+from fpipe.schedule.bound_rank import RankProblem
 
 
 def turns_bound(problem: RankProblem, span: bool) -> float:
@@ -25,7 +25,7 @@ def turns_bound(problem: RankProblem, span: bool) -> float:
     if size == 0 or math.isinf(problem.memory) or costs.freed_by_i[first] > 0:
         return 0.0
     slots = max(1, math.floor(problem.memory / size + 1e-9))
-    microbatches, work = problem.microbatches, backward_work(costs)
+    microbatches, work = problem.microbatches, costs.backward
     life = lives(problem)[0]
     others = sum(costs.f[stage] + work[stage] for stage in problem.stages[1:])
     trip = problem.own_last_trip if span else problem.last_trip

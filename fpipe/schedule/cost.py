@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 from fpipe.errors import ScheduleError, a_type
@@ -236,6 +237,36 @@ class StageCosts:
     up: tuple[float, ...]
     activation: tuple[float, ...]
     freed_by_i: tuple[float, ...]
+
+    @cached_property
+    def backward(self) -> tuple[float, ...]:
+        """The least time of a whole backward of each stage: B, or I and W."""
+        return tuple(min(b, i + w) for b, i, w in zip(self.b, self.i, self.w, strict=True))
+
+    @cached_property
+    def handover(self) -> tuple[float, ...]:
+        """The least time until each stage's backward hands its gradient on: that of I, or of B."""
+        return tuple(map(min, self.b, self.i))
+
+    @cached_property
+    def deferred(self) -> tuple[float, ...]:
+        """What each stage holds between I and W."""
+        pairs = zip(self.activation, self.freed_by_i, strict=True)
+        return tuple(max(0.0, kept - freed) for kept, freed in pairs)
+
+    @cached_property
+    def lone(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """When a microbatch that is alone reaches each stage, and when its gradient does.
+
+        No microbatch of any schedule is sooner, counted from its own start.
+        """
+        starts = [0.0]
+        for forward, hop in zip(self.f, self.down, strict=False):
+            starts.append(starts[-1] + forward + hop)
+        returns = [starts[-1] + self.f[-1]]
+        for gradient, hop in zip(self.handover[:0:-1], self.up[::-1], strict=True):
+            returns.append(returns[-1] + gradient + hop)
+        return tuple(starts), tuple(returns[::-1])
 
 
 def _per_stage(name: str, value: float | Iterable[float], *, signed: bool = False) -> PerStage:

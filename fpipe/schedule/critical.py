@@ -53,7 +53,7 @@ class Transfer(NamedTuple):
     arrives: float
 
 
-def waits(
+def waits_of(
     events: Events, num_stages: int, cost: Cost | None
 ) -> tuple[list[list[Wait]], list[Message]]:
     """Per rank what each action waited for, and every value that crosses ranks.
@@ -101,7 +101,7 @@ def critical_path(events: Events, num_stages: int, cost: Cost | None) -> list[Po
     ends = [(row[-1][3], -rank) for rank, row in enumerate(events) if row]
     if not ends:
         return []
-    found, _ = waits(events, num_stages, cost)
+    found, _ = waits_of(events, num_stages, cost)
     rank = -max(ends)[1]
     here: Position | None = (rank, len(events[rank]) - 1)
     path: list[Position] = []
@@ -113,7 +113,7 @@ def critical_path(events: Events, num_stages: int, cost: Cost | None) -> list[Po
 
 def transfers(events: Events, num_stages: int, cost: Cost | None) -> Iterator[Transfer]:
     """Every value that crosses ranks, in the order of its readers, rank by rank."""
-    for source, target in waits(events, num_stages, cost)[1]:
+    for source, target in waits_of(events, num_stages, cost)[1]:
         source_rank, made, _, sent = events[source[0]][source[1]]
         target_rank, read, start, _ = events[target[0]][target[1]]
         arrives = start if cost is None else sent + cost.hop(source_rank, target_rank)

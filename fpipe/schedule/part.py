@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fpipe.schedule.bound_rank import backward_work, handover, lone_microbatch
 from fpipe.schedule.cost import StageCosts
 
 
@@ -55,8 +54,8 @@ def part_of(
     the part never takes longer than the pipeline.
     """
     stages = tuple(stage for stage, rank in enumerate(placement) if rank in ranks)
-    hand, full = handover(costs), backward_work(costs)
-    starts, returns = lone_microbatch(costs)
+    hand, full = costs.handover, costs.backward
+    starts, returns = costs.lone
     last, first = stages[-1], stages[0]
     pairs = list(pairwise(stages))
     rank_of = tuple(ranks.index(placement[stage]) for stage in stages)

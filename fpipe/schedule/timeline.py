@@ -12,7 +12,7 @@ from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.arguments import plain_integer
 from fpipe.schedule.bound import lower_bound
-from fpipe.schedule.cost import Cost, check_cost
+from fpipe.schedule.cost import Cost, StageCosts, check_cost
 from fpipe.schedule.critical import Transfer, critical_path, transfers
 from fpipe.schedule.exchange.plain import PathLike, save
 from fpipe.schedule.memory import Steps, held
@@ -153,9 +153,14 @@ class Timeline:
             ScheduleError: there is no such rank.
         """
         row = self.events[self._checked(rank)]
+        sizes = None if self.cost is None else self.cost.sizes
+        return held(row, self._each.activation, self._each.freed_by_i, sizes)
+
+    @cached_property
+    def _each(self) -> StageCosts:
+        """What each stage costs, 1 where that is unknown."""
         cost = self.cost or Cost(1, 1, 1)
-        costs = cost.on(self.schedule.placement, self.schedule.num_ranks)
-        return held(row, costs.activation, costs.freed_by_i, cost.sizes)
+        return cost.on(self.schedule.placement, self.schedule.num_ranks)
 
     def _checked(self, rank: int) -> int:
         if plain_integer(rank) not in range(len(self.events)):
@@ -204,7 +209,7 @@ class Timeline:
                     "is of steps in which every stage has B, or I and W, of every microbatch"
                 )
         ranks = max(placement) + 1  # what comes after has no stage
-        each = self.cost.on(placement, self.schedule.num_ranks)
+        each = self._each
         cost = Cost(
             each.f,
             each.i,
@@ -251,7 +256,7 @@ class Timeline:
         """
         from fpipe.schedule.picture.strip import strip
 
-        return strip(self._chart(None), width=width)
+        return strip(self._chart(None, waits=False), width=width)
 
     def to_svg(
         self,
@@ -314,12 +319,13 @@ class Timeline:
         """What a notebook shows; None, for the text form, where a picture would be too large."""
         return self.to_svg() if sum(map(len, self.events)) <= LARGEST_SHOWN else None
 
-    def _chart(self, unit: str | None) -> Chart:
+    def _chart(self, unit: str | None, *, waits: bool = True) -> Chart:
+        """What pictures are drawn from; without waits and messages in a fraction of the time."""
         from fpipe.schedule.picture.chart import draw_up
 
         name, placement = self.schedule.name, self.schedule.placement
         note = "recorded" if self.cost is None else ""
-        return draw_up(name, placement, self.events, self.cost, unit=unit, note=note)
+        return draw_up(name, placement, self.events, self.cost, unit=unit, note=note, waits=waits)
 
     def _charts(self, unit: str | None, beside: Sequence[Timeline]) -> list[Chart]:
         if not isinstance(beside, Sequence) or not all(isinstance(t, Timeline) for t in beside):

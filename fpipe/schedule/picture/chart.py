@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action
 from fpipe.schedule.cost import Cost
-from fpipe.schedule.critical import Events, Message, Position, Wait, waits
+from fpipe.schedule.critical import Events, Message, Position, Wait, waits_of
 from fpipe.schedule.memory import Steps, held
 from fpipe.schedule.placements import stages_on
 
@@ -94,7 +94,7 @@ def draw_up(
     *,
     unit: str | None = None,
     note: str = "",
-    runs: bool = True,
+    waits: bool = True,
 ) -> Chart:
     """The chart of what ran.
 
@@ -106,8 +106,8 @@ def draw_up(
             maker ends, and F keeps one microbatch's share of 1/p of the model.
         unit: of time; None for seconds without a cost, and no name with one.
         note: shown beside the name.
-        runs: whether actions waited for each other, which those of a schedule that cannot run do in
-            a circle.
+        waits: whether to tell what actions waited for, which those of a schedule that cannot run do
+            in a circle.
 
     Raises:
         ScheduleError: `unit` is no text, or an action is of a stage that the placement does not
@@ -129,8 +129,8 @@ def draw_up(
     turns = _turns(placement)
     waited: list[list[Wait]] = [[Wait(None, event[2]) for event in row] for row in events]
     messages: list[Message] = []
-    if runs:
-        waited, messages = waits(events, len(placement), cost)
+    if waits:
+        waited, messages = waits_of(events, len(placement), cost)
     rows = tuple(
         tuple(
             Box(action, start - zero, end - zero, turns[action.stage], source, ready - zero)

@@ -40,4 +40,4 @@ def unit_chart(schedule: Rows, name: str) -> Chart:
         ]
         for rank, (row, times) in enumerate(zip(rows, starts, strict=True))
     ]
-    return draw_up(name, schedule.placement, events, Cost(f=1, i=1, w=1), note=note, runs=runs)
+    return draw_up(name, schedule.placement, events, Cost(f=1, i=1, w=1), note=note, waits=runs)

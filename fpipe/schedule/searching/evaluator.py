@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from fpipe.schedule.bound_rank import handover, lone_microbatch
 from fpipe.schedule.searching.problem import FORWARD, GRADIENT, WEIGHT, Order, Problem
 
 _NOT_YET = -1.0
@@ -137,8 +136,8 @@ def make_evaluator(problem: Problem) -> Evaluator:
     delay: list[float] = []
     change: list[float] = []
     after: list[float] = []
-    starts, returns = lone_microbatch(costs)
-    hand = handover(costs)
+    starts, returns = costs.lone
+    hand = costs.handover
     end = returns[0] + hand[0]
     for stage in range(stages):
         first = stage * 3 * count
