@@ -65,11 +65,32 @@ def run(model: Model, schedule: Schedule, **options: Any) -> fpipe.Step:
     return pipe.step(model.params, model.batch)
 
 
-@pytest.mark.parametrize("remat", REMAT)
+@cache
+def pipe_of(make: Callable[..., Model], num_stages: int, remat: str) -> fpipe.Pipeline:
+    """A pipeline of a model, whose traces serve all schedules of so many stages."""
+    stages = range(num_stages)
+    there = [fpipe.Action(stage, Op.F, 0) for stage in stages]
+    back = [fpipe.Action(stage, Op.B, 0) for stage in reversed(stages)]
+    one = Schedule([0] * num_stages, [[*there, *back]])
+    model = make(num_stages, 2)
+    return fpipe.pipeline(model.stages, model.loss, one, compile=False, remat=REMAT[remat])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gpt_equals_the_unpipelined_function(family: str, remat: str) -> None:
-    schedule = schedules.get(family, ranks=2, microbatches=4)
-    check(gpt, schedule, 8, REMAT[remat])
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "rows"), [(2, 4, 8), (1, 1, 2), (1, 3, 5), (3, 5, 11), (4, 2, 4)]
+)
+def test_every_policy_and_model_equals_the_unpipelined_function(
+    ranks: int, microbatches: int, rows: int, family: str
+) -> None:
+    """One rank, one microbatch, fewer microbatches than ranks, microbatches of two sizes."""
+    schedule = schedules.get(family, ranks=ranks, microbatches=microbatches)
+    for make in (gpt, conv):
+        model = make(schedule.num_stages, rows)
+        for remat in REMAT:
+            pipe = pipe_of(make, schedule.num_stages, remat).with_schedule(schedule)
+            expected = expected_of(make, schedule.num_stages, rows)
+            assert_same(pipe.step(model.params, model.batch), expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,26 +98,6 @@ def test_a_policy_for_each_stage_equals_the_unpipelined_function(family: str) ->
     schedule = schedules.get(family, ranks=2, microbatches=3)
     each = tuple(itertools.islice(itertools.cycle(REMAT.values()), schedule.num_stages))
     check(gpt, schedule, 6, each[::-1])
-
-
-@pytest.mark.parametrize("remat", ["except_last", "callable"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_conv_equals_the_unpipelined_function(family: str, remat: str) -> None:
-    schedule = schedules.get(family, ranks=2, microbatches=3)
-    check(conv, schedule, 6, REMAT[remat])
-
-
-@pytest.mark.parametrize("remat", ["none", "except_last"])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("ranks", "microbatches", "rows"), [(1, 1, 2), (1, 3, 5), (3, 5, 11), (4, 2, 4)]
-)
-def test_other_sizes_equal_the_unpipelined_function(
-    ranks: int, microbatches: int, rows: int, family: str, remat: str
-) -> None:
-    """One rank, one microbatch, fewer microbatches than ranks, microbatches of two sizes."""
-    schedule = schedules.get(family, ranks=ranks, microbatches=microbatches)
-    check(mlp, schedule, rows, REMAT[remat])
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
