@@ -48,6 +48,9 @@ def add(commands: Commands[Any]) -> None:
         "of the three)",
     )
     parser.add_argument(
+        "--start", metavar="FILE", help="a schedule to be bettered, whose placement is searched"
+    )
+    parser.add_argument(
         "--objective",
         choices=("makespan", "span"),
         default="makespan",
@@ -90,6 +93,7 @@ def _run(options: argparse.Namespace) -> None:
         cost=cost_of(options),
         memory=options.memory,
         placement=_placement(options.placement, options.ranks),
+        start=None if options.start is None else sources.read(options.start),
         objective=options.objective,
         seconds=options.seconds,
         seed=options.seed,

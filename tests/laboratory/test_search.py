@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -22,6 +23,7 @@ from fpipe.schedule.searching.evaluator import make_evaluator
 from fpipe.schedule.searching.list_scheduler import list_schedule
 from fpipe.schedule.searching.policy import Policy, mutated, plain_policy, random_policy
 from fpipe.schedule.searching.problem import make_problem, to_order, to_schedule
+from tests.laboratory import random_schedules
 from tests.laboratory.exhaustive import best
 
 UNIT = Cost(f=1, i=1, w=1)
@@ -372,3 +374,53 @@ def test_the_best_mixes_halves_and_full_backwards(
 def test_a_policy_is_a_value() -> None:
     assert plain_policy(2) == Policy(((1, 1), (2, 2), (0, 0)), (float("inf"),) * 2, (0, 0, 0))
     assert replace(plain_policy(2), pace=1.0) != plain_policy(2)
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_it_is_never_worse_than_the_schedule_that_it_starts_from(data: st.DataObject) -> None:
+    start = data.draw(random_schedules.schedules())
+    ranks, microbatches = start.num_ranks, start.num_microbatches
+    cost = data.draw(random_schedules.costs(start.num_stages, ranks))
+    given = simulate(start, cost)
+    for memory in (None, given.peak):
+        if memory is not None and not all(memory):
+            continue  # a rank that keeps nothing may have any
+        found = search(
+            ranks=ranks,
+            microbatches=microbatches,
+            cost=cost,
+            memory=memory,
+            start=start,
+            iterations=30,
+        )
+        check(found, math.inf if memory is None else max(memory))
+        assert found.schedule.placement == start.placement
+        assert found.value <= given.makespan * (1 + 1e-9)
+
+
+def test_a_start_that_no_search_would_find() -> None:
+    # By hand, on a placement that no family has; no evaluation is made.
+    rows = ["0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1", "2F0 2B0 2F1 2B1"]
+    start = fpipe.Schedule([0, 0, 1], [[fpipe.Action.parse(w) for w in r.split()] for r in rows])
+    cost = Cost(f=[1, 1, 2], i=[1, 1, 2], w=[1, 1, 2])
+    found = search(ranks=2, microbatches=2, cost=cost, start=start, iterations=0)
+    assert found.value <= simulate(start, cost).makespan
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"start": "zbv"}, "'zbv' is a str"),
+        ({"microbatches": 3}, "start has 4 microbatches, and microbatches=3"),
+        ({"placement": [1, 0]}, r"start has the placement \(0, 1\), and placement=\(1, 0\): leave"),
+        ({"memory": 2}, "start='gpipe' holds more than the memory of a rank: give more"),
+        ({"ranks": 3}, r"placement=\(0, 1\) must put a stage on each of the ranks 0 to 2"),
+        ({"start": schedules.forward_only(ranks=2, microbatches=4)}, r"it owes F\+B or F\+I\+W"),
+    ],
+)
+def test_a_start_that_does_not_fit(arguments: dict[str, Any], message: str) -> None:
+    start = schedules.gpipe(ranks=2, microbatches=4)
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "cost": UNIT, "start": start}
+    with pytest.raises(ScheduleError, match=message):
+        search(**(options | {"iterations": 0} | arguments))

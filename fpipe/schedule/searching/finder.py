@@ -11,6 +11,7 @@ from fpipe.schedule.arguments import plain_counts, plain_integer, plain_number
 from fpipe.schedule.bound import Memory, Objective
 from fpipe.schedule.cost import Cost, check_alike, check_cost
 from fpipe.schedule.placements import linear, looped, plain_placement, vee
+from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.annealing import anneal
 from fpipe.schedule.searching.beam import beam
 from fpipe.schedule.searching.budget import Budget
@@ -18,9 +19,10 @@ from fpipe.schedule.searching.evaluator import make_evaluator
 from fpipe.schedule.searching.pool import Breeder, Candidate, played_in_full, reduced
 from fpipe.schedule.searching.problem import Problem, make_problem, to_schedule
 from fpipe.schedule.searching.result import SearchResult
-from fpipe.schedule.searching.seeds import seeds
+from fpipe.schedule.searching.seeds import order_of, seeds
 from fpipe.schedule.searching.tightening import tighten
 from fpipe.schedule.simulator import simulate
+from fpipe.schedule.verifier import check_schedule, verify
 
 _EFFORT_A_SECOND = 6_000  # states to look at for a bound, in a second of search
 _SEARCHED = 0.75  # of the seconds; the bound takes about as much as is left
@@ -36,6 +38,7 @@ def search(
     cost: Cost,
     memory: Memory = None,
     placement: Sequence[int] | None = None,
+    start: Schedule | None = None,
     seconds: float = 10.0,
     objective: Objective = "makespan",
     seed: int = 0,
@@ -60,6 +63,8 @@ def search(
             number, one per rank, or None for no limit.
         placement: the rank of each stage; None to choose among linear, looped and V with two stages
             per rank. A cost with a value per stage narrows the choice to placements of as many.
+        start: a schedule of your own to be bettered: what is found is never worse. Its placement is
+            the one that is searched. Whole-stage actions are left out.
         seconds: time to search. The families come first, and in large cases the best policies are
             played in full afterwards: some 20 seconds more for a million actions.
         objective: "makespan", or "span" for the longest rank's own time.
@@ -72,7 +77,8 @@ def search(
 
     Raises:
         ScheduleError: an argument is out of range, the cost does not fit a placement or has sizes,
-            or the memory admits no schedule.
+            the memory admits no schedule, or `start` cannot run, is of another size or does not fit
+            the memory.
 
     Example:
         >>> import fpipe
@@ -87,8 +93,12 @@ def search(
     check_cost(cost)
     check_alike(cost, "fpipe.search")
     seed, iterations = _plain_seed(seed), _plain_budget(seconds, iterations)
+    if start is not None:
+        placement = _check_start(start, microbatches, placement)
     problems = _problems(ranks, microbatches, cost, memory, placement, objective)
     candidates = [Candidate(problem, order) for problem, order in seeds(problems)]
+    if start is not None:
+        candidates.insert(0, _started(problems[0], start))
     best = min(candidates, key=lambda found: found.value)
     bound = min(problem.bound for problem in problems)
     spent = 0.0
@@ -109,6 +119,35 @@ def search(
         bound=bound,
         iterations=round(spent),
     )
+
+
+def _check_start(
+    start: Schedule, microbatches: int, placement: Sequence[int] | None
+) -> tuple[int, ...]:
+    """The placement of a schedule that a search is to start from."""
+    check_schedule(start)
+    verify(start)
+    if start.num_microbatches != microbatches:
+        raise ScheduleError(
+            f"start has {start.num_microbatches} microbatches, and microbatches={microbatches}: "
+            "they must be the same"
+        )
+    if placement is not None and plain_placement(placement) != start.placement:
+        raise ScheduleError(
+            f"start has the placement {start.placement}, and placement={tuple(placement)}: leave "
+            "placement out"
+        )
+    return start.placement
+
+
+def _started(problem: Problem, start: Schedule) -> Candidate:
+    order = order_of(problem, start)
+    if order is None:
+        raise ScheduleError(
+            f"start={start.name!r:.60} holds more than the memory of a rank: give more, or another "
+            "schedule (timeline.peak of fpipe.simulate says what it holds)"
+        )
+    return Candidate(problem, order)
 
 
 def _examined(problems: list[Problem], seconds: float, iterations: int | None) -> list[Problem]:

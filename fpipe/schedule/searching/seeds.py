@@ -142,6 +142,11 @@ def _made(problem: Problem, maker: Maker) -> Order | None:
         schedule = maker.make(problem.microbatches)
     except ScheduleError:
         return None
+    return order_of(problem, schedule)
+
+
+def order_of(problem: Problem, schedule: Schedule) -> Order | None:
+    """A schedule that can run in the search's form, or None where it does not fit the memory."""
     # Not by `simulate`, whose timeline would cost more than all the rest.
     costs = problem.cost.on(problem.placement)
     for row, limit in zip(schedule.actions, problem.memory, strict=True):
