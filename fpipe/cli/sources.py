@@ -88,7 +88,7 @@ def check_room(ranks: int, microbatches: int, stages_per_rank: int | None = None
 
 def is_file(source: str) -> bool:
     """Whether a schedule is named by a file."""
-    return source.endswith(SUFFIXES) or "/" in source
+    return source.lower().endswith(SUFFIXES) or "/" in source
 
 
 def read(path: str) -> Schedule:
@@ -98,7 +98,7 @@ def read(path: str) -> Schedule:
         ScheduleError: the suffix is none of ours, or the file is malformed.
         OSError: it cannot be opened.
     """
-    suffix = Path(path).suffix
+    suffix = Path(path).suffix.lower()
     if suffix == ".csv":
         return Schedule.from_csv(path)
     if suffix == ".json":

@@ -196,10 +196,11 @@ def test_compare_leaves_out_what_holds_more_than_the_memory(
 
 
 def test_search_starts_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "mine.csv"
+    path = tmp_path / "mine.CSV"
     path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     words = ["--ranks", "2", "--microbatches", "2", "--iterations", "0", "--start", str(path)]
     assert "searched: makespan" in run(capsys, "search", *words)
+    assert "2 ranks, 2 stages, 2 microbatches" in run(capsys, "show", str(path))
     assert "start has 2 microbatches, and microbatches=4" in refused(
         capsys, "search", *words, "--microbatches", "4"
     )
