@@ -42,12 +42,14 @@ def profile(
     Returns:
         A `fpipe.Cost` with one value per stage: medians of the times of F, I, W and B in seconds,
         the bytes that a forward keeps until its backward, and how many of them I frees (negative
-        if it hands more to W), of the microbatch that keeps most for its size, with
-        ``remat="except_last"`` the last. ``comm`` is the median time from the end of an
+        if it hands more to W), taken from the microbatch that keeps most for its size; with
+        ``remat="except_last"`` that is the last. ``comm`` is the median time from the end of an
         action to the start of one on another rank that waited for it, in seconds, between hosts as
-        exact as the times of day that these have; 0 in one process. Where
-        the batch is `fpipe.Microbatches` of different shapes, ``sizes`` are the times that they
-        took, beside their mean.
+        exact as the times of day that these have; 0 in one process.
+
+        Where the batch is `fpipe.Microbatches` of different shapes, ``sizes`` are the times that
+        they took, divided by the mean. Bytes seldom grow as times do, so a simulated peak is then
+        at least the real one, and may be much more: ``pipe.programs`` has that.
 
     Raises:
         FpipeError: `pipe` is no pipeline, or `steps` no positive integer.
@@ -129,7 +131,9 @@ def _kinds(pipe: Pipeline, params: Any, arguments: Sequence[Any]) -> tuple[int, 
 
 
 def _sizes(times: Mapping[Action, Sequence[float]], kinds: Sequence[int]) -> tuple[float, ...]:
-    """The time of a microbatch of each one's kind, beside the mean over all."""
+    """The time of a microbatch of each one's kind, divided by the mean over all."""
+    if len(set(kinds)) == 1:
+        return (1.0,) * len(kinds)
     taken = [0.0] * len(kinds)
     for action, own in times.items():
         if action.microbatch is not None:
@@ -138,9 +142,8 @@ def _sizes(times: Mapping[Action, Sequence[float]], kinds: Sequence[int]) -> tup
         mean(own for own, other in zip(taken, kinds, strict=True) if other == kind)
         for kind in kinds
     ]
-    # Times may be too short for the clock, or equal as those of kinds in one.
     usual = mean(alike)
-    return tuple(own / usual if own and len(set(kinds)) > 1 else 1.0 for own in alike)
+    return tuple(own / usual if own else 1.0 for own in alike)  # 0 is too short for the clock
 
 
 def _check_steps(pipe: Pipeline, steps: Any) -> None:

@@ -86,6 +86,7 @@ class MultiController:
         self._number = store.add(f"pipelines/{named_group}/{self._rank}", 1)
         self._name = f"{named_group}/{self._number}"
         self._lines = lines_of(group, dist.PrefixStore(self._name, store), device)
+        self._refuse_lost()
         # Headers, losses and objects are small and live on the CPU, whatever carries the values.
         self._control = group
         if carriers(group).get("cpu") != "gloo":
@@ -222,11 +223,7 @@ class MultiController:
         """Do what all ranks do at once, under the watch."""
         if self._broken is not None:
             raise self._broken.error()
-        if self._lines.lost is not None:
-            raise PipelineError(
-                "another pipeline over the same process group has lost the connections, which are "
-                f"those of all: {self._lines.lost}. Make a new process group and a new pipeline"
-            )
+        self._refuse_lost()
         if os.getpid() != self._process:
             raise PipelineError(
                 f"this process, {os.getpid()}, is a fork of {self._process}, which made the "
@@ -245,6 +242,13 @@ class MultiController:
             return self._watched(work)
         finally:
             self._lines.busy.release()
+
+    def _refuse_lost(self) -> None:
+        if self._lines.lost is not None:
+            raise PipelineError(
+                "another pipeline over the same process group has lost the connections, which are "
+                f"those of all: {self._lines.lost}. Make a new process group and a new pipeline"
+            )
 
     def _watched(self, work: Callable[[], T]) -> T:
         """Do it, and find out what has become of a rank that does not."""

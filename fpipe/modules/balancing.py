@@ -7,6 +7,7 @@ from math import inf
 from typing import Any
 
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from fpipe.arguments.microbatch import split
 from fpipe.arguments.shapes import batch_shapes
@@ -25,12 +26,14 @@ from fpipe.modules.shares import Balance, StageShare
 from fpipe.schedule import Schedule
 from fpipe.schedule.arguments import plain_number
 from fpipe.stage.pieces.compiler import Compile
-from fpipe.stage.tracing.apart import as_written, one_at_a_time
+from fpipe.stage.tracing.apart import one_at_a_time
+from fpipe.stage.tracing.uncompiled import uncompiled
 
 INTENSITY = 10
 """FLOPs that a machine does while it moves a byte, unless told."""
 
 
+@_disable_dynamo  # torch.compile would go into it, and fail there
 def balance(
     module: nn.Module,
     schedule: Schedule,
@@ -227,7 +230,7 @@ def _divided(
     assert isinstance(definition.loss, ModuleLoss)
     module, schedule = definition.loss.module, definition.schedule
     split_batch = split(batch, definition.in_dims, schedule.num_microbatches)
-    with one_at_a_time(), as_written():
+    with one_at_a_time(), uncompiled():
         kind = split_batch.kinds[split_batch.biggest()]  # by which it is decided what is held
         parts = parts_of(definition, batch_shapes(split_batch)[kind], candidates)
     sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}

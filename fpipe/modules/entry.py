@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.definition import Definition, group_of
@@ -30,6 +31,7 @@ from fpipe.stage.pieces.remat import Remat
 log = logging.getLogger("fpipe")
 
 
+@_disable_dynamo  # torch.compile would go into it, and fail there
 def from_module(
     module: nn.Module,
     *,

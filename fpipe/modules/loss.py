@@ -77,7 +77,6 @@ class ModuleLoss:
                 f"from_module a loss=(output, batch) -> {more.form}"
             )
         self._loss, self._returns, self._is_compiling = loss, returns, is_compiling
-        self._told: set[str] = set()
         self.buffers = buffers or {}
         self._signature = signature(module.forward)
         takes = self._signature.parameters
@@ -96,7 +95,7 @@ class ModuleLoss:
         """
         *states, batch = arguments
         self._check(params, batch)
-        with unchanged(*modules_in(self.module, self._loss), told=self._told):
+        with unchanged(*modules_in(self.module, self._loss)):
             return self._of(params, states, batch)
 
     def _of(self, params: Mapping[str, Tensor], states: Sequence[Any], batch: Any) -> Any:

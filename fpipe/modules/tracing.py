@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -81,16 +82,12 @@ as_left = Turns()
 
 
 @contextmanager
-def unchanged(*modules: nn.Module, told: set[str]) -> Iterator[None]:
+def unchanged(*modules: nn.Module) -> Iterator[None]:
     """What modules set on themselves within it is gone at its end.
 
     What they cache is abstract while they are traced: the next trace, or the module's own forward,
     would take it for numbers. A conversion to what a part is, ``self.router.to(self.dtype)``, does
     nothing.
-
-    Args:
-        modules: that are called.
-        told: what a warning was given of already; those of now are added.
 
     Raises:
         Untraceable: a module is converted to what it is not.
@@ -105,33 +102,34 @@ def unchanged(*modules: nn.Module, told: set[str]) -> Iterator[None]:
         try:
             yield
             for part, held in before:
-                _tell_of_changes(part, held, told)
+                _tell_of_changes(part, held)
         finally:
             for put in restore:
                 put()
 
 
-def _tell_of_changes(part: nn.Module, before: Mapping[str, Any], told: set[str]) -> None:
-    """Warn of what was a number or a tensor and is another: in later steps it will not change.
+_TOLD: Final[WeakKeyDictionary[nn.Module, set[str]]] = WeakKeyDictionary()
+"""Of which of a module's attributes a warning was given."""
 
-    What was None, or not there at all, is a cache.
-    """
-    now = vars(part)
+
+def _tell_of_changes(part: nn.Module, before: Mapping[str, Any]) -> None:
+    """Warn of what was a number and is another, such as a count: no later step will change it."""
+    now, told = vars(part), _TOLD.setdefault(part, set())
     for name, old in before.items():
         new = now.get(name, old)
-        what = f"attribute {name} of {a_type(part)}"
-        if new is not old and what not in told and all(map(_tells, (old, new))):
-            told.add(what)
+        if name not in told and _is_number(old) and _is_number(new) and new != old:
+            told.add(name)
             log.warning(
-                "the forward changes the %s, which stays what it was: a trace is made once, and "
-                "steps do not run the forward again; keep what changes in a buffer, with "
-                "has_state=True, or give it with the batch",
-                what,
+                "the forward changes the attribute %s of %s, which stays what it was: a trace is "
+                "made once, and steps do not run the forward again; keep what changes in a buffer, "
+                "with has_state=True, or give it with the batch",
+                name,
+                a_type(part),
             )
 
 
-def _tells(value: Any) -> bool:
-    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _converted(

@@ -198,7 +198,7 @@ def lines_of(group: dist.ProcessGroup, store: dist.Store, device: torch.device) 
         device: where values lie.
 
     Raises:
-        StageError: it is another one than that of the pipelines before.
+        StageError: `device` is not that of the pipelines before.
     """
     lines = _LINES.get(group) or _LINES.setdefault(group, Lines(group, store, device))
     if lines.device != device:

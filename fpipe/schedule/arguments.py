@@ -86,8 +86,7 @@ def check_ordered(name: str, values: object, of: str, otherwise: str) -> None:
         ScheduleError: they are a mapping or a set.
     """
     if isinstance(values, Mapping | Set):
-        several = f"{of}es" if of.endswith("ch") else f"{of}s"
         raise ScheduleError(
-            f"{name}={values!r:.60} is {a_type(values)}, which has no order of {several}: "
+            f"{name}={values!r:.60} is {a_type(values)}, which has no order: "
             f"give a sequence with one value per {of}, or {otherwise}"
         )

@@ -63,7 +63,7 @@ def lower_bound(
     Valid for every cost; tight where one rank limits the pipeline (ZB-H1 and unsplit schedules
     without latency meet it), and the best there is where *states* gets through all ranks exactly;
     loose by some percent where many ranks take turns. Where microbatches differ (``cost.sizes``) it
-    is that of as many of the smallest, or the work of the busiest rank: looser.
+    is the larger of that for as many of the smallest and the work of the busiest rank.
 
     Args:
         placement: the rank of each stage.
@@ -98,7 +98,9 @@ def lower_bound(
         raise ScheduleError(f"effort={effort!r} must be an integer, 0 or more")
     span = objective == "span"
     if cost.sizes is not None:
-        alike, sizes = _alike(cost), cost.sizes_of(microbatches)
+        sizes = cost.sizes_of(microbatches)
+        memory_limits(memory, placement, _alike(cost, max(sizes)).on(placement))
+        alike = _alike(cost, min(sizes))
         bound = lower_bound(
             placement, microbatches, alike, memory, objective=objective, effort=effort
         )
@@ -155,22 +157,20 @@ def memory_limits(memory: Memory, placement: Sequence[int], costs: StageCosts) -
     return tuple(checked)
 
 
-def _alike(cost: Cost) -> Cost:
-    """A cost of microbatches that are all as small as the smallest: no schedule takes longer."""
-    assert cost.sizes is not None
-    least = min(cost.sizes)
+def _alike(cost: Cost, size: float) -> Cost:
+    """The cost of microbatches that are all of one size; with the smallest none takes longer."""
 
-    def shrunk(value: PerStage) -> PerStage:
-        return tuple(x * least for x in value) if isinstance(value, tuple) else value * least
+    def scaled(value: PerStage) -> PerStage:
+        return tuple(x * size for x in value) if isinstance(value, tuple) else value * size
 
     return Cost(
-        f=shrunk(cost.f),
-        i=shrunk(cost.i),
-        w=shrunk(cost.w),
+        f=scaled(cost.f),
+        i=scaled(cost.i),
+        w=scaled(cost.w),
         comm=cost.comm,
-        b=None if cost.b is None else shrunk(cost.b),
-        activation=shrunk(cost.activation),
-        freed_by_i=shrunk(cost.freed_by_i),
+        b=None if cost.b is None else scaled(cost.b),
+        activation=scaled(cost.activation),
+        freed_by_i=scaled(cost.freed_by_i),
     )
 
 

@@ -44,9 +44,9 @@ class Cost:
         activation: what F keeps until B or W ends (bytes, or units of your own).
         freed_by_i: the part of `activation` that I already frees, 0 by default. Negative where I
             hands more to W than it frees.
-        sizes: of the microbatches, beside one of size 1 to which all the other numbers belong:
-            times and activations of a microbatch are as many times as large. For sequences of
-            different lengths and the like; None where all are alike.
+        sizes: of the microbatches, such as those of sequences of different lengths; None where all
+            are alike. All other numbers are of a microbatch of size 1: times and activations of
+            microbatch k are ``sizes[k]`` times as large. `comm` is not.
 
     Any real number will do, those of numpy too; a number is kept as Python's own.
 
@@ -200,8 +200,8 @@ def check_alike(cost: Cost, what: str) -> None:
     """
     if cost.sizes is not None:
         raise ScheduleError(
-            f"cost.sizes is given, and {what} takes all microbatches as alike: give it "
-            "dataclasses.replace(cost, sizes=None), and simulate what it makes with the sizes"
+            f"cost.sizes is given, and {what} takes all microbatches as alike: give a cost "
+            "without them, and simulate what is made with them"
         )
 
 
@@ -281,6 +281,8 @@ def _sizes(sizes: Iterable[float]) -> tuple[float, ...]:
         raise ScheduleError(f"cost sizes={sizes!r:.60} must be a sequence, a number per microbatch")
     check_ordered("cost sizes", sizes, "microbatch", "None where all are alike")
     values = tuple(_number(f"sizes[{k}]", entry) for k, entry in enumerate(sizes))
+    if not values:
+        raise ScheduleError("cost sizes=() must have a number for each microbatch, or be None")
     if not all(values):
         raise ScheduleError(
             f"cost sizes[{values.index(0)}]=0: a microbatch of nothing takes no time; give a size "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
@@ -22,6 +22,9 @@ from fpipe.schedule.verifier import check_schedule
 
 if TYPE_CHECKING:
     from fpipe.schedule.picture.chart import Chart
+
+
+_HALVES: Final = {Op.B: 2, Op.I: 1, Op.W: 1}
 
 
 class Event(NamedTuple):
@@ -196,10 +199,9 @@ class Timeline:
                 "dataclasses.replace(timeline, cost=fpipe.Cost(...))"
             )
         placement = self.schedule.placement
-        halves: Counter[int] = Counter()
-        for row in self.schedule.actions:
-            halves.update(stage for stage, op, _ in row if op in (Op.B, Op.I, Op.W))
-            halves.update(stage for stage, op, _ in row if op == Op.B)  # is both of them
+        halves = [0] * len(placement)  # of backwards
+        for stage, op, _ in chain.from_iterable(self.schedule.actions):
+            halves[stage] += _HALVES.get(op, 0)
         for stage in range(len(placement)):
             # The bound counts the whole backward of every microbatch: of less it would prove too
             # much.
@@ -234,7 +236,7 @@ class Timeline:
             ScheduleError: as for `bound`.
         """
         gap = self.makespan / self.bound - 1 if self.bound else 0.0
-        return gap if abs(gap) > 1e-12 else 0.0
+        return gap if abs(gap) > 1e-9 else 0.0
 
     # Pictures are imported when one is drawn, so that `import fpipe` stays quick.
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fpipe.arguments.shapes import Signature, TreeShape, in_words
 from fpipe.errors import StageError
-from fpipe.stage.connecting import cut_stages, live_leaves
+from fpipe.stage.codes import codes_of_stages, live_leaves
 from fpipe.stage.cutting.function import FunctionTracer
 from fpipe.stage.graphs.nodes import may_draw
 from fpipe.stage.graphs.sources import Source
@@ -22,8 +22,8 @@ from fpipe.stage.pieces.code import StageCode
 from fpipe.stage.pieces.compiler import Compiler
 from fpipe.stage.pieces.piece import Piece
 from fpipe.stage.pieces.remat import Policies
-from fpipe.stage.tracing.apart import as_written
 from fpipe.stage.tracing.chain import Chain, ChainTracer
+from fpipe.stage.tracing.uncompiled import uncompiled
 
 Trained = tuple[frozenset[Source], ...]
 
@@ -82,7 +82,7 @@ class Workshop:
         for size, shape in zip(signature.sizes(), signature.batch, strict=True):
             chain = self._known(signature, size, shape)
             if chain is None:
-                with as_written():
+                with uncompiled():
                     chain = self._tracer(signature.params, shape, signature.goal, size)
             self._chains[_key(signature, size, shape)] = chain
             chains.append(chain)
@@ -118,7 +118,7 @@ class Workshop:
     def _cut(self, chain: Chain, trained: Trained, policies: Policies) -> tuple[StageCode, ...]:
         key = (chain, trained, tuple(map(id, policies)))  # a policy need not be hashable
         if key not in self._codes:
-            self._codes[key] = cut_stages(chain, trained, policies, self._compiler)
+            self._codes[key] = codes_of_stages(chain, trained, policies, self._compiler)
         return self._codes[key]
 
 

@@ -132,7 +132,7 @@ def test_unequal_activations_fall_back_on_the_plain_area() -> None:
         ({"memory": [1]}, "memory has 1 values for 2 ranks"),
         ({"memory": 0}, "memory=0 of rank 0 must be a number above 0"),
         ({"memory": ["1", 1]}, "memory='1' of rank 0 must be a number above 0"),
-        ({"memory": {0: 2, 1: 2}}, r"memory=\{0: 2, 1: 2\} is a dict, which has no order of ranks"),
+        ({"memory": {0: 2, 1: 2}}, r"memory=\{0: 2, 1: 2\} is a dict, which has no order"),
         (
             {"placement": 2},
             "placement=2 is an int: it must be a sequence with the rank",

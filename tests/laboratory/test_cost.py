@@ -55,12 +55,13 @@ def test_a_cost_is_a_value() -> None:
         ({"f": 1e308}, r"cost f=1e\+308 must be 0 or from 1e-100 to 1e\+100: choose another unit"),
         ({"w": [1, 5e-324]}, r"cost w\[1\]=4.94066e-324 must be 0 or from 1e-100"),
         # The keys of a dict were taken for times.
-        ({"f": {0: 10, 1: 12}}, r"cost f=\{0: 10, 1: 12\} is a dict, which has no order of stages"),
+        ({"f": {0: 10, 1: 12}}, r"cost f=\{0: 10, 1: 12\} is a dict, which has no order: give"),
         ({"i": {3, 4}}, "is a set, which has no order"),
+        ({"sizes": []}, r"cost sizes=\(\) must have a number for each microbatch, or be None"),
         ({"sizes": 2}, "cost sizes=2 must be a sequence, a number per microbatch"),
         ({"sizes": [1, -1]}, r"cost sizes\[1\]=-1 must be a finite number, at least 0"),
         ({"sizes": [1, 0]}, r"cost sizes\[1\]=0: a microbatch of nothing takes no time"),
-        ({"sizes": {0: 1}}, "is a dict, which has no order of microbatches"),
+        ({"sizes": {0: 1}}, "a dict, which has no order: give a sequence with one value per"),
     ],
 )
 def test_a_bad_number_is_named(arguments: dict[str, Any], message: str) -> None:

@@ -64,6 +64,11 @@ def test_the_bound_is_met_where_a_rank_is_always_busy() -> None:
     assert lower_bound([0, 1], 3, cost) == 1 + 3 * sum(SIZES)
 
 
+def test_the_bound_wants_memory_for_the_largest() -> None:
+    with pytest.raises(ScheduleError, match=r"memory=2 of rank 0 admits no schedule: .* is 3"):
+        lower_bound([0, 1], 2, Cost(1, 1, 1, sizes=[1, 3]), memory=2)
+
+
 def test_sizes_are_as_many_as_microbatches() -> None:
     schedule = fpipe.schedules.gpipe(ranks=2, microbatches=4)
     cost = Cost(1, 1, 1, sizes=SIZES)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import fpipe
 from fpipe import StageError, schedules
+from fpipe.stage.tracing.uncompiled import uncompiled
 from tests.models import assert_same, check, gpt, mlp, plain_pipeline, unpipelined
 
 MODEL = mlp(2, 4)
@@ -188,6 +189,38 @@ def test_functions_that_the_caller_has_compiled_are_traced_as_they_were_written(
     assert not compiled
     helper(x)  # is compiled as before where it is the caller's
     assert len(compiled) == 1
+
+
+def test_a_module_that_is_divided_within_a_compiled_function() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    schedule = schedules.gpipe(ranks=2, microbatches=2)
+
+    def whole(x: Tensor) -> Tensor:
+        pipe = fpipe.from_module(
+            module,
+            schedule=schedule,
+            stages=2,
+            example={"input": x},
+            loss=lambda y, _: y.square().mean(),
+            compile=False,
+        )
+        return pipe.step(params, {"input": x}).loss
+
+    x = torch.linspace(0, 1, 16).view(4, 4)
+    compiled: Any = torch.compile(whole, backend="eager")
+    assert_same(compiled(x), whole(x))
+
+
+def test_a_stance_that_another_thread_sets_while_a_function_is_traced() -> None:
+    """It put back that of the trace, and the process compiled no more."""
+    stances: Any = torch._dynamo.eval_frame
+    before = stances._stance
+    with uncompiled():
+        other = torch.compiler.set_stance("eager_on_recompile")
+    assert stances._stance.stance == "eager_on_recompile"
+    other.__exit__(None, None, None)
+    assert stances._stance == before
 
 
 class Waving(torch.nn.Module):

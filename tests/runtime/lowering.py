@@ -18,7 +18,7 @@ from fpipe.runtime.interpreter import Run
 from fpipe.runtime.lower import lower
 from fpipe.runtime.program import Compute, Message, Program
 from fpipe.runtime.weaving import DIRECT, Windows
-from fpipe.stage.connecting import cut_stages, live_leaves
+from fpipe.stage.codes import codes_of_stages, live_leaves
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.declared.stage import Stage
 from fpipe.stage.pieces.code import StageCode
@@ -46,7 +46,7 @@ def _codes(
 ) -> tuple[StageCode, ...]:
     tracer = ChainTracer([Stage(stage) for stage in stages], loss, Objective())
     chain = tracer(shapes, microbatch, "step")
-    return cut_stages(chain, live_leaves([chain]), [policy] * len(stages), Compiler(False))
+    return codes_of_stages(chain, live_leaves([chain]), [policy] * len(stages), Compiler(False))
 
 
 def read(model: Model, microbatches: int) -> tuple[Parameters, SplitBatch]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.nn.utils.parametrize as parametrize
 from torch._C import _autograd
 
@@ -14,20 +13,6 @@ from fpipe.stage.turns import Turns
 
 one_at_a_time = Turns()
 """Within it no other thread traces: torch cannot do so in two at one time."""
-
-
-@contextmanager
-def as_written() -> Iterator[None]:
-    """Within it functions that `torch.compile` has compiled are called as they were written.
-
-    torch refuses to trace them otherwise, and what is traced is compiled by fpipe. Those that other
-    threads call meanwhile are, too.
-    """
-    with (
-        torch._dynamo.config.patch(error_on_nested_fx_trace=False),
-        torch.compiler.set_stance("force_eager"),
-    ):
-        yield
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def live_leaves(chains: Collection[Chain]) -> tuple[frozenset[Source], ...]:
     )
 
 
-def cut_stages(
+def codes_of_stages(
     chain: Chain,
     trained: Sequence[Collection[Source]],
     policies: Sequence[Policy],
