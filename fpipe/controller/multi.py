@@ -85,7 +85,7 @@ class MultiController:
         named_group = f"{group.group_name}/{'-'.join(members)}"
         self._number = store.add(f"pipelines/{named_group}/{self._rank}", 1)
         self._name = f"{named_group}/{self._number}"
-        self._lines = lines_of(group, dist.PrefixStore(self._name, store), device)
+        self._lines = lines_of(group, self._name, store, device)
         self._refuse_lost()
         # Headers, losses and objects are small and live on the CPU, whatever carries the values.
         self._control = group
@@ -94,7 +94,9 @@ class MultiController:
         # None of these refers to this object: a cycle would keep threads, connections and code
         # until the garbage collector comes by.
         asked = dist.PrefixStore("fpipe", store_to_ask())
-        self._watch = Watch(asked, members, self._rank, timeout, self._lines.ring)
+        self._watch = Watch(
+            asked, members, self._rank, timeout, self._lines.ring, f"{self._lines.name}/lost"
+        )
         backend = "nccl" if device.type == "cuda" else "gloo"
         connect = partial(self._lines.make, backend, given_up=self._watch.gives_up)
         self._transport = GroupTransport(

@@ -65,6 +65,7 @@ class Watch:
         rank: this rank.
         timeout: seconds of silence that make a rank faulty.
         ring: breaks the group, so that every operation that waits ends.
+        lost: under which pipelines over the same group tell each other why its connections broke.
     """
 
     def __init__(
@@ -74,12 +75,14 @@ class Watch:
         rank: int,
         timeout: float,
         ring: Callable[[], None],
+        lost: str = "lost",
     ) -> None:
         self._store = store
         self._rank = rank
         self._keys = [f"beat/{member}" for member in members]
         self._timeout = timeout
         self._ring = ring
+        self._lost_topic = lost
         self._beats = 0
         self._missed = 0
         self._seen: dict[int, tuple[bytes | None, float]] = {}
@@ -227,6 +230,8 @@ class Watch:
         if self._store.check([topic]):
             return Fault.load(self._store.get(topic))
         if (suspicion := self._suspects()) is not None:
+            if self._store.check([self._lost_topic]):
+                return self._tell(topic, Fault.load(self._store.get(self._lost_topic)))
             silences = [(self._silence(rank), rank) for rank in range(len(self._keys))]
             ended = [(silence, rank) for silence, rank in silences if silence.seconds > DEAD]
             if ended:
@@ -235,7 +240,10 @@ class Watch:
 
     def _tell(self, topic: str, fault: Fault) -> Fault:
         """Write a fault down, unless there is one; returns the one that stands there."""
-        return Fault.load(self._store.compare_set(topic, "", fault.dump()))
+        first = Fault.load(self._store.compare_set(topic, "", fault.dump()))
+        if first.breaks:
+            self._store.set(self._lost_topic, first.dump())
+        return first
 
     def _note(self, topic: str, fault: Fault) -> None:
         """Remember a fault, unless its step is over: the threads may learn of it too late."""

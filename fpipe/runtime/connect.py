@@ -126,23 +126,28 @@ class Lines:
 
     Args:
         group: the caller's, of the ranks of the pipelines.
-        store: with a prefix that is theirs alone.
+        name: theirs alone in the store.
+        store: which all ranks ask.
         device: where values lie.
 
     Attributes:
+        name: theirs alone in the store.
         device: where values lie.
         busy: held while a call of any pipeline over `group` is under way.
         lost: why they were given up, if they were.
     """
 
-    def __init__(self, group: dist.ProcessGroup, store: dist.Store, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, name: str, store: dist.Store, device: torch.device
+    ) -> None:
+        self.name = name
         self.device = device
         self.busy = threading.Lock()
         self.lost: str | None = None
         self._caller = weakref.ref(group)
         self._made: dict[str, dist.ProcessGroup] = {}
         self._rank = group.rank()
-        self._store = store
+        self._store = dist.PrefixStore(name, store)
         self._interfaces: Sequence[Any] = ()
         self._timeout = dist.default_pg_timeout
         if carriers(group).get("cpu") == "gloo":
@@ -189,18 +194,19 @@ class Lines:
 _LINES: Final[WeakKeyDictionary[dist.ProcessGroup, Lines]] = WeakKeyDictionary()
 
 
-def lines_of(group: dist.ProcessGroup, store: dist.Store, device: torch.device) -> Lines:
+def lines_of(group: dist.ProcessGroup, name: str, store: dist.Store, device: torch.device) -> Lines:
     """What pipelines over `group` share; every rank asks for it when it makes a pipeline.
 
     Args:
         group: the caller's.
-        store: with a prefix that nobody has used, which is theirs if this is the first pipeline.
+        name: that nobody has used in the store; it is theirs if this is the first pipeline.
+        store: which all ranks ask.
         device: where values lie.
 
     Raises:
         StageError: `device` is not that of the pipelines before.
     """
-    lines = _LINES.get(group) or _LINES.setdefault(group, Lines(group, store, device))
+    lines = _LINES.get(group) or _LINES.setdefault(group, Lines(group, name, store, device))
     if lines.device != device:
         raise StageError(
             f"the current device is {device}, and the pipelines before this one over the same "

@@ -285,6 +285,15 @@ def test_a_rank_that_is_interrupted_while_it_waits() -> None:
             assert "rank 0 failed: KeyboardInterrupt" in text and answer.seconds < 1
 
 
+def test_what_was_lost_in_another_pipeline_is_told() -> None:
+    # After six seconds the connection between ranks had broken, and nobody was named.
+    with Crew(2) as crew:
+        _, there = values(crew.run(traps.interrupt_one_of_two))
+        (answer,) = there
+        assert "rank 0 failed: KeyboardInterrupt" in answer.error.text
+        assert answer.error.rank == 0 and answer.seconds < 3
+
+
 def test_a_handler_that_raises_between_messages() -> None:
     """The message was sent once more in the drain, and all ranks waited for ever."""
     schedule = schedules.one_f_one_b(ranks=2, microbatches=4)

@@ -103,16 +103,17 @@ def test_pipelines_over_a_group_share_its_channels(crew: Crew) -> None:
 def test_pipelines_over_a_group_have_one_device() -> None:
     alone = connect("gloo", dist.HashStore(), 0, 1, timedelta(seconds=5))
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
-    lines = lines_of(alone, dist.HashStore(), first)
-    assert lines_of(alone, dist.HashStore(), first) is lines
+    lines = lines_of(alone, "lines", dist.HashStore(), first)
+    assert lines_of(alone, "lines", dist.HashStore(), first) is lines
     with pytest.raises(fpipe.StageError, match=r"is cuda:1, and .* move their values on cuda:0"):
-        lines_of(alone, dist.HashStore(), second)
+        lines_of(alone, "lines", dist.HashStore(), second)
 
 
 def test_a_rank_that_never_comes_to_connect_is_not_waited_for_without_end() -> None:
     alone = connect("gloo", dist.HashStore(), 0, 1, timedelta(seconds=0.1))
     with pytest.raises(RuntimeError, match="a rank did not come to connect"):
-        Lines(alone, dist.HashStore(), torch.device("cpu")).make("gloo", "control", range(2))
+        lines = Lines(alone, "lines", dist.HashStore(), torch.device("cpu"))
+        lines.make("gloo", "control", range(2))
 
 
 def one_is_elsewhere(group: dist.ProcessGroup) -> list[str]:

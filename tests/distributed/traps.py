@@ -410,3 +410,19 @@ def interrupt_the_waiting(group: dist.ProcessGroup, seconds: float) -> list[Outc
     other = pipe.with_schedule(fpipe.schedules.one_f_one_b(ranks=2, microbatches=2))
     failed = [attempt(own.step, params, model.batch) for own in (pipe, pipe, other)]
     return [*failed, attempt(lambda: pipe.with_schedule(pipe.schedule))]
+
+
+def interrupt_one_of_two(group: dist.ProcessGroup) -> list[Outcome]:
+    """Rank 0 is interrupted in one pipeline over a group, before rank 1 calls another."""
+    model = model_of("mlp", 2, 4)
+    schedule = fpipe.schedules.gpipe(ranks=2, microbatches=2)
+    first, second = (pipeline(group, model, schedule) for _ in range(2))
+    params = first.local(model.params)
+    for pipe in (first, second):
+        pipe.step(params, model.batch)
+    if group.rank():
+        time.sleep(1.5)
+    else:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    return [attempt((second if group.rank() else first).step, params, model.batch)]
