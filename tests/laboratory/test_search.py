@@ -408,6 +408,17 @@ def test_a_start_that_no_search_would_find() -> None:
     assert found.value <= simulate(start, cost).makespan
 
 
+def test_a_start_with_actions_of_whole_stages() -> None:
+    # They were taken for weight gradients, which free memory.
+    rows = ["0UNSHARD 0F0 0F1 0F2 0I0 0I1 0I2 0W0 0W1 0W2 0REDUCE_GRAD"]
+    start = fpipe.Schedule([0], [[fpipe.Action.parse(word) for word in rows[0].split()]])
+    options: dict[str, Any] = {"ranks": 1, "microbatches": 3, "cost": UNIT, "start": start}
+    found = search(memory=3, iterations=0, **options)
+    assert found.value == 9
+    with pytest.raises(ScheduleError, match="holds more than the memory of a rank"):
+        search(memory=2, iterations=0, **options)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

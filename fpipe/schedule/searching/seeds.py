@@ -169,7 +169,7 @@ def _peak(row: Sequence[Action], costs: StageCosts) -> float:
             held -= costs.activation[stage]
         elif op == Op.I:
             held -= costs.freed_by_i[stage]
-        else:
+        elif op == Op.W:
             held += costs.freed_by_i[stage] - costs.activation[stage]
         if held > peak:
             peak = held
