@@ -74,11 +74,11 @@ def _run(options: argparse.Namespace) -> None:
 
 def _within(memory: float | tuple[float, ...], rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     """The rows for which there is memory, and what is said of the others."""
+    if not all(limit > 0 for limit in (memory if isinstance(memory, tuple) else (memory,))):
+        raise ScheduleError(f"--memory {memory} must be a number above 0, or one for each rank")
     kept, above = [], []
     for row in rows:
         limits = memory if isinstance(memory, tuple) else (memory,) * len(row.held)
-        if not all(limit > 0 for limit in limits):
-            raise ScheduleError(f"--memory {memory} must be a number above 0, or one for each rank")
         if len(limits) != len(row.held):
             raise ScheduleError(
                 f"--memory has {len(limits)} values and {row.name} {len(row.held)} ranks: give one "

@@ -147,6 +147,7 @@ class Cost:
             up=tuple(map(self.hop, placement[1:], placement)),
             activation=kept,
             freed_by_i=freed,
+            sizes=self.sizes,
         )
 
     def sizes_of(self, microbatches: int) -> tuple[float, ...]:
@@ -227,6 +228,8 @@ class StageCosts:
         up: latency from stage s + 1 to stage s, at index s.
         activation: what F keeps.
         freed_by_i: what of it I frees; the rest goes with B or W.
+        sizes: of each microbatch, by which times and activations are multiplied; None where all are
+            alike.
     """
 
     f: tuple[float, ...]
@@ -237,6 +240,7 @@ class StageCosts:
     up: tuple[float, ...]
     activation: tuple[float, ...]
     freed_by_i: tuple[float, ...]
+    sizes: tuple[float, ...] | None
 
     @cached_property
     def backward(self) -> tuple[float, ...]:

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import TypeAlias
 
 from fpipe.schedule.action import COMPUTE_OPS, Action, Op
+from fpipe.schedule.cost import StageCosts
 
 # A timeline's `Event`; spelt out because the timeline imports this module.
 Timed: TypeAlias = tuple[int, Action, float, float]
@@ -40,12 +41,7 @@ def counted_as(actions: Sequence[Action]) -> list[Op | None]:
     return [count(*action) for action in actions]
 
 
-def held(
-    row: Sequence[Timed],
-    activation: Sequence[float],
-    freed_by_i: Sequence[float],
-    sizes: Sequence[float] | None = None,
-) -> Steps:
+def held(row: Sequence[Timed], costs: StageCosts) -> Steps:
     """The activations that a rank holds over time.
 
     F takes its activation when it starts; I frees its part, and B or W the rest, when it ends.
@@ -54,13 +50,12 @@ def held(
 
     Args:
         row: what the rank ran, in order: rank, action, start and end.
-        activation: per stage, what F keeps.
-        freed_by_i: per stage, the part of it that I frees.
-        sizes: of each microbatch, by which both are multiplied; None where all are alike.
+        costs: what F keeps of each stage, and I frees, for a microbatch of size 1.
 
     Example:
+        >>> from fpipe import Cost
         >>> row = [(0, Action(0, Op.F, 0), 0.0, 1.0), (0, Action(0, Op.B, 0), 1.0, 3.0)]
-        >>> held(row, activation=[5], freed_by_i=[0])
+        >>> held(row, Cost(f=1, i=1, w=1, activation=5).on([0]))
         ((0.0, 5), (3.0, 0))
     """
     times: list[float] = []
@@ -69,8 +64,8 @@ def held(
     for (_, (stage, _, microbatch), start, end), op in zip(row, ops, strict=True):
         if op is None:
             continue
-        size = 1 if sizes is None or microbatch is None else sizes[microbatch]
-        kept, freed = activation[stage] * size, freed_by_i[stage] * size
+        size = 1 if costs.sizes is None or microbatch is None else costs.sizes[microbatch]
+        kept, freed = costs.activation[stage] * size, costs.freed_by_i[stage] * size
         if op == Op.F:
             change = kept
         elif op == Op.I:

@@ -155,9 +155,7 @@ class Timeline:
         Raises:
             ScheduleError: there is no such rank.
         """
-        row = self.events[self._checked(rank)]
-        sizes = None if self.cost is None else self.cost.sizes
-        return held(row, self._each.activation, self._each.freed_by_i, sizes)
+        return held(self.events[self._checked(rank)], self._each)
 
     @cached_property
     def _each(self) -> StageCosts:
@@ -220,7 +218,7 @@ class Timeline:
             each.b,
             each.activation,
             each.freed_by_i,
-            self.cost.sizes,
+            each.sizes,
         )
         return lower_bound(placement, self.schedule.num_microbatches, cost, self.peak[:ranks])
 

@@ -113,9 +113,8 @@ def draw_up(
         ScheduleError: `unit` is no text, or an action is of a stage that the placement does not
             have.
     """
-    unknown = cost is None
     if unit is None:
-        unit = "s" if unknown else ""
+        unit = "s" if cost is None else ""
     if not isinstance(unit, str):
         raise ScheduleError(f"unit={unit!r:.60} must be text, such as 'ms', or None")
     for rank, row in enumerate(events):
@@ -138,11 +137,9 @@ def draw_up(
         )
         for row, own in zip(events, waited, strict=True)
     )
-    cost = cost or Cost(1, 1, 1)
-    each = cost.on(placement, len(events))
-    amounts = (held(row, each.activation, each.freed_by_i, cost.sizes) for row in events)
-    memory = (tuple((time - zero, amount) for time, amount in steps) for steps in amounts)
-    return Chart(name, placement, rows, tuple(memory), tuple(messages), unit, note, unknown)
+    costs = (cost or Cost(1, 1, 1)).on(placement, len(events))
+    memory = (tuple((time - zero, amount) for time, amount in held(row, costs)) for row in events)
+    return Chart(name, placement, rows, tuple(memory), tuple(messages), unit, note, cost is None)
 
 
 def _turns(placement: Sequence[int]) -> list[int]:
