@@ -191,6 +191,18 @@ def test_functions_that_the_caller_has_compiled_are_traced_as_they_were_written(
     assert len(compiled) == 1
 
 
+def test_programs_that_are_asked_for_within_a_compiled_function() -> None:
+    # There torch lets nobody set a stance, as tracing does.
+    pipe = plain_pipeline(MODEL.stages)
+
+    def peak(params: Any, batch: Any) -> int:
+        return pipe.programs(params, batch)[0].peak_bytes
+
+    compiled: Any = torch.compile(peak, backend="eager")
+    found = compiled(MODEL.params, MODEL.batch)
+    assert found == plain_pipeline(MODEL.stages).programs(MODEL.params, MODEL.batch)[0].peak_bytes
+
+
 def test_a_module_that_is_divided_within_a_compiled_function() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
     params = {name: p.detach() for name, p in module.named_parameters()}
