@@ -25,6 +25,7 @@ from fpipe.errors import (
     check_flags,
     label_of,
 )
+from fpipe.runtime.connect import device_of
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.requires import owed_by_actions
 from fpipe.schedule.verifier import verify
@@ -137,11 +138,6 @@ class Definition:
             )
         if not self.function:
             _check_stages(self.schedule, self.stages)
-        elif self.devices is not None:
-            raise StageError(
-                "devices is for stages that are functions of their own, whose parameters lie on "
-                "one device each: pass stages instead of one function, or leave devices out"
-            )
         if self.has_key and not self.function:
             raise StageError(
                 "has_key=True is for one function of the whole model: of stages each says for "
@@ -163,6 +159,13 @@ class Definition:
             raise StageError(
                 f"devices has {len(self.devices)} entries, but the schedule has {ranks} ranks: "
                 "give one device per rank, or None"
+            )
+        kinds = sorted({device.type for device in self.devices or ()})
+        if self.function and len(kinds) > 1:
+            raise StageError(
+                f"devices has those of {' and '.join(kinds)}, but one function is recorded once, "
+                "in operations of one kind of device: give devices of one kind, or pass stages, "
+                "each of which is traced on its own"
             )
         if self.group is not None:
             self._check_group(self.group)
@@ -273,6 +276,20 @@ class Definition:
         return tuple(self.devices[rank] for rank in self.schedule.placement)
 
     @property
+    def home(self) -> torch.device | None:
+        """The device on which one function is recorded, that of its first stage.
+
+        None where it is recorded on that of its arguments.
+        """
+        devices = self.stage_devices
+        return devices[0] if self.function and devices is not None else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process makes what belongs to no stage alone, as a state."""
+        return self.home or device_of(self.group)
+
+    @property
     def wanted(self) -> tuple[str, ...]:
         """The names in `argnums`."""
         return (self.argnums,) if isinstance(self.argnums, str) else self.argnums
@@ -356,6 +373,22 @@ def _check_stages(schedule: Schedule, stages: Sequence[Stage]) -> None:
             f"{schedule.num_stages} stages on {schedule.num_ranks} ranks: pass one function per "
             "stage, or make the schedule for this number of stages"
         )
+
+
+def placed(devices: Sequence[torch.device | str | int] | None) -> tuple[torch.device, ...] | None:
+    """Devices with their indices, as tensors on them report them.
+
+    Raises:
+        StageError: there is no such device.
+    """
+    if devices is None:
+        return None
+    if isinstance(devices, str):
+        raise StageError(f"devices={devices!r} is one name: give a list with one device per rank")
+    try:
+        return tuple(torch.empty(0, device=device).device for device in devices)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise StageError(f"devices={devices!r:.60} cannot be used: {error}") from error
 
 
 def group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.convention import called
-from fpipe.definition import Definition, group_of
+from fpipe.definition import Definition, group_of, placed
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError, a_type
 from fpipe.schedule import Schedule
@@ -111,8 +111,12 @@ def pipeline(
         accum_dtype: dtype in which gradients are summed over microbatches, None for that of each
             parameter, but for float8, in which torch sums nothing. Gradients are returned in the
             parameters' dtypes.
-        devices: the device of each rank, on which the parameters of its stages must lie. None
-            leaves everything on the device that it is on. Not with `group` or `mesh`.
+        devices: the device of each rank, on which the parameters of its stages must lie;
+            `Pipeline.place` puts them there. One function is recorded on the device of its first
+            stage, where what it closes over must lie, and computes on all of them, which are of
+            one type; its parameters may lie anywhere, and are copied in every step where they are
+            read on another device. A gradient lies where its parameter does. None leaves everything
+            on the device that it is on. Not with `group` or `mesh`.
         group: a process group with one process per rank of the schedule (gloo or NCCL), such as
             ``torch.distributed.group.WORLD``.
         mesh: instead of `group`, a `DeviceMesh` whose dimension ``"pp"`` is the pipeline.
@@ -157,7 +161,7 @@ def pipeline(
             remat=remat,
             compile=compile,
             accum_dtype=accum_dtype,
-            devices=_placed(devices),
+            devices=placed(devices),
             group=group_of(group, mesh),
             timeout=timeout,
         )
@@ -196,19 +200,3 @@ def _whole_loss(function: Any, loss: Any) -> Any:
             "loss itself: leave loss out, or pass a list of stages"
         )
     return function
-
-
-def _placed(devices: Sequence[torch.device | str | int] | None) -> tuple[torch.device, ...] | None:
-    """Devices with their indices, as tensors on them report them.
-
-    Raises:
-        StageError: there is no such device.
-    """
-    if devices is None:
-        return None
-    if isinstance(devices, str):
-        raise StageError(f"devices={devices!r} is one name: give a list with one device per rank")
-    try:
-        return tuple(torch.empty(0, device=device).device for device in devices)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        raise StageError(f"devices={devices!r:.60} cannot be used: {error}") from error

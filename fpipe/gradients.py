@@ -55,7 +55,7 @@ def gradients(
         for index, leaf in enumerate(leaves):
             if (stage, index) in found:
                 own = found.pop((stage, index))
-                grads.append(divided_(own, weight).to(leaf.dtype))
+                grads.append(divided_(own, weight).to(leaf.device, leaf.dtype))
                 del own
             elif index in elsewhere or (stage, index) in plan.frozen or not is_differentiable(leaf):
                 grads.append(None)

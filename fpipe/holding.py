@@ -21,7 +21,6 @@ from fpipe.arguments.parameters import check_parts
 from fpipe.arguments.shapes import in_words
 from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError, a_type
-from fpipe.runtime.connect import device_of
 
 T = TypeVar("T")
 
@@ -113,6 +112,27 @@ def either(first: Make, second: Make) -> Make:
     return make
 
 
+def given(params: Any) -> Make:
+    """What takes the leaves of a tree as they are.
+
+    Raises:
+        BatchError: when a leaf is taken that has no data.
+    """
+
+    def make(wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        leaves, spec = tree.flatten(params)
+        found = {n: v for n, v in zip(names_of(spec), leaves, strict=True) if n in wanted}
+        for name, leaf in found.items():
+            if leaf.is_meta:
+                raise BatchError(
+                    f"the parameter {name!r} lies on the meta device and has no data: pipe.init "
+                    "makes it where it belongs, and pipe.load reads it there"
+                )
+        return found
+
+    return make
+
+
 def held(
     pipe: Holder,
     maker: Callable[[Sequence[str]], Make],
@@ -120,6 +140,7 @@ def held(
     example: Sequence[Any],
     *,
     home: torch.device | None,
+    name: str = "shapes",
 ) -> Any:
     """Parameters of a pipeline, real where this process holds them.
 
@@ -129,6 +150,7 @@ def held(
         shapes: pytree of tensors on any device, as the pipeline's step takes them.
         example: what comes after the parameters, on any device; may be empty.
         home: where leaves are to lie, unless each rank has a device; None for where they are made.
+        name: of `shapes` in messages.
 
     Returns:
         As `Pipeline.init`.
@@ -141,25 +163,30 @@ def held(
     """
     definition = pipe.definition
     group, schedule = definition.group, definition.schedule
+    apart = group is not None or definition.devices is not None
 
     def read() -> Skeleton:
-        found = _skeleton("parameters", shapes)
+        found = _skeleton("parameters", shapes, name)
         if not definition.function:
-            check_parts("shapes", shapes, schedule.num_stages)
-        elif group is not None and not example and not pipe.readers():
+            check_parts(name, shapes, schedule.num_stages)
+        elif apart and not example and not pipe.readers():
             raise StageError(
                 "which parameters each rank reads is not known before the function is traced: pass "
-                "an example of the batch, pipe.init(init_fn, key, batch) or pipe.load(path, "
-                "batch); meta tensors of its shapes will do"
+                "an example of the batch, as in pipe.init(init_fn, key, batch), pipe.load(path, "
+                "batch) and pipe.place(params, batch); meta tensors of its shapes will do"
             )
         return found
 
     leaves, names, spec = pipe.each("make its parameters", read)
     flags = [True] * len(names)
-    devices = [home] * len(names)
+    devices: Sequence[torch.device | None] = [home] * len(names)
     if definition.function:
+        if apart and example:
+            pipe.programs(shapes, *example)
         if group is not None:
-            flags = _read_by(pipe, group.rank(), shapes, example, len(names))
+            flags = _read_by(pipe, group.rank(), len(names))
+        if definition.devices is not None:
+            devices = _homes(pipe, definition.devices, len(names))
     else:
         sizes = [part.num_leaves for part in spec.children()]
         stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
@@ -193,10 +220,10 @@ def whole(pipe: Holder, maker: Callable[[Sequence[str]], Make], shapes: Any) -> 
                 "module are constants then, "
                 "from_module(..., buffers=fpipe.load_buffers(module, path))"
             )
-        return _skeleton("a state", shapes)
+        return _skeleton("a state", shapes, "shapes")
 
     leaves, names, spec = pipe.each("make its state", read)
-    flags, devices = [True] * len(names), [device_of(pipe.definition.group)] * len(names)
+    flags, devices = [True] * len(names), [pipe.definition.device] * len(names)
     return tree.unflatten(spec, _filled(pipe, maker, names, leaves, flags, devices, "state"))
 
 
@@ -222,7 +249,7 @@ def own(pipe: Holder, params: Any) -> dict[str, Tensor]:
             f"params has another structure than the parameters that were traced: {error}"
         ) from error
     names = names_of(structure)
-    flags = _read_by(pipe, definition.group.rank(), params, (), len(names))
+    flags = _read_by(pipe, definition.group.rank(), len(names))
     # Gradients have None where there is none.
     pairs = zip(names, found, flags, strict=True)
     return {name: leaf for name, leaf, flag in pairs if flag and leaf is not None}
@@ -236,13 +263,13 @@ class Skeleton(NamedTuple):
     spec: optree.PyTreeSpec
 
 
-def _skeleton(what: str, shapes: Any) -> Skeleton:
+def _skeleton(what: str, shapes: Any, name: str) -> Skeleton:
     if shapes is None:
         raise StageError(
             f"shapes is missing: pass {what} as for step, of which only shapes and dtypes count, "
             "such as those that are made under torch.device('meta')"
         )
-    leaves, spec = tree.tensors("shapes", shapes, "torch.device('meta') makes them")
+    leaves, spec = tree.tensors(name, shapes, "torch.device('meta') makes them")
     return Skeleton(leaves, names_of(spec), spec)
 
 
@@ -267,19 +294,31 @@ def _filled(
         made = dict(maker(names)(wanted))
         for name, device in zip(names, devices, strict=True):
             if device is not None and name in made:
-                made[name] = made[name].to(device)
+                made[name] = _on(device, made[name])
         return made
 
     made = pipe.each(f"make or read its {what}", make)
     return [made.get(name, like) for name, like in zip(names, likes, strict=True)]
 
 
-def _read_by(
-    pipe: Holder, rank: int, shapes: Any, example: Sequence[Any], count: int
-) -> list[bool]:
+def _on(device: torch.device, leaf: Tensor) -> Tensor:
+    """A leaf on a device, the same one if it lies there."""
+    with torch.no_grad():
+        moved = leaf.to(device)
+    return moved.requires_grad_() if leaf.requires_grad else moved
+
+
+def _homes(pipe: Holder, devices: Sequence[torch.device], count: int) -> list[torch.device]:
+    """The device of the first rank that reads each leaf of one function's parameters.
+
+    One that no stage reads lies where the function is recorded.
+    """
+    readers, home = pipe.readers(), pipe.definition.device
+    return [devices[readers[0, leaf][0]] if (0, leaf) in readers else home for leaf in range(count)]
+
+
+def _read_by(pipe: Holder, rank: int, count: int) -> list[bool]:
     """Whether a rank reads each leaf of one function's parameters."""
-    if example:
-        pipe.programs(shapes, *example)
     readers = pipe.readers()
     # One that no stage reads is held everywhere.
     return [rank in readers.get((0, leaf), (rank,)) for leaf in range(count)]

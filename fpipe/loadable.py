@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fpipe import random
 from fpipe.checkpoint.loading import NO_NAMING, Naming, reading
-from fpipe.holding import Holder, InitFn, Make, drawn, either, held, own, whole
-from fpipe.runtime.connect import device_of
+from fpipe.holding import Holder, InitFn, Make, drawn, either, given, held, own, whole
 
 
 class Loadable(Holder):
@@ -29,10 +28,11 @@ class Loadable(Holder):
                 ``named_parameters()``), `like` a meta tensor of the shape and dtype that it must
                 return.
             key: a key of `fpipe.random`, the same on every rank.
-            example: what `step` takes after the parameters, or meta tensors of those shapes. Over a
-                process group a pipeline of one function, or of a module, is traced on them, to
-                learn which leaves its stages read. Not needed where it has run before, or in one
-                process, or for stages that are functions of their own.
+            example: what `step` takes after the parameters, or meta tensors of those shapes. A
+                pipeline of one function, or of a module, is traced on them, over a process group
+                and on several ``devices``, to learn which leaves its stages read. Not needed where
+                it has run before, or on one device in one process, or for stages that are
+                functions of their own.
             shapes: parameters as for `step`, of which shapes and dtypes count, such as those that
                 were made under ``torch.device("meta")``. The pipeline of a module knows them.
 
@@ -59,8 +59,8 @@ class Loadable(Holder):
             >>> [tuple(leaf.shape) for leaf in params], torch.equal(*params)
             ([(3, 3), (3, 3)], False)
         """
-        group = self.definition.group
-        home = None if group is None else device_of(group)
+        definition = self.definition
+        home = None if definition.group is None else definition.device
         likes, traced_on = self._shapes(shapes), self._traced_on(example)
         return held(self, lambda _: drawn(init_fn, key), likes, traced_on, home=home)
 
@@ -104,7 +104,35 @@ class Loadable(Holder):
             return either(read, drawn(init_fn, random.key(0) if key is None else key))
 
         likes, traced_on = self._shapes(shapes), self._traced_on(example)
-        return held(self, reader, likes, traced_on, home=device_of(self.definition.group))
+        return held(self, reader, likes, traced_on, home=self.definition.device)
+
+    def place(self, params: Any, *example: Any) -> Any:
+        """Put parameters on the devices of the ranks that read them.
+
+        Args:
+            params: as for `step`, on any device.
+            example: as for `init`, whose errors are raised here too. A pipeline of one function, or
+                of a module, needs it also for several ``devices`` in one process.
+
+        Returns:
+            As `init`. A leaf that lies where it should is the caller's own, and no copy; one that
+            several ranks read lies on the device of the first of them. Copies require a gradient
+            where the leaf does.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+            >>> stage, loss = (lambda w, x: x @ w), (lambda y, _: y.square().mean())
+            >>> devices = ["cpu", "cpu"]  # such as ["cuda:0", "cuda:1"]
+            >>> pipe = fpipe.pipeline([stage, stage], loss, schedule, devices=devices)
+            >>> params = pipe.place([torch.eye(2), torch.ones(2, 2)])
+            >>> [str(leaf.device) for leaf in params]
+            ['cpu', 'cpu']
+        """
+        definition = self.definition
+        home = None if definition.group is None else definition.device
+        made, traced_on = given(params), self._traced_on(example)
+        return held(self, lambda _: made, params, traced_on, home=home, name="params")
 
     def load_state(
         self,

@@ -48,6 +48,14 @@ class LeafShape(NamedTuple):
         """The shape of a real or a fake tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
+    def brought_to(self, device: torch.device) -> LeafShape:
+        """That of a copy on another device; of one without data the same."""
+        if self.device.type == "meta":
+            return self
+        bare = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        stride = self.stride if is_dense(bare) else bare.to("meta", copy=True).stride()
+        return self._replace(device=device, stride=stride)
+
 
 class TreeShape(NamedTuple):
     """A pytree of tensors without their data.
@@ -110,6 +118,21 @@ class Signature(NamedTuple):
     def sizes(self) -> list[int]:
         """The rows of a microbatch of each kind."""
         return [self.rows[first] for first in firsts(self.kinds)]
+
+
+def brought_to(signature: Signature, device: torch.device) -> Signature:
+    """The signature of the same tensors on one device; those without data have none there either.
+
+    Args:
+        signature: of parameters of which each stage may read any leaf.
+        device: where they are taken to lie.
+    """
+
+    def on(shape: TreeShape) -> TreeShape:
+        return shape._replace(leaves=tuple(leaf.brought_to(device) for leaf in shape.leaves))
+
+    params = (on(signature.params[0]),) * len(signature.params)
+    return signature._replace(params=params, batch=tuple(map(on, signature.batch)))
 
 
 def with_data(signature: Signature, devices: Sequence[torch.device] | None) -> Signature:
@@ -292,6 +315,11 @@ def _tree_difference(before: TreeShape, now: TreeShape) -> str:
                 texts = [f"{texts[0]} of strides {leaf.stride}" for leaf in (new, old)]
             return f"{path or 'it'} is {texts[0]}, was {texts[1]}"
     return ""
+
+
+def is_dense(value: Tensor) -> bool:
+    """Whether it lies in memory without gaps, and no element twice: then so do its copies."""
+    return value.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(value))
 
 
 def memory_of(value: Tensor) -> int:

@@ -75,7 +75,7 @@ def controller_of(definition: Definition, workshop: Workshop) -> Controller:
         definition.convention.common,
     )
     if group is None:
-        return SingleController(planner, reader, devices)
+        return SingleController(planner, reader, devices, definition.home)
     return MultiController(
         planner,
         reader,
@@ -96,6 +96,7 @@ def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
             definition.objective,
             has_key=definition.has_key,
             keyed=definition.keyed,
+            devices=definition.stage_devices,
         )
     return ChainTracer(
         definition.stages,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fpipe.arguments.microbatch import SplitBatch
 from fpipe.arguments.parameters import Parameters
-from fpipe.arguments.shapes import device_of_keys, without_autocast
+from fpipe.arguments.shapes import device_of_keys, is_dense, without_autocast
 from fpipe.controller.keys import Words, keys_of
 from fpipe.planning.plan import Plan
 from fpipe.runtime.interpreter import Run
@@ -25,6 +25,7 @@ def load(
     device: torch.device | None,
     key: Words | None = None,
     copies: Copies | None = None,
+    home: torch.device | None = None,
 ) -> Run:
     """A run with everything in its slots that is there from the start.
 
@@ -33,25 +34,32 @@ def load(
         plan: that the program belongs to.
         params: with the leaves of the rank's stages.
         parts: the batch; may be None if the program reads nothing of it.
-        device: where batch leaves are copied to, None to leave them.
+        device: where parameters and batch leaves are copied to, None to leave them.
         key: of the step; may be None if the program reads none.
-        copies: of leaves of this batch, which other runs of the step have made.
+        copies: of leaves that other runs of the step have made.
+        home: where one function was recorded for stages on several devices, else None. What it
+            closes over there is copied too, and all leaves lie as copies do.
     """
     run = Run(program)
     copies = Copies() if copies is None else copies
     slots = run.slots
     bindings = program.bindings
+
+    def here(value: Tensor) -> Tensor:
+        if device is None or (value.device == device and (home is None or is_dense(value))):
+            return value
+        return copies.of(value, device)
+
     for stage, leaf, slot in bindings.params:
-        slots[slot] = params.stages[stage][leaf]
+        slots[slot] = here(params.stages[stage][leaf])
     for microbatch, leaf, slot in bindings.batch:
         assert parts is not None
-        value = parts.leaves[microbatch][leaf]
-        if device is not None and value.device != device:
-            value = copies.of(value, device)
-        slots[slot] = value
-    copies.settle()
+        slots[slot] = here(parts.leaves[microbatch][leaf])
     for constant, slot in bindings.constants:
+        if device is not None and constant.device == home != device:
+            constant = copies.of(constant, device)
         slots[slot] = constant
+    copies.settle()
     for microbatch, slot in bindings.seeds:
         slots[slot] = plan.seeds[microbatch]
     if bindings.keys:
@@ -65,7 +73,7 @@ def load(
 
 
 class Copies:
-    """Leaves of a batch where they are read, each copied once to a device.
+    """Leaves where they are read, each copied once to a device.
 
     A copy to the CPU has arrived when it is returned; on CUDA the stream sees to that. Pinned
     memory would still be read when the caller may write there again: it is waited for, once.
@@ -81,7 +89,7 @@ class Copies:
         if key not in self._made:
             if device.type == "cuda" and value.is_pinned():
                 self._pinned.add(device)
-            self._made[key] = value.to(device, non_blocking=device.type == "cuda")
+            self._made[key] = value.to(device, non_blocking=device.type == "cuda", copy=True)
         return self._made[key]
 
     def settle(self) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import optree
 import torch
 
 from fpipe.arguments.microbatch import SplitBatch
 from fpipe.arguments.parameters import Parameters
-from fpipe.arguments.shapes import Goal, Signature, batch_shapes, with_data
+from fpipe.arguments.shapes import Goal, Signature, batch_shapes, brought_to, with_data
 from fpipe.controller.controller import Enter, Finished, Gather, Reader
 from fpipe.controller.header import Marked
 from fpipe.controller.loading import Copies, as_traced, load
@@ -20,6 +23,8 @@ from fpipe.recording import Marks, active, timeline_of
 from fpipe.runtime.instrument import observed
 from fpipe.runtime.local import Lanes, LocalTransport, run_together
 from fpipe.runtime.program import Program
+
+log = logging.getLogger("fpipe")
 
 T = TypeVar("T")
 
@@ -31,6 +36,8 @@ class SingleController:
         planner: makes plans.
         reader: reads what it is called with.
         devices: the device of each rank, or None.
+        home: as of the definition. With one, leaves may lie on any device: they are copied to
+            those that read them.
     """
 
     def __init__(
@@ -38,17 +45,21 @@ class SingleController:
         planner: Planner,
         reader: Reader,
         devices: Sequence[torch.device] | None,
+        home: torch.device | None,
     ) -> None:
         self._planner = planner
         self._reader = reader
         self._devices = devices
+        self._home = home
         self._lanes: Lanes = {}
+        self._looked: WeakSet[Plan] = WeakSet()
 
     def run(self, enter: Enter, goal: Goal, key: Any = None, name: str | None = None) -> Finished:
         """Run every rank's program to its end."""
         params, batch = enter()
         words = self._reader.key(key)
         leaves, parts, plan = self._plan(params, batch, goal)
+        self._look_for_strays(plan, leaves)
         with as_traced():
             recording = active()
             marks: list[Marks | None] = [None if recording is None else {} for _ in plan.programs]
@@ -62,6 +73,7 @@ class SingleController:
                     self._device(program.rank),
                     words,
                     copies,
+                    self._home,
                 )
                 for program, own in zip(plan.programs, marks, strict=True)
             ]
@@ -93,6 +105,31 @@ class SingleController:
         """That of the first stage's parameters as last planned, None if nothing was."""
         return self._planner.structure()
 
+    def _look_for_strays(self, plan: Plan, params: Parameters) -> None:
+        """Tell the user, once for a plan, of parameters that lie where no rank reads them."""
+        if self._home is None or plan in self._looked:
+            return
+        self._looked.add(plan)
+        # A leaf of the state goes from device to device in any case.
+        states = {leaf for program in plan.programs for leaf, _ in program.results.states}
+        read: dict[int, set[torch.device | None]] = defaultdict(set)
+        for program in plan.programs:
+            for _, leaf, _ in program.bindings.params:
+                read[leaf].add(self._device(program.rank))
+        flat = params.stages[0]
+        strays = [
+            flat[leaf]
+            for leaf, devices in read.items()
+            if leaf not in states and flat[leaf].device not in devices
+        ]
+        if strays:
+            log.warning(
+                "%d parameters, %s bytes, lie on other devices than the stages that read them, and "
+                "are copied in every step: pipe.place(params) puts them where they are read",
+                len(strays),
+                f"{sum(leaf.nbytes for leaf in strays):,}",
+            )
+
     def _device(self, rank: int) -> torch.device | None:
         return None if self._devices is None else self._devices[rank]
 
@@ -104,7 +141,7 @@ class SingleController:
         self, params: Any, batch: Any, goal: Goal
     ) -> tuple[Parameters, SplitBatch, Signature]:
         leaves = self._reader.params(params)
-        if self._devices is not None:
+        if self._devices is not None and self._home is None:
             leaves = leaves.with_empty_on([self._devices[r] for r in self._planner.placement])
         parts = self._reader.split(batch)
         signature = Signature(
@@ -115,4 +152,6 @@ class SingleController:
             batch_shapes(parts),
             self._planner.ambient(),
         )
+        if self._home is not None:
+            signature = brought_to(signature, self._home)
         return leaves, parts, signature

@@ -89,6 +89,23 @@ def refuse_missing(module: nn.Module, given: Container[str]) -> None:
             )
 
 
+def refuse_elsewhere(module: nn.Module, given: Mapping[str, Tensor], device: torch.device) -> None:
+    """Refuse buffers that do not lie on the device on which a module is traced.
+
+    Raises:
+        StageError: names the first.
+    """
+    for name, own in module.named_buffers():
+        buffer = given.get(name, own)
+        if buffer.dim() and buffer.device not in (device, torch.device("meta")):
+            raise StageError(
+                f"the buffer {name!r} of {type(module).__name__} lies on {buffer.device}, but the "
+                f"forward is traced on {device}, the device of the first stage: pass from_module("
+                f'..., buffers={{name: buffer.to("{device}") for name, buffer in '
+                "module.named_buffers()}), or move the module there"
+            )
+
+
 def shaped_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Stand-ins for buffers on the meta device, where numbers do not count: one element each."""
     return {

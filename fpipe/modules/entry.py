@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.definition import Definition, group_of
+from fpipe.definition import Definition, group_of, placed
 from fpipe.errors import StageError, a_type, check_flags
 from fpipe.modules.balancing import chosen
-from fpipe.modules.buffers import real_buffers, refuse_missing
+from fpipe.modules.buffers import real_buffers, refuse_elsewhere, refuse_missing
 from fpipe.modules.declared import declared, with_buffers, with_cuts
 from fpipe.modules.loss import Loss
 from fpipe.modules.pipeline import ModulePipeline
 from fpipe.modules.shares import Balance
-from fpipe.runtime.connect import device_of
 from fpipe.schedule import Schedule
 from fpipe.stage.cutting.cut import cut
 from fpipe.stage.pieces.compiler import Compile
@@ -54,6 +53,7 @@ def from_module(
     remat: Remat = "none",
     compile: Compile = True,
     accum_dtype: torch.dtype | None = None,
+    devices: Sequence[torch.device | str | int] | None = None,
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     timeout: float = 60.0,
@@ -116,6 +116,9 @@ def from_module(
         remat: which values the backward may read, of all stages or of each.
         compile: how graphs are made callable.
         accum_dtype: dtype of the sums of gradients.
+        devices: the device of each rank, in this process. Buffers must lie on that of the first
+            stage, on which the forward is traced; parameters may lie anywhere, and `Pipeline.place`
+            puts them where they are read.
         group: a process group with one process per rank.
         mesh: instead of `group`, a mesh with a dimension ``"pp"``.
         timeout: seconds of silence after which a rank is given up.
@@ -181,6 +184,7 @@ def from_module(
         remat=remat,
         compile=compile,
         accum_dtype=accum_dtype,
+        devices=placed(devices),
         group=group,
         timeout=timeout,
     )
@@ -188,9 +192,11 @@ def from_module(
     @cache
     def finished() -> Definition:
         # What may be wrong on this rank alone: where times are measured, the others hear of it.
-        made = real_buffers(module, buffers, device_of(group))
+        made = real_buffers(module, buffers, definition.device)
         if not has_state:  # which of them a state has is known when there is one
             refuse_missing(module, made)
+            if definition.home is not None:
+                refuse_elsewhere(module, made, definition.home)
         if cuts is None:
             _check_stages(stages, example, schedule)
         return with_buffers(definition, made)

@@ -140,7 +140,7 @@ class ModulePipeline(Pipeline):
 
     def _fresh(self, names: Iterable[str], *, stored: bool) -> dict[str, Tensor]:
         """Buffers of these names without a checkpoint: given, the module's own, or made anew."""
-        device = device_of(self.definition.group)
+        device = self.definition.device
         found = real_buffers(self.module, self._buffers, device, stored=stored)
         own, names = dict(self.module.named_buffers()), set(names)
         refuse_missing(self.module, found.keys() | (own.keys() - names))

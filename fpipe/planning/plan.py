@@ -95,13 +95,15 @@ class Plan:
     def state(self, runs: Sequence[Run], params: Parameters, batch: Any) -> list[Tensor]:
         """The leaves of the state that the last microbatch has left; `params` has those given.
 
-        Each has memory of its own, though what a function returns may be what it was given.
+        Each has memory of its own, though what a function returns may be what it was given, and
+        lies where the given one does.
         """
         given, slots = params.stages[0], dict(runs[0].program.results.states)
         taken = {memory_of(leaf) for leaf in (*given, *tree.flatten(batch)[0])}
         values: list[Tensor] = []
         for leaf in range(params.spec.children()[0].num_leaves, len(given)):
             value = runs[0].slots[slots[leaf]] if leaf in slots else given[leaf]
+            value = value.to(given[leaf].device)
             values.append(value.clone() if memory_of(value) in taken else value)
             taken.add(memory_of(values[-1]))
         return values

@@ -25,6 +25,7 @@ from tests.cut_model import (
     make_network,
     make_params,
 )
+from tests.models import assert_identical
 
 
 @pytest.fixture
@@ -495,10 +496,20 @@ def test_loss_beside_one_function_is_refused() -> None:
         fpipe.pipeline(language_model, lambda y, b: y, schedule)
 
 
-def test_devices_with_one_function_are_refused() -> None:
-    schedule = fpipe.schedules.gpipe(ranks=1, microbatches=1)
-    with pytest.raises(fpipe.StageError, match=r"devices is for stages that are functions"):
-        fpipe.pipeline(language_model, schedule=schedule, devices=["cpu"])
+def test_devices_of_one_function(params: Any, batch: Any) -> None:
+    """One for each rank; `tests/device` has several that differ."""
+    schedule = fpipe.schedules.zbv(ranks=2, microbatches=2)
+    options: dict[str, Any] = {"in_dims": IN_DIMS, "compile": False}
+    expected = fpipe.pipeline(language_model, schedule=schedule, **options).step(params, batch)
+    pipe = fpipe.pipeline(language_model, schedule=schedule, devices=["cpu", "cpu"], **options)
+    with pytest.raises(fpipe.StageError, match=r"pipe\.place\(params, batch\)"):
+        pipe.place(params)
+    placed = pipe.place(params, batch)
+    leaves = optree.tree_leaves(params)
+    assert all(new is own for new, own in zip(optree.tree_leaves(placed), leaves, strict=True))
+    assert_identical(pipe.step(placed, batch), expected)
+    with pytest.raises(fpipe.StageError, match=r"devices has those of cpu and meta, but one"):
+        fpipe.pipeline(language_model, schedule=schedule, devices=["cpu", "meta"])
 
 
 @pytest.mark.inductor

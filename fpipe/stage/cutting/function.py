@@ -10,21 +10,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from fpipe import tree
-from fpipe.arguments.shapes import Goal, TreeShape, without_autocast
+from fpipe.arguments.shapes import Goal, TreeShape, current, without_autocast
 from fpipe.draws import draws
 from fpipe.errors import StageError
 from fpipe.stage.cutting.alike import likeness, seen_from
+from fpipe.stage.cutting.moved import Move, Moved
 from fpipe.stage.cutting.recording import Recorder
 from fpipe.stage.cutting.segments import Segment
 from fpipe.stage.cutting.updates import updates_of
 from fpipe.stage.declared.objective import Objective
-from fpipe.stage.foreign.checkpointed import Replay
 from fpipe.stage.graphs.sources import BatchLeaf, Key, Param, Source, StateLeaf, Upstream
 from fpipe.stage.tracing.abstract import Abstract, Leaves, abstract_key
 from fpipe.stage.tracing.chain import Chain
@@ -41,6 +43,8 @@ class FunctionTracer:
         objective: what it is differentiated for.
         has_key: it is called with the key of the microbatch, as the keyword argument ``key``.
         keyed: what it draws, it draws from the key of the microbatch, which it is not called with.
+        devices: the device of each stage, all of one type: the function is recorded on the first,
+            and its parts are moved. None to leave all values where they are.
     """
 
     def __init__(
@@ -51,8 +55,10 @@ class FunctionTracer:
         *,
         has_key: bool = False,
         keyed: bool = False,
+        devices: Sequence[torch.device] | None = None,
     ) -> None:
         self._objective = objective
+        self._devices = devices
         self._record = Recorder(
             loss_fn=loss_fn,
             num_stages=num_stages,
@@ -90,7 +96,8 @@ class FunctionTracer:
             )
         params = Abstract.of(shapes[0], self._mode)
         batch = Abstract.of(microbatch, self._mode)
-        parts, results, numbering, changed = record(params, batch, goal, rows)
+        with self._at(0):
+            parts, results, numbering, changed = record(params, batch, goal, rows)
         updates = updates_of(name, record.paths(params), parts, results, changed)
         results = results[: len(results) - len(updates)]
         frozen = self.frozen(shapes)
@@ -102,13 +109,18 @@ class FunctionTracer:
         traced: list[Traced] = []
         labels = [f"stage {index} ({name})" for index in range(len(parts))]
         known: dict[Hashable, tuple[Traced, tuple[Source, ...]]] = {}
-        for label, part in zip(labels, parts, strict=True):
-            leaves = self._leaves(part, params, trained, batch, traced)
-            kind = (likeness(part, leaves), tuple(source in tied for source in part.sources))
+        for index, (label, part) in enumerate(zip(labels, parts, strict=True)):
+            leaves = self._placed(self._leaves(part, params, trained, batch, traced), index)
+            kind = (
+                likeness(part, leaves),
+                tuple(source in tied for source in part.sources),
+                self._device(index),
+            )
             if kind not in known:
-                own = self._trace(
-                    label, part, leaves, tied, differentiate=goal == "step", rows=rows
-                )
+                with self._at(index):
+                    own = self._trace(
+                        index, label, part, leaves, tied, differentiate=goal == "step", rows=rows
+                    )
                 known[kind] = own, part.sources
             first, sources = known[kind]
             traced.append(seen_from(first, sources, part))
@@ -137,8 +149,28 @@ class FunctionTracer:
         counts = Counter(source for part in parts for source in part.sources)
         return frozenset(source for source, count in counts.items() if count > 1)
 
+    def _device(self, index: int) -> torch.device | None:
+        return None if self._devices is None else self._devices[index]
+
+    def _at(self, index: int) -> AbstractContextManager[Any]:
+        """Within it the current device is that of a stage: it may ask for ``"cuda"`` alone."""
+        return current(self._device(index))
+
+    def _move(self, index: int) -> Move:
+        """From where the function was recorded to a stage."""
+        return Move(self._device(0), self._device(index))
+
+    def _placed(self, leaves: Leaves, index: int) -> Leaves:
+        """The same arguments on the device of a stage."""
+        device = self._device(index)
+        if device is None:
+            return leaves
+        with self._mode:
+            return replace(leaves, values=tuple(value.to(device) for value in leaves.values))
+
     def _trace(
         self,
+        index: int,
         label: str,
         part: Segment,
         leaves: Leaves,
@@ -149,9 +181,10 @@ class FunctionTracer:
     ) -> Traced:
         assert part.graph.owning_module is not None  # the recorded one, which has the constants
         module = fx.GraphModule(part.graph.owning_module, part.graph)
+        move = self._move(index)
         traced = trace(
             label,
-            lambda values: _replayed(module, values),
+            lambda values: _replayed(Moved(module, move), values),
             leaves,
             self._mode,
             self._objective,
@@ -160,6 +193,7 @@ class FunctionTracer:
             readers=part.readers.__getitem__,
             rows=rows,
             tied=[source for source in part.sources if source in tied],
+            original=move.original,
         )
         nodes = traced.joint.graph.nodes
         if self._record.keyed and any(draws(n.target, n.args, n.kwargs) for n in nodes):
@@ -215,7 +249,7 @@ class FunctionTracer:
         )
 
 
-def _replayed(module: fx.GraphModule, values: Sequence[Tensor]) -> list[Tensor]:
+def _replayed(part: Moved, values: Sequence[Tensor]) -> list[Tensor]:
     """What a recorded function returns: the casts of autocast are in it, and not made again."""
     with without_autocast():
-        return list(Replay(module).run(*values))
+        return list(part.run(*values))

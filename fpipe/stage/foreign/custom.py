@@ -7,8 +7,9 @@ part is traced: its backward is then the one that was written.
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from enum import Enum
@@ -97,6 +98,12 @@ class Applied:
     def name(self) -> str:
         """The class, in messages."""
         return name_of(self._written)
+
+    def placed(self, place: Callable[[Any], Any]) -> Applied:
+        """The same call with other arguments in the place of some that are no tensors."""
+        other = copy.copy(self)
+        other._leaves = [place(leaf) for leaf in self._leaves]
+        return other
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that it returns."""

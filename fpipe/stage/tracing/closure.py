@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -17,7 +18,7 @@ _DETACH = torch.ops.aten.detach.default
 
 
 def lift_constants(
-    name: str, module: fx.GraphModule, origin: Any
+    name: str, module: fx.GraphModule, origin: Any, original: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Tensor, ...], dict[str, Source]]:
     """Turn tensors that the function closes over into placeholders.
 
@@ -27,6 +28,8 @@ def lift_constants(
         name: the stage in messages.
         module: the traced stage; its graph is changed in place.
         origin: the user's own function, or several.
+        original: of a tensor that the graph names, the one that it stands for, perhaps on another
+            device.
 
     Raises:
         StageError: one of them is sparse, or abstract, or requires grad and is not detached where
@@ -46,6 +49,7 @@ def lift_constants(
                 "attribute: use plain tensor operations in a stage, and in place of "
                 "torch.distributed's own collectives those of its _functional_collectives"
             )
+        value = original(value)
         if isinstance(value, FakeTensor) or is_traced(value):
             raise StageError(
                 f"{name} closes over an abstract tensor ({name_in_closure(value, origin)}, shape "

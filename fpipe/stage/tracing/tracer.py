@@ -67,6 +67,7 @@ def trace(
     readers: Callable[[int], Sequence[int]],
     rows: int = 0,
     tied: Collection[Source] = (),
+    original: Callable[[Tensor], Tensor] = lambda value: value,
 ) -> Traced:
     """Trace `function`, which takes flat leaves and returns a pytree, into a `Joint`.
 
@@ -82,6 +83,7 @@ def trace(
         readers: the stages that read an output leaf, by its index; each hands a cotangent back.
         rows: of the microbatch, for a sink that repeats the parameters.
         tied: parameters of whose gradients other stages have a part, so that it is not folded here.
+        original: of a tensor that the function closes over, the one that it stands for.
 
     Raises:
         StageError: the function cannot be traced or is not pure; says which stage, op or leaf.
@@ -108,7 +110,7 @@ def trace(
         name, WithBackward(function, leaves, demand, lift, fold), leaves, cotangents, mode
     )
     refuse_writes(name, module.graph)
-    constants, constant_sources = lift_constants(name, module, origin)
+    constants, constant_sources = lift_constants(name, module, origin, original)
     nodes = iter(module.graph.nodes)
     named = {next(nodes).name: source for source in leaves.sources}
     groups: list[list[Cotangent]] = [[] for _ in values]
