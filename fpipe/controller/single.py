@@ -87,7 +87,7 @@ class SingleController:
         """The programs of a training step on arguments of these shapes."""
         _, _, signature = self._signature(*enter(), "step")
         devices = self._devices and [self._devices[rank] for rank in self._planner.placement]
-        return self._planner(with_data(signature, devices)).programs
+        return self._planner(self._at_home(with_data(signature, devices))).programs
 
     def add_up(self, call: str, deed: str, make: Callable[[], Marked]) -> Marked:
         """The number itself: there is one process."""
@@ -124,8 +124,8 @@ class SingleController:
         ]
         if strays:
             log.warning(
-                "%d parameters, %s bytes, lie on other devices than the stages that read them, and "
-                "are copied in every step: pipe.place(params) puts them where they are read",
+                "parameters that lie on other devices than the stages that read them (%d, %s "
+                "bytes) are copied in every step: pipe.place(params) puts them where they are read",
                 len(strays),
                 f"{sum(leaf.nbytes for leaf in strays):,}",
             )
@@ -152,6 +152,8 @@ class SingleController:
             batch_shapes(parts),
             self._planner.ambient(),
         )
-        if self._home is not None:
-            signature = brought_to(signature, self._home)
-        return leaves, parts, signature
+        return leaves, parts, self._at_home(signature)
+
+    def _at_home(self, signature: Signature) -> Signature:
+        """With all leaves where one function is recorded."""
+        return signature if self._home is None else brought_to(signature, self._home)

@@ -161,6 +161,17 @@ def test_parameters_are_placed(caplog: pytest.LogCaptureFixture) -> None:
     assert "pipe.place(params) puts them where they are read" in caplog.messages[0]
 
 
+def test_programs_of_shapes_alone_are_those_of_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    module, params, batch = net()
+    module.to(DEVICES[0])
+    pipe = piped(module, devices=DEVICES)
+    programs = pipe.programs(on(params, "meta"), on(batch, "meta"))
+    with caplog.at_level(logging.INFO, "fpipe"):
+        pipe.step(params, batch)
+    assert not [text for text in caplog.messages if text.startswith("tracing")]
+    assert pipe.programs(params, batch) is programs
+
+
 def test_buffers_are_those_of_the_call() -> None:
     module, params, batch = net()
     plain = piped(module)
