@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, Literal, TypeAlias
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.arguments import (
@@ -20,11 +20,13 @@ from fpipe.schedule.bound_turns import turns_bound
 from fpipe.schedule.cost import (
     MOST,
     Cost,
-    PerStage,
     StageCosts,
+    alike,
     check_cost,
 )
 from fpipe.schedule.placements import plain_placement, stages_by_rank
+
+_COUNTS: Final = 16  # of the largest microbatches, where they differ, to which a bound is taken
 
 Objective: TypeAlias = Literal["makespan", "span"]
 Memory: TypeAlias = float | Iterable[float] | None
@@ -63,7 +65,8 @@ def lower_bound(
     Valid for every cost; tight where one rank limits the pipeline (ZB-H1 and unsplit schedules
     without latency meet it), and the best there is where *states* gets through all ranks exactly;
     loose by some percent where many ranks take turns. Where microbatches differ (``cost.sizes``) it
-    is the larger of that for as many of the smallest and the work of the busiest rank.
+    is the greatest of that for the largest alone, for the two largest as if both were as small as
+    the second, and so on, and of the work of the busiest rank.
 
     Args:
         placement: the rank of each stage.
@@ -99,12 +102,26 @@ def lower_bound(
     span = objective == "span"
     if cost.sizes is not None:
         sizes = cost.sizes_of(microbatches)
-        memory_limits(memory, placement, _alike(cost, max(sizes)).on(placement))
-        alike = _alike(cost, min(sizes))
-        bound = lower_bound(
-            placement, microbatches, alike, memory, objective=objective, effort=effort
-        )
-        return max(bound, _work_bound(placement, cost, alike, sum(sizes), span))
+        if isinstance(memory, Iterator):
+            memory = tuple(memory)  # it is read for each bound
+        memory_limits(memory, placement, alike(cost, max(sizes)).on(placement))
+        # No schedule is slower with microbatches left out, or made smaller.
+        falling = sorted(sizes, reverse=True)
+        counts = [n for n in range(1, microbatches) if falling[n - 1] > falling[n]]
+        counts = [*counts[:: max(1, len(counts) // _COUNTS)], microbatches]
+        bounds = [
+            lower_bound(
+                placement,
+                count,
+                alike(cost, falling[count - 1]),
+                memory,
+                objective=objective,
+                effort=looks // len(counts),
+            )
+            for count in counts
+        ]
+        smallest = alike(cost, falling[-1])
+        return max(*bounds, _work_bound(placement, cost, smallest, sum(sizes), span))
     costs = cost.on(placement)
     limits = memory_limits(memory, placement, costs)
     best, likely = 0.0, placement[0]
@@ -157,29 +174,12 @@ def memory_limits(memory: Memory, placement: Sequence[int], costs: StageCosts) -
     return tuple(checked)
 
 
-def _alike(cost: Cost, size: float) -> Cost:
-    """The cost of microbatches that are all of one size; with the smallest none takes longer."""
-
-    def scaled(value: PerStage) -> PerStage:
-        return tuple(x * size for x in value) if isinstance(value, tuple) else value * size
-
-    return Cost(
-        f=scaled(cost.f),
-        i=scaled(cost.i),
-        w=scaled(cost.w),
-        comm=cost.comm,
-        b=None if cost.b is None else scaled(cost.b),
-        activation=scaled(cost.activation),
-        freed_by_i=scaled(cost.freed_by_i),
-    )
-
-
 def _work_bound(
-    placement: Sequence[int], cost: Cost, alike: Cost, sizes: float, span: bool
+    placement: Sequence[int], cost: Cost, smallest: Cost, sizes: float, span: bool
 ) -> float:
     """The work of the busiest rank, and the time until it can begin."""
     costs = cost.on(placement)
-    starts, _ = alike.on(placement).lone
+    starts, _ = smallest.on(placement).lone
     work = [f + backward for f, backward in zip(costs.f, costs.backward, strict=True)]
     return max(
         (0.0 if span else starts[stages[0]]) + sizes * sum(work[stage] for stage in stages)

@@ -192,6 +192,23 @@ class Cost:
         return self.comm[source][target]
 
 
+def alike(cost: Cost, size: float) -> Cost:
+    """The cost of microbatches that are all of one size; with the smallest none takes longer."""
+
+    def scaled(value: PerStage) -> PerStage:
+        return tuple(x * size for x in value) if isinstance(value, tuple) else value * size
+
+    return Cost(
+        f=scaled(cost.f),
+        i=scaled(cost.i),
+        w=scaled(cost.w),
+        comm=cost.comm,
+        b=None if cost.b is None else scaled(cost.b),
+        activation=scaled(cost.activation),
+        freed_by_i=scaled(cost.freed_by_i),
+    )
+
+
 def check_alike(cost: Cost, what: str) -> None:
     """Refuse a cost whose microbatches differ.
 

@@ -1,15 +1,18 @@
-"""Microbatches of different sizes: what they take and hold, and what is refused."""
+"""Microbatches of different sizes: what they take and hold, and which is to come when."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe import Cost, ScheduleError, lower_bound, simulate
+from fpipe import Action, Cost, Op, Schedule, ScheduleError, lower_bound, simulate
 from tests.laboratory.random_schedules import costs, schedules
 
 SIZES = [3, 1, 2]
@@ -81,9 +84,110 @@ def test_sizes_are_as_many_as_microbatches() -> None:
         replace(simulate(schedule, Cost(1, 1, 1)), cost=cost)
 
 
-def test_what_makes_schedules_takes_microbatches_as_alike() -> None:
+def test_the_bound_knows_the_way_of_the_largest() -> None:
+    # Alone it takes 4 to come to the last of four ranks, 4 to come back, and 1 for its last W.
+    assert lower_bound(range(4), 3, Cost(1, 1, 1, sizes=[0.1, 1, 0.1])) == pytest.approx(9)
+    # Two of 1 are behind each other on every rank.
+    assert lower_bound(range(4), 3, Cost(1, 1, 1, sizes=[0.1, 1, 1])) == lower_bound(
+        range(4), 2, Cost(1, 1, 1)
+    )
+    assert lower_bound([0, 1], 3, Cost(1, 1, 1, sizes=SIZES), memory=iter([9, 9])) > 0
+
+
+def test_zb_auto_takes_microbatches_as_alike() -> None:
     cost = Cost(1, 1, 1, sizes=SIZES)
-    with pytest.raises(ScheduleError, match=r"cost.sizes is given, and fpipe.search takes all"):
-        fpipe.search(ranks=2, microbatches=3, cost=cost)
     with pytest.raises(ScheduleError, match=r"cost.sizes is given, and zb_auto takes all .* alike"):
         fpipe.schedules.zb_auto(ranks=2, microbatches=3, cost=cost)
+
+
+# ── searching ───────────────────────────────────────────────────────────────────────────────────
+
+
+def interleavings(chains: Sequence[Sequence[Action]]) -> Iterator[list[Action]]:
+    """All orders of the actions of several chains, each of which stays in its own order."""
+    if not any(chains):
+        yield []
+    for at, chain in enumerate(chains):
+        if chain:
+            rest = [*chains[:at], chain[1:], *chains[at + 1 :]]
+            yield from ([chain[0], *others] for others in interleavings(rest))
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (2, 1)])
+@pytest.mark.parametrize("memory", [None, 3])
+def test_a_search_finds_the_best_of_all(sizes: tuple[int, int], memory: float | None) -> None:
+    cost = Cost(f=2, i=1, w=2, comm=0.5, sizes=sizes)
+    rows = [
+        list(interleavings([[Action(stage, op, m) for op in (Op.F, Op.I, Op.W)] for m in range(2)]))
+        for stage in range(2)
+    ]
+    values = []
+    for pair in product(*rows):
+        schedule = Schedule([0, 1], pair)
+        try:
+            fpipe.verify(schedule)
+        except ScheduleError:
+            continue
+        timeline = simulate(schedule, cost)
+        if memory is None or max(timeline.peak) <= memory:
+            values.append(timeline.makespan)
+    found = fpipe.search(
+        ranks=2, microbatches=2, cost=cost, memory=memory, placement=[0, 1], iterations=300
+    )
+    assert found.value == pytest.approx(min(values))
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_a_search_is_never_worse_than_a_family(data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(1, 4))
+    microbatches = data.draw(st.integers(1, 6))
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=microbatches, max_size=microbatches))
+    cost = Cost(f=1, i=data.draw(st.integers(1, 2)), w=1, comm=0.25, sizes=sizes)
+    memory = data.draw(st.none() | st.integers(max(sizes), 2 * sum(sizes)))
+    objective: Any = data.draw(st.sampled_from(["makespan", "span"]))
+    found = fpipe.search(
+        ranks=ranks,
+        microbatches=microbatches,
+        cost=cost,
+        memory=memory,
+        placement=range(ranks),
+        objective=objective,
+        iterations=data.draw(st.sampled_from([0, 60])),
+    )
+    fpipe.verify(found.schedule)
+    timeline = simulate(found.schedule, cost)
+    assert found.value == pytest.approx(getattr(timeline, objective))
+    assert found.bound <= found.value * (1 + 1e-9)
+    assert memory is None or max(timeline.peak) <= memory * (1 + 1e-9)
+    for name in ("gpipe", "one_f_one_b", "zb_h1"):
+        other = simulate(fpipe.schedules.get(name, ranks=ranks, microbatches=microbatches), cost)
+        if memory is None or max(other.peak) <= memory:
+            assert found.value <= getattr(other, objective) * (1 + 1e-9)
+
+
+def test_a_search_arranges_what_comes_in_a_bad_order() -> None:
+    sizes = [9, 1, 8, 2, 7, 3, 6, 4]
+    options: dict[str, Any] = {"ranks": 4, "microbatches": 8, "placement": range(4), "memory": 30}
+    found, again = (
+        fpipe.search(cost=Cost(1, 1, 1, sizes=sizes), iterations=2000, **options) for _ in range(2)
+    )
+    assert found.schedule == again.schedule
+    usual = simulate(fpipe.schedules.zb_h1(ranks=4, microbatches=8), Cost(1, 1, 1, sizes=sizes))
+    assert found.value < 0.75 * usual.makespan and found.gap < 0.08
+    # Which comes when does not depend on the order in which they are given.
+    other = fpipe.search(cost=Cost(1, 1, 1, sizes=sorted(sizes)), iterations=2000, **options)
+    assert other.value == pytest.approx(found.value, rel=0.02)
+
+
+def test_a_large_search_takes_sizes() -> None:
+    sizes = [1 + k % 7 for k in range(256)]
+    options: dict[str, Any] = {"ranks": 16, "microbatches": 256, "placement": range(16)}
+    found = fpipe.search(cost=Cost(1, 1, 1, sizes=sizes), iterations=3, **options)
+    fpipe.verify(found.schedule)
+    assert (
+        found.value
+        <= simulate(
+            fpipe.schedules.zb_h1(ranks=16, microbatches=256), Cost(1, 1, 1, sizes=sizes)
+        ).makespan
+    )

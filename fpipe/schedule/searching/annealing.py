@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from random import Random
 
+from fpipe.schedule.searching.arranging import renamed
 from fpipe.schedule.searching.budget import Budget
 from fpipe.schedule.searching.evaluator import Evaluator
 from fpipe.schedule.searching.problem import FORWARD, GRADIENT, WEIGHT, Order
@@ -19,7 +20,8 @@ def anneal(evaluator: Evaluator, order: Order, random: Random, budget: Budget) -
     A move takes an action of the critical path some places to the left or right in its row, never
     past an action that it depends on, and never beyond the memory. Any action on another rank that
     it would leave without input makes the order impossible, which its evaluation finds. Where a
-    full backward does not cost what its halves cost, a move may also fuse or split one.
+    full backward does not cost what its halves cost, a move may also fuse or split one. Where
+    microbatches differ in size, two may change places.
 
     Returns:
         The best order met, `order` itself if none was better.
@@ -59,6 +61,8 @@ def _move(
     stage, kind = divmod(action // count, 3)
     rank = problem.placement[stage]
     row, fused = order.rows[rank], order.fused
+    if problem.uneven and random.random() < 0.2:
+        return _exchange(evaluator, order, action % count, random)
     if problem.fuses and kind != FORWARD and random.random() < 0.2:
         return _fused_or_split(evaluator, order, action)
     at = row.index(action)
@@ -78,6 +82,20 @@ def _move(
     rows = order.rows.copy()
     rows[rank] = changed
     return rows, fused
+
+
+def _exchange(
+    evaluator: Evaluator, order: Order, microbatch: int, random: Random
+) -> tuple[list[list[int]], frozenset[int]] | None:
+    """The rows after a microbatch has changed places with one of another size."""
+    problem = evaluator.problem
+    other = random.randrange(problem.microbatches)
+    if problem.sizes[other] == problem.sizes[microbatch]:
+        return None
+    moved = renamed(problem, order, {microbatch: other, other: microbatch})
+    if not all(evaluator.fits(rank, row, moved.fused) for rank, row in enumerate(moved.rows)):
+        return None
+    return moved.rows, moved.fused
 
 
 def _fused_or_split(

@@ -76,8 +76,9 @@ class Evaluator:
         if not fused:
             return self.duration
         durations, count = self.duration.copy(), self.problem.microbatches
+        b, sizes = self.problem.costs.b, self.problem.sizes
         for action in fused:
-            durations[action] = self.problem.costs.b[action // (3 * count)]
+            durations[action] = b[action // (3 * count)] * sizes[action % count]
         return durations
 
     def changes(self, fused: AbstractSet[int]) -> list[float]:
@@ -131,6 +132,7 @@ class Evaluator:
 def make_evaluator(problem: Problem) -> Evaluator:
     """Lay out a problem's actions as tables."""
     count, costs, stages = problem.microbatches, problem.costs, len(problem.placement)
+    sizes = problem.sizes
     duration: list[float] = []
     source: list[int] = []
     delay: list[float] = []
@@ -142,14 +144,17 @@ def make_evaluator(problem: Problem) -> Evaluator:
     for stage in range(stages):
         first = stage * 3 * count
         kept, freed = costs.activation[stage], costs.freed_by_i[stage]
-        for kind, time, size, rest in (
-            (FORWARD, costs.f[stage], kept, end - starts[stage] - costs.f[stage]),
-            (GRADIENT, costs.i[stage], -freed, end - returns[stage] - hand[stage]),
-            (WEIGHT, costs.w[stage], freed - kept, 0.0),
+        # Of what is left to do after F and after I, latencies, which do not grow with a microbatch.
+        back = sum(costs.up[:stage])
+        way = sum(costs.down[stage:]) + sum(costs.up)
+        for kind, time, holds, rest, hops in (
+            (FORWARD, costs.f[stage], kept, end - starts[stage] - costs.f[stage], way),
+            (GRADIENT, costs.i[stage], -freed, end - returns[stage] - hand[stage], back),
+            (WEIGHT, costs.w[stage], freed - kept, 0.0, 0.0),
         ):
-            duration += [time] * count
-            change += [size] * count
-            after += [rest] * count
+            duration += [time * size for size in sizes]
+            change += [holds * size for size in sizes]
+            after += [hops + (rest - hops) * size for size in sizes]
             if kind == FORWARD:
                 made, late = first - 3 * count, costs.down[stage - 1] if stage else 0.0
                 has = stage > 0

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from random import Random
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.arguments import plain_counts, plain_integer, plain_number
 from fpipe.schedule.bound import Memory, Objective
-from fpipe.schedule.cost import Cost, check_alike, check_cost
+from fpipe.schedule.cost import Cost, check_cost
 from fpipe.schedule.placements import linear, looped, plain_placement, vee
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.annealing import anneal
+from fpipe.schedule.searching.arranging import arranged, exchanged, turn_of
 from fpipe.schedule.searching.beam import beam
 from fpipe.schedule.searching.budget import Budget
 from fpipe.schedule.searching.evaluator import make_evaluator
@@ -28,6 +30,7 @@ _EFFORT_A_SECOND = 6_000  # states to look at for a bound, in a second of search
 _SEARCHED = 0.75  # of the seconds; the bound takes about as much as is left
 _EFFORT = 10  # the same in an iteration
 _LEAST_EFFORT, _MOST_EFFORT = 2_000, 60_000  # the least is what `timeline.bound` takes
+_ARRANGED = 4  # orders whose microbatches change places
 _IN_FULL = 4  # policies that are played in full, where they were compared on fewer microbatches
 
 
@@ -55,6 +58,9 @@ def search(
     few families that take least by what they take with fewer microbatches, which another may beat
     where stages are very unequal and there is no time to search.
 
+    Where microbatches differ in size (``cost.sizes``) it also looks for the order in which they
+    come: the schedule names them as you do, and takes them in that order.
+
     Args:
         ranks: number of ranks.
         microbatches: number of microbatches.
@@ -76,8 +82,8 @@ def search(
         The schedule, its timeline, the lower bound and the gap to it.
 
     Raises:
-        ScheduleError: an argument is out of range, the cost does not fit a placement or has sizes,
-            the memory admits no schedule, or `start` cannot run, is of another size or does not fit
+        ScheduleError: an argument is out of range, the cost does not fit a placement, the memory
+            admits no schedule, or `start` cannot run, is of another size or does not fit
             the memory.
 
     Example:
@@ -91,7 +97,6 @@ def search(
     """
     ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
     check_cost(cost)
-    check_alike(cost, "fpipe.search")
     seed, iterations = _plain_seed(seed), _plain_budget(seconds, iterations)
     if start is not None:
         placement = _check_start(start, microbatches, placement)
@@ -99,6 +104,8 @@ def search(
     candidates = [Candidate(problem, order) for problem, order in seeds(problems)]
     if start is not None:
         candidates.insert(0, _started(problems[0], start))
+    if problems[0].uneven:
+        candidates += _arranged(candidates)
     best = min(candidates, key=lambda found: found.value)
     bound = min(problem.bound for problem in problems)
     spent = 0.0
@@ -161,14 +168,22 @@ def _improved(
     problems: list[Problem], families: list[Candidate], random: Random, budget: Budget
 ) -> Candidate:
     """Something better than the best family, if the budget suffices to find it."""
+    best = min(families, key=lambda found: found.value)
+    if problems[0].uneven:
+        budget.share = 0.3
+        best = _exchanged(families, best, random, budget)
+        families = [best, *families]
+        taken = turn_of(best.problem, best.order)
+        problems = [replace(problem, turn=taken) for problem in problems]
     small = reduced(problems)
     large = small[0].microbatches < problems[0].microbatches
-    best = min(families, key=lambda found: found.value)
     if not large:
-        budget.share = 0.1
+        budget.share = 0.4 if problems[0].uneven else 0.1
         best = _tightened(problems, families, best, budget)
         begun = budget.progress
-        for turn, problem in enumerate(problems, 1):
+        # Beams take all microbatches as alike.
+        alike = [] if problems[0].uneven else problems
+        for turn, problem in enumerate(alike, 1):
             budget.share = min(1.0, begun + 0.35 * turn / len(problems))
             if (order := beam(problem, best.value, budget)) is not None:
                 best = Candidate(problem, order)
@@ -186,6 +201,30 @@ def _improved(
     budget.share = 1.0
     order = anneal(make_evaluator(best.problem), best.order, random, budget)
     return Candidate(best.problem, order)
+
+
+def _arranged(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates with their microbatches arranged by size."""
+    evaluators = {own.problem.placement: make_evaluator(own.problem) for own in candidates}
+    return [
+        Candidate(problem, other)
+        for problem, order in candidates
+        for other in arranged(evaluators[problem.placement], order)
+    ]
+
+
+def _exchanged(
+    found: list[Candidate], best: Candidate, random: Random, budget: Budget
+) -> Candidate:
+    """The best of all when microbatches of the few that take least change places."""
+    few = sorted(found, key=lambda candidate: candidate.value)[:_ARRANGED]
+    begun, whole = budget.progress, budget.share
+    for turn, (problem, order) in enumerate(few, 1):
+        budget.share = begun + (whole - begun) * turn / len(few)
+        order = exchanged(make_evaluator(problem), order, random, budget)
+        if order.value < best.value:
+            best = Candidate(problem, order)
+    return best
 
 
 def _tightened(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from heapq import heapify, heappop, heappush
+from itertools import accumulate
 from operator import add
 
 from fpipe.schedule.searching.policy import UNLIMITED, Policy
@@ -14,11 +15,12 @@ from fpipe.schedule.steps import needed_later
 def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) -> Order | None:
     """Build an order by playing time forward, one decision at a time.
 
-    Each stage takes its microbatches in order. Memory is never exceeded, and never runs into a dead
-    end: on a rank of several stages, a forward is let in only if the oldest microbatch that lacks
-    one can still take all of them afterwards (the banker's rule), because nothing of it is freed
-    before. An I that hands on more than it frees, and finds no room for that, becomes a B, which
-    only frees. About two microseconds per action.
+    Each stage takes its microbatches in the order of the policy's turn. Memory is never exceeded,
+    and never runs into a dead end: on a rank of several stages, a forward is let in only if the
+    oldest microbatch that lacks one can still take all of them afterwards (the banker's rule, all
+    counted as the largest), because nothing of it is freed before. An I that hands on more than it
+    frees, and finds no room for that, becomes a B, which only frees. About two microseconds per
+    action.
 
     Args:
         problem: what to schedule.
@@ -29,13 +31,18 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
         The order, or None where it gave up.
     """
     placement, count, costs = problem.placement, problem.microbatches, problem.costs
+    # Microbatches are counted in the order in which they are taken.
+    turn = policy.turn or problem.turn
+    size = [problem.sizes[microbatch] for microbatch in turn]
+    total, largest = sum(size), max(size)
     stages_of, last = problem.stages, len(placement) - 1
     f, i, w, b, down, up = costs.f, costs.i, costs.w, costs.b, costs.down, costs.up
     # What F keeps, what of it I frees, and what that leaves for W.
     kept, freed = costs.activation, costs.freed_by_i
     later = [has - frees for has, frees in zip(kept, freed, strict=True)]
     prefer_f, prefer_i, prefer_w = policy.priorities
-    windows, patience, pace = policy.windows, policy.patience, policy.pace * problem.work
+    windows, patience = policy.windows, policy.patience
+    pace = policy.pace * problem.work * count / total
 
     # Per stage: how many of F and I are done, the microbatches that still lack their W, and when
     # the inputs of F and I arrive, in order.
@@ -43,13 +50,14 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
     late: list[deque[int]] = [deque() for _ in placement]
     inputs: list[list[float]] = [[] for _ in placement]
     gradients: list[list[float]] = [[] for _ in placement]
-    inputs[0] = [pace * (k - k % policy.bunch) for k in range(count)]
+    before = list(accumulate(size, initial=0.0))
+    inputs[0] = [pace * before[k - k % policy.bunch] for k in range(count)]
     # Per rank: memory held, the part of it that waits for W alone, when it is free, when it means
     # to wake (never while it is busy), work and actions left, and its first start.
     held, owed = [0.0] * len(stages_of), [0.0] * len(stages_of)
     free, wake = [0.0] * len(stages_of), [UNLIMITED] * len(stages_of)
     backward = b if policy.fused else tuple(map(add, i, w))  # as planned
-    left = [count * sum(f[s] + backward[s] for s in own) for own in stages_of]
+    left = [total * sum(f[s] + backward[s] for s in own) for own in stages_of]
     begun: list[float | None] = [None] * len(stages_of)
     todo = [count * len(own) * 3 for own in stages_of]
     rows: list[list[int]] = [[] for _ in stages_of]
@@ -76,15 +84,16 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
                     coming.append((arrival, prefer_i[stage]))
                 elif prefer_i[stage] > best:
                     best, chosen, kind = prefer_i[stage], stage, GRADIENT
-                    whole = policy.fused or held[rank] - freed[stage] > memory
-                    duration = b[stage] if whole else i[stage]
+                    whole = policy.fused or held[rank] - freed[stage] * size[returned] > memory
+                    duration = (b[stage] if whole else i[stage]) * size[returned]
             if late[stage] and prefer_w[stage] > best:
-                best, chosen, kind, duration = prefer_w[stage], stage, WEIGHT, w[stage]
+                best, chosen, kind = prefer_w[stage], stage, WEIGHT
+                duration = w[stage] * size[late[stage][0]]
             if took - returned < windows[stage] and took < len(inputs[stage]):
                 arrival = inputs[stage][took]
-                need = held[rank] + kept[stage]
+                need = held[rank] + kept[stage] * size[took]
                 if need - owed[rank] > memory or (
-                    len(own) > 1 and needed_later(own, kept, done_f, stage) > memory
+                    len(own) > 1 and needed_later(own, kept, done_f, stage) * largest > memory
                 ):
                     continue
                 if need > memory:
@@ -92,11 +101,13 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
                 elif arrival > now:
                     coming.append((arrival, prefer_f[stage]))
                 elif prefer_f[stage] > best:
-                    best, chosen, kind, duration = prefer_f[stage], stage, FORWARD, f[stage]
+                    best, chosen, kind = prefer_f[stage], stage, FORWARD
+                    duration = f[stage] * size[took]
         if crowded and kind != GRADIENT:
             for stage in own:
                 if late[stage] and later[stage] > 0:
-                    best, chosen, kind, duration = UNLIMITED, stage, WEIGHT, w[stage]
+                    best, chosen, kind = UNLIMITED, stage, WEIGHT
+                    duration = w[stage] * size[late[stage][0]]
                     break
         if chosen >= 0 and coming:
             end, patient = now + duration - slack, patience[kind]
@@ -121,7 +132,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
         if kind == FORWARD:
             microbatch = done_f[chosen]
             done_f[chosen] += 1
-            held[rank] += kept[chosen]
+            held[rank] += kept[chosen] * size[microbatch]
             if chosen < last:
                 arrival, reader = end + down[chosen], placement[chosen + 1]
                 inputs[chosen + 1].append(arrival)
@@ -131,22 +142,22 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
             microbatch = done_i[chosen]
             done_i[chosen] += 1
             if whole:
-                fused.add((chosen * 3 + kind) * count + microbatch)
+                fused.add((chosen * 3 + kind) * count + turn[microbatch])
                 todo[rank] -= 1
-                held[rank] -= kept[chosen]
-                left[rank] -= backward[chosen] - duration
+                held[rank] -= kept[chosen] * size[microbatch]
+                left[rank] -= backward[chosen] * size[microbatch] - duration
             else:
                 late[chosen].append(microbatch)
-                held[rank] -= freed[chosen]
-                owed[rank] += later[chosen]
+                held[rank] -= freed[chosen] * size[microbatch]
+                owed[rank] += later[chosen] * size[microbatch]
             if chosen:
                 arrival, reader = end + up[chosen - 1], placement[chosen - 1]
                 gradients[chosen - 1].append(arrival)
         else:
             microbatch = late[chosen].popleft()
-            held[rank] -= later[chosen]
-            owed[rank] -= later[chosen]
-        rows[rank].append((chosen * 3 + kind) * count + microbatch)
+            held[rank] -= later[chosen] * size[microbatch]
+            owed[rank] -= later[chosen] * size[microbatch]
+        rows[rank].append((chosen * 3 + kind) * count + turn[microbatch])
         if reader != rank and wake[reader] > arrival:
             wake[reader] = arrival
             heappush(heap, (arrival, reader))

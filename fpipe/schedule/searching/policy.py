@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from fpipe.schedule.searching.problem import GRADIENT, Problem
+from fpipe.schedule.searching.problem import GRADIENT, Problem, by_size
 
 UNLIMITED = float("inf")
 
@@ -25,6 +25,7 @@ class Policy:
         bunch: microbatches that come together all the same, before a pause of as many paces:
             memory that is handed on in turns wants this.
         fused: run B, never I and W.
+        turn: the microbatches in the order in which they are taken; None for the problem's.
     """
 
     priorities: tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
@@ -33,6 +34,7 @@ class Policy:
     pace: float = 0.0
     bunch: int = 1
     fused: bool = False
+    turn: tuple[int, ...] | None = None
 
 
 def plain_policy(
@@ -109,11 +111,27 @@ def random_policy(random: Random, problem: Problem) -> Policy:
         pace=pace,
         bunch=random.choice([1, 1, 1, 2, 3, max(1, problem.ranks // 2), problem.ranks]),
         fused=problem.fuses and random.random() < 0.3,
+        turn=_random_turn(random, problem) if problem.uneven else None,
     )
 
 
+def _random_turn(random: Random, problem: Problem) -> tuple[int, ...]:
+    """The problem's own, one by size, or any."""
+    kind = random.randrange(4)
+    if kind == 0:
+        return problem.turn
+    if kind == 1:
+        return tuple(random.sample(problem.turn, len(problem.turn)))
+    return tuple(random.choice(list(by_size(problem.sizes, problem.turn))))
+
+
 def mutated(random: Random, policy: Policy, problem: Problem) -> Policy:
-    """The policy with one to three of its numbers changed."""
+    """The policy with one to three of its numbers changed, or two microbatches in its turn."""
+    if problem.uneven and random.random() < 0.5:
+        turn = list(policy.turn or problem.turn)
+        first, second = random.sample(range(len(turn)), 2)
+        turn[first], turn[second] = turn[second], turn[first]
+        return replace(policy, turn=tuple(turn))
     for _ in range(random.choice([1, 1, 2, 3])):
         policy = _changed(random, policy, problem)
     return policy

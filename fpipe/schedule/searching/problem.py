@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.bound import Memory, Objective, lower_bound, memory_limits
-from fpipe.schedule.cost import Cost, StageCosts
+from fpipe.schedule.cost import Cost, StageCosts, alike
 from fpipe.schedule.placements import stages_by_rank
 from fpipe.schedule.schedule import Schedule
 
@@ -24,13 +24,15 @@ class Problem:
     Attributes:
         placement: the rank of each stage.
         microbatches: their number.
-        cost: as the user gave it.
+        cost: as the user gave it, without sizes where all are one.
         costs: the same per stage.
         memory: the limit of each rank.
         objective: what to make small.
         bound: what no schedule can go below; by formulas alone, unless `examined`.
         stages: the stages of each rank.
-        work: the busiest rank's work on one microbatch.
+        work: the busiest rank's work on one microbatch, of the mean size where they differ.
+        sizes: of the microbatches, by which times and activations are multiplied.
+        turn: the microbatches in the order in which they are taken where nothing else orders them.
     """
 
     placement: tuple[int, ...]
@@ -42,6 +44,13 @@ class Problem:
     bound: float
     stages: tuple[tuple[int, ...], ...]
     work: float
+    sizes: tuple[float, ...]
+    turn: tuple[int, ...]
+
+    @cached_property
+    def uneven(self) -> bool:
+        """Whether microbatches differ in size, so that it matters which comes when."""
+        return len(set(self.sizes)) > 1
 
     @property
     def slack(self) -> float:
@@ -71,10 +80,19 @@ class Problem:
         return value <= self.bound * (1 + 1e-9)
 
     def resized(self, microbatches: int) -> Problem:
-        """The same with another number of microbatches."""
+        """The same with another number of microbatches, of the mean size where they differ."""
         if microbatches == self.microbatches:
             return self
-        other = replace(self, microbatches=microbatches, bound=0.0)
+        mean = sum(self.sizes) / self.microbatches
+        other = replace(
+            self,
+            microbatches=microbatches,
+            cost=alike(self.cost, mean),
+            costs=alike(self.cost, mean).on(self.placement),
+            sizes=(1.0,) * microbatches,
+            turn=tuple(range(microbatches)),
+            bound=0.0,
+        )
         return other.examined(effort=0)
 
     def examined(self, effort: int) -> Problem:
@@ -117,12 +135,13 @@ def make_problem(
     Raises:
         ScheduleError: the cost does not fit the placement, or the memory admits no schedule.
     """
+    sizes = cost.sizes_of(microbatches)
+    if cost.sizes is not None and len(set(sizes)) == 1:
+        cost, sizes = alike(cost, sizes[0]), (1.0,) * microbatches
     costs = cost.on(placement)
-    limits = memory_limits(memory, placement, costs)
+    limits = memory_limits(memory, placement, alike(cost, max(sizes)).on(placement))
     stages = stages_by_rank(placement)
-    work = max(
-        sum(costs.f[s] + min(costs.b[s], costs.i[s] + costs.w[s]) for s in own) for own in stages
-    )
+    work = max(sum(costs.f[s] + costs.backward[s] for s in own) for own in stages)
     problem = Problem(
         placement=tuple(placement),
         microbatches=microbatches,
@@ -132,7 +151,9 @@ def make_problem(
         objective=objective,
         bound=0.0,
         stages=stages,
-        work=work,
+        work=work * sum(sizes) / microbatches,
+        sizes=sizes,
+        turn=tuple(range(microbatches)),
     )
     return problem.examined(effort=0)
 
@@ -175,3 +196,17 @@ def to_order(problem: Problem, schedule: Schedule, value: float) -> Order:
                     row.append(base + WEIGHT * problem.microbatches)
         rows.append(row)
     return Order(value, rows, frozenset(fused))
+
+
+def by_size(sizes: Sequence[float], turn: Sequence[int]) -> Iterator[list[int]]:
+    """Microbatches by size: rising, falling, the long or the short inside; equal ones in turn."""
+    rising = sorted(turn, key=sizes.__getitem__)
+    yield rising
+    yield rising[::-1]
+    long_inside = [*rising[::2], *rising[1::2][::-1]]
+    yield long_inside
+    falling = rising[::-1]
+    yield [*falling[::2], *falling[1::2][::-1]]
+    # The longest in the second half, the shortest around.
+    quarter = len(rising) // 4
+    yield [*rising[:quarter], *rising[2 * quarter :], *rising[quarter : 2 * quarter]]

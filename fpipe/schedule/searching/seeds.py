@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
-from fpipe.schedule.cost import StageCosts
+from fpipe.schedule.cost import StageCosts, alike
 from fpipe.schedule.families.dualpipev import dualpipev
 from fpipe.schedule.families.eager_1f1b import eager_1f1b
 from fpipe.schedule.families.gpipe import gpipe
@@ -67,8 +67,9 @@ def _families(problem: Problem) -> list[Maker]:
             add(family)
         add(zb_auto)
         # For these costs, in all the memory there is and in the usual: more is not always better.
+        mean = alike(problem.cost, sum(problem.sizes) / count)
         for memory in (problem.memory, None):
-            add(zb_auto, memory=memory, cost=problem.cost)
+            add(zb_auto, memory=memory, cost=mean if problem.uneven else problem.cost)
     if placement == vee(ranks):
         for family in (zbv, v_half, v_min, dualpipev):
             add(family)
@@ -150,9 +151,9 @@ def order_of(problem: Problem, schedule: Schedule) -> Order | None:
     # Not by `simulate`, whose timeline would cost more than all the rest.
     costs = problem.cost.on(problem.placement)
     for row, limit in zip(schedule.actions, problem.memory, strict=True):
-        if _peak(row, costs) > limit * (1 + 1e-9):
+        if _peak(row, costs, problem.sizes) > limit * (1 + 1e-9):
             return None
-    run = run_rows(schedule.actions, costs, (1,) * problem.microbatches)
+    run = run_rows(schedule.actions, costs, problem.sizes)
     if problem.objective == "span":
         value = max(e[-1] - s[0] for s, e in zip(run.starts, run.ends, strict=True))
     else:
@@ -160,17 +161,19 @@ def order_of(problem: Problem, schedule: Schedule) -> Order | None:
     return to_order(problem, schedule, value)
 
 
-def _peak(row: Sequence[Action], costs: StageCosts) -> float:
+def _peak(row: Sequence[Action], costs: StageCosts, sizes: Sequence[float]) -> float:
     held = peak = 0.0
-    for stage, op, _ in row:
+    for stage, op, microbatch in row:
+        if microbatch is None:
+            continue
         if op == Op.F:
-            held += costs.activation[stage]
+            held += costs.activation[stage] * sizes[microbatch]
         elif op == Op.B:
-            held -= costs.activation[stage]
+            held -= costs.activation[stage] * sizes[microbatch]
         elif op == Op.I:
-            held -= costs.freed_by_i[stage]
+            held -= costs.freed_by_i[stage] * sizes[microbatch]
         elif op == Op.W:
-            held += costs.freed_by_i[stage] - costs.activation[stage]
+            held += (costs.freed_by_i[stage] - costs.activation[stage]) * sizes[microbatch]
         if held > peak:
             peak = held
     return peak
