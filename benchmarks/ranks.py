@@ -24,7 +24,8 @@ from benchmarks.harness import WARMUP, Timings
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call ``function(rank, *arguments)`` in `world` fresh processes, the ranks of a gloo group.
 
-    Each computes with one thread. When one fails, the others are ended and its error is raised.
+    They are forks of one that has imported what takes longest, and nothing else. Each computes with
+    one thread. When one fails, the others are ended and its error is raised.
 
     Args:
         world: number of processes.
@@ -36,13 +37,15 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """
     # The store lives here, as it lives in the launcher under torchrun. Port 0 takes a free port.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    receiver, sender = mp.get_context("spawn").Pipe(duplex=False)
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.pipelining", "fpipe.entry"])
+    receiver, sender = context.Pipe(duplex=False)
     ranks = mp.start_processes(
         _rank,
         (world, store.port, sender, function, arguments),
         nprocs=world,
         join=False,
-        start_method="spawn",
+        start_method="forkserver",
     )
     value = None
     ended = False

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +21,7 @@ from benchmarks.overhead.alone import lone_process_group
 from benchmarks.overhead.problem import make_problem
 from benchmarks.ranks import greatest, interleave_ranks, on_ranks
 from benchmarks.split.run import held_after, schedule_of
+from tests import warm
 
 ROOT: Final = Path(__file__).parents[1]
 
@@ -36,9 +35,9 @@ with_peer = pytest.mark.skipif(
 def run_benchmark(module: str, tmp_path: Path, *options: str) -> dict[str, Any]:
     """Run a benchmark as a user would; returns its report."""
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", module, "--rounds", "1", "--json", str(report), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = ("--rounds", "1", "--json", str(report), *options)
+    done = warm.run(module, *arguments, folder=ROOT, scratch=tmp_path, timeout=280)
+    assert done.code == 0, done.output
     return json.loads(report.read_text("utf-8"))
 
 
@@ -230,11 +229,10 @@ def test_remat_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [["--placements", "linear"], ["--families"]])
-def test_search_runs(options: list[str]) -> None:
-    command = [sys.executable, "-m", "benchmarks.search.run", "--ranks", "2", "--iterations", "5"]
-    done = subprocess.run(
-        [*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    head, rule, *rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
+def test_search_runs(options: list[str], tmp_path: Path) -> None:
+    arguments = ("--ranks", "2", "--iterations", "5", *options)
+    module = "benchmarks.search.run"
+    done = warm.run(module, *arguments, folder=ROOT, scratch=tmp_path, timeout=280)
+    assert done.code == 0, done.output
+    head, rule, *rows = [line for line in done.output.splitlines() if line.startswith("|")]
     assert rows and all(line.count("|") == head.count("|") == rule.count("|") for line in rows)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Final
 
 import pytest
+
+from tests import warm
 
 ROOT: Final = Path(__file__).parents[1]
 EXAMPLES: Final = sorted((ROOT / "examples").glob("*.py"))
@@ -16,11 +16,10 @@ EXAMPLES: Final = sorted((ROOT / "examples").glob("*.py"))
 @pytest.mark.examples
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", str(path), "--smoke"]
     # Elsewhere than in the checkout: an example needs the installed package and nothing beside it.
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout, "an example shows something"
+    done = warm.run(path, "--smoke", folder=tmp_path, scratch=tmp_path, timeout=120)
+    assert done.code == 0, done.output
+    assert done.output, "an example shows something"
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -113,8 +113,8 @@ class Crew:
         order = range(world) if host is None else [host, *(r for r in range(world) if r != host)]
         started: dict[int, tuple[ForkServerProcess, Connection]] = {}
         for rank in order:
-            here, there = _context().Pipe()
-            process = _context().Process(
+            here, there = server().Pipe()
+            process = server().Process(
                 target=_serve, args=(rank, world, port, rank == host, there), daemon=True
             )
             process.start()
@@ -210,12 +210,17 @@ class Crew:
         return [outcomes[rank] for rank in self._called]
 
 
-# What a compiled step and a model of Hugging Face's import when they are there: seconds per rank.
-_LATER = ("torch._inductor.compile_fx", "transformers.modeling_utils")
+# What a compiled step, a model of Hugging Face's and a benchmark import when they are there, which
+# takes seconds in each process.
+_LATER = (
+    "torch._inductor.compile_fx",
+    "torch.distributed.pipelining",
+    "transformers.modeling_utils",
+)
 
 
 @cache
-def _context() -> ForkServerContext:
+def server() -> ForkServerContext:
     """New processes are forks of one that has imported everything and has no threads yet."""
     context = mp.get_context("forkserver")
     assert isinstance(context, ForkServerContext)

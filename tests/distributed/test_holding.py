@@ -136,6 +136,29 @@ def test_a_run_goes_on_on_another_number_of_processes(crew: Crew, tmp_path: Path
     assert_identical(found, optimised(None, alone, tmp_path, 4, False))
 
 
+def placed(group: Group, schedule: Schedule) -> tuple[set[str], set[str], fpipe.Step]:
+    """The names of what a process keeps of all parameters, and of what it does not, and a step."""
+    module, batch = language_model(), make_batch()
+    pipe = fpipe.from_module(module, schedule=schedule, cuts=CUTS, compile=False, group=group)
+    whole = dict(module.named_parameters())
+    params = pipe.place(whole, batch)
+    bare = {name for name, p in params.items() if p.is_meta}
+    own = pipe.own(params)
+    assert all(p is whole[name] and p.requires_grad for name, p in own.items())
+    return set(own), bare, pipe.step(params, batch)
+
+
+def test_parameters_that_are_there_are_placed(crew: Crew) -> None:
+    schedule = schedules.one_f_one_b(ranks=4, microbatches=4)
+    _, none, expected = placed(None, schedule)
+    assert not none
+    for own, bare, (loss, grads) in values(crew.run(placed, schedule, ranks=range(4))):
+        assert own and bare and own | bare == grads.keys() and not own & bare
+        assert_identical(loss, expected.loss)
+        for name in own:
+            assert_identical(grads[name], expected.grads[name])
+
+
 def own_of_stages(group: Group) -> list[str]:
     """Names of a process's own parameters, and of gradients, of a list of stages."""
     model = mlp(2, 4)
