@@ -114,7 +114,6 @@ class Watch:
         self.close = weakref.finalize(self, _end, stop, self._wake, threads)
         """End the threads; done at the latest when the process ends."""
         for thread in threads:
-            thread.name = "fpipe"
             thread.start()
 
     def has_fault(self) -> bool:

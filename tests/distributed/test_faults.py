@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import time
@@ -11,10 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+import fpipe
 from fpipe import Schedule, schedules
 from fpipe.controller.watch import Watch
+from fpipe.stage.refusing.seeding import others
 from tests.distributed import actors, traps
 from tests.distributed.crew import Crew, Failure, Outcome, attempt, values
 from tests.models import assert_identical
@@ -60,6 +65,27 @@ def check_boom(crew: Crew, schedule: Schedule, victim: int, at: int, **options: 
         assert "ValueError: boom 42. The pipeline can be used again" in error.text
         assert error.cause == ("ValueError: boom 42" if rank == victim else "")
     assert_good(answers, 1)
+
+
+def draws(group: dist.ProcessGroup) -> list[str]:
+    """The threads that may draw while stages are traced, before a stage that draws is refused."""
+    schedule = schedules.gpipe(ranks=group.size(), microbatches=2)
+    seen: list[str] = []
+
+    def noisy(w: Tensor, x: Tensor) -> Tensor:
+        seen.extend(thread.name for thread in others())
+        return x * w * random.random()
+
+    stages = [noisy] * schedule.num_stages
+    pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, group=group, compile=False)
+    with pytest.raises(fpipe.PipelineError, match="draws from Python's random"):
+        pipe.step(pipe.local([torch.ones(2)] * schedule.num_stages), torch.ones(4, 2))
+    return seen
+
+
+def test_what_draws_is_refused_over_processes(crew: Crew) -> None:
+    # The threads that watch the other ranks were taken for some that draw, which had it pass.
+    assert values(crew.run(draws, ranks=range(2))) == [[], []]
 
 
 @pytest.mark.parametrize("at", [0, 3, 5, -1])

@@ -40,7 +40,7 @@ def make_and_drop(group: dist.ProcessGroup, victim: int | None) -> tuple[bool, i
     gc.disable()
     try:
         dropped = use()
-        own = [t for t in threading.enumerate() if t.name == "fpipe" and t not in before]
+        own = [t for t in threading.enumerate() if t.name.startswith("fpipe ") and t not in before]
         for thread in own:
             thread.join(5)  # one that was at work has dropped the last reference, and ends itself
         return dropped() is not None, sum(thread.is_alive() for thread in own)
