@@ -317,7 +317,7 @@ class Pipeline(Loadable):
         found: dict[tuple[int, int], tuple[int, ...]] = {}
         # Each ensemble has put the number of its members before them.
         before = len(self.definition.trainable.within)
-        for (stage, leaf), ranks in self._controller.readers().items():
+        for (stage, leaf), ranks in self._controller.planner.readers().items():
             if leaf >= before:
                 key = (0 if self.definition.function else stage, leaf - before)
                 found[key] = tuple(sorted({*found.get(key, ()), *ranks}))
@@ -325,7 +325,7 @@ class Pipeline(Loadable):
 
     def structure(self) -> optree.PyTreeSpec | None:
         """That of one function's parameters, if it is known: from when it was first traced."""
-        spec = self._controller.structure()
+        spec = self._controller.planner.structure()
         if spec is None:
             return None
         if self.definition.has_state:

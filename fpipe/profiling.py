@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fpipe import tree
 from fpipe.arguments.microbatch import split
-from fpipe.controller.controller import Gather
 from fpipe.engine import Pipeline, check_is_pipeline
 from fpipe.errors import FpipeError, PipelineError
 from fpipe.recording import record
@@ -123,10 +122,8 @@ def _kinds(pipe: Pipeline, params: Any, arguments: Sequence[Any]) -> tuple[int, 
         except Exception:
             return None  # the first step says what is wrong with it
 
-    def ask(gather: Gather) -> list[tuple[int, ...] | None]:
-        return gather(own())
-
-    told = [kinds for kinds in pipe.together("fpipe.profile", ask) if kinds is not None]
+    every = pipe.together("fpipe.profile", lambda gather: gather(own()))
+    told = [kinds for kinds in every if kinds is not None]
     return told[0] if told else (0,) * microbatches
 
 

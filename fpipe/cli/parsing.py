@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from typing import Any, Final, NoReturn
 
 from fpipe.errors import ScheduleError
@@ -18,7 +19,7 @@ class Parser(argparse.ArgumentParser):
 
 
 Commands = argparse._SubParsersAction  # what `add_subparsers` returns, which argparse does not name
-COST_KEYS: Final = ("f", "i", "w", "comm", "b", "activation", "freed_by_i", "sizes")
+COST_KEYS: Final = tuple(field.name for field in fields(Cost))
 
 
 def new(commands: Commands[Any], name: str, purpose: str, example: str) -> argparse.ArgumentParser:

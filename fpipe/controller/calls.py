@@ -164,8 +164,8 @@ class Calls:
         given, problem = self._attempt(enter, key)
         try:
             header = _header(given, name or f"pipe.{goal}", self._planner.ambient())
-            headers = connected(lambda: start_headers(header, self._control, self._number))
-            return Call(goal, given, problem, header, lambda: connected(headers))
+            headers = start_headers(header, self._control, self._number)
+            return Call(goal, given, problem, header, headers)
         finally:
             del problem
 
@@ -232,7 +232,7 @@ class Calls:
         )
         if problem is None and (problem := unsendable(offer)) is not None:
             offer = offer._replace(params={}, batch=None, problem=named(problem))
-        offers: list[Offer] = connected(lambda: gather_objects(offer, self._control))
+        offers: list[Offer] = gather_objects(offer, self._control)
         check_offers(offers, self._rank, problem)
         warn_of_other_numbers(offers)
         reader = next(o for o in offers if o.batch is not None)
@@ -254,7 +254,7 @@ class Calls:
         plan, text, problem = self._planned(signature)
         verdict = plan is not None, text
         try:
-            verdicts = connected(lambda: gather_objects(verdict, self._control))
+            verdicts = gather_objects(verdict, self._control)
             check_verdicts(verdicts, self._rank, problem)
         finally:
             del problem  # as in `announce`

@@ -43,7 +43,7 @@ def controller_of(definition: Definition, workshop: Workshop) -> Controller:
         definition: of the pipeline.
         workshop: that of this definition, or of one that differs in what it does not depend on.
     """
-    schedule, devices, group = definition.schedule, definition.devices, definition.group
+    schedule, group = definition.schedule, definition.group
     planner = Planner(
         workshop=workshop,
         schedule=schedule,
@@ -75,7 +75,7 @@ def controller_of(definition: Definition, workshop: Workshop) -> Controller:
         definition.convention.common,
     )
     if group is None:
-        return SingleController(planner, reader, devices, definition.home)
+        return SingleController(planner, reader, definition)
     return MultiController(
         planner,
         reader,

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import optree
-
 from fpipe.arguments.microbatch import SplitBatch
 from fpipe.arguments.parameters import Parameters
 from fpipe.arguments.shapes import Goal
 from fpipe.controller.header import Marked
 from fpipe.controller.keys import Words
 from fpipe.planning.plan import Plan
+from fpipe.planning.planner import Planner
 from fpipe.planning.total import Total
 from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Program
@@ -58,11 +57,17 @@ class Finished(NamedTuple):
     plan: Plan
     runs: Sequence[Run]
     total: Total | None
-    batch: Any = None
+    batch: Any
 
 
 class Controller(Protocol):
-    """Drives the ranks that belong to this process."""
+    """Drives the ranks that belong to this process.
+
+    Attributes:
+        planner: made the plans that it runs by.
+    """
+
+    planner: Planner
 
     def run(self, enter: Enter, goal: Goal, key: Any = None, name: str | None = None) -> Finished:
         """Plan, if the shapes are new, and run all programs to their end."""
@@ -78,9 +83,3 @@ class Controller(Protocol):
 
     def together(self, call: str, work: Callable[[Gather], T]) -> T:
         """Do what all processes do at once, under the watch; `call` says what it is."""
-
-    def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """The ranks that read a parameter, by stage and leaf, as far as was planned."""
-
-    def structure(self) -> optree.PyTreeSpec | None:
-        """That of the first stage's parameters as last planned, None if nothing was."""

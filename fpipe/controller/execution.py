@@ -22,7 +22,7 @@ from fpipe.controller.ahead import Ahead, prelude
 from fpipe.controller.calls import Agreed, Given
 from fpipe.controller.controller import Finished
 from fpipe.controller.fault import Fault
-from fpipe.controller.gathering import connected, gather, gather_objects
+from fpipe.controller.gathering import gather, gather_objects
 from fpipe.controller.loading import as_traced, load
 from fpipe.controller.refusal import named
 from fpipe.controller.watch import Watch
@@ -122,7 +122,7 @@ class Execution:
                 del failure  # with its traceback this frame would keep itself, and the pipeline
         if records:
             own = Clock.here(), marks
-            everyone = connected(lambda: gather_objects(own, self._control))
+            everyone = gather_objects(own, self._control)
             recording = active()
             if recording is not None:
                 recording.timelines.append(timeline_of(plan.schedule, aligned(everyone)))
@@ -202,7 +202,7 @@ class Execution:
             word[1 : 1 + size] = total.loss.flatten()
             if total.weight is not None:
                 word[1 + size :] = total.weight.flatten()
-        word = connected(lambda: gather(word, self._control)).sum(0)
+        word = gather(word, self._control).sum(0)
         if word[0] > 0 and not failed:
             raise self._reported()
         if not plan.numbering.heads:

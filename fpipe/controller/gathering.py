@@ -39,7 +39,11 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tensors of all ranks, all of one shape, along a new first dimension."""
+    """The tensors of all ranks, all of one shape, along a new first dimension.
+
+    Raises:
+        ConnectionLost: a rank is gone.
+    """
     return start_gather(own, group)()
 
 
@@ -54,7 +58,7 @@ def start_gather(
     # and takes a fourth of the time on four ranks whose cores are asleep.
     copies = own.expand(group.size(), *own.shape).contiguous()
     everyone = torch.empty_like(copies)
-    work = group.alltoall_base(everyone, copies, [], [])
+    work = connected(lambda: group.alltoall_base(everyone, copies, [], []))
 
     def wait() -> Tensor:
         look_out(work.is_completed)
@@ -62,4 +66,4 @@ def start_gather(
         work.wait()
         return everyone
 
-    return wait
+    return lambda: connected(wait)

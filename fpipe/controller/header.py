@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fpipe.controller.gathering import connected, start_gather
+from fpipe.controller.gathering import start_gather
 from fpipe.controller.refusal import odd_one_out, refusal
 from fpipe.errors import PipelineError
 
@@ -153,7 +153,7 @@ def meet(call: str, group: dist.ProcessGroup, pipeline: int) -> None:
         PipelineError: a rank does something else.
     """
     own = Header(0, CALLS.index(call), 0, 0, 0)
-    check_calls(connected(lambda: gather_headers(own, group, pipeline)))
+    check_calls(gather_headers(own, group, pipeline))
 
 
 def of_number(call: str, value: Marked | None) -> Header:

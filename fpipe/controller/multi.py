@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import optree
 import torch
 import torch.distributed as dist
 
@@ -26,7 +25,7 @@ from fpipe.controller.calls import Call, Calls
 from fpipe.controller.controller import Enter, Finished, Gather, Reader
 from fpipe.controller.execution import Execution
 from fpipe.controller.fault import Fault
-from fpipe.controller.gathering import connected, gather_objects
+from fpipe.controller.gathering import gather_objects
 from fpipe.controller.header import (
     Marked,
     OtherPipeline,
@@ -73,7 +72,7 @@ class MultiController:
         timeout: float,
         setup: Mapping[str, str],
     ) -> None:
-        self._planner = planner
+        self.planner = planner
         self._read_key = reader.key
         self._rank = group.rank()
         self._process = os.getpid()
@@ -180,11 +179,11 @@ class MultiController:
                 own = of_number(call, make())
             except Exception as error:
                 own, problem = of_number(call, None), error
-            headers = connected(lambda: gather_headers(own, self._control, self._number))
+            headers = gather_headers(own, self._control, self._number)
             check_calls(headers)
             if any(header.failed for header in headers):
                 text = None if problem is None else named(problem)
-                texts = connected(lambda: gather_objects(text, self._control))
+                texts = gather_objects(text, self._control)
                 check_problems(deed, texts, self._rank, problem)
             return sum_of(headers)
 
@@ -205,21 +204,13 @@ class MultiController:
         """
 
         def gather_all(value: Any) -> list[Any]:
-            return connected(lambda: gather_objects(value, self._control))
+            return gather_objects(value, self._control)
 
         def checked() -> T:
             meet(call, self._control, self._number)
             return work(gather_all)
 
         return self._together(checked)
-
-    def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """The ranks that read a parameter, by stage and leaf, as far as was planned."""
-        return self._planner.readers()
-
-    def structure(self) -> optree.PyTreeSpec | None:
-        """That of the first stage's parameters as last planned, None if nothing was."""
-        return self._planner.structure()
 
     def _together(self, work: Callable[[], T]) -> T:
         """Do what all ranks do at once, under the watch."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-import optree
 import torch
 
 from fpipe.arguments.microbatch import SplitBatch
@@ -17,6 +16,7 @@ from fpipe.arguments.shapes import Goal, Signature, batch_shapes, brought_to, wi
 from fpipe.controller.controller import Enter, Finished, Gather, Reader
 from fpipe.controller.header import Marked
 from fpipe.controller.loading import Copies, as_traced, load
+from fpipe.definition import Definition
 from fpipe.planning.plan import Plan
 from fpipe.planning.planner import Planner
 from fpipe.recording import Marks, active, timeline_of
@@ -35,22 +35,21 @@ class SingleController:
     Args:
         planner: makes plans.
         reader: reads what it is called with.
-        devices: the device of each rank, or None.
-        home: as of the definition. With one, leaves may lie on any device: they are copied to
-            those that read them.
+        definition: says where the ranks compute. With a home, leaves may lie on any device: they
+            are copied to those that read them.
     """
 
     def __init__(
         self,
         planner: Planner,
         reader: Reader,
-        devices: Sequence[torch.device] | None,
-        home: torch.device | None,
+        definition: Definition,
     ) -> None:
-        self._planner = planner
+        self.planner = planner
         self._reader = reader
-        self._devices = devices
-        self._home = home
+        self._devices = definition.devices
+        self._of_stages = definition.stage_devices
+        self._home = definition.home
         self._lanes: Lanes = {}
         self._looked: WeakSet[Plan] = WeakSet()
 
@@ -86,8 +85,7 @@ class SingleController:
     def programs(self, enter: Enter) -> tuple[Program, ...]:
         """The programs of a training step on arguments of these shapes."""
         _, _, signature = self._signature(*enter(), "step")
-        devices = self._devices and [self._devices[rank] for rank in self._planner.placement]
-        return self._planner(self._at_home(with_data(signature, devices))).programs
+        return self.planner(self._at_home(with_data(signature, self._of_stages))).programs
 
     def add_up(self, call: str, deed: str, make: Callable[[], Marked]) -> Marked:
         """The number itself: there is one process."""
@@ -96,14 +94,6 @@ class SingleController:
     def together(self, call: str, work: Callable[[Gather], T]) -> T:
         """There is one process."""
         return work(lambda value: [value])
-
-    def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """The ranks that read a parameter, by stage and leaf, as far as was planned."""
-        return self._planner.readers()
-
-    def structure(self) -> optree.PyTreeSpec | None:
-        """That of the first stage's parameters as last planned, None if nothing was."""
-        return self._planner.structure()
 
     def _look_for_strays(self, plan: Plan, params: Parameters) -> None:
         """Tell the user, once for a plan, of parameters that lie where no rank reads them."""
@@ -135,14 +125,14 @@ class SingleController:
 
     def _plan(self, params: Any, batch: Any, goal: Goal) -> tuple[Parameters, SplitBatch, Plan]:
         leaves, parts, signature = self._signature(params, batch, goal)
-        return leaves, parts, self._planner(signature)
+        return leaves, parts, self.planner(signature)
 
     def _signature(
         self, params: Any, batch: Any, goal: Goal
     ) -> tuple[Parameters, SplitBatch, Signature]:
         leaves = self._reader.params(params)
-        if self._devices is not None and self._home is None:
-            leaves = leaves.with_empty_on([self._devices[r] for r in self._planner.placement])
+        if self._of_stages is not None and self._home is None:
+            leaves = leaves.with_empty_on(self._of_stages)
         parts = self._reader.split(batch)
         signature = Signature(
             goal,
@@ -150,7 +140,7 @@ class SingleController:
             parts.rows,
             parts.kinds,
             batch_shapes(parts),
-            self._planner.ambient(),
+            self.planner.ambient(),
         )
         return leaves, parts, self._at_home(signature)
 

@@ -100,11 +100,6 @@ class Planner:
         """What a trace depends on beside its arguments, as it is now."""
         return ambient(self._modes())
 
-    @property
-    def placement(self) -> tuple[int, ...]:
-        """The rank of each stage."""
-        return self._schedule.placement
-
     def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The ranks that read a parameter in any plan so far, by stage and leaf, in order."""
         found = list(self._readers.items())  # another thread may make a plan

@@ -209,20 +209,6 @@ def alike(cost: Cost, size: float) -> Cost:
     )
 
 
-def check_alike(cost: Cost, what: str) -> None:
-    """Refuse a cost whose microbatches differ.
-
-    Args:
-        cost: that is given.
-        what: takes none such.
-    """
-    if cost.sizes is not None:
-        raise ScheduleError(
-            f"cost.sizes is given, and {what} takes all microbatches as alike: give a cost "
-            "without them, and simulate what is made with them"
-        )
-
-
 def check_cost(cost: object) -> None:
     """Refuse what is no `Cost`.
 

@@ -116,11 +116,11 @@ def ensemble(alone: Alone) -> Definition:
     def mapped(function: Callable[..., Any], first: bool) -> Callable[..., Any]:
         return _stage(function, batch_dims if first else 0, batch_dims, randomness)
 
-    loss = _loss(definition.loss, batch_dims, randomness)
     if definition.function:
-        # It is a first stage that returns the loss already; a state comes before the batch.
-        first = 0 if definition.has_state else batch_dims
-        loss = _stage(definition.loss, first, batch_dims, randomness)
+        # A first stage that returns the loss already; a state comes before the batch.
+        loss = mapped(definition.loss, not definition.has_state)
+    else:
+        loss = _loss(definition.loss, batch_dims, randomness)
     return replace(
         definition,
         stages=each_stage(definition.stages, mapped),

@@ -197,10 +197,10 @@ def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
     def rowwise(function: Callable[..., Any], first: bool) -> Callable[..., Any]:
         return _stage(function, in_dims, randomness, first=first)
 
-    loss = _loss(definition.loss, in_dims, randomness)
-    if definition.function:
-        # It is a first stage that returns the loss already.
-        loss = _stage(definition.loss, in_dims, randomness, first=True)
+    if definition.function:  # a first stage that returns the loss already
+        loss = rowwise(definition.loss, True)
+    else:
+        loss = _loss(definition.loss, in_dims, randomness)
     inner = definition.convention
     out_dims = _first_of(inner.out_dims)
     aux_dims = _first_of(inner.aux_dims)

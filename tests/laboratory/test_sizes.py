@@ -94,10 +94,17 @@ def test_the_bound_knows_the_way_of_the_largest() -> None:
     assert lower_bound([0, 1], 3, Cost(1, 1, 1, sizes=SIZES), memory=iter([9, 9])) > 0
 
 
-def test_zb_auto_takes_microbatches_as_alike() -> None:
-    cost = Cost(1, 1, 1, sizes=SIZES)
-    with pytest.raises(ScheduleError, match=r"cost.sizes is given, and zb_auto takes all .* alike"):
-        fpipe.schedules.zb_auto(ranks=2, microbatches=3, cost=cost)
+def test_zb_auto_is_made_for_sizes() -> None:
+    sizes = [1, 5, 2, 4, 1, 3]
+    cost = Cost(1, 1, 1, sizes=sizes)
+    made = fpipe.schedules.zb_auto(ranks=3, microbatches=6, cost=cost)
+    fpipe.verify(made)
+    timeline = simulate(made, cost)
+    assert max(timeline.peak) <= 5 + 4 + 3
+    alike = simulate(fpipe.schedules.zb_auto(ranks=3, microbatches=6), cost)
+    assert timeline.makespan <= alike.makespan
+    with pytest.raises(ScheduleError, match="memory=4 of rank 0 admits no schedule"):
+        fpipe.schedules.zb_auto(ranks=3, microbatches=6, cost=cost, memory=4)
 
 
 # ── searching ───────────────────────────────────────────────────────────────────────────────────

@@ -557,7 +557,7 @@ def test_orders_of_known_shapes_are_forgotten(
         schedule=schedules.gpipe(ranks=2, microbatches=4),
         compile=False,
     )
-    planner: Any = pipe._controller._planner  # type: ignore[attr-defined]
+    planner = pipe._controller.planner
     planner._plans = Latest(4)
     w, shapes = rand(), [rand(2, 3), rand(1, 5)]
     with caplog.at_level(logging.INFO, "fpipe"):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 
 from fpipe.schedule.arguments import plain_counts
-from fpipe.schedule.cost import Cost, check_alike, check_cost
+from fpipe.schedule.cost import Cost, check_cost
 from fpipe.schedule.placements import linear
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.list_scheduler import list_schedule
@@ -39,15 +39,14 @@ def zb_auto(
         ranks: p, 1 or more; one stage per rank, stage s on rank s.
         microbatches: m, 1 or more.
         memory: the most activations a rank may hold, in the unit of ``cost.activation``: a number
-            or one per rank; None for that of p microbatches.
+            or one per rank; None for that of p microbatches, the largest where they differ.
         cost: what the schedule is made for; None for ``Cost(f=1, i=1, w=1)``.
 
     Returns:
         A schedule of F, I and W actions, and of B where the memory holds no I.
 
     Raises:
-        ScheduleError: an argument is out of range, the cost has sizes, or the memory holds no
-            microbatch.
+        ScheduleError: an argument is out of range, or the memory holds no microbatch.
 
     Example:
         >>> for row in zb_auto(ranks=2, microbatches=3).actions:
@@ -58,9 +57,10 @@ def zb_auto(
     ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
     cost = Cost(f=1, i=1, w=1) if cost is None else cost
     check_cost(cost)
-    check_alike(cost, "zb_auto")
     if memory is None:
-        memory = [ranks * size for size in cost.on(linear(ranks)).activation]
+        largest = sorted(cost.sizes_of(microbatches))[-ranks:]
+        most = sum(largest) + largest[-1] * (ranks - len(largest))
+        memory = [most * size for size in cost.on(linear(ranks)).activation]
     problem = make_problem(linear(ranks), microbatches, cost, memory, "makespan")
     # Tried out on the first microbatches where there are many: the rest repeats what they do.
     trial = problem.resized(min(microbatches, 8 * ranks))

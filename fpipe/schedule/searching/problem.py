@@ -120,7 +120,7 @@ class Order:
 
     value: float
     rows: list[list[int]]
-    fused: frozenset[int] = frozenset()
+    fused: frozenset[int]
 
 
 def make_problem(
