@@ -288,6 +288,50 @@ def hashable_prefix(prefix: Any) -> tuple[tuple[Any, ...], optree.PyTreeSpec]:
     return tuple(flatten_prefix(prefix)), spec
 
 
+def prefix_map(rule: Callable[[Any], Any], prefix: Any) -> Any:
+    """Apply `rule` to every leaf of a prefix, None included."""
+    return optree.tree_map(rule, prefix, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def join_prefixes(
+    first: Any, second: Any, rule: Callable[[Any, Any], Any], names: tuple[str, str]
+) -> Any:
+    """One prefix from two prefixes of the same pytree, leaf by leaf.
+
+    Args:
+        first: a pytree with None and other values as leaves.
+        second: the same, deeper or shallower in any place.
+        rule: from a leaf of each to that of the result.
+        names: what the two are called, for messages.
+
+    Raises:
+        BatchError: no pytree has both as prefixes.
+
+    Example:
+        >>> join_prefixes({"x": 0, "y": None}, 1, lambda a, b: (a, b), ("a", "b"))
+        {'x': (0, 1), 'y': (None, 1)}
+    """
+    if _is_leaf(first):
+        return prefix_map(lambda b: rule(first, b), second)
+    if _is_leaf(second):
+        return prefix_map(lambda a: rule(a, second), first)
+    (ours, metadata, entries, made_of), (theirs, _, other_entries, _) = (
+        optree.tree_flatten_one_level(t, none_is_leaf=True, namespace=NAMESPACE)
+        for t in (first, second)
+    )
+    if type(first) is not type(second) or entries != other_entries:
+        raise BatchError(
+            f"{names[0]}={first!r:.60} and {names[1]}={second!r:.60} are no prefixes of one "
+            "pytree: both must have the structure of the batch, as deep as they go"
+        )
+    pairs = zip(ours, theirs, strict=True)
+    return made_of(metadata, [join_prefixes(a, b, rule, names) for a, b in pairs])
+
+
+def _is_leaf(value: Any) -> bool:
+    return optree.tree_is_leaf(value, none_is_leaf=True, namespace=NAMESPACE)
+
+
 def paths(spec: optree.PyTreeSpec) -> list[str]:
     """The key path of each leaf as it would be written in Python, such as ``"['a'][0]"``."""
     return [accessor.codify("") for accessor in spec.accessors()]

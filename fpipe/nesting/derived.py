@@ -21,7 +21,6 @@ from fpipe.definition import ARGUMENTS, Alone, Definition
 from fpipe.stage.workshop import Workshop
 from fpipe.transforms.derivative import derivative
 from fpipe.transforms.ensemble import ensemble
-from fpipe.transforms.mapping import prefix_map
 from fpipe.transforms.pullback import pullback
 
 Method = Literal["step", "value", "forward", "run_step", "run_value", "run_forward"]
@@ -141,6 +140,6 @@ def _dual(definition: Definition, *, stacked: bool) -> Definition:
     dual = _dual(replace(one, schedule=definition.schedule), stacked=stacked)
     along, along_batch = in_dims
     if stacked:
-        along = prefix_map(lambda dim: 0 if dim is None else dim, along)
+        along = tree.prefix_map(lambda dim: 0 if dim is None else dim, along)
     own = definition.alone._replace(definition=dual, in_dims=(*in_dims, along, along_batch))
     return ensemble(own)

@@ -17,7 +17,7 @@ from fpipe.errors import BatchError, StageError, check_choice
 from fpipe.microbatches import Microbatches
 from fpipe.schedule.arguments import plain_integer
 from fpipe.stage.declared.sink import Sink
-from fpipe.transforms.mapping import join, over, prefix_map
+from fpipe.transforms.mapping import over
 from fpipe.transforms.members import Members, behind
 from fpipe.transforms.parts import Parts
 from fpipe.transforms.plain import batched
@@ -111,7 +111,7 @@ def ensemble(alone: Alone) -> Definition:
     given = in_dims[place]
     if "batch" in definition.convention.vectors:
         given = given, 0  # it comes with its direction, which is stacked
-    batch_dims = prefix_map(lambda dim: None if dim is None else 0, given)
+    batch_dims = tree.prefix_map(lambda dim: None if dim is None else 0, given)
 
     def mapped(function: Callable[..., Any], first: bool) -> Callable[..., Any]:
         return _stage(function, batch_dims if first else 0, batch_dims, randomness)
@@ -125,7 +125,7 @@ def ensemble(alone: Alone) -> Definition:
         definition,
         stages=each_stage(definition.stages, mapped),
         loss=loss,
-        in_dims=join(
+        in_dims=tree.join_prefixes(
             given,
             definition.in_dims,
             lambda member, row: row if member is None else behind(row),

@@ -20,7 +20,7 @@ from fpipe.arguments.apart import is_dim
 from fpipe.arguments.microbatch import Beneath
 from fpipe.convention import PLAIN, STATE, Convention, Dual, spared
 from fpipe.errors import BatchError
-from fpipe.transforms.mapping import over, prefix_map
+from fpipe.transforms.mapping import over
 from fpipe.transforms.parts import Parts
 
 HINT = "torch.stack makes one of the members' values"
@@ -199,7 +199,7 @@ class Members:
         dims = tree.broadcast_prefix(f"in_dims[{place}]", prefix, grads, "batch")
         if all(dim is None for dim in dims):
             return self.inner.batch(grads)
-        mapped = prefix_map(lambda dim: None if dim is None else 0, prefix)
+        mapped = tree.prefix_map(lambda dim: None if dim is None else 0, prefix)
         leaves, spec = tree.flatten(over(self.inner.batch, [grads], [mapped]))
         # What members share has come out once for each of them.
         moved = [
@@ -210,11 +210,11 @@ class Members:
 
     def out_dims(self, out_dims: Any) -> Any:
         """Beneath the dimension of the members."""
-        return prefix_map(_beneath, self.inner.out_dims(out_dims))
+        return tree.prefix_map(_beneath, self.inner.out_dims(out_dims))
 
     def aux_dims(self, out_dims: Any) -> Any:
         """Beneath the dimension of the members."""
-        return prefix_map(_beneath, self.inner.aux_dims(out_dims))
+        return tree.prefix_map(_beneath, self.inner.aux_dims(out_dims))
 
 
 class _Stacked(NamedTuple):
@@ -314,4 +314,4 @@ def _beneath(dim: Any) -> Any:
 
 def behind(dims: Any) -> Any:
     """Dimensions of one member's tensors as dimensions of the stacked ones, members first."""
-    return prefix_map(lambda dim: dim + 1 if type(dim) is int and dim >= 0 else dim, dims)
+    return tree.prefix_map(lambda dim: dim + 1 if type(dim) is int and dim >= 0 else dim, dims)

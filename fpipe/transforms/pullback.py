@@ -25,7 +25,6 @@ from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError, label_of
 from fpipe.microbatches import Microbatches
 from fpipe.stage.declared.returns import Returns, Taken
-from fpipe.transforms.mapping import prefix_map
 from fpipe.transforms.transformed import P, check_pipeline, each_stage
 
 
@@ -82,7 +81,7 @@ def pullback(definition: Definition, out_dims: Any) -> Definition:
         definition,
         stages=each_stage(definition.stages, _without),
         loss=_of_function(definition.loss, definition.returns) if whole else _of_output,
-        in_dims=(definition.in_dims, prefix_map(_of_rows, out_dims)),
+        in_dims=(definition.in_dims, tree.prefix_map(_of_rows, out_dims)),
         has_aux=False,
         reduction="sum",
         convention=inner._replace(

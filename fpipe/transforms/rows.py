@@ -19,7 +19,7 @@ from fpipe.errors import StageError, check_choice
 from fpipe.microbatches import Microbatches
 from fpipe.runtime.program import Program
 from fpipe.stage.declared.sink import Sink
-from fpipe.transforms.mapping import over, prefix_map
+from fpipe.transforms.mapping import over
 from fpipe.transforms.plain import batched
 from fpipe.transforms.transformed import (
     RANDOMNESS,
@@ -291,7 +291,7 @@ def _repeat(leaf: Tensor, rows: int) -> Tensor:
 
 def _first_of(dims_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Outputs are stacked along a first dimension, whatever they are made of."""
-    return lambda dims: prefix_map(_first, dims_of(dims))
+    return lambda dims: tree.prefix_map(_first, dims_of(dims))
 
 
 def _first(dim: Any) -> Any:
