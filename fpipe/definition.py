@@ -385,6 +385,10 @@ def placed(devices: Sequence[torch.device | str | int] | None) -> tuple[torch.de
         return None
     if isinstance(devices, str):
         raise StageError(f"devices={devices!r} is one name: give a list with one device per rank")
+    if not isinstance(devices, Sequence) or None in devices:
+        raise StageError(
+            f"devices={devices!r:.60} must be a list or tuple with one device per rank"
+        )
     try:
         return tuple(torch.empty(0, device=device).device for device in devices)
     except (RuntimeError, TypeError, AssertionError) as error:

@@ -114,7 +114,8 @@ def batch_gradients(
             found.append(torch.zeros_like(leaf))
         else:
             along = dim if rest is None or index in rest else None
-            found.append(divided_(_whole(plan, own, along), weight).to(leaf.dtype))
+            whole = divided_(_whole(plan, own, along), weight)
+            found.append(whole.to(leaf.device, leaf.dtype))
     return tree.unflatten(spec, found)
 
 

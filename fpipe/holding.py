@@ -264,12 +264,16 @@ class Skeleton(NamedTuple):
 
 
 def _skeleton(what: str, shapes: Any, name: str) -> Skeleton:
-    if shapes is None:
+    if name == "params":
+        hint = "close over other values instead"
+    elif shapes is None:
         raise StageError(
             f"shapes is missing: pass {what} as for step, of which only shapes and dtypes count, "
             "such as those that are made under torch.device('meta')"
         )
-    leaves, spec = tree.tensors(name, shapes, "torch.device('meta') makes them")
+    else:
+        hint = "torch.device('meta') makes them"
+    leaves, spec = tree.tensors(name, shapes, hint)
     return Skeleton(leaves, names_of(spec), spec)
 
 

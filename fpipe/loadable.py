@@ -150,8 +150,8 @@ class Loadable(Holder):
             rename: from the name of a leaf to that in the checkpoint.
 
         Returns:
-            The state in the structure of `shapes`, on the default device or that of the process
-            group.
+            The state in the structure of `shapes`, on the default device, that of the process group
+            or, with ``devices``, that of the first stage.
 
         Raises:
             BatchError: a leaf is missing or has another shape; says which.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import lru_cache
 from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
@@ -48,6 +49,7 @@ class LeafShape(NamedTuple):
         """The shape of a real or a fake tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
+    @lru_cache(maxsize=4096)  # noqa: B019  # it is asked in each step, and holds numbers alone
     def brought_to(self, device: torch.device) -> LeafShape:
         """That of a copy on another device; of one without data the same."""
         if self.device.type == "meta":
@@ -78,6 +80,10 @@ class TreeShape(NamedTuple):
     def on(self, device: torch.device) -> TreeShape:
         """The same shapes on another device."""
         return self._replace(leaves=tuple(leaf._replace(device=device) for leaf in self.leaves))
+
+    def brought_to(self, device: torch.device) -> TreeShape:
+        """Those of copies on another device; of what has no data the same."""
+        return self._replace(leaves=tuple(leaf.brought_to(device) for leaf in self.leaves))
 
     def with_data(self, device: torch.device) -> TreeShape:
         """The same shapes, on `device` where they lie on the meta device, which has no data."""
@@ -127,12 +133,9 @@ def brought_to(signature: Signature, device: torch.device) -> Signature:
         signature: of parameters of which each stage may read any leaf.
         device: where they are taken to lie.
     """
-
-    def on(shape: TreeShape) -> TreeShape:
-        return shape._replace(leaves=tuple(leaf.brought_to(device) for leaf in shape.leaves))
-
-    params = (on(signature.params[0]),) * len(signature.params)
-    return signature._replace(params=params, batch=tuple(map(on, signature.batch)))
+    params = (signature.params[0].brought_to(device),) * len(signature.params)
+    batch = tuple(shape.brought_to(device) for shape in signature.batch)
+    return signature._replace(params=params, batch=batch)
 
 
 def with_data(signature: Signature, devices: Sequence[torch.device] | None) -> Signature:

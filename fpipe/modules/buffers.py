@@ -106,10 +106,10 @@ def refuse_elsewhere(module: nn.Module, given: Mapping[str, Tensor], device: tor
             )
 
 
-def shaped_buffers(module: nn.Module) -> dict[str, Tensor]:
+def shaped_buffers(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
     """Stand-ins for buffers on the meta device, where numbers do not count: one element each."""
     return {
-        name: torch.zeros((), dtype=buffer.dtype, device="cpu").expand(buffer.shape)
+        name: torch.zeros((), dtype=buffer.dtype, device=device).expand(buffer.shape)
         for name, buffer in module.named_buffers()
         if buffer.is_meta
     }

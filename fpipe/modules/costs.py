@@ -106,10 +106,12 @@ def parts_of(
     module = definition.loss.module
     given, _ = definition.convention.enter(*held_by(definition), None)
     leaves, spec = tree.flatten(given)
-    # Numbers do not count: what has none is traced as if it had, on the CPU.
-    shape = TreeShape.of(spec, leaves).with_data(_CPU)
-    microbatch = microbatch.with_data(_CPU)
-    whole = definition.loss.with_buffers(shaped_buffers(module))
+    # Numbers do not count, and so it does not where they lie: all is traced where the module is.
+    held = (*module.buffers(), *module.parameters())
+    device = next((own.device for own in held if not own.is_meta), _CPU)
+    shape = TreeShape.of(spec, leaves).with_data(device).brought_to(device)
+    microbatch = microbatch.with_data(device).brought_to(device)
+    whole = definition.loss.with_buffers(shaped_buffers(module, device))
     names = sorted(dict(module.named_parameters()))
     order = candidates_of(
         whole,

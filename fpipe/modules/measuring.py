@@ -49,7 +49,7 @@ def measured(definition: Definition, batch: Any) -> Loads:
         cut = with_cuts(definition, [part.name for part in parts[:-1]])
         one = all_forwards_first((0,) * len(parts), 1, split=False)
         key = random.key(0) if definition.reads_key else None
-        probe = Pipeline(replace(cut, schedule=one, group=None))
+        probe = Pipeline(replace(cut, schedule=one, group=None, devices=None))
         cost = profile(probe, *held, microbatch, key=key).on(one.placement)
         return [forward + backward for forward, backward in zip(cost.f, cost.b, strict=True)]
 

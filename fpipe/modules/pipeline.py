@@ -73,9 +73,10 @@ class ModulePipeline(Pipeline):
         """The state to begin with: ``fpipe.nn.state_of(module)``, of a meta module made anew.
 
         Returns:
-            What ``has_state=True`` lets `step` take, on the default device or that of the process
-            group, where all ranks call this. Buffers on the meta device are as `from_module` was
-            given them, or as the module's ``_init_weights`` or ``reset_parameters`` makes them.
+            What ``has_state=True`` lets `step` take, on the default device, that of the first of
+            several ``devices``, or that of the process group, where all ranks call this. Buffers on
+            the meta device are as `from_module` was given them, or as the module's
+            ``_init_weights`` or ``reset_parameters`` makes them.
 
         Raises:
             StageError: one has no data and cannot be made, or the pipeline has no state.

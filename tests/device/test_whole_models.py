@@ -334,6 +334,96 @@ def test_buffers_that_lie_elsewhere() -> None:
     assert_same(on(pipe.step(params, batch), "cpu"), expected, 0)
 
 
+def test_a_device_without_a_number_is_that_of_the_stage() -> None:
+    """Also of stages that are functions of their own, and where a name stands for it."""
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        x = fpipe.cut(x @ params["first"] * torch.ones(3, device="cuda").double())
+        here = Doubled.apply(x @ params["last"], str(x.device))
+        return (here * torch.ones(3, device="cuda").double()).square().mean()
+
+    def scaled(w: Tensor, x: Tensor) -> Tensor:
+        return x @ w * torch.full((3,), 0.5, device="cuda").double()
+
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    params = {"first": torch.randn(3, 3).double(), "last": torch.randn(3, 3).double()}
+    x = torch.randn(4, 3).double()
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False, devices=DEVICES)
+    expected = (2 * (x @ params["first"] @ params["last"])).square().mean()
+    assert_same(pipe.step(params, x).loss.cpu(), expected)
+    weights = [params["first"], params["last"]]
+    listed = fpipe.pipeline(
+        [scaled] * 2, lambda y, _: y.square().mean(), schedule, compile=False, devices=DEVICES
+    )
+    expected = (x @ weights[0] @ weights[1] / 4).square().mean()
+    assert_same(listed.step(listed.place(weights), x).loss.cpu(), expected)
+
+
+def test_gradients_of_a_batch_lie_with_it() -> None:
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        return (fpipe.cut(x @ params["first"]) @ params["last"]).square().mean()
+
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    params = {"first": torch.randn(3, 3).double(), "last": torch.randn(3, 3).double()}
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False, devices=DEVICES)
+    x = torch.randn(4, 3).double()
+    expected = torch.func.grad(lambda x: loss_fn(params, x))(x)
+    for origin in ("cpu", *DEVICES):
+        own = x.clone().to(origin).requires_grad_()
+        pipe.value(params, own).backward()
+        assert own.grad is not None
+        assert_same(own.grad.cpu(), expected)
+        assert fpipe.grad(pipe, "batch").step(params, own.detach()).grads.device == own.device
+
+
+@pytest.mark.parametrize("measure", [False, True])
+def test_cuts_are_chosen_for_devices(measure: bool) -> None:
+    """Wherever the example lies; it is measured where the module does."""
+    module, params, batch = net()
+    module.to(DEVICES[0])
+    schedule = schedules.zb_h1(ranks=2, microbatches=2)
+    options: dict[str, Any] = {"schedule": schedule, "loss": cross_entropy, "compile": False}
+    for origin in [DEVICES[0]] if measure else ["cpu", "meta", *DEVICES]:
+        example = on(batch, origin)
+        pipe = fpipe.from_module(
+            module, example=example, measure=measure, devices=DEVICES, **options
+        )
+        assert pipe.cuts is not None and len(pipe.cuts) == 1
+    assert set(devices_of(pipe.place(params, batch))) == set(DEVICES)
+
+
+def test_what_lies_elsewhere_is_said() -> None:
+    class Scaled(torch.autograd.Function):
+        """It closes over what a trace does not see."""
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            """By a constant."""
+            return x * constant
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            """Nothing."""
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: Tensor) -> Any:
+            """By the same."""
+            return cotangent * constant
+
+    constant = torch.arange(3.0, device=DEVICES[0]).double()
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    params = {"first": torch.randn(3, 3).double(), "last": torch.randn(3, 3).double()}
+    pipe = fpipe.pipeline(
+        lambda p, x: Scaled.apply(fpipe.cut(x @ p["first"]) @ p["last"]).square().mean(),
+        schedule=schedule,
+        compile=False,
+        devices=DEVICES,
+    )
+    match = r"stage 1 .* computes with tensors on several devices .* takes tensors as arguments of"
+    with pytest.raises(fpipe.StageError, match=match):
+        pipe.step(params, torch.randn(4, 3).double())
+
+
 def test_devices_of_two_kinds() -> None:
     module, _, _ = net()
     with pytest.raises(fpipe.StageError, match="devices has those of cpu and cuda, but one"):

@@ -90,6 +90,8 @@ def after_first(stage: Callable[..., Any]) -> list[Callable[..., Any]]:
         ({"timeout": True}, "timeout=True must be a positive number of seconds"),
         ({"devices": "cpu"}, "devices='cpu' is one name: give a list with one device per rank"),
         ({"devices": ["cpu", "nope"]}, r"devices=\['cpu', 'nope'\] cannot be used: "),
+        ({"devices": {"cpu"}}, r"devices=\{'cpu'\} must be a list or tuple with one device per"),
+        ({"devices": ["cpu", None]}, r"devices=\['cpu', None\] must be a list or tuple with one"),
     ],
 )
 def test_wrong_argument(options: Any, rule: str) -> None:

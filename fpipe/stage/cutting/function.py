@@ -28,7 +28,7 @@ from fpipe.stage.cutting.segments import Segment
 from fpipe.stage.cutting.updates import updates_of
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.graphs.sources import BatchLeaf, Key, Param, Source, StateLeaf, Upstream
-from fpipe.stage.tracing.abstract import Abstract, Leaves, abstract_key
+from fpipe.stage.tracing.abstract import Abstract, Leaves, abstract_key, fake_mode
 from fpipe.stage.tracing.chain import Chain
 from fpipe.stage.tracing.tracer import Traced, trace
 
@@ -65,6 +65,7 @@ class FunctionTracer:
             objective=objective,
             has_key=has_key,
             keyed=keyed,
+            mode=fake_mode(devices),
         )
         self._mode = self._record.mode
         # The state comes with the parameters, after them.

@@ -29,11 +29,18 @@ class Move:
 
     def __init__(self, home: torch.device | None, device: torch.device | None) -> None:
         self._home, self._device = home, device
+        self._names = () if home is None else (home, torch.device(home.type))
+        self._texts = tuple(map(str, self._names))
         self.copies: dict[str, tuple[Tensor, Tensor]] = {}
 
     def place(self, value: Any) -> Any:
-        """What takes the place of an argument of an operation: of a device, the other one."""
-        return self._device if isinstance(value, torch.device) and value == self._home else value
+        """What takes the place of an argument of an operation: of a device, the other one.
+
+        A name stands for a device too, and a device of no number for the current one.
+        """
+        if isinstance(value, torch.device) and value in self._names:
+            return self._device
+        return str(self._device) if isinstance(value, str) and value in self._texts else value
 
     def constant(self, name: str, value: Any) -> Any:
         """What takes the place of what the function closes over."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import optree
@@ -92,7 +92,7 @@ class Recorder:
     objective: Objective
     has_key: bool
     keyed: bool
-    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
+    mode: FakeTensorMode
 
     @property
     def name(self) -> str:

@@ -182,6 +182,13 @@ _REASONS: Final = (
         (DataDependentOutputException, DynamicOutputShapeException),
     ),
     _Reason(
+        ("Expected all tensors to be on the same device",),
+        "computes with tensors on several devices ({text})",
+        "what it closes over, such as a constant or a buffer, must lie where its arguments do; "
+        "with devices= what one function closes over must lie on that of its first stage, and a "
+        "torch.autograd.Function takes tensors as arguments of apply",
+    ),
+    _Reason(
         ("a leaf Variable that requires grad", "a view of a leaf Variable"),
         "writes in place to a tensor by which gradients are taken, such as a parameter",
         "a stage is a pure function; work on a copy (x = x.clone()), and return what is to be kept",

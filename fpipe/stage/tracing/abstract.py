@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import optree
@@ -11,6 +12,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe.arguments.shapes import TreeShape, device_of_keys
 from fpipe.stage.graphs.sources import Source
+
+
+def fake_mode(devices: Sequence[torch.device] | None) -> FakeTensorMode:
+    """The mode in which stages are traced on fake tensors.
+
+    Args:
+        devices: that stages may run on, None for those of their arguments.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    if devices is not None and len(set(devices)) > 1:
+        # It takes "cuda" for the device that was current when the same was asked first.
+        mode.cache_enabled = False
+    return mode
 
 
 @dataclass(frozen=True)

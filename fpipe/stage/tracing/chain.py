@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe import tree
 from fpipe.arguments.shapes import Goal, TreeShape, ambient, current
@@ -25,7 +24,7 @@ from fpipe.stage.declared.stage import Stage
 from fpipe.stage.graphs.joint import Joint
 from fpipe.stage.graphs.sources import BatchLeaf, Key, Param, Source, Upstream
 from fpipe.stage.refusing.explain import describe, explain
-from fpipe.stage.tracing.abstract import Abstract, Leaves, abstract_key
+from fpipe.stage.tracing.abstract import Abstract, Leaves, abstract_key, fake_mode
 from fpipe.stage.tracing.tracer import Traced, check_output, trace
 
 
@@ -109,7 +108,7 @@ class ChainTracer:
         self._loss = loss
         self._objective = objective
         self._devices = devices
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = fake_mode(devices)
         self._traces: dict[Any, Traced] = {}
 
     def __call__(
