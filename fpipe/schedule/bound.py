@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal, TypeAlias
 
@@ -13,7 +14,7 @@ from fpipe.schedule.arguments import (
     plain_integer,
     plain_number,
 )
-from fpipe.schedule.bound_area import area_bound
+from fpipe.schedule.bound_area import area_bound, area_of
 from fpipe.schedule.bound_rank import RankProblem, rank_problem
 from fpipe.schedule.bound_scarce import scarce_bound
 from fpipe.schedule.bound_turns import turns_bound
@@ -26,7 +27,9 @@ from fpipe.schedule.cost import (
 )
 from fpipe.schedule.placements import plain_placement, stages_by_rank
 
-_COUNTS: Final = 16  # of the largest microbatches, where they differ, to which a bound is taken
+# Where microbatches differ: the bounds that are taken, and how many sizes are told apart.
+_COUNTS: Final = 16
+_SIZES: Final = 256
 
 Objective: TypeAlias = Literal["makespan", "span"]
 Memory: TypeAlias = float | Iterable[float] | None
@@ -66,7 +69,7 @@ def lower_bound(
     without latency meet it), and the best there is where *states* gets through all ranks exactly;
     loose by some percent where many ranks take turns. Where microbatches differ (``cost.sizes``) it
     is the greatest of that for the largest alone, for the two largest as if both were as small as
-    the second, and so on, and of the work of the busiest rank.
+    the second, and so on, of the work of the busiest rank, and of what it holds for how long.
 
     Args:
         placement: the rank of each stage.
@@ -101,27 +104,25 @@ def lower_bound(
         raise ScheduleError(f"effort={effort!r} must be an integer, 0 or more")
     span = objective == "span"
     if cost.sizes is not None:
-        sizes = cost.sizes_of(microbatches)
+        sizes = sorted(cost.sizes_of(microbatches), reverse=True)
         if isinstance(memory, Iterator):
             memory = tuple(memory)  # it is read for each bound
-        memory_limits(memory, placement, alike(cost, max(sizes)).on(placement))
+        limits = memory_limits(memory, placement, alike(cost, sizes[0]).on(placement))
         # No schedule is slower with microbatches left out, or made smaller.
-        falling = sorted(sizes, reverse=True)
-        counts = [n for n in range(1, microbatches) if falling[n - 1] > falling[n]]
-        counts = [*counts[:: max(1, len(counts) // _COUNTS)], microbatches]
+        counts = [n for n in range(1, microbatches) if sizes[n - 1] > sizes[n]]
+        counts = [*counts[:: -(-len(counts) // _COUNTS) or 1], microbatches]
         bounds = [
             lower_bound(
                 placement,
                 count,
-                alike(cost, falling[count - 1]),
+                alike(cost, sizes[count - 1]),
                 memory,
                 objective=objective,
                 effort=looks // len(counts),
             )
             for count in counts
         ]
-        smallest = alike(cost, falling[-1])
-        return max(*bounds, _work_bound(placement, cost, smallest, sum(sizes), span))
+        return max(*bounds, _uneven_bound(placement, cost, sizes, limits, span))
     costs = cost.on(placement)
     limits = memory_limits(memory, placement, costs)
     best, likely = 0.0, placement[0]
@@ -174,18 +175,38 @@ def memory_limits(memory: Memory, placement: Sequence[int], costs: StageCosts) -
     return tuple(checked)
 
 
-def _work_bound(
-    placement: Sequence[int], cost: Cost, smallest: Cost, sizes: float, span: bool
+def _uneven_bound(
+    placement: Sequence[int],
+    cost: Cost,
+    sizes: Sequence[float],
+    limits: Sequence[float],
+    span: bool,
 ) -> float:
-    """The work of the busiest rank, and the time until it can begin."""
-    costs = cost.on(placement)
-    starts, _ = smallest.on(placement).lone
-    work = [f + backward for f, backward in zip(costs.f, costs.backward, strict=True)]
-    return max(
-        (0.0 if span else starts[stages[0]]) + sizes * sum(work[stage] for stage in stages)
-        for stages in stages_by_rank(placement)
-        if stages
-    )
+    """The work of each rank, and what it holds for how long, until which it can begin.
+
+    Args:
+        placement: the rank of each stage.
+        cost: of a microbatch of size 1.
+        sizes: of all microbatches, falling.
+        limits: the memory of each rank.
+        span: bound the longest rank's own time.
+    """
+    costs, (starts, _) = cost.on(placement), alike(cost, sizes[-1]).on(placement).lone
+    step = -(-len(sizes) // _SIZES)  # of so many the least stands for all
+    groups: Counter[float] = Counter()
+    for at in range(0, len(sizes), step):
+        some = sizes[at : at + step]
+        groups[some[-1]] += len(some)
+    apart = [(alike(cost, size).on(placement), count) for size, count in groups.items()]
+    best = 0.0
+    for stages, limit in zip(stages_by_rank(placement), limits, strict=True):
+        if stages:
+            work = sum(sizes) * sum(costs.f[stage] + costs.backward[stage] for stage in stages)
+            if limit < float("inf"):
+                area = sum(count * area_of(own, stages) for own, count in apart)
+                work = max(work, area / limit if area else 0.0)
+            best = max(best, (0.0 if span else starts[stages[0]]) + work)
+    return best
 
 
 def _idle_bound(problem: RankProblem, span: bool) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from fpipe.schedule.bound_rank import RankProblem
+from fpipe.schedule.cost import StageCosts
 
 
 def area_bound(problem: RankProblem, span: bool) -> float:
@@ -28,7 +30,7 @@ def area_bound(problem: RankProblem, span: bool) -> float:
     jobs = problem.microbatches * len(stages)
     size = sizes.pop()
     room = jobs if size == 0 else math.floor(min(jobs, problem.memory / size + 1e-9))
-    total = problem.microbatches * sum(lives(problem))
+    total = problem.microbatches * sum(lives(costs, stages))
     forward = min(costs.f[stage] for stage in stages)
     deferred = max(full[stage] - hand[stage] for stage in stages)
     gradient = min(hand[stage] for stage in stages)
@@ -53,20 +55,25 @@ def _plain(problem: RankProblem, span: bool) -> float:
     """Without corners, for activations of unequal sizes: life times size over memory."""
     if math.isinf(problem.memory):
         return 0.0
-    costs = problem.costs
-    full, hand, later = costs.backward, costs.handover, costs.deferred
-    area = 0.0
-    for stage, life in zip(problem.stages, lives(problem), strict=True):
-        # Between I and W it may hold less; a full B holds all of it, and takes `full` at least.
-        tail = full[stage] - hand[stage]
-        saved = max(0.0, costs.activation[stage] - later[stage]) * tail
-        area += problem.microbatches * (life * costs.activation[stage] - saved)
+    area = problem.microbatches * area_of(problem.costs, problem.stages)
     # Where nothing is kept there may be no memory either.
     return (0.0 if span else problem.release) + (area / problem.memory if area else 0.0)
 
 
-def lives(problem: RankProblem) -> list[float]:
-    """The least life of one activation of each stage of the rank, from F's start to W's end."""
-    starts, returns = problem.costs.lone
-    full = problem.costs.backward
-    return [returns[stage] - starts[stage] + full[stage] for stage in problem.stages]
+def area_of(costs: StageCosts, stages: Sequence[int]) -> float:
+    """Memory times time that one microbatch takes of the rank of these stages, at least."""
+    full, hand, later = costs.backward, costs.handover, costs.deferred
+    area = 0.0
+    for stage, life in zip(stages, lives(costs, stages), strict=True):
+        # Between I and W it may hold less; a full B holds all of it, and takes `full` at least.
+        tail = full[stage] - hand[stage]
+        saved = max(0.0, costs.activation[stage] - later[stage]) * tail
+        area += life * costs.activation[stage] - saved
+    return area
+
+
+def lives(costs: StageCosts, stages: Sequence[int]) -> list[float]:
+    """The least life of one activation of each of the stages, from F's start to W's end."""
+    starts, returns = costs.lone
+    full = costs.backward
+    return [returns[stage] - starts[stage] + full[stage] for stage in stages]

@@ -26,7 +26,7 @@ def turns_bound(problem: RankProblem, span: bool) -> float:
         return 0.0
     slots = max(1, math.floor(problem.memory / size + 1e-9))
     microbatches, work = problem.microbatches, costs.backward
-    life = lives(problem)[0]
+    life = lives(problem.costs, problem.stages)[0]
     others = sum(costs.f[stage] + work[stage] for stage in problem.stages[1:])
     trip = problem.own_last_trip if span else problem.last_trip
     at_the_end = max(0.0, trip - problem.backward_fill)

@@ -133,7 +133,7 @@ class Cost:
         f, i, w = each("f", self.f), each("i", self.i), each("w", self.w)
         kept, freed = each("activation", self.activation), each("freed_by_i", self.freed_by_i)
         for stage, (has, frees) in enumerate(zip(kept, freed, strict=True)):
-            if frees > has:
+            if frees > has * (1 + 1e-9):  # which may have been scaled otherwise
                 raise ScheduleError(
                     f"cost.freed_by_i is {frees:g} for stage {stage} and cost.activation is "
                     f"{has:g}: I cannot free more than F keeps"
@@ -146,7 +146,7 @@ class Cost:
             down=tuple(map(self.hop, placement, placement[1:])),
             up=tuple(map(self.hop, placement[1:], placement)),
             activation=kept,
-            freed_by_i=freed,
+            freed_by_i=tuple(map(min, kept, freed)),
             sizes=self.sizes,
         )
 

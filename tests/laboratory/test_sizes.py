@@ -94,6 +94,29 @@ def test_the_bound_knows_the_way_of_the_largest() -> None:
     assert lower_bound([0, 1], 3, Cost(1, 1, 1, sizes=SIZES), memory=iter([9, 9])) > 0
 
 
+def test_the_bound_knows_how_long_what_is_large_is_held() -> None:
+    # Of two ranks with f = i = w = 1, the first holds a microbatch of size z for 5 z, and what it
+    # holds is z: 5 z² of memory times time, of which there is 4 a unit.
+    cost = Cost(1, 1, 1, sizes=[4, 2, 4])
+    assert lower_bound([0, 1], 3, cost, memory=4) >= 5 * (16 + 4 + 16) / 4
+    assert lower_bound([0, 1], 3, cost) == pytest.approx(2 + 3 * 10)
+
+
+def test_sizes_do_not_round_what_is_freed_above_what_is_kept() -> None:
+    cost = Cost(1, 1, 1, activation=1.84, freed_by_i=[1.84 * 2 / 3] * 3, sizes=[0.3, 0.75])
+    assert lower_bound([0, 1, 0], 2, cost) > 0
+    fpipe.search(ranks=2, microbatches=2, cost=cost, placement=[0, 1, 0], iterations=5)
+
+
+def test_a_search_begins_well_where_memory_is_scarce() -> None:
+    sizes = [0.2 + 2.8 * (k * 7 % 16) / 15 for k in range(16)]
+    cost = Cost(1, 1, 1, sizes=sizes)
+    options: dict[str, Any] = {"microbatches": 16, "cost": cost, "memory": 7}
+    found = fpipe.search(ranks=4, placement=range(4), iterations=0, **options)
+    # All families overflow; one microbatch after the other has a gap of more than 1.
+    assert found.gap < 0.35
+
+
 def test_zb_auto_is_made_for_sizes() -> None:
     sizes = [1, 5, 2, 4, 1, 3]
     cost = Cost(1, 1, 1, sizes=sizes)
@@ -184,7 +207,7 @@ def test_a_search_arranges_what_comes_in_a_bad_order() -> None:
     assert found.value < 0.75 * usual.makespan and found.gap < 0.08
     # Which comes when does not depend on the order in which they are given.
     other = fpipe.search(cost=Cost(1, 1, 1, sizes=sorted(sizes)), iterations=2000, **options)
-    assert other.value == pytest.approx(found.value, rel=0.02)
+    assert other.value == pytest.approx(found.value, rel=0.05)
 
 
 def test_a_large_search_takes_sizes() -> None:

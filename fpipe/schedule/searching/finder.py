@@ -18,8 +18,10 @@ from fpipe.schedule.searching.arranging import arranged, exchanged, turn_of
 from fpipe.schedule.searching.beam import beam
 from fpipe.schedule.searching.budget import Budget
 from fpipe.schedule.searching.evaluator import make_evaluator
+from fpipe.schedule.searching.list_scheduler import list_schedule
+from fpipe.schedule.searching.policy import known_policies
 from fpipe.schedule.searching.pool import Breeder, Candidate, played_in_full, reduced
-from fpipe.schedule.searching.problem import Problem, make_problem, to_schedule
+from fpipe.schedule.searching.problem import Problem, by_size, make_problem, to_schedule
 from fpipe.schedule.searching.result import SearchResult
 from fpipe.schedule.searching.seeds import order_of, seeds
 from fpipe.schedule.searching.tightening import tighten
@@ -31,6 +33,7 @@ _SEARCHED = 0.75  # of the seconds; the bound takes about as much as is left
 _EFFORT = 10  # the same in an iteration
 _LEAST_EFFORT, _MOST_EFFORT = 2_000, 60_000  # the least is what `timeline.bound` takes
 _ARRANGED = 4  # orders whose microbatches change places
+_PLAIN = 4  # policies that are played with microbatches arranged by size
 _IN_FULL = 4  # policies that are played in full, where they were compared on fewer microbatches
 
 
@@ -59,7 +62,8 @@ def search(
     where stages are very unequal and there is no time to search.
 
     Where microbatches differ in size (``cost.sizes``) it also looks for the order in which they
-    come: the schedule names them as you do, and takes them in that order.
+    come: the schedule names them as you do, and takes them in that order. There are no beams then,
+    and large cases are tuned on microbatches of the mean size.
 
     Args:
         ranks: number of ranks.
@@ -182,9 +186,9 @@ def _improved(
         best = _tightened(problems, families, best, budget)
         begun = budget.progress
         # Beams take all microbatches as alike.
-        alike = [] if problems[0].uneven else problems
-        for turn, problem in enumerate(alike, 1):
-            budget.share = min(1.0, begun + 0.35 * turn / len(problems))
+        beamed = [] if problems[0].uneven else problems
+        for nth, problem in enumerate(beamed, 1):
+            budget.share = min(1.0, begun + 0.35 * nth / len(problems))
             if (order := beam(problem, best.value, budget)) is not None:
                 best = Candidate(problem, order)
     breeder = Breeder(small, random, budget, best=math.inf if large else best.value)
@@ -204,13 +208,21 @@ def _improved(
 
 
 def _arranged(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates with their microbatches arranged by size."""
-    evaluators = {own.problem.placement: make_evaluator(own.problem) for own in candidates}
-    return [
+    """Candidates with their microbatches arranged by size: the best, and those of plain policies,
+    which fit whatever memory there is."""
+    few = sorted(candidates, key=lambda candidate: candidate.value)[:_ARRANGED]
+    found = [
         Candidate(problem, other)
-        for problem, order in candidates
-        for other in arranged(evaluators[problem.placement], order)
+        for problem, order in few
+        for other in arranged(make_evaluator(problem), order)
     ]
+    for problem in {id(own.problem): own.problem for own in candidates}.values():
+        for policy in known_policies(problem)[:_PLAIN]:
+            for turn in (problem.turn, *by_size(problem.sizes, problem.turn)):
+                own = list_schedule(problem, replace(policy, turn=tuple(turn)))
+                if own is not None:
+                    found.append(Candidate(problem, own))
+    return found
 
 
 def _exchanged(
@@ -219,8 +231,8 @@ def _exchanged(
     """The best of all when microbatches of the few that take least change places."""
     few = sorted(found, key=lambda candidate: candidate.value)[:_ARRANGED]
     begun, whole = budget.progress, budget.share
-    for turn, (problem, order) in enumerate(few, 1):
-        budget.share = begun + (whole - begun) * turn / len(few)
+    for nth, (problem, order) in enumerate(few, 1):
+        budget.share = begun + (whole - begun) * nth / len(few)
         order = exchanged(make_evaluator(problem), order, random, budget)
         if order.value < best.value:
             best = Candidate(problem, order)

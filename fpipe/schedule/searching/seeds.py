@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
-from fpipe.schedule.cost import StageCosts, alike
+from fpipe.schedule.bound import Memory
+from fpipe.schedule.cost import StageCosts
 from fpipe.schedule.families.dualpipev import dualpipev
 from fpipe.schedule.families.eager_1f1b import eager_1f1b
 from fpipe.schedule.families.gpipe import gpipe
@@ -67,9 +69,8 @@ def _families(problem: Problem) -> list[Maker]:
             add(family)
         add(zb_auto)
         # For these costs, in all the memory there is and in the usual: more is not always better.
-        mean = alike(problem.cost, sum(problem.sizes) / count)
         for memory in (problem.memory, None):
-            add(zb_auto, memory=memory, cost=mean if problem.uneven else problem.cost)
+            found.append(Maker(partial(_made_for, problem, memory)))
     if placement == vee(ranks):
         for family in (zbv, v_half, v_min, dualpipev):
             add(family)
@@ -82,6 +83,12 @@ def _families(problem: Problem) -> list[Maker]:
         for size in sorted({*groups, group_size(ranks=ranks, microbatches=count)}):
             add(group_1f1b, step=size, stages_per_rank=stages, group=size)
     return found
+
+
+def _made_for(problem: Problem, memory: Memory, microbatches: int) -> Schedule:
+    """`zb_auto` for the cost of a problem; of fewer microbatches all are of the mean size."""
+    cost = problem.resized(microbatches).cost
+    return zb_auto(ranks=problem.ranks, microbatches=microbatches, memory=memory, cost=cost)
 
 
 def seeds(problems: Sequence[Problem]) -> Iterator[tuple[Problem, Order]]:
