@@ -67,7 +67,7 @@ def test_groups_of_any_size_are_among_the_families(
     # Only groups of p/2 and p were tried: with 13 microbatches on 4 ranks that left one after the
     # other, and in a large case, where that had not been compared, nothing at all.
     if large:
-        monkeypatch.setattr(seeds, "LARGE", 0)
+        monkeypatch.setattr(seeds, "GUESSED", 0)
     family = schedules.group_1f1b(ranks=ranks, microbatches=microbatches, stages_per_rank=stages)
     timeline = simulate(family, UNEVEN)
     found = search(

@@ -31,7 +31,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
         The order, or None where it gave up.
     """
     placement, count, costs = problem.placement, problem.microbatches, problem.costs
-    # Microbatches are counted in the order in which they are taken.
+    # From here on a microbatch is known by its place in the turn.
     turn = policy.turn or problem.turn
     size = [problem.sizes[microbatch] for microbatch in turn]
     total, largest = sum(size), max(size)
@@ -44,7 +44,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
     windows, patience = policy.windows, policy.patience
     pace = policy.pace * problem.work * count / total
 
-    # Per stage: how many of F and I are done, the microbatches that still lack their W, and when
+    # Per stage: how many of F and I are done, the places of those that still lack their W, and when
     # the inputs of F and I arrive, in order.
     done_f, done_i = [0] * len(placement), [0] * len(placement)
     late: list[deque[int]] = [deque() for _ in placement]
@@ -130,34 +130,34 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
         heappush(heap, (end, rank))
         arrival, reader = end, rank
         if kind == FORWARD:
-            microbatch = done_f[chosen]
+            place = done_f[chosen]
             done_f[chosen] += 1
-            held[rank] += kept[chosen] * size[microbatch]
+            held[rank] += kept[chosen] * size[place]
             if chosen < last:
                 arrival, reader = end + down[chosen], placement[chosen + 1]
                 inputs[chosen + 1].append(arrival)
             else:
                 gradients[chosen].append(end)
         elif kind == GRADIENT:
-            microbatch = done_i[chosen]
+            place = done_i[chosen]
             done_i[chosen] += 1
             if whole:
-                fused.add((chosen * 3 + kind) * count + turn[microbatch])
+                fused.add((chosen * 3 + kind) * count + turn[place])
                 todo[rank] -= 1
-                held[rank] -= kept[chosen] * size[microbatch]
-                left[rank] -= backward[chosen] * size[microbatch] - duration
+                held[rank] -= kept[chosen] * size[place]
+                left[rank] -= backward[chosen] * size[place] - duration
             else:
-                late[chosen].append(microbatch)
-                held[rank] -= freed[chosen] * size[microbatch]
-                owed[rank] += later[chosen] * size[microbatch]
+                late[chosen].append(place)
+                held[rank] -= freed[chosen] * size[place]
+                owed[rank] += later[chosen] * size[place]
             if chosen:
                 arrival, reader = end + up[chosen - 1], placement[chosen - 1]
                 gradients[chosen - 1].append(arrival)
         else:
-            microbatch = late[chosen].popleft()
-            held[rank] -= later[chosen] * size[microbatch]
-            owed[rank] -= later[chosen] * size[microbatch]
-        rows[rank].append((chosen * 3 + kind) * count + turn[microbatch])
+            place = late[chosen].popleft()
+            held[rank] -= later[chosen] * size[place]
+            owed[rank] -= later[chosen] * size[place]
+        rows[rank].append((chosen * 3 + kind) * count + turn[place])
         if reader != rank and wake[reader] > arrival:
             wake[reader] = arrival
             heappush(heap, (arrival, reader))

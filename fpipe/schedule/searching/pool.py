@@ -12,7 +12,7 @@ from fpipe.schedule.searching.list_scheduler import list_schedule
 from fpipe.schedule.searching.policy import Policy, known_policies, mutated, random_policy
 from fpipe.schedule.searching.problem import Order, Problem
 
-LARGE = 12_000  # actions: above it, policies are compared on fewer microbatches
+TUNED = 12_000  # actions: above it, policies are compared on fewer microbatches
 _KEPT = 8
 
 
@@ -94,8 +94,8 @@ def reduced(problems: Sequence[Problem]) -> list[Problem]:
     per rank. All have the same number, so that their values compare."""
     stages = max(len(problem.placement) for problem in problems)
     count, ranks = problems[0].microbatches, problems[0].ranks
-    if 3 * stages * count > LARGE:
-        count = min(count, max(2 * ranks, LARGE // (3 * stages)))
+    if 3 * stages * count > TUNED:
+        count = min(count, max(2 * ranks, TUNED // (3 * stages)))
     return [problem.resized(count) for problem in problems]
 
 

@@ -29,8 +29,8 @@ from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.problem import Order, Problem, to_order
 from fpipe.schedule.simulator import run_rows
 
-LARGE = 100_000  # actions: above it, families are compared on fewer microbatches
-_IN_FULL = 2
+GUESSED = 100_000  # actions: above it, families are compared on fewer microbatches
+_MADE = 2  # of them, in full
 
 
 class Maker(NamedTuple):
@@ -98,7 +98,7 @@ def seeds(problems: Sequence[Problem]) -> Iterator[tuple[Problem, Order]]:
     grows evenly with the microbatches, so two smaller sizes tell what the full one will take.
     """
     pairs = [(problem, maker) for problem in problems for maker in makers(problem)]
-    if all(3 * len(p.placement) * p.microbatches <= LARGE for p in problems):
+    if all(3 * len(p.placement) * p.microbatches <= GUESSED for p in problems):
         for problem, maker in pairs:
             if (order := _made(problem, maker)) is not None:
                 yield problem, order
@@ -106,7 +106,7 @@ def seeds(problems: Sequence[Problem]) -> Iterator[tuple[Problem, Order]]:
     guesses = sorted((_guess(*pair), at) for at, pair in enumerate(pairs))
     yielded, best = 0, 0.0
     for guess, at in guesses:
-        if yielded == _IN_FULL or (yielded and guess > 1.01 * best):
+        if yielded == _MADE or (yielded and guess > 1.01 * best):
             return
         # A family may be there, and fit, in the smaller sizes alone.
         problem, maker = pairs[at]
