@@ -25,7 +25,8 @@ _LITERAL = torch.ops.aten.lift_fresh.default
 class WriteGuard(TorchDispatchMode):
     """Raises `ImpureError` at the op that writes, before it does, so that nothing is changed.
 
-    What draws from a generator that is not torch's writes to that, and is `Untraceable`.
+    What draws from a generator that is not torch's writes to that, and is `Untraceable`, as are
+    collectives of torch.distributed that write to their arguments.
 
     Args:
         inputs: fake inputs by how a user would write them.
@@ -53,6 +54,12 @@ class WriteGuard(TorchDispatchMode):
                 "a stage is traced once, and cannot keep the generator's state; draw without "
                 "generator=, which under a key gives the same numbers whatever the schedule, or "
                 "draw before and keep what is drawn in a buffer or in the batch",
+            )
+        if func.namespace == "c10d":
+            raise Untraceable(
+                f"calls one of torch.distributed's own collectives ({func})",
+                "what it writes to is waited for outside of any trace; take those of "
+                "torch.distributed._functional_collectives, which return new tensors",
             )
         arguments = list(_arguments(func, args, kwargs or {}))
         for declared, value in arguments:
