@@ -294,6 +294,14 @@ class Definition:
         """The names in `argnums`."""
         return (self.argnums,) if isinstance(self.argnums, str) else self.argnums
 
+    def asked(self, found: tuple[Any, ...]) -> Any:
+        """What a call returns where there is something for each of `wanted`: that one, or all."""
+        return found[0] if isinstance(self.argnums, str) else found
+
+    def for_each(self, given: Any) -> Any:
+        """What `asked` has returned, or a caller has given so, for each of `wanted` again."""
+        return (given,) if isinstance(self.argnums, str) else given
+
     @property
     def objective(self) -> Objective:
         """What the stages are differentiated for."""

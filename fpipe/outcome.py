@@ -49,7 +49,7 @@ class Outcome:
             self._by_params() if argument == "params" else self._by_batch()
             for argument in definition.wanted
         )
-        return found[0] if isinstance(definition.argnums, str) else found
+        return definition.asked(found)
 
     @property
     def state(self) -> Any:

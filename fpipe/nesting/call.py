@@ -94,9 +94,9 @@ class Call:
         before = _drawn_from(leaves) if runs_again else []
         with self.as_made():
             made = getattr(self.pipe, self.method)(*arguments, **self.options)
-        one = isinstance(self.pipe.definition.argnums, str)
-        if self.differentiable and self.method == "run_step" and one:
-            made = (made[0], (made[1],), *made[2:])  # derivatives know gradients as a tuple
+        if self.differentiable and self.method == "run_step":
+            # Derivatives know gradients as a tuple.
+            made = (made[0], self.pipe.definition.for_each(made[1]), *made[2:])
         after = _drawn_from(leaves) if runs_again else []
         # Other threads may have drawn.
         self.drew = not all(map(torch.equal, before, after)) and self.pipe.workshop.may_draw

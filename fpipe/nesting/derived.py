@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
+from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fpipe import tree
@@ -43,6 +44,17 @@ class Callee(Protocol):
     workshop: Workshop
 
     def __init__(self, definition: Definition, *, workshop: Workshop | None = None) -> None: ...
+
+    def run_step(
+        self, *arguments: Any, key: Tensor | None = None, name: str | None = None
+    ) -> tuple[Any, ...]:
+        """The loss and the gradients, and aux if there is any."""
+
+    def run_value(self, *arguments: Any, key: Tensor | None = None) -> Any:
+        """The loss."""
+
+    def run_forward(self, *arguments: Any, key: Tensor | None = None, out_dims: Any = 0) -> Any:
+        """The outputs."""
 
 
 def choosing(pipe: Callee, names: tuple[str, ...]) -> Callee:

@@ -71,8 +71,8 @@ def tracked_step(
         if is_tracked(tree.flatten(own)[0])
     }
     if pipe.rank is not None and not tracked <= {"params"} & {*definition.wanted}:
-        run: Any = pipe
-        return without_history(run.run_value(*arguments, **options), leaves, BY_PARAMETERS), ()
+        value = pipe.run_value(*arguments, **options)
+        return without_history(value, leaves, BY_PARAMETERS), ()
     several = bool(definition.loss_shape[bool(definition.convention.vectors) :])
     if "batch" in tracked and several and definition.alone is None:
         raise BatchError(

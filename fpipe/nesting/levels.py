@@ -101,8 +101,7 @@ def _tracked(
     if pipe.rank is not None:
         raise refuse(kind)
     loss, grads, *aux = tracked_step(pipe, pipe.definition.wanted, *arguments, **options)
-    if isinstance(pipe.definition.argnums, str):
-        (grads,) = grads
+    grads = pipe.definition.asked(grads)
     if method == "run_step":
         return loss, grads, *aux
     return StepAux(loss, grads, *aux) if aux else Step(loss, grads)

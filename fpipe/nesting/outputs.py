@@ -49,8 +49,7 @@ def tracked_forward(pipe: Callee, *arguments: Any, key: Tensor | None, out_dims:
     """What ``forward`` returns, with history; where it can have none, a backward says why."""
     leaves, spec = tree.flatten(arguments)
     if pipe.rank is not None:
-        run: Any = pipe
-        made = run.run_forward(*arguments, key=key, out_dims=out_dims)
+        made = pipe.run_forward(*arguments, key=key, out_dims=out_dims)
         return without_history(made, leaves, ON_ONE_RANK)
     call = _Outputs(pipe, spec, key, out_dims)
     outputs = _Operation.apply(call, key, *leaves)
@@ -150,10 +149,9 @@ def _step(
     pipe: Callee, arguments: Sequence[Any], key: Tensor | None
 ) -> tuple[Tensor, dict[str, Any]]:
     """The loss of a step, and the gradients by what they are by."""
-    run: Any = pipe
-    loss, grads, *_ = run.run_step(*arguments, key=key)
-    one = isinstance(pipe.definition.argnums, str)
-    return loss, dict(zip(pipe.definition.wanted, (grads,) if one else grads, strict=True))
+    loss, grads, *_ = pipe.run_step(*arguments, key=key)
+    definition = pipe.definition
+    return loss, dict(zip(definition.wanted, definition.for_each(grads), strict=True))
 
 
 class _Operation(torch.autograd.Function):

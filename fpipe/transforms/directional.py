@@ -95,10 +95,8 @@ class Directional(Wrapping):
         """
         vectors = self._told("step", vector)
         loss, duals, *aux = self.pipeline.run_step(params, batch, *vectors, key=key)
-        if isinstance(self.definition.argnums, str):
-            grads, products = _sides(duals, vectors[0])
-        else:
-            grads, products = zip(*map(_sides, duals, vectors), strict=True)
+        sides = map(_sides, self.definition.for_each(duals), vectors)
+        grads, products = map(self.definition.asked, zip(*sides, strict=True))
         found = Hvp(loss.primal, grads, products)
         return HvpAux(*found, *aux) if aux else found
 
@@ -140,7 +138,7 @@ class Directional(Wrapping):
     def _vectors(self, vector: Any) -> tuple[Any, ...]:
         """The direction of each argument that may move."""
         wanted = self.definition.wanted
-        vectors = (vector,) if isinstance(self.definition.argnums, str) else vector
+        vectors = self.definition.for_each(vector)
         if not isinstance(vectors, tuple) or len(vectors) != len(wanted):
             raise BatchError(
                 f"vector={vector!r:.60} must be a tuple of {len(wanted)}, one direction for each "
