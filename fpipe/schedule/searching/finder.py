@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice, product
 from random import Random
 
 from fpipe.errors import ScheduleError
@@ -34,6 +35,7 @@ _EFFORT = 10  # the same in an iteration
 _LEAST_EFFORT, _MOST_EFFORT = 2_000, 60_000  # the least is what `timeline.bound` takes
 _ARRANGED = 4  # orders whose microbatches change places
 _PLAIN = 4  # policies that are played with microbatches arranged by size
+_PLAYED = 300_000  # actions of each placement, in so doing: half a second
 _IN_FULL = 4  # policies that are played in full, where they were compared on fewer microbatches
 
 
@@ -108,10 +110,14 @@ def search(
     candidates = [Candidate(problem, order) for problem, order in seeds(problems)]
     if start is not None:
         candidates.insert(0, _started(problems[0], start))
-    if problems[0].uneven:
-        candidates += _arranged(candidates)
-    best = min(candidates, key=lambda found: found.value)
     bound = min(problem.bound for problem in problems)
+    best = min(candidates, key=lambda found: found.value)
+    if problems[0].uneven:
+        for found in _arranged(tuple(candidates)):
+            if best.value <= bound * (1 + 1e-9):
+                break
+            candidates.append(found)
+            best = min(best, found, key=lambda candidate: candidate.value)
     spent = 0.0
     if best.value > bound * (1 + 1e-9):
         problems = _examined(problems, seconds, iterations)
@@ -207,22 +213,21 @@ def _improved(
     return Candidate(best.problem, order)
 
 
-def _arranged(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _arranged(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
     """Candidates with their microbatches arranged by size: the best, and those of plain policies,
-    which fit whatever memory there is."""
+    which fit whatever memory there is; of large problems few."""
     few = sorted(candidates, key=lambda candidate: candidate.value)[:_ARRANGED]
-    found = [
-        Candidate(problem, other)
-        for problem, order in few
-        for other in arranged(make_evaluator(problem), order)
-    ]
+    for problem, order in few:
+        for other in arranged(make_evaluator(problem), order):
+            yield Candidate(problem, other)
     for problem in {id(own.problem): own.problem for own in candidates}.values():
-        for policy in known_policies(problem)[:_PLAIN]:
-            for turn in (problem.turn, *by_size(problem.sizes, problem.turn)):
-                own = list_schedule(problem, replace(policy, turn=tuple(turn)))
-                if own is not None:
-                    found.append(Candidate(problem, own))
-    return found
+        turns = (problem.turn, *map(tuple, by_size(problem.sizes, problem.turn)))
+        ways = product(known_policies(problem)[:_PLAIN], turns)
+        actions = 3 * len(problem.placement) * problem.microbatches
+        for policy, turn in islice(ways, max(2, _PLAYED // actions)):
+            played = list_schedule(problem, replace(policy, turn=turn))
+            if played is not None:
+                yield Candidate(problem, played)
 
 
 def _exchanged(
