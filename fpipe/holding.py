@@ -112,16 +112,16 @@ def either(first: Make, second: Make) -> Make:
     return make
 
 
-def given(params: Any) -> Make:
-    """What takes the leaves of a tree as they are.
+def given(params: Any, names: Sequence[str]) -> Make:
+    """What takes the leaves of a tree, which have these names, as they are.
 
     Raises:
         BatchError: when a leaf is taken that has no data.
     """
 
     def make(wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        leaves, spec = tree.flatten(params)
-        found = {n: v for n, v in zip(names_of(spec), leaves, strict=True) if n in wanted}
+        leaves, _ = tree.flatten(params)
+        found = {n: v for n, v in zip(names, leaves, strict=True) if n in wanted}
         for name, leaf in found.items():
             if leaf.is_meta:
                 raise BatchError(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fpipe import random
@@ -59,10 +61,8 @@ class Loadable(Holder):
             >>> [tuple(leaf.shape) for leaf in params], torch.equal(*params)
             ([(3, 3), (3, 3)], False)
         """
-        definition = self.definition
-        home = None if definition.group is None else definition.device
         likes, traced_on = self._shapes(shapes), self._traced_on(example)
-        return held(self, lambda _: drawn(init_fn, key), likes, traced_on, home=home)
+        return held(self, lambda _: drawn(init_fn, key), likes, traced_on, home=self._home())
 
     def load(
         self,
@@ -129,10 +129,8 @@ class Loadable(Holder):
             >>> [str(leaf.device) for leaf in params]
             ['cpu', 'cpu']
         """
-        definition = self.definition
-        home = None if definition.group is None else definition.device
-        made, traced_on = given(params), self._traced_on(example)
-        return held(self, lambda _: made, params, traced_on, home=home, name="params")
+        maker, traced_on = partial(given, params), self._traced_on(example)
+        return held(self, maker, params, traced_on, home=self._home(), name="params")
 
     def load_state(
         self,
@@ -192,6 +190,10 @@ class Loadable(Holder):
             ['0.w', '1.w']
         """
         return own(self, params)
+
+    def _home(self) -> torch.device | None:
+        """Where a process of a group holds its own; one alone leaves leaves where they are."""
+        return None if self.definition.group is None else self.definition.device
 
     def _shapes(self, shapes: Any) -> Any:
         """The shapes of the parameters."""

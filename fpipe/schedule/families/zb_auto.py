@@ -58,8 +58,7 @@ def zb_auto(
     cost = Cost(f=1, i=1, w=1) if cost is None else cost
     check_cost(cost)
     if memory is None:
-        largest = sorted(cost.sizes_of(microbatches))[-ranks:]
-        most = sum(largest) + largest[-1] * (ranks - len(largest))
+        most = sum(sorted(cost.sizes_of(microbatches))[-ranks:])
         memory = [most * size for size in cost.on(linear(ranks)).activation]
     problem = make_problem(linear(ranks), microbatches, cost, memory, "makespan")
     # Tried out on the first microbatches where there are many: the rest repeats what they do.

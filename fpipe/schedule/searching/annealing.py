@@ -93,9 +93,7 @@ def _exchange(
     if problem.sizes[other] == problem.sizes[microbatch]:
         return None
     moved = renamed(problem, order, {microbatch: other, other: microbatch})
-    if not all(evaluator.fits(rank, row, moved.fused) for rank, row in enumerate(moved.rows)):
-        return None
-    return moved.rows, moved.fused
+    return (moved.rows, moved.fused) if evaluator.fits_all(moved) else None
 
 
 def _fused_or_split(

@@ -73,8 +73,7 @@ def renamed(problem: Problem, order: Order, names: dict[int, int]) -> Order:
 
 def valued(evaluator: Evaluator, order: Order) -> Order | None:
     """The order with its value, or None where it does not fit the memory."""
-    for rank, row in enumerate(order.rows):
-        if not evaluator.fits(rank, row, order.fused):
-            return None
+    if not evaluator.fits_all(order):
+        return None
     value, _ = evaluator.times(order.rows, order.fused)
     return replace(order, value=value)

@@ -103,6 +103,10 @@ class Evaluator:
                 return False
         return True
 
+    def fits_all(self, order: Order) -> bool:
+        """Whether every row of an order keeps to its rank's memory."""
+        return all(self.fits(rank, row, order.fused) for rank, row in enumerate(order.rows))
+
     def critical(self, order: Order, ends: list[float]) -> list[int]:
         """The actions that the value of the order waits for, last to first."""
         duration = self.durations(order.fused)

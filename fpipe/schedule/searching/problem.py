@@ -83,17 +83,23 @@ class Problem:
         """The same with another number of microbatches, of the mean size where they differ."""
         if microbatches == self.microbatches:
             return self
-        mean = sum(self.sizes) / self.microbatches
+        cost = self.cost_of(microbatches)
         other = replace(
             self,
             microbatches=microbatches,
-            cost=alike(self.cost, mean),
-            costs=alike(self.cost, mean).on(self.placement),
+            cost=cost,
+            costs=cost.on(self.placement),
             sizes=(1.0,) * microbatches,
             turn=tuple(range(microbatches)),
             bound=0.0,
         )
         return other.examined(effort=0)
+
+    def cost_of(self, microbatches: int) -> Cost:
+        """The cost; of another number of microbatches those of the mean size where they differ."""
+        if microbatches == self.microbatches or not self.uneven:
+            return self.cost
+        return alike(self.cost, sum(self.sizes) / self.microbatches)
 
     def examined(self, effort: int) -> Problem:
         """The same with the best bound that can be had for so much effort (see `lower_bound`)."""
@@ -201,11 +207,10 @@ def to_order(problem: Problem, schedule: Schedule, value: float) -> Order:
 def by_size(sizes: Sequence[float], turn: Sequence[int]) -> Iterator[list[int]]:
     """Microbatches by size: rising, falling, the long or the short inside; equal ones in turn."""
     rising = sorted(turn, key=sizes.__getitem__)
-    yield rising
-    yield rising[::-1]
-    long_inside = [*rising[::2], *rising[1::2][::-1]]
-    yield long_inside
     falling = rising[::-1]
+    yield rising
+    yield falling
+    yield [*rising[::2], *rising[1::2][::-1]]
     yield [*falling[::2], *falling[1::2][::-1]]
     # The longest in the second half, the shortest around.
     quarter = len(rising) // 4

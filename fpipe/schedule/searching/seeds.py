@@ -87,8 +87,12 @@ def _families(problem: Problem) -> list[Maker]:
 
 def _made_for(problem: Problem, memory: Memory, microbatches: int) -> Schedule:
     """`zb_auto` for the cost of a problem; of fewer microbatches all are of the mean size."""
-    cost = problem.resized(microbatches).cost
-    return zb_auto(ranks=problem.ranks, microbatches=microbatches, memory=memory, cost=cost)
+    return zb_auto(
+        ranks=problem.ranks,
+        microbatches=microbatches,
+        memory=memory,
+        cost=problem.cost_of(microbatches),
+    )
 
 
 def seeds(problems: Sequence[Problem]) -> Iterator[tuple[Problem, Order]]:

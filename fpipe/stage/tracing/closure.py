@@ -46,8 +46,7 @@ def lift_constants(
         if not isinstance(value, Tensor):
             raise StageError(
                 f"{name} closes over {a_type(value)} that the tracer keeps as an "
-                "attribute: use plain tensor operations in a stage, and in place of "
-                "torch.distributed's own collectives those of its _functional_collectives"
+                "attribute: use plain tensor operations in a stage"
             )
         value = original(value)
         if isinstance(value, FakeTensor) or is_traced(value):
