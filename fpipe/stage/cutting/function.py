@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from fpipe import tree
-from fpipe.arguments.shapes import Goal, TreeShape, current, without_autocast
+from fpipe.arguments.shapes import Goal, TreeShape, without_autocast
 from fpipe.draws import draws
 from fpipe.errors import StageError
 from fpipe.stage.cutting.alike import likeness, seen_from
@@ -28,7 +27,7 @@ from fpipe.stage.cutting.segments import Segment
 from fpipe.stage.cutting.updates import updates_of
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.graphs.sources import BatchLeaf, Key, Param, Source, StateLeaf, Upstream
-from fpipe.stage.tracing.abstract import Abstract, Leaves, abstract_key, fake_mode
+from fpipe.stage.tracing.abstract import Abstract, Leaves, Places, abstract_key
 from fpipe.stage.tracing.chain import Chain
 from fpipe.stage.tracing.tracer import Traced, trace
 
@@ -58,16 +57,16 @@ class FunctionTracer:
         devices: Sequence[torch.device] | None = None,
     ) -> None:
         self._objective = objective
-        self._devices = devices
+        self._places = Places(devices)
         self._record = Recorder(
             loss_fn=loss_fn,
             num_stages=num_stages,
             objective=objective,
             has_key=has_key,
             keyed=keyed,
-            mode=fake_mode(devices),
+            mode=self._places.mode,
         )
-        self._mode = self._record.mode
+        self._mode = self._places.mode
         # The state comes with the parameters, after them.
         own = objective.trainable
         within = (0, *own.within) if objective.returns.state else own.within
@@ -97,7 +96,7 @@ class FunctionTracer:
             )
         params = Abstract.of(shapes[0], self._mode)
         batch = Abstract.of(microbatch, self._mode)
-        with self._at(0):
+        with self._places.at(0):
             parts, results, numbering, changed = record(params, batch, goal, rows)
         updates = updates_of(name, record.paths(params), parts, results, changed)
         results = results[: len(results) - len(updates)]
@@ -111,14 +110,15 @@ class FunctionTracer:
         labels = [f"stage {index} ({name})" for index in range(len(parts))]
         known: dict[Hashable, tuple[Traced, tuple[Source, ...]]] = {}
         for index, (label, part) in enumerate(zip(labels, parts, strict=True)):
-            leaves = self._placed(self._leaves(part, params, trained, batch, traced), index)
+            leaves = self._leaves(part, params, trained, batch, traced)
+            leaves = replace(leaves, values=self._places.bring(leaves.values, index))
             kind = (
                 likeness(part, leaves),
                 tuple(source in tied for source in part.sources),
-                self._device(index),
+                self._places.device(index),
             )
             if kind not in known:
-                with self._at(index):
+                with self._places.at(index):
                     own = self._trace(
                         index, label, part, leaves, tied, differentiate=goal == "step", rows=rows
                     )
@@ -150,25 +150,6 @@ class FunctionTracer:
         counts = Counter(source for part in parts for source in part.sources)
         return frozenset(source for source, count in counts.items() if count > 1)
 
-    def _device(self, index: int) -> torch.device | None:
-        return None if self._devices is None else self._devices[index]
-
-    def _at(self, index: int) -> AbstractContextManager[Any]:
-        """Within it the current device is that of a stage: it may ask for ``"cuda"`` alone."""
-        return current(self._device(index))
-
-    def _move(self, index: int) -> Move:
-        """From where the function was recorded to a stage."""
-        return Move(self._device(0), self._device(index))
-
-    def _placed(self, leaves: Leaves, index: int) -> Leaves:
-        """The same arguments on the device of a stage."""
-        device = self._device(index)
-        if device is None:
-            return leaves
-        with self._mode:
-            return replace(leaves, values=tuple(value.to(device) for value in leaves.values))
-
     def _trace(
         self,
         index: int,
@@ -182,7 +163,7 @@ class FunctionTracer:
     ) -> Traced:
         assert part.graph.owning_module is not None  # the recorded one, which has the constants
         module = fx.GraphModule(part.graph.owning_module, part.graph)
-        move = self._move(index)
+        move = Move(self._places.device(0), self._places.device(index))
         traced = trace(
             label,
             lambda values: _replayed(Moved(module, move), values),

@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fpipe.arguments.shapes import TreeShape, device_of_keys
+from fpipe.arguments.shapes import TreeShape, current, device_of_keys
 from fpipe.stage.graphs.sources import Source
 
 
-def fake_mode(devices: Sequence[torch.device] | None) -> FakeTensorMode:
-    """The mode in which stages are traced on fake tensors.
+class Places:
+    """Where stages are traced.
 
     Args:
-        devices: that stages may run on, None for those of their arguments.
+        devices: of each stage, None for those of their arguments.
+
+    Attributes:
+        mode: in which their tensors are fake.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    if devices is not None and len(set(devices)) > 1:
-        # It takes "cuda" for the device that was current when the same was asked first.
-        mode.cache_enabled = False
-    return mode
+
+    def __init__(self, devices: Sequence[torch.device] | None) -> None:
+        self._devices = devices
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        if devices is not None and len(set(devices)) > 1:
+            # Its cache takes "cuda" for the device that was current when the same was asked first.
+            self.mode.cache_enabled = False
+
+    def device(self, index: int) -> torch.device | None:
+        """That of a stage."""
+        return None if self._devices is None else self._devices[index]
+
+    def at(self, index: int) -> AbstractContextManager[Any]:
+        """Within it the current device is that of a stage: it may ask for ``"cuda"`` alone."""
+        return current(self.device(index))
+
+    def bring(self, values: tuple[Tensor, ...], index: int) -> tuple[Tensor, ...]:
+        """The same fake tensors on the device of a stage."""
+        device = self.device(index)
+        if device is None:
+            return values
+        with self.mode:
+            return tuple(value.to(device) for value in values)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ Stages with one function and one kind of inputs share a trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.arguments.shapes import Goal, TreeShape, ambient, current
+from fpipe.arguments.shapes import Goal, TreeShape, ambient
 from fpipe.errors import StageError
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.declared.returns import Numbering, Taken
@@ -24,7 +23,7 @@ from fpipe.stage.declared.stage import Stage
 from fpipe.stage.graphs.joint import Joint
 from fpipe.stage.graphs.sources import BatchLeaf, Key, Param, Source, Upstream
 from fpipe.stage.refusing.explain import describe, explain
-from fpipe.stage.tracing.abstract import Abstract, Leaves, abstract_key, fake_mode
+from fpipe.stage.tracing.abstract import Abstract, Leaves, Places, abstract_key
 from fpipe.stage.tracing.tracer import Traced, check_output, trace
 
 
@@ -107,8 +106,8 @@ class ChainTracer:
         self._stages = tuple(stages)
         self._loss = loss
         self._objective = objective
-        self._devices = devices
-        self._mode = fake_mode(devices)
+        self._places = Places(devices)
+        self._mode = self._places.mode
         self._traces: dict[Any, Traced] = {}
 
     def __call__(
@@ -137,7 +136,9 @@ class ChainTracer:
         for index, stage in enumerate(self._stages):
             labels.append(f"stage {index} ({stage.label})")
             with_loss = index == last and goal != "forward"
-            x, here = self._placed(x, index), self._placed(batch, index)
+            x, here = (
+                replace(own, values=self._places.bring(own.values, index)) for own in (x, batch)
+            )
             self._check_device(labels[-1], params[index], index)
             how = (stage.reads_batch, stage.reads_key, with_loss, index == 0)
             given = _Given(params[index], flags[index], x, x_sources, carries, here, rows)
@@ -147,7 +148,7 @@ class ChainTracer:
                 result = self._traces.get((kind, True))  # its forward is a part of that
             if result is None:
                 giver = f"what {labels[-2]} returns" if index else "a microbatch"
-                with self._at(index):
+                with self._places.at(index):
                     result = self._trace(
                         labels[-1],
                         stage,
@@ -178,25 +179,15 @@ class ChainTracer:
         """Stage and leaf of the parameters that are not trained."""
         return self._objective.trainable.frozen([shape.spec for shape in shapes], shared=False)
 
-    def _placed(self, values: Abstract, index: int) -> Abstract:
-        """The same leaves on the device of a stage."""
-        if self._devices is None:
-            return values
-        with self._mode:
-            return Abstract(tuple(v.to(self._devices[index]) for v in values.values), values.spec)
-
-    def _at(self, index: int) -> AbstractContextManager[Any]:
-        """Within it the current device is that of a stage: it may ask for ``"cuda"`` alone."""
-        return current(None if self._devices is None else self._devices[index])
-
     def _check_device(self, label: str, params: Abstract, index: int) -> None:
-        if self._devices is None:
+        device = self._places.device(index)
+        if device is None:
             return
         for path, value in zip(tree.paths(params.spec), params.values, strict=True):
-            if value.device != self._devices[index]:
+            if value.device != device:
                 raise StageError(
                     f"params{path} of {label} lies on {value.device}, but its rank has the device "
-                    f"{self._devices[index]}: move it there first"
+                    f"{device}: move it there first"
                 )
 
     def _trace(
