@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fpipe import tree
 from fpipe.arguments.shapes import Goal, TreeShape, without_autocast
@@ -161,12 +161,10 @@ class FunctionTracer:
         differentiate: bool,
         rows: int,
     ) -> Traced:
-        assert part.graph.owning_module is not None  # the recorded one, which has the constants
-        module = fx.GraphModule(part.graph.owning_module, part.graph)
         move = Move(self._places.device(0), self._places.device(index))
         traced = trace(
             label,
-            lambda values: _replayed(Moved(module, move), values),
+            lambda values: _replayed(Moved(part.graph, move), values),
             leaves,
             self._mode,
             self._objective,

@@ -59,12 +59,12 @@ class Moved(Replay):
     """Runs a recorded graph on inputs that lie on another device.
 
     Args:
-        module: recorded.
+        graph: recorded.
         move: from where to where.
     """
 
-    def __init__(self, module: fx.GraphModule, move: Move) -> None:
-        super().__init__(module)
+    def __init__(self, graph: fx.Graph, move: Move) -> None:
+        super().__init__(graph)
         self._move = move
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -97,10 +97,15 @@ _MARKS: ContextVar[Marks | None] = ContextVar("fpipe.checkpoint", default=None)
 
 
 class Replay(fx.Interpreter):
-    """Runs a recorded graph, whose marks go on to what is recorded of it."""
+    """Runs a recorded graph, whose marks go on to what is recorded of it.
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
+    Args:
+        graph: of the module that was recorded, or a part of that, which has what it closes over.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        assert graph.owning_module is not None
+        super().__init__(graph.owning_module, graph=graph)
         self.extra_traceback = False
         self._call: Checkpointed | None = None
 

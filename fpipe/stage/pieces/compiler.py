@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,9 +181,16 @@ def _module(graph: fx.Graph) -> fx.GraphModule:
 
 
 def _uncompiled(graph: fx.Graph) -> Call:
-    """The graph as Python, taking its inputs from a list and dropping each after its last use."""
+    """The graph as Python, taking its inputs from a list and dropping each after its last use.
+
+    Not as a `GraphModule`: each is a class of its own, which all modules of the process pay for
+    whenever torch traces, and its text is kept by torch for good.
+    """
     graph.set_codegen(_BoxedCodeGen())
-    call: Call = _module(graph).forward
+    written = graph.python_code("self")
+    names = dict(written.globals)
+    exec(compile(written.src, "<fpipe, uncompiled>", "exec"), names)
+    call: Call = partial(names["forward"], None)  # a graph of stages has no attributes
     return call
 
 

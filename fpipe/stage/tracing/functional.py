@@ -80,7 +80,7 @@ def _functional(module: fx.GraphModule, arguments: Sequence[Tensor]) -> fx.Graph
 
     def run(*values: Tensor) -> Any:
         own = dict(zip(held, values[len(arguments) :], strict=True))
-        return _Given(module, own).run(*values[: len(arguments)])
+        return _Given(module.graph, own).run(*values[: len(arguments)])
 
     made = _marked(functionalize(run), (*arguments, *held.values()))
     placeholders = [node for node in made.graph.nodes if node.op == "placeholder"]
@@ -101,8 +101,8 @@ _DENSE = (Tensor, torch.nn.Parameter)
 class _Given(Replay):
     """Runs a graph with other tensors in place of those that it closes over."""
 
-    def __init__(self, module: fx.GraphModule, given: Mapping[str, Tensor]) -> None:
-        super().__init__(module)
+    def __init__(self, graph: fx.Graph, given: Mapping[str, Tensor]) -> None:
+        super().__init__(graph)
         self._given = given
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
