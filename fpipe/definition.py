@@ -27,8 +27,8 @@ from fpipe.errors import (
 )
 from fpipe.runtime.connect import device_of
 from fpipe.schedule import Action, Op, Schedule
-from fpipe.schedule.requires import owed_by_actions
-from fpipe.schedule.verifier import verify
+from fpipe.schedule.verifying.requires import owed_by_actions
+from fpipe.schedule.verifying.verifier import verify
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.declared.returns import Returns
 from fpipe.stage.declared.sink import SUM, Sink

@@ -19,7 +19,7 @@ from fpipe.runtime.program import Compute, Free, Program, WaitRecv
 from fpipe.schedule import Action, Op
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.forwards import all_forwards_first
-from fpipe.schedule.timeline import Timeline
+from fpipe.schedule.timing.timeline import Timeline
 
 
 def profile(

@@ -91,6 +91,25 @@ PUBLIC_PURE: Final = frozenset(
 # The rooms of docs/architecture.md: a module imports from its own layer or from those above it.
 LAYERS: Final = (
     ("fpipe.errors", "fpipe.microbatches", "fpipe.tree", "fpipe.version"),
+    (
+        "fpipe.schedule.action",
+        "fpipe.schedule.arguments",
+        "fpipe.schedule.cost",
+        "fpipe.schedule.dependencies",
+        "fpipe.schedule.earliest",
+        "fpipe.schedule.exchange",
+        "fpipe.schedule.forwards",
+        "fpipe.schedule.grid",
+        "fpipe.schedule.picture",
+        "fpipe.schedule.placements",
+        "fpipe.schedule.schedule",
+        "fpipe.schedule.sizes",
+        "fpipe.schedule.timing.critical",  # of events alone, for pictures
+        "fpipe.schedule.timing.memory",
+    ),
+    ("fpipe.schedule.bounds", "fpipe.schedule.verifying"),
+    ("fpipe.schedule.timing",),
+    ("fpipe.schedule.families", "fpipe.schedule.searching"),
     ("fpipe.schedule",),
     ("fpipe.schedules",),
     ("fpipe.cli",),

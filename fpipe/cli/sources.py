@@ -15,7 +15,7 @@ from fpipe.errors import ScheduleError
 from fpipe.schedule.exchange.plain import load
 from fpipe.schedule.exchange.text_form import parse_text
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.timeline import Timeline
+from fpipe.schedule.timing.timeline import Timeline
 
 SUFFIXES: Final = (".csv", ".json", ".txt")
 HELP: Final = (

@@ -9,7 +9,7 @@ from fpipe.cli import sources
 from fpipe.cli.parsing import Commands, new
 from fpipe.errors import ScheduleError
 from fpipe.schedule.sizes import sizes
-from fpipe.schedule.verifier import verify
+from fpipe.schedule.verifying.verifier import verify
 
 
 def add(commands: Commands[Any]) -> None:

@@ -30,7 +30,7 @@ from fpipe.runtime.program import Program
 from fpipe.runtime.values import Codes
 from fpipe.schedule import Op, Schedule
 from fpipe.schedule.forwards import forwards_of
-from fpipe.schedule.requires import owed_by_actions
+from fpipe.schedule.verifying.requires import owed_by_actions
 from fpipe.stage.declared.sink import Sink
 from fpipe.stage.pieces.code import StageCode
 from fpipe.stage.tracing.apart import one_at_a_time

@@ -6,6 +6,7 @@ import pytest
 
 import fpipe
 from fpipe import Cost, search, simulate
+from fpipe.schedule.bounds.lower import Objective
 from fpipe.schedule.placements import linear, looped, vee
 from fpipe.schedule.searching.beam import beam
 from fpipe.schedule.searching.budget import Budget
@@ -45,7 +46,7 @@ def test_it_finds_the_best_where_memory_is_scarce(
 
 
 @pytest.mark.parametrize("objective", ["makespan", "span"])
-def test_what_falls_out_of_it_leaves_a_schedule(objective: fpipe.schedule.bound.Objective) -> None:
+def test_what_falls_out_of_it_leaves_a_schedule(objective: Objective) -> None:
     cost = Cost(10, 12, 8, comm=1, b=17, freed_by_i=0.2)
     assert found(make_problem(vee(4), 12, cost, 3, objective), iterations=300) is not None
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe import Cost, ScheduleError, schedules, search, simulate
-from fpipe.schedule.bound import Objective
+from fpipe.schedule.bounds.lower import Objective
 from fpipe.schedule.placements import linear, looped, vee
 from fpipe.schedule.searching import seeds
 from fpipe.schedule.searching.annealing import anneal

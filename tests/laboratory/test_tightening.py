@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe import Cost, schedules, search, simulate
-from fpipe.schedule.bound import Objective
+from fpipe.schedule.bounds.lower import Objective
 from fpipe.schedule.placements import linear, looped, vee
 from fpipe.schedule.searching.budget import Budget
 from fpipe.schedule.searching.evaluator import make_evaluator

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action
 from fpipe.schedule.cost import Cost
-from fpipe.schedule.critical import Events, Message, Position, Wait, waits_of
-from fpipe.schedule.memory import Steps, held
 from fpipe.schedule.placements import stages_on
+from fpipe.schedule.timing.critical import Events, Message, Position, Wait, waits_of
+from fpipe.schedule.timing.memory import Steps, held
 
 
 class Box(NamedTuple):

@@ -6,12 +6,9 @@ from dataclasses import replace
 from heapq import nsmallest
 from typing import TypeAlias
 
-from fpipe.schedule.bound_diagram import undominated
-from fpipe.schedule.part import Part, part_of
-from fpipe.schedule.searching.budget import Budget
-from fpipe.schedule.searching.evaluator import make_evaluator
-from fpipe.schedule.searching.problem import GRADIENT, WEIGHT, Order, Problem
-from fpipe.schedule.steps import (
+from fpipe.schedule.bounds.diagram import undominated
+from fpipe.schedule.bounds.part import Part, part_of
+from fpipe.schedule.bounds.steps import (
     Counts,
     State,
     Step,
@@ -21,6 +18,9 @@ from fpipe.schedule.steps import (
     possible,
     work_left,
 )
+from fpipe.schedule.searching.budget import Budget
+from fpipe.schedule.searching.evaluator import make_evaluator
+from fpipe.schedule.searching.problem import GRADIENT, WEIGHT, Order, Problem
 
 _WIDTHS = (8, 32, 128, 512, 2048, 8192)
 _PATIENCE = 3  # beams that find nothing better, before the rest of the budget is left to others
@@ -33,7 +33,7 @@ Scored: TypeAlias = tuple[tuple[float, float], Counts, State, Trail]
 def beam(problem: Problem, best: float, budget: Budget) -> Order | None:
     """The best order that beams of growing width find, if it is better than `best`.
 
-    It goes through the states of all ranks as the bound does (see `bound_diagram`), but where that
+    It goes through the states of all ranks as the bound does (see `bounds.diagram`), but where that
     merges what is too much, this keeps the states in which the ranks will be done soonest, all
     together, if none waits any more. A beam that nothing falls out of has found the best schedule
     of its kind: of halves, or, where an I hands on more than it frees, of full backwards.

@@ -10,7 +10,7 @@ from random import Random
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.arguments import plain_counts, plain_integer, plain_number
-from fpipe.schedule.bound import Memory, Objective
+from fpipe.schedule.bounds.lower import Memory, Objective
 from fpipe.schedule.cost import Cost, check_cost
 from fpipe.schedule.placements import linear, looped, plain_placement, vee
 from fpipe.schedule.schedule import Schedule
@@ -26,8 +26,8 @@ from fpipe.schedule.searching.problem import Problem, by_size, make_problem, to_
 from fpipe.schedule.searching.result import SearchResult
 from fpipe.schedule.searching.seeds import order_of, seeds
 from fpipe.schedule.searching.tightening import tighten
-from fpipe.schedule.simulator import simulate
-from fpipe.schedule.verifier import check_schedule, verify
+from fpipe.schedule.timing.simulator import simulate
+from fpipe.schedule.verifying.verifier import check_schedule, verify
 
 _EFFORT_A_SECOND = 6_000  # states to look at for a bound, in a second of search
 _SEARCHED = 0.75  # of the seconds; the bound takes about as much as is left

@@ -7,9 +7,9 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from operator import add
 
+from fpipe.schedule.bounds.steps import needed_later
 from fpipe.schedule.searching.policy import UNLIMITED, Policy
 from fpipe.schedule.searching.problem import FORWARD, GRADIENT, WEIGHT, Order, Problem
-from fpipe.schedule.steps import needed_later
 
 
 def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) -> Order | None:

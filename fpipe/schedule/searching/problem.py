@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fpipe.schedule.action import Action, Op
-from fpipe.schedule.bound import Memory, Objective, lower_bound, memory_limits
+from fpipe.schedule.bounds.lower import Memory, Objective, lower_bound, memory_limits
 from fpipe.schedule.cost import Cost, StageCosts, alike
 from fpipe.schedule.placements import stages_by_rank
 from fpipe.schedule.schedule import Schedule

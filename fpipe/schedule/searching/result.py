@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fpipe.schedule.bound import Objective
+from fpipe.schedule.bounds.lower import Objective
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.timeline import Timeline
+from fpipe.schedule.timing.timeline import Timeline
 
 
 @dataclass(frozen=True)

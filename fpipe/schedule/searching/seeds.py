@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
-from fpipe.schedule.bound import Memory
+from fpipe.schedule.bounds.lower import Memory
 from fpipe.schedule.cost import StageCosts
 from fpipe.schedule.families.dualpipev import dualpipev
 from fpipe.schedule.families.eager_1f1b import eager_1f1b
@@ -27,7 +27,7 @@ from fpipe.schedule.families.zbv import zbv
 from fpipe.schedule.placements import linear, looped, vee
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.problem import Order, Problem, to_order
-from fpipe.schedule.simulator import run_rows
+from fpipe.schedule.timing.simulator import run_rows
 
 GUESSED = 100_000  # actions: above it, families are compared on fewer microbatches
 _MADE = 2  # of them, in full

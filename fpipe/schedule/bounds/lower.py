@@ -14,10 +14,10 @@ from fpipe.schedule.arguments import (
     plain_integer,
     plain_number,
 )
-from fpipe.schedule.bound_area import area_bound, area_of
-from fpipe.schedule.bound_rank import RankProblem, rank_problem
-from fpipe.schedule.bound_scarce import scarce_bound
-from fpipe.schedule.bound_turns import turns_bound
+from fpipe.schedule.bounds.area import area_bound, area_of
+from fpipe.schedule.bounds.rank import RankProblem, rank_problem
+from fpipe.schedule.bounds.scarce import scarce_bound
+from fpipe.schedule.bounds.turns import turns_bound
 from fpipe.schedule.cost import (
     MOST,
     Cost,
@@ -56,14 +56,14 @@ def lower_bound(
       forward, only the backwards of what it holds, while that forward makes its round trip. Start
       and end, plus all work in between, add up;
     - *area*: each microbatch holds its activation for at least one round trip, and memory times
-      time must have room for all of them (see `bound_area`);
+      time must have room for all of them (see `bounds.area`);
     - *turns*: where memory holds K microbatches, number K waits for a whole round trip of number 0,
-      and so on to the last (see `bound_turns`).
+      and so on to the last (see `bounds.turns`).
 
     The fifth is for scarce memory, which leaves few ways to go on, so that one can try them all:
 
     - *states*: the best schedule of one rank, or of a few together, with the others taken as
-      unlimited; or less than that where its states are too many (see `bound_diagram`).
+      unlimited; or less than that where its states are too many (see `bounds.diagram`).
 
     Valid for every cost; tight where one rank limits the pipeline (ZB-H1 and unsplit schedules
     without latency meet it), and the best there is where *states* gets through all ranks exactly;

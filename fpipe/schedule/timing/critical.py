@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 from fpipe.schedule.action import Action
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.dependencies import chain, dependencies
-from fpipe.schedule.memory import Timed
+from fpipe.schedule.timing.memory import Timed
 
 Position: TypeAlias = tuple[int, int]  # rank, index in the rank's row
 Events: TypeAlias = Sequence[Sequence[Timed]]  # per rank, in the order in which it ran them

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from operator import le
 from typing import NamedTuple
 
-from fpipe.schedule.part import Part
-from fpipe.schedule.steps import Counts, State, after, beginning, counted, possible
+from fpipe.schedule.bounds.part import Part
+from fpipe.schedule.bounds.steps import Counts, State, after, beginning, counted, possible
 
 
 class Diagram(NamedTuple):

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.arguments import plain_integer
-from fpipe.schedule.bound import lower_bound
+from fpipe.schedule.bounds.lower import lower_bound
 from fpipe.schedule.cost import Cost, StageCosts, check_cost
-from fpipe.schedule.critical import Transfer, critical_path, transfers
 from fpipe.schedule.exchange.plain import PathLike, save
-from fpipe.schedule.memory import Steps, held
 from fpipe.schedule.schedule import LARGEST_SHOWN, Schedule
 from fpipe.schedule.sizes import one_line
-from fpipe.schedule.verifier import check_schedule
+from fpipe.schedule.timing.critical import Transfer, critical_path, transfers
+from fpipe.schedule.timing.memory import Steps, held
+from fpipe.schedule.verifying.verifier import check_schedule
 
 if TYPE_CHECKING:
     from fpipe.schedule.picture.chart import Chart

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fpipe.schedule.bound_diagram import walk
+from fpipe.schedule.bounds.diagram import walk
+from fpipe.schedule.bounds.part import part_of
 from fpipe.schedule.cost import StageCosts
-from fpipe.schedule.part import part_of
 
 _WIDTH = 2  # states kept of equal counts, at first
 
@@ -25,7 +25,7 @@ def scarce_bound(
     """The bound of the schedules of a few ranks, for which the others have nothing else to do.
 
     One rank is looked at alone, exactly, or with states merged where there are many (see
-    `bound_diagram`): the first, the last and the `likely` one. The best of them is joined by its
+    `bounds.diagram`): the first, the last and the `likely` one. The best of them is joined by its
     neighbours, one after the other, as far as the effort goes; what is left of it goes into merging
     less. A span is that of one rank, whatever the others do.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from fpipe.schedule.bound_area import lives
-from fpipe.schedule.bound_rank import RankProblem
+from fpipe.schedule.bounds.area import lives
+from fpipe.schedule.bounds.rank import RankProblem
 
 
 def turns_bound(problem: RankProblem, span: bool) -> float:

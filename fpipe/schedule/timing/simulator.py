@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.cost import Cost, StageCosts, check_cost
-from fpipe.schedule.requires import owed_by_actions
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.timeline import Event, Timeline
-from fpipe.schedule.verifier import check_schedule, verify
+from fpipe.schedule.timing.timeline import Event, Timeline
+from fpipe.schedule.verifying.requires import owed_by_actions
+from fpipe.schedule.verifying.verifier import check_schedule, verify
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Timeline:

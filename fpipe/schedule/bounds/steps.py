@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
-from fpipe.schedule.part import Part
+from fpipe.schedule.bounds.part import Part
 
 # How many F, I and W each stage has done: what a rank holds, and what is left, follow from it.
 Counts: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fpipe.schedule.bound_rank import RankProblem
+from fpipe.schedule.bounds.rank import RankProblem
 from fpipe.schedule.cost import StageCosts
 
 

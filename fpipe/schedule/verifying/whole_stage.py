@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import WHOLE_STAGE_OPS, Action, Op
-from fpipe.schedule.requires import Owed
+from fpipe.schedule.verifying.requires import Owed
 
 
 def check_whole_stage(rank: int, row: Sequence[Action], owed: Owed) -> None:

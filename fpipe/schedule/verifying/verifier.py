@@ -8,11 +8,11 @@ from functools import cache
 
 from fpipe.errors import ScheduleError, a_type
 from fpipe.schedule.action import COMPUTE_OPS, WHOLE_STAGE_OPS, Action, Op
-from fpipe.schedule.deadlock import check_order
 from fpipe.schedule.dependencies import chain, dependencies
-from fpipe.schedule.requires import LEGAL, Owed, Requires, owed_by_stage
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.whole_stage import check_whole_stage
+from fpipe.schedule.verifying.deadlock import check_order
+from fpipe.schedule.verifying.requires import LEGAL, Owed, Requires, owed_by_stage
+from fpipe.schedule.verifying.whole_stage import check_whole_stage
 
 
 def verify(schedule: Schedule, requires: Requires | None = None) -> None:

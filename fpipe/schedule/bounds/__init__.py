@@ -1,0 +1,1 @@
+"""What no schedule beats, for a placement, a cost and a memory."""

@@ -1,0 +1,1 @@
+"""When what runs, and what a rank holds then."""

@@ -1,0 +1,1 @@
+"""Whether a schedule is whole and can run."""
