@@ -21,6 +21,7 @@ from fpipe.arguments.shapes import Goal
 from fpipe.controller.choosing import controller_of, workshop_of
 from fpipe.controller.controller import Gather
 from fpipe.controller.header import PREPARES, Marked
+from fpipe.controller.keys import read_key
 from fpipe.definition import Definition
 from fpipe.draws import within_pipeline
 from fpipe.errors import BatchError, FpipeError, a_type
@@ -281,7 +282,7 @@ class Pipeline(Loadable):
         """
         return self._controller.add_up(call, deed, make)
 
-    def each(self, deed: str, work: Callable[[], T]) -> T:
+    def each(self, deed: str, work: Callable[[], T], key: Tensor | None = None) -> T:
         """Do what each process does by itself; where one of them cannot, none goes on.
 
         A process that did would wait for the others in what they do next together.
@@ -289,14 +290,16 @@ class Pipeline(Loadable):
         Args:
             deed: what a process cannot do where it raises: "load its parameters".
             work: returns what is returned here. Errors are as for `add_up`.
+            key: of what they draw, the same in all of them.
         """
         done: list[T] = []
 
-        def number() -> float:
+        def number() -> Marked:
             done.append(work())
-            return 0.0
+            return 0.0, False
 
-        self.add_up(number, deed=deed, call=PREPARES)
+        wanted = key is not None
+        self._controller.add_up(PREPARES, deed, number, lambda: read_key(key, wanted=wanted))
         return done[0]
 
     def together(self, call: str, work: Callable[[Gather], T]) -> T:
@@ -405,9 +408,21 @@ class Pipeline(Loadable):
 
     def _enter(self, arguments: Sequence[Any]) -> tuple[Any, Any]:
         """Parameters and batch, as stages take them."""
-        if len(arguments) != len(self.definition.takes):
-            raise _miscounted(arguments, self.definition.takes)
-        return self.definition.convention.enter(*arguments)
+        definition = self.definition
+        if len(arguments) != len(definition.takes):
+            raise _miscounted(arguments, definition.takes)
+        given = dict(zip(definition.takes, arguments, strict=True))
+        if (
+            self.rank == self.schedule.placement[0]
+            and "batch" in definition.wanted
+            and not definition.sink.everywhere
+            and given.get("batch", given) is None
+        ):
+            raise BatchError(
+                "batch=None on the rank of the first stage, which gets the gradients by the batch: "
+                "pass it there, of which leaves that others read may lie on the meta device"
+            )
+        return definition.convention.enter(*arguments)
 
 
 def _miscounted(arguments: Sequence[Any], takes: Sequence[str]) -> BatchError:

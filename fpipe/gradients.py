@@ -111,11 +111,14 @@ def batch_gradients(
         if not is_differentiable(leaf):
             found.append(None)
         elif not own:
-            found.append(torch.zeros_like(leaf))
+            # On the meta device it is one that no rank reads.
+            found.append(None if leaf.is_meta else torch.zeros_like(leaf))
         else:
             along = dim if rest is None or index in rest else None
             whole = divided_(_whole(plan, own, along), weight)
-            found.append(whole.to(leaf.device, leaf.dtype))
+            # Of a leaf that other ranks alone read, this one may have no data.
+            device = whole.device if leaf.is_meta else leaf.device
+            found.append(whole.to(device, leaf.dtype))
     return tree.unflatten(spec, found)
 
 

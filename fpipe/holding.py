@@ -45,7 +45,7 @@ class Holder(Protocol):
     def structure(self) -> optree.PyTreeSpec | None:
         """That of one function's parameters, as far as it was traced."""
 
-    def each(self, deed: str, work: Callable[[], T]) -> T:
+    def each(self, deed: str, work: Callable[[], T], key: Tensor | None = None) -> T:
         """Do what each process does by itself; where one of them cannot, none goes on."""
 
     def local(self, params: Any) -> Any:
@@ -141,6 +141,7 @@ def held(
     *,
     home: torch.device | None,
     name: str = "shapes",
+    key: Tensor | None = None,
 ) -> Any:
     """Parameters of a pipeline, real where this process holds them.
 
@@ -151,13 +152,14 @@ def held(
         example: what comes after the parameters, on any device; may be empty.
         home: where leaves are to lie, unless each rank has a device; None for where they are made.
         name: of `shapes` in messages.
+        key: that `maker` draws from, if it does.
 
     Returns:
         As `Pipeline.init`.
 
     Raises:
         BatchError: `shapes` is no such tree.
-        PipelineError: another rank cannot make what it holds.
+        PipelineError: another rank cannot make what it holds, or has another key.
         StageError: nothing is known yet of what a function reads, and there is no `example`; or
             `shapes` is missing.
     """
@@ -177,7 +179,7 @@ def held(
             )
         return found
 
-    leaves, names, spec = pipe.each("make its parameters", read)
+    leaves, names, spec = pipe.each("make its parameters", read, key)
     flags = [True] * len(names)
     devices: Sequence[torch.device | None] = [home] * len(names)
     if definition.function:

@@ -48,7 +48,7 @@ class Loadable(Holder):
             BatchError: `shapes` is no such tree, or `init_fn` returns something else.
             StageError: `shapes` or `example` is missing.
             PipelineError: over a process group, where all ranks must call this, another rank has
-                failed.
+                failed, or was given another key.
 
         Example:
             >>> import torch, fpipe
@@ -62,7 +62,8 @@ class Loadable(Holder):
             ([(3, 3), (3, 3)], False)
         """
         likes, traced_on = self._shapes(shapes), self._traced_on(example)
-        return held(self, lambda _: drawn(init_fn, key), likes, traced_on, home=self._home())
+        home = self._home()
+        return held(self, lambda _: drawn(init_fn, key), likes, traced_on, home=home, key=key)
 
     def load(
         self,
@@ -104,7 +105,8 @@ class Loadable(Holder):
             return either(read, drawn(init_fn, random.key(0) if key is None else key))
 
         likes, traced_on = self._shapes(shapes), self._traced_on(example)
-        return held(self, reader, likes, traced_on, home=self.definition.device)
+        own_key = None if init_fn is None else key
+        return held(self, reader, likes, traced_on, home=self.definition.device, key=own_key)
 
     def place(self, params: Any, *example: Any) -> Any:
         """Put parameters on the devices of the ranks that read them.

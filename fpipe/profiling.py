@@ -196,7 +196,8 @@ def residual_bytes(program: Program, sizes: Sequence[float]) -> dict[int, tuple[
     They are those of a microbatch of size 1, by the one that keeps most for its size.
 
     A value counts for the stage and microbatch whose backward uses it last, wherever it was made:
-    the input of a stage is kept for it too. What I makes for W counts as not freed.
+    the input of a stage is kept for it too. What I makes for W counts as not freed, and so does a
+    gradient that W still reads, whether the next stage is on this rank or on another.
     """
     kept: Mapping[tuple[int, int | None], list[float]] = defaultdict(lambda: [0.0, 0.0])
     born: dict[int, tuple[float, Op | None]] = {}
@@ -209,7 +210,7 @@ def residual_bytes(program: Program, sizes: Sequence[float]) -> dict[int, tuple[
                     if op == Op.F and action.op != Op.F:
                         unit[0] += size
                         unit[1] += size if action.op == Op.I else 0
-                    elif op == Op.I and action.op == Op.W:
+                    elif op in (Op.I, Op.SEND_B) and action.op == Op.W:
                         unit[1] -= size
                 made, by = outputs, action.op
             case WaitRecv(message, slots):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.arguments import plain_counts
+from fpipe.schedule.cost import Cost
 from fpipe.schedule.families.dualpipev import dualpipev
 from fpipe.schedule.families.eager_1f1b import eager_1f1b
 from fpipe.schedule.families.forward_only import forward_only
@@ -80,7 +81,13 @@ _TORCH_NAMES: Final = MappingProxyType({"1F1B": "one_f_one_b", "ZBVZeroBubble": 
 
 
 def get(
-    name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int | None = None,
+    memory: float | Iterable[float] | None = None,
+    cost: Cost | None = None,
 ) -> Schedule:
     """Make a schedule by the name of its family, such as one that a configuration file gives.
 
@@ -92,6 +99,8 @@ def get(
         microbatches: number of microbatches, 1 or more.
         stages_per_rank: stages on each rank; None for what the family takes unless told. A family
             whose number is fixed accepts that number only.
+        memory: for a family that is made within it, as `zb_auto` is; others refuse it.
+        cost: for a family that is made for it; others refuse it.
 
     Returns:
         What the family returns.
@@ -104,12 +113,20 @@ def get(
         <Schedule zbv: 2 ranks, 4 stages, 4 microbatches>
     """
     family = _find(name)
+    options = {"memory": memory, "cost": cost}
+    given = {option: value for option, value in options.items() if value is not None}
+    for option in given:
+        if not takes(name, option):
+            raise ScheduleError(
+                f"{option} is not for name={name!r}, which is the same for every {option}: leave "
+                f"it out, or take {', '.join(own for own in FAMILIES if takes(own, option))}"
+            )
     if stages_per_rank is None:
-        return family(ranks=ranks, microbatches=microbatches)
-    if "stages_per_rank" in inspect.signature(family).parameters:
+        return family(ranks=ranks, microbatches=microbatches, **given)
+    if takes(name, "stages_per_rank"):
         return family(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
     (wanted,) = plain_counts(stages_per_rank=stages_per_rank)
-    schedule = family(ranks=ranks, microbatches=microbatches)
+    schedule = family(ranks=ranks, microbatches=microbatches, **given)
     fixed = schedule.num_stages // schedule.num_ranks
     if wanted != fixed:
         raise ScheduleError(
@@ -118,6 +135,23 @@ def get(
             "interleaved_zero_bubble or group_1f1b, which take any number"
         )
     return schedule
+
+
+def takes(name: str, argument: str) -> bool:
+    """Whether a family has an argument.
+
+    Args:
+        name: as for `get`.
+        argument: such as ``"memory"``.
+
+    Raises:
+        ScheduleError: there is no such family.
+
+    Example:
+        >>> takes("zb_auto", "memory"), takes("1F1B", "memory")
+        (True, False)
+    """
+    return argument in inspect.signature(_find(name)).parameters
 
 
 def _find(name: str) -> Callable[..., Schedule]:

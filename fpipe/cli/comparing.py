@@ -57,11 +57,12 @@ def _run(options: argparse.Namespace) -> None:
     cost, size = cost_of(options), sources.size_of(options)
     rows, refused = [], []
     if options.schedules:
-        rows = _measured(options.schedules, size, cost)
+        rows = _measured(options.schedules, size, cost, options.memory)
     else:
         for name in schedules.FAMILIES:
             try:
-                rows.append(measure(name, sources.schedule_of(name, size), cost))
+                schedule = sources.schedule_of(name, size, cost, options.memory)
+                rows.append(measure(name, schedule, cost))
             except ScheduleError as refusal:
                 if size.ranks is None or size.microbatches is None:
                     raise ScheduleError("give --ranks and --microbatches, or a file") from refusal
@@ -95,7 +96,12 @@ def _within(memory: float | tuple[float, ...], rows: Sequence[Row]) -> tuple[lis
     return kept, above
 
 
-def _measured(names: Sequence[str], size: sources.Size, cost: Cost) -> list[Row]:
+def _measured(
+    names: Sequence[str],
+    size: sources.Size,
+    cost: Cost,
+    memory: float | tuple[float, ...] | None,
+) -> list[Row]:
     """The schedules, measured; a file, where there is one, tells the families their size."""
     rows: list[Row] = []
     files = [name for name in names if sources.is_file(name)]
@@ -113,7 +119,8 @@ def _measured(names: Sequence[str], size: sources.Size, cost: Cost) -> list[Row]
                 f"{size.ranks} and {size.microbatches}: compare schedules of one size"
             )
         size = size._replace(ranks=found[0], microbatches=found[1])
-    return rows + [_measured_one(name, sources.schedule_of(name, size), cost) for name in families]
+    made = [(name, sources.schedule_of(name, size, cost, memory)) for name in families]
+    return rows + [_measured_one(name, schedule, cost) for name, schedule in made]
 
 
 def _measured_one(name: str, schedule: Schedule, cost: Cost) -> Row:

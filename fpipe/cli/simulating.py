@@ -44,8 +44,8 @@ def add(commands: Commands[Any]) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    schedule = sources.schedule_of(options.schedule, sources.size_of(options))
-    timeline = simulate(schedule, cost_of(options))
+    cost = cost_of(options)
+    timeline = simulate(sources.schedule_of(options.schedule, sources.size_of(options), cost), cost)
     if not sources.write_outputs(options, sources.PICTURES, timeline):
         print(report(timeline, shutil.get_terminal_size().columns))
 

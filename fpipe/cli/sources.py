@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import fill
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from fpipe import schedules
 from fpipe.cli.parsing import count
 from fpipe.errors import ScheduleError
+from fpipe.schedule.cost import Cost
 from fpipe.schedule.exchange.plain import load
 from fpipe.schedule.exchange.text_form import parse_text
 from fpipe.schedule.schedule import Schedule
@@ -108,8 +110,19 @@ def read(path: str) -> Schedule:
     raise ScheduleError(f"{path}: the suffix must be one of {', '.join(SUFFIXES)}")
 
 
-def schedule_of(source: str, size: Size) -> Schedule:
+def schedule_of(
+    source: str,
+    size: Size,
+    cost: Cost | None = None,
+    memory: float | tuple[float, ...] | None = None,
+) -> Schedule:
     """The schedule that a name or a file stands for.
+
+    Args:
+        source: the name or the file.
+        size: how large a family is to be made.
+        cost: for a family that is made for one.
+        memory: for a family that is made within it.
 
     Raises:
         ScheduleError: there is no such family, the family lacks a size or refuses it, a file has
@@ -117,7 +130,7 @@ def schedule_of(source: str, size: Size) -> Schedule:
         OSError: a file cannot be opened.
     """
     if not is_file(source):
-        return _family(source, size)
+        return _family(source, size, {"cost": cost, "memory": memory})
     schedule = read(source)
     stages = Counter(schedule.placement)
     numbers = {stages[rank] for rank in range(schedule.num_ranks)}
@@ -132,7 +145,7 @@ def schedule_of(source: str, size: Size) -> Schedule:
     return schedule
 
 
-def _family(name: str, size: Size) -> Schedule:
+def _family(name: str, size: Size, suited: Mapping[str, Any]) -> Schedule:
     # An unknown name is the greater fault: it is told first, whatever the size.
     ranks, microbatches, stages = size
     evaluates = name.lower().replace("-", "_") in (_EVALUATION, _EVALUATION.replace("_", ""))
@@ -145,7 +158,10 @@ def _family(name: str, size: Size) -> Schedule:
         return schedules.forward_only(
             ranks=ranks, microbatches=microbatches, stages_per_rank=stages or 1
         )
-    return schedules.get(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages)
+    given = {option: value for option, value in suited.items() if schedules.takes(name, option)}
+    return schedules.get(
+        name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages, **given
+    )
 
 
 def add_outputs(parser: argparse.ArgumentParser, forms: tuple[str, ...]) -> None:

@@ -30,11 +30,13 @@ from fpipe.controller.header import (
     Marked,
     OtherPipeline,
     check_calls,
+    check_keys,
     gather_headers,
     meet,
     of_number,
     sum_of,
 )
+from fpipe.controller.keys import Words, as_number, no_key
 from fpipe.controller.refusal import check_problems, named
 from fpipe.controller.watch import Watch
 from fpipe.errors import PipelineError
@@ -164,19 +166,26 @@ class MultiController:
 
         return self._together(work)
 
-    def add_up(self, call: str, deed: str, make: Callable[[], Marked]) -> Marked:
+    def add_up(
+        self,
+        call: str,
+        deed: str,
+        make: Callable[[], Marked],
+        key: Callable[[], Words | None] = no_key,
+    ) -> Marked:
         """The sum of a number over all ranks, in their order, so that it has the same bits.
 
         Raises:
-            Exception: what `make` raised on this rank.
-            PipelineError: on every other rank then, with what it says; or as `together`.
+            Exception: what `make` or `key` raised on this rank.
+            PipelineError: on every other rank then, with what it says; or a rank has another key
+                than the others; or as `together`.
         """
         problem: Exception | None = None
 
         def work() -> Marked:
             nonlocal problem
             try:
-                own = of_number(call, make())
+                own = of_number(call, make())._replace(key=as_number(key()))
             except Exception as error:
                 own, problem = of_number(call, None), error
             headers = gather_headers(own, self._control, self._number)
@@ -185,6 +194,7 @@ class MultiController:
                 text = None if problem is None else named(problem)
                 texts = gather_objects(text, self._control)
                 check_problems(deed, texts, self._rank, problem)
+            check_keys(headers)
             return sum_of(headers)
 
         try:

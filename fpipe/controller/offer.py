@@ -59,10 +59,14 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
     for name in offers[0].setup:
         rank_or_none = odd_one_out([offer.setup.get(name, "") for offer in offers])
         if rank_or_none is not None:
+            searched = (
+                " (a search that ends by the clock finds another on each: give fpipe.search "
+                "iterations=)"
+            )
             raise refusal(
                 rank_or_none,
-                f"rank {rank_or_none} has another {name} than the other ranks: "
-                "fpipe.pipeline must get the same on every rank",
+                f"rank {rank_or_none} has another {name} than the other ranks: the pipelines of "
+                f"all ranks must have the same{searched if name == 'schedule' else ''}",
             )
     batches = {rank: (o.division, o.batch) for rank, o in enumerate(offers) if o.batch is not None}
     if not batches:
@@ -166,7 +170,8 @@ def check_verdicts(
         raise refusal(
             rank_or_none,
             f"rank {rank_or_none} has other stages or another loss than the other ranks: "
-            "fpipe.pipeline must get the same functions on every rank",
+            "fpipe.pipeline must get the same functions on every rank, also of a remat= policy, "
+            "which must not depend on the rank",
         )
 
 

@@ -12,7 +12,7 @@ from textwrap import dedent
 
 import pytest
 
-from fpipe import Schedule, schedules
+from fpipe import Cost, Schedule, schedules, simulate
 from fpipe.cli import main
 from fpipe.version import __version__
 
@@ -204,6 +204,21 @@ def test_search_starts_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "start has 2 microbatches, and microbatches=4" in refused(
         capsys, "search", *words, "--microbatches", "4"
     )
+
+
+def test_schedules_that_are_made_for_a_cost_are_made_for_this_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They were made for a cost of 1, 1, 1 and the memory of 1F1B, and compared by another."""
+    words = ("--ranks", "4", "--microbatches", "8", "--cost", "10,12,8", "--comm", "5")
+    lines = run(capsys, "compare", "zb_auto", "zb_h1", *words, "--memory", "8").splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["zb_auto", "zb_h1"]
+    cost = Cost(10, 12, 8, comm=5)
+    own = schedules.zb_auto(ranks=4, microbatches=8, memory=8, cost=cost)
+    assert lines[1].split()[2] == f"{simulate(own, cost).makespan:g}"
+    usual = schedules.zb_auto(ranks=4, microbatches=8, cost=cost)
+    told = run(capsys, "simulate", "zb_auto", *words)
+    assert f"makespan {simulate(usual, cost).makespan:g}," in told
 
 
 def test_compare_takes_the_size_from_a_file(

@@ -363,6 +363,28 @@ def test_ranks_make_their_own_stages(crew: Crew) -> None:
         assert_identical(part.loss, step.loss)
 
 
+def make_with_own_keys(group: dist.ProcessGroup) -> list[Outcome]:
+    """Each rank draws from another key; one has none; then they have the same."""
+    stages = [lambda w, x: x @ w] * 2
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(stages, mean_square, schedule, compile=False, group=group)
+    shapes = [torch.empty(3, 3, device="meta")] * 2
+
+    def make(key: Any) -> Outcome:
+        return attempt(lambda: len(pipe.init(normal, key, shapes=shapes)))
+
+    rank = group.rank()
+    return [make(random.key(rank)), make(random.key(3) if rank else 3), make(random.key(3))]
+
+
+def test_ranks_that_draw_from_other_keys_are_refused(crew: Crew) -> None:
+    """What several of them hold differed, and the loss was that of no model."""
+    for other, wrong, right in values(crew.run(make_with_own_keys, ranks=range(2))):
+        assert "rank 1 got another key than the other ranks" in other.error.text
+        assert "key" in wrong.error.text and "3" in wrong.error.text
+        assert right.value == 2
+
+
 def with_state(group: Group, schedule: Schedule) -> tuple[dict[str, Tensor], fpipe.StepState]:
     """One function with cuts and a state: the shapes of both are enough to make parameters."""
     pipe = fpipe.pipeline(

@@ -81,3 +81,33 @@ def test_microbatches_of_other_lengths_are_measured_beside_each_other() -> None:
     # All of one length need no sizes, and a batch that does not divide evenly is told without.
     assert fpipe.profile(pipe, params, fpipe.Microbatches([short] * 4), steps=1).sizes is None
     assert fpipe.profile(pipe, params, long.flatten(0, 1)[:9], steps=1).sizes is None
+
+
+def block(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ params["up"]) @ params["down"]
+
+
+def test_what_a_stage_keeps_does_not_depend_on_where_the_next_one_is() -> None:
+    """W reads the gradient that comes in: it did not count where another rank had sent it."""
+    width, rows, microbatches = 8, 64, 4
+    params = [{"up": torch.randn(width, 32), "down": torch.randn(32, width)} for _ in range(4)]
+    batch = torch.randn(rows * microbatches, width)
+    there, costs = range(4), []
+    for placement in ([0] * 4, [0, 1, 2, 3]):
+        rows_of = [[] for _ in range(max(placement) + 1)]  # type: list[list[Action]]
+        for op, order in ((Op.F, there), (Op.I, there[::-1]), (Op.W, there)):
+            for stage in order:
+                own = (Action(stage, op, m) for m in range(microbatches))
+                rows_of[placement[stage]].extend(own)
+        schedule = fpipe.Schedule(placement, rows_of)
+        pipe = fpipe.pipeline([block] * 4, lambda y, _: y.square().mean(), schedule, compile=False)
+        costs.append(fpipe.profile(pipe, params, batch, steps=1))
+    one, four = costs
+    assert one.activation == four.activation and one.freed_by_i == four.freed_by_i
+    # A microbatch of an inner stage: its input, tanh's output, and their gradients, for W.
+    assert four.freed_by_i[1] == -4 * rows * (width + 32)  # type: ignore[index]
+    planned = pipe.programs(params, batch)[1].peak_bytes
+    sums = sum(leaf.nbytes for leaf in params[1].values())
+    simulated = fpipe.simulate(schedule, four).peak[1]
+    assert simulated == microbatches * 2 * 4 * rows * (width + 32)
+    assert simulated <= planned - sums <= simulated + 4 * 4 * rows * width

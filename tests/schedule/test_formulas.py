@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def interleaved_sizes() -> Iterator[tuple[int, int, int, int]]:
             yield from ((p, m, v, m // rounds) for v in (1, 2, 3))
 
 
-def played(name: str, cost: tuple[int, int, int] = (1, 1, 1), **arguments: int) -> Run:
+def played(name: str, cost: tuple[int, int, int] = (1, 1, 1), **arguments: Any) -> Run:
     done = run(schedules.get(name, **arguments), *cost)
     assert done is not None, f"{name} with {arguments} is stuck"
     return done
@@ -117,7 +118,7 @@ def test_dualpipev() -> None:
 
 
 def test_eager_1f1b_hides_the_latency_that_1f1b_pays() -> None:
-    size = {"ranks": 4, "microbatches": 16}
+    size: Any = {"ranks": 4, "microbatches": 16}
     plain, eager = (schedules.get(name, **size) for name in ("one_f_one_b", "eager_1f1b"))
     late_plain, late_eager = run(plain, 2, 2, 2, hop=1), run(eager, 2, 2, 2, hop=1)
     assert late_plain is not None and late_eager is not None

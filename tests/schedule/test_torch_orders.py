@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from fpipe import ScheduleError, schedules
@@ -11,7 +13,7 @@ RANKS = range(1, 6)
 MICROBATCHES = range(1, 13)
 
 
-def ours(name: str, **arguments: int) -> list[list[str]]:
+def ours(name: str, **arguments: Any) -> list[list[str]]:
     return [[str(action) for action in row] for row in schedules.get(name, **arguments).actions]
 
 
@@ -19,7 +21,7 @@ def ours(name: str, **arguments: int) -> list[list[str]]:
 @pytest.mark.parametrize("name", ["GPipe", "1F1B"])
 def test_single_stage_schedules(name: str, ranks: int) -> None:
     for microbatches in MICROBATCHES:
-        size = {"ranks": ranks, "microbatches": microbatches}
+        size: Any = {"ranks": ranks, "microbatches": microbatches}
         if name == "1F1B" and microbatches < ranks:
             with pytest.raises(ValueError, match="must be greater than or equal"):
                 torch_orders.single(name, **size)
@@ -33,7 +35,8 @@ def test_single_stage_schedules(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"])
 def test_looped_schedules(name: str, ranks: int, stages_per_rank: int) -> None:
     for microbatches in MICROBATCHES:
-        size = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
+        size: Any = {"ranks": ranks, "microbatches": microbatches}
+        size["stages_per_rank"] = stages_per_rank
         if name != "LoopedBFS" and microbatches % max(1, microbatches // ranks):
             with pytest.raises(ValueError, match="multiple of the number of rounds"):
                 torch_orders.multi(name, **size)
@@ -47,7 +50,7 @@ def test_looped_schedules(name: str, ranks: int, stages_per_rank: int) -> None:
 @pytest.mark.parametrize("name", ["ZBVZeroBubble", "DualPipeV"])
 def test_v_schedules(name: str, ranks: int) -> None:
     for microbatches in MICROBATCHES:
-        size = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": 2}
+        size: Any = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": 2}
         if name == "DualPipeV" and microbatches < 2 * ranks:
             with pytest.raises(ValueError, match="at least as many microbatches as stages"):
                 torch_orders.multi(name, **size)

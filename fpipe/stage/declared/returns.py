@@ -110,8 +110,10 @@ class Returns:
         loss = heads[0]
         if not isinstance(loss, Tensor) or not _fits(loss, shape) or not _is_real(loss):
             hint = ""
-            if not self.declared and isinstance(loss, tuple | list):
-                hint = ", or declare what comes beside it: has_aux=True for (loss, aux)"
+            if not self.weighted and isinstance(loss, tuple | list):
+                ways = ['reduction="weighted" for (sum, weight)']
+                ways += ["has_aux=True for (loss, aux)"] * (not self.declared)
+                hint = f", or declare what comes beside it: {', '.join(ways)}"
             found = _found(loss)
             if shape and isinstance(loss, Tensor):
                 found += f" under a transform, which has added {len(shape)} of these dimensions"
