@@ -77,12 +77,14 @@ def search(
             per rank. A cost with a value per stage narrows the choice to placements of as many.
         start: a schedule of your own to be bettered: what is found is never worse. Its placement is
             the one that is searched. Whole-stage actions are left out.
-        seconds: time to search. The families come first, and in large cases the best policies are
-            played in full afterwards: some 20 seconds more for a million actions.
+        seconds: time to search, the bound included, for which a quarter is set aside; what that
+            does not need is not searched. The families come first, and in large cases the best
+            policies are played in full afterwards: some 20 seconds more for a million actions.
+            Processes that search by their clocks find different schedules: see `iterations`.
         objective: "makespan", or "span" for the longest rank's own time.
         seed: of all random choices.
         iterations: evaluations to make, in place of `seconds`: then the result depends on the
-            arguments alone, not on the machine.
+            arguments alone, not on the machine, and is the same on all ranks of a group.
 
     Returns:
         The schedule, its timeline, the lower bound and the gap to it.
