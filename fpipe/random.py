@@ -396,6 +396,12 @@ def _integers(key: Tensor, shape: Sequence[int], digits: int) -> Tensor:
     return high << digits - 32 | low >> 64 - digits
 
 
+_MANY = (
+    ". torch.vmap draws from many keys; members of an ensemble get one, and each draws from "
+    "fold_in(key, number) of a number in its part of the batch"
+)
+
+
 def check_key(key: Tensor, *, single: bool = True) -> None:
     """Refuse what is no key.
 
@@ -419,8 +425,7 @@ def check_key(key: Tensor, *, single: bool = True) -> None:
         )
         raise FpipeError(
             f"key is {found}: it must be an int64 tensor of shape (2,), which "
-            "fpipe.random.key(seed) makes. torch.vmap draws from many keys; members of an ensemble "
-            "get one, and each draws from fold_in(key, number) of a number in its part of the batch"
+            f"fpipe.random.key(seed) makes{_MANY if isinstance(key, Tensor) else ''}"
         )
 
 

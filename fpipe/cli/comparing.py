@@ -55,9 +55,10 @@ class Row(NamedTuple):
 
 def _run(options: argparse.Namespace) -> None:
     cost, size = cost_of(options), sources.size_of(options)
-    rows, refused = [], []
+    rows: list[Row] = []
+    refused: list[str] = []
     if options.schedules:
-        rows = _measured(options.schedules, size, cost, options.memory)
+        rows, refused = _measured(options.schedules, size, cost, options.memory)
     else:
         for name in schedules.FAMILIES:
             try:
@@ -70,6 +71,8 @@ def _run(options: argparse.Namespace) -> None:
     if options.memory is not None:
         rows, above = _within(options.memory, rows)
         refused += above
+    if not rows:
+        raise ScheduleError("\n".join(["there is nothing to compare", *refused]))
     print("\n".join([table(rows), *refused]))
 
 
@@ -101,9 +104,13 @@ def _measured(
     size: sources.Size,
     cost: Cost,
     memory: float | tuple[float, ...] | None,
-) -> list[Row]:
-    """The schedules, measured; a file, where there is one, tells the families their size."""
+) -> tuple[list[Row], list[str]]:
+    """The schedules, measured; a file, where there is one, tells the families their size.
+
+    Of several, what is said of families of other placements than the cost has values for.
+    """
     rows: list[Row] = []
+    refused: list[str] = []
     files = [name for name in names if sources.is_file(name)]
     families = [name for name in names if not sources.is_file(name)]
     # Stages per rank are for the families, where there are any.
@@ -119,8 +126,16 @@ def _measured(
                 f"{size.ranks} and {size.microbatches}: compare schedules of one size"
             )
         size = size._replace(ranks=found[0], microbatches=found[1])
-    made = [(name, sources.schedule_of(name, size, cost, memory)) for name in families]
-    return rows + [_measured_one(name, schedule, cost) for name, schedule in made]
+    for name in families:
+        sources.schedule_of(name, size)  # what is asked for wrongly, whatever the cost
+        try:
+            schedule = sources.schedule_of(name, size, cost, memory)
+            rows.append(measure(name, schedule, cost))
+        except ScheduleError as error:
+            if len(names) == 1:
+                raise ScheduleError(f"{name}: {error}") from error
+            refused.append(f"left out {name}: {error}")
+    return rows, refused
 
 
 def _measured_one(name: str, schedule: Schedule, cost: Cost) -> Row:

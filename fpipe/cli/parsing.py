@@ -122,8 +122,10 @@ def _cost_numbers(text: str) -> dict[str, Any]:
 def _cost_file(path: str) -> dict[str, Any]:
     found = load_json(load(path), path)
     if not isinstance(found, dict) or not {"f", "i", "w"} <= found.keys() <= set(COST_KEYS):
+        unknown = sorted(found.keys() - set(COST_KEYS)) if isinstance(found, dict) else []
+        which = f", for it has {', '.join(unknown)}" if unknown else ""
         raise ScheduleError(
-            f"{path}: not a cost: it must be an object with f, i and w, and of "
-            f"{', '.join(COST_KEYS[3:])} what you wish"
+            f"{path}: not a cost{which}: it "
+            f"must be an object with f, i and w, and of {', '.join(COST_KEYS[3:])} what you wish"
         )
     return found

@@ -195,6 +195,24 @@ def test_compare_leaves_out_what_holds_more_than_the_memory(
         )
 
 
+def test_compare_leaves_out_placements_that_the_cost_is_not_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text('{"f": [1, 2], "i": 1, "w": 1}')
+    words = ("--ranks", "2", "--microbatches", "4", "--cost", str(path))
+    lines = run(capsys, "compare", "1f1b", "zbv", "zb_h1", *words).splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["zb_h1", "one_f_one_b"]
+    assert lines[3] == (
+        "left out zbv: cost.f has 2 values for a placement of 4 stages: give one value per stage, "
+        "or one number for all"
+    )
+    line = refused(capsys, "compare", "zbv", "dualpipev", *words)
+    assert "there is nothing to compare" in line
+    path.write_text('{"f": 1, "i": 1, "w": 1, "memory": 3}')
+    assert "not a cost, for it has memory: it must be" in refused(capsys, "compare", "1f1b", *words)
+
+
 def test_search_starts_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "mine.CSV"
     path.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
@@ -422,7 +440,7 @@ def test_a_bad_cost_file_is_refused(
     path = tmp_path / "cost.json"
     path.write_text(text, "utf-8")
     line = refused(capsys, "simulate", "zbv", *SMALL, "--cost", str(path))
-    assert "cost.json: not a cost: it must be" in line or "cost.json: not JSON" in line
+    assert "cost.json: not a cost" in line or "cost.json: not JSON" in line
 
 
 # ── as a process ────────────────────────────────────────────────────────────────────────────────

@@ -316,8 +316,9 @@ def _placements(ranks: int, cost: Cost) -> list[tuple[int, ...]]:
         stages = max(lengths)
         if len(lengths) > 1 or stages % ranks:
             raise ScheduleError(
-                f"the cost has values for {sorted(lengths)} stages: give each of its sequences one "
-                f"value per stage, as many as ranks={ranks} divides, or say the placement"
+                f"the cost has values for {' and '.join(map(str, sorted(lengths)))} stages: give "
+                f"each of its sequences one value per stage, as many as ranks={ranks} divides, or "
+                "say the placement"
             )
         choices = [linear(ranks), vee(ranks), looped(ranks, stages // ranks)]
         choices = [choice for choice in choices if len(choice) == stages]
