@@ -138,18 +138,35 @@ def call(
         >>> state[""].mean, state["num_batches_tracked"]
         (tensor([0.2000]), tensor(1))
     """
+    return call_and_note(module, params, state, arguments, options)[:2]
+
+
+def call_and_note(
+    module: nn.Module,
+    params: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    arguments: tuple[Any, ...],
+    options: Mapping[str, Any],
+) -> tuple[Any, dict[str, Any], list[str]]:
+    """The same as `call`, and the names of the buffers that it has written to.
+
+    Within `torch.func.functionalize`, where writes are no longer seen, only of those assigned to.
+    """
     stats = {name: part for name, part in state.items() if not isinstance(part, Tensor)}
-    buffers = {name: part.clone() for name, part in state.items() if isinstance(part, Tensor)}
+    clones = {name: part.clone() for name, part in state.items() if isinstance(part, Tensor)}
+    buffers = dict(clones)
     given = {**params, **buffers_of(stats)}
     with _Statistics(stats):
         output = called_with(module, given, buffers, arguments, options)
+    written = [n for n, own in clones.items() if buffers.get(n) is not own or own._version]
+    written += buffers_of({n: part for n, part in stats.items() if part is not state[n]})
     for name, part in state.items():
         count = _joined_name(name, "num_batches_tracked")
         if isinstance(part, Deferred) and count in buffers:
             # A batch counts once, whatever it is split into.
             first = part.elements == 0
             buffers[count] = torch.where(first, buffers[count], state[count])
-    return output, {name: stats.get(name, buffers.get(name)) for name in state}
+    return output, {name: stats.get(name, buffers.get(name)) for name in state}, written
 
 
 def called_with(

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fpipe.errors import BatchError, FpipeError, StageError, a_type, few
+from fpipe.modules.aliases import refuse_aliases
 from fpipe.modules.buffers import refuse_missing
 from fpipe.modules.lost import refuse_global_hooks
 from fpipe.modules.tracing import explaining, unchanged
-from fpipe.nn import buffers_of, call, called_with
+from fpipe.nn import buffers_of, call_and_note, called_with
 from fpipe.stage.cutting.cut import cut
 from fpipe.stage.declared.returns import LOSS, Returns
 
@@ -116,7 +117,8 @@ class ModuleLoss:
                 check_state(self.module, states[0])
                 self._check_averages()
                 refuse_missing(self.module, {*self.buffers, *buffers_of(states[0])})
-                output, state = call(self.module, given, states[0], **taken)
+                output, state, written = call_and_note(self.module, given, states[0], (), taken)
+                refuse_aliases(self.module, written)
         loss = self._loss_of(output, batch)
         if not states:
             return loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -227,3 +228,66 @@ def test_averages_over_all_steps_are_refused() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=None))
     with pytest.raises(fpipe.StageError, match="'1' is a BatchNorm1d with momentum=None"):
         step_with_state(module)
+
+
+class Aliased(nn.Module):
+    """Reads what it writes to a buffer, by another name."""
+
+    mean: Tensor
+    head: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        if kind == "buffer":
+            self.register_buffer("head", self.mean[:2])
+        elif kind == "attribute":
+            self.head = self.mean[:2]
+        elif kind == "list":
+            self.parts = [self.mean]
+        else:
+            self.register_buffer("head", torch.zeros(4)[:2])
+            self.still = self.head  # nobody writes to it
+        self.norm = nn.BatchNorm1d(4)
+        if kind == "statistics":
+            self.seen = self.norm.running_mean
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        self.mean.add_(h.detach().mean(0))
+        seen = self.parts[0][:2] if self.kind == "list" else self.head
+        out: Tensor = self.last(self.norm(h)) + seen.repeat(2)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("buffer", "'mean', and has 'head'"),
+        ("attribute", "'mean', and has 'head'"),
+        ("list", r"'mean', and has 'parts\[0\]'"),
+        ("statistics", "'norm.running_mean', and has 'seen'"),
+        ("apart", None),
+    ],
+)
+def test_what_shares_memory_with_a_buffer_that_changes(kind: str, names: str | None) -> None:
+    """It was read as it had been before the step, without a word."""
+    torch.manual_seed(0)
+    module = Aliased(kind)
+    pipe = fpipe.from_module(
+        module,
+        schedule=TWO,
+        cuts=["first"],
+        loss=lambda output, _: output.square().mean(),
+        has_state=True,
+        compile=False,
+    )
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    call = partial(pipe.step, params, state_of(module), {"x": torch.randn(8, 4)})
+    if names is None:
+        assert call().state["mean"].any()
+    else:
+        with pytest.raises(fpipe.StageError, match=f"Aliased writes to its buffer {names} in the"):
+            call()
