@@ -33,6 +33,7 @@ from fpipe.outcome import Outcome
 from fpipe.results import ForwardAux
 from fpipe.runtime.program import Program
 from fpipe.schedule import Schedule
+from fpipe.stage.tracing.apart import refuse_within
 from fpipe.stage.workshop import Workshop
 
 T = TypeVar("T")
@@ -397,6 +398,7 @@ class Pipeline(Loadable):
         self, goal: Goal, arguments: tuple[Any, ...], key: Tensor | None, named: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Tensor | None]:
         """The arguments after params in order, and the key."""
+        refuse_within()
         return self.told(goal, lambda: self.definition.in_order(arguments, key, named))
 
     def _run(

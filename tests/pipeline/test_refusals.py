@@ -970,3 +970,25 @@ def test_a_key_without_numbers() -> None:
     for key in (fpipe.random.key(0).to("meta"), FakeTensorMode().from_tensor(fpipe.random.key(0))):
         with pytest.raises(BatchError, match="key has a shape and no numbers"):
             pipe.step(torch.ones(1), torch.ones(2), key=key)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("method", ["step", "value"])
+def test_pipeline_within_a_stage(method: str, cut: bool) -> None:
+    """It was refused by words about fpipe's own functions, or about the tensors of a trace."""
+    schedule = fpipe.schedules.gpipe(ranks=2, microbatches=2)
+    options: dict[str, Any] = {"schedule": schedule, "compile": False}
+    inner = fpipe.pipeline([torch.mul, torch.mul], lambda y, _: y.mean(), **options)
+
+    def within(w: Tensor, x: Tensor) -> Tensor:
+        return inner.value([w, w], x)
+
+    if cut:
+        pipe = fpipe.pipeline(lambda w, x: within(w, fpipe.cut(w * x)), **options)
+        params: Any = torch.ones(3)
+    else:
+        pipe = fpipe.pipeline([torch.mul, within], lambda y, _: y.mean(), **options)
+        params = [torch.ones(3), torch.ones(3)]
+    said = r"calls a pipeline at .*test_refusals\.py:\d+: a stage is a function that is traced"
+    with pytest.raises(fpipe.StageError, match=said):
+        getattr(pipe, method)(params, torch.ones(4, 3))

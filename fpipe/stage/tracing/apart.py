@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch.nn.utils.parametrize as parametrize
 from torch._C import _autograd
 
+from fpipe.stage.refusing.explain import Untraceable
 from fpipe.stage.turns import Turns
 
 one_at_a_time = Turns()
@@ -22,8 +24,29 @@ def apart() -> Iterator[None]:
     Those are hooks on saved tensors, such as `torch.utils.checkpoint` has around what it calls; and
     the cache of parametrized tensors, which would hold abstract ones from then on.
     """
-    with _without_saving(), _with_own_cache():
-        yield
+    token = _TRACING.set(True)
+    try:
+        with _without_saving(), _with_own_cache():
+            yield
+    finally:
+        _TRACING.reset(token)
+
+
+def refuse_within() -> None:
+    """Refuse a call of a pipeline in what is traced.
+
+    Raises:
+        Untraceable: this thread is tracing.
+    """
+    if _TRACING.get():
+        raise Untraceable(
+            "calls a pipeline",
+            "a stage is a function that is traced, and a pipeline runs what was: call the "
+            "functions that it was made of",
+        )
+
+
+_TRACING: ContextVar[bool] = ContextVar("fpipe.tracing", default=False)
 
 
 @contextmanager
