@@ -20,7 +20,7 @@ from fpipe.arguments.parameters import keep
 from fpipe.arguments.shapes import Goal
 from fpipe.controller.choosing import controller_of, workshop_of
 from fpipe.controller.controller import Gather
-from fpipe.controller.header import PREPARES, Marked
+from fpipe.controller.header import PREPARES, Addend, Marked
 from fpipe.controller.keys import read_key
 from fpipe.definition import Definition
 from fpipe.draws import within_pipeline
@@ -273,9 +273,9 @@ class Pipeline(Loadable):
             PipelineError: over a process group, as in `step`, and where another rank has raised.
         """
         make = value if callable(value) else lambda: value
-        return self.add_up_marked(lambda: (make(), False), deed=deed, call=call)[0]
+        return self.add_up_marked(lambda: Addend(make()), deed=deed, call=call)[0]
 
-    def add_up_marked(self, make: Callable[[], Marked], *, deed: str, call: str) -> Marked:
+    def add_up_marked(self, make: Callable[[], Addend], *, deed: str, call: str) -> Marked:
         """The sum of a number over the processes, and whether any of them has marked its own.
 
         Args:
@@ -295,12 +295,12 @@ class Pipeline(Loadable):
         """
         done: list[T] = []
 
-        def number() -> Marked:
+        def number() -> Addend:
             done.append(work())
-            return 0.0, False
+            alone = key is None or self.rank is None
+            return Addend(0.0, key=None if alone else read_key(key, wanted=True))
 
-        wanted = key is not None
-        self._controller.add_up(PREPARES, deed, number, lambda: read_key(key, wanted=wanted))
+        self._controller.add_up(PREPARES, deed, number)
         return done[0]
 
     def together(self, call: str, work: Callable[[Gather], T]) -> T:
@@ -413,12 +413,11 @@ class Pipeline(Loadable):
         definition = self.definition
         if len(arguments) != len(definition.takes):
             raise _miscounted(arguments, definition.takes)
-        given = dict(zip(definition.takes, arguments, strict=True))
         if (
             self.rank == self.schedule.placement[0]
             and "batch" in definition.wanted
             and not definition.sink.everywhere
-            and given.get("batch", given) is None
+            and arguments[definition.takes.index("batch")] is None
         ):
             raise BatchError(
                 "batch=None on the rank of the first stage, which gets the gradients by the batch: "

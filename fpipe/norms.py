@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
+from fpipe.controller.header import Addend
 from fpipe.current import in_use
 from fpipe.engine import Pipeline, check_is_pipeline
 from fpipe.errors import FpipeError
@@ -118,10 +119,10 @@ def _norm(grads: Any, pipeline: Pipeline | Wrapping | None, check: Callable[[], 
 
     own: list[Tensor] = []
 
-    def number() -> tuple[float, bool]:
+    def number() -> Addend:
         squares, wide = read()
         own.append(squares)
-        return squares.sum().item(), wide
+        return Addend(squares.sum().item(), wide)
 
     if chosen is None or chosen.rank is None:
         if chosen is None:

@@ -127,11 +127,11 @@ def _measured(
             )
         size = size._replace(ranks=found[0], microbatches=found[1])
     for name in families:
-        sources.schedule_of(name, size)  # what is asked for wrongly, whatever the cost
         try:
             schedule = sources.schedule_of(name, size, cost, memory)
             rows.append(measure(name, schedule, cost))
         except ScheduleError as error:
+            sources.schedule_of(name, size)  # raises what is wrong whatever the cost
             if len(names) == 1:
                 raise ScheduleError(f"{name}: {error}") from error
             refused.append(f"left out {name}: {error}")

@@ -125,7 +125,7 @@ def _cost_file(path: str) -> dict[str, Any]:
         unknown = sorted(found.keys() - set(COST_KEYS)) if isinstance(found, dict) else []
         which = f", for it has {', '.join(unknown)}" if unknown else ""
         raise ScheduleError(
-            f"{path}: not a cost{which}: it "
-            f"must be an object with f, i and w, and of {', '.join(COST_KEYS[3:])} what you wish"
+            f"{path}: not a cost{which}: it must be an object with f, i and w, and of "
+            f"{', '.join(COST_KEYS[3:])} what you wish"
         )
     return found

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from fpipe.arguments.microbatch import SplitBatch
 from fpipe.arguments.parameters import Parameters
 from fpipe.arguments.shapes import Goal
-from fpipe.controller.header import Marked
-from fpipe.controller.keys import Words, no_key
+from fpipe.controller.header import Addend, Marked
+from fpipe.controller.keys import Words
 from fpipe.planning.plan import Plan
 from fpipe.planning.planner import Planner
 from fpipe.planning.total import Total
@@ -75,16 +75,10 @@ class Controller(Protocol):
     def programs(self, enter: Enter) -> tuple[Program, ...]:
         """The programs of a training step on arguments of these shapes."""
 
-    def add_up(
-        self,
-        call: str,
-        deed: str,
-        make: Callable[[], Marked],
-        key: Callable[[], Words | None] = no_key,
-    ) -> Marked:
+    def add_up(self, call: str, deed: str, make: Callable[[], Addend]) -> Marked:
         """The sum of what `make` returns over all processes; where it raises, one cannot `deed`.
 
-        `call` is one of `CALLS`, which all of them are in; the key must be the same in all.
+        `call` is one of `CALLS`, which all of them are in; numbers bring the same key.
         """
 
     def together(self, call: str, work: Callable[[Gather], T]) -> T:

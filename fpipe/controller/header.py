@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fpipe.controller.gathering import start_gather
+from fpipe.controller.keys import Words, as_number
 from fpipe.controller.refusal import odd_one_out, refusal
 from fpipe.errors import PipelineError
 
@@ -32,7 +33,21 @@ CALLS = (
 
 
 Marked = tuple[float, bool]
-"""A number to be added up, and a mark that the sum has if one of the numbers has it."""
+"""A sum, and a mark that it has if one of the numbers that were added up has it."""
+
+
+class Addend(NamedTuple):
+    """What a rank brings to a sum over all of them.
+
+    Attributes:
+        number: to be added up.
+        marked: whether it has the mark.
+        key: that all ranks must have alike; None for none.
+    """
+
+    number: float
+    marked: bool = False
+    key: Words | None = None
 
 
 class Header(NamedTuple):
@@ -156,11 +171,12 @@ def meet(call: str, group: dist.ProcessGroup, pipeline: int) -> None:
     check_calls(gather_headers(own, group, pipeline))
 
 
-def of_number(call: str, value: Marked | None) -> Header:
+def of_number(call: str, value: Addend | None) -> Header:
     """The header of a call that adds a number up; None where this rank has none."""
-    number, marked = value or (0.0, False)
-    (bits,) = struct.unpack("<q", struct.pack("<d", number))
-    return Header(int(value is None), CALLS.index(call), bits, int(marked), 0)
+    own = value or Addend(0.0)
+    (bits,) = struct.unpack("<q", struct.pack("<d", own.number))
+    failed = int(value is None)
+    return Header(failed, CALLS.index(call), bits, int(own.marked), 0, as_number(own.key))
 
 
 def sum_of(headers: Sequence[Header]) -> Marked:

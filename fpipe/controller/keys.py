@@ -18,10 +18,6 @@ Words = tuple[int, int]
 """A key as two integers."""
 
 
-def no_key() -> None:
-    """Where nothing draws."""
-
-
 def read_key(key: Any, *, wanted: bool) -> Words | None:
     """The caller's key, checked.
 

@@ -27,6 +27,7 @@ from fpipe.controller.execution import Execution
 from fpipe.controller.fault import Fault
 from fpipe.controller.gathering import gather_objects
 from fpipe.controller.header import (
+    Addend,
     Marked,
     OtherPipeline,
     check_calls,
@@ -36,7 +37,6 @@ from fpipe.controller.header import (
     of_number,
     sum_of,
 )
-from fpipe.controller.keys import Words, as_number, no_key
 from fpipe.controller.refusal import check_problems, named
 from fpipe.controller.watch import Watch
 from fpipe.errors import PipelineError
@@ -166,17 +166,11 @@ class MultiController:
 
         return self._together(work)
 
-    def add_up(
-        self,
-        call: str,
-        deed: str,
-        make: Callable[[], Marked],
-        key: Callable[[], Words | None] = no_key,
-    ) -> Marked:
+    def add_up(self, call: str, deed: str, make: Callable[[], Addend]) -> Marked:
         """The sum of a number over all ranks, in their order, so that it has the same bits.
 
         Raises:
-            Exception: what `make` or `key` raised on this rank.
+            Exception: what `make` raised on this rank.
             PipelineError: on every other rank then, with what it says; or a rank has another key
                 than the others; or as `together`.
         """
@@ -185,7 +179,7 @@ class MultiController:
         def work() -> Marked:
             nonlocal problem
             try:
-                own = of_number(call, make())._replace(key=as_number(key()))
+                own = of_number(call, make())
             except Exception as error:
                 own, problem = of_number(call, None), error
             headers = gather_headers(own, self._control, self._number)

@@ -14,8 +14,7 @@ from fpipe.arguments.microbatch import SplitBatch
 from fpipe.arguments.parameters import Parameters
 from fpipe.arguments.shapes import Goal, Signature, batch_shapes, brought_to, with_data
 from fpipe.controller.controller import Enter, Finished, Gather, Reader
-from fpipe.controller.header import Marked
-from fpipe.controller.keys import Words, no_key
+from fpipe.controller.header import Addend, Marked
 from fpipe.controller.loading import Copies, as_traced, load
 from fpipe.definition import Definition
 from fpipe.planning.plan import Plan
@@ -88,15 +87,10 @@ class SingleController:
         _, _, signature = self._signature(*enter(), "step")
         return self.planner(self._at_home(with_data(signature, self._of_stages))).programs
 
-    def add_up(
-        self,
-        call: str,
-        deed: str,
-        make: Callable[[], Marked],
-        key: Callable[[], Words | None] = no_key,
-    ) -> Marked:
+    def add_up(self, call: str, deed: str, make: Callable[[], Addend]) -> Marked:
         """The number itself: there is one process."""
-        return make()
+        own = make()
+        return own.number, own.marked
 
     def together(self, call: str, work: Callable[[Gather], T]) -> T:
         """There is one process."""

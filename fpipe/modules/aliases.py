@@ -29,8 +29,6 @@ def refuse_aliases(module: nn.Module, written: Collection[str]) -> None:
     """
     for name in written:
         buffer = module.get_buffer(name)
-        if _reach(buffer) is None:
-            continue
         for other, value, is_buffer in _tensors(module):
             if not (is_buffer and value is buffer) and _overlap(buffer, value):
                 raise Untraceable(
