@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
-from typing import Any, Final, NoReturn
+from dataclasses import replace
+from typing import Any, NoReturn
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.cost import Cost
-from fpipe.schedule.exchange.plain import is_number, load, load_json
+from fpipe.schedule.exchange.cost_file import KEYS
+from fpipe.schedule.exchange.plain import is_number
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,7 +20,6 @@ class Parser(argparse.ArgumentParser):
 
 
 Commands = argparse._SubParsersAction  # what `add_subparsers` returns, which argparse does not name
-COST_KEYS: Final = tuple(field.name for field in fields(Cost))
 
 
 def new(commands: Commands[Any], name: str, purpose: str, example: str) -> argparse.ArgumentParser:
@@ -83,7 +83,7 @@ def add_cost(parser: argparse.ArgumentParser) -> None:
         metavar="F,I,W[,B]",
         help="times of forward, input gradient, weight gradient (and full backward, if it is not "
         "their sum) per rank and microbatch; or a JSON file with the arguments of fpipe.Cost "
-        f"({', '.join(COST_KEYS)}), where a list gives each stage its own, and sizes are those of "
+        f"({', '.join(KEYS)}), where a list gives each stage its own, and sizes are those of "
         "the microbatches (default: 1,1,1)",
     )
     parser.add_argument(
@@ -102,10 +102,8 @@ def cost_of(options: argparse.Namespace) -> Cost:
         OSError: the file cannot be opened.
     """
     text = str(options.cost)
-    values = _cost_file(text) if text.endswith(".json") else _cost_numbers(text)
-    if options.comm is not None:
-        values["comm"] = options.comm
-    return Cost(**values)
+    cost = Cost.from_json(text) if text.endswith(".json") else Cost(**_cost_numbers(text))
+    return cost if options.comm is None else replace(cost, comm=options.comm)
 
 
 def _cost_numbers(text: str) -> dict[str, Any]:
@@ -117,15 +115,3 @@ def _cost_numbers(text: str) -> dict[str, Any]:
     if len(found) not in (3, 4):
         raise ScheduleError(f"--cost {text!r} has {len(found)} numbers: it must be {rule}")
     return dict(zip(("f", "i", "w", "b"), found, strict=False))
-
-
-def _cost_file(path: str) -> dict[str, Any]:
-    found = load_json(load(path), path)
-    if not isinstance(found, dict) or not {"f", "i", "w"} <= found.keys() <= set(COST_KEYS):
-        unknown = sorted(found.keys() - set(COST_KEYS)) if isinstance(found, dict) else []
-        which = f", for it has {', '.join(unknown)}" if unknown else ""
-        raise ScheduleError(
-            f"{path}: not a cost{which}: it must be an object with f, i and w, and of "
-            f"{', '.join(COST_KEYS[3:])} what you wish"
-        )
-    return found

@@ -13,7 +13,7 @@ from fpipe.cli.parsing import Commands, add_cost, add_memory, cost_of, count, ne
 from fpipe.cli.simulating import LEGEND, report
 from fpipe.errors import ScheduleError
 from fpipe.schedule.exchange.plain import is_number, save
-from fpipe.schedule.placements import linear, looped, vee
+from fpipe.schedule.placements import NAMES
 from fpipe.schedule.searching.finder import search
 
 _FORMS: Final = {".csv": "csv", ".json": "json", ".txt": "text", ".svg": "svg", ".html": "html"}
@@ -44,8 +44,8 @@ def add(commands: Commands[Any]) -> None:
     parser.add_argument(
         "--placement",
         metavar="PLACEMENT",
-        help="linear, looped or v, or the rank of each stage, such as 0,1,1,0 (default: the best "
-        "of the three)",
+        help="linear, looped, v or wave (two waves, four stages per rank), or the rank of each "
+        "stage, such as 0,1,1,0 (default: the best of the first three)",
     )
     parser.add_argument(
         "--start", metavar="FILE", help="a schedule to be bettered, whose placement is searched"
@@ -92,7 +92,7 @@ def _run(options: argparse.Namespace) -> None:
         microbatches=options.microbatches,
         cost=cost_of(options),
         memory=options.memory,
-        placement=_placement(options.placement, options.ranks),
+        placement=_placement(options.placement),
         start=None if options.start is None else sources.read(options.start),
         objective=options.objective,
         seconds=options.seconds,
@@ -121,16 +121,13 @@ def _check_output(path: Path) -> None:
         raise ScheduleError(f"--output {path}: may not be written")
 
 
-def _placement(text: str | None, ranks: int) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    named = {"linear": linear(ranks), "looped": looped(ranks, 2), "v": vee(ranks)}
-    if text in named:
-        return named[text]
+def _placement(text: str | None) -> Any:
+    if text is None or text in NAMES:
+        return text
     words = text.split(",")
     if not all(map(is_number, words)):
         raise ScheduleError(
-            f"--placement {text!r:.60} must be linear, looped or v, or the rank of each stage, "
+            f"--placement {text!r:.60} must be {', '.join(NAMES)}, or the rank of each stage, "
             "such as 0,1,1,0"
         )
     return tuple(map(int, words))

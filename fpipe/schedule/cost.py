@@ -16,6 +16,8 @@ from fpipe.schedule.arguments import (
     plain_integer,
     plain_number,
 )
+from fpipe.schedule.exchange.cost_file import format_cost, parse_cost
+from fpipe.schedule.exchange.plain import PathLike, load, save
 from fpipe.schedule.placements import plain_placement
 
 # Between these, sums and ratios of costs neither overflow nor vanish.
@@ -96,6 +98,26 @@ class Cost:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    def to_json(self, path: PathLike | None = None) -> str:
+        """Write the cost as a JSON object, nothing lost; None for `path` writes no file.
+
+        The command line takes it, as ``--cost cost.json``.
+
+        Returns:
+            What the file holds: the arguments of `Cost` that are not None.
+        """
+        return save(path, format_cost(vars(self)))
+
+    @classmethod
+    def from_json(cls, path: PathLike) -> Cost:
+        """Read a file of `to_json`, or one that people write: f, i and w, and of the rest any.
+
+        Raises:
+            ScheduleError: the file is no such object, or a value is out of range.
+            OSError: it cannot be opened.
+        """
+        return cls(**parse_cost(load(path), source=str(path)))
 
     def on(self, placement: Sequence[int], ranks: int | None = None) -> StageCosts:
         """The cost of each stage under a placement (stage → rank).
@@ -277,7 +299,7 @@ class StageCosts:
 
 
 def _per_stage(name: str, value: float | Iterable[float], *, signed: bool = False) -> PerStage:
-    if not is_several(value):
+    if isinstance(value, str) or not is_several(value):
         return _number(name, value, signed)
     check_ordered(f"cost {name}", value, "stage", "one number for all")
     return tuple(_number(f"{name}[{k}]", entry, signed) for k, entry in enumerate(value))

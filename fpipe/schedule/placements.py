@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final, Literal, TypeAlias, get_args
 
 from fpipe.errors import ScheduleError, a_type
 from fpipe.schedule.arguments import plain_integer
+
+PlacementName: TypeAlias = Literal["linear", "looped", "v", "wave"]
+NAMES: Final[tuple[str, ...]] = get_args(PlacementName)
+_PER_RANK: Final = {"linear": "one stage", "v": "two stages", "wave": "an even number of stages"}
 
 
 def linear(ranks: int) -> tuple[int, ...]:
@@ -36,6 +41,49 @@ def vee(ranks: int) -> tuple[int, ...]:
         (0, 1, 2, 2, 1, 0)
     """
     return (*range(ranks), *reversed(range(ranks)))
+
+
+def waves(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Down and up again, once for every two stages per rank.
+
+    The waves of Liu et al., Hanayo (https://arxiv.org/abs/2308.15762); one wave is a V.
+
+    Example:
+        >>> waves(2, stages_per_rank=4)
+        (0, 1, 1, 0, 0, 1, 1, 0)
+    """
+    return vee(ranks) * (stages_per_rank // 2)
+
+
+def named_placement(name: str, ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
+    """The placement of a name, ``"linear"``, ``"looped"``, ``"v"`` or ``"wave"``.
+
+    Args:
+        name: of the placement.
+        ranks: number of ranks.
+        stages_per_rank: number of stages on each; None for 1 of linear, 2 of looped and V, and 4 of
+            wave.
+
+    Raises:
+        ScheduleError: there is none of this name, or it has another number of stages per rank.
+
+    Example:
+        >>> named_placement("v", 3)
+        (0, 1, 2, 2, 1, 0)
+    """
+    if name not in NAMES:
+        raise ScheduleError(
+            f"placement={name!r:.60} must be one of {', '.join(NAMES)}, or the rank of each stage, "
+            "such as [0, 1, 1, 0]"
+        )
+    per_rank = {"linear": 1, "wave": 4}.get(name, 2) if stages_per_rank is None else stages_per_rank
+    fits = {"linear": per_rank == 1, "v": per_rank == 2, "wave": per_rank % 2 == 0}
+    if not fits.get(name, True):
+        raise ScheduleError(
+            f"placement={name!r} has {_PER_RANK[name]} per rank, and the cost has values for "
+            f"{per_rank}: choose another placement, or give costs of as many stages"
+        )
+    return looped(ranks, per_rank) if name in ("linear", "looped") else waves(ranks, per_rank)
 
 
 def stages_on(placement: Sequence[int], rank: int) -> tuple[int, ...]:

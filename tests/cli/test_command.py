@@ -364,11 +364,11 @@ def test_a_file_of_another_size_than_was_asked_for(
         ("search -p 2", "the following arguments are required: -m/--microbatches"),
         ("search -p 2 -m 4 -o nowhere/best.csv", "--output nowhere/best.csv: there is no such dir"),
         ("search -p 2 -m 4 -o best.png", "--output best.png: the suffix must be one of .csv"),
-        ("search -p 2 -m 4 --placement w", "--placement 'w' must be linear, looped or v"),
+        ("search -p 2 -m 4 --placement w", "--placement 'w' must be linear, looped, v, wave"),
         ("search -p 2 -m 4 --memory 1,x", "'1,x' must be a number, or several with a comma"),
         ("search -p 2 -m 4 --memory 0.5", "admits no schedule"),
         ("search -p 2 -m 4 -o tests/a.csv/b.csv", "there is no such directory"),
-        (f"search -p 2 -m 4 --placement {'9' * 5000}", "must be linear, looped or v"),
+        (f"search -p 2 -m 4 --placement {'9' * 5000}", "must be linear, looped, v, wave"),
         ("simulate zbv -p 2 -m 4 --cost 1e308,1,1", "cost f=1e+308 must be 0 or from 1e-100"),
     ],
 )

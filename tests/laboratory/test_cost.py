@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import fields
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fpipe import Cost, ScheduleError
+from fpipe.schedule.exchange.cost_file import KEYS
 
 
 def test_a_number_is_for_a_rank_and_a_stage_takes_its_part() -> None:
@@ -43,7 +47,7 @@ def test_a_cost_is_a_value() -> None:
     [
         ({"f": -1}, r"cost f=-1 must be a finite number, at least 0"),
         ({"i": [1, math.inf]}, r"cost i\[1\]=inf must be a finite number"),
-        ({"w": "1"}, r"cost w\[0\]='1' must be"),
+        ({"w": "1"}, r"cost w='1' must be"),
         ({"freed_by_i": math.nan}, r"cost freed_by_i=nan must be a finite number"),
         ({"comm": [[0, 1]]}, r"comm=\[\[0, 1\]\] must be a number, or a square table"),
         ({"comm": [0, 1]}, r"comm=\[0, 1\] must be a number, or a square table"),
@@ -117,3 +121,41 @@ def test_a_hop_is_from_a_rank_to_a_rank(rank: Any) -> None:
         cost.hop(0, rank)
     with pytest.raises(ScheduleError, match=r"^source=.* must be the number of a rank, 0 or more"):
         cost.hop(rank, 0)
+
+
+# ── files ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [
+        Cost(1, 1, 1),
+        Cost([0.1, 1 / 3], 2, [3, 4], comm=[[0, 1], [2, 0]], b=5, activation=1e-9, sizes=[1, 0.3]),
+        Cost(1, 1, 1, activation=2, freed_by_i=[-1, 0.5]),
+    ],
+)
+def test_a_file_has_all_of_a_cost(cost: Cost, tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    text = cost.to_json(path)
+    assert path.read_text() == text == cost.to_json()
+    assert Cost.from_json(path) == cost
+    assert set(json.loads(text)) <= set(KEYS)
+    assert tuple(field.name for field in fields(Cost)) == KEYS
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON: "),
+        ("[1, 1, 1]", "not a cost: it must be an object with f, i and w, and of comm, b, activ"),
+        ('{"f": 1, "i": 1}', "not a cost: it must be an object with f, i and w"),
+        ('{"f": 1, "i": 1, "w": 1, "x": 1, "a": 1}', "not a cost, for it has a, x: it must be"),
+        ('{"f": 1, "i": 1, "w": 1, "f": 2}', "has the key 'f' twice"),
+        ('{"f": "x", "i": 1, "w": 1}', "cost f='x' must be a finite number"),
+    ],
+)
+def test_what_a_file_lacks_is_told(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text(text)
+    with pytest.raises(ScheduleError, match=message):
+        Cost.from_json(path)

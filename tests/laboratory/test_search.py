@@ -165,6 +165,35 @@ def test_it_chooses_the_placement() -> None:
     assert placement == looped(4, 3)
 
 
+@pytest.mark.parametrize(
+    ("name", "per_stage", "placement"),
+    [
+        ("linear", None, linear(2)),
+        ("looped", None, looped(2, 2)),
+        ("looped", 6, looped(2, 3)),
+        ("v", 4, vee(2)),
+        ("wave", None, vee(2) * 2),
+        ("wave", 4, vee(2)),
+    ],
+)
+def test_a_placement_has_a_name(
+    name: Any, per_stage: int | None, placement: tuple[int, ...]
+) -> None:
+    cost = UNIT if per_stage is None else Cost([1] * per_stage, 1, 1)
+    found = search(ranks=2, microbatches=4, cost=cost, placement=name, iterations=0)
+    check(found, 4)
+    assert found.schedule.placement == placement
+
+
+def test_waves_are_tried_where_the_cost_has_as_many_stages() -> None:
+    # Latency between ranks alone: of four hops that the looped placement has, waves save one.
+    cost = Cost([1] * 8, 1, 1, comm=9)
+    found = search(ranks=2, microbatches=2, cost=cost, iterations=20)
+    assert found.schedule.placement == vee(2) * 2
+    other = search(ranks=2, microbatches=2, cost=cost, placement="looped", iterations=20)
+    assert found.value < other.value
+
+
 def test_any_placement_will_do() -> None:
     found = search(
         ranks=3, microbatches=6, cost=UNIT, memory=3, placement=[2, 0, 1, 0], iterations=100
@@ -314,6 +343,11 @@ def test_integers_may_be_those_of_numpy() -> None:
         ({"objective": "speed"}, "objective='speed' must be 'makespan' or 'span'"),
         ({"placement": [0, 1, 2]}, r"placement=\(0, 1, 2\) must put a stage on each of the ranks"),
         ({"placement": [0, 1, 2, 3.0]}, r"placement=\(0, 1, 2, 3.0\) must have the rank of each"),
+        ({"placement": "w"}, "placement='w' must be one of linear, looped, v, wave, or the rank"),
+        (
+            {"placement": "v", "cost": Cost([1] * 12, 1, 1)},
+            "placement='v' has two stages per rank, and the cost has values for 3: choose",
+        ),
         ({"cost": None}, "cost=None is a NoneType: make one with fpipe.Cost"),
         ({"cost": Cost([1] * 6, 1, 1)}, r"the cost has values for 6 stages"),
         ({"cost": Cost([1] * 4, [1] * 8, 1)}, r"the cost has values for 4 and 8 stages"),

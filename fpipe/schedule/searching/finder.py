@@ -12,7 +12,14 @@ from fpipe.errors import ScheduleError
 from fpipe.schedule.arguments import plain_counts, plain_integer, plain_number
 from fpipe.schedule.bounds.lower import Memory, Objective
 from fpipe.schedule.cost import Cost, check_cost
-from fpipe.schedule.placements import linear, looped, plain_placement, vee
+from fpipe.schedule.placements import (
+    PlacementName,
+    linear,
+    looped,
+    named_placement,
+    plain_placement,
+    waves,
+)
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.annealing import anneal
 from fpipe.schedule.searching.arranging import arranged, exchanged, turn_of
@@ -45,7 +52,7 @@ def search(
     microbatches: int,
     cost: Cost,
     memory: Memory = None,
-    placement: Sequence[int] | None = None,
+    placement: Sequence[int] | PlacementName | None = None,
     start: Schedule | None = None,
     seconds: float = 10.0,
     objective: Objective = "makespan",
@@ -73,8 +80,10 @@ def search(
         cost: times, latencies and activations (see `fpipe.Cost`).
         memory: the most activations that a rank may hold, in the unit of ``cost.activation``: a
             number, one per rank, or None for no limit.
-        placement: the rank of each stage; None to choose among linear, looped and V with two stages
-            per rank. A cost with a value per stage narrows the choice to placements of as many.
+        placement: the rank of each stage; or by name, ``"linear"``, ``"looped"`` or ``"v"`` (two
+            stages per rank), ``"wave"`` (down and up again twice, four stages per rank); None to
+            choose among the first three. A cost with a value per stage says how many stages there
+            are, and narrows the choice to placements of as many.
         start: a schedule of your own to be bettered: what is found is never worse. Its placement is
             the one that is searched. Whole-stage actions are left out.
         seconds: time to search, the bound included, for which a quarter is set aside; what that
@@ -106,6 +115,8 @@ def search(
     ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
     check_cost(cost)
     seed, iterations = _plain_seed(seed), _plain_budget(seconds, iterations)
+    if isinstance(placement, str):
+        placement = named_placement(placement, ranks, _stages_per_rank(ranks, cost))
     if start is not None:
         placement = _check_start(start, microbatches, placement)
     problems = _problems(ranks, microbatches, cost, memory, placement, objective)
@@ -307,19 +318,25 @@ def _problems(
 
 
 def _placements(ranks: int, cost: Cost) -> list[tuple[int, ...]]:
-    """Linear, V and looped; of them, those with as many stages as the cost has values for."""
+    """Linear, V and looped; of as many stages as the cost has values for, and then waves too."""
+    per_rank = _stages_per_rank(ranks, cost)
+    if per_rank is None:
+        return list(dict.fromkeys([linear(ranks), waves(ranks, 2), looped(ranks, 2)]))
+    folded = [waves(ranks, per_rank)] if per_rank % 2 == 0 else []
+    return list(dict.fromkeys([*folded, looped(ranks, per_rank)]))
+
+
+def _stages_per_rank(ranks: int, cost: Cost) -> int | None:
+    """How many stages each rank has, by the values that the cost has; None where it has none."""
     values = (cost.f, cost.i, cost.w, cost.b, cost.activation, cost.freed_by_i)
     lengths = {len(value) for value in values if isinstance(value, tuple)}
     if not lengths:
-        choices = [linear(ranks), vee(ranks), looped(ranks, 2)]
-    else:
-        stages = max(lengths)
-        if len(lengths) > 1 or stages % ranks:
-            raise ScheduleError(
-                f"the cost has values for {' and '.join(map(str, sorted(lengths)))} stages: give "
-                f"each of its sequences one value per stage, as many as ranks={ranks} divides, or "
-                "say the placement"
-            )
-        choices = [linear(ranks), vee(ranks), looped(ranks, stages // ranks)]
-        choices = [choice for choice in choices if len(choice) == stages]
-    return list(dict.fromkeys(choices))
+        return None
+    stages = max(lengths)
+    if len(lengths) > 1 or stages % ranks or not stages:
+        raise ScheduleError(
+            f"the cost has values for {' and '.join(map(str, sorted(lengths)))} stages: give "
+            f"each of its sequences one value per stage, as many as ranks={ranks} divides, or "
+            "say the placement"
+        )
+    return stages // ranks
