@@ -36,9 +36,9 @@ def vmap(
     """A pipeline of an ensemble: every stage, or the one function, computes all members at once.
 
     The members are stacked along a dimension of the parameters and, if wanted, of the batch and of
-    a state; the number of members is read from the arguments of each call.
-    ``torch.func.stack_module_state`` returns parameters that can be passed as they are. Attention
-    on the CPU is traced as plain mathematics, because its fused kernel would run member by member.
+    a state; the number of members is read from the arguments of each call. The first of the two
+    values of ``torch.func.stack_module_state`` can be passed as it is. Attention on the CPU is
+    traced as plain mathematics, because its fused kernel would run member by member.
 
     Args:
         pipe: the pipeline of one member. Its own ``in_dims`` describe one member's batch.
