@@ -157,7 +157,7 @@ def train(folder, pipe, steps):
     for step in range(first + 1, steps + 1):
         key = fpipe.random.fold_in(fpipe.random.key(1), step)
         loss, grads = pipe.step(params, draw(step), key)
-        clipped = fpipe.clip_by_global_norm(grads, 1.0, pipeline=pipe)
+        clipped = fpipe.clip_by_global_norm(grads, 1.0, pipe=pipe)
         found = pipe.own(clipped.grads)
         for name, leaf in own.items():
             leaf.grad = found[name]

@@ -1,6 +1,17 @@
 """fpipe: a pipeline-parallel training step as a pure function.
 
-``loss, grads = fpipe.step(params, batch)``
+A pipeline is made of functions, one for each stage, and of a schedule::
+
+    schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=8)
+    pipe = fpipe.pipeline([encode, decode], loss, schedule)
+    value, grads = pipe.step(params, batch)
+
+To make one: `pipeline` (of stages, or of one function with `cut`), `Stage`, `from_module`,
+`balance`.
+To run one: `step`, `use`, `global_norm`, `clip_by_global_norm`, `Microbatches`, `random`, `nn`.
+To transform one: `vmap`, `grad`, `per_example_grads`, `per_example_norms`, `jvp`, `vjp`, `hvp`,
+`ggnvp`. Schedules: `schedules`, `Schedule`, `Action`, `Op`, `verify`, `Cost`, `simulate`, `search`,
+`lower_bound`, `profile`, `record`, `Timeline`.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -57,10 +57,10 @@ def step(
     params: Any,
     *arguments: Any,
     key: Tensor | None = None,
-    pipeline: Pipeline | None = None,
+    pipe: Pipeline | None = None,
     **named: Any,
 ) -> Any:
-    """Loss and gradients of one batch, by `pipeline` or the one that `fpipe.use` names.
+    """Loss and gradients of one batch, by `pipe` or the one that `fpipe.use` names.
 
     Arguments, result and errors are those of `Pipeline.step`.
 
@@ -76,11 +76,10 @@ def step(
         >>> value.item(), grads[0].item()
         (2.0, 1.0)
     """
-    chosen = pipeline or in_use()
+    chosen = pipe or in_use()
     if chosen is None:
         raise FpipeError(
-            "fpipe.step needs a pipeline: call it within `with fpipe.use(pipe):`, or pass "
-            "pipeline=pipe"
+            "fpipe.step needs a pipeline: call it within `with fpipe.use(pipe):`, or pass pipe=pipe"
         )
-    check_is_pipeline("pipeline", chosen, "fpipe.step")
+    check_is_pipeline("pipe", chosen, "fpipe.step")
     return chosen.step(params, *arguments, key=key, **named)

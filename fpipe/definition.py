@@ -5,6 +5,8 @@ A pipeline is made from its definition alone, so another one like it is made by 
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe import tree
+from fpipe import random, tree
 from fpipe.convention import DEFERRED, PLAIN, Convention
 from fpipe.errors import (
     BatchError,
@@ -39,11 +41,15 @@ from fpipe.stage.pieces.remat import Remat, named
 
 REDUCTIONS = ("mean", "sum", "weighted")
 
+log = logging.getLogger("fpipe")
+
 SHORTEST = 1.0
 """The shortest `timeout`, in seconds: a rank that is well is heard of twice in that time."""
 
 ARGUMENTS = ("params", "batch")
 """What a pipeline can be differentiated by."""
+ONE_BATCH = "the data of a step is one pytree, such as {'x': x, 'y': y}"
+"""Of errors about arguments that are too many."""
 
 
 class Alone(NamedTuple):
@@ -246,7 +252,10 @@ class Definition:
     ) -> tuple[tuple[Any, ...], Tensor | None]:
         """Take the key from the end of the arguments after params, if it came there."""
         if key is None and len(arguments) == len(self.takes):
-            return arguments[:-1], arguments[-1]
+            last = arguments[-1]
+            # Something else is one argument too many, where nothing reads a key.
+            if self.reads_key or last is None or random.is_key(last):
+                return arguments[:-1], last
         return arguments, key
 
     def in_order(
@@ -261,6 +270,12 @@ class Definition:
             return self.without_key(arguments, key)
         rest = self.takes[1 + len(arguments) :]
         if sorted(named) != sorted(rest):
+            unknown = [name for name in named if name not in self.takes]
+            if unknown:
+                raise BatchError(
+                    f"the pipeline got by name {', '.join(unknown)}: it takes "
+                    f"{', '.join(self.takes)}, and key=; {ONE_BATCH}"
+                )
             raise BatchError(
                 f"the pipeline got {1 + len(arguments)} arguments by position, and by name "
                 f"{', '.join(named)}: it takes {', '.join(self.takes)}, each of them once; with "
@@ -416,6 +431,13 @@ def group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.P
                 f"group={group!r:.60} is no process group of which this process is a member: "
                 "dist.group.WORLD is that of all processes; only the ranks in "
                 "dist.new_group(ranks) get one from it"
+            )
+        if group is None and os.environ.get("WORLD_SIZE", "1") != "1" and not dist.is_initialized():
+            # dist.group.WORLD is None until then.
+            log.warning(
+                "a pipeline of the whole model in each of %s processes: for one over all of them "
+                "call torch.distributed.init_process_group before it is made, and pass group=",
+                os.environ["WORLD_SIZE"],
             )
         return group
     if not isinstance(mesh, DeviceMesh):

@@ -22,9 +22,9 @@ from fpipe.controller.choosing import controller_of, workshop_of
 from fpipe.controller.controller import Gather
 from fpipe.controller.header import PREPARES, Addend, Marked
 from fpipe.controller.keys import read_key
-from fpipe.definition import Definition
+from fpipe.definition import ONE_BATCH, Definition
 from fpipe.draws import within_pipeline
-from fpipe.errors import BatchError, FpipeError, a_type
+from fpipe.errors import BatchError, FpipeError, StageError, a_type
 from fpipe.loadable import Loadable
 from fpipe.nesting.history import has_history, is_tracked, tracked_value
 from fpipe.nesting.levels import call_within, is_within
@@ -43,8 +43,9 @@ OWN = object()
 
 
 class Pipeline(Loadable):
-    """A pipeline-parallel step as a pure function; `fpipe.pipeline` makes one.
+    """A pipeline-parallel step as a pure function: what `fpipe.pipeline` and its like return.
 
+    It is not called directly: make one with `fpipe.pipeline` or `fpipe.from_module`.
     In one process several threads may call it at one time; over a group, one call runs at a time.
 
     Args:
@@ -61,12 +62,21 @@ class Pipeline(Loadable):
     """
 
     def __init__(self, definition: Definition, workshop: Workshop | None = None) -> None:
+        if not isinstance(definition, Definition):
+            raise StageError(
+                f"fpipe.Pipeline({definition!r:.60}) is not called directly: "
+                "fpipe.pipeline(stages, loss, schedule) makes one"
+            )
         self.definition = definition
         self.schedule = definition.schedule
         self.rank = None if definition.group is None else definition.group.rank()
         self.derived: dict[Any, Pipeline] = {}
         self.workshop = workshop or workshop_of(definition)
         self._controller = controller_of(definition, self.workshop)
+
+    def __dir__(self) -> list[str]:
+        """What is for its users; the rest is for other parts of fpipe."""
+        return [name for name in super().__dir__() if name not in _INTERNAL]
 
     def __repr__(self) -> str:
         return f"<Pipeline of {self.schedule!r}>"
@@ -426,9 +436,30 @@ class Pipeline(Loadable):
         return definition.convention.enter(*arguments)
 
 
+_INTERNAL = frozenset(
+    {
+        "add_up_marked",
+        "definition",
+        "derived",
+        "each",
+        "readers",
+        "run_forward",
+        "run_step",
+        "run_value",
+        "structure",
+        "together",
+        "told",
+        "workshop",
+    }
+)
+"""Names of a `Pipeline` that are not for its users."""
+
+
 def _miscounted(arguments: Sequence[Any], takes: Sequence[str]) -> BatchError:
+    more = f"; {ONE_BATCH}" if len(arguments) > len(takes) else ""
     return BatchError(
-        f"the pipeline got {len(arguments)} arguments, but takes {len(takes)}: {', '.join(takes)}"
+        f"the pipeline got {len(arguments)} arguments, but takes {len(takes)}: "
+        f"{', '.join(takes)}{more}"
     )
 
 

@@ -142,7 +142,7 @@ def pipeline(
         (1.0, [(3, 3), (3, 1)])
     """
     whole = callable(stages) and not isinstance(stages, Stage)
-    chosen_loss: Any = _whole_loss(stages, loss) if whole else loss
+    chosen_loss: Any = _whole_loss(stages, loss) if whole else _stage_loss(stages, loss)
     chosen_schedule: Any = schedule
     return Pipeline(
         Definition(
@@ -182,6 +182,25 @@ def _stages_of(stages: Any) -> tuple[Stage, ...]:
     return tuple(stage if isinstance(stage, Stage) else Stage(stage) for stage in stages)
 
 
+def _stage_loss(stages: Any, loss: Any) -> Any:
+    """The loss of a pipeline that is made of stage functions.
+
+    Raises:
+        StageError: it is another argument.
+    """
+    if isinstance(loss, Schedule):
+        raise StageError(
+            f"loss={loss!r:.60} is a Schedule: after the stages comes the loss, a function "
+            "(y, microbatch) -> scalar, and then the schedule"
+        )
+    if loss is None and isinstance(stages, Sequence) and len(stages) == 1:
+        raise StageError(
+            "loss=None beside one stage: give a function (y, microbatch) -> scalar; one function "
+            "of the whole model, which returns the loss itself, is passed without a list"
+        )
+    return loss
+
+
 def _whole_loss(function: Any, loss: Any) -> Any:
     """The loss of a pipeline that is made of one function.
 
@@ -193,6 +212,11 @@ def _whole_loss(function: Any, loss: Any) -> Any:
             f"stages is {a_type(function)}, a module with parameters: fpipe.from_module("
             "module, schedule=…, cuts=[…], loss=…) makes a pipeline of it; fpipe.pipeline takes "
             "functions of parameters"
+        )
+    if isinstance(loss, Schedule):
+        raise StageError(
+            f"loss={loss!r:.60}, the second argument, is the schedule: of one function, which "
+            "returns the loss itself, pass it by name, schedule=…"
         )
     if loss is not None:
         raise StageError(

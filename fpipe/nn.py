@@ -25,6 +25,12 @@ from fpipe import tree
 from fpipe.draws import keyed as keyed
 from fpipe.errors import StageError
 
+__all__ = ["BatchStats", "batch_norm", "buffers_of", "call", "keyed", "state_of", "with_buffers"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 class BatchStats(NamedTuple):
     """Running statistics of a batch normalisation: a part of a state.

@@ -13,7 +13,7 @@ from fpipe import tree
 from fpipe.controller.header import Addend
 from fpipe.current import in_use
 from fpipe.engine import Pipeline, check_is_pipeline
-from fpipe.errors import FpipeError
+from fpipe.errors import FpipeError, a_type
 from fpipe.transforms.wrapping import Wrapping
 
 
@@ -29,7 +29,7 @@ class Clipped(NamedTuple):
     norm: Tensor
 
 
-def global_norm(grads: Any, *, pipeline: Pipeline | Wrapping | None = None) -> Tensor:
+def global_norm(grads: Any, *, pipe: Pipeline | Wrapping | None = None) -> Tensor:
     """The Euclidean norm of all elements of all gradients, of all ranks.
 
     Squares are added up in float32 within a leaf (float64 if it is float64), and in float64 from
@@ -41,7 +41,7 @@ def global_norm(grads: Any, *, pipeline: Pipeline | Wrapping | None = None) -> T
         grads: pytree of tensors; None has no elements. Over a process group those of the own
             stages, and every rank must call this. Of a module, or of one function with cuts, the
             keys and indices of a leaf's path say which parameter it is of: the same on all ranks.
-        pipeline: that the gradients, or products of `fpipe.hvp`, come from, by default the one that
+        pipe: that the gradients, or products of `fpipe.hvp`, come from, by default the one that
             `fpipe.use` names. Without one, the gradients are taken to be whole.
 
     Returns:
@@ -59,11 +59,11 @@ def global_norm(grads: Any, *, pipeline: Pipeline | Wrapping | None = None) -> T
         >>> fpipe.global_norm([{"w": torch.tensor([3.0]), "frozen": None}, torch.tensor([4.0])])
         tensor(5.)
     """
-    return _norm(grads, pipeline, lambda: None)
+    return _norm(grads, pipe, lambda: None)
 
 
 def clip_by_global_norm(
-    grads: Any, max_norm: float, *, pipeline: Pipeline | Wrapping | None = None
+    grads: Any, max_norm: float, *, pipe: Pipeline | Wrapping | None = None
 ) -> Clipped:
     """Scale all gradients so that their global norm is at most `max_norm`.
 
@@ -72,7 +72,7 @@ def clip_by_global_norm(
     Args:
         grads: as for `global_norm`; they stay as they are.
         max_norm: a positive number.
-        pipeline: as for `global_norm`.
+        pipe: as for `global_norm`.
 
     Returns:
         ``(grads, norm)``: new gradients in the structure and dtypes of `grads`, and the norm before
@@ -93,7 +93,7 @@ def clip_by_global_norm(
         if not _is_positive(max_norm):
             raise FpipeError(f"max_norm={max_norm!r:.60} must be a positive number")
 
-    norm = _norm(grads, pipeline, check)
+    norm = _norm(grads, pipe, check)
     scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), torch.nan)
 
     def scaled(leaf: Tensor) -> Tensor:
@@ -103,13 +103,13 @@ def clip_by_global_norm(
     return Clipped(tree.tree_map(scaled, grads), norm)
 
 
-def _norm(grads: Any, pipeline: Pipeline | Wrapping | None, check: Callable[[], None]) -> Tensor:
+def _norm(grads: Any, pipe: Pipeline | Wrapping | None, check: Callable[[], None]) -> Tensor:
     """The norm, where `check` raises nothing: a rank on which it does tells the others."""
-    chosen = pipeline or in_use()
+    chosen = pipe or in_use()
     if isinstance(chosen, Wrapping):
         chosen = chosen.pipeline
     if chosen is not None:
-        check_is_pipeline("pipeline", chosen, "fpipe.global_norm")
+        check_is_pipeline("pipe", chosen, "fpipe.global_norm")
 
     def read() -> tuple[Tensor, bool]:
         check()
@@ -150,6 +150,11 @@ def _is_positive(number: Any) -> bool:
 
 
 def _leaves(grads: Any) -> list[Tensor]:
+    if isinstance(grads, tuple) and type(grads).__module__.startswith("fpipe."):
+        # What a call has returned, whose loss would be counted, and scaled.
+        fields: tuple[str, ...] = getattr(grads, "_fields", ())
+        parts = [f".{field}" for field in fields if field in ("grads", "hvp", "norms", "jvp")]
+        raise FpipeError(f"grads is {a_type(grads)}: pass its {' or '.join(parts)}")
     leaves, spec = tree.flatten(grads)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
@@ -201,5 +206,5 @@ def _refuse_a_part(grads: Any) -> None:
         return
     raise FpipeError(
         "grads has None, as one rank of a pipeline has for what other ranks hold, but no pipeline "
-        "is named: pass pipeline=pipe, or call this within `with fpipe.use(pipe):`"
+        "is named: pass pipe=pipe, or call this within `with fpipe.use(pipe):`"
     )

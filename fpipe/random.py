@@ -25,6 +25,25 @@ from fpipe.errors import FpipeError, a_type
 from fpipe.schedule.arguments import plain_integer
 from fpipe.threefry import MASK, threefry2x32
 
+__all__ = [
+    "bernoulli",
+    "bits",
+    "categorical",
+    "dropout",
+    "fold_in",
+    "key",
+    "normal",
+    "permutation",
+    "randint",
+    "split",
+    "uniform",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -402,6 +421,16 @@ _MANY = (
 )
 
 
+def is_key(value: object, *, single: bool = True) -> bool:
+    """Whether a value has the form of a key, or of several."""
+    return (
+        isinstance(value, Tensor)
+        and value.dtype == torch.int64
+        and value.shape[-1:] == (2,)
+        and (value.dim() == 1 or not single)
+    )
+
+
 def check_key(key: Tensor, *, single: bool = True) -> None:
     """Refuse what is no key.
 
@@ -412,12 +441,7 @@ def check_key(key: Tensor, *, single: bool = True) -> None:
     Raises:
         FpipeError: says what it is instead.
     """
-    if (
-        not isinstance(key, Tensor)
-        or key.dtype != torch.int64
-        or key.shape[-1:] != (2,)
-        or (single and key.dim() != 1)
-    ):
+    if not is_key(key, single=single):
         found = (
             f"a {str(key.dtype).removeprefix('torch.')} tensor of shape {tuple(key.shape)}"
             if isinstance(key, Tensor)

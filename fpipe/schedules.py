@@ -52,6 +52,11 @@ __all__ = [
     "zbv",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 FAMILIES: Final[Mapping[str, Callable[..., Schedule]]] = MappingProxyType(
     {
         family.__name__: family

@@ -29,15 +29,18 @@ def add(commands: Commands[Any]) -> None:
         f"\n\n{LEGEND}",
     )
     parser.add_argument(
-        "-p", "--ranks", type=count, required=True, metavar="P", help="number of ranks"
+        "-p",
+        "--ranks",
+        type=count,
+        metavar="P",
+        help="number of ranks (default: that of --start)",
     )
     parser.add_argument(
         "-m",
         "--microbatches",
         type=count,
-        required=True,
         metavar="M",
-        help="number of microbatches",
+        help="number of microbatches (default: that of --start)",
     )
     add_cost(parser)
     add_memory(parser)
@@ -78,7 +81,11 @@ def add(commands: Commands[Any]) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    sources.check_room(options.ranks, options.microbatches)
+    if options.start is None:
+        for option in ("ranks", "microbatches"):
+            if getattr(options, option) is None:
+                raise ScheduleError(f"--{option} is needed, or --start with a schedule")
+    sources.check_room(options.ranks or 1, options.microbatches or 1)
     form = None
     if options.output is not None:
         form = _FORMS.get(Path(options.output).suffix)

@@ -37,7 +37,7 @@ INTENSITY = 10
 def balance(
     module: nn.Module,
     schedule: Schedule,
-    batch: Any,
+    example: Any,
     *,
     loss: Loss | None = None,
     in_dims: Any = 0,
@@ -55,7 +55,7 @@ def balance(
     """Choose the cuts of a module for a schedule, by what its parts cost.
 
     The module is recorded on abstract tensors, so it may be as big as it likes: its parameters,
-    and the batch, may lie on the meta device. Of all ways to divide the chain of candidates it
+    and the example, may lie on the meta device. Of all ways to divide the chain of candidates it
     takes the one whose step is shortest, ``m * busiest rank + (p - 1) * slowest stage`` for `m`
     microbatches on `p` ranks; among those within `slack` of it, the one that sends least between
     ranks. With one stage a rank that is the one whose slowest stage is fastest, found exactly
@@ -66,7 +66,7 @@ def balance(
         module: as for `from_module`.
         schedule: its placement says which stages lie on one rank, its number of microbatches how
             the batch is split.
-        batch: an example; only its shapes count, unless times are measured. Of microbatches of
+        example: a batch; only its shapes count, unless times are measured. Of microbatches of
             several shapes the biggest counts.
         loss: as for `from_module`, as are `in_dims`, `has_aux`, `has_state` and `reduction`.
         in_dims: how the batch is split.
@@ -120,7 +120,7 @@ def balance(
     )
     return chosen(
         definition,
-        batch,
+        example,
         candidates=candidates,
         memory=memory,
         intensity=intensity,

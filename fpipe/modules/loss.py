@@ -261,10 +261,10 @@ class ModuleLoss:
         if self._loss is not None:
             try:
                 return self._loss(output, batch)
-            except (TypeError, AttributeError) as error:
+            except (TypeError, AttributeError, IndexError) as error:
                 error.args = (
-                    f"{error} (loss is called with what the forward returns, and the batch, a "
-                    "dict)",
+                    f"{error} (it is called as loss(output, batch), with what the forward returns, "
+                    "and the batch, a dict)",
                 )
                 raise
         found = getattr(output, "loss", None)

@@ -141,6 +141,12 @@ class Planner:
                 "this step has no gradient: trainable= chooses no parameter, or the loss depends "
                 "on none that it chooses"
             )
+        elif goal == "step" and all(chain.is_constant for chain in made.chains):
+            log.warning(
+                "all gradients of this step are 0: the loss depends on nothing that it is "
+                "differentiated by (detach(), torch.no_grad() or argmax in the loss, or in the "
+                "last stage?)"
+            )
         for program in plan.programs:
             for stage, leaf, _ in program.bindings.params:
                 self._readers.setdefault((stage, leaf), set()).add(program.rank)

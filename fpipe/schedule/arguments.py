@@ -28,7 +28,7 @@ def plain_integer(value: object) -> int | None:
         return None
 
 
-def plain_counts(**counts: int) -> tuple[int, ...]:
+def plain_counts(**counts: int | None) -> tuple[int, ...]:
     """The counts as Python's own integers, in their order; the keyword is the name to report.
 
     Raises:

@@ -76,7 +76,8 @@ class Workshop:
         """The code for arguments of these shapes.
 
         Raises:
-            StageError: a stage cannot be traced on them.
+            StageError: a stage cannot be traced on them, or the loss returns its weight before its
+                sum.
         """
         chains: list[Chain] = []
         for size, shape in zip(signature.sizes(), signature.batch, strict=True):
@@ -87,6 +88,11 @@ class Workshop:
             self._chains[_key(signature, size, shape)] = chain
             chains.append(chain)
         _check_results(chains)
+        if signature.goal == "step" and any(chain.is_swapped for chain in chains):
+            raise StageError(
+                "the loss is declared as (sum, weight), and of what it returns the first depends "
+                "on no parameter, but the second does: return the sum first"
+            )
         trained = live_leaves(chains)
         usual, last = (
             [self._cut(chain, trained, policies) for chain in chains] for policies in self._policies

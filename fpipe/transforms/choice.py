@@ -11,9 +11,10 @@ from fpipe.transforms.transformed import P, check_pipeline
 
 
 def grad(pipe: P, argnums: Any = "params") -> P:
-    """A pipeline whose ``step`` differentiates by what `argnums` names.
+    """A pipeline whose ``step`` differentiates by what `argnums` names, in place of the parameters.
 
-    Gradients by the batch serve saliency and adversarial training. They flow through every stage
+    It takes a pipeline, not a function as `torch.func.grad` does, and names, not numbers. Gradients
+    by the batch serve saliency and adversarial training. They flow through every stage
     that reads a leaf, and come together where the batch comes in.
 
     Args:
@@ -49,7 +50,7 @@ def grad(pipe: P, argnums: Any = "params") -> P:
     if not chosen or any(name not in ARGUMENTS or chosen.count(name) > 1 for name in chosen):
         raise StageError(
             f"argnums={argnums!r:.60} must be 'params', 'batch' or a tuple of both, such as "
-            "('params', 'batch')"
+            "('params', 'batch'): names, for a state may come between the two"
         )
     definition = pipe.definition
     if definition.convention.vectors or definition.sink.join is not None:

@@ -48,9 +48,7 @@ def main() -> None:
             assert_same(grads, expected.grads[stage])
         assert_same(pipe.value(params, batch).cpu(), expected.loss)
         norm = torch.stack([leaf.norm() for leaf in tree.flatten(expected.grads)[0]]).norm()
-        assert_same(
-            torch.as_tensor(fpipe.global_norm(step.grads, pipeline=pipe)).cpu().double(), norm
-        )
+        assert_same(torch.as_tensor(fpipe.global_norm(step.grads, pipe=pipe)).cpu().double(), norm)
     moves_every_dtype(device)
     steps_in_a_thread_with_another_device(device)
     refuses_parameters_that_lie_elsewhere(device)

@@ -316,7 +316,7 @@ def norms(group: Group, schedule: Schedule, dtype: torch.dtype) -> list[Any]:
         norm = fpipe.global_norm(grads)
         clipped = fpipe.clip_by_global_norm(grads, norm.item() / 2)
         again = fpipe.global_norm(clipped.grads)
-    kept = fpipe.clip_by_global_norm(grads, norm.item() * 2, pipeline=pipe)
+    kept = fpipe.clip_by_global_norm(grads, norm.item() * 2, pipe=pipe)
     return [
         norm,
         clipped.norm,
@@ -336,7 +336,7 @@ def norm_and_step(group: dist.ProcessGroup) -> list[Outcome]:
         return pipe.step(params, model.batch).loss
 
     def norm() -> Tensor:
-        return fpipe.global_norm(params, pipeline=pipe)
+        return fpipe.global_norm(params, pipe=pipe)
 
     return [attempt(norm if group.rank() == 1 else step), attempt(step)]
 
@@ -346,7 +346,7 @@ def infinite(group: dist.ProcessGroup) -> list[Any]:
     model = model_of("mlp", 3, 6)
     pipe = pipeline(group, model, fpipe.schedules.gpipe(ranks=3, microbatches=2))
     own = [None, torch.zeros(2), torch.tensor([1.0, torch.inf])][group.rank()]
-    grads, norm = fpipe.clip_by_global_norm([own], 1.0, pipeline=pipe)
+    grads, norm = fpipe.clip_by_global_norm([own], 1.0, pipe=pipe)
     part = attempt(fpipe.global_norm, pipe.local([own] * 3))
     return [norm, grads, part]
 

@@ -624,7 +624,7 @@ def train_taught(group: Group) -> list[tuple[dict[str, Tensor | None], Tensor]]:
     second = fpipe.hvp(pipe).step(params, batch, first.grads)
     steps = first, second, fpipe.hvp(pipe).step(params, batch, second.hvp)
     return [
-        (step.grads, fpipe.clip_by_global_norm(step.grads, 1.0, pipeline=pipe)[1]) for step in steps
+        (step.grads, fpipe.clip_by_global_norm(step.grads, 1.0, pipe=pipe)[1]) for step in steps
     ]
 
 

@@ -88,7 +88,7 @@ def train(group: Group, shape: dict[str, int]) -> list[Tensor]:
                     dist.all_reduce(leaf.mul_(weight / total), group=mesh.get_group("dp"))
                 dist.all_reduce(torch.ones(3), group=mesh.get_group("pp"))
                 dist.all_reduce(torch.ones(3))
-            grads, norm = fpipe.clip_by_global_norm(grads, 0.1, pipeline=pipe)
+            grads, norm = fpipe.clip_by_global_norm(grads, 0.1, pipe=pipe)
             trained[index] = optree.tree_map(
                 lambda p, g: p if g is None else p - g, trained[index], grads, none_is_leaf=True
             )

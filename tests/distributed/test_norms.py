@@ -47,11 +47,11 @@ def shared_norm(group: Group, schedule: Schedule) -> list[Any]:
         language_model, schedule=schedule, in_dims=IN_DIMS, compile=False, group=group
     )
     grads = pipe.step(make_params(), make_batch()).grads
-    norm = fpipe.global_norm(grads, pipeline=pipe)
-    clipped = fpipe.clip_by_global_norm(grads, norm.item() / 2, pipeline=pipe)
+    norm = fpipe.global_norm(grads, pipe=pipe)
+    clipped = fpipe.clip_by_global_norm(grads, norm.item() / 2, pipe=pipe)
     leaves = tree.flatten(grads)[0]
     mixed = attempt(
-        partial(fpipe.global_norm, leaves, pipeline=pipe)
+        partial(fpipe.global_norm, leaves, pipe=pipe)
     )  # numbered by each rank for itself
     return [norm, clipped.norm, clipped.grads["table"], mixed, attempt(fpipe.global_norm, grads)]
 
@@ -71,14 +71,14 @@ def test_a_gradient_that_several_ranks_hold_counts_once(crew: Crew) -> None:
         found = r"grads\[0\] is another gradient on rank 1 than on rank 0, with a norm of "
         assert re.match(found, part[3].error.text)
         assert part[3].error.kind == "FpipeError"
-        assert "pass pipeline=pipe" in part[4].error.text
+        assert "pass pipe=pipe" in part[4].error.text
 
 
 def test_a_norm_that_is_not_finite_is_not_hidden(crew: Crew) -> None:
     for norm, (grads,), part in values(crew.run(actors.infinite, ranks=range(3))):
         assert norm.isinf()
         assert grads is None or grads.isnan().all()
-        assert "pass pipeline=pipe" in part.error.text
+        assert "pass pipe=pipe" in part.error.text
 
 
 def test_a_rank_that_steps_where_others_ask_for_a_norm(crew: Crew) -> None:
@@ -95,8 +95,8 @@ def norms_refused_on_one(group: dist.ProcessGroup, schedule: Schedule) -> list[A
     pipe = actors.pipeline(group, model, schedule)
     params, batch = pipe.local(model.params), model.batch
     grads = pipe.step(params, batch).grads
-    norm = partial(fpipe.global_norm, pipeline=pipe)
-    clip = partial(fpipe.clip_by_global_norm, grads, pipeline=pipe)
+    norm = partial(fpipe.global_norm, pipe=pipe)
+    clip = partial(fpipe.clip_by_global_norm, grads, pipe=pipe)
     return [
         attempt(norm, [torch.ones(2, dtype=torch.int64)] if group.rank() == 1 else grads),
         attempt(clip, 1.0 if group.rank() else -1.0),
@@ -174,7 +174,7 @@ def norm_of_two_dtypes(group: Group) -> torch.Tensor:
     assert group is not None
     few = None if group.rank() == 0 else torch.full((3,), 1 / 3, dtype=torch.float64)
     more = [few, torch.ones(2)] if group.rank() == 0 else few
-    return torch.stack([fpipe.global_norm(own, pipeline=pipe) for own in (few, more)])
+    return torch.stack([fpipe.global_norm(own, pipe=pipe) for own in (few, more)])
 
 
 def test_all_ranks_have_one_norm(crew: Crew) -> None:

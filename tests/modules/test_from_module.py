@@ -219,7 +219,7 @@ def test_loss_that_does_not_take_the_batch() -> None:
         module, schedule=TWO, cuts=["0"], loss=nn.CrossEntropyLoss(), compile=False
     )
     with pytest.raises(
-        fpipe.StageError, match=r"not dict \(loss is called with what the forward returns, and"
+        fpipe.StageError, match=r"not dict \(it is called as loss\(output, batch\), with what the"
     ):
         pipe.step(detached(module), {"input": torch.ones(4, 2)})
 

@@ -38,7 +38,7 @@ def test_the_batch_may_come_by_name() -> None:
     params, batch = MODEL.params, MODEL.batch
     expected = pipe.step(params, batch)
     assert_identical(pipe.step(params=params, batch=batch), expected)
-    assert_identical(fpipe.step(params, pipeline=pipe, batch=batch), expected)
+    assert_identical(fpipe.step(params, pipe=pipe, batch=batch), expected)
     assert_identical(pipe.value(params, batch=batch), expected[0])
     assert_identical(pipe.forward(params, batch=batch), pipe.forward(params, batch))
     losses = torch.func.vmap(lambda x: pipe.value(params, batch={"x": x, "y": Y}))(X[None])
@@ -49,7 +49,7 @@ def test_names_that_do_not_fit_are_told() -> None:
     pipe = plain_pipeline(MODEL.stages)
     with pytest.raises(fpipe.BatchError, match="2 arguments by position, and by name batch: it ta"):
         pipe.step(MODEL.params, MODEL.batch, batch=MODEL.batch)
-    with pytest.raises(fpipe.BatchError, match="by name data: it takes params, batch, each of th"):
+    with pytest.raises(fpipe.BatchError, match="by name data: it takes params, batch, and key=;"):
         pipe.value(MODEL.params, data=MODEL.batch)
 
 
@@ -424,7 +424,7 @@ def test_programs_take_what_a_step_takes() -> None:
     for more in ((batch,), (state, batch, batch), (state, batch, batch, batch)):
         with pytest.raises(fpipe.BatchError, match=r"\d arguments, but takes 3: params, state, ba"):
             pipe.programs(params, *more)
-    with pytest.raises(fpipe.BatchError, match=r"by name batch, stat: it takes params, state, b"):
+    with pytest.raises(fpipe.BatchError, match=r"by name stat: it takes params, state, batch, an"):
         pipe.programs(params, batch=batch, stat=state)
     named, placed = (
         pipe.programs(params, batch=batch, state=state),

@@ -781,7 +781,7 @@ def test_loss_that_does_not_fit_the_output() -> None:
 
 
 def test_loss_that_takes_the_microbatch_for_labels() -> None:
-    rule = r"'dict' object has no attribute 'size' \(loss\(y, microbatch\) is called with all of"
+    rule = r"'dict' object has no attribute 'size' \(it is called as loss\(y, microbatch\), with th"
     with pytest.raises(StageError, match=rule):
         step(*MODEL.stages, loss=torch.nn.functional.mse_loss)
 
@@ -797,11 +797,11 @@ def test_no_pipeline_to_run() -> None:
 @pytest.mark.parametrize(
     ("call", "rule"),
     [
-        (lambda three: fpipe.step([], {}, pipeline=three), "pipeline=3 is an int: .* fpipe.step"),
+        (lambda three: fpipe.step([], {}, pipe=three), "pipe=3 is an int: .* fpipe.step"),
         (lambda three: fpipe.use(three), "pipe=3 is an int: .* makes what fpipe.use takes"),
         (
-            lambda three: fpipe.global_norm([], pipeline=three),
-            "pipeline=3 .*fpipe.global_norm takes",
+            lambda three: fpipe.global_norm([], pipe=three),
+            "pipe=3 .*fpipe.global_norm takes",
         ),
         (lambda three: fpipe.profile(three, [], {}), "pipe=3 .*fpipe.profile takes"),
     ],
@@ -945,7 +945,8 @@ def test_a_stage_that_lacks_the_microbatch() -> None:
     def reads(p: Any, x: Tensor, batch: Any) -> Tensor:
         return x
 
-    with pytest.raises(StageError, match=r"argument: 'batch' \(.*Stage\(fn, reads_batch=True"):
+    rule = r"'batch' \(it is called as fn\(params, x\); fpipe\.Stage\(fn, reads_batch=True\) takes"
+    with pytest.raises(StageError, match=rule):
         step(*after_first(reads))
 
 

@@ -26,7 +26,7 @@ def step() -> fpipe.Step:
 
 
 def test_step_is_the_pipelines_own() -> None:
-    assert_identical(fpipe.step(MODEL.params, MODEL.batch, pipeline=MEAN), ONE)
+    assert_identical(fpipe.step(MODEL.params, MODEL.batch, pipe=MEAN), ONE)
     with fpipe.use(MEAN) as pipe:
         assert pipe is MEAN
         assert_identical(step(), ONE)
@@ -34,7 +34,7 @@ def test_step_is_the_pipelines_own() -> None:
 
 def test_an_argument_goes_before_use() -> None:
     with fpipe.use(MEAN):
-        assert_identical(fpipe.step(MODEL.params, MODEL.batch, pipeline=DOUBLE), TWO)
+        assert_identical(fpipe.step(MODEL.params, MODEL.batch, pipe=DOUBLE), TWO)
 
 
 def test_use_nests() -> None:

@@ -149,7 +149,7 @@ def norm_of_product(group: dist.ProcessGroup | None) -> Tensor:
     schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
     pipe = fpipe.hvp(fpipe.pipeline(model.stages, model.loss, schedule, group=group, compile=False))
     params = pipe.local(model.params)
-    return fpipe.global_norm(pipe.step(params, model.batch, params).hvp, pipeline=pipe)
+    return fpipe.global_norm(pipe.step(params, model.batch, params).hvp, pipe=pipe)
 
 
 def outputs_by_row(group: dist.ProcessGroup | None) -> list[Any]:

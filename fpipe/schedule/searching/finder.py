@@ -48,8 +48,8 @@ _IN_FULL = 4  # policies that are played in full, where they were compared on fe
 
 def search(
     *,
-    ranks: int,
-    microbatches: int,
+    ranks: int | None = None,
+    microbatches: int | None = None,
     cost: Cost,
     memory: Memory = None,
     placement: Sequence[int] | PlacementName | None = None,
@@ -75,8 +75,8 @@ def search(
     and large cases are tuned on microbatches of the mean size.
 
     Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
+        ranks: number of ranks; that of `start` by default.
+        microbatches: number of microbatches; that of `start` by default.
         cost: times, latencies and activations (see `fpipe.Cost`).
         memory: the most activations that a rank may hold, in the unit of ``cost.activation``: a
             number, one per rank, or None for no limit.
@@ -112,6 +112,10 @@ def search(
         >>> found.value, found.gap  # no schedule is better
         (45.0, 0.0)
     """
+    if start is not None:
+        check_schedule(start)
+        ranks = start.num_ranks if ranks is None else ranks
+        microbatches = start.num_microbatches if microbatches is None else microbatches
     ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
     check_cost(cost)
     seed, iterations = _plain_seed(seed), _plain_budget(seconds, iterations)
@@ -155,7 +159,6 @@ def _check_start(
     start: Schedule, microbatches: int, placement: Sequence[int] | None
 ) -> tuple[int, ...]:
     """The placement of a schedule that a search is to start from."""
-    check_schedule(start)
     verify(start)
     if start.num_microbatches != microbatches:
         raise ScheduleError(

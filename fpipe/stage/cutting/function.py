@@ -8,6 +8,7 @@ is one leaf with several contributors; a value may be read by any later stage.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ from fpipe.stage.graphs.sources import BatchLeaf, Key, Param, Source, StateLeaf,
 from fpipe.stage.tracing.abstract import Abstract, Leaves, Places, abstract_key
 from fpipe.stage.tracing.chain import Chain
 from fpipe.stage.tracing.tracer import Traced, trace
+
+log = logging.getLogger("fpipe")
 
 
 class FunctionTracer:
@@ -98,6 +101,13 @@ class FunctionTracer:
         batch = Abstract.of(microbatch, self._mode)
         with self._places.at(0):
             parts, results, numbering, changed = record(params, batch, goal, rows)
+        if goal == "step" and not _reads_parameters(parts[-1]) and len(parts) > 1:
+            log.warning(
+                "stage %d (%s), the last, reads no parameter: a stage ends where fpipe.cut is "
+                "called, or after the submodule that cuts= names",
+                len(parts) - 1,
+                name,
+            )
         updates = updates_of(name, record.paths(params), parts, results, changed)
         results = results[: len(results) - len(updates)]
         frozen = self.frozen(shapes)
@@ -227,6 +237,10 @@ class FunctionTracer:
         return Leaves(
             tuple(values), part.sources, tuple(paths), tuple(differentiable), "what it reads"
         )
+
+
+def _reads_parameters(part: Segment) -> bool:
+    return any(isinstance(source, Param) for source in part.sources)
 
 
 def _replayed(part: Moved, values: Sequence[Tensor]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from inspect import isfunction
 from typing import Any, NamedTuple
 
 import optree
@@ -277,7 +278,7 @@ class Recorder:
             raise
         except Exception as error:
             given = describe("batch", tree.unflatten(batch.spec, batch.values))
-            raise explain(self.name, error, given) from error
+            raise explain(self.name, error, given, self._call) from error
         if len(marks) != self.num_stages - 1:
             raise StageError(
                 f"{self.name} executes {len(marks)} cuts, which make {len(marks) + 1} stages, but "
@@ -285,6 +286,13 @@ class Recorder:
                 "stages, or choose a schedule with that many stages"
             )
         return module, marks, *numberings[-1]
+
+    @property
+    def _call(self) -> str:
+        """How the function is called, where it is the user's own."""
+        if not isfunction(self.loss_fn):
+            return ""
+        return self.returns.call.replace("batch)", "batch, key=key)" if self.has_key else "batch)")
 
     def _called(self, params: Abstract, batch: Abstract, leaves: Sequence[Tensor]) -> Any:
         """What the function returns for flat arguments."""

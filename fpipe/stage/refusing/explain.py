@@ -106,7 +106,7 @@ def unreported() -> Iterator[None]:
         theirs.removeFilter(raises_nothing)
 
 
-def explain(name: str, error: Exception, given: str) -> StageError:
+def explain(name: str, error: Exception, given: str, called: str = "") -> StageError:
     """The refusal of a function that raised `error` while it was traced.
 
     The error keeps those frames of its traceback that are the user's, if any are; logged with all
@@ -116,14 +116,15 @@ def explain(name: str, error: Exception, given: str) -> StageError:
         name: the function in messages, such as ``"stage 2 (block)"``.
         error: what it raised.
         given: what it was called with, such as ``"what stage 1 (f) returns (x: float32[3, 4])"``.
+        called: how it is called, such as ``"fn(params, x)"``; empty where its user knows.
     """
-    refusal = _refusal(name, error, given)
+    refusal = _refusal(name, error, given, called)
     log.debug("%s is refused", name, exc_info=error)
     error.__traceback__ = own_traceback(error.__traceback__) or error.__traceback__
     return refusal
 
 
-def _refusal(name: str, error: Exception, given: str) -> StageError:
+def _refusal(name: str, error: Exception, given: str, called: str) -> StageError:
     text = str(error).partition("\nPlease file an issue to PyTorch")[0]
     at = place(error)
     if isinstance(error, ImpureError):
@@ -149,11 +150,15 @@ def _refusal(name: str, error: Exception, given: str) -> StageError:
         if isinstance(error, reason.kinds) or any(words in text for words in reason.words):
             what = reason.deed.format(text=text)
             return StageError(f"{name} {what}{at}: {reason.instead}")
-    if isinstance(error, TypeError) and not at and "missing 1 required positional arg" in text:
-        text += " (a stage that takes the microbatch too is fpipe.Stage(fn, reads_batch=True))"
+    if called and isinstance(error, _OF_ARGUMENTS):
+        lacks = called.startswith("fn(") and re.search(r"missing \d required", text)
+        more = "; fpipe.Stage(fn, reads_batch=True) takes the microbatch too, reads_key=True a key"
+        text += f" (it is called as {called}{more if lacks else ''})"
     return StageError(f"{name} cannot be traced on {given}{at}: {type(error).__name__}: {text}")
 
 
+# What a function raises that takes its arguments for others.
+_OF_ARGUMENTS: Final = (TypeError, KeyError, IndexError, AttributeError)
 _HIGHER_ORDER = re.compile(r"no rule registered for HigherOrderOperator (\w+)")
 
 

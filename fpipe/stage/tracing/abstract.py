@@ -83,6 +83,7 @@ class Leaves:
         paths: how a user would write each, for messages.
         differentiable: whether each gets a gradient.
         given: where the stage's input comes from and what it is, for messages.
+        called: how its user's function is called, for messages; empty if there is none.
     """
 
     values: tuple[Tensor, ...]
@@ -90,6 +91,7 @@ class Leaves:
     paths: tuple[str, ...]
     differentiable: tuple[bool, ...]
     given: str
+    called: str = ""
 
 
 def abstract_key(batch: Abstract, mode: FakeTensorMode) -> Tensor:

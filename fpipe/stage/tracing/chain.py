@@ -21,6 +21,7 @@ from fpipe.stage.declared.objective import Objective
 from fpipe.stage.declared.returns import Numbering, Taken
 from fpipe.stage.declared.stage import Stage
 from fpipe.stage.graphs.joint import Joint
+from fpipe.stage.graphs.nodes import ancestors, is_zero
 from fpipe.stage.graphs.sources import BatchLeaf, Key, Param, Source, Upstream
 from fpipe.stage.refusing.explain import describe, explain
 from fpipe.stage.tracing.abstract import Abstract, Leaves, Places, abstract_key
@@ -51,6 +52,22 @@ class Chain:
     def value(self, source: Upstream) -> Tensor:
         """The fake tensor that stands for an output of a stage."""
         return self.stages[source.stage].values[source.leaf]
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the loss of a step depends on nothing that it is differentiated by."""
+        joint = self.stages[-1].joint
+        return all(is_zero(joint.nodes[name]) for name in joint.gradients.values())
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether the weight of a step's loss depends on what the sum does not."""
+        if self.numbering.heads < 2 or not self.is_constant:
+            return False
+        weight = self.results[1]
+        joint = self.stages[weight.stage].joint
+        read = ancestors([joint.nodes[joint.outputs[weight.leaf]]])
+        return any(joint.sources.get(node.name) in joint.gradients for node in read)
 
 
 NEXT = -1
@@ -245,6 +262,7 @@ class ChainTracer:
                     *(False for _ in keys),
                 ),
                 given=f"{giver} ({inputs}) with {own}",
+                called=_called(stage),
             ),
             self._mode,
             objective,
@@ -263,16 +281,16 @@ class ChainTracer:
             loss = self._loss(y, microbatch)
         except Exception as error:
             given = f"{describe('y', y)}, {describe('microbatch', microbatch)}"
-            refusal = explain(name, error, given)
-            kind = type(microbatch).__name__
-            if isinstance(error, TypeError | AttributeError) and kind in str(error):
-                refusal.args = (
-                    f"{refusal} (loss(y, microbatch) is called with all of the microbatch, of "
-                    "which it takes the labels)",
-                )
-            raise refusal from error
+            called = "loss(y, microbatch), with the output and all of the microbatch"
+            raise explain(name, error, given, called) from error
         returns, shape = self._objective.returns, self._objective.loss_shape
         return returns.take(f"{name} is", "loss(y, microbatch)", loss, shape)
+
+
+def _called(stage: Stage) -> str:
+    """How the function of a stage is called."""
+    batch = ", microbatch" if stage.reads_batch else ""
+    return f"fn(params, x{batch}{', key=key' if stage.reads_key else ''})"
 
 
 def _seen_from(joint: Joint, index: int) -> Joint:

@@ -212,7 +212,7 @@ def _run_abstractly(
     except StageError:
         raise
     except Exception as error:
-        raise explain(name, error, leaves.given) from error
+        raise explain(name, error, leaves.given, leaves.called) from error
     return check_output(name, output)
 
 
@@ -260,4 +260,4 @@ def _record(
     except StageError:
         raise
     except Exception as error:
-        raise explain(name, error, leaves.given) from error
+        raise explain(name, error, leaves.given, leaves.called) from error
