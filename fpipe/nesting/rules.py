@@ -6,7 +6,8 @@
                                of its gradients
     value or step (p, b, v)    its own gradients, weighed             –
 
-So the loss can be differentiated twice, and once of these forward. H is its second derivative by
+p are the parameters, b the batch, and v the vectors along which stages are differentiated. So the
+loss can be differentiated twice, and once of these forward. H is its second derivative by
 parameters and batch.
 """
 
@@ -58,7 +59,7 @@ class Differentiable(Protocol):
         """Another call with the same options; it can be differentiated as this one can."""
 
 
-def third() -> FpipeError:
+def third_derivative() -> FpipeError:
     """Why there is no such derivative."""
     return FpipeError(
         "a pipeline was differentiated three times, or forward twice: its loss can be "
@@ -90,18 +91,18 @@ def pull_back(
     names = _needed(definition, arguments, needed)
     weights = call.result(cotangents)
     if call.method == "run_value":
-        found = _made(call, leaves, outputs, weights, names)
+        found = _by_another_step(call, leaves, outputs, weights, names)
     else:
         own = dict(zip(definition.wanted, call.result(outputs)[1], strict=True))
         if definition.alone is not None:
             # It is the sum over members who share a leaf, but each has a weight of its own.
             own.pop("batch", None)
-        found = _weighed(definition, arguments, own, weights[0])
+        found = _weighted_sum(definition, arguments, own, weights[0])
         # A level of torch.func within which the call was made did not ask for these.
         further = tuple(name for name in names if name not in own)
         if further and tree.flatten(weights[0])[0]:
             losses = tree.flatten(call.result(outputs)[0])[0]
-            found |= _made(call, leaves, losses, weights[0], further)
+            found |= _by_another_step(call, leaves, losses, weights[0], further)
         places = dict(zip(definition.wanted, call.result(range(len(cotangents)))[1], strict=True))
         vectors = [_vector(places.get(name), cotangents, outputs) for name in ARGUMENTS]
         if any(vector is not None for vector in vectors):
@@ -128,9 +129,9 @@ def push_forward(
     arguments = call.places
     vectors = [_vector(argument, tangents, leaves) for argument in arguments]
     if call.method == "run_value":
-        loss = _moved(call, moving, leaves, vectors)
+        loss = _of_dual_stages(call, moving, leaves, vectors)
         return list(tree.flatten(loss.tangent)[0])
-    loss, duals, *aux = _moved(call, moving, leaves, vectors, call.pipe.definition.wanted)
+    loss, duals, *aux = _of_dual_stages(call, moving, leaves, vectors, call.pipe.definition.wanted)
     moving_leaves = tree.flatten((loss.tangent, [dual.primal for dual in duals]))[0]
     return [*moving_leaves, *(None for _ in tree.flatten(aux)[0])]
 
@@ -147,7 +148,7 @@ def _needed(
     return tuple(name for name in ARGUMENTS if name in wanted)
 
 
-def _made(
+def _by_another_step(
     call: Differentiable,
     leaves: Sequence[Tensor],
     losses: Sequence[Tensor],
@@ -168,13 +169,13 @@ def _made(
     again, own, *_ = call.another(choosing(call.pipe, names), "run_step", call.spec).enter(leaves)
     _check_losses(again, losses)
     arguments = call.places
-    return _weighed(definition, arguments, dict(zip(names, own, strict=True)), weights)
+    return _weighted_sum(definition, arguments, dict(zip(names, own, strict=True)), weights)
 
 
 def _of_each_member(
     call: Differentiable, leaves: Sequence[Tensor], weights: Any, names: tuple[str, ...]
 ) -> Trees:
-    """What `_made` returns for an ensemble: each member's own, summed where members share."""
+    """The same as `_by_another_step` for an ensemble: each member's own, summed where it is shared."""
     definition = call.pipe.definition
     assert definition.alone is not None
     arguments = call.places
@@ -205,7 +206,7 @@ def _of_each_member(
     }
 
 
-def _weighed(
+def _weighted_sum(
     definition: Definition, arguments: Sequence[Any], grads: Mapping[str, Any], weights: Any
 ) -> Trees:
     """The gradients of the losses, each with its weight.
@@ -259,7 +260,7 @@ def _products(
             "own: torch.func.vmap of torch.func.grad of the value of the pipeline itself, over "
             "batches of one, can be"
         )
-    again, duals, *_ = _moved(call, bent, leaves, vectors, names)
+    again, duals, *_ = _of_dual_stages(call, bent, leaves, vectors, names)
     _check_losses(again.primal, [loss])
     found = dict(zip(names, (dual.primal for dual in duals), strict=True))
     if "params" in found and definition.loss_shape:
@@ -269,7 +270,7 @@ def _products(
     return {ARGUMENTS.index(name): product for name, product in found.items()}
 
 
-def _moved(
+def _of_dual_stages(
     call: Differentiable,
     dual: Callable[[Callee], Callee],
     leaves: Sequence[Tensor],
@@ -278,7 +279,7 @@ def _moved(
 ) -> Any:
     """The call with dual stages: its step, with gradients by `names`; without any its value."""
     if call.pipe.definition.convention.vectors:
-        raise third()
+        raise third_derivative()
     if call.pipe.rank is not None:
         raise FpipeError(
             "a pipeline over processes was differentiated twice, but one of its ranks cannot know "

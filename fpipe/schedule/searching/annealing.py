@@ -57,12 +57,11 @@ def _move(
 ) -> tuple[list[list[int]], frozenset[int]] | None:
     """The rows after one move of `action`, or None where the move is not allowed."""
     problem = evaluator.problem
-    count = problem.microbatches
-    stage, kind = divmod(action // count, 3)
+    stage, kind, microbatch = problem.parts(action)
     rank = problem.placement[stage]
     row, fused = order.rows[rank], order.fused
     if problem.uneven and random.random() < 0.2:
-        return _exchange(evaluator, order, action % count, random)
+        return _exchange(evaluator, order, microbatch, random)
     if problem.fuses and kind != FORWARD and random.random() < 0.2:
         return _fused_or_split(evaluator, order, action)
     at = row.index(action)
@@ -70,6 +69,7 @@ def _move(
     to = min(len(row) - 1, at + step) if random.random() < 0.5 else max(0, at - step)
     if to == at:
         return None
+    count = problem.microbatches
     base = action - kind * count
     family = (base, base + GRADIENT * count, base + WEIGHT * count)
     passed = row[at + 1 : to + 1] if to > at else row[to:at]
@@ -102,7 +102,7 @@ def _fused_or_split(
     """The rows after an I and its W are fused into a B, or the B is split, at the place of I."""
     problem = evaluator.problem
     count = problem.microbatches
-    stage, kind = divmod(action // count, 3)
+    stage, kind, _ = problem.parts(action)
     rank = problem.placement[stage]
     gradient = action - (kind - GRADIENT) * count
     weight = gradient + count

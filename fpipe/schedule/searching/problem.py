@@ -52,6 +52,11 @@ class Problem:
         """Whether microbatches differ in size, so that it matters which comes when."""
         return len(set(self.sizes)) > 1
 
+    def parts(self, action: int) -> tuple[int, int, int]:
+        """The stage, kind and microbatch that an action's number stands for."""
+        rest, microbatch = divmod(action, self.microbatches)
+        return *divmod(rest, 3), microbatch
+
     @property
     def slack(self) -> float:
         """A difference of times that is rounding, in the unit of the costs."""
@@ -171,8 +176,7 @@ def to_schedule(problem: Problem, order: Order, name: str) -> Schedule:
     for row in order.rows:
         actions = []
         for number in row:
-            kind, microbatch = divmod(number, problem.microbatches)
-            stage, kind = divmod(kind, 3)
+            stage, kind, microbatch = problem.parts(number)
             op = Op.B if number in fused else plain[kind]
             actions.append(Action(stage, op, microbatch))
         rows.append(actions)
