@@ -160,14 +160,17 @@ def refuse_without_data(signature: Signature) -> None:
     Raises:
         BatchError: names the first that lies on the meta device.
     """
-    trees = [("the parameter ", shape) for shape in signature.params]
+    whole = all(shape is signature.params[0] for shape in signature.params)
+    trees = [
+        ("params" if whole else f"params[{stage}]", shape)
+        for stage, shape in enumerate(signature.params)
+    ]
     for name, shape in (*trees, *(("batch", shape) for shape in signature.batch)):
         for path, leaf in zip(tree.paths(shape.spec), shape.leaves, strict=True):
             if leaf.device.type == "meta":
                 raise BatchError(
                     f"{name}{path} lies on the meta device (or is a FakeTensor), so it has a shape "
-                    "and no data: "
-                    "pipe.programs takes such tensors; a step takes real ones"
+                    "and no data: pipe.programs takes such tensors; a step takes real ones"
                 )
 
 

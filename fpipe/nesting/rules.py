@@ -175,7 +175,7 @@ def _by_another_step(
 def _of_each_member(
     call: Differentiable, leaves: Sequence[Tensor], weights: Any, names: tuple[str, ...]
 ) -> Trees:
-    """The same as `_by_another_step` for an ensemble: each member's own, summed where it is shared."""
+    """As `_by_another_step`, for an ensemble: each member's own, summed where members share."""
     definition = call.pipe.definition
     assert definition.alone is not None
     arguments = call.places

@@ -25,7 +25,7 @@ from fpipe.stage.standin import Instead
 from fpipe.stage.tracing.known import symbolic_zeros
 from fpipe.transforms.formulas.cumulative import CUMULATIVE
 from fpipe.transforms.formulas.embedding import EMBEDDINGS
-from fpipe.transforms.formulas.linear import LINEAR, UNKNOWN
+from fpipe.transforms.formulas.linear import BATCHED_LINEAR, LINEAR, UNKNOWN
 from fpipe.transforms.formulas.normalisation import NORMALISATIONS
 from fpipe.transforms.formulas.quantile import QUANTILES
 from fpipe.transforms.formulas.recurrent import RECURRENT
@@ -178,6 +178,7 @@ _BATCHED: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.rrelu: _rrelu,
     **EMBEDDINGS,
     **RECURRENT,
+    **BATCHED_LINEAR,
 }
 
 _SMOOTH: Mapping[Callable[..., Any], Callable[..., Any]] = {

@@ -70,7 +70,7 @@ def test_tensors_without_data_are_refused_by_a_step() -> None:
     )
     params = detached(module)
     with pytest.raises(
-        fpipe.BatchError, match=r"the parameter \['transformer.wpe.weight'\] lies on the meta.*prog"
+        fpipe.BatchError, match=r"params\['transformer.wpe.weight'\] lies on the meta.*prog"
     ):
         pipe.step(params | on_meta({k: params[k] for k in ["transformer.wpe.weight"]}), batch)
     with pytest.raises(fpipe.BatchError, match=r"batch\['input_ids'\] lies on the meta device"):

@@ -125,6 +125,18 @@ def test_a_compiler_that_makes_nothing() -> None:
         pipe.step(MODEL.params, MODEL.batch)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "graph"])
+def test_a_compiler_whose_callables_are_not_boxed(backend: str) -> None:
+    """As the backends of `torch.compile` are: what they made failed as if the stage did."""
+    make: Any = torch._dynamo.lookup_backend("aot_eager")
+    pipe = plain_pipeline(
+        MODEL.stages, compile=make if backend == "aot_eager" else lambda module, _: module
+    )
+    rule = r"made what raised \w+: .* \(it must be a boxed callable, .* compile=\{\"backend\": …\}"
+    with pytest.raises(fpipe.PipelineError, match=rule):
+        pipe.step(MODEL.params, MODEL.batch)
+
+
 def test_trace_does_not_depend_on_grad_mode() -> None:
     pipe = plain_pipeline(MODEL.stages)
     with torch.no_grad():

@@ -54,7 +54,12 @@ def literals(x: Tensor, old: Tensor) -> Tensor:
     return x * made
 
 
-WRITES = [literals, slices, rows, diagonal, wide, conjugated, turned]
+def zeroed(x: Tensor, old: Tensor) -> Tensor:
+    x[:, 0].zero_()
+    return x * old.clone().zero_().add_(old)
+
+
+WRITES = [zeroed, literals, slices, rows, diagonal, wide, conjugated, turned]
 
 
 @pytest.mark.parametrize("is_complex", [True, False], ids=["complex", "real"])

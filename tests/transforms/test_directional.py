@@ -244,6 +244,17 @@ def test_a_vector_may_have_the_structure_of_the_gradients() -> None:
 
 KEYS = torch.tensor([[True, False, True], [False] * 3, [True] * 3])  # that queries may look at
 
+
+def hermitian(x: Tensor) -> Any:
+    """Eigenvalues and eigenvectors of a matrix whose eigenvalues differ."""
+    half = torch.complex(x[:, 1:], x[:, :3])
+    return torch.linalg.eigh(half + half.mH + torch.diag(torch.arange(3.0)))
+
+
+def general(x: Tensor) -> Any:
+    return torch.linalg.eig(x[:, 1:] + torch.diag(torch.arange(0.0, 9.0, 3.0)))
+
+
 # Kernels whose forward-mode rule torch differentiates wrongly, or not at all.
 SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "layer_norm": lambda x: F.layer_norm(x, (4,), x[0], x[1]),
@@ -269,6 +280,12 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
         x[None, :, :3], torch.stack([x, x**2])
     ).sum(0),
     "solve_ex": lambda x: torch.linalg.solve_ex(x[:, :3], x).result,
+    "lu_solve": lambda x: torch.linalg.lu_solve(*torch.linalg.lu_factor(x[:, :3]), x),
+    "eigenvectors": lambda x: torch.linalg.eigh(x @ x.T).eigenvectors.square(),
+    "eigenvectors of complex numbers": lambda x: hermitian(x).eigenvectors.abs(),
+    "eigenvectors of any matrix": lambda x: general(x).eigenvectors.abs(),
+    "eigenvalues of any matrix": lambda x: general(x).eigenvalues.abs(),
+    "eigenvalues beside them": lambda x: hermitian(x).eigenvalues,
     "det": lambda x: torch.stack([x[:, :3].det(), x[:, 1:].det()]),
     "slogdet": lambda x: torch.linalg.slogdet(x[:, 1:]).logabsdet,
     "slogdet of complex numbers": lambda x: torch.complex(x[:, 1:], x[:, :3]).slogdet()[0].imag,

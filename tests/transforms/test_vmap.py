@@ -5,6 +5,7 @@ Every schedule is in test_every_schedule.py, with a small model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -210,6 +211,53 @@ def test_an_operation_whose_batching_rule_has_another_gradient() -> None:
     x = torch.randn(4, 3, 5).double()
     found = fpipe.vmap(pipe).step(params, x).grads
     assert_same(found, torch.func.vmap(torch.func.grad(replaced), (0, None))(params, x))
+
+
+def lu_solved(matrix: Tensor, right: Tensor) -> Tensor:
+    return torch.linalg.lu_solve(*torch.linalg.lu_factor(matrix), right)
+
+
+@pytest.mark.parametrize("solve", [torch.linalg.solve, lu_solved], ids=["solve", "lu_solve"])
+@pytest.mark.parametrize(
+    ("of_matrix", "of_right"),
+    [((), (2, 3, 2)), ((2,), (3, 3)), ((2,), (1, 3, 2)), ((2,), (2, 3))],
+    ids=str,
+)
+def test_systems_of_equations(
+    of_matrix: tuple[int, ...], of_right: tuple[int, ...], solve: Callable[..., Tensor]
+) -> None:
+    """torch's batching takes one matrix for several right-hand sides for something else, and the
+    other way round: values were wrong without a word, by numbers out of other memory."""
+    if solve is lu_solved and of_right == (2, 3):
+        of_right = (2, 3, 1)  # it knows no vectors
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        matrix = params["matrix"] + 4 * torch.eye(3).double()
+        return fpipe.cut(solve(matrix, params["right"] * x.mean())).sin().mean()
+
+    schedule = schedules.gpipe(ranks=2, microbatches=1)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
+    x = torch.ones(2).double()
+    stacked = {"matrix": rand(3, *of_matrix, 3, 3), "right": rand(3, *of_right)}
+    for mapped in (["matrix"], ["right"], ["matrix", "right"]):
+        dims = {name: 0 if name in mapped else None for name in stacked}
+        params = {k: leaf if k in mapped else leaf[0] for k, leaf in stacked.items()}
+        vector = tree.tree_map(torch.cos, params)
+        along = fpipe.hvp(fpipe.vmap(pipe, (dims, None))).step(params, x, vector)
+        each = fpipe.vmap(fpipe.hvp(pipe), (dims, None, dims)).step(params, x, vector)
+        for number in range(3):
+            own, moved = (
+                {k: leaf[number] if k in mapped else leaf for k, leaf in given.items()}
+                for given in (params, vector)
+            )
+            whole = grad_and_value(loss_fn)
+            pushed: Any = torch.func.jvp(lambda p, step=whole: step(p, x), (own,), (moved,))
+            (grads, loss), (product, _) = pushed
+            for found in (along, each):
+                assert_same(found.loss[number], loss)
+                for name in mapped:
+                    assert_same(found.grads[name][number], grads[name])
+                    assert_same(found.hvp[name][number], product[name], 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ aten = torch.ops.aten
 
 
 def make_writes_differentiable(graph: fx.Graph) -> None:
-    """Replace the functional ``copy(target, value)``, and writes to parts of complex values.
+    """Replace the functional ``copy`` and ``zero``, and writes to parts of complex values.
 
-    The former is `value` in the shape and dtype of `target`. The latter become writes to the same
-    parts of real values.
+    ``copy(target, value)`` is `value` in the shape and dtype of `target`; ``zero(target)``, which
+    has no derivative where that is complex, is zeros. The others become writes to the same parts of
+    real values.
 
     Args:
         graph: of a forward; changed in place.
@@ -29,6 +30,8 @@ def make_writes_differentiable(graph: fx.Graph) -> None:
         target = value_of(node)
         value = inserted(node, aten._to_copy.default, node.args[1], dtype=target.dtype)
         replace(node, inserted(node, aten.expand.default, value, list(target.shape)))
+    for node in graph.find_nodes(op="call_function", target=aten.zero.default):
+        replace(node, inserted(node, aten.zeros_like.default, node.args[0]))
     for target, write in _WRITES.items():
         for node in graph.find_nodes(op="call_function", target=target):
             if value_of(node).dtype.is_complex:

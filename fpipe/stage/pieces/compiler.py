@@ -122,7 +122,7 @@ def _maker_of_modules(compile: Compile) -> Callable[[fx.GraphModule, list[Tensor
     if isinstance(compile, Mapping):
         return _maker_from_options(dict(compile))
     if callable(compile):
-        return _of_plain(compile)
+        return _of_plain(partial(_by_callers, compile))
     raise StageError(
         f"compile={compile!r} must be True (Inductor), False, a mapping of torch.compile's options "
         "(backend, mode, options), a backend's name, or a callable from graph and example inputs "
@@ -174,6 +174,29 @@ def _of_plain(
 ) -> Callable[[fx.GraphModule, list[Tensor]], Call]:
     """The same of graphs in torch's own operations, for those that know no others."""
     return lambda module, examples: make(_module(with_draws_written_out(module.graph)), examples)
+
+
+def _by_callers(
+    make: Callable[[fx.GraphModule, list[Tensor]], Call],
+    module: fx.GraphModule,
+    examples: list[Tensor],
+) -> Call:
+    """What a caller's own function makes, which is told where it seems not to be boxed."""
+    made = make(module, examples)
+    if not callable(made):
+        return made
+
+    def call(inputs: list[Tensor]) -> Sequence[Tensor]:
+        try:
+            return made(inputs)
+        except (TypeError, ValueError, StopIteration) as error:
+            raise StageError(
+                f"compile={label_of(make)} made what raised {type(error).__name__}: {error} (it "
+                "must be a boxed callable, which takes its inputs in one list; of a backend of "
+                'torch.compile say compile={"backend": …})'
+            ) from error
+
+    return call
 
 
 def _module(graph: fx.Graph) -> fx.GraphModule:

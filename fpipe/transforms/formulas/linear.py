@@ -1,9 +1,13 @@
-"""Linear algebra whose forward-mode rules torch differentiates wrongly, by other rules.
+"""Linear algebra whose forward-mode rules torch differentiates wrongly, or whose batching is wrong.
 
 The solution of a system and the determinant keep the factors of the matrix for their forward-mode
 rules, which take them for constants: differentiated again, they are silently wrong. The rules of
 ``lu_factor`` and ``lu_solve``, which compute the same numbers, are right. That of
 ``cholesky_inverse`` is wrong before it is differentiated; ``cholesky_solve`` has the right one.
+Those of eigenvectors divide by infinity, whose derivative is no number.
+
+Under `vmap` torch takes one matrix for several right-hand sides, or several matrices for one, for
+what they are not, and reads other memory: here both are expanded first.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+_EIG: Any = torch.return_types.linalg_eig  # type: ignore[attr-defined]
+_EIGH: Any = torch.return_types.linalg_eigh  # type: ignore[attr-defined]
 _SLOGDET: Any = torch.return_types.linalg_slogdet  # type: ignore[attr-defined]
 _SOLVE_EX: Any = torch.return_types.linalg_solve_ex  # type: ignore[attr-defined]
 
@@ -36,10 +42,45 @@ def _solve_ex(
 
 
 def _solution(lu: Tensor, pivots: Tensor, right: Tensor, left: bool) -> Tensor:
-    is_vector = right.dim() == 1 or right.shape == lu.shape[:-1]
-    if not is_vector:
-        return torch.linalg.lu_solve(lu, pivots, right, left=left)
-    return torch.linalg.lu_solve(lu, pivots, right.unsqueeze(-1), left=left).squeeze(-1)
+    if not _is_vector(lu, right):
+        return _lu_solve(lu, pivots, right, left=left)
+    return _lu_solve(lu, pivots, right.unsqueeze(-1), left=left).squeeze(-1)
+
+
+def _is_vector(matrix: Tensor, right: Tensor) -> bool:
+    return right.dim() == 1 or right.shape == matrix.shape[:-1]
+
+
+def _lu_solve(
+    LU: Tensor, pivots: Tensor, B: Tensor, *, left: bool = True, adjoint: bool = False
+) -> Tensor:
+    outer = torch.broadcast_shapes(LU.shape[:-2], B.shape[:-2])
+    return torch.linalg.lu_solve(
+        LU.expand(*outer, *LU.shape[-2:]),
+        pivots.expand(*outer, *pivots.shape[-1:]),
+        B.expand(*outer, *B.shape[-2:]),
+        left=left,
+        adjoint=adjoint,
+    )
+
+
+def _solve_several(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
+    return _solve_ex_several(A, B, left=left, check_errors=True)[0]
+
+
+def _solve_ex_several(
+    A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False
+) -> Any:
+    is_vector = _is_vector(A, B)
+    right = B.unsqueeze(-1) if is_vector else B
+    outer = torch.broadcast_shapes(A.shape[:-2], right.shape[:-2])
+    found, info = torch.linalg.solve_ex(
+        A.expand(*outer, *A.shape[-2:]),
+        right.expand(*outer, *right.shape[-2:]),
+        left=left,
+        check_errors=check_errors,
+    )
+    return _SOLVE_EX((found.squeeze(-1) if is_vector else found, info))
 
 
 def _det(A: Tensor) -> Tensor:
@@ -73,10 +114,55 @@ def _cholesky_inverse(input: Tensor, upper: bool = False) -> Tensor:
     return torch.cholesky_solve(one.expand(input.shape), input, upper=upper)
 
 
+def _eigh(A: Tensor, UPLO: str = "L") -> Any:
+    values, vectors = torch.linalg.eigh(A.detach(), UPLO)
+    change = vectors.mH @ (A - A.detach()) @ vectors
+    # torch's gradient takes one half of the matrix for both.
+    own, moved = _perturbed(values, (change + change.mH) / 2)
+    return _EIGH((own.real, _of_norm_one(vectors, vectors @ moved)))
+
+
+def _eig(input: Tensor) -> Any:
+    values, vectors = torch.linalg.eig(input.detach())
+    change = (input - input.detach()).to(vectors.dtype)
+    own, moved = _perturbed(values, torch.linalg.inv(vectors) @ change @ vectors)
+    return _EIG((own, _of_norm_one(vectors, vectors @ moved)))
+
+
+def _perturbed(values: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, and how much of the other vectors each eigenvector takes on.
+
+    By perturbation theory to the second order, about the matrix as it is, so that values, first and
+    second derivatives are exact. Where eigenvalues coincide, their vectors take on nothing.
+
+    Args:
+        values: of the matrix, constants.
+        change: of the matrix, on the basis of its eigenvectors: 0, with derivatives.
+    """
+    diagonal = change.diagonal(dim1=-2, dim2=-1)
+    own = values + (diagonal if values.is_complex() else diagonal.real)
+    same = torch.eye(values.shape[-1], dtype=torch.bool, device=values.device)
+    apart = values.unsqueeze(-2) != values.unsqueeze(-1)
+    distance = torch.where(apart, own.unsqueeze(-2) - own.unsqueeze(-1), 1)
+    inverse = torch.where(apart, 1 / distance, 0)
+    mixing = change.masked_fill(same, 0)
+    first = mixing * inverse
+    return own + (mixing.mT * first).sum(-2), first + (mixing @ first) * inverse
+
+
+def _of_norm_one(vectors: Tensor, moved: Tensor) -> Tensor:
+    found = vectors + moved
+    squares = (found * found.conj()).real.sum(-2, keepdim=True)
+    return found / (squares / squares.detach()).sqrt()
+
+
 LINEAR: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = MappingProxyType(
     {
         torch.linalg.solve: _solve,
         torch.linalg.solve_ex: _solve_ex,
+        torch.linalg.lu_solve: _lu_solve,
+        torch.linalg.eigh: _eigh,
+        torch.linalg.eig: _eig,
         torch.linalg.det: _det,
         torch.det: _det,
         Tensor.det: _det,
@@ -90,6 +176,15 @@ LINEAR: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = MappingProxyTyp
     }
 )
 """By function of torch: what gives the same, with derivatives that are right."""
+
+BATCHED_LINEAR: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = MappingProxyType(
+    {
+        torch.linalg.solve: _solve_several,
+        torch.linalg.solve_ex: _solve_ex_several,
+        torch.linalg.lu_solve: _lu_solve,
+    }
+)
+"""By function of torch: what gives the same under `vmap`."""
 
 UNKNOWN: Final[Mapping[Callable[..., Any], str]] = MappingProxyType(
     {
