@@ -134,6 +134,24 @@ def test_compiled_values_lie_as_in_the_trace() -> None:
 
 
 @pytest.mark.inductor
+def test_a_compiled_value_that_a_product_reads_lies_as_in_the_trace() -> None:
+    """Inductor puts the sum and the product together, whose result has other strides, and copies
+    what is made of it for the second product: that copy came out, and the gradient of the last
+    parameter was that of its transpose."""
+
+    def stage(p: Any, x: Tensor) -> Tensor:
+        return ((p["turned"].t() + x @ p["w"]) / p["scale"]) @ p["last"]
+
+    def loss(y: Tensor, _: Any) -> Tensor:
+        return y.square().mean()
+
+    x = rand(4, 4)
+    params = [{name: rand(4, 4) for name in ("turned", "w", "last")} | {"scale": rand(1, 4) + 2}]
+    pipe = fpipe.pipeline([stage], loss, schedules.zb_h1(ranks=1, microbatches=1))
+    assert_same(pipe.step(params, x), unpipelined([stage], loss, params, x))
+
+
+@pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 @pytest.mark.parametrize("kind", ["negated", "conjugated", "both"])
 def test_constants_that_torch_has_yet_to_negate_or_conjugate(kind: str) -> None:

@@ -261,6 +261,7 @@ def _by_inductor(
     lowerings.register()
     captured: list[Any] = []
     others: list[int] = []
+    misplaced: list[int] = []
     if not patches.get("fallback_random", inductor_config.fallback_random):
         module = _module(with_uniform_draws(module.graph))
     # Where Inductor tunes products it must see them.
@@ -276,6 +277,8 @@ def _by_inductor(
         if others:
             return _nothing
         artefact = compile_fx_inner(graph, inputs, **options)
+        if len(found) == len(layouts):
+            misplaced.extend(unlike(layouts, _laid_by(artefact, found)))
         inner = [n for n in graph.graph.nodes if n.op == "placeholder"]
         captured.append((artefact, len(inner), len(found)))
         return artefact
@@ -294,7 +297,7 @@ def _by_inductor(
         artefact = captured[0][0]
         # Where nothing is left to compute it is the graph itself.
         call: Call = getattr(artefact, "current_callable", artefact)
-        return call, others
+        return (_relaid(call, layouts) if misplaced else call), others
 
     def call_wrapped(inputs: list[Tensor]) -> Sequence[Tensor]:
         taken = list(inputs)
@@ -304,7 +307,36 @@ def _by_inductor(
         )
         return outputs
 
-    return call_wrapped, others
+    return _relaid(call_wrapped, layouts), others
+
+
+def _laid_by(artefact: Any, found: Sequence[Layout | None]) -> list[Layout | None]:
+    """The outputs as Inductor lays them out, where it says so.
+
+    It may lay one out otherwise than the graph that it was given: where a pass over that, such as
+    the one that puts products and sums together, has left a value with other strides, and a product
+    reads it too. A copy in the graph does not help, for another pass takes it away.
+    """
+    told: Any = getattr(artefact, "output_strides", None)
+    if told is None or len(told) != len(found):
+        return list(found)
+    return [
+        own if own is None or stride is None else Layout(own.shape, tuple(map(int, stride)))
+        for own, stride in zip(found, told, strict=True)
+    ]
+
+
+def _relaid(call: Call, layouts: Sequence[Layout | None]) -> Call:
+    """The same with copies, which lie as they should, of outputs that do not."""
+
+    def call_and_copy(inputs: list[Tensor]) -> Sequence[Tensor]:
+        outputs = list(call(inputs))
+        for number, (value, layout) in enumerate(zip(outputs, layouts, strict=True)):
+            if layout is not None and layout.steps != Layout(layout.shape, value.stride()).steps:
+                outputs[number] = value.new_empty_strided(*layout).copy_(value)
+        return outputs
+
+    return call_and_copy
 
 
 def _nothing(inputs: list[Tensor]) -> Sequence[Tensor]:
