@@ -1,6 +1,7 @@
 """Random programs of tensor operations, and what autograd makes of them.
 
     python -m tests.programs --count 1000 --seed 0
+    python -m tests.programs --count 50 --compiled
 
 Views, writes in place, calls within ``torch.no_grad()`` and whatever else makes a trace differ from
 what it is a trace of, in any order. Each program runs plainly under autograd, as one function with
@@ -386,16 +387,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compiled", action="store_true", help="by Inductor: seconds a program")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("fpipe").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     outcomes: Counter[str] = Counter()
+    compiled = {"compile": True} if options.compiled else {}
     for seed in range(options.seed, options.seed + options.count):
         program = draw(seed)
         for stages in (False, True):
             try:
-                outcomes[check(program, stages=stages)] += 1
+                outcomes[check(program, stages=stages, **compiled)] += 1
             except Exception as error:
                 kind = "stages" if stages else "one function"
                 sys.exit(f"seed {seed}, {kind}:\n{program}\n{type(error).__name__}: {error}")

@@ -6,11 +6,13 @@
 // lie elsewhere, and it counts how often the host asks for a number, or for a copy to be there, and
 // so would have to wait. Everything runs at once: it shows where values lie and who waits.
 
-#include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/ops/_local_scalar_dense.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>

@@ -25,8 +25,15 @@ FAMILIES = list(schedules.FAMILIES)
 every_schedule = pytest.mark.parametrize("family", FAMILIES)
 every_transform = pytest.mark.parametrize("name", TRANSFORMS)
 # A loss that is differentiated twice was differentiated once; what is made of two transforms is
-# compiled in test_declared.py, where each loss has a weight of its own, and test_cut_function.py.
-ELSEWHERE = {"value with history", "vmap of hvp", "per_example_norms of vmap"}
+# compiled in test_declared.py, where each loss has a weight of its own, and test_cut_function.py;
+# and what goes by both adds the gradients by the batch, which "grad" has, to what "hvp" has.
+ELSEWHERE = {
+    "value with history",
+    "vmap of hvp",
+    "per_example_norms of vmap",
+    "per_example_grads of vmap",
+    "hvp by both",
+}
 COMPILED = [name for name in TRANSFORMS if name not in ELSEWHERE]
 
 
@@ -90,8 +97,8 @@ def test_two_ranks(pair: Crew, name: str) -> None:
 
 # With B and with I and W; of four stages, so that what `test_compiled` has compiled serves both.
 COMPILED_OVER_RANKS = ["interleaved_1f1b", "zbv"]
-# One of each kind: kernels know no ranks, and all run over ranks in `test_two_ranks`.
-KINDS = ["vmap", "per_example_grads", "hvp by both", "value with history"]
+# Of two kinds: kernels know no ranks, and all run over ranks in `test_two_ranks`.
+KINDS = ["per_example_grads", "hvp"]
 
 
 def compiled_over_ranks(group: dist.ProcessGroup | None, name: str) -> list[Any]:

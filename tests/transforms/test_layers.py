@@ -43,7 +43,7 @@ def recurrent(name: str) -> tuple[nn.Module, fpipe.ModulePipeline, Any, Any, Any
     torch.manual_seed(0)
     module = Recurrent(*RECURRENT[name]).double()
     params = {key: value.detach() for key, value in module.named_parameters()}
-    batch = {"x": torch.randn(4, 3, 4, dtype=torch.float64)}
+    batch = {"x": torch.randn(4, 2, 4, dtype=torch.float64)}
     pipe = fpipe.from_module(
         module,
         schedule=schedules.gpipe(ranks=2, microbatches=1),
