@@ -226,7 +226,7 @@ def _by_torch_compile(module: fx.GraphModule, options: dict[str, Any]) -> Call:
         outputs: Sequence[Tensor] = compiled(*taken)
         return outputs
 
-    return call
+    return _relaid(call, layouts_of(module.graph))
 
 
 def _inductor(module: fx.GraphModule, examples: list[Tensor], patches: dict[str, Any]) -> Call:
