@@ -163,6 +163,20 @@ def _rrelu(
     return F.leaky_relu(input, (lower + upper) / 2, inplace)
 
 
+def _group_norm(input: Tensor, num_groups: int, *rest: Any, **options: Any) -> Tensor:
+    # Its rules take a view of channels and places, which in channels_last lie apart.
+    return F.group_norm(input.contiguous(), num_groups, *rest, **options)
+
+
+def _sinc(input: Tensor) -> Tensor:
+    # By its series about 0, where the rule divides by it.
+    angle = torch.pi * (input if input.is_floating_point() or input.is_complex() else input.float())
+    small = angle.abs() < 0.05
+    away, near = torch.where(small, 1, angle), torch.where(small, angle, 0).square()
+    series = 1 - near / 6 * (1 - near / 20 * (1 - near / 42))
+    return torch.where(small, series, away.sin() / away)
+
+
 def _refused(func: Callable[..., Any], instead: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
@@ -176,6 +190,7 @@ _BATCHED: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.select_scatter: _select_scatter,
     Tensor.select_scatter: _select_scatter,
     F.rrelu: _rrelu,
+    F.group_norm: _group_norm,
     **EMBEDDINGS,
     **RECURRENT,
     **BATCHED_LINEAR,
@@ -184,6 +199,10 @@ _BATCHED: Mapping[Callable[..., Any], Callable[..., Any]] = {
 _SMOOTH: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.glu: _glu,
     F.scaled_dot_product_attention: _attention,
+    F.group_norm: _group_norm,
+    torch.sinc: _sinc,
+    Tensor.sinc: _sinc,
+    torch.special.sinc: _sinc,
     torch.lstm: RECURRENT[torch.lstm],
     **NORMALISATIONS,
     **EMBEDDINGS,

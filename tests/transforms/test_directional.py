@@ -280,6 +280,8 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
         x[None, :, :3], torch.stack([x, x**2])
     ).sum(0),
     "solve_ex": lambda x: torch.linalg.solve_ex(x[:, :3], x).result,
+    "sinc": lambda x: torch.sinc(torch.stack([x[0], x[1] / 9, x[2] / 99])),
+    "logcumsumexp of complex numbers": lambda x: torch.complex(x, 4 + x).logcumsumexp(1).imag,
     "lu_solve": lambda x: torch.linalg.lu_solve(*torch.linalg.lu_factor(x[:, :3]), x),
     "eigenvectors": lambda x: torch.linalg.eigh(x @ x.T).eigenvectors.square(),
     "eigenvectors of complex numbers": lambda x: hermitian(x).eigenvectors.abs(),
@@ -302,6 +304,33 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "nanquantiles": lambda x: torch.nanquantile(x, torch.tensor([0.3, 0.9]).to(x)),
     "logdet of complex numbers": lambda x: torch.complex(x[:, 1:], x[:, :3]).logdet().imag,
 }  # fmt: skip
+
+
+def hvp_of(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The product with the second derivative of the sum of squares, and ones."""
+    pipe = fpipe.pipeline(
+        [lambda p, _: function(p)], lambda y, _: y.square().sum(),
+        schedules.gpipe(ranks=1, microbatches=1), reduction="sum", compile=False,
+    )  # fmt: skip
+    found: Tensor = fpipe.hvp(pipe).step([x], torch.ones(1), [torch.ones_like(x)]).hvp[0]
+    return found
+
+
+def test_sinc_at_zero() -> None:
+    """It was no number; torch's second derivative is 0 there, where -π²/3 is right."""
+    x = torch.tensor([0.0, 1e-9, 0.5], dtype=torch.float64)
+    found = hvp_of(torch.sinc, x)
+    # Of y² it is 2 y'² + 2 y y''.
+    assert_same(found[:2], torch.full((2,), -2 * torch.pi**2 / 3, dtype=torch.float64), 1e-9)
+    assert_same(found[2:], hvp_of(lambda x: (torch.pi * x).sin() / (torch.pi * x), x[2:]), 1e-9)
+
+
+def test_group_norm_of_channels_last() -> None:
+    """Its rules take a view of channels and places that lie apart there."""
+    x = torch.randn(1, 4, 2, 3, dtype=torch.float64)
+    cubed = torch.arange(24.0, dtype=torch.float64).view(1, 4, 2, 3)
+    found = hvp_of(lambda x: F.group_norm(x, 2) * cubed, x.to(memory_format=torch.channels_last))
+    assert_same(found, hvp_of(lambda x: F.group_norm(x, 2) * cubed, x), 1e-9)
 
 
 @pytest.mark.parametrize("name", SMOOTH)

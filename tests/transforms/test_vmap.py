@@ -260,6 +260,57 @@ def test_systems_of_equations(
                     assert_same(found.hvp[name][number], product[name], 1e-9)
 
 
+def test_systems_of_single_rows() -> None:
+    """Of one matrix torch's kernel still takes the stride to the next, and of an expanded one under
+    vmap that was another."""
+
+    def solved(p: Tensor, x: Tensor) -> Tensor:
+        right = x[:, :, :2].cos() + p
+        return torch.linalg.solve(x, right) + lu_solved(x, right.sin())
+
+    def loss(y: Tensor, _: Any) -> Tensor:
+        return y.square().sum((1, 2)).mean()
+
+    stages: Any = [lambda p, x: x * p, solved]
+    schedule = schedules.zb_h1(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(stages, loss, schedule, compile=False)
+    params, vector = ([rand(3, 3).exp(), rand(3, 2)] for _ in range(2))
+    x = rand(4, 3, 3) + 4 * torch.eye(3)
+    found = [
+        fpipe.hvp(fpipe.per_example_grads(pipe)).step(params, x, vector),
+        fpipe.per_example_grads(fpipe.hvp(pipe)).step(params, x, vector),
+    ]
+    for row in range(4):
+        alone = fpipe.hvp(pipe.with_schedule(schedules.zb_h1(ranks=2, microbatches=1))).step(
+            params, x[row : row + 1], vector
+        )
+        for several in found:
+            assert_same(member(list(several), row), list(alone), 1e-9)
+
+
+def test_a_cell_of_an_lstm_and_group_norm_in_channels_last() -> None:
+    """torch has no batching rule for the one, and none for the other as it lies."""
+    cell, norm = nn.LSTMCell(4, 3).double(), nn.GroupNorm(2, 4).double()
+
+    def loss_fn(params: Any, x: Tensor) -> Tensor:
+        normed = functional_call(norm, params["norm"], fpipe.cut(x))
+        return functional_call(cell, params["cell"], normed.mean((2, 3)))[0].square().mean()
+
+    pipe = fpipe.pipeline(loss_fn, schedule=schedules.gpipe(ranks=2, microbatches=1), compile=False)
+    params = {
+        name: {key: leaf.detach() for key, leaf in own.named_parameters()}
+        for name, own in (("cell", cell), ("norm", norm))
+    }
+    members = members_of(params)
+    x = rand(3, 4, 2, 2).to(memory_format=torch.channels_last)
+    several = fpipe.vmap(pipe).step(members, x).grads
+    rows = fpipe.per_example_grads(pipe).step(params, x).grads
+    for number in range(MEMBERS):
+        alone = torch.func.grad(loss_fn)(member(members, number), x)
+        assert_same(member(several, number), alone)
+        assert_same(member(rows, number), torch.func.grad(loss_fn)(params, x[number, None]))
+
+
 @pytest.mark.parametrize(
     "layer",
     [

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from inspect import signature
 from typing import Any
 
 import torch
@@ -145,19 +146,14 @@ def plainly(function: Callable[..., Any], _: bool, *args: Any) -> Any:
         return function(*args)
 
 
-def _generator(
-    function: Callable[..., Any],
-    preserve_rng_state: bool = True,
-    context_fn: Callable[[], tuple[Any, Any]] = checkpoint.noop_context_fn,
-    *args: Any,
-    **kwargs: Any,
-) -> Iterator[None]:
+def _generator(*args: Any, **kwargs: Any) -> Iterator[None]:
     """What runs before and after the function of a checkpoint that is not reentrant."""
+    own = _GENERATORS.own(checkpoint)
     if not _GENERATORS.is_active:
-        own = _GENERATORS.own(checkpoint)
-        yield from own(function, preserve_rng_state, context_fn, *args, **kwargs)
+        yield from own(*args, **kwargs)
         return
-    within, _ = context_fn()
+    given = signature(own).bind(*args, **kwargs).arguments
+    within, _ = given.get("context_fn", checkpoint.noop_context_fn)()
     policy = None
     if isinstance(within, _CachingTorchDispatchMode):
         policy, within = within.policy_fn, nullcontext()
@@ -171,4 +167,5 @@ def _marked(policy: Save | None) -> AbstractContextManager[None]:
 
 
 _NAME = "_checkpoint_without_reentrant_generator"
-_GENERATORS = StandIn(_NAME, {checkpoint: _generator})
+_INNER = f"{_NAME}_impl"  # what torch 2.14 calls
+_GENERATORS = StandIn(_INNER if hasattr(checkpoint, _INNER) else _NAME, {checkpoint: _generator})

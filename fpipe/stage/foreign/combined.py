@@ -38,21 +38,22 @@ def with_contexts() -> Iterator[None]:
 
 
 def _apply(function: Any, *args: Any, **options: Any) -> Any:
-    apply = _APPLIES.own(torch.autograd.Function).__func__
+    own = _APPLIES.own(torch.autograd.Function)
+    apply = own.__get__(None, function)
     if _APPLIES.is_active and is_reentrant(function):
         return plainly(*args, **options)
     if not (_APPLIES.is_active and torch._C._are_functorch_transforms_active()):
-        return apply(function, *args, **options)
+        return apply(*args, **options)
     if is_registered(function):
         return apply_at_one_level(function, *args)
     combined = function.setup_context is torch.autograd.Function.setup_context
-    own = not function.__module__.startswith("torch.") or function.__module__ in _LIKE_OWN
-    if combined and own:
+    theirs = function.__module__.startswith("torch.") and function.__module__ not in _LIKE_OWN
+    if combined and not theirs:
         check_plain(function, (args, options))
-        *made, form = apply(_Combined, function, *args, **options)
+        *made, form = own.__get__(None, _Combined)(function, *args, **options)
         outputs = tuple(made[: form.count])
         return outputs if form.several else outputs[0]
-    return apply(function, *args, **options)
+    return apply(*args, **options)
 
 
 # Of torch's modules, those with Functions of values alone, such as a user may write.

@@ -19,7 +19,12 @@ def _logcumsumexp(input: Tensor, dim: int) -> Tensor:
     values = input.movedim(dim, -1).unsqueeze(-2)
     size = values.shape[-1]
     earlier = torch.ones(size, size, dtype=torch.bool, device=input.device).tril()
-    return torch.where(earlier, values, -torch.inf).logsumexp(-1).movedim(-1, dim)
+    found = torch.where(earlier, values, -torch.inf).logsumexp(-1).movedim(-1, dim)
+    if input.is_complex():
+        # Whole turns are left out of a logarithm, and torch keeps some of them.
+        turns = torch.logcumsumexp(input.detach(), dim).imag - found.detach().imag
+        found = found + torch.complex(torch.zeros_like(turns), turns)
+    return found
 
 
 def _cumprod(

@@ -12,7 +12,7 @@ what they are not, and reads other memory: here both are expanded first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -56,12 +56,24 @@ def _lu_solve(
 ) -> Tensor:
     outer = torch.broadcast_shapes(LU.shape[:-2], B.shape[:-2])
     return torch.linalg.lu_solve(
-        LU.expand(*outer, *LU.shape[-2:]),
-        pivots.expand(*outer, *pivots.shape[-1:]),
-        B.expand(*outer, *B.shape[-2:]),
+        _repeated(LU, outer, 2),
+        _repeated(pivots, outer, 1),
+        _repeated(B, outer, 2),
         left=left,
         adjoint=adjoint,
     )
+
+
+def _repeated(value: Tensor, outer: Sequence[int], inner: int) -> Tensor:
+    """The value for all of the `outer` dimensions, with the last `inner` of its own.
+
+    In memory of its own: torch steps from matrix to matrix by a stride that an expanded value may
+    not have, or that of one matrix alone may be anything.
+    """
+    shape = (*outer, *value.shape[value.dim() - inner :])
+    if value.shape == shape:
+        return value
+    return value.expand(shape).clone(memory_format=torch.contiguous_format)
 
 
 def _solve_several(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
@@ -75,8 +87,8 @@ def _solve_ex_several(
     right = B.unsqueeze(-1) if is_vector else B
     outer = torch.broadcast_shapes(A.shape[:-2], right.shape[:-2])
     found, info = torch.linalg.solve_ex(
-        A.expand(*outer, *A.shape[-2:]),
-        right.expand(*outer, *right.shape[-2:]),
+        _repeated(A, outer, 2),
+        _repeated(right, outer, 2),
         left=left,
         check_errors=check_errors,
     )

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._decomp import decomposition_table
 
@@ -66,12 +67,28 @@ def _without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
+def _lstm_cell(
+    input: Tensor,
+    hx: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    hidden, cell = hx
+    gates = F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh)
+    enter, forget, new, leave = gates.chunk(4, -1)
+    cell = forget.sigmoid() * cell + enter.sigmoid() * new.tanh()
+    return leave.sigmoid() * cell.tanh(), cell
+
+
 RECURRENT: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = MappingProxyType(
     {
         torch.lstm: _taken_apart(torch.lstm, aten.lstm.input),
         torch.gru: _taken_apart(torch.gru, aten.gru.input),
         torch.rnn_tanh: _taken_apart(torch.rnn_tanh, aten.rnn_tanh.input),
         torch.rnn_relu: _taken_apart(torch.rnn_relu, aten.rnn_relu.input),
+        torch.lstm_cell: _lstm_cell,
     }
 )
 """What computes the same, by the functions of torch that it stands for."""
