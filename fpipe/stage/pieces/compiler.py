@@ -190,6 +190,9 @@ def _by_callers(
         try:
             return made(inputs)
         except (TypeError, ValueError, StopIteration) as error:
+            words = ("positional argument", "values to unpack")
+            if not isinstance(error, StopIteration) and not any(w in str(error) for w in words):
+                raise
             raise StageError(
                 f"compile={label_of(make)} made what raised {type(error).__name__}: {error} (it "
                 "must be a boxed callable, which takes its inputs in one list; of a backend of "
