@@ -88,7 +88,7 @@ class Workshop:
             self._chains[_key(signature, size, shape)] = chain
             chains.append(chain)
         _check_results(chains)
-        if signature.goal == "step" and any(chain.is_swapped for chain in chains):
+        if signature.goal == "step" and all(chain.is_swapped for chain in chains):
             raise StageError(
                 "the loss is declared as (sum, weight), and of what it returns the first depends "
                 "on no parameter, but the second does: return the sum first"
