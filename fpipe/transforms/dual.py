@@ -31,7 +31,8 @@ from fpipe.transforms.plain import beneath_forward_mode, differentiable_twice
 def load_rules() -> None:
     """Let torch load its forward-mode rules now: it warns of its own code when it does so."""
     with warnings.catch_warnings(), beneath_forward_mode():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        for kind in (DeprecationWarning, FutureWarning):  # the latter from torch 2.14 on
+            warnings.simplefilter("ignore", kind)
         zero = torch.zeros((), device="cpu")
         jvp(torch.sin, (zero,), (zero,))
 

@@ -272,7 +272,9 @@ class Recorder:
                 without_peeking(),
                 checkpoints.active(),
             ):
-                module = make_fx(functionalize(flat))(*params.values, *batch.values, *keys)
+                # With a table, though it is empty, what is detached stays so, in torch 2.14 too.
+                record = make_fx(functionalize(flat), decomposition_table={})
+                module = record(*params.values, *batch.values, *keys)
                 checkpoints.mark(module.graph)
         except FpipeError:
             raise

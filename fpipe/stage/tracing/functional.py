@@ -50,7 +50,8 @@ def _marked(function: Callable[..., Any], arguments: Sequence[Tensor]) -> fx.Gra
     """The graph of a function, in which the calls of checkpoint are marked."""
     marks = Marks()
     with marks.active():
-        made = make_fx(function)(*arguments)
+        # With a table, though it is empty, what is detached stays so, in torch 2.14 too.
+        made = make_fx(function, decomposition_table={})(*arguments)
     marks.mark(made.graph)
     return made
 
