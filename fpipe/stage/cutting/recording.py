@@ -18,7 +18,7 @@ import optree
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functionalize, vjp
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fpipe import tree
 from fpipe.arguments.shapes import Goal, is_differentiable
@@ -30,7 +30,6 @@ from fpipe.stage.cutting.segments import Segment, mark, segments
 from fpipe.stage.cutting.updates import keep_changed
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.declared.returns import Numbering, Returns, check_state
-from fpipe.stage.foreign.checkpointed import Marks
 from fpipe.stage.foreign.combined import with_contexts
 from fpipe.stage.foreign.custom import Calls
 from fpipe.stage.foreign.scripted import as_written
@@ -49,6 +48,7 @@ from fpipe.stage.refusing.purity import WriteGuard
 from fpipe.stage.refusing.seeding import unseeded
 from fpipe.stage.tracing.abstract import Abstract, abstract_key
 from fpipe.stage.tracing.apart import apart
+from fpipe.stage.tracing.functional import marked
 from fpipe.stage.tracing.known import Known
 from fpipe.stage.tracing.nograd import keeping_detached, undifferentiated, with_gradients
 from fpipe.stage.tracing.peeking import without_peeking
@@ -261,7 +261,6 @@ class Recorder:
                 first, _, others = result
             return [first, *others]
 
-        checkpoints = Marks()
         try:
             with (
                 unreported(),
@@ -270,12 +269,8 @@ class Recorder:
                 with_gradients(),
                 with_contexts(),
                 without_peeking(),
-                checkpoints.active(),
             ):
-                # With a table, though it is empty, what is detached stays so, in torch 2.14 too.
-                record = make_fx(functionalize(flat), decomposition_table={})
-                module = record(*params.values, *batch.values, *keys)
-                checkpoints.mark(module.graph)
+                module = marked(functionalize(flat), (*params.values, *batch.values, *keys))
         except FpipeError:
             raise
         except Exception as error:

@@ -334,9 +334,14 @@ def _relaid(call: Call, layouts: Sequence[Layout | None]) -> Call:
 
     def call_and_copy(inputs: list[Tensor]) -> Sequence[Tensor]:
         outputs = list(call(inputs))
-        for number, (value, layout) in enumerate(zip(outputs, layouts, strict=True)):
-            if layout is not None and layout.steps != Layout(layout.shape, value.stride()).steps:
-                outputs[number] = value.new_empty_strided(*layout).copy_(value)
+        found = [
+            None if layout is None else Layout(layout.shape, value.stride())
+            for value, layout in zip(outputs, layouts, strict=True)
+        ]
+        for number in unlike(layouts, found):
+            value, layout = outputs[number], layouts[number]
+            assert layout is not None  # of what has none nothing is expected
+            outputs[number] = value.new_empty_strided(*layout).copy_(value)
         return outputs
 
     return call_and_copy

@@ -37,7 +37,7 @@ def record(
             return function(*values)
 
     with unreported(), apart(), mode, with_gradients(), with_contexts(), without_peeking():
-        graph = _made_functional(known, arguments) or _marked(known, arguments)
+        graph = _made_functional(known, arguments) or marked(known, arguments)
         # Those have not been made functional. And where nothing is differentiated, composite
         # ops are taken apart after they have been, and may write to what they have made. Nor
         # has what is made of tensors alone that the function closes over.
@@ -46,7 +46,7 @@ def record(
         return graph
 
 
-def _marked(function: Callable[..., Any], arguments: Sequence[Tensor]) -> fx.GraphModule:
+def marked(function: Callable[..., Any], arguments: Sequence[Tensor]) -> fx.GraphModule:
     """The graph of a function, in which the calls of checkpoint are marked."""
     marks = Marks()
     with marks.active():
@@ -61,7 +61,7 @@ def _made_functional(
 ) -> fx.GraphModule | None:
     """The graph made functional, if it can be."""
     try:
-        return _marked(functionalize(function), arguments)
+        return marked(functionalize(function), arguments)
     except Exception as error:
         # functionalize does not know a custom autograd.Function; plain vjp does.
         if "Functionalize rule" not in str(error):
@@ -83,7 +83,7 @@ def _functional(module: fx.GraphModule, arguments: Sequence[Tensor]) -> fx.Graph
         own = dict(zip(held, values[len(arguments) :], strict=True))
         return _Given(module.graph, own).run(*values[: len(arguments)])
 
-    made = _marked(functionalize(run), (*arguments, *held.values()))
+    made = marked(functionalize(run), (*arguments, *held.values()))
     placeholders = [node for node in made.graph.nodes if node.op == "placeholder"]
     for node, (target, value) in zip(placeholders[len(arguments) :], held.items(), strict=True):
         made.register_buffer(f"held{target}", value)

@@ -67,8 +67,8 @@ def _lu_solve(
 def _repeated(value: Tensor, outer: Sequence[int], inner: int) -> Tensor:
     """The value for all of the `outer` dimensions, with the last `inner` of its own.
 
-    In memory of its own: torch steps from matrix to matrix by a stride that an expanded value may
-    not have, or that of one matrix alone may be anything.
+    In memory of its own: torch steps from matrix to matrix by a stride that an expanded value has
+    otherwise, even where it is of one matrix alone.
     """
     shape = (*outer, *value.shape[value.dim() - inner :])
     if value.shape == shape:
