@@ -239,7 +239,8 @@ def test_systems_of_equations(
     pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
     x = torch.ones(2).double()
     stacked = {"matrix": rand(3, *of_matrix, 3, 3), "right": rand(3, *of_right)}
-    for mapped in (["matrix"], ["right"], ["matrix", "right"]):
+    sides = (["matrix"], ["right"], ["matrix", "right"])
+    for mapped in sides if solve is torch.linalg.solve else sides[-1:]:
         dims = {name: 0 if name in mapped else None for name in stacked}
         params = {k: leaf if k in mapped else leaf[0] for k, leaf in stacked.items()}
         vector = tree.tree_map(torch.cos, params)

@@ -184,6 +184,7 @@ class FunctionTracer:
             rows=rows,
             tied=[source for source in part.sources if source in tied],
             original=move.original,
+            returned=self._places.bring(part.returned, index),
         )
         nodes = traced.joint.graph.nodes
         if self._record.keyed and any(draws(n.target, n.args, n.kwargs) for n in nodes):

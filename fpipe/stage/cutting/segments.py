@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from fpipe.stage.graphs.nodes import STAGE, ancestors, is_random
 from fpipe.stage.graphs.sources import Source, StateLeaf, Upstream
@@ -32,6 +32,12 @@ class Segment:
     graph: fx.Graph
     sources: tuple[Source, ...]
     readers: tuple[tuple[int, ...], ...]
+
+    @property
+    def returned(self) -> tuple[Tensor, ...]:
+        """Its outputs, abstract, where they were recorded."""
+        nodes: Any = self.graph.output_node().args[0]
+        return tuple(node.meta["val"] for node in nodes)
 
 
 def mark(graph: fx.Graph, marks: Sequence[int]) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe import tree
+from fpipe.stage.seeing import Seeing
 
 aten = torch.ops.aten
 
@@ -21,7 +21,7 @@ _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.mv.default, ate
 """Products whose dtypes torch does not compare on abstract tensors; it does for all others."""
 
 
-class OneDtype(TorchDispatchMode):
+class OneDtype(Seeing):
     """Raises `RuntimeError`, as torch does, at a product whose tensors are not of one dtype."""
 
     def __torch_dispatch__(

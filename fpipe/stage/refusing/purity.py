@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.arguments.shapes import memory_of
 from fpipe.stage.refusing.explain import ImpureError, Untraceable, impure
 from fpipe.stage.refusing.names import name_in_closure
+from fpipe.stage.seeing import Seeing
 
 _LITERAL = torch.ops.aten.lift_fresh.default
 
 
-class WriteGuard(TorchDispatchMode):
+class WriteGuard(Seeing):
     """Raises `ImpureError` at the op that writes, before it does, so that nothing is changed.
 
     What draws from a generator that is not torch's writes to that, and is `Untraceable`, as are

@@ -51,7 +51,8 @@ def marked(function: Callable[..., Any], arguments: Sequence[Tensor]) -> fx.Grap
     marks = Marks()
     with marks.active():
         # With a table, though it is empty, what is detached stays so, in torch 2.14 too.
-        made = make_fx(function, decomposition_table={})(*arguments)
+        trace = make_fx(function, decomposition_table={}, _disable_torch_fn_metadata_mode=True)
+        made = trace(*arguments)
     marks.mark(made.graph)
     return made
 

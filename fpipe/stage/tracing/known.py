@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fpipe import tree
+from fpipe.stage.seeing import Seeing
 from fpipe.stage.tracing.interrupts import let_through
 
 _MOST = 2**20
@@ -63,7 +63,7 @@ def symbolic_zeros() -> Iterator[None]:
         _SYMBOLIC.reset(token)
 
 
-class Known(TorchDispatchMode):
+class Known(Seeing):
     """Computes beside the abstract values those that no argument goes into, and reads them.
 
     Zeros that a forward mode within the function makes without memory get some, for nothing can be

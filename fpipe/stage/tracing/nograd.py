@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe import tree
 from fpipe.arguments.shapes import is_differentiable
 from fpipe.stage.foreign.custom import CALL, Calls, recording_calls
+from fpipe.stage.seeing import Seeing
 from fpipe.stage.tracing.shared import SharedMemory
-from fpipe.stage.tracing.unseen import may_write
+from fpipe.stage.tracing.unseen import ASKED, may_write
 
 T = TypeVar("T")
 
@@ -82,6 +82,8 @@ class _AsCalled(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call `func`."""
+        if func in ASKED:
+            return func(*args, **(kwargs or {}))
         if func == _DATA:
             return args[0].detach()
         if func is CALL:
@@ -109,7 +111,7 @@ class _AsCalled(TorchFunctionMode):
         return result
 
 
-class _DetachWithoutGrad(TorchDispatchMode):
+class _DetachWithoutGrad(Seeing):
     """Detaches what operations return while gradients are disabled.
 
     It stands below the transforms of `torch.func`, which hand down the grad mode that holds for

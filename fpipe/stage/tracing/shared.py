@@ -29,12 +29,13 @@ class SharedMemory:
 
     def note(self, values: Iterable[Any]) -> None:
         """Remember where those of `values` lie that carry a gradient."""
-        for value in values:
-            if isinstance(value, Tensor) and carries_gradient(value):
-                made = _functional(value)
-                if made is not None:
-                    memory = made.untyped_storage()
-                    self._carrying[memory._cdata] = memory
+        with _unheard():
+            for value in values:
+                if isinstance(value, Tensor) and carries_gradient(value):
+                    made = _functional(value)
+                    if made is not None:
+                        memory = made.untyped_storage()
+                        self._carrying[memory._cdata] = memory
 
     def note_without(self, values: Iterable[Any]) -> None:
         """Remember those of `values`, made without gradients, that say they require one.
@@ -47,7 +48,13 @@ class SharedMemory:
 
     def deceives(self, value: Any) -> bool:
         """Whether `value` carries no gradient, and would get one of its memory when it is read."""
-        if not self._carrying or not isinstance(value, Tensor) or not is_differentiable(value):
+        if not self._carrying or not isinstance(value, Tensor):
+            return False
+        with _unheard():
+            return self._hides(value)
+
+    def _hides(self, value: Tensor) -> bool:
+        if not is_differentiable(value):
             return False
         if carries_gradient(value) and not (value in self._without and value.grad_fn is None):
             return False
@@ -56,6 +63,10 @@ class SharedMemory:
             return False
         written: bool = torch._functionalize_has_data_mutation(made)  # type: ignore[attr-defined]
         return written
+
+
+_unheard = torch._C.DisableTorchFunction
+"""Within it no mode hears what is asked of tensors: each would take longer than the answer."""
 
 
 def carries_gradient(value: Tensor) -> bool:

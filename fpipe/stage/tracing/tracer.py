@@ -68,6 +68,7 @@ def trace(
     rows: int = 0,
     tied: Collection[Source] = (),
     original: Callable[[Tensor], Tensor] = lambda value: value,
+    returned: Sequence[Tensor] | None = None,
 ) -> Traced:
     """Trace `function`, which takes flat leaves and returns a pytree, into a `Joint`.
 
@@ -84,6 +85,8 @@ def trace(
         rows: of the microbatch, for a sink that repeats the parameters.
         tied: parameters of whose gradients other stages have a part, so that it is not folded here.
         original: of a tensor that the function closes over, the one that it stands for.
+        returned: what it returns, a list of fake tensors, where that is known: of a function that
+            was recorded before, and so is pure.
 
     Raises:
         StageError: the function cannot be traced or is not pure; says which stage, op or leaf.
@@ -103,7 +106,10 @@ def trace(
         whole = not lifted[index] or leaves.sources[index] in tied
         return gradient if whole else sink.folded(gradient)
 
-    values, spec = _run_abstractly(name, lambda own: function(lift(own)), leaves, mode, origin)
+    if returned is None:
+        values, spec = _run_abstractly(name, lambda own: function(lift(own)), leaves, mode, origin)
+    else:
+        values, spec = check_output(name, list(returned))
     demand = Demand.of(leaves, values, readers) if differentiate else Demand.none(values)
     cotangents = [_contiguous_like(values[leaf], mode) for leaf, _ in demand.cotangents]
     module = _record(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,17 @@ _ITEMS = frozenset({"__setitem__", *(f"__i{name}__" for name in _OPERATORS)})
 
 _OTHERWISE = frozenset({"detach_", "requires_grad_", "resize_", "resize_as_", "set_"})
 """Methods that change a tensor, and nothing in it."""
+
+ASKED: Final = frozenset(
+    {
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("device", "dtype", "is_cpu", "is_cuda", "layout", "ndim", "shape")
+        ),
+        *(Tensor.dim, Tensor.is_complex, Tensor.is_floating_point, Tensor.numel, Tensor.size),
+    }
+)
+"""What says of a tensor what no write changes, and returns none."""
 
 _DETACHING = frozenset({Tensor.detach, torch.detach, Tensor.data.__get__})  # type: ignore[attr-defined]
 _RENORMING = frozenset({F.embedding, F.embedding_bag})
@@ -64,6 +75,8 @@ class UnseenWrites(TorchFunctionMode):
                 written to by way of which the gradient of what is written is lost.
         """
         options = kwargs or {}
+        if func in ASKED:
+            return func(*args, **options)
         seen = func not in _DETACHING and torch.is_grad_enabled()
         lost = self._left_of(args, options) if seen else None
         result = self._call(func, args, options)
