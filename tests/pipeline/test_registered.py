@@ -175,6 +175,7 @@ def test_derivatives_within(layer: Any, cut: bool) -> None:
     torch.testing.assert_close([v for p in found.grads for v in p.values()], list(grads))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch 2.14 says so of its loop
 def test_single_examples() -> None:
     pipe = fpipe.per_example_grads(make(layer, True, GPIPE, compile=False))
     rows = pipe.step(PARAMS, BATCH).grads
