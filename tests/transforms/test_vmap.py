@@ -261,6 +261,24 @@ def test_systems_of_equations(
                     assert_same(found.hvp[name][number], product[name], 1e-9)
 
 
+@pytest.mark.parametrize("right", [torch.eye(3), torch.arange(9.0).reshape(3, 3).cos()])
+def test_right_hand_sides_that_look_like_vectors(right: Tensor) -> None:
+    """For as many factors as they have rows; torch took them for one vector each."""
+
+    def loss_fn(p: Tensor, x: Tensor) -> Tensor:
+        factor = torch.linalg.cholesky(p @ p.mT + 3 * torch.eye(3).double())
+        found = fpipe.cut(torch.cholesky_solve(right.double(), factor))
+        return (found + torch.cholesky_inverse(factor)).sin().sum() * x.mean()
+
+    schedule = schedules.gpipe(ranks=2, microbatches=1)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
+    params, vector, x = rand(3, 3, 3), rand(3, 3, 3), torch.ones(2).double()
+    found = fpipe.hvp(fpipe.vmap(pipe, (0, None))).step(params, x, vector)
+    for number in range(3):
+        alone = fpipe.hvp(pipe).step(params[number], x, vector[number])
+        assert_same(fpipe.Hvp(*(member(part, number) for part in found)), alone)
+
+
 def test_systems_of_single_rows() -> None:
     """Of one matrix torch's kernel still takes the stride to the next, and of an expanded one under
     vmap that was another."""

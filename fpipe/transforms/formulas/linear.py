@@ -3,8 +3,10 @@
 The solution of a system and the determinant keep the factors of the matrix for their forward-mode
 rules, which take them for constants: differentiated again, they are silently wrong. The rules of
 ``lu_factor`` and ``lu_solve``, which compute the same numbers, are right. That of
-``cholesky_inverse`` is wrong before it is differentiated; ``cholesky_solve`` has the right one.
-Those of eigenvectors divide by infinity, whose derivative is no number.
+``cholesky_inverse`` is wrong before it is differentiated, and under `vmap` that of
+``cholesky_solve``, where right-hand sides look like vectors for as many matrices; those of
+``solve_triangular`` are right. Those of eigenvectors
+divide by infinity, whose derivative is no number.
 
 Under `vmap` torch takes one matrix for several right-hand sides, or several matrices for one, for
 what they are not, and reads other memory: here both are expanded first.
@@ -121,9 +123,15 @@ def _factored(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return lu.diagonal(dim1=-2, dim2=-1), 1 - 2 * (swaps % 2)
 
 
+def _cholesky_solve(input: Tensor, L: Tensor, upper: bool = False) -> Tensor:
+    lower = L.mH if upper else L
+    first = torch.linalg.solve_triangular(lower, input, upper=False)
+    return torch.linalg.solve_triangular(lower.mH, first, upper=True)
+
+
 def _cholesky_inverse(input: Tensor, upper: bool = False) -> Tensor:
     one = torch.eye(input.shape[-1], dtype=input.dtype, device=input.device)
-    return torch.cholesky_solve(one.expand(input.shape), input, upper=upper)
+    return _cholesky_solve(one.expand(input.shape), input, upper)
 
 
 def _eigh(A: Tensor, UPLO: str = "L") -> Any:
@@ -183,6 +191,8 @@ LINEAR: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = MappingProxyTyp
         Tensor.slogdet: _slogdet,
         torch.logdet: _logdet,
         Tensor.logdet: _logdet,
+        torch.cholesky_solve: _cholesky_solve,
+        Tensor.cholesky_solve: _cholesky_solve,
         torch.cholesky_inverse: _cholesky_inverse,
         Tensor.cholesky_inverse: _cholesky_inverse,
     }
