@@ -418,7 +418,9 @@ def placed(devices: Sequence[torch.device | str | int] | None) -> tuple[torch.de
         raise StageError(f"devices={devices!r:.60} cannot be used: {error}") from error
 
 
-def group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+def group_of(
+    group: dist.ProcessGroup | None, mesh: DeviceMesh | None, schedule: Schedule | None
+) -> dist.ProcessGroup | None:
     """The process group that `group` or `mesh` names, None for neither.
 
     Raises:
@@ -439,6 +441,15 @@ def group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.P
                 "call torch.distributed.init_process_group before it is made, and pass group=",
                 os.environ["WORLD_SIZE"],
             )
+        if group is None and dist.is_initialized():
+            count = dist.get_world_size()
+            if 1 < count == getattr(schedule, "num_ranks", None):
+                log.warning(
+                    "a pipeline of all %d ranks in each of %d processes: for one over all of them "
+                    "pass group=dist.group.WORLD, or mesh=",
+                    count,
+                    count,
+                )
         return group
     if not isinstance(mesh, DeviceMesh):
         raise StageError(

@@ -162,7 +162,7 @@ def pipeline(
             compile=compile,
             accum_dtype=accum_dtype,
             devices=placed(devices),
-            group=group_of(group, mesh),
+            group=group_of(group, mesh, schedule),
             timeout=timeout,
         )
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.controller.header import Addend
+from fpipe.controller.header import NORMS, Addend
 from fpipe.current import in_use
 from fpipe.engine import Pipeline, check_is_pipeline
 from fpipe.errors import FpipeError, a_type
@@ -131,12 +131,12 @@ def _norm(grads: Any, pipe: Pipeline | Wrapping | None, check: Callable[[], None
         total = squares.sum()
     else:
         of_all, wide = chosen.add_up_marked(
-            number, deed="take the norm of its gradients", call="fpipe.global_norm"
+            number, deed="take the norm of its gradients", call=NORMS
         )
         [squares] = own
         if chosen.definition.function:
             mine = dict(zip(tree.paths(tree.structure(grads)), squares.tolist(), strict=True))
-            parts = chosen.together("fpipe.global_norm", lambda gather: gather(mine))
+            parts = chosen.together(NORMS, lambda gather: gather(mine))
             of_all = sum(_each_once(parts).values())
         total = squares.new_tensor(of_all)
     return total.sqrt().to(torch.float64 if wide else torch.float32)

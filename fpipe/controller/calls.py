@@ -6,12 +6,14 @@ read ──► header ──► all known ────────────�
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from fpipe import tree
 from fpipe.arguments.microbatch import SplitBatch
 from fpipe.arguments.parameters import Parameters
 from fpipe.arguments.shapes import Ambient, Goal, Signature, TreeShape, batch_shapes
@@ -26,10 +28,11 @@ from fpipe.controller.offer import (
     check_verdicts,
     shared_parameters,
     unsendable,
+    warn_of_other_copies,
     warn_of_other_numbers,
 )
 from fpipe.controller.refusal import named
-from fpipe.controller.sample import Sample, sample
+from fpipe.controller.sample import Sample, numbers, sample
 from fpipe.planning.latest import Latest
 from fpipe.planning.plan import Plan
 from fpipe.planning.planner import Planner
@@ -185,7 +188,8 @@ class Calls:
             signature = self._make_signature(call)
             assert given is not None
             # Kept only when made: what any rank refused is refused again, by all of them.
-            self._agreed[shapes] = self._make_plan(signature)
+            made = self._agreed[shapes] = self._make_plan(signature)
+            self._compare_copies(made, given.params)
         plan = self._expected[call.kind] = self._agreed[shapes]
         return Agreed(given, plan, any(h.records for h in headers))
 
@@ -228,6 +232,7 @@ class Calls:
             batch=None if given is None else given.batch,
             sample=self._sample(given),
             ambient=self._planner.ambient(),
+            schedule=repr(self._schedule),
             problem=None if problem is None else named(problem),
         )
         if problem is None and (problem := unsendable(offer)) is not None:
@@ -262,6 +267,21 @@ class Calls:
         programs = plan.programs
         connected(lambda: self._prepare(programs))
         return plan
+
+    def _compare_copies(self, plan: Plan, params: Parameters) -> None:
+        """Say so if ranks have different copies of a parameter that several read."""
+        readers: dict[int, set[int]] = defaultdict(set)
+        for (_, leaf), ranks in plan.readers.items():
+            readers[leaf] |= ranks
+        several = sorted(leaf for leaf, ranks in readers.items() if len(ranks) > 1)
+        if params.shared and several:
+            paths = tree.paths(params.spec)
+            own = {
+                paths[leaf]: numbers(params.stages[0][leaf])
+                for leaf in several
+                if self._rank in readers[leaf]
+            }
+            warn_of_other_copies(gather_objects(own, self._control))
 
     def _planned(self, signature: Signature) -> tuple[Plan | None, str, Exception | None]:
         """The plan and its digest, or why there is none."""

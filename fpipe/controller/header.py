@@ -26,7 +26,8 @@ HISTORY = "pipe.value of parameters that require a gradient"
 
 CALLS = (
     *("pipe.step", HISTORY, "pipe.value", "pipe.forward", "pipe.add_up", "pipe.programs"),
-    *("pipe.load_into", "fpipe.balance", "fpipe.global_norm", "fpipe.profile"),
+    *("pipe.load_into", "fpipe.balance", "fpipe.profile"),
+    NORMS := "fpipe.global_norm or fpipe.clip_by_global_norm",
     PREPARES := "pipe.init, pipe.load or pipe.load_into",
 )
 """What all ranks do together."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fpipe import tree
 from fpipe.arguments.shapes import Ambient, LeafShape, TreeShape, in_words
 from fpipe.controller.refusal import check_problems, odd_one_out, refusal
-from fpipe.controller.sample import Sample, other_batches
+from fpipe.controller.sample import COPIED, ROUNDING, Sample, unlike
 from fpipe.errors import BatchError
 
 log = logging.getLogger("fpipe")
@@ -31,6 +31,7 @@ class Offer(NamedTuple):
         batch: a microbatch of each kind, None without a batch.
         sample: numbers of its batch, None without a batch.
         ambient: what else its traces depend on.
+        schedule: in words.
         problem: why it cannot take part, or None.
     """
 
@@ -41,6 +42,7 @@ class Offer(NamedTuple):
     batch: tuple[TreeShape, ...] | None
     sample: Sample | None
     ambient: Ambient
+    schedule: str
     problem: str | None
 
 
@@ -59,14 +61,11 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
     for name in offers[0].setup:
         rank_or_none = odd_one_out([offer.setup.get(name, "") for offer in offers])
         if rank_or_none is not None:
-            searched = (
-                " (a search that ends by the clock finds another on each: give fpipe.search "
-                "iterations=)"
-            )
+            more = _both(offers, rank_or_none) if name == "schedule" else ""
             raise refusal(
                 rank_or_none,
-                f"rank {rank_or_none} has another {name} than the other ranks: the pipelines of "
-                f"all ranks must have the same{searched if name == 'schedule' else ''}",
+                f"rank {rank_or_none} has another {name} than the other ranks{more}: the pipelines "
+                "of all ranks must have the same",
             )
     batches = {rank: (o.division, o.batch) for rank, o in enumerate(offers) if o.batch is not None}
     if not batches:
@@ -86,8 +85,16 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
         )
     for what, settings in (
         (
-            "runs under another autocast, default dtype or choice of kernels",
-            [(o.ambient.casts, o.ambient.dtype, o.ambient.kernels) for o in offers],
+            "runs under another autocast",
+            [o.ambient.casts for o in offers],
+        ),
+        (
+            "has another default dtype",
+            [o.ambient.dtype for o in offers],
+        ),
+        (
+            "has torch take other kernels (float32 precision, deterministic ones, attention)",
+            [o.ambient.kernels for o in offers],
         ),
         (
             "has its module in another mode (train, eval; dropout, buffers)",
@@ -97,6 +104,14 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
         rank_or_none = odd_one_out(settings)
         if rank_or_none is not None:
             raise refusal(rank_or_none, f"rank {rank_or_none} {what} than other ranks")
+
+
+def _both(offers: Sequence[Offer], odd: int) -> str:
+    """The schedules of this rank and of another, for a message."""
+    other = next(o.schedule for o in offers if o.setup != offers[odd].setup)
+    if other != offers[odd].schedule:
+        return f" ({offers[odd].schedule}, not {other})"
+    return " (a search that ends by the clock finds another on each: give fpipe.search iterations=)"
 
 
 def shared_parameters(offers: Sequence[Offer]) -> TreeShape | None:
@@ -177,13 +192,33 @@ def check_verdicts(
 
 def warn_of_other_numbers(offers: Sequence[Offer]) -> None:
     """Say that ranks were given batches of one shape that are not the same batch."""
-    found = other_batches([offer.sample for offer in offers])
+    found = unlike([offer.sample for offer in offers], ROUNDING)
     if found is None:
         return
     path, rank, other = found
     log.warning(
         "rank %d has other numbers in batch%s than rank %d: all ranks of a pipeline must be given "
         "the same batch, so seed their loaders alike, and divide data by replicas alone",
+        other,
+        path,
+        rank,
+    )
+
+
+def warn_of_other_copies(samples: Sequence[Sample]) -> None:
+    """Say that ranks hold different copies of a parameter that they all read.
+
+    Args:
+        samples: of each rank, of the parameters that it reads and others do too.
+    """
+    found = unlike(samples, COPIED)
+    if found is None:
+        return
+    path, rank, other = found
+    log.warning(
+        "rank %d has other numbers in params%s than rank %d, and both read it: each goes on with a "
+        "copy of its own, so let them begin alike (one seed, pipe.init or pipe.load), and all "
+        "optimizers have the same settings",
         other,
         path,
         rank,

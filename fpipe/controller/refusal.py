@@ -37,9 +37,11 @@ def check_problems(
 
     Raises:
         PipelineError: about this rank if it has a problem, which is the cause, else about the first
-            that has one.
+            that has one; about none if all have the same.
     """
     found = [rank for rank, text in enumerate(texts) if text is not None]
+    if len(found) > 1 and len({*texts}) == 1:
+        raise refusal(None, f"no rank can {deed}: {texts[0]}") from problem
     if found:
         rank = own if own in found else found[0]
         raise refusal(rank, f"rank {rank} cannot {deed}: {texts[rank]}") from problem

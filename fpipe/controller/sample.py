@@ -1,12 +1,15 @@
-"""Whether all ranks were given the same batch, told by some of its numbers.
+"""Whether all ranks were given the same, told by some of its numbers.
 
 The rank that reads the inputs is seldom that which reads the labels. Where processes shuffle with
 seeds of their own, labels are those of other inputs, and nothing but the loss would ever show it.
+Nor would it if copies of a parameter that several ranks read, such as that of an embedding and a
+head, began from seeds of their own: each is updated by the same gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,36 +17,45 @@ from torch import Tensor
 from fpipe import tree
 
 Sample = dict[str, tuple[float, ...]]
-"""Some numbers of each leaf of a batch, by its path; none of one without data."""
+"""Some numbers of each leaf, by its path; none of one without data."""
 
 _COUNT = 64
 _SPREAD = 2654435761  # a prime: what is at these places does not lie in one column
 
 
+ROUNDING: Final = 1e-2
+"""How far numbers of a batch may lie apart, of the greatest of them."""
+
+COPIED: Final = 1e-4
+"""The same for copies of a parameter, whose updates have the same bits."""
+
+
 def sample(batch: object) -> Sample:
     """Numbers from the same places of every batch of these shapes."""
     leaves, spec = tree.flatten(batch)
-    return dict(zip(tree.paths(spec), map(_numbers, leaves), strict=True))
+    return dict(zip(tree.paths(spec), map(numbers, leaves), strict=True))
 
 
-def other_batches(samples: Sequence[Sample | None]) -> tuple[str, int, int] | None:
-    """The path of the first leaf in which two ranks differ by more than rounding, and the two.
+def unlike(samples: Sequence[Sample | None], tolerance: float) -> tuple[str, int, int] | None:
+    """The path of the first leaf in which two ranks differ by more than that, and the two.
 
     Args:
-        samples: of each rank, None of one that was given no batch.
+        samples: of each rank, None of one that was given nothing. Leaves that not all have are
+            compared among those that do.
+        tolerance: of the greatest number.
     """
-    given = [(rank, found) for rank, found in enumerate(samples) if found is not None]
-    first, expected = given[0]
-    for rank, found in given[1:]:
-        for path, ours in expected.items():
-            theirs = found.get(path)  # what one has split itself has another
+    first: dict[str, tuple[int, tuple[float, ...]]] = {}
+    for rank, found in enumerate(samples):
+        for path, theirs in (found or {}).items():
             # One has no data where only its shapes are asked for.
-            if ours and theirs and not _close(ours, theirs):
-                return path, first, rank
+            other, ours = first.setdefault(path, (rank, theirs)) if theirs else (rank, theirs)
+            if not _close(ours, theirs, tolerance):
+                return path, other, rank
     return None
 
 
-def _numbers(leaf: Tensor) -> tuple[float, ...]:
+def numbers(leaf: Tensor) -> tuple[float, ...]:
+    """Some of a leaf, from places that depend on its size alone; none of one without data."""
     if leaf.is_meta or not leaf.numel():
         return ()
     with torch.no_grad():
@@ -53,7 +65,9 @@ def _numbers(leaf: Tensor) -> tuple[float, ...]:
         return tuple(real.double().flatten().tolist())
 
 
-def _close(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+def _close(ours: Sequence[float], theirs: Sequence[float], tolerance: float) -> bool:
+    if ours == theirs or len(ours) != len(theirs):  # what one has split itself has another length
+        return True
     a, b = torch.tensor([ours, theirs], dtype=torch.float64, device="cpu")
     scale = float(torch.cat([a, b]).nan_to_num(0.0, 0.0, 0.0).abs().max())
-    return torch.allclose(a, b, rtol=0, atol=1e-2 * scale, equal_nan=True)
+    return torch.allclose(a, b, rtol=0, atol=tolerance * scale, equal_nan=True)

@@ -171,6 +171,7 @@ class Watch:
         The peer may only have closed its connections because of a third rank, which then has
         reported a fault or has stopped beating.
         """
+        text = text.partition("This is typically caused")[0].rstrip(" .")  # gloo's advice
         self._suspicion = text
         self._wake.set()
         if self._known.wait(2 * DEAD) and self.fault is not None:

@@ -160,7 +160,7 @@ def from_module(
         ... ).cuts
         ('1',)
     """
-    group = group_of(group, mesh)
+    group = group_of(group, mesh, schedule)
     check_flags(measure=measure, is_compiling=is_compiling, has_key=has_key)
     if measure and mesh is not None and group is not None and mesh.size() > group.size():
         raise StageError(

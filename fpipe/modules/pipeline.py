@@ -15,7 +15,9 @@ from fpipe import tree
 from fpipe.checkpoint.loading import Naming, reading
 from fpipe.controller.controller import Gather
 from fpipe.controller.gathering import connected
+from fpipe.controller.offer import warn_of_other_copies
 from fpipe.controller.refusal import odd_one_out, refusal
+from fpipe.controller.sample import Sample, numbers
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import BatchError, StageError, a_type
@@ -178,6 +180,7 @@ class ModulePipeline(Pipeline):
                 raise problem
 
         def copy(gather: Gather) -> int | None:
+            warn_of_other_copies(gather(self._copies(given)))
             told = gather([(name, tuple(p.shape), p.dtype) for name, p in _in_order(given)])
             odd = odd_one_out([tuple((name, shape) for name, shape, _ in part) for part in told])
             if odd is None:
@@ -205,6 +208,16 @@ class ModulePipeline(Pipeline):
             return params
         bare = {n: p.detach().to("meta") for n, p in own.items() if n not in params}
         return {**params, **bare}
+
+    def _copies(self, params: Mapping[str, Tensor]) -> Sample:
+        """Numbers of the parameters that this process and others read."""
+        readers = self.readers()
+        found = {}
+        for leaf, (name, value) in enumerate(_in_order(params)):
+            ranks = readers.get((0, leaf), ())
+            if len(ranks) > 1 and self.rank in ranks:
+                found[f"[{name!r}]"] = numbers(value)
+        return found
 
     def _missing(self, params: Mapping[str, Tensor]) -> BatchError | None:
         """Which of the parameters that this process has to give has no data."""

@@ -68,6 +68,15 @@ class Plan:
         return Total(torch.tensordot(self.weights, stacked, 1), weight)
 
     @property
+    def readers(self) -> dict[tuple[int, int], set[int]]:
+        """The ranks that read a parameter, by stage and leaf."""
+        found: dict[tuple[int, int], set[int]] = {}
+        for program in self.programs:
+            for stage, leaf, _ in program.bindings.params:
+                found.setdefault((stage, leaf), set()).add(program.rank)
+        return found
+
+    @property
     def last_rank(self) -> int:
         """The rank of the last stage, which has the loss."""
         return self.schedule.placement[-1]

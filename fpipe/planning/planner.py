@@ -147,9 +147,8 @@ class Planner:
                 "differentiated by (detach(), torch.no_grad() or argmax in the loss, or in the "
                 "last stage?)"
             )
-        for program in plan.programs:
-            for stage, leaf, _ in program.bindings.params:
-                self._readers.setdefault((stage, leaf), set()).add(program.rank)
+        for parameter, ranks in plan.readers.items():
+            self._readers.setdefault(parameter, set()).update(ranks)
         return plan
 
     def _why(self, signature: Signature, *, traces: bool) -> str:

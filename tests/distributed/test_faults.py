@@ -161,8 +161,8 @@ def test_an_action_that_takes_longer_than_the_timeout_is_not_silent(crew: Crew) 
 # ── ranks that do not agree ─────────────────────────────────────────────────────────────────────
 
 SAID = {
-    "schedule": "rank 2 has another schedule than the other ranks",
-    "microbatches": "rank 2 has another schedule than the other ranks",
+    "schedule": r"rank 2 has another schedule than the other ranks \(<Schedule \w+: .*, not <",
+    "microbatches": "rank 2 has another schedule .* 4 microbatches>, not .* 2 microbatches>",
     "stages": "rank 2 has other stages or another loss than the other ranks",
     "loss": "rank 2 has other stages or another loss than the other ranks",
     "remat": "rank 2 has another remat policy than the other ranks",
@@ -179,20 +179,18 @@ SAID = {
     "too few rows": "rank 2 cannot run this step: BatchError: .*1 row",
     "no tensor": "rank 2 cannot run this step: BatchError: .*'text'",
     "params": "rank 2 cannot run this step: BatchError: params .* 3 pytrees",
-    "params' shape": "rank 0 cannot make its programs: StageError: ",
-    "autocast": "rank 2 runs under another autocast",
+    "params' shape": "no rank can make its programs: StageError: ",
+    "autocast": "rank 2 runs under another autocast than other ranks",
 }
 
 
 @pytest.mark.parametrize("how", SAID)
 def test_a_rank_that_does_otherwise_is_named(crew: Crew, how: str) -> None:
     answers = values(crew.run(traps.disagree, how, 2, ranks=range(3)))
-    for rank, error in enumerate(failures(answers, 0)):
-        # What no rank can trace, each tells of itself.
-        text = SAID[how].replace("rank 0", f"rank {rank}") if "shape" in how else SAID[how]
-        assert re.search(text, error.text), error.text
+    for error in failures(answers, 0):
+        assert re.search(SAID[how], error.text), error.text
         assert error.text.endswith("The pipeline can be used again")
-        assert error.rank == (rank if how == "params' shape" else 2)
+        assert error.rank == (None if how == "params' shape" else 2)
     if how in traps.BUILT_OTHERWISE:
         assert [e.text for e in failures(answers, 1)] == [e.text for e in failures(answers, 0)]
     else:

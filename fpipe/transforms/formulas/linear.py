@@ -5,8 +5,8 @@ rules, which take them for constants: differentiated again, they are silently wr
 ``lu_factor`` and ``lu_solve``, which compute the same numbers, are right. That of
 ``cholesky_inverse`` is wrong before it is differentiated, and under `vmap` that of
 ``cholesky_solve``, where right-hand sides look like vectors for as many matrices; those of
-``solve_triangular`` are right. Those of eigenvectors
-divide by infinity, whose derivative is no number.
+``solve_triangular`` are right. Those of eigenvectors divide by infinity, whose derivative is no
+number.
 
 Under `vmap` torch takes one matrix for several right-hand sides, or several matrices for one, for
 what they are not, and reads other memory: here both are expanded first.

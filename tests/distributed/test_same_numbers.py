@@ -1,16 +1,20 @@
-"""Ranks that are given batches of one shape and other numbers are told so, once."""
+"""Ranks with a batch of other numbers, or another copy of a parameter, are told so, once."""
 
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import fpipe
 from fpipe import schedules
-from fpipe.controller.sample import other_batches, sample
+from fpipe.controller.sample import ROUNDING, sample, unlike
 from tests.distributed import actors
 from tests.distributed.actors import Group
 from tests.distributed.crew import Crew, values
@@ -28,6 +32,17 @@ class Kept(logging.Handler):
         self.messages.append(record.getMessage())
 
 
+@contextmanager
+def kept() -> Iterator[list[str]]:
+    """What is logged within."""
+    handler = Kept()
+    logging.getLogger("fpipe").addHandler(handler)
+    try:
+        yield handler.messages
+    finally:
+        logging.getLogger("fpipe").removeHandler(handler)
+
+
 def warned(group: Group, apart: bool) -> list[str]:
     """What is logged in two steps, the labels of rank 1 being shuffled or not."""
     assert group is not None
@@ -36,14 +51,10 @@ def warned(group: Group, apart: bool) -> list[str]:
     batch = dict(model.batch)
     if apart and group.rank() == 1:
         batch["y"] = batch["y"].flip(0)
-    kept = Kept()
-    logging.getLogger("fpipe").addHandler(kept)
-    try:
+    with kept() as messages:
         for _ in range(2):
             pipe.step(pipe.local(model.params), batch)
-    finally:
-        logging.getLogger("fpipe").removeHandler(kept)
-    return kept.messages
+    return messages
 
 
 def test_loaders_of_two_seeds_are_noticed(crew: Crew) -> None:
@@ -59,17 +70,85 @@ def warned_of_a_cotangent(group: Group) -> list[str]:
     model = actors.model_of("mlp", 2, 6)
     pipe = fpipe.vjp(actors.pipeline(group, model, schedules.gpipe(ranks=2, microbatches=2)))
     out = apply(model.stages, model.params, model.batch)
-    kept = Kept()
-    logging.getLogger("fpipe").addHandler(kept)
-    try:
+    with kept() as messages:
         pipe.step(pipe.local(model.params), model.batch, out * group.rank())
-    finally:
-        logging.getLogger("fpipe").removeHandler(kept)
-    return kept.messages
+    return messages
 
 
 def test_a_cotangent_is_not_compared(crew: Crew) -> None:
     assert values(crew.run(warned_of_a_cotangent, ranks=range(2))) == [[], []]
+
+
+class Tied(nn.Module):
+    """The first stage and the last read one parameter, and each another of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.middle = nn.Embedding(20, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(self.embed(x)))
+
+
+def trained_apart(group: Group, of: str) -> tuple[list[str], list[str]]:
+    """What is logged in steps, and when all parameters are put together.
+
+    Args:
+        group: of two ranks.
+        of: which seed or optimizer differs between them.
+    """
+    assert group is not None
+    torch.manual_seed(group.rank() if of == "tied" else 0)
+    module = Tied()
+    if of == "untied" and group.rank():
+        nn.init.zeros_(module.middle.weight)  # which rank 0 alone reads
+    pipe = fpipe.from_module(
+        module,
+        schedule=schedules.one_f_one_b(ranks=2, microbatches=2),
+        cuts=["middle"],
+        loss=lambda y, _: y.square().mean(),
+        compile=False,
+        group=group,
+    )
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    rate = 0.2 if of == "optimizer" and group.rank() else 0.1
+    with kept() as stepped:
+        for _ in range(2):
+            grads = pipe.step(params, {"x": torch.arange(8).view(4, 2)}).grads
+            params = {n: p if grads[n] is None else p - rate * grads[n] for n, p in params.items()}
+    with kept() as loaded:
+        pipe.load_into(module, params)
+    return stepped, loaded
+
+
+def test_copies_of_two_seeds_are_noticed(crew: Crew) -> None:
+    """A model was trained whose first and last layer were not tied, and another one was saved."""
+    for stepped, loaded in values(crew.run(trained_apart, "tied", ranks=range(2))):
+        for (text,) in (stepped, loaded):
+            assert text.startswith("rank 1 has other numbers in params['embed.weight'] than rank 0")
+    for stepped, loaded in values(crew.run(trained_apart, "optimizer", ranks=range(2))):
+        assert stepped == []
+        assert "params['embed.weight']" in loaded[0]
+    assert values(crew.run(trained_apart, "untied", ranks=range(2))) == [([], [])] * 2
+
+
+def without_group(group: Group) -> list[str]:
+    """What is logged where a pipeline of all ranks is made without their group, and one of one."""
+    count = dist.get_world_size()
+    model = actors.model_of("mlp", count, 6)
+    with kept() as messages:
+        actors.pipeline(None, model, schedules.gpipe(ranks=count, microbatches=2))
+        one = schedules.looped_bfs(ranks=1, microbatches=2, stages_per_rank=count)
+        actors.pipeline(None, model, one)
+    return messages
+
+
+def test_a_group_that_is_forgotten_is_noticed(crew: Crew) -> None:
+    """Each process trained the whole model, and nothing told."""
+    for (text,) in values(crew.run(without_group)):
+        assert re.match(r"a pipeline of all (\d) ranks in each of \1 processes: for one over", text)
 
 
 ROWS = torch.arange(4096 * 8).reshape(4096, 8).cos()
@@ -90,7 +169,7 @@ ROWS = torch.arange(4096 * 8).reshape(4096, 8).cos()
 def test_what_differs(other: Tensor, differs: bool) -> None:
     mask = torch.ones(3, dtype=torch.bool)
     batches = [{"mask": mask, "x": leaf} for leaf in (ROWS, other)]
-    found = other_batches([None, *(sample(batch) for batch in batches)])
+    found = unlike([None, *(sample(batch) for batch in batches)], ROUNDING)
     assert found == (("['x']", 1, 2) if differs else None)
 
 
@@ -105,7 +184,7 @@ def test_what_differs(other: Tensor, differs: bool) -> None:
     ],
 )
 def test_every_kind_of_leaf(leaf: Tensor) -> None:
-    assert other_batches([sample([leaf]), sample([leaf.clone()])]) is None
+    assert unlike([sample([leaf]), sample([leaf.clone()])], ROUNDING) is None
 
 
 def fed_apart(group: Group) -> fpipe.Step:
