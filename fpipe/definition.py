@@ -394,7 +394,7 @@ def _check_stages(schedule: Schedule, stages: Sequence[Stage]) -> None:
         raise StageError(
             f"stages has {len(stages)} functions, but the schedule {schedule.name} has "
             f"{schedule.num_stages} stages on {schedule.num_ranks} ranks: pass one function per "
-            "stage, or make the schedule for this number of stages"
+            "stage, of all ranks in every process, or make the schedule for this number of stages"
         )
 
 

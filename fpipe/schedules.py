@@ -172,7 +172,10 @@ def _find(name: str) -> Callable[..., Schedule]:
             "fpipe.schedules.forward_only, which takes the placement of the training's schedule"
         )
     close = difflib.get_close_matches(plain, known, n=1)
-    hint = f" Did you mean {known[close[0]]!r}?" if close else ""
+    # A part of several names is close to the shortest.
+    close += [other for other in known if len(plain) > 3 and plain in other and other not in close]
+    named = [repr(own) for own in dict.fromkeys(known[other] for other in close)]
+    hint = f" Did you mean {' or '.join(named)}?" if named else ""
     raise ScheduleError(
         f"name={name!r:.60} is not a schedule family.{hint} The families are "
         f"{', '.join(FAMILIES)}; of torch's names {', '.join(_TORCH_NAMES)} and those that differ "

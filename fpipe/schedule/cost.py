@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from fpipe.errors import ScheduleError, a_type
 from fpipe.schedule.arguments import (
@@ -119,6 +119,44 @@ class Cost:
         """
         return cls(**parse_cost(load(path), source=str(path)))
 
+    def merged(self, stages: int) -> Cost:
+        """The cost where so many stages in a row are made one.
+
+        So what was measured of the stages of one schedule tells what another with fewer would take.
+        Times and activations of the merged are added up, which for activations is at most a little
+        too much: what one hands to the next may then be kept once. Numbers that are alike for all
+        stages are of a share of the model, and stay.
+
+        Args:
+            stages: how many become one; a divisor of the number of stages.
+
+        Raises:
+            ScheduleError: `stages` is none.
+
+        Example:
+            >>> from fpipe import Cost, schedules, simulate
+            >>> four = Cost(f=[1, 2, 1, 3], i=1, w=1, activation=[4, 4, 4, 5])
+            >>> four.merged(2).f, four.merged(2).activation
+            ((3, 4), (8, 9))
+            >>> simulate(schedules.zb_h1(ranks=2, microbatches=4), four.merged(2)).makespan
+            27.0
+        """
+        (count,) = plain_counts(stages=stages)
+
+        def merge(name: str) -> Any:
+            value = getattr(self, name)
+            if not isinstance(value, tuple):
+                return value
+            if len(value) % count:
+                raise ScheduleError(
+                    f"stages={count} do not divide the {len(value)} of cost.{name}: choose a "
+                    "divisor"
+                )
+            return tuple(sum(value[at : at + count]) for at in range(0, len(value), count))
+
+        names = ("f", "i", "w", "b", "activation", "freed_by_i")
+        return replace(self, **{name: merge(name) for name in names})
+
     def on(self, placement: Sequence[int], ranks: int | None = None) -> StageCosts:
         """The cost of each stage under a placement (stage → rank).
 
@@ -149,6 +187,11 @@ class Cost:
                 raise ScheduleError(
                     f"cost.{name} has {len(value)} values for a placement of {stages} stages: "
                     "give one value per stage, or one number for all"
+                    + (
+                        f" (cost.merged({len(value) // stages}) makes stages in a row one)"
+                        if len(value) % stages == 0
+                        else ""
+                    )
                 )
             return value
 

@@ -146,6 +146,7 @@ def test_json_that_is_none_is_refused_by_line_and_column() -> None:
     [
         ("placement 0 1\n", "text: no line has actions"),
         ("0F0 0B0\n  1F0 1G0", "line 2, column 7: text='1G0' is not an action"),
+        ("0F0,0B0", r"With commas it is a row of CSV, which Schedule\.from_csv reads"),
         ("rank 0: 0F0\nrank 2: 1F0", "line 2, column 1: 'rank 2' stands where rank 1 belongs"),
         # The last one counted, and nobody was told.
         ("placement 0 1\n0F0\n1F0\nplacement 1 0", "line 4: a second placement: leave one out"),

@@ -31,6 +31,20 @@ def test_a_sequence_is_taken_as_it_is() -> None:
     assert costs.b == (3, 3, 3, 5)
 
 
+def test_stages_in_a_row_are_made_one() -> None:
+    cost = Cost(f=[1, 2, 3, 4], i=2, w=[1, 1, 2, 2], b=[3, 3, 3, 5], comm=[[0, 1], [2, 0]])
+    half = cost.merged(2)
+    assert (half.f, half.i, half.w, half.b) == ((3, 7), 2, (2, 4), (6, 8))
+    assert half.comm == cost.comm
+    assert cost.merged(1) == cost
+    with pytest.raises(ScheduleError, match=r"stages=3 do not divide the 4 of cost\.f: choose"):
+        cost.merged(3)
+    with pytest.raises(ScheduleError, match=r"cost\.merged\(2\) makes stages in a row one"):
+        cost.on([0, 1])
+    with pytest.raises(ScheduleError, match=r"or one number for all$"):
+        cost.on([0, 1, 2])
+
+
 def test_latency_of_each_boundary() -> None:
     costs = Cost(1, 1, 1, comm=[[0, 1], [2, 0]]).on([0, 1, 1, 0])
     assert costs.down == (1, 0, 2)

@@ -145,6 +145,7 @@ def test_get_refuses_stages_that_the_family_cannot_have(name: str, fixed: int) -
     [
         ("GPype", r"Did you mean 'gpipe'\?"),
         ("zbh3", r"Did you mean 'zb_h\d'\?"),
+        ("ZeroBubble", r"Did you mean 'zbv' or 'interleaved_zero_bubble'\?"),
         ("xyz", r"not a schedule family\. The families are gpipe, one_f_one_b"),
     ],
 )

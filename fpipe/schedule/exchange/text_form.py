@@ -108,6 +108,8 @@ def _row(line: str, rank: int, place: str) -> list[Cell]:
             cells.append(Cell(Action.parse(word[0]), word.start() + 1))
         except ScheduleError as error:
             printed = ""
+            if "," in word[0]:
+                printed = ". With commas it is a row of CSV, which Schedule.from_csv reads"
             if rank == 0 and _PRINTED.search(line) is not None:
                 printed = ". This is how a schedule prints; what can be read is its .to_text()"
             raise ScheduleError(f"{place}, column {word.start() + 1}: {error}{printed}") from error
