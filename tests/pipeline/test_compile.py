@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,20 @@ def test_a_compiler_that_fails() -> None:
     with pytest.raises(StageError, match=rule) as caught:
         pipe.step(MODEL.params, MODEL.batch)
     assert isinstance(caught.value.__cause__, IndexError)
+
+
+def test_a_library_that_was_not_written_to_its_end(tmp_path: Path) -> None:
+    """A process that is killed while it compiles leaves it in the cache, for all after it."""
+
+    def loads(module: Any, examples: Any) -> Any:
+        library = tmp_path / "kernel.so"
+        library.write_bytes(b"\x7fELF")
+        return ctypes.CDLL(str(library))
+
+    pipe = plain_pipeline(MODEL.stages, compile=loads)
+    rule = r"kernel\.so: file too short \(a compilation that was interrupted has left that file"
+    with pytest.raises(StageError, match=rule):
+        pipe.step(MODEL.params, MODEL.batch)
 
 
 def test_a_compiler_that_makes_nothing() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
@@ -46,6 +46,10 @@ _OPTIONS = {
     # The outputs of a CUDA graph are overwritten by the next call; a pipeline holds those of many.
     "triton.cudagraphs": False,
 }
+
+
+_CUT_SHORT: Final = ("file too short", "invalid ELF header")
+"""What the loader says of a library that was not written to its end."""
 
 
 class Compiler:
@@ -85,10 +89,11 @@ class Compiler:
                 with without_autocast():  # the casts are in the graph
                     made = self._make(piece.graph, examples)
             except Exception as error:
-                raise StageError(
-                    f"{label} cannot be compiled: {type(error).__name__}: {error} (compile=False "
-                    "runs it uncompiled)"
-                ) from error
+                says = f"{type(error).__name__}: {error}"
+                way = "compile=False runs it uncompiled"
+                if any(words in says for words in _CUT_SHORT):
+                    way = "a compilation that was interrupted has left that file: delete it"
+                raise StageError(f"{label} cannot be compiled: {says} ({way})") from error
             if not callable(made):
                 raise StageError(
                     f"compile={self._name} made {made!r:.60} of {label}: it must return a boxed "
