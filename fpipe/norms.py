@@ -128,7 +128,6 @@ def _norm(grads: Any, pipe: Pipeline | Wrapping | None, check: Callable[[], None
         if chosen is None:
             _refuse_a_part(grads)
         squares, wide = read()
-        total = squares.sum()
     else:
         of_all, wide = chosen.add_up_marked(
             number, deed="take the norm of its gradients", call=NORMS
@@ -137,9 +136,12 @@ def _norm(grads: Any, pipe: Pipeline | Wrapping | None, check: Callable[[], None
         if chosen.definition.function:
             mine = dict(zip(tree.paths(tree.structure(grads)), squares.tolist(), strict=True))
             parts = chosen.together(NORMS, lambda gather: gather(mine))
-            of_all = sum(_each_once(parts).values())
-        total = squares.new_tensor(of_all)
-    return total.sqrt().to(torch.float64 if wide else torch.float32)
+            each = _each_once(parts)
+            # In the order of one process, which adds them up like this: to the same bits.
+            squares = squares.new_tensor([each[path] for path in sorted(each)])
+        else:
+            squares = squares.new_tensor([of_all])
+    return squares.sum().sqrt().to(torch.float64 if wide else torch.float32)
 
 
 def _is_positive(number: Any) -> bool:
