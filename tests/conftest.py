@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -25,6 +26,19 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # vectors than this machine's: Inductor's keys do not tell them apart, and it writes out of bounds.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".cache/inductor"))
 
+
+class _Deaf(logging.Logger):
+    """A logger that pytest cannot hear."""
+
+    def addHandler(self, hdlr: logging.Handler) -> None:
+        """Add none."""
+
+
+# Where this one is heard, torch writes down all that it traces and compiles, for nobody: that is a
+# fourteenth of the time of tests that compile. pytest hears all. Before anything imports torch.
+logging.setLoggerClass(_Deaf)
+logging.getLogger("torch.__trace")
+logging.setLoggerClass(logging.Logger)
 
 # Of the schedule side alone: many short tests, none of which starts a process or compiles.
 SHORT = {"cli", "exchange", "laboratory", "picture", "schedule"}

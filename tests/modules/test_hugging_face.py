@@ -49,10 +49,9 @@ def test_the_loss_of_the_model_itself() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_model_that_checkpoints_its_layers(name: str) -> None:
-    module: Any = build(name, 2).train()
-    params, batch = detached(module), make_batch(name)
+def test_model_that_checkpoints_its_layers() -> None:
+    module: Any = build("mixtral", 2).train()
+    params, batch = detached(module), make_batch("mixtral")
     schedule = fpipe.schedules.gpipe(ranks=2, microbatches=2)
     expected = unpipelined(module, params, batch, cross_entropy)
     held = []

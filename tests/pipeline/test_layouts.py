@@ -167,10 +167,10 @@ def test_constants_that_torch_has_yet_to_negate_or_conjugate(kind: str) -> None:
     def loss(y: Tensor, _: Any) -> Tensor:
         return y.square().mean()
 
-    params, x = [rand(5), rand(5)], rand(4, 5)
-    pipe = fpipe.pipeline([stage] * 2, loss, schedules.zb_h1(ranks=2, microbatches=2))
+    params, x = [rand(5)], rand(4, 5)
+    pipe = fpipe.pipeline([stage], loss, schedules.zb_h1(ranks=1, microbatches=2))
     for _ in range(2):
-        assert_same(pipe.step(params, x), unpipelined([stage] * 2, loss, params, x))
+        assert_same(pipe.step(params, x), unpipelined([stage], loss, params, x))
         constant.mul_(2)  # what is written to it counts
 
 
