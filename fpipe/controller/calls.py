@@ -270,11 +270,13 @@ class Calls:
 
     def _compare_copies(self, plan: Plan, params: Parameters) -> None:
         """Say so if ranks have different copies of a parameter that several read."""
+        if not params.shared:  # each stage has its own
+            return
         readers: dict[int, set[int]] = defaultdict(set)
         for (_, leaf), ranks in plan.readers.items():
             readers[leaf] |= ranks
         several = sorted(leaf for leaf, ranks in readers.items() if len(ranks) > 1)
-        if params.shared and several:
+        if several:
             paths = tree.paths(params.spec)
             own = {
                 paths[leaf]: numbers(params.stages[0][leaf])

@@ -84,14 +84,8 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
             "device",
         )
     for what, settings in (
-        (
-            "runs under another autocast",
-            [o.ambient.casts for o in offers],
-        ),
-        (
-            "has another default dtype",
-            [o.ambient.dtype for o in offers],
-        ),
+        ("runs under another autocast", [o.ambient.casts for o in offers]),
+        ("has another default dtype", [o.ambient.dtype for o in offers]),
         (
             "has torch take other kernels (float32 precision, deterministic ones, attention)",
             [o.ambient.kernels for o in offers],
@@ -107,8 +101,9 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
 
 
 def _both(offers: Sequence[Offer], odd: int) -> str:
-    """The schedules of this rank and of another, for a message."""
-    other = next(o.schedule for o in offers if o.setup != offers[odd].setup)
+    """The schedules of this rank and of one with another, for a message."""
+    own = offers[odd].setup["schedule"]
+    other = next(o.schedule for o in offers if o.setup.get("schedule") != own)
     if other != offers[odd].schedule:
         return f" ({offers[odd].schedule}, not {other})"
     return " (a search that ends by the clock finds another on each: give fpipe.search iterations=)"

@@ -47,8 +47,9 @@ def unlike(samples: Sequence[Sample | None], tolerance: float) -> tuple[str, int
     first: dict[str, tuple[int, tuple[float, ...]]] = {}
     for rank, found in enumerate(samples):
         for path, theirs in (found or {}).items():
-            # One has no data where only its shapes are asked for.
-            other, ours = first.setdefault(path, (rank, theirs)) if theirs else (rank, theirs)
+            if not theirs:  # one has no data where only its shapes are asked for
+                continue
+            other, ours = first.setdefault(path, (rank, theirs))
             if not _close(ours, theirs, tolerance):
                 return path, other, rank
     return None

@@ -180,8 +180,9 @@ class ModulePipeline(Pipeline):
                 raise problem
 
         def copy(gather: Gather) -> int | None:
-            warn_of_other_copies(gather(self._copies(given)))
-            told = gather([(name, tuple(p.shape), p.dtype) for name, p in _in_order(given)])
+            named = [(name, tuple(p.shape), p.dtype) for name, p in _in_order(given)]
+            told, copies = zip(*gather((named, self._copies(given))), strict=True)
+            warn_of_other_copies(copies)
             odd = odd_one_out([tuple((name, shape) for name, shape, _ in part) for part in told])
             if odd is None:
                 dtypes = [{name: dtype for name, _, dtype in part} for part in told]
