@@ -1,10 +1,11 @@
 """Hugging Face models, compiled, against themselves without a pipeline.
 
     python -m tests.architectures [gpt2 t5 …]
+    python -m tests.architectures --device cuda --dtype float32
 
 `make test` runs them uncompiled, on every schedule. Compiled they take minutes: each with both
 kinds of attention; and with dropout from a key, where it has any, against the same pipeline
-uncompiled.
+uncompiled. Which kernels attention has depends on the device and the dtype.
 """
 
 from __future__ import annotations
@@ -22,29 +23,33 @@ from tests.modules.hugging_face import ARCHITECTURES, ROWS, build, cross_entropy
 from tests.modules.models import detached, unpipelined
 
 LAYERS = 2
-ROUNDING = 1e-6
-"""In float64; several of them take norms, angles or a softmax in float32."""
+ROUNDING = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2}
+"""Several of them take norms, angles or a softmax in float32, whatever their dtype."""
 
 DROPPING = ("bert", "gpt2", "t5")
 """Those that have dropout by default."""
 
 
-def differences(got: fpipe.Step, expected: fpipe.Step) -> Iterator[str]:
+def differences(got: fpipe.Step, expected: fpipe.Step, rounding: float) -> Iterator[str]:
     """What differs by more than rounding."""
     pairs: dict[str, tuple[Any, Any]] = {"loss": (got.loss, expected.loss)}
     pairs |= {name: (got.grads[name], grad) for name, grad in expected.grads.items()}
     for name, (one, other) in pairs.items():
         distance = (one - other).abs().max().item()
-        if not distance <= ROUNDING * (1 + other.abs().max().item()):
+        if not distance <= rounding * (1 + other.abs().max().item()):
             yield f"{name} by {distance:.1e}"
 
 
-def compare(name: str, attention: str, drops: bool) -> list[str]:
+def compare(name: str, attention: str, drops: bool, device: str, dtype: str) -> list[str]:
     """What a compiled step of a model computes otherwise."""
     module: Any = build(name, LAYERS)
-    module.train(drops)
+    module.to(device, getattr(torch, dtype)).train(drops)
     module.set_attn_implementation(attention)
-    params, batch = detached(module), make_batch(name, ROWS)
+    batch = {
+        key: leaf.to(device, getattr(torch, dtype) if leaf.is_floating_point() else None)
+        for key, leaf in make_batch(name, ROWS).items()
+    }
+    params = detached(module)
 
     def step(compile: bool) -> fpipe.Step:
         pipe = fpipe.from_module(
@@ -58,14 +63,18 @@ def compare(name: str, attention: str, drops: bool) -> list[str]:
         return pipe.step(params, batch, *([fpipe.random.key(0)] if drops else []))
 
     expected = step(False) if drops else unpipelined(module, params, batch, cross_entropy)
-    return list(differences(step(True), expected))
+    return list(differences(step(True), expected, ROUNDING[dtype]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile them all; 1 if one differs."""
     parser = argparse.ArgumentParser(description="Hugging Face models, compiled.")
     parser.add_argument("names", nargs="*", metavar="name", help=", ".join(ARCHITECTURES))
-    names = parser.parse_args(arguments).names or list(ARCHITECTURES)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--dtype", choices=ROUNDING, default="float64")
+    given = parser.parse_args(arguments)
+    torch.backends.cudnn.allow_tf32 = False
+    names = given.names or list(ARCHITECTURES)
     if unknown := set(names) - set(ARCHITECTURES):
         parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(ARCHITECTURES)}")
     failed = 0
@@ -73,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for attention in ("eager", "sdpa"):
             for drops in (False, True)[: 1 + (name in DROPPING)]:
                 start = time.perf_counter()
-                found = compare(name, attention, drops)
+                found = compare(name, attention, drops, given.device, given.dtype)
                 failed += bool(found)
                 says = "differs: " + "; ".join(found) if found else "equal"
                 seconds = time.perf_counter() - start
