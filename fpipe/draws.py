@@ -16,11 +16,14 @@ from types import FrameType, MappingProxyType
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe import random
@@ -292,6 +295,28 @@ def refusal(op: Any) -> str:
     )
 
 
+class OpenAttention(TorchFunctionMode):
+    """Within it attention that drops something is computed operation by operation.
+
+    The kernels of CUDA draw within themselves, and there is no function of a key for them.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`."""
+        options = kwargs or {}
+        dropped = args[4] if len(args) > 4 else options.get("dropout_p")
+        if func is not F.scaled_dot_product_attention or not dropped:
+            return func(*args, **options)
+        with sdpa_kernel(SDPBackend.MATH):
+            return func(*args, **options)
+
+
 _PIPELINES: ContextVar[int] = ContextVar("fpipe.pipelines", default=0)
 """How many calls of pipelines this is within."""
 
@@ -394,7 +419,7 @@ def keyed(key: Tensor) -> Iterator[None]:
             "torch's operations draw has one key: call the functions of fpipe.random with the key, "
             "or let a module draw from that of the step (fpipe.from_module, has_key=True)"
         )
-    with _Keyed(own):
+    with OpenAttention(), _Keyed(own):
         yield
 
 

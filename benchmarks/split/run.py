@@ -79,14 +79,16 @@ def autograd_step(
         return mean_square(blocks(params, x), x) / microbatches
 
     def step() -> list[Block]:
-        for leaf in leaves:
-            leaf.grad = None
         for chunk in chunks:
             loss(params, chunk).backward()
-        return gradients(params)
+        found = gradients(params)
+        for leaf in leaves:  # they are the caller's, and no part of what is there before a step
+            leaf.grad = None
+        return found
 
     def saved() -> int:
-        node: Any = loss(params, chunks[0]).grad_fn
+        found: Any = loss(params, chunks[0])  # its graph is freed with it
+        node = found.grad_fn
         kept = {t.untyped_storage().data_ptr(): t for t in node.saved_tensors if t is not None}
         for given in (*leaves, *chunks):
             kept.pop(given.untyped_storage().data_ptr(), None)

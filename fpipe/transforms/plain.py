@@ -21,6 +21,7 @@ from torch._functorch import eager_transforms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fpipe.stage.foreign.recurrent import RECURRENT
 from fpipe.stage.standin import Instead
 from fpipe.stage.tracing.known import symbolic_zeros
 from fpipe.transforms.formulas.cumulative import CUMULATIVE
@@ -28,7 +29,6 @@ from fpipe.transforms.formulas.embedding import EMBEDDINGS
 from fpipe.transforms.formulas.linear import BATCHED_LINEAR, LINEAR, UNKNOWN
 from fpipe.transforms.formulas.normalisation import NORMALISATIONS
 from fpipe.transforms.formulas.quantile import QUANTILES
-from fpipe.transforms.formulas.recurrent import RECURRENT
 
 aten = torch.ops.aten
 
@@ -199,11 +199,10 @@ _BATCHED: Mapping[Callable[..., Any], Callable[..., Any]] = {
 _SMOOTH: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.glu: _glu,
     F.scaled_dot_product_attention: _attention,
-    F.group_norm: _group_norm,
     torch.sinc: _sinc,
     Tensor.sinc: _sinc,
     torch.special.sinc: _sinc,
-    torch.lstm: RECURRENT[torch.lstm],
+    **RECURRENT,
     **NORMALISATIONS,
     **EMBEDDINGS,
     **CUMULATIVE,

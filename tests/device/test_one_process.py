@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,9 @@ def pairs() -> list[Sequence[str]]:
 @contextmanager
 def without_waiting() -> Iterator[None]:
     """Refuse to wait for the device."""
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings(action="ignore"):  # it is a prototype, and says so
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -270,6 +272,104 @@ def test_keys_may_lie_anywhere() -> None:
         assert_same(moved(pipe.step(params, batch, own), "cpu"), expected)
     with without_waiting():
         pipe.step(params, batch, key)
+
+
+class Attending(nn.Module):
+    """Attention that drops, of heads of a width that the kernels of CUDA take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        query, key, value = self.first(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(query, key, value, dropout_p=0.5, is_causal=True)
+        return self.second(heads.transpose(1, 2).flatten(2))
+
+
+def test_attention_that_drops_draws_from_keys() -> None:
+    """In float32, in which it is a kernel of its own that draws, the numbers are the CPU's."""
+    torch.manual_seed(0)
+    module, x, key = Attending(), torch.randn(4, 5, 16), fpipe.random.key(3)
+    schedule = schedules.zb_h1(ranks=2, microbatches=2)
+    found = []
+    for device in ("cpu", "cuda"):
+        module.to(device)
+        pipe = fpipe.from_module(
+            module,
+            loss=lambda y, _: (y.square().mean(), y),
+            has_aux=True,
+            cuts=["first"],
+            schedule=schedule,
+            has_key=True,
+            compile=False,
+        )
+        params = {name: p.detach() for name, p in module.named_parameters()}
+        step = pipe.step(params, {"x": x.to(device)}, key)
+        with fpipe.nn.keyed(fpipe.random.fold_in(key, 0)):
+            plain = module(x[:2].to(device)).detach()
+        assert_same(step.aux[:2], plain, 1e-5)
+        found.append(moved(tuple(step), "cpu"))
+    assert_same(found[1], found[0], 1e-5)
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "lstm": (lambda: nn.LSTM(3, 4, 2, batch_first=True, bidirectional=True), (4, 5, 3)),
+    "gru": (lambda: nn.GRU(3, 4, batch_first=True), (4, 5, 3)),
+    "rnn": (lambda: nn.RNN(3, 4, batch_first=True), (4, 5, 3)),
+    "lstm cell": (lambda: nn.LSTMCell(3, 4), (4, 3)),
+    "gru cell": (lambda: nn.GRUCell(3, 4), (4, 3)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (4, 4, 3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN:UserWarning")
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_that_cuda_has_kernels_of_its_own_for(name: str) -> None:
+    """What goes through no trace, or no transform, is recorded operation by operation."""
+    make, shape = LAYERS[name]
+    module, x = make().double(), torch.randn(shape).double()
+
+    def layer(params: Any, x: Tensor) -> Tensor:
+        found = torch.func.functional_call(module, params, (x,))
+        return found[0] if isinstance(found, tuple) else found
+
+    schedule = schedules.zb_h1(ranks=2, microbatches=2)
+    stages: list[Any] = [layer, lambda _, y: 1.5 * y]
+    params = [{name: p.detach() for name, p in module.named_parameters()}, None]
+    vector = tree.tree_map(torch.cos, params)
+    found = []
+    for device in ("cpu", "cuda"):
+        module.to(device)
+        own, along, batch = moved((params, vector, x), device)
+        pipe = fpipe.pipeline(stages, lambda y, _: y.square().mean(), schedule, compile=False)
+        several = tree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf]), own)
+        found.append(
+            (
+                tuple(pipe.step(own, batch)),
+                tuple(fpipe.vmap(pipe).step(several, batch)),
+                tuple(fpipe.hvp(pipe).step(own, batch, along)),
+            )
+        )
+    assert_same(moved(found[1], "cpu"), found[0])
+
+
+def test_lengths_of_ctc_loss_may_lie_anywhere() -> None:
+    """Its kernels want them on the CPU, where torch.full makes them."""
+    schedule = schedules.gpipe(ranks=1, microbatches=2)
+    w, x, symbols = torch.randn(3, 6), torch.randn(4, 5, 3), torch.randint(1, 6, (4, 2))
+
+    def losses(y: Tensor, batch: Any) -> Tensor:
+        rows = len(batch["x"])
+        where = batch["x"].device
+        steps, lengths = torch.full((rows,), 5), torch.full((rows,), 2, device=where)
+        return F.ctc_loss(y.log_softmax(-1).transpose(0, 1), batch["symbols"], steps, lengths)
+
+    pipe = fpipe.pipeline([lambda w, batch: batch["x"] @ w], losses, schedule, compile=False)
+    expected = pipe.step([w], {"x": x, "symbols": symbols})
+    found = pipe.step(*moved(([w], {"x": x, "symbols": symbols}), "cuda"))
+    assert_same(moved(found, "cpu"), expected, 1e-5)
 
 
 @pytest.mark.parametrize("batch_norm", ["microbatch", "deferred"])

@@ -333,6 +333,33 @@ def test_group_norm_of_channels_last() -> None:
     assert_same(found, hvp_of(lambda x: F.group_norm(x, 2) * cubed, x), 1e-9)
 
 
+def test_group_norm_of_a_batch() -> None:
+    """What is not differentiated by has no tangent, which its rule takes for one without memory."""
+
+    def norm(p: Any, x: Tensor) -> Tensor:
+        return F.group_norm(x, 2, p["scale"], p["shift"])
+
+    model = {"scale": torch.randn(4).double(), "shift": torch.randn(4).double()}
+    vector = tree.tree_map(torch.cos, model)
+    pipe = fpipe.pipeline(
+        [norm], lambda y, _: y.square().sin().mean(), schedules.gpipe(ranks=1, microbatches=1),
+        compile=False,
+    )  # fmt: skip
+    x = torch.randn(3, 4, 5, dtype=torch.float64)
+
+    def loss(p: Any) -> Tensor:
+        return norm(p, x).square().sin().mean()
+
+    result: Any = jvp(grad(loss), (model,), (vector,))
+    value, expected = result
+    found = fpipe.hvp(pipe).step([model], x, [vector])
+    assert_same(found.grads[0], value)
+    assert_same(found.hvp[0], expected)
+    pushed = fpipe.jvp(pipe).value([model], x, [vector])
+    result = jvp(loss, (model,), (vector,))
+    assert_same(pushed.jvp, result[1])
+
+
 @pytest.mark.parametrize("name", SMOOTH)
 def test_operations_that_are_written_out(name: str) -> None:
     function = SMOOTH[name]

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fpipe import tree
 from fpipe.arguments.shapes import Goal, is_differentiable
+from fpipe.draws import OpenAttention
 from fpipe.errors import FpipeError, StageError, label_of
 from fpipe.stage.cutting.alike import merge_constants
 from fpipe.stage.cutting.cut import noting
@@ -249,6 +250,8 @@ class Recorder:
                     stack.enter_context(as_written())
                     stack.enter_context(OneDtype())
                     stack.enter_context(Known())
+                    if self.keyed:
+                        stack.enter_context(OpenAttention())
                     value = self._called(params, batch, full)
                 (first, *others), numbering = self._taken(value, params, goal)
                 numberings.append((numbering, calls))

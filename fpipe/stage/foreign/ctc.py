@@ -71,8 +71,9 @@ def _ctc_loss(
     blank: int,
     zero_infinity: bool,
 ) -> tuple[Tensor, Tensor]:
-    losses, own = aten._ctc_loss.Tensor(
-        log_probs, targets, input_lengths, target_lengths, blank, zero_infinity
+    # The lengths, which may lie on the CPU, are told by value: its kernels want them there.
+    losses, own = aten._ctc_loss.default(
+        log_probs, targets, input_lengths.tolist(), target_lengths.tolist(), blank, zero_infinity
     )
     _, log_alpha = _shapes(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
     log_alpha.zero_()[..., : own.shape[2]] = own
@@ -91,10 +92,9 @@ def _ctc_loss_backward(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
-    width = 2 * int(target_lengths.max()) + 1 if target_lengths.numel() else 1
-    lengths = (input_lengths, target_lengths)
-    own = log_alpha[..., :width].contiguous()
-    made: Tensor = aten._ctc_loss_backward.Tensor(
+    lengths = (input_lengths.tolist(), target_lengths.tolist())
+    own = log_alpha[..., : 2 * max(lengths[1], default=0) + 1].contiguous()
+    made: Tensor = aten._ctc_loss_backward.default(
         grad, log_probs, targets, *lengths, losses, own, blank, zero_infinity
     )
     return made.contiguous()

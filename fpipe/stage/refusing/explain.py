@@ -187,7 +187,7 @@ _REASONS: Final = (
         (DataDependentOutputException, DynamicOutputShapeException),
     ),
     _Reason(
-        ("Expected all tensors to be on the same device",),
+        ("Expected all tensors to be on the same device", "FakeTensor Device Propagation"),
         "computes with tensors on several devices ({text})",
         "what it closes over, such as a constant or a buffer, must lie where its arguments do; "
         "with devices= what one function closes over must lie on that of its first stage, and a "

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from fpipe.stage.foreign.ctc import ctc_loss
+from fpipe.stage.foreign.recurrent import RECURRENT_ON_CUDA
 from fpipe.stage.refusing.explain import Untraceable
 from fpipe.stage.standin import Instead, StandIn
 
@@ -130,6 +131,7 @@ _WITHOUT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.nn.functional.gaussian_nll_loss: _gaussian_nll_loss,
     torch.nn.functional.ctc_loss: ctc_loss,
     torch.ctc_loss: ctc_loss,
+    **RECURRENT_ON_CUDA,
     torch.istft: torch._refs.istft,
     Tensor.istft: torch._refs.istft,
     Tensor.__setitem__: _set_item,

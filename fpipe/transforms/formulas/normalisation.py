@@ -1,8 +1,9 @@
 """Normalisations in their plain mathematics.
 
 They have forward-mode rules, but the derivative of those by the input is silently wrong (pytorch
-#196699 and #196700: the saved mean and deviation are taken for constants). Weight normalisation has
-no such rule, and the derivative of its backward is wrong.
+#196699 and #196700: the saved mean and deviation are taken for constants), and that of group
+normalisation takes no fake input that has no tangent, such as a batch. Weight normalisation has no
+such rule, and the derivative of its backward is wrong.
 """
 
 from __future__ import annotations
@@ -65,6 +66,19 @@ def _instance_norm(
     return _scaled(found, input, _viewed(weight, shape), _viewed(bias, shape))
 
 
+def _group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    groups = input.unflatten(1, (num_groups, -1))
+    found = _normalized(groups, list(range(2, groups.dim())), eps).flatten(1, 2)
+    shape = (1, -1, *(1 for _ in input.shape[2:]))
+    return _scaled(found, input, _viewed(weight, shape), _viewed(bias, shape))
+
+
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     over = None if dim == -1 else [other for other in range(v.dim()) if other != dim % v.dim()]
     return v * (g / torch.linalg.vector_norm(v, 2, over, keepdim=over is not None))
@@ -101,6 +115,7 @@ NORMALISATIONS: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = Mapping
         F.layer_norm: _layer_norm,
         F.batch_norm: _batch_norm,
         F.instance_norm: _instance_norm,
+        F.group_norm: _group_norm,
         torch._weight_norm: _weight_norm,
     }
 )

@@ -1,6 +1,8 @@
-"""Recurrent layers step by step, for they have no batching rules.
+"""Recurrent layers step by step, for what torch has for all of one goes through no transform.
 
-oneDNN's LSTM, which torch takes in single precision on the CPU, has no forward-mode rules either.
+They have no batching rules. oneDNN's LSTM, which torch takes in single precision on the CPU, and
+the cells of CUDA have no forward-mode rules either; cuDNN's layers want the addresses of their
+weights, which abstract tensors have not, so that on CUDA they are never recorded whole.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def _taken_apart(func: Callable[..., Any], op: torch._ops.OpOverload) -> Callabl
 
     def layers(*args: Any) -> Any:
         if isinstance(args[3], list | tuple):
-            return func(*args)
+            with torch.backends.cudnn.flags(enabled=False):
+                return func(*args)
         x, start, weights, has_biases, count, dropout, train, bidirectional, batch_first = args
         if not train or not dropout or count == 1:
             return steps(*args)
@@ -82,6 +85,21 @@ def _lstm_cell(
     return leave.sigmoid() * cell.tanh(), cell
 
 
+def _gru_cell(
+    input: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Tensor:
+    reset, update, new = F.linear(input, w_ih, b_ih).chunk(3, -1)
+    old_reset, old_update, old = F.linear(hx, w_hh, b_hh).chunk(3, -1)
+    update = (update + old_update).sigmoid()
+    new = (new + (reset + old_reset).sigmoid() * old).tanh()
+    return new + update * (hx - new)
+
+
 RECURRENT: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = MappingProxyType(
     {
         torch.lstm: _taken_apart(torch.lstm, aten.lstm.input),
@@ -89,6 +107,20 @@ RECURRENT: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = MappingProxy
         torch.rnn_tanh: _taken_apart(torch.rnn_tanh, aten.rnn_tanh.input),
         torch.rnn_relu: _taken_apart(torch.rnn_relu, aten.rnn_relu.input),
         torch.lstm_cell: _lstm_cell,
+        torch.gru_cell: _gru_cell,
     }
 )
 """What computes the same, by the functions of torch that it stands for."""
+
+
+def _where_it_lies(func: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return RECURRENT[func](*args) if args[0].is_cuda else func(*args)
+
+    return call
+
+
+RECURRENT_ON_CUDA: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = MappingProxyType(
+    {func: _where_it_lies(func) for func in RECURRENT}
+)
+"""The same for what lies on CUDA alone."""
