@@ -133,7 +133,8 @@ def _log_normal(
     key: Tensor, x: Tensor, mean: float = 1.0, std: float = 2.0, *, generator: Any = None
 ) -> Tensor:
     _check(std > 0, f"std={std} must be more than 0")
-    normal = torch.erfinv(2 * _middles(key, x) - 1) * math.sqrt(2)
+    random.check_dtype(x.dtype)
+    normal = random.normal_doubles(key.to(x.device), x.shape, x.dtype)
     return _like(x, (normal * std + mean).exp().to(x.dtype))
 
 

@@ -6,10 +6,10 @@ or in another order. Use a key once; make new ones of it with `split` and `fold_
 
 The generator is Threefry2x32 (`fpipe.threefry`), on the counters of the places. `key`, `split`,
 `fold_in` and `bits` agree with ``jax.random`` (``jax_threefry_partitionable``, its default). All of
-it is integer arithmetic in plain tensor operations: the same bits on every device, compiled or not,
-and under `torch.func.vmap`, `vjp` and `jvp`. What goes through functions of real numbers, `normal`
-and `categorical`, says where it may differ. Words are held in int64, because torch has no addition
-and no shift of uint32.
+it is integer arithmetic in plain tensor operations, and for `normal` sums and products of doubles
+(`fpipe.quantile`): the same bits on every device, compiled or not, and under `torch.func.vmap`,
+`vjp` and `jvp`. `categorical`, which takes logarithms, says where it may differ. Words are held in
+int64, because torch has no addition and no shift of uint32.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import FpipeError, a_type
+from fpipe.quantile import normal_quantile
 from fpipe.schedule.arguments import plain_integer
 from fpipe.threefry import MASK, threefry2x32
 
@@ -173,9 +174,8 @@ def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.f
 def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers of the standard normal distribution.
 
-    The inverse of its distribution function is taken in double precision and rounded to `dtype`.
-    Devices and compilers differ in the last digits of a double, so float64 results may differ too,
-    by 10⁻¹² of them; narrower ones differ in about one number of 10⁸.
+    The inverse of its distribution function is taken of 32 binary digits, for float64 of 52, in
+    double precision and rounded to `dtype`: exactly the same on every device, compiled or not.
 
     Args:
         key: shape ``(2,)``.
@@ -192,7 +192,29 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
         (True, True)
     """
     check_dtype(dtype)
-    return (torch.erfinv(2 * middles(key, shape, dtype) - 1) * math.sqrt(2)).to(dtype)
+    return normal_doubles(key, shape, dtype).to(dtype)
+
+
+def normal_doubles(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Numbers of the standard normal distribution, before they are rounded.
+
+    Args:
+        key: shape ``(2,)``.
+        shape: of the result.
+        dtype: of what will be made of them.
+
+    Returns:
+        float64 tensor, whatever `dtype` is.
+
+    Example:
+        >>> import torch
+        >>> from fpipe import random
+        >>> random.normal_doubles(random.key(0), (2,), torch.float32).exp()  # log-normal
+        tensor([5.0713, 7.5697], dtype=torch.float64)
+    """
+    exact = dtype == torch.float64
+    digits = 52 if exact else 32
+    return normal_quantile(_integers(key, shape, digits), digits, exact=exact)
 
 
 def middles(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

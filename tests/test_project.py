@@ -113,7 +113,7 @@ LAYERS: Final = (
     ("fpipe.schedule",),
     ("fpipe.schedules",),
     ("fpipe.cli",),
-    ("fpipe.draws", "fpipe.nn", "fpipe.random", "fpipe.threefry"),
+    ("fpipe.draws", "fpipe.nn", "fpipe.quantile", "fpipe.random", "fpipe.threefry"),
     ("fpipe.arguments",),
     ("fpipe.checkpoint",),
     ("fpipe.stage.seeing", "fpipe.stage.standin", "fpipe.stage.turns"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe import FpipeError, random
+from fpipe.quantile import normal_quantile
 from fpipe.stage.graphs.inlining import with_draws_written_out
 from fpipe.threefry import threefry2x32, written_out
 from fpipe.transforms.dual import load_rules
@@ -102,6 +104,8 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "uniform": lambda key: random.uniform(key, (7,)),
     "uniform64": lambda key: random.uniform(key, (7,), torch.float64),
     "normal": lambda key: random.normal(key, (7,)),
+    "normal16": lambda key: random.normal(key, (7,), torch.bfloat16),
+    "normal64": lambda key: random.normal(key, (70,), torch.float64),
     "bernoulli": lambda key: random.bernoulli(key, 0.3, (40,)),
     "bernoulli_tensor": lambda key: random.bernoulli(
         key, torch.tensor([[0.0], [0.5]], device=key.device), (2, 9)
@@ -223,6 +227,39 @@ def test_compiled_on_cuda(name: str) -> None:
     key, draw = random.key(3), DRAWS[name]
     compiled: Any = torch.compile(draw)
     assert torch.equal(compiled(key.cuda()).cpu(), draw(key))
+
+
+@pytest.mark.parametrize("digits", [2, 10, 32, 52])
+def test_quantiles_of_the_normal_distribution(digits: int) -> None:
+    """Beside those of Python, of another algorithm; at both ends and about the median."""
+    generator = torch.Generator().manual_seed(digits)
+    lengths = torch.randint(digits, (300,), generator=generator)
+    drawn = torch.randint(1 << digits, (300,), generator=generator) >> lengths
+    ends = torch.tensor([0, 1, (1 << digits - 1) - 1])
+    low = torch.cat([ends, drawn.clamp_max((1 << digits - 1) - 1)])
+    numbers = torch.stack([low, (1 << digits) - 1 - low])
+    # Of the upper half by way of the lower: their middles are closer to 1 than to another double.
+    expected = [NormalDist().inv_cdf((number + 0.5) * 2.0**-digits) for number in low.tolist()]
+    below = torch.tensor(expected, dtype=torch.float64)
+    for exact, tolerance in ((True, 2e-15), (False, 2e-10)):
+        found = normal_quantile(numbers, digits, exact=exact)
+        assert torch.equal(found[0], -found[1])
+        torch.testing.assert_close(found[0], below, rtol=tolerance, atol=0)
+
+
+def test_normal_quantile_knows_its_operations() -> None:
+    """It is one operation, of which a trace, vmap and an empty tensor know the shape."""
+    numbers = torch.arange(24).view(2, 3, 4)
+    found = normal_quantile(numbers, 32, exact=True)
+    graph = make_fx(lambda n: normal_quantile(n, 32, exact=True), tracing_mode="fake")(numbers)
+    assert torch.equal(graph(numbers), found)
+    mapped = torch.vmap(lambda n: normal_quantile(n, 32, exact=True), in_dims=1, out_dims=1)
+    assert torch.equal(mapped(numbers), found)
+    assert torch.equal(normal_quantile(numbers.mT, 32, exact=True), found.mT)
+    assert normal_quantile(numbers[:, :0], 32, exact=True).shape == (2, 0, 4)
+    many = torch.randint(1 << 32, (100_000,))
+    parts = [normal_quantile(part, 32, exact=False) for part in many.split(999)]
+    assert torch.equal(normal_quantile(many, 32, exact=False), torch.cat(parts))
 
 
 def test_dropout_differentiates_as_its_mask() -> None:

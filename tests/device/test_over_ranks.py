@@ -16,12 +16,13 @@ from fpipe.runtime.connect import connect
 pytestmark = pytest.mark.cuda
 
 
-def test_two_ranks() -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks(ranks: int) -> None:
     """Steps, values and norms over NCCL, and a fault: with a device each, or one for both."""
     emulated = {"EMULATED": "1"} if "tests.device.emulated" in sys.modules else {}
-    command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m tests.device.ranks"
+    command = "-m torch.distributed.run --standalone -m --nproc-per-node"
     done = subprocess.run(
-        [sys.executable, *command.split()],
+        [sys.executable, *command.split(), str(ranks), "tests.device.ranks"],
         env=os.environ | emulated,
         capture_output=True,
         text=True,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import constraints
 
 from fpipe.stage.foreign.ctc import ctc_loss
@@ -32,9 +32,9 @@ def without_peeking() -> Iterator[None]:
     Nor does the derivative of ``x[mask] = value`` count what is masked, where all of that gets the
     same value, or `ctc_loss` the symbols of its longest target. `istft` does not see whether its
     windows leave a gap, where it divides by zero. ``x.requires_grad_()`` returns `x`; hooks on
-    tensors are refused.
+    tensors are refused. Recurrent layers do not lay their weights in one piece for cuDNN.
     """
-    with _CHECKS.active(), Instead(_WITHOUT):
+    with _CHECKS.active(), _WEIGHTS.active(), Instead(_WITHOUT):
         yield
 
 
@@ -157,3 +157,11 @@ def _unlooked(kind: type) -> Callable[[Any, Tensor], Any]:
 
 _DEFINITE = (type(constraints.positive_definite), type(constraints.positive_semidefinite))
 _CHECKS = StandIn("check", {kind: _unlooked(kind) for kind in _DEFINITE})
+
+
+def _left_apart(layer: nn.RNNBase) -> None:
+    if not _WEIGHTS.is_active:
+        _WEIGHTS.own(nn.RNNBase)(layer)
+
+
+_WEIGHTS = StandIn("flatten_parameters", {nn.RNNBase: _left_apart})
