@@ -7,7 +7,7 @@ read ──► header ──► all known ────────────�
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -96,11 +96,13 @@ class Agreed(NamedTuple):
         given: what this rank was called with.
         plan: the same on all ranks.
         records: whether any rank records the step.
+        shapes: what the plan was found by; the same on all ranks.
     """
 
     given: Given
     plan: Plan
     records: bool
+    shapes: Hashable
 
 
 class Calls:
@@ -191,7 +193,7 @@ class Calls:
             made = self._agreed[shapes] = self._make_plan(signature)
             self._compare_copies(made, given.params)
         plan = self._expected[call.kind] = self._agreed[shapes]
-        return Agreed(given, plan, any(h.records for h in headers))
+        return Agreed(given, plan, any(h.records for h in headers), shapes)
 
     def _attempt(
         self, enter: Enter, key: Callable[[], Words | None]

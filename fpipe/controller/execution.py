@@ -9,7 +9,7 @@ waiting and the channels stay usable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
 
 import torch
@@ -42,7 +42,7 @@ class Execution:
     """Runs the programs of one rank.
 
     Args:
-        transport: to the other ranks.
+        transports: to the other ranks; the last is for plans that have not yet run to their end.
         watch: hears of their faults, and tells them of those of this one.
         control: the group over which they tell each other how a step ended.
         stages: of this rank.
@@ -51,13 +51,14 @@ class Execution:
 
     def __init__(
         self,
-        transport: GroupTransport,
+        transports: Sequence[GroupTransport],
         watch: Watch,
         control: dist.ProcessGroup,
         stages: Sequence[int],
         device: torch.device,
     ) -> None:
-        self._transport = transport
+        self._transports = transports
+        self._run: set[Hashable] = set()
         self._watch = watch
         self._control = control
         self._rank = control.rank()
@@ -87,39 +88,41 @@ class Execution:
             PipelineError: a rank failed, and all of them have come to the end of their programs.
             ConnectionLost: a rank is gone.
         """
-        given, plan, records = agreed
+        given, plan, records, shapes = agreed
+        transport = self._transports[0 if shapes in self._run else -1]
         marks: Marks | None = {} if records else None
         run = ahead.run if ahead else Run(observed(plan.programs[self._rank], marks))
         failure: PipelineError | None = None
         total: Total | None = None
         begun = False
-        self._transport.begin()
+        transport.begin()
         with as_traced():
             try:
                 if ahead is None:
                     run = self._load(run.program, plan, given)
                 begun = True
                 if ahead is not None:
-                    ahead.join(self._transport)
-                run.advance(self._transport)
+                    ahead.join(transport)
+                run.advance(transport)
                 total = plan.total([run])
             except ConnectionLost:
                 raise
             except Interrupted:
                 failure = self._reported()
-                drain(run, self._transport)
+                drain(run, transport)
             except Exception as error:
                 if begun and _is_torn(run, error):
                     raise error.__cause__ or error from None
                 failure = self._blame(error)
-                drain(run, self._transport)
+                drain(run, transport)
             total = self._finish(plan, total, failed=failure is not None)
-        self._transport.end()
+        transport.end()
         if failure is not None:
             try:
                 raise failure
             finally:
                 del failure  # with its traceback this frame would keep itself, and the pipeline
+        self._run.add(shapes)
         if records:
             own = Clock.here(), marks
             everyone = gather_objects(own, self._control)

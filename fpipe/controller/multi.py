@@ -11,7 +11,7 @@ leaves messages half-way, the connections are given up, and every wait ends.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -44,6 +44,7 @@ from fpipe.planning.planner import Planner
 from fpipe.runtime.connect import carriers, lines_of, store_to_ask
 from fpipe.runtime.group import GroupTransport
 from fpipe.runtime.program import Program
+from fpipe.runtime.staged import StagedTransport
 from fpipe.runtime.transport import ConnectionLost
 from fpipe.schedule import Schedule
 
@@ -98,13 +99,11 @@ class MultiController:
         self._watch = Watch(
             asked, members, self._rank, timeout, self._lines.ring, f"{self._lines.name}/lost"
         )
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        connect = partial(self._lines.make, backend, given_up=self._watch.gives_up)
-        self._transport = GroupTransport(
-            self._rank, device, connect, self._watch.has_fault, self._watch.hears_of_fault
-        )
+        self._transports = [self._transport(GroupTransport, device)]
+        if device.type == "cuda":
+            self._transports.append(self._transport(StagedTransport, device))
         stages = schedule.stages_of(self._rank)
-        self._execute = Execution(self._transport, self._watch, self._control, stages, device)
+        self._execute = Execution(self._transports, self._watch, self._control, stages, device)
         self._calls = Calls(
             planner,
             reader,
@@ -113,9 +112,19 @@ class MultiController:
             rank=self._rank,
             device=device,
             setup=setup,
-            prepare=self._transport.open,
+            prepare=partial(_open, self._transports),
             number=self._number,
         )
+
+    def _transport(self, kind: type[GroupTransport], device: torch.device) -> GroupTransport:
+        direct = device.type == "cuda" and kind is GroupTransport
+        backend, watch = "nccl" if direct else "gloo", self._watch
+        make = partial(self._lines.make, backend, given_up=watch.gives_up)
+
+        def connect(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+            return make(f"{backend}/{name}", ranks)
+
+        return kind(self._rank, device, connect, watch.has_fault, watch.hears_of_fault)
 
     def run(self, enter: Enter, goal: Goal, key: Any = None, name: str | None = None) -> Finished:
         """Run this rank's program to its end, in step with the other ranks.
@@ -279,6 +288,12 @@ class MultiController:
         self._broken = replace(fault, breaks=True)
         self._lines.lost = fault.text
         self._lines.ring()
-        self._transport.forget()
+        for transport in self._transports:
+            transport.forget()
         self._watch.close()
         return self._broken.error()
+
+
+def _open(transports: Sequence[GroupTransport], programs: Sequence[Program]) -> None:
+    for transport in transports:
+        transport.open(programs)

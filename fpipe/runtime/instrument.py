@@ -57,8 +57,9 @@ def timed(marks: dict[Action, tuple[float, float]]) -> Wrap:
 
 
 def _await(devices: Collection[torch.device]) -> None:
+    # Not for all that the device does: NCCL may wait there for ranks that wait for this one.
     for device in devices:
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
 
 
 def labelled(call: Call, action: Action) -> Call:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import fpipe
 from fpipe import schedules, tree
+from fpipe.runtime.staged import StagedTransport
 from tests.models import assert_same, gpt, mlp, unpipelined
 
 
@@ -52,11 +53,51 @@ def main() -> None:
         norm = torch.stack([leaf.norm() for leaf in tree.flatten(expected.grads)[0]]).norm()
         assert_same(torch.as_tensor(fpipe.global_norm(step.grads, pipe=pipe)).cpu().double(), norm)
     if world > 1:
+        goes_by_way_of_the_cpu_once(device)
         moves_every_dtype(device)
         steps_in_a_thread_with_another_device(device)
         refuses_parameters_that_lie_elsewhere(device)
         fails_on_one_microbatch(device)
     dist.destroy_process_group()
+
+
+def goes_by_way_of_the_cpu_once(device: torch.device) -> None:
+    """Until a step has come to its end: its kernels are loaded then, while none of NCCL waits."""
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    model = mlp(2, 8)
+    pipe = fpipe.pipeline(
+        model.stages, model.loss, schedule, compile=fails_when_told, group=dist.group.WORLD
+    )
+    params, batch = tree.tree_map(lambda leaf: leaf.to(device), (model.params, model.batch))
+    sent: list[int] = []
+    plain = StagedTransport.send
+
+    def counted(self: StagedTransport, message: Any, values: Any) -> None:
+        sent[-1] += 1
+        plain(self, message, values)
+
+    StagedTransport.send = counted  # type: ignore[method-assign]
+    try:
+        for number in range(4):
+            sent.append(0)
+            Fails.now = number == 0
+            if Fails.now:
+                assert_raises(fpipe.PipelineError, lambda: pipe.step(pipe.local(params), batch))
+            else:
+                pipe.step(pipe.local(params), batch)
+    finally:
+        StagedTransport.send = plain  # type: ignore[method-assign]
+        Fails.now = False
+    assert sent[2:] == [0, 0] and all(sent[:2]), sent
+
+
+def assert_raises(kind: type[Exception], deed: Any) -> None:
+    """A deed is refused."""
+    try:
+        deed()
+    except kind:
+        return
+    raise AssertionError(f"no {kind.__name__} was raised")
 
 
 def moves_every_dtype(device: torch.device) -> None:
