@@ -114,9 +114,20 @@ def test_what_it_compiled_under_autocast_is_right_without() -> None:
     torch.testing.assert_close(step.loss, square(decided(params[0], X), X).detach())
 
 
+ALWAYS_LONG = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="torch 2.11 takes the longer one for any abstract tensor"
+)
+
+
 @pytest.mark.parametrize(
     "function",
-    [F.silu, F.mish, lambda x: F.group_norm(x, 4), lambda x: x.cumprod(-1), F.logsigmoid],
+    [
+        F.silu,
+        F.mish,
+        lambda x: F.group_norm(x, 4),
+        pytest.param(lambda x: x.cumprod(-1), marks=ALWAYS_LONG),
+        F.logsigmoid,
+    ],
 )
 def test_a_backward_rounds_as_that_of_torch(function: Callable[[Tensor], Tensor]) -> None:
     """Torch has other formulas, with more steps, for a backward that is differentiated again."""
@@ -133,6 +144,7 @@ def test_a_backward_rounds_as_that_of_torch(function: Callable[[Tensor], Tensor]
     assert grad.equal(leaf.grad)
 
 
+@ALWAYS_LONG
 def test_a_backward_is_no_longer_than_that_of_torch() -> None:
     counts: list[int] = []
 
