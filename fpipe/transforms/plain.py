@@ -10,7 +10,7 @@ its forward-mode rule, a leaky unit whose slope is drawn no batching rule, and w
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,7 +36,11 @@ aten = torch.ops.aten
 @contextmanager
 def batched(devices: Collection[str]) -> Iterator[None]:
     """The context in which `vmap` runs over values on devices of these types."""
-    with sdpa_kernel(SDPBackend.MATH) if "cpu" in devices else nullcontext(), Instead(_BATCHED):
+    # A mapped tensor does not say that it is differentiated, so the other kernels of CUDA do not
+    # keep what their backward reads.
+    flash = "cpu" not in devices and torch.backends.cuda.flash_sdp_enabled()
+    kernels = [SDPBackend.MATH, *[SDPBackend.FLASH_ATTENTION] * flash]
+    with sdpa_kernel(kernels), Instead(_BATCHED):
         yield
 
 

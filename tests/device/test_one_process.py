@@ -356,6 +356,28 @@ def test_layers_that_cuda_has_kernels_of_its_own_for(name: str) -> None:
     assert_same(moved(found[1], "cpu"), found[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_of_members(dtype: torch.dtype) -> None:
+    """In each dtype CUDA takes other kernels, some of which vmap keeps from their backward."""
+
+    def attend(w: Tensor, x: Tensor) -> Tensor:
+        query, key, value = (x @ w).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return heads.transpose(1, 2).flatten(2)
+
+    schedule = schedules.zb_h1(ranks=2, microbatches=2)
+    w, x = torch.randn(16, 48, device="cuda", dtype=dtype), torch.randn(4, 5, 16, device="cuda")
+    members, x = torch.stack([w, -w]), x.to(dtype)
+    pipe = fpipe.pipeline(
+        [attend] * 2, lambda y, _: y.float().square().mean(), schedule, compile=False
+    )
+    found = fpipe.vmap(pipe).step([members] * 2, x)
+    for number in range(2):
+        alone = pipe.step([members[number]] * 2, x)
+        own = (found.loss[number], [grad[number] for grad in found.grads])
+        assert_same(own, tuple(alone), 1e-5 if dtype == torch.float32 else 5e-2)
+
+
 def test_lengths_of_ctc_loss_may_lie_anywhere() -> None:
     """Its kernels want them on the CPU, where torch.full makes them."""
     schedule = schedules.gpipe(ranks=1, microbatches=2)
