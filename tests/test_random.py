@@ -104,7 +104,6 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "uniform": lambda key: random.uniform(key, (7,)),
     "uniform64": lambda key: random.uniform(key, (7,), torch.float64),
     "normal": lambda key: random.normal(key, (7,)),
-    "normal16": lambda key: random.normal(key, (7,), torch.bfloat16),
     "normal64": lambda key: random.normal(key, (70,), torch.float64),
     "bernoulli": lambda key: random.bernoulli(key, 0.3, (40,)),
     "bernoulli_tensor": lambda key: random.bernoulli(
