@@ -27,13 +27,12 @@ def _taken_apart(func: Callable[..., Any], op: torch._ops.OpOverload) -> Callabl
     """
 
     def steps(*args: Any) -> Any:
-        with _without_onednn():
+        with _in_steps():
             return decomposition_table[op](*args)
 
     def layers(*args: Any) -> Any:
         if isinstance(args[3], list | tuple):
-            with torch.backends.cudnn.flags(enabled=False):
-                return func(*args)
+            return func(*args)
         x, start, weights, has_biases, count, dropout, train, bidirectional, batch_first = args
         if not train or not dropout or count == 1:
             return steps(*args)
@@ -57,17 +56,20 @@ def _taken_apart(func: Callable[..., Any], op: torch._ops.OpOverload) -> Callabl
 
 
 @contextmanager
-def _without_onednn() -> Iterator[None]:
-    """Within it torch takes a layer apart to steps, for the CPU too.
+def _in_steps() -> Iterator[None]:
+    """Within it torch takes a layer apart to steps, on every device.
 
-    In single precision it has one operation of oneDNN for all, which no transform goes through.
+    oneDNN, in single precision, and cuDNN have one operation for all, which no transform goes
+    through.
     """
-    enabled = torch._C._get_mkldnn_enabled()
+    onednn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
     torch._C._set_mkldnn_enabled(False)
+    torch._C._set_cudnn_enabled(False)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(enabled)
+        torch._C._set_mkldnn_enabled(onednn)
+        torch._C._set_cudnn_enabled(cudnn)
 
 
 def _lstm_cell(
