@@ -97,7 +97,9 @@ def _normal(
     key: Tensor, x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None
 ) -> Tensor:
     _check(std >= 0, f"std={std} must be 0 or more")
-    return _like(x, random.normal(key.to(x.device), x.shape, x.dtype) * std + mean)
+    random.check_dtype(x.dtype)
+    drawn = random.normal_doubles(key.to(x.device), x.shape, x.dtype, mean, std)
+    return _like(x, drawn.to(x.dtype))
 
 
 def _normal_about(key: Tensor, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
@@ -105,7 +107,8 @@ def _normal_about(key: Tensor, mean: Any, std: Any = 1.0, *, generator: Any = No
     mean, std = (v.detach() if isinstance(v, Tensor) else v for v in (mean, std))
     like = mean if isinstance(mean, Tensor) else std
     shape = torch.broadcast_shapes(*(v.shape for v in (mean, std) if isinstance(v, Tensor)))
-    drawn = random.normal(key.to(like.device), shape, like.dtype)
+    random.check_dtype(like.dtype)
+    drawn = random.normal_doubles(key.to(like.device), shape, like.dtype)
     return (drawn * std + mean).to(like.dtype)
 
 
@@ -120,7 +123,9 @@ def _normal_of(
     **_: Any,
 ) -> Tensor:
     _check(std >= 0, f"std={std} must be 0 or more")
-    return _randn(key, size, dtype=dtype, device=device) * std + mean
+    kind = dtype or torch.get_default_dtype()
+    random.check_dtype(kind)
+    return random.normal_doubles(key.to(device or "cpu"), size, kind, mean, std).to(kind)
 
 
 def _exponential(key: Tensor, x: Tensor, rate: float = 1.0, *, generator: Any = None) -> Tensor:
@@ -134,8 +139,8 @@ def _log_normal(
 ) -> Tensor:
     _check(std > 0, f"std={std} must be more than 0")
     random.check_dtype(x.dtype)
-    normal = random.normal_doubles(key.to(x.device), x.shape, x.dtype)
-    return _like(x, (normal * std + mean).exp().to(x.dtype))
+    normal = random.normal_doubles(key.to(x.device), x.shape, x.dtype, mean, std)
+    return _like(x, normal.exp().to(x.dtype))
 
 
 def _cauchy(
@@ -230,8 +235,6 @@ def _below(key: Tensor, high: int, shape: Sequence[int], dtype: torch.dtype) -> 
     return random.randint(key, 0, high, shape, dtype)
 
 
-_randn = _sized(random.normal)
-
 KEYED: Final[Mapping[OpOverload, Callable[..., Any]]] = MappingProxyType(
     {
         aten.bernoulli.default: _each_bernoulli,
@@ -255,7 +258,7 @@ KEYED: Final[Mapping[OpOverload, Callable[..., Any]]] = MappingProxyType(
         aten.randint_like.default: _alike(_below),
         aten.randint_like.low_dtype: _alike(random.randint),
         aten.rand.default: _sized(random.uniform),
-        aten.randn.default: _randn,
+        aten.randn.default: _sized(random.normal),
         aten.rand_like.default: _alike(random.uniform),
         aten.randn_like.default: _alike(random.normal),
     }

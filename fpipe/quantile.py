@@ -1,11 +1,12 @@
 """The inverse of the normal distribution function, to the same bits on every device.
 
 Compilers and the libraries of devices differ in the last digits of `torch.erfinv`, and some lose
-half of all digits in its tails. Sums and products of doubles differ nowhere, if no compiler makes
-one of two; so the inverse is one operation of torch's, made of these: a polynomial for each of
-sixteen parts of every octave of the probability (Cheung, Lee, Luk and Villasenor, "Hardware
-generation of arbitrary random number distributions from uniform distributions via the inversion
-method", IEEE Transactions on VLSI Systems 15, 2007).
+half of all digits in its tails. Sums and products of doubles differ nowhere, unless a compiler
+makes a fused multiply-add of the two. So the inverse is made of these, and is one operation of
+torch's, which no compiler looks into: a polynomial for each of sixteen parts of every octave of the
+probability (Cheung, Lee, Luk and Villasenor, "Hardware generation of arbitrary random number
+distributions from uniform distributions via the inversion method", IEEE Transactions on VLSI
+Systems 15, 2007).
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from __future__ import annotations
 from collections import deque
 from decimal import Context, Decimal, localcontext
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 MOST: Final = 52
-"""Digits of a number that is mapped: one more, and its middle would be no double."""
+"""Digits of a number: with one more, the middle of its part would be no double."""
 
-_PARTS: Final = 16  # of an octave
+_PARTS: Final = 16  # of an octave, told by the first four of a double's 52 digits
 _ROWS: Final = MOST * _PARTS
 _TERMS: Final = 11  # the rest is less than a double's last digit
 _FEW_TERMS: Final = 6  # the rest is less than 10⁻¹⁰: no digit of a float32
@@ -32,23 +33,29 @@ _PART: Final = 1 << 15
 """Elements that a thread of the CPU computes at once, in its cache."""
 
 
-def normal_quantile(number: Tensor, digits: int, *, exact: bool) -> Tensor:
-    """Where the standard normal distribution function reaches the middle of a part of (0, 1).
+def normal_quantile(
+    number: Tensor, digits: int, *, exact: bool, mean: float = 0.0, std: float = 1.0
+) -> Tensor:
+    """Where a normal distribution function reaches the middle of a part of (0, 1).
 
     Args:
         number: which of ``2 ** digits`` equal parts: int64, from 0.
-        digits: at most `MOST`.
+        digits: from 1 to `MOST`; without `exact` at most 38, from where it would not be monotone.
         exact: as exact as a double is; otherwise to 10⁻¹⁰, in half the operations.
+        mean: of the distribution.
+        std: its standard deviation.
 
     Returns:
-        float64 tensor of the same shape; its absolute error is less than 10⁻¹⁵ if it is exact.
+        float64 tensor of the same shape. Of the standard distribution its relative error is less
+        than 3·10⁻¹⁶ if it is exact.
 
     Example:
         >>> import torch
         >>> normal_quantile(torch.tensor([0, 1, 2, 3]), 2, exact=True)
         tensor([-1.1503, -0.3186,  0.3186,  1.1503], dtype=torch.float64)
     """
-    found: Tensor = torch.ops.fpipe.normal_quantile(number, digits, exact)
+    assert number.dtype == torch.int64 and 1 <= digits <= (MOST if exact else 38)
+    found: Tensor = torch.ops.fpipe.normal_quantile(number, digits, exact, mean, std)
     return found
 
 
@@ -56,15 +63,16 @@ def normal_quantile(number: Tensor, digits: int, *, exact: bool) -> Tensor:
 
 _LIBRARY = torch.library.Library("fpipe", "FRAGMENT")
 _LIBRARY.define(
-    "normal_quantile(Tensor number, int digits, bool exact) -> Tensor",
+    "normal_quantile(Tensor number, int digits, bool exact, float mean, float std) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.pointwise),
 )
 
 
 @torch.library.impl(_LIBRARY, "normal_quantile", "CompositeExplicitAutograd")
-def _quantile(number: Tensor, digits: int, exact: bool) -> Tensor:
+def _quantile(number: Tensor, digits: int, exact: bool, mean: float, std: float) -> Tensor:
     twice = 2 * number + (1 - (1 << digits))  # of the distance from the median: odd, with its sign
-    # The probability of the tail, whose exponent and first four digits say which polynomial.
+    # The probability of the tail times 2 ** (digits + 1). Of that its exponent, which is kept 1023
+    # too great, and its first four digits say which row: the first is of 2 ** -(MOST + 1).
     tail = ((1 << digits) - twice.abs()).double().view(torch.int64)
     row = (tail >> 48) - (1023 + digits + 1 - (MOST + 1)) * _PARTS
     x = ((tail & (1 << 48) - 1) - (1 << 47)).double().mul_(2.0**-47)
@@ -73,27 +81,31 @@ def _quantile(number: Tensor, digits: int, exact: bool) -> Tensor:
     found = table[count - 1].take(row)
     for coefficients in reversed(table[: count - 1]):
         found.mul_(x).add_(coefficients.take(row))
-    return found.mul_(twice).mul_(2.0**-digits)
+    found.mul_(twice).mul_(2.0**-digits)
+    if (mean, std) != (0.0, 1.0):
+        found.mul_(std).add_(mean)
+    return found
 
 
 @torch.library.impl(_LIBRARY, "normal_quantile", "CPU")
-def _on_cpu(number: Tensor, digits: int, exact: bool) -> Tensor:
+def _on_cpu(number: Tensor, digits: int, exact: bool, mean: float, std: float) -> Tensor:
     """Part by part."""
     parts = number.flatten().split(_PART * torch.get_num_threads())
-    made = [_quantile(part, digits, exact) for part in parts]
-    return torch.cat(made).view(number.shape) if made else number.double()
+    made = [_quantile(part, digits, exact, mean, std) for part in parts]
+    return torch.cat(made).view(number.shape)
 
 
 @torch.library.register_fake("fpipe::normal_quantile", lib=_LIBRARY)
-def _shape(number: Tensor, digits: int, exact: bool) -> Tensor:
+def _shape(number: Tensor, digits: int, exact: bool, mean: float, std: float) -> Tensor:
     return number.new_empty(number.shape, dtype=torch.float64)
 
 
 @torch.library.register_vmap("fpipe::normal_quantile", lib=_LIBRARY)
 def _mapped(
-    info: object, dims: tuple[int | None, ...], number: Tensor, digits: int, exact: bool
+    info: object, dims: tuple[int | None, ...], number: Tensor, *others: Any
 ) -> tuple[Tensor, int | None]:
-    return normal_quantile(number, digits, exact=exact), dims[0]
+    found: Tensor = torch.ops.fpipe.normal_quantile(number, *others)
+    return found, dims[0]
 
 
 # ── the table ───────────────────────────────────────────────────────────────────────────────────
@@ -102,8 +114,9 @@ def _mapped(
 @cache
 def _on(device: torch.device) -> tuple[Tensor, ...]:
     """For each term its coefficients in all rows."""
-    rows = torch.tensor(_coefficients(), dtype=torch.float64, device=device)
-    return rows.t().contiguous().unbind()
+    with torch.inference_mode(False):  # it outlives the mode
+        rows = torch.tensor(_coefficients(), dtype=torch.float64, device=device)
+        return rows.t().contiguous().unbind()
 
 
 @cache

@@ -175,7 +175,8 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
     """Numbers of the standard normal distribution.
 
     The inverse of its distribution function is taken of 32 binary digits, for float64 of 52, in
-    double precision and rounded to `dtype`: exactly the same on every device, compiled or not.
+    double precision and rounded to `dtype`: exactly the same on every device, compiled or not. None
+    lies beyond ±6.34, for float64 ±8.21. What `torch.export` makes of it needs fpipe where it runs.
 
     Args:
         key: shape ``(2,)``.
@@ -195,13 +196,17 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
     return normal_doubles(key, shape, dtype).to(dtype)
 
 
-def normal_doubles(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Numbers of the standard normal distribution, before they are rounded.
+def normal_doubles(
+    key: Tensor, shape: Sequence[int], dtype: torch.dtype, mean: float = 0.0, std: float = 1.0
+) -> Tensor:
+    """Numbers of a normal distribution, before they are rounded.
 
     Args:
         key: shape ``(2,)``.
         shape: of the result.
         dtype: of what will be made of them.
+        mean: of the distribution.
+        std: its standard deviation.
 
     Returns:
         float64 tensor, whatever `dtype` is.
@@ -214,7 +219,8 @@ def normal_doubles(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Ten
     """
     exact = dtype == torch.float64
     digits = 52 if exact else 32
-    return normal_quantile(_integers(key, shape, digits), digits, exact=exact)
+    number = _integers(key, shape, digits)
+    return normal_quantile(number, digits, exact=exact, mean=mean, std=std)
 
 
 def middles(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

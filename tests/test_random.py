@@ -172,15 +172,19 @@ def test_the_operation_gives_what_its_parts_give(shapes: Sequence[Sequence[int]]
     assert found[0].untyped_storage()._cdata != found[1].untyped_storage()._cdata
 
 
-def test_export_leaves_no_operation_of_fpipe() -> None:
+@pytest.mark.parametrize("name", ["bits", "dropout", "normal"])
+def test_export_leaves_no_operation_of_fpipe(name: str) -> None:
+    """But for the quantile, which a compiler is not to look into."""
+
     class Draws(torch.nn.Module):
         def forward(self, key: Tensor) -> Tensor:
-            return random.bits(key, (3,))
+            return DRAWS[name](key)
 
     for strict in (False, True):
         program = torch.export.export(Draws(), (random.key(1),), strict=strict)
-        assert not program.graph.find_nodes(op="call_function", target=WHOLE)
-        assert torch.equal(program.module()(random.key(2)), random.bits(random.key(2), (3,)))
+        own = {str(n.target) for n in program.graph.nodes if "fpipe" in str(n.target)}
+        assert own == ({"fpipe.normal_quantile.default"} if name == "normal" else set())
+        assert torch.equal(program.module()(random.key(2)), DRAWS[name](random.key(2)))
 
 
 def test_a_trace_records_it_as_one_operation() -> None:
@@ -240,7 +244,7 @@ def test_quantiles_of_the_normal_distribution(digits: int) -> None:
     # Of the upper half by way of the lower: their middles are closer to 1 than to another double.
     expected = [NormalDist().inv_cdf((number + 0.5) * 2.0**-digits) for number in low.tolist()]
     below = torch.tensor(expected, dtype=torch.float64)
-    for exact, tolerance in ((True, 2e-15), (False, 2e-10)):
+    for exact, tolerance in ((True, 2e-15), (False, 2e-10))[: 2 if digits < 39 else 1]:
         found = normal_quantile(numbers, digits, exact=exact)
         assert torch.equal(found[0], -found[1])
         torch.testing.assert_close(found[0], below, rtol=tolerance, atol=0)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe import Schedule, random, schedules
+from fpipe.draws import KEYED
 from fpipe.nn import keyed
 from fpipe.runtime.program import Compute
 from fpipe.stage.pieces.compiler import Call
@@ -190,7 +191,7 @@ MORE_DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor
     ),
     "normal": (
         lambda x: torch.normal(1.0, 2.0, (3,)),
-        lambda key, x: random.normal(key, (3,)) * 2 + 1,
+        lambda key, x: (random.normal_doubles(key, (3,), torch.float32) * 2 + 1).float(),
     ),
     "normal about": (
         lambda x: torch.normal(x, x[:1]),
@@ -262,6 +263,20 @@ def test_module_that_draws_integers(schedule: str) -> None:
     assert_same(got.grads, {name: p.grad for name, p in module.named_parameters()})
 
 
+@pytest.mark.inductor
+def test_normal_numbers_of_a_deviation_are_rounded_once() -> None:
+    """Compiled or not: between products and sums of few digits a compiler keeps more of them."""
+
+    def drawn(key: Tensor, x: Tensor) -> Tensor:
+        return KEYED[torch.ops.aten.normal_functional.default](key, x, 0.3, 0.7)
+
+    x = torch.empty(500, dtype=torch.bfloat16)
+    found = drawn(KEY, x)
+    doubles = random.normal_doubles(KEY, (500,), torch.bfloat16) * 0.7 + 0.3
+    assert torch.equal(found, doubles.bfloat16())
+    assert torch.equal(torch.compile(drawn)(KEY, x), found)
+
+
 def test_torch_draws_from_keys() -> None:
     x = torch.full((200,), 0.25, dtype=torch.float64)
     with keyed(KEY):
@@ -283,7 +298,7 @@ def test_torch_draws_from_keys() -> None:
         random.bernoulli(keys[1], x).double(),
         random.bernoulli(keys[2], x).float(),
         random.uniform(keys[3], (200,)) * 2 - 1,
-        random.normal(keys[4], (200,)) * 0.5 + 2,
+        (random.normal_doubles(keys[4], (200,), torch.float32) * 0.5 + 2).float(),
         -torch.log(random.middles(keys[5], (200,), torch.float32)).float(),
         random.uniform(keys[6], (200,)),
         random.normal(keys[7], (200,)),
