@@ -42,7 +42,8 @@ class Execution:
     """Runs the programs of one rank.
 
     Args:
-        transports: to the other ranks; the last is for plans that have not yet run to their end.
+        transport: to the other ranks.
+        first: the one for a plan that has not yet been run to its end.
         watch: hears of their faults, and tells them of those of this one.
         control: the group over which they tell each other how a step ended.
         stages: of this rank.
@@ -51,14 +52,16 @@ class Execution:
 
     def __init__(
         self,
-        transports: Sequence[GroupTransport],
+        transport: GroupTransport,
+        first: GroupTransport,
         watch: Watch,
         control: dist.ProcessGroup,
         stages: Sequence[int],
         device: torch.device,
     ) -> None:
-        self._transports = transports
-        self._run: set[Hashable] = set()
+        self._transport = transport
+        self._first = first
+        self._proven: set[Hashable] = set()
         self._watch = watch
         self._control = control
         self._rank = control.rank()
@@ -89,7 +92,7 @@ class Execution:
             ConnectionLost: a rank is gone.
         """
         given, plan, records, shapes = agreed
-        transport = self._transports[0 if shapes in self._run else -1]
+        transport = self._transport if shapes in self._proven else self._first
         marks: Marks | None = {} if records else None
         run = ahead.run if ahead else Run(observed(plan.programs[self._rank], marks))
         failure: PipelineError | None = None
@@ -115,14 +118,18 @@ class Execution:
                     raise error.__cause__ or error from None
                 failure = self._blame(error)
                 drain(run, transport)
-            total = self._finish(plan, total, failed=failure is not None)
+            try:
+                total = self._finish(plan, total, failed=failure is not None)
+            except PipelineError:
+                transport.end()  # this rank has come to its own
+                raise
         transport.end()
         if failure is not None:
             try:
                 raise failure
             finally:
                 del failure  # with its traceback this frame would keep itself, and the pipeline
-        self._run.add(shapes)
+        self._proven.add(shapes)
         if records:
             own = Clock.here(), marks
             everyone = gather_objects(own, self._control)

@@ -102,8 +102,9 @@ class MultiController:
         self._transports = [self._transport(GroupTransport, device)]
         if device.type == "cuda":
             self._transports.append(self._transport(StagedTransport, device))
+        direct, first = self._transports[0], self._transports[-1]
         stages = schedule.stages_of(self._rank)
-        self._execute = Execution(self._transports, self._watch, self._control, stages, device)
+        self._execute = Execution(direct, first, self._watch, self._control, stages, device)
         self._calls = Calls(
             planner,
             reader,

@@ -178,6 +178,8 @@ class Lines:
         if name not in self._made:
             own = dist.PrefixStore(name, self._store)
             rank, size = ranks.index(self._rank), len(ranks)
+            if backend == "gloo" and not self._interfaces:
+                self._interfaces = _interfaces()
             _meet(own, rank, size, self._timeout, given_up)
             made = connect(backend, own, rank, size, self._timeout, self._interfaces, self.device)
             self._made[name] = made

@@ -122,10 +122,15 @@ class GroupTransport:
         self._await(message)
         # Who sends blanks has told before that it failed. What looks like one may be a value.
         blank = arrival is not None and arrival.is_blank
+        self._posted[message] = ([], values, None)  # for the drain to take, if it comes to that
         if self._interrupted() or (blank and self._failed()):
-            self._posted[message] = ([], values, None)  # for the drain to take
             raise Interrupted
+        delivered = self._delivered(values)
         del self._posted[message]
+        return delivered
+
+    def _delivered(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Values that have arrived, where they are read."""
         return values
 
     def take(self, message: Message) -> None:
@@ -142,8 +147,9 @@ class GroupTransport:
     def send(self, message: Message, values: Sequence[Tensor]) -> None:
         """Start to send; the values are kept until `wait_sent`."""
         channel, peer = self._route(message, message.target)
-        # All are contiguous but gradients of parameters, which may be transposed as those are read.
-        values = [value.contiguous() for value in values]
+        # All are contiguous but gradients of parameters, which may be transposed as those are read,
+        # and what travels is memory: what it is yet to be conjugated by stays behind.
+        values = [value.contiguous().resolve_conj().resolve_neg() for value in values]
         works = self._start(message.target, channel.send, _travelling(values), peer)
         self._sent[message] = (works, values)
 

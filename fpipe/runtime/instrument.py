@@ -33,8 +33,8 @@ def instrument(program: Program, wrap: Wrap) -> Program:
 def timed(marks: dict[Action, tuple[float, float]]) -> Wrap:
     """Write start and end of each action into `marks`, in seconds of the host's monotonic clock.
 
-    On CUDA what came before is waited for, messages included, and the action, so that its time is
-    its own; nothing overlaps then.
+    On CUDA what was computed before is waited for, with the messages that it read, and the action,
+    so that its time is its own: no two actions overlap then, but messages go on.
     """
 
     def wrap(call: Call, action: Action) -> Call:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fpipe.runtime.group import Connect, GroupTransport
-from fpipe.runtime.program import Message
+from fpipe.runtime.program import Message, Program, Send
+from fpipe.runtime.waiting import make_blank
 
 
 class StagedTransport(GroupTransport):
@@ -36,9 +37,21 @@ class StagedTransport(GroupTransport):
         super().__init__(rank, torch.device("cpu"), connect, interrupted, failed)
         self._home = device
 
-    def receive(self, message: Message) -> Sequence[Tensor]:
-        """Wait until the values have arrived, unless the step is to be given up."""
-        return [value.to(self._home) for value in super().receive(message)]
+    def open(self, programs: Sequence[Program]) -> None:
+        """Make the channels, and load what makes blanks where they are made later."""
+        super().open(programs)
+        specs = {
+            spec.dtype
+            for program in programs
+            for i in program.instructions
+            if isinstance(i, Send)
+            for spec in i.message.specs
+        }
+        make_blank([torch.empty(1, dtype=dtype, device=self._home) for dtype in specs])
+
+    def _delivered(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
+        """On the device."""
+        return [value.to(self._home) for value in values]
 
     def send(self, message: Message, values: Sequence[Tensor]) -> None:
         """Wait until the values are computed, and start to send them."""

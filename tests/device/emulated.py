@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ def _load() -> ctypes.CDLL:
         includes = [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
         links = [f"-L{libraries}", "-ltorch_cpu", "-lc10"]
         options = ["-O1", "-std=c++20", "-fPIC", "-shared"]
-        partial = built.with_suffix(".partial")
+        partial = built.with_suffix(f".{os.getpid()}")  # several ranks may come to it at once
         subprocess.run(
             ["g++", *options, *includes, str(source), "-o", str(partial), *links], check=True
         )

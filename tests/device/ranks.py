@@ -54,6 +54,7 @@ def main() -> None:
         assert_same(torch.as_tensor(fpipe.global_norm(step.grads, pipe=pipe)).cpu().double(), norm)
     if world > 1:
         goes_by_way_of_the_cpu_once(device)
+        runs_out_of_memory_for_what_arrives(device)
         moves_every_dtype(device)
         steps_in_a_thread_with_another_device(device)
         refuses_parameters_that_lie_elsewhere(device)
@@ -91,6 +92,31 @@ def goes_by_way_of_the_cpu_once(device: torch.device) -> None:
     assert sent[2:] == [0, 0] and all(sent[:2]), sent
 
 
+def runs_out_of_memory_for_what_arrives(device: torch.device) -> None:
+    """In a first step, which copies it to the device; the pipeline can be used again."""
+    schedule = schedules.gpipe(ranks=2, microbatches=3)
+    model = mlp(2, 6)
+    pipe = fpipe.pipeline(
+        model.stages, model.loss, schedule, compile=False, group=dist.group.WORLD, timeout=30
+    )
+    params, batch = tree.tree_map(lambda leaf: leaf.to(device), (model.params, model.batch))
+    plain, count = StagedTransport._delivered, 0
+
+    def refused(self: StagedTransport, values: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 2 and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("on purpose")
+        return plain(self, values)
+
+    StagedTransport._delivered = refused  # type: ignore[method-assign]
+    try:
+        assert_raises(fpipe.PipelineError, lambda: pipe.step(pipe.local(params), batch))
+    finally:
+        StagedTransport._delivered = plain  # type: ignore[method-assign]
+    assert_same(pipe.step(pipe.local(params), batch).loss.cpu(), unpipelined(*model).loss)
+
+
 def assert_raises(kind: type[Exception], deed: Any) -> None:
     """A deed is refused."""
     try:
@@ -105,10 +131,11 @@ def moves_every_dtype(device: torch.device) -> None:
     dtypes = (torch.complex64, torch.complex128, torch.int16, torch.float64, torch.bool)
 
     def first(w: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
-        return [(x * w).to(dtype) for dtype in dtypes]
+        values = [(x * w).to(dtype) for dtype in dtypes]
+        return [*values, values[0].mH, values[1].conj().imag]
 
     def second(w: torch.Tensor, xs: list[torch.Tensor]) -> torch.Tensor:
-        return sum((x * w).abs().double().sum() for x in xs)  # type: ignore[return-value]
+        return sum(((x + 1j) * w).abs().sum() for x in xs)  # type: ignore[return-value]
 
     def loss(y: torch.Tensor, _: object) -> torch.Tensor:
         return y
@@ -119,9 +146,10 @@ def moves_every_dtype(device: torch.device) -> None:
     weights = [torch.tensor(3.0), torch.tensor(2.0)]
     expected = fpipe.pipeline(stages, loss, schedule, compile=False).step(weights, x)
     pipe = fpipe.pipeline(stages, loss, schedule, compile=False, group=dist.group.WORLD)
-    step = pipe.step(pipe.local([w.to(device) for w in weights]), x.to(device))
-    assert_same(step.loss.cpu(), expected.loss)
-    assert_same(step.grads[dist.get_rank()].cpu(), expected.grads[dist.get_rank()])
+    for _ in range(2):  # the first step goes by way of the CPU
+        step = pipe.step(pipe.local([w.to(device) for w in weights]), x.to(device))
+        assert_same(step.loss.cpu(), expected.loss)
+        assert_same(step.grads[dist.get_rank()].cpu(), expected.grads[dist.get_rank()])
 
 
 def steps_in_a_thread_with_another_device(device: torch.device) -> None:

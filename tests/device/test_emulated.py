@@ -13,8 +13,10 @@ import torch
 
 ROOT: Final = Path(__file__).parents[2]
 
-# Where everything lies, that nobody waits, and that copies overlap; ``make emulate`` runs the rest.
+# Two ranks; where everything lies, that nobody waits, and that copies overlap; ``make emulate`` runs
+# the rest.
 CHOSEN: Final = (
+    "test_over_ranks.py::test_ranks[2]",
     "test_one_process.py::test_a_device_for_each_rank",
     "test_one_process.py::test_a_leaf_that_all_read_is_copied_once",
     "test_one_process.py::test_a_step_waits_for_nothing",
