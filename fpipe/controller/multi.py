@@ -99,12 +99,18 @@ class MultiController:
         self._watch = Watch(
             asked, members, self._rank, timeout, self._lines.ring, f"{self._lines.name}/lost"
         )
-        self._transports = [self._transport(GroupTransport, device)]
+        self._transport = self._connected(GroupTransport, device)
+        self._transports = [self._transport]
         if device.type == "cuda":
-            self._transports.append(self._transport(StagedTransport, device))
-        direct, first = self._transports[0], self._transports[-1]
-        stages = schedule.stages_of(self._rank)
-        self._execute = Execution(direct, first, self._watch, self._control, stages, device)
+            self._transports.append(self._connected(StagedTransport, device))
+        self._execute = Execution(
+            self._transport,
+            self._transports[-1],
+            self._watch,
+            self._control,
+            schedule.stages_of(self._rank),
+            device,
+        )
         self._calls = Calls(
             planner,
             reader,
@@ -117,7 +123,7 @@ class MultiController:
             number=self._number,
         )
 
-    def _transport(self, kind: type[GroupTransport], device: torch.device) -> GroupTransport:
+    def _connected(self, kind: type[GroupTransport], device: torch.device) -> GroupTransport:
         direct = device.type == "cuda" and kind is GroupTransport
         backend, watch = "nccl" if direct else "gloo", self._watch
         make = partial(self._lines.make, backend, given_up=watch.gives_up)

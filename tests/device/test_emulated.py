@@ -13,8 +13,7 @@ import torch
 
 ROOT: Final = Path(__file__).parents[2]
 
-# Two ranks; where everything lies, that nobody waits, and that copies overlap; ``make emulate`` runs
-# the rest.
+# Two ranks; where everything lies, that nobody waits, that copies overlap; `make emulate` runs all.
 CHOSEN: Final = (
     "test_over_ranks.py::test_ranks[2]",
     "test_one_process.py::test_a_device_for_each_rank",
