@@ -7,6 +7,7 @@
 #   make soak       random schedules with random faults on real processes; ROUNDS=300 SEED=0
 #   make programs   random programs against plain autograd; COUNT=1000 SEED=0
 #   make models     Hugging Face models, compiled, against themselves without a pipeline
+#   make layers     layers and operations of torch, compiled, against themselves uncompiled
 #   make emulate    the tests of CUDA, on a device that is made of the CPU
 #   make reference  the docstrings of all public names as pages, in build/reference
 #   make lint       ruff and mypy alone
@@ -37,7 +38,7 @@ ROUNDS ?= 300
 COUNT ?= 1000
 SEED ?= 0
 
-.PHONY: test demo examples soak programs models emulate reference lint format clean
+.PHONY: test demo examples soak programs models layers emulate reference lint format clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml constraints.txt
@@ -64,6 +65,9 @@ programs: $(STAMP)
 
 models: $(STAMP)
 	$(BIN)/python -m tests.architectures
+
+layers: $(STAMP)
+	$(BIN)/python -m tests.layers --compiled
 
 emulate: $(STAMP)
 	$(BIN)/python -m pytest -p tests.device.emulated -m "cuda and not real_device"
