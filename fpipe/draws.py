@@ -97,7 +97,6 @@ def _normal(
     key: Tensor, x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None
 ) -> Tensor:
     _check(std >= 0, f"std={std} must be 0 or more")
-    random.check_dtype(x.dtype)
     drawn = random.normal_doubles(key.to(x.device), x.shape, x.dtype, mean, std)
     return _like(x, drawn.to(x.dtype))
 
@@ -107,7 +106,6 @@ def _normal_about(key: Tensor, mean: Any, std: Any = 1.0, *, generator: Any = No
     mean, std = (v.detach() if isinstance(v, Tensor) else v for v in (mean, std))
     like = mean if isinstance(mean, Tensor) else std
     shape = torch.broadcast_shapes(*(v.shape for v in (mean, std) if isinstance(v, Tensor)))
-    random.check_dtype(like.dtype)
     drawn = random.normal_doubles(key.to(like.device), shape, like.dtype)
     return (drawn * std + mean).to(like.dtype)
 
@@ -124,7 +122,6 @@ def _normal_of(
 ) -> Tensor:
     _check(std >= 0, f"std={std} must be 0 or more")
     kind = dtype or torch.get_default_dtype()
-    random.check_dtype(kind)
     return random.normal_doubles(key.to(device or "cpu"), size, kind, mean, std).to(kind)
 
 
@@ -138,7 +135,6 @@ def _log_normal(
     key: Tensor, x: Tensor, mean: float = 1.0, std: float = 2.0, *, generator: Any = None
 ) -> Tensor:
     _check(std > 0, f"std={std} must be more than 0")
-    random.check_dtype(x.dtype)
     normal = random.normal_doubles(key.to(x.device), x.shape, x.dtype, mean, std)
     return _like(x, normal.exp().to(x.dtype))
 

@@ -192,7 +192,6 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
         >>> abs(numbers.mean().item()) < 0.05, abs(numbers.std().item() - 1) < 0.05
         (True, True)
     """
-    check_dtype(dtype)
     return normal_doubles(key, shape, dtype).to(dtype)
 
 
@@ -211,12 +210,16 @@ def normal_doubles(
     Returns:
         float64 tensor, whatever `dtype` is.
 
+    Raises:
+        FpipeError: as for `normal`.
+
     Example:
         >>> import torch
         >>> from fpipe import random
         >>> random.normal_doubles(random.key(0), (2,), torch.float32).exp()  # log-normal
         tensor([5.0665, 7.5781], dtype=torch.float64)
     """
+    check_dtype(dtype)
     exact = dtype == torch.float64
     digits = 52 if exact else 32
     number = _integers(key, shape, digits)

@@ -43,10 +43,11 @@ def differences(got: fpipe.Step, expected: fpipe.Step, rounding: float) -> Itera
 def compare(name: str, attention: str, drops: bool, device: str, dtype: str) -> list[str]:
     """What a compiled step of a model computes otherwise."""
     module: Any = build(name, LAYERS)
-    module.to(device, getattr(torch, dtype)).train(drops)
+    kind = getattr(torch, dtype)
+    module.to(device, kind).train(drops)
     module.set_attn_implementation(attention)
     batch = {
-        key: leaf.to(device, getattr(torch, dtype) if leaf.is_floating_point() else None)
+        key: leaf.to(device, kind if leaf.is_floating_point() else None)
         for key, leaf in make_batch(name, ROWS).items()
     }
     params = detached(module)

@@ -72,12 +72,7 @@ class GroupTransport:
 
     def open(self, programs: Sequence[Program]) -> None:
         """Make the channels that `programs` use. Every rank calls it with the same programs."""
-        pairs = {
-            (i.message.source, i.message.target)
-            for program in programs
-            for i in program.instructions
-            if isinstance(i, Send)
-        }
+        pairs = {(message.source, message.target) for message in messages_of(programs)}
         # Both ends wait for each other: one order for all ranks keeps them from a circle.
         for pair in sorted(pairs - self._channels.keys()):
             if self._rank in pair:
@@ -149,9 +144,13 @@ class GroupTransport:
         channel, peer = self._route(message, message.target)
         # All are contiguous but gradients of parameters, which may be transposed as those are read,
         # and what travels is memory: what it is yet to be conjugated by stays behind.
-        values = [value.contiguous().resolve_conj().resolve_neg() for value in values]
+        values = self._leaving([v.contiguous().resolve_conj().resolve_neg() for v in values])
         works = self._start(message.target, channel.send, _travelling(values), peer)
         self._sent[message] = (works, values)
+
+    def _leaving(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Values to be sent, where they are sent from."""
+        return values
 
     def send_blank(self, message: Message) -> None:
         """Send values without meaning, so that the receiver of a step that failed can go on."""
@@ -198,6 +197,12 @@ class GroupTransport:
             return operation(*arguments)
         except RuntimeError as error:
             raise ConnectionLost(peer, str(error)) from error
+
+
+def messages_of(programs: Sequence[Program]) -> list[Message]:
+    """All that is sent."""
+    steps = (step for program in programs for step in program.instructions)
+    return [step.message for step in steps if isinstance(step, Send)]
 
 
 def _travelling(values: Sequence[Tensor]) -> list[Tensor]:

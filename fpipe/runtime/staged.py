@@ -8,13 +8,14 @@ other rank, and that one, at the same, for it. gloo keeps no device busy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fpipe.runtime.group import Connect, GroupTransport
-from fpipe.runtime.program import Message, Program, Send
+from fpipe.runtime.group import GroupTransport, messages_of
+from fpipe.runtime.program import Program
 from fpipe.runtime.waiting import make_blank
 
 
@@ -22,41 +23,25 @@ class StagedTransport(GroupTransport):
     """Sends from a device and receives to it over groups of the CPU.
 
     Args:
-        rank: as for a `GroupTransport`, and so are `connect`, `interrupted` and `failed`.
+        rank: and `others` as for a `GroupTransport`.
         device: where values are computed.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        device: torch.device,
-        connect: Connect,
-        interrupted: Callable[[], bool],
-        failed: Callable[[], bool],
-    ) -> None:
-        super().__init__(rank, torch.device("cpu"), connect, interrupted, failed)
+    def __init__(self, rank: int, device: torch.device, *others: Any) -> None:
+        super().__init__(rank, torch.device("cpu"), *others)
         self._home = device
 
     def open(self, programs: Sequence[Program]) -> None:
         """Make the channels, and load what makes blanks where they are made later."""
         super().open(programs)
-        specs = {
-            spec.dtype
-            for program in programs
-            for i in program.instructions
-            if isinstance(i, Send)
-            for spec in i.message.specs
-        }
-        make_blank([torch.empty(1, dtype=dtype, device=self._home) for dtype in specs])
+        dtypes = {spec.dtype for message in messages_of(programs) for spec in message.specs}
+        make_blank([torch.empty(1, dtype=dtype, device=self._home) for dtype in dtypes])
 
     def _delivered(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
-        """On the device."""
         return [value.to(self._home) for value in values]
 
-    def send(self, message: Message, values: Sequence[Tensor]) -> None:
-        """Wait until the values are computed, and start to send them."""
-        # Made contiguous on the device, as in later runs, whose kernel is loaded here.
-        super().send(message, [value.contiguous().cpu() for value in values])
+    def _leaving(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [value.cpu() for value in values]  # which waits until they are computed
 
     def end(self) -> None:
         """A step has come to its end; there may be no other of this kind, so keep no buffers."""
