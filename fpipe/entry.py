@@ -172,13 +172,19 @@ def _stages_of(stages: Any) -> tuple[Stage, ...]:
     """Functions as stages.
 
     Raises:
-        StageError: they are no sequence, or one of them is not callable.
+        StageError: they are no sequence, or one of them is None or not callable.
     """
     if not isinstance(stages, Sequence):
         raise StageError(
             f"stages={stages!r:.60} is {a_type(stages)}: it must be a list or tuple with "
             "one function per stage of the schedule"
         )
+    for index, stage in enumerate(stages):
+        if stage is None:
+            raise StageError(
+                f"stages[{index}] is None: every rank passes the functions of all stages, and "
+                "leaves out no more than the parameters of those that it does not run (pipe.local)"
+            )
     return tuple(stage if isinstance(stage, Stage) else Stage(stage) for stage in stages)
 
 

@@ -62,6 +62,10 @@ def after_first(stage: Callable[..., Any]) -> list[Callable[..., Any]]:
     [
         ({"stages": [mlp_first]}, "stages has 1 functions, but the schedule zb_h1 has 2 stages"),
         ({"stages": 3}, "stages=3 is an int: it must be a list or tuple with one function per"),
+        (
+            {"stages": [None, mlp_layer]},
+            r"stages\[0\] is None: every rank passes the functions of all stages",
+        ),
         ({"stages": [mlp_first, 3]}, "fn=3 is not callable: a stage is a function"),
         (
             {"stages": [mlp_first, torch.nn.Linear(2, 2)]},
@@ -226,6 +230,12 @@ def test_in_dims_that_do_not_fit(in_dims: Any, rule: str) -> None:
 def test_wrong_params(params: Any, rule: str) -> None:
     with pytest.raises(BatchError, match=rule):
         plain_pipeline(MODEL.stages).step(params, MODEL.batch)
+
+
+def test_params_of_none_for_a_stage_that_has_some() -> None:
+    rule = r"stage 1 \(mlp_layer\) cannot be traced .* with params: None at .*NoneType"
+    with pytest.raises(StageError, match=rule):
+        plain_pipeline(MODEL.stages).step([MODEL.params[0], None], MODEL.batch)
 
 
 def test_parameters_in_which_nothing_is_summed() -> None:

@@ -289,4 +289,5 @@ def describe(name: str, value: Any) -> str:
     ]
     if len(found) > SHOWN:
         found[SHOWN:] = [f"and {len(found) - SHOWN} more"]
-    return ", ".join(found) or f"{name}: no tensor"
+    nothing = "None" if value is None else "no tensor"
+    return ", ".join(found) or f"{name}: {nothing}"
