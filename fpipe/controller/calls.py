@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fpipe import tree
 from fpipe.arguments.microbatch import SplitBatch
 from fpipe.arguments.parameters import Parameters
-from fpipe.arguments.shapes import Ambient, Goal, Signature, TreeShape, batch_shapes
+from fpipe.arguments.shapes import Goal, Signature, TreeShape, batch_shapes
 from fpipe.controller.controller import Enter, Reader
 from fpipe.controller.digests import digest, identity
 from fpipe.controller.gathering import connected, gather_objects
@@ -96,13 +96,13 @@ class Agreed(NamedTuple):
         given: what this rank was called with.
         plan: the same on all ranks.
         records: whether any rank records the step.
-        shapes: what the plan was found by; the same on all ranks.
+        kernels: what it depends on which kernels run; the same on all ranks.
     """
 
     given: Given
     plan: Plan
     records: bool
-    shapes: Hashable
+    kernels: Hashable
 
 
 class Calls:
@@ -168,7 +168,7 @@ class Calls:
         """
         given, problem = self._attempt(enter, key)
         try:
-            header = _header(given, name or f"pipe.{goal}", self._planner.ambient())
+            header = self._header(given, name or f"pipe.{goal}")
             headers = start_headers(header, self._control, self._number)
             return Call(goal, given, problem, header, headers)
         finally:
@@ -193,7 +193,8 @@ class Calls:
             made = self._agreed[shapes] = self._make_plan(signature)
             self._compare_copies(made, given.params)
         plan = self._expected[call.kind] = self._agreed[shapes]
-        return Agreed(given, plan, any(h.records for h in headers), shapes)
+        kernels = shapes, *(h.offsets for h in headers)
+        return Agreed(given, plan, any(h.records for h in headers), kernels)
 
     def _attempt(
         self, enter: Enter, key: Callable[[], Words | None]
@@ -203,6 +204,17 @@ class Calls:
             return self._read(*enter(), key()), None
         except Exception as error:
             return None, error
+
+    def _header(self, given: Given | None, name: str) -> Header:
+        if given is None:
+            return Header(1, CALLS.index(name), 0, 0, 0)
+        batch = 0
+        if given.parts is not None:
+            batch = identity((given.parts.division, given.batch))
+        own = identity((*given.shapes.items(), given.held, self._planner.ambient()))
+        records = int(active() is not None)
+        offsets = _offsets(given) if self._device.type == "cuda" else 0
+        return Header(0, CALLS.index(name), batch, own, records, as_number(given.key), offsets)
 
     def _read(self, params: Any, batch: Any, key: Words | None) -> Given:
         own = self._reader.params(params)
@@ -302,12 +314,21 @@ class Calls:
         return self._expected.get(call.kind)
 
 
-def _header(given: Given | None, name: str, ambient: Ambient) -> Header:
-    if given is None:
-        return Header(1, CALLS.index(name), 0, 0, 0)
-    batch = 0
+def _offsets(given: Given) -> int:
+    """Where the arguments that lie on a device begin, in bytes after a multiple of `_ALIGNED`.
+
+    torch has other kernels for those that do not begin at one.
+    """
+    groups = [given.params.stages[stage] for stage in given.shapes]
     if given.parts is not None:
-        batch = identity((given.parts.division, given.batch))
-    own = identity((*given.shapes.items(), given.held, ambient))
-    records = int(active() is not None)
-    return Header(0, CALLS.index(name), batch, own, records, as_number(given.key))
+        groups.extend(given.parts.leaves)
+    offsets = tuple(
+        leaf.storage_offset() * leaf.itemsize % _ALIGNED
+        for leaves in groups
+        for leaf in leaves
+        if leaf.is_cuda
+    )
+    return identity(offsets) if any(offsets) else 0
+
+
+_ALIGNED: Final = 16  # all memory that torch reserves on a device is; it reads so much at once

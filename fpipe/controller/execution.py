@@ -43,7 +43,7 @@ class Execution:
 
     Args:
         transport: to the other ranks.
-        first: the one for a plan that has not yet been run to its end.
+        first: the one for kernels that have not yet been run to the end of a step.
         watch: hears of their faults, and tells them of those of this one.
         control: the group over which they tell each other how a step ended.
         stages: of this rank.
@@ -91,8 +91,8 @@ class Execution:
             PipelineError: a rank failed, and all of them have come to the end of their programs.
             ConnectionLost: a rank is gone.
         """
-        given, plan, records, shapes = agreed
-        transport = self._transport if shapes in self._proven else self._first
+        given, plan, records, kernels = agreed
+        transport = self._transport if kernels in self._proven else self._first
         marks: Marks | None = {} if records else None
         run = ahead.run if ahead else Run(observed(plan.programs[self._rank], marks))
         failure: PipelineError | None = None
@@ -129,7 +129,7 @@ class Execution:
                 raise failure
             finally:
                 del failure  # with its traceback this frame would keep itself, and the pipeline
-        self._proven.add(shapes)
+        self._proven.add(kernels)
         if records:
             own = Clock.here(), marks
             everyone = gather_objects(own, self._control)

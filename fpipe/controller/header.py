@@ -63,6 +63,8 @@ class Header(NamedTuple):
             marked.
         records: 1 if it records the step.
         key: of the step, 0 for none.
+        offsets: identity of where in their memory the arguments begin, as far as kernels for them
+            differ; 0 for the most common.
     """
 
     failed: int
@@ -71,6 +73,7 @@ class Header(NamedTuple):
     params: int
     records: int
     key: int = 0
+    offsets: int = 0
 
 
 class OtherPipeline(PipelineError):

@@ -4,7 +4,9 @@
 // device's. An operation takes the same memory as CPU tensors, runs the CPU's kernel, and gives
 // what comes out back to the device. Like a real device it refuses to compute with tensors that
 // lie elsewhere, and it counts how often the host asks for a number, or for a copy to be there, and
-// so would have to wait. Everything runs at once: it shows where values lie and who waits.
+// so would have to wait. Before a kernel runs for the first time it is loaded, which waits for all
+// that the device has been asked for. Everything runs at once: it shows where values lie and who
+// waits.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -18,6 +20,8 @@
 #include <torch/library.h>
 
 #include <cstdlib>
+#include <mutex>
+#include <set>
 
 using at::Tensor;
 using c10::Device;
@@ -36,6 +40,7 @@ constexpr DeviceIndex kDevices = 2;
 thread_local DeviceIndex current = 0;
 thread_local c10::StreamId streams[kDevices] = {0};
 long waits = 0;
+bool (*idle)() = nullptr;  // waits until the device is, and tells whether it came to be
 
 Device device_of(DeviceIndex index) {
   return Device(DeviceType::CUDA, index < 0 ? current : index);
@@ -95,6 +100,28 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 c10::impl::DeviceGuardImplRegistrar guard(DeviceType::CUDA, new Guard());
 
+// ── kernels ──────────────────────────────────────────────────────────────────────────────────────
+
+// Which kernel: one for each operation, and for the dtypes, layouts and places of what it is given.
+std::string kernel_of(const std::string& operation, c10::ArrayRef<Tensor> tensors) {
+  std::string name = operation;
+  for (const Tensor& tensor : tensors)
+    name += std::string(" ") + c10::toString(tensor.scalar_type()) +
+            (tensor.is_contiguous() ? "" : "*") +
+            (reinterpret_cast<std::uintptr_t>(tensor.data_ptr()) % 16 ? "+" : "");
+  return name;
+}
+
+void load(const std::string& kernel) {
+  static std::mutex mutex;
+  static std::set<std::string> loaded;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!loaded.insert(kernel).second) return;
+  }
+  TORCH_CHECK(!idle || idle(), "the device would wait for ever to load ", kernel);
+}
+
 // ── operations ───────────────────────────────────────────────────────────────────────────────────
 
 Tensor made(Storage storage, DispatchKeySet keys, const Tensor& like) {
@@ -150,6 +177,15 @@ class Arguments {
       return Device(DeviceType::CPU);
     }
     return value;
+  }
+
+  // A view has no kernel.
+  void load_kernel(const c10::FunctionSchema& schema) const {
+    for (const auto& result : schema.returns())
+      if (result.alias_info() && !result.alias_info()->isWrite()) return;
+    std::vector<Tensor> tensors;
+    for (const auto& [own, alias] : pairs_) tensors.push_back(own);
+    load(kernel_of(schema.name() + "." + schema.overload_name(), tensors));
   }
 
   void check() const {
@@ -213,6 +249,7 @@ void compute(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   for (auto value = stack->end() - schema.arguments().size(); value != stack->end(); ++value)
     *value = arguments.host(*value);
   arguments.check();
+  arguments.load_kernel(schema);
   operation.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
   for (auto value = stack->end() - schema.returns().size(); value != stack->end(); ++value) {
     if (value->isTensor()) {
@@ -245,6 +282,8 @@ Tensor empty_strided(
 
 Tensor& copy_(Tensor& to, const Tensor& from, bool non_blocking) {
   if (to.is_cuda() != from.is_cuda() && !non_blocking) ++waits;
+  bool as_it_is = to.is_contiguous() && from.is_contiguous() && to.dtype() == from.dtype();
+  if (!as_it_is) load(kernel_of("copy_", {to, from}));
   (to.is_cuda() ? on_host(to) : to).copy_(from.is_cuda() ? on_host(from) : from);
   return to;
 }
@@ -320,5 +359,6 @@ REGISTER_CUDA_HOOKS(CUDAHooks)
 
 extern "C" {
 long waits_for_numbers() { return waits; }
+void ask_whether_idle(bool (*function)()) { idle = function; }
 int number_of_devices() { return kDevices; }
 }

@@ -3,7 +3,8 @@
 The library of `emulated.cpp` must be there before torch asks for the first time whether there is
 CUDA, so it is loaded between torch's own library and its Python part. What `torch.cuda` has in
 builds for CUDA alone is replaced by what this module makes; NCCL is gloo, which takes the device's
-memory for the CPU's. Compiled stages are out of reach: Triton needs a real device.
+memory for the CPU's, and whose messages keep the device busy until both ranks have come to them, as
+NCCL's do. Compiled stages are out of reach: Triton needs a real device.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -192,6 +195,7 @@ class _NCCL(dist.ProcessGroupGloo):
     store: dist.Store
     place: torch.device | None = None
     met: set[str]
+    counts: Counter[str]
 
     class Options:
         """What is set of them is of no account here."""
@@ -200,7 +204,7 @@ class _NCCL(dist.ProcessGroupGloo):
         timeout = getattr(options, "_timeout", timedelta(minutes=1))
         super().__init__(store, rank, size, timeout)
         _NCCL._kept.append(self)
-        self.store, self.met = store, set()
+        self.store, self.met, self.counts = store, set(), Counter()
 
     def name(self) -> str:
         """As torch asks for it."""
@@ -219,11 +223,16 @@ class _NCCL(dist.ProcessGroupGloo):
             raise TypeError(f"Unconvertible NCCL type {value.dtype}")
         assert self.place is None or value.device == self.place, (value.device, self.place)
         pair = f"{source}-{target}"
+        own, other = ("sends", "receives")[:: 1 if self.rank() == source else -1]
         if pair not in self.met and source != target:
             self.met.add(pair)
-            own, other = ("sends", "receives")[:: 1 if self.rank() == source else -1]
             self.store.set(f"{pair}/{own}", "")
             self.store.wait([f"{pair}/{other}"], timedelta(seconds=20))
+        if source != target:
+            number = self.counts[f"{pair}/{own}"]
+            self.counts[f"{pair}/{own}"] += 1
+            self.store.set(f"{pair}/{own}/{number}", "")
+            _under_way.append((self.store, f"{pair}/{other}/{number}"))
 
     def abort(self) -> None:
         """A wait that runs out of time closes a connection of gloo's."""
@@ -233,6 +242,26 @@ class _NCCL(dist.ProcessGroupGloo):
                 bell.wait(timedelta(milliseconds=1))
 
 
+# What keeps the device busy: until the other rank sets a key, here or there.
+_under_way: list[tuple[dist.Store, str]] = []
+
+
+@ctypes.CFUNCTYPE(ctypes.c_bool)
+def _idle() -> bool:
+    """Wait until the device has done all that it was asked for, and tell whether it has."""
+    give_up = time.monotonic() + 5
+    while _under_way:
+        store, key = _under_way[0]
+        while not store.check([key]):
+            if time.monotonic() > give_up:
+                return False
+            time.sleep(0.001)
+        with suppress(ValueError):  # another thread has been here
+            _under_way.remove((store, key))
+    return True
+
+
+_LIBRARY.ask_whether_idle(_idle)
 _TYPES = {
     *(torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool),
     *(torch.float16, torch.float32, torch.float64, torch.bfloat16),

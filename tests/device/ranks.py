@@ -64,7 +64,10 @@ def main() -> None:
 
 
 def goes_by_way_of_the_cpu_once(device: torch.device) -> None:
-    """Until a step has come to its end: its kernels are loaded then, while none of NCCL waits."""
+    """Until a step has come to its end: its kernels are loaded then, while none of NCCL waits.
+
+    There are others for what begins elsewhere in its memory.
+    """
     schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
     model = mlp(2, 8)
     pipe = fpipe.pipeline(
@@ -80,17 +83,24 @@ def goes_by_way_of_the_cpu_once(device: torch.device) -> None:
 
     StagedTransport._leaving = counted  # type: ignore[method-assign]
     try:
-        for number in range(4):
+        for number in range(6):
             sent.append(0)
             Fails.now = number == 0
             if Fails.now:
                 refused(lambda: pipe.step(pipe.local(params), batch))
             else:
-                pipe.step(pipe.local(params), batch)
+                elsewhere = number > 3 and dist.get_rank() == 0
+                pipe.step(pipe.local(params), tree.tree_map(moved, batch) if elsewhere else batch)
     finally:
         StagedTransport._leaving = plain  # type: ignore[method-assign]
         Fails.now = False
-    assert sent[2:] == [0, 0] and all(sent[:2]), sent
+    assert all(sent[:2]) and sent[2:4] == [0, 0] and sent[4] and sent[5] == 0, sent
+
+
+def moved(leaf: torch.Tensor) -> torch.Tensor:
+    """A copy that begins one element into its memory."""
+    memory = leaf.new_empty(leaf.numel() + 1)
+    return memory[1:].view(leaf.shape).copy_(leaf)
 
 
 def runs_out_of_memory_for_what_arrives(device: torch.device) -> None:
