@@ -26,7 +26,7 @@ from fpipe.controller.gathering import gather, gather_objects
 from fpipe.controller.loading import as_traced, load
 from fpipe.controller.refusal import named
 from fpipe.controller.watch import Watch
-from fpipe.errors import PipelineError
+from fpipe.errors import PipelineError, StageError
 from fpipe.planning.plan import Plan
 from fpipe.planning.total import Total
 from fpipe.recording import Clock, Marks, active, aligned, timeline_of
@@ -227,9 +227,9 @@ class Execution:
 def _is_torn(run: Run, error: Exception) -> bool:
     """Whether a message may have been left half-way, by what the handler of a signal has raised.
 
-    One that is sent again in the drain would be taken for the next one. Memory is asked for before
-    anything moves.
+    One that is sent again in the drain would be taken for the next one. Memory is asked for, and
+    values are looked at, before anything moves.
     """
     rest = run.program.instructions[run.next :]
     moves = bool(rest) and not isinstance(rest[0], Compute | Free)
-    return moves and not isinstance(error.__cause__, torch.OutOfMemoryError)
+    return moves and not isinstance(error.__cause__, torch.OutOfMemoryError | StageError)

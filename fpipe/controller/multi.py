@@ -10,6 +10,7 @@ leaves messages half-way, the connections are given up, and every wait ends.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -44,9 +45,11 @@ from fpipe.planning.planner import Planner
 from fpipe.runtime.connect import carriers, lines_of, store_to_ask
 from fpipe.runtime.group import GroupTransport
 from fpipe.runtime.program import Program
-from fpipe.runtime.staged import StagedTransport
+from fpipe.runtime.staged import StagedTransport, hindrances
 from fpipe.runtime.transport import ConnectionLost
 from fpipe.schedule import Schedule
+
+log = logging.getLogger("fpipe")
 
 T = TypeVar("T")
 
@@ -99,12 +102,12 @@ class MultiController:
         self._watch = Watch(
             asked, members, self._rank, timeout, self._lines.ring, f"{self._lines.name}/lost"
         )
-        self._transport = self._connected(GroupTransport, device)
-        self._transports = [self._transport]
+        self._transports = [self._connected(GroupTransport, device)]
         if device.type == "cuda":
             self._transports.append(self._connected(StagedTransport, device))
+            setup = {**setup, **{name: str(found) for name, found in hindrances().items()}}
         self._execute = Execution(
-            self._transport,
+            self._transports[-1 if _hindered(device) else 0],
             self._transports[-1],
             self._watch,
             self._control,
@@ -299,6 +302,19 @@ class MultiController:
             transport.forget()
         self._watch.close()
         return self._broken.error()
+
+
+def _hindered(device: torch.device) -> bool:
+    """Whether no message may go from device to device, which is logged."""
+    found = [f"{name}=1" for name, is_set in hindrances().items() if is_set]
+    if device.type != "cuda" or not found:
+        return False
+    log.warning(
+        "%s keeps a device from computing while a message of NCCL waits, so that ranks would wait "
+        "for each other for ever: all messages of this pipeline go by way of the CPU",
+        " and ".join(found),
+    )
+    return True
 
 
 def _open(transports: Sequence[GroupTransport], programs: Sequence[Program]) -> None:

@@ -28,11 +28,16 @@ from fpipe.runtime.waiting import look_now_and_then
 MESSAGE, BELL = 0, 1
 
 # What torch reads when an NCCL group is made. The watch of the ranks aborts it after a fault, on
-# which torch would end the process; and that messages of a channel follow each other is meant.
+# which torch would end the process, as it would after an error of a kernel, which a step tells; and
+# that messages of a channel follow each other is meant.
 _NCCL: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
+
+ABORTED: Final = 2.0
+"""Seconds that are waited for communicators to be aborted; ranks may not be silent for longer."""
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
@@ -45,7 +50,8 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
         default = torch.get_default_device()
         return torch.device("cpu") if default.type == "meta" else default
     if "nccl" in carriers(group).values() and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
+        bound: Any = group.bound_device_id  # as init_process_group(device_id=) says
+        return bound or torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
@@ -77,7 +83,9 @@ def connect(
     """
     group = dist.ProcessGroup(store, rank, size)
     if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
+        # Streams of other priorities are never those of the caller, who may compute on them behind
+        # a message that waits.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
         with _environment(_NCCL):
             carrier = dist.ProcessGroupNCCL(store, rank, size, options)
@@ -150,7 +158,10 @@ class Lines:
         self._store = dist.PrefixStore(name, store)
         self._interfaces: Sequence[Any] = ()
         self._timeout = dist.default_pg_timeout
-        if carriers(group).get("cpu") == "gloo":
+        kinds = carriers(group)
+        if kinds.get("cuda") == "nccl":
+            self._timeout = group._get_backend(torch.device("cuda")).options._timeout
+        if kinds.get("cpu") == "gloo":
             options: Any = group._get_backend(torch.device("cpu")).options
             self._timeout = options._timeout
             # Groups that share a lazy device wait for each other for ever.
@@ -187,10 +198,13 @@ class Lines:
 
     def ring(self) -> None:
         """Wake every operation that waits, here and on other ranks, by breaking the groups."""
-        caller = self._caller()
-        for group in [caller, *list(self._made.values())]:
-            if group is not None:
-                ring(group)
+        groups = [group for group in (self._caller(), *self._made.values()) if group is not None]
+        for group in groups:
+            if carriers(group).get("cpu") == "gloo":
+                _ring(group)
+        cuda = torch.device("cuda")
+        kinds = [(group, carriers(group).get("cuda")) for group in groups]
+        _abort([group._get_backend(cuda) for group, kind in kinds if kind == "nccl"])
 
 
 _LINES: Final[WeakKeyDictionary[dist.ProcessGroup, Lines]] = WeakKeyDictionary()
@@ -262,19 +276,33 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def ring(group: dist.ProcessGroup) -> None:
-    """Wake every operation of `group` that waits, here and on its peers, by breaking the group.
+def _ring(group: dist.ProcessGroup) -> None:
+    """Wake every operation of gloo that waits, here and on peers.
 
     gloo closes a connection when a wait on it runs out of time, so on each connection a receive
-    that nobody answers is the bell; NCCL has an abort.
+    that nobody answers is the bell.
     """
-    kinds = carriers(group)
-    if kinds.get("cuda") == "nccl":
-        group._get_backend(torch.device("cuda")).abort()
-    if kinds.get("cpu") != "gloo":
-        return
     for peer in range(group.size()):
         if peer != group.rank():
             with suppress(RuntimeError):
                 bell = group.recv([torch.empty(1, device="cpu")], peer, BELL)
                 bell.wait(timedelta(milliseconds=1))
+
+
+def _abort(carriers: Sequence[Any]) -> None:
+    """Abort communicators of NCCL, all at once.
+
+    To free the memory of one CUDA waits for the device, and so for the messages of the others,
+    which end when those are aborted.
+    """
+
+    def abort(carrier: Any) -> None:
+        with suppress(RuntimeError):  # such as after an error of a kernel, which is told already
+            carrier.abort()
+
+    threads = [threading.Thread(target=abort, args=(c,), daemon=True) for c in carriers]
+    for thread in threads:
+        thread.start()
+    give_up = time.monotonic() + ABORTED
+    for thread in threads:
+        thread.join(max(0.0, give_up - time.monotonic()))

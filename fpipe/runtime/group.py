@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import time
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -14,6 +18,8 @@ from fpipe.runtime.connect import MESSAGE
 from fpipe.runtime.program import Message, Program, Send
 from fpipe.runtime.transport import ConnectionLost, Interrupted
 from fpipe.runtime.waiting import Arrival, look_out, make_blank
+
+log = logging.getLogger("fpipe")
 
 OF_NCCL: Final = frozenset(
     {
@@ -29,6 +35,9 @@ OF_NCCL: Final = frozenset(
     }
 )
 """What all versions of NCCL move under its name; values of other dtypes go as bytes."""
+
+LINGERS: Final = 60.0
+"""Seconds that are waited, when a transport is dropped, for its last messages to have left."""
 
 Connect = Callable[[str, Sequence[int]], dist.ProcessGroup]
 """Makes a group of some ranks under a name; every one of them calls it."""
@@ -68,7 +77,11 @@ class GroupTransport:
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._posted: dict[Message, tuple[list[Any], list[Tensor], Arrival | None]] = {}
         self._sent: dict[Message, tuple[list[Any], Sequence[Tensor]]] = {}
-        self._ended: torch.cuda.Event | None = None
+        # The end of the last step on the device. Channels are aborted when they are dropped, such
+        # as when the process ends, and the device may not yet have come to what they are to send.
+        self._ends: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            weakref.finalize(self, _outlast, self._ends)
 
     def open(self, programs: Sequence[Program]) -> None:
         """Make the channels that `programs` use. Every rank calls it with the same programs."""
@@ -96,8 +109,8 @@ class GroupTransport:
 
     def begin(self) -> None:
         """A step begins: on whatever stream, buffers are written to once the last has read them."""
-        if self._ended is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._ended)
+        for end in self._ends:
+            torch.cuda.current_stream(self._device).wait_event(end)
 
     def post(self, message: Message) -> None:
         """Start to receive into a kept buffer."""
@@ -141,6 +154,9 @@ class GroupTransport:
 
     def send(self, message: Message, values: Sequence[Tensor]) -> None:
         """Start to send; the values are kept until `wait_sent`."""
+        self._dispatch(message, values)
+
+    def _dispatch(self, message: Message, values: Sequence[Tensor]) -> None:
         channel, peer = self._route(message, message.target)
         # All are contiguous but gradients of parameters, which may be transposed as those are read,
         # and what travels is memory: what it is yet to be conjugated by stays behind.
@@ -156,7 +172,7 @@ class GroupTransport:
         """Send values without meaning, so that the receiver of a step that failed can go on."""
         values = [self._buffers.take(spec) for spec in message.specs]
         make_blank(_travelling(values))
-        self.send(message, values)
+        self._dispatch(message, values)
 
     def wait_sent(self, message: Message) -> None:
         """Wait until the values have left."""
@@ -167,13 +183,14 @@ class GroupTransport:
         """A step has come to its end: keep no more than it took."""
         self._buffers.settle()
         if self._device.type == "cuda":
-            self._ended = torch.cuda.current_stream(self._device).record_event()
+            self._ends[:] = [torch.cuda.current_stream(self._device).record_event()]
 
     def forget(self) -> None:
         """Drop everything under way, when the connections are lost."""
         self._posted.clear()
         self._sent.clear()
         self._buffers.clear()
+        self._ends.clear()
 
     def _route(self, message: Message, peer: int) -> tuple[dist.ProcessGroup, int]:
         """The group that carries a message, and the rank of `peer` in it."""
@@ -203,6 +220,17 @@ def messages_of(programs: Sequence[Program]) -> list[Message]:
     """All that is sent."""
     steps = (step for program in programs for step in program.instructions)
     return [step.message for step in steps if isinstance(step, Send)]
+
+
+def _outlast(ends: Sequence[torch.cuda.Event]) -> None:
+    """Wait for the end of a step on the device, but not for ever for a rank that has died since."""
+    give_up = time.monotonic() + LINGERS
+    with suppress(RuntimeError):  # an error of a kernel, which is not news here
+        while not all(end.query() for end in ends):
+            if time.monotonic() > give_up:
+                log.warning("the device has not come to the end of the last step; it is given up")
+                return
+            time.sleep(0.001)
 
 
 def _travelling(values: Sequence[Tensor]) -> list[Tensor]:

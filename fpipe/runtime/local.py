@@ -96,8 +96,9 @@ def _copied(values: Sequence[Tensor], lane: Lane) -> tuple[list[Tensor], torch.c
     with torch.cuda.stream(lane.leaving), torch.cuda.stream(lane.arriving):
         moved = [value.to(lane.arriving.device, non_blocking=True) for value in values]
     for value in values:
-        # The sender's allocator must not reuse the memory before the copy has read it.
-        value.record_stream(lane.leaving)
+        if value.is_cuda:  # a stage may return what lies on the CPU
+            # The sender's allocator must not reuse the memory before the copy has read it.
+            value.record_stream(lane.leaving)
     return moved, lane.arriving.record_event()
 
 

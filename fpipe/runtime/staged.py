@@ -8,15 +8,26 @@ other rank, and that one, at the same, for it. gloo keeps no device busy.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from fpipe.arguments.shapes import in_words
+from fpipe.errors import StageError
 from fpipe.runtime.group import GroupTransport, messages_of
-from fpipe.runtime.program import Program
+from fpipe.runtime.program import Message, Program
 from fpipe.runtime.waiting import make_blank
+
+HINDRANCES: Final = ("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS")
+"""Environment variables of CUDA: launch by launch, or from one queue, if they are 1."""
+
+
+def hindrances() -> dict[str, bool]:
+    """Which of them are set, so that what follows a message of NCCL waits until that has ended."""
+    return {name: os.environ.get(name) == "1" for name in HINDRANCES}
 
 
 class StagedTransport(GroupTransport):
@@ -39,6 +50,21 @@ class StagedTransport(GroupTransport):
 
     def _delivered(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
         return [value.to(self._home) for value in values]
+
+    def send(self, message: Message, values: Sequence[Tensor]) -> None:
+        """Start to send.
+
+        Raises:
+            StageError: a value lies elsewhere, and NCCL would not move it in later steps.
+        """
+        for value in values:
+            if value.device != self._home:
+                raise StageError(
+                    f"a value that goes to another rank, {in_words(value)}, lies on {value.device} "
+                    f"while the rank computes on {self._home}: make it there, such as with "
+                    "device=x.device"
+                )
+        super().send(message, values)
 
     def _leaving(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
         return [value.cpu() for value in values]  # which waits until they are computed

@@ -72,6 +72,14 @@ def _device(device: Any = None) -> torch.device:
     return torch.device("cuda", torch.accelerator.current_device_index())
 
 
+class Event(float):
+    """The time when something is done."""
+
+    def query(self) -> bool:
+        """Whether it is done."""
+        return True
+
+
 class Stream:
     """A stream. All runs at once; what would be waited for is told by times that a test counts.
 
@@ -88,11 +96,11 @@ class Stream:
         """What is asked for later begins after all that `other` was asked for until now."""
         self.time = max(self.time, other.time)
 
-    def record_event(self) -> float:
+    def record_event(self) -> Event:
         """An event is the time when it happens."""
-        return self.time
+        return Event(self.time)
 
-    def wait_event(self, event: float) -> None:
+    def wait_event(self, event: Event) -> None:
         """What is asked for later begins after it."""
         self.time = max(self.time, event)
 
@@ -180,7 +188,14 @@ def _to(self: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
 
 
 torch.Tensor.to = _to  # type: ignore[method-assign, assignment]
-torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
+
+
+def _record_stream(self: torch.Tensor, stream: Stream) -> None:
+    """Memory is used at once; of the CPU's there is no such kernel."""
+    assert self.is_cuda, self.device
+
+
+torch.Tensor.record_stream = _record_stream  # type: ignore[method-assign, assignment]
 
 
 # ── NCCL ────────────────────────────────────────────────────────────────────────────────────────
@@ -196,15 +211,18 @@ class _NCCL(dist.ProcessGroupGloo):
     place: torch.device | None = None
     met: set[str]
     counts: Counter[str]
+    aborted: bool
 
     class Options:
         """What is set of them is of no account here."""
+
+        def __init__(self, *, is_high_priority_stream: bool = False) -> None: ...
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
         timeout = getattr(options, "_timeout", timedelta(minutes=1))
         super().__init__(store, rank, size, timeout)
         _NCCL._kept.append(self)
-        self.store, self.met, self.counts = store, set(), Counter()
+        self.store, self.met, self.counts, self.aborted = store, set(), Counter(), False
 
     def name(self) -> str:
         """As torch asks for it."""
@@ -232,10 +250,21 @@ class _NCCL(dist.ProcessGroupGloo):
             number = self.counts[f"{pair}/{own}"]
             self.counts[f"{pair}/{own}"] += 1
             self.store.set(f"{pair}/{own}/{number}", "")
-            _under_way.append((self.store, f"{pair}/{other}/{number}"))
+            _under_way.append((self, f"{pair}/{other}/{number}"))
+            if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1" and not _idle():
+                raise RuntimeError("the host would wait for ever for a message")
 
     def abort(self) -> None:
-        """A wait that runs out of time closes a connection of gloo's."""
+        """A wait that runs out of time closes a connection of gloo's.
+
+        Before that it frees memory, for which it waits for the messages of all others.
+        """
+        self.aborted = True
+        give_up = time.monotonic() + 20
+        while not all(one.aborted or one.store.check([key]) for one, key in list(_under_way)):
+            if time.monotonic() > give_up:
+                raise RuntimeError("communicators are aborted one after the other")
+            time.sleep(0.001)
         for peer in set(range(self.size())) - {self.rank()}:
             with suppress(RuntimeError):
                 bell = super().recv([torch.empty(1, device="cpu")], peer, 1)  # type: ignore[misc]
@@ -243,7 +272,7 @@ class _NCCL(dist.ProcessGroupGloo):
 
 
 # What keeps the device busy: until the other rank sets a key, here or there.
-_under_way: list[tuple[dist.Store, str]] = []
+_under_way: list[tuple[_NCCL, str]] = []
 
 
 @ctypes.CFUNCTYPE(ctypes.c_bool)
@@ -251,13 +280,13 @@ def _idle() -> bool:
     """Wait until the device has done all that it was asked for, and tell whether it has."""
     give_up = time.monotonic() + 5
     while _under_way:
-        store, key = _under_way[0]
-        while not store.check([key]):
+        carrier, key = _under_way[0]
+        while not carrier.store.check([key]):
             if time.monotonic() > give_up:
                 return False
             time.sleep(0.001)
         with suppress(ValueError):  # another thread has been here
-            _under_way.remove((store, key))
+            _under_way.remove((carrier, key))
     return True
 
 

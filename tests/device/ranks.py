@@ -7,8 +7,11 @@ CPU.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 if os.environ.get("EMULATED"):
@@ -19,7 +22,7 @@ import torch.distributed as dist
 
 import fpipe
 from fpipe import schedules, tree
-from fpipe.runtime.staged import StagedTransport
+from fpipe.runtime.staged import HINDRANCES, StagedTransport
 from tests.models import assert_same, gpt, mlp, unpipelined
 
 
@@ -56,10 +59,13 @@ def main() -> None:
     if world > 1:
         goes_by_way_of_the_cpu_once(device)
         runs_out_of_memory_for_what_arrives(device)
+        goes_by_way_of_the_cpu_where_nccl_hinders(device)
         moves_every_dtype(device)
         steps_in_a_thread_with_another_device(device)
         refuses_parameters_that_lie_elsewhere(device)
         fails_on_one_microbatch(device)
+        sends_no_value_of_the_cpu(device)
+        hears_of_a_rank_that_ends(device)
     dist.destroy_process_group()
 
 
@@ -68,33 +74,65 @@ def goes_by_way_of_the_cpu_once(device: torch.device) -> None:
 
     There are others for what begins elsewhere in its memory.
     """
+    pipe, params, batch = one_that_fails_when_told(device)
+    with counted() as sent:
+        for number in range(6):
+            sent.append(0)
+            Fails.now = number == 0
+            if Fails.now:
+                refused(lambda: pipe.step(params, batch))
+            else:
+                elsewhere = number > 3 and dist.get_rank() == 0
+                pipe.step(params, tree.tree_map(moved, batch) if elsewhere else batch)
+    assert all(sent[:2]) and sent[2:4] == [0, 0] and sent[4] and sent[5] == 0, sent
+
+
+def one_that_fails_when_told(device: torch.device) -> tuple[fpipe.Pipeline, Any, Any]:
+    """A pipeline, and parameters and a batch for it."""
     schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
     model = mlp(2, 8)
     pipe = fpipe.pipeline(
         model.stages, model.loss, schedule, compile=fails_when_told, group=dist.group.WORLD
     )
     params, batch = tree.tree_map(lambda leaf: leaf.to(device), (model.params, model.batch))
+    return pipe, pipe.local(params), batch
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The last number of the list counts the messages that leave by way of the CPU."""
     sent: list[int] = []
     plain = StagedTransport._leaving
 
-    def counted(self: StagedTransport, values: Any) -> Any:
+    def leaving(self: StagedTransport, values: Any) -> Any:
         sent[-1] += 1
         return plain(self, values)
 
-    StagedTransport._leaving = counted  # type: ignore[method-assign]
+    StagedTransport._leaving = leaving  # type: ignore[method-assign]
     try:
-        for number in range(6):
-            sent.append(0)
-            Fails.now = number == 0
-            if Fails.now:
-                refused(lambda: pipe.step(pipe.local(params), batch))
-            else:
-                elsewhere = number > 3 and dist.get_rank() == 0
-                pipe.step(pipe.local(params), tree.tree_map(moved, batch) if elsewhere else batch)
+        yield sent
     finally:
         StagedTransport._leaving = plain  # type: ignore[method-assign]
-        Fails.now = False
-    assert all(sent[:2]) and sent[2:4] == [0, 0] and sent[4] and sent[5] == 0, sent
+
+
+def goes_by_way_of_the_cpu_where_nccl_hinders(device: torch.device) -> None:
+    """A message that waits would keep everything else waiting; all ranks must be told so."""
+    for name in HINDRANCES:
+        os.environ[name] = "1"
+        try:
+            pipe, params, batch = one_that_fails_when_told(device)
+            with counted() as sent:
+                for _ in range(3):
+                    sent.append(0)
+                    pipe.step(params, batch)
+            assert all(sent), (name, sent)
+            if dist.get_rank() == 0:
+                del os.environ[name]
+            pipe, params, batch = one_that_fails_when_told(device)
+            text = refused(lambda: pipe.step(params, batch))  # noqa: B023
+            assert f"another {name} than" in text, text
+        finally:
+            os.environ.pop(name, None)
 
 
 def moved(leaf: torch.Tensor) -> torch.Tensor:
@@ -211,10 +249,51 @@ def fails_on_one_microbatch(device: torch.device) -> None:
             assert number == 1 and error.rank == 1 and "on purpose" in str(error), error
 
 
+def sends_no_value_of_the_cpu(device: torch.device) -> None:
+    """NCCL does not; the first step says so, and the pipeline can be used again."""
+
+    def stage(w: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x * w, torch.tensor(3.0)]
+
+    def last(w: torch.Tensor, xs: list[torch.Tensor]) -> torch.Tensor:
+        return xs[0] * w * xs[1]
+
+    def loss(y: torch.Tensor, _: object) -> torch.Tensor:
+        return y.mean()
+
+    schedule = schedules.gpipe(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline([stage, last], loss, schedule, compile=False, group=dist.group.WORLD)
+    params = pipe.local([torch.ones((), device=device)] * 2)
+    for _ in range(2):
+        text = refused(lambda: pipe.step(params, torch.ones(4, device=device)))
+        assert "float32[], lies on cpu while the rank computes on cuda" in text, text
+        assert "The pipeline can be used again" in text, text
+
+
+def hears_of_a_rank_that_ends(device: torch.device) -> None:
+    """In the midst of a step, with messages under way both ways; it ends the process."""
+    pipe, params, batch = one_that_fails_when_told(device)
+    for _ in range(2):
+        pipe.step(params, batch)
+    start = time.monotonic()
+    Fails.deed = partial(os._exit, 0)
+    Fails.now = dist.get_rank() == 1
+    text = refused(lambda: pipe.step(params, batch))
+    assert "rank 1" in text, text
+    assert time.monotonic() - start < 10, time.monotonic() - start
+    os._exit(0)
+
+
+def fail() -> None:
+    """What code does that is to fail."""
+    raise RuntimeError("fails on purpose")
+
+
 class Fails:
-    """Whether the code of `fails_when_told` does so."""
+    """Whether the code of `fails_when_told` does so, and how."""
 
     now = False
+    deed: Callable[[], object] = staticmethod(fail)
 
 
 def fails_when_told(graph: torch.fx.GraphModule, _: object) -> Any:
@@ -222,7 +301,7 @@ def fails_when_told(graph: torch.fx.GraphModule, _: object) -> Any:
 
     def run(arguments: list[torch.Tensor]) -> Any:
         if Fails.now:
-            raise RuntimeError("fails on purpose")
+            Fails.deed()
         given = list(arguments)
         arguments.clear()
         return graph(*given)

@@ -64,6 +64,23 @@ def test_equal_to_the_cpu(family: str, remat: str) -> None:
     assert_same(value, step.loss)
 
 
+@pytest.mark.parametrize("devices", pairs())
+def test_a_value_of_the_cpu_goes_to_the_next_device(devices: Sequence[str]) -> None:
+    def stage(w: Tensor, x: Tensor) -> list[Tensor]:
+        return [x * w, torch.tensor(3.0)]
+
+    def last(w: Tensor, xs: list[Tensor]) -> Tensor:
+        return xs[0] * w * xs[1]
+
+    schedule = schedules.gpipe(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(
+        [stage, last], lambda y, _: y.mean(), schedule, compile=False, devices=devices
+    )
+    params = [torch.full((), 2.0, device=device) for device in devices]
+    step = pipe.step(params, torch.ones(4, device=devices[0]))
+    assert step.loss.item() == 12 and [grad.item() for grad in step.grads] == [6, 6]
+
+
 @compiles
 @pytest.mark.parametrize("name", ["gpt", "conv"])
 def test_compiled(name: str) -> None:

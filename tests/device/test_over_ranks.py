@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fpipe.runtime.connect import connect
+from fpipe.runtime.connect import connect, device_of
 
 pytestmark = pytest.mark.cuda
 
@@ -29,6 +29,14 @@ def test_ranks(ranks: int) -> None:
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_device_that_a_group_is_bound_to() -> None:
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    group = connect("nccl", dist.HashStore(), 0, 1, timedelta(seconds=30), device=device)
+    assert device_of(group) == torch.device("cuda", torch.cuda.current_device())
+    group.bound_device_id = device
+    assert device_of(group) == device
 
 
 @pytest.mark.real_device
