@@ -96,7 +96,7 @@ def buffers_of_steps(group: dist.ProcessGroup) -> list[list[int]]:
     model = model_of("mlp", schedule.num_stages, 12)
     pipe = pipeline(group, model, schedule)
     controller: Any = pipe._controller
-    kept: dict[Any, list[Tensor]] = controller._transport._buffers._kept
+    kept: dict[Any, list[Tensor]] = controller._transports[0]._buffers._kept
     found = []
     for _ in range(4):
         grads = pipe.step(pipe.local(model.params), model.batch).grads  # which the caller may hold

@@ -63,7 +63,7 @@ def own_channels(group: dist.ProcessGroup) -> list[Any]:
     pipe = pipeline(group, model, fpipe.schedules.one_f_one_b(ranks=2, microbatches=2))
     pipe.step(pipe.local(model.params), model.batch)
     controller: Any = pipe._controller
-    channels: dict[Any, Any] = controller._transport._channels
+    channels: dict[Any, Any] = controller._transports[0]._channels
     cpu = torch.device("cpu")
     shared: Any = group._get_backend(cpu).options
     others = {id(channel) for channel in channels.values()} - {id(group)}
@@ -87,7 +87,7 @@ def channels_of_two(group: dist.ProcessGroup) -> list[bool]:
     def channels(pipe: fpipe.Pipeline) -> dict[Any, Any]:
         pipe.step(pipe.local(model.params), model.batch)
         controller: Any = pipe._controller
-        own: dict[Any, Any] = controller._transport._channels
+        own: dict[Any, Any] = controller._transports[0]._channels
         return own
 
     first = channels(pipeline(group, model, fpipe.schedules.gpipe(ranks=2, microbatches=2)))
