@@ -105,6 +105,7 @@ LAYERS: Final = (
         "fpipe.schedule.schedule",
         "fpipe.schedule.sizes",
         "fpipe.schedule.timing.critical",  # of events alone, for pictures
+        "fpipe.schedule.timing.event",
         "fpipe.schedule.timing.memory",
     ),
     ("fpipe.schedule.bounds", "fpipe.schedule.verifying"),

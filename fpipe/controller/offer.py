@@ -12,10 +12,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from fpipe import tree
-from fpipe.arguments.shapes import Ambient, LeafShape, TreeShape, in_words
+from fpipe.arguments.shapes import Ambient, TreeShape, in_words
 from fpipe.controller.refusal import check_problems, odd_one_out, refusal
 from fpipe.controller.sample import COPIED, ROUNDING, Sample, unlike
 from fpipe.errors import BatchError
+from fpipe.stage.graphs.layouts import Layout
 
 log = logging.getLogger("fpipe")
 
@@ -149,15 +150,10 @@ def shared_parameters(offers: Sequence[Offer]) -> TreeShape | None:
             holders = list(range(len(ranks)))
         shapes = [in_words(own[at]) for at in holders]
         refuse(shapes, holders, f"{' and '.join(sorted({*shapes}))} at {path}")
-        lie = [_lies(own[at]) for at in holders]
+        lie = [Layout(own[at].shape, own[at].stride).steps for at in holders]
         refuse(lie, holders, f"of strides {' and '.join(map(str, sorted({*lie})))} at {path}")
         leaves.append(own[holders[0]])
     return trees[0]._replace(leaves=tuple(leaves))
-
-
-def _lies(leaf: LeafShape) -> tuple[int, ...]:
-    """The strides that matter: there is one place along a dimension of size 1."""
-    return tuple(step for step, size in zip(leaf.stride, leaf.shape, strict=True) if size > 1)
 
 
 def check_verdicts(

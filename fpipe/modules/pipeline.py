@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fpipe import tree
+from fpipe.arguments.shapes import memory_of
 from fpipe.checkpoint.loading import Naming, reading
 from fpipe.controller.controller import Gather
 from fpipe.controller.gathering import connected
@@ -253,13 +254,11 @@ class ModulePipeline(Pipeline):
         group = self.definition.group
         readers = self.readers()
         own = dict(module.named_parameters())
-        held = {parameter.untyped_storage()._cdata for parameter in own.values()}
+        held = {memory_of(parameter) for parameter in own.values()}
         with torch.no_grad():
             # What is copied may be another parameter of the module, to which is copied too.
             values = [
-                value.clone()
-                if value.untyped_storage()._cdata in held and value is not own[name]
-                else value
+                value.clone() if memory_of(value) in held and value is not own[name] else value
                 for name, value in _in_order(params)
             ]
             for leaf, (name, _) in enumerate(_in_order(params)):

@@ -124,9 +124,9 @@ def draw_up(
                     f"{action} (actions[{rank}][{at}]) is of stage {action.stage}, and the "
                     f"placement has {len(placement)} stages: fpipe.verify tells all that is amiss"
                 )
-    zero = min((row[0][2] for row in events if row), default=0.0)
+    zero = min((row[0].start for row in events if row), default=0.0)
     turns = _turns(placement)
-    waited: list[list[Wait]] = [[Wait(None, event[2]) for event in row] for row in events]
+    waited: list[list[Wait]] = [[Wait(None, event.start) for event in row] for row in events]
     messages: list[Message] = []
     if waits:
         waited, messages = waits_of(events, len(placement), cost)

@@ -9,6 +9,7 @@ from fpipe.schedule.cost import Cost
 from fpipe.schedule.earliest import earliest_starts
 from fpipe.schedule.grid import Rows
 from fpipe.schedule.picture.chart import Chart, draw_up
+from fpipe.schedule.timing.event import Event
 
 
 def unit_chart(schedule: Rows, name: str) -> Chart:
@@ -35,7 +36,7 @@ def unit_chart(schedule: Rows, name: str) -> Chart:
         ]
     events = [
         [
-            (rank, action, start, start + lengths.get(action.op, 0))
+            Event(rank, action, start, start + lengths.get(action.op, 0))
             for action, start in zip(row, times, strict=True)
         ]
         for rank, (row, times) in enumerate(zip(rows, starts, strict=True))

@@ -8,10 +8,10 @@ from typing import NamedTuple, TypeAlias
 from fpipe.schedule.action import Action
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.dependencies import chain, dependencies
-from fpipe.schedule.timing.memory import Timed
+from fpipe.schedule.timing.event import Event
 
 Position: TypeAlias = tuple[int, int]  # rank, index in the rank's row
-Events: TypeAlias = Sequence[Sequence[Timed]]  # per rank, in the order in which it ran them
+Events: TypeAlias = Sequence[Sequence[Event]]  # per rank, in the order in which it ran them
 
 
 class Wait(NamedTuple):
@@ -71,8 +71,8 @@ def waits_of(
     Returns:
         The waits in the order of the rows; the messages in the order of their readers.
     """
-    graph = dependencies([[event[1] for event in row] for row in events], chain(num_stages))
-    begun = min((row[0][2] for row in events if row), default=0.0)
+    graph = dependencies([[event.action for event in row] for row in events], chain(num_stages))
+    begun = min((row[0].start for row in events if row), default=0.0)
     found: list[list[Wait]] = []
     messages: list[Message] = []
     for rank, row in enumerate(events):
@@ -81,11 +81,11 @@ def waits_of(
             source: Position | None = None
             ready = begun
             if at:
-                source, ready = (rank, at - 1), row[at - 1][3]
+                source, ready = (rank, at - 1), row[at - 1].end
             for need in graph.needs[graph.starts[rank] + at]:
                 place = graph.place(need)
-                arrival = events[place[0]][place[1]][3]
-                if row[at][2] == row[at][3] < arrival:
+                arrival = events[place[0]][place[1]].end
+                if row[at].start == row[at].end < arrival:
                     continue
                 if place[0] != rank:
                     messages.append(Message(place, (rank, at)))
@@ -98,7 +98,7 @@ def waits_of(
 
 def critical_path(events: Events, num_stages: int, cost: Cost | None) -> list[Position]:
     """Positions of the actions that the last end waited for, first to last."""
-    ends = [(row[-1][3], -rank) for rank, row in enumerate(events) if row]
+    ends = [(row[-1].end, -rank) for rank, row in enumerate(events) if row]
     if not ends:
         return []
     found, _ = waits_of(events, num_stages, cost)

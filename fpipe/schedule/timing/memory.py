@@ -9,9 +9,8 @@ from typing import TypeAlias
 
 from fpipe.schedule.action import COMPUTE_OPS, Action, Op
 from fpipe.schedule.cost import StageCosts
+from fpipe.schedule.timing.event import Event
 
-# A timeline's `Event`; spelt out because the timeline imports this module.
-Timed: TypeAlias = tuple[int, Action, float, float]
 Steps: TypeAlias = tuple[tuple[float, float], ...]  # a time, and the amount held from then on
 
 
@@ -41,7 +40,7 @@ def counted_as(actions: Sequence[Action]) -> list[Op | None]:
     return [count(*action) for action in actions]
 
 
-def held(row: Sequence[Timed], costs: StageCosts) -> Steps:
+def held(row: Sequence[Event], costs: StageCosts) -> Steps:
     """The activations that a rank holds over time.
 
     F takes its activation when it starts; I frees its part, and B or W the rest, when it ends.
@@ -49,12 +48,12 @@ def held(row: Sequence[Timed], costs: StageCosts) -> Steps:
     backward, F keeps none.
 
     Args:
-        row: what the rank ran, in order: rank, action, start and end.
+        row: what the rank ran, in order.
         costs: what F keeps of each stage, and I frees, for a microbatch of size 1.
 
     Example:
         >>> from fpipe import Cost
-        >>> row = [(0, Action(0, Op.F, 0), 0.0, 1.0), (0, Action(0, Op.B, 0), 1.0, 3.0)]
+        >>> row = [Event(0, Action(0, Op.F, 0), 0.0, 1.0), Event(0, Action(0, Op.B, 0), 1.0, 3.0)]
         >>> held(row, Cost(f=1, i=1, w=1, activation=5).on([0]))
         ((0.0, 5), (3.0, 0))
     """

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.cost import Cost, StageCosts, check_cost
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.timing.timeline import Event, Timeline
+from fpipe.schedule.timing.event import Event
+from fpipe.schedule.timing.timeline import Timeline
 from fpipe.schedule.verifying.requires import owed_by_actions
 from fpipe.schedule.verifying.verifier import check_schedule, verify
 

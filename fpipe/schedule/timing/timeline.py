@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from fpipe.errors import ScheduleError
-from fpipe.schedule.action import Action, Op
+from fpipe.schedule.action import Op
 from fpipe.schedule.arguments import plain_integer
 from fpipe.schedule.bounds.lower import lower_bound
 from fpipe.schedule.cost import Cost, StageCosts, check_cost
@@ -17,6 +17,7 @@ from fpipe.schedule.exchange.plain import PathLike, save
 from fpipe.schedule.schedule import LARGEST_SHOWN, Schedule
 from fpipe.schedule.sizes import one_line
 from fpipe.schedule.timing.critical import Transfer, critical_path, transfers
+from fpipe.schedule.timing.event import Event
 from fpipe.schedule.timing.memory import Steps, held
 from fpipe.schedule.verifying.verifier import check_schedule
 
@@ -25,15 +26,6 @@ if TYPE_CHECKING:
 
 
 _HALVES: Final = {Op.B: 2, Op.I: 1, Op.W: 1}
-
-
-class Event(NamedTuple):
-    """One action with the time it took: from `start` to `end` on `rank`."""
-
-    rank: int
-    action: Action
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)

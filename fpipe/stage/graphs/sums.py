@@ -24,8 +24,6 @@ def add_sums(
     graph: fx.Graph,
     gradients: Mapping[Param, fx.Node],
     dtype: torch.dtype | None,
-    *,
-    apart: bool = False,
 ) -> dict[Source, Sum]:
     """Add the nodes of a `Sum` to `graph` for each parameter leaf in `gradients`.
 
@@ -34,10 +32,7 @@ def add_sums(
         gradients: the gradient of each parameter leaf that has one.
         dtype: the dtype to sum in, or None for the gradient's own; a complex gradient is summed in
             a complex dtype only, and a real one in a real.
-        apart: sum nothing: each microbatch's gradient is kept by itself.
     """
-    if apart:
-        return {source: Sum(node.name, None, node.name) for source, node in gradients.items()}
     first = next(node for node in graph.nodes if node.op != "placeholder")
     types = {source: _sum_type(gradient, dtype) for source, gradient in gradients.items()}
     so_far: dict[Param, fx.Node] = {}

@@ -179,16 +179,18 @@ def _sums(
     tied: Collection[Source],
 ) -> dict[Source, Sum]:
     """How the gradients of the caller's leaves are collected; nodes that add up join the graph."""
-    by_param = {source: node for source, node in gradients.items() if isinstance(source, Param)}
-    apart = objective.sink.join is not None
-    sums = add_sums(graph, by_param, objective.accum_dtype, apart=apart)
-    sums |= {source: sums[source]._replace(folded=False) for source in tied if source in sums}
-    # Every microbatch has leaves of its own.
-    return sums | {
+    summed = {
+        source: node
+        for source, node in gradients.items()
+        if isinstance(source, Param) and objective.sink.join is None
+    }
+    # The others are kept microbatch by microbatch: each has leaves of the batch of its own.
+    sums = add_sums(graph, summed, objective.accum_dtype) | {
         source: Sum(node.name, None, node.name)
         for source, node in gradients.items()
-        if isinstance(source, BatchLeaf)
+        if isinstance(source, Param | BatchLeaf) and source not in summed
     }
+    return sums | {source: sums[source]._replace(folded=False) for source in tied if source in sums}
 
 
 def _run_abstractly(
