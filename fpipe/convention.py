@@ -71,9 +71,9 @@ class Convention(NamedTuple):
             batch keeps its structure, and may be None.
         loss: from the tensor that the pipeline computes to what is returned for it.
         grads: from gradients in the structure of the stages' params to what is returned.
-        batch: from gradients in the structure of the stages' batch to what is returned.
         out_dims: from the caller's dimensions of an output to those of what the last stage returns.
         aux_dims: the same for aux.
+        batch: from gradients in the structure of the stages' batch to what is returned.
         vectors: for each argument after the batch, the one that it is a direction of, ``"params"``
             or ``"batch"``; or `COTANGENT`.
         weigh: from gradients of the losses by the parameters, in the caller's view, and a weight

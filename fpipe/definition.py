@@ -29,6 +29,7 @@ from fpipe.errors import (
 )
 from fpipe.runtime.connect import device_of
 from fpipe.schedule import Action, Op, Schedule
+from fpipe.schedule.arguments import plain_number
 from fpipe.schedule.verifying.requires import owed_by_actions
 from fpipe.schedule.verifying.verifier import verify
 from fpipe.stage.declared.objective import Objective
@@ -178,7 +179,8 @@ class Definition:
 
     def _check_timeout(self) -> None:
         given = self.timeout
-        if isinstance(given, bool) or not isinstance(given, int | float) or not given > 0:
+        seconds = None if isinstance(given, bool) else plain_number(given)
+        if seconds is None or not seconds > 0:
             raise StageError(f"timeout={given!r:.60} must be a positive number of seconds")
         if given < SHORTEST and self.group is not None:
             raise StageError(

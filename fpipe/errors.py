@@ -64,6 +64,17 @@ def few(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
+def told(error: BaseException, text: str | None = None) -> str:
+    """An error's kind and text, or another text, for a message.
+
+    Example:
+        >>> told(KeyError("w")), told(AssertionError())
+        ("KeyError: 'w'", 'AssertionError')
+    """
+    text = str(error) if text is None else text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def a_type(value: object) -> str:
     """The type of a value with its article, for a message.
 

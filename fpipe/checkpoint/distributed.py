@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fpipe.checkpoint.source import HEAD, check_dtype, check_shape
-from fpipe.errors import BatchError
+from fpipe.errors import BatchError, told
 
 
 class DistributedDirectory:
@@ -35,7 +35,7 @@ class DistributedDirectory:
             entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         except Exception as error:  # it is a pickle, and reading one may raise anything
             raise BatchError(
-                f"{path / HEAD} cannot be read ({type(error).__name__}: {error}): it must be that "
+                f"{path / HEAD} cannot be read ({told(error)}): it must be that "
                 "of a whole checkpoint, as torch.distributed.checkpoint.save writes it at its end"
             ) from error
         self._kinds = {

@@ -31,8 +31,8 @@ from fpipe.controller.offer import (
     warn_of_other_copies,
     warn_of_other_numbers,
 )
-from fpipe.controller.refusal import named
 from fpipe.controller.sample import Sample, numbers, sample
+from fpipe.errors import told
 from fpipe.planning.latest import Latest
 from fpipe.planning.plan import Plan
 from fpipe.planning.planner import Planner
@@ -247,10 +247,10 @@ class Calls:
             sample=self._sample(given),
             ambient=self._planner.ambient(),
             schedule=repr(self._schedule),
-            problem=None if problem is None else named(problem),
+            problem=None if problem is None else told(problem),
         )
         if problem is None and (problem := unsendable(offer)) is not None:
-            offer = offer._replace(params={}, batch=None, problem=named(problem))
+            offer = offer._replace(params={}, batch=None, problem=told(problem))
         offers: list[Offer] = gather_objects(offer, self._control)
         check_offers(offers, self._rank, problem)
         warn_of_other_numbers(offers)
@@ -307,7 +307,7 @@ class Calls:
             texts = [describe(program, weighed=False) for program in plan.programs]
             return plan, digest("\n".join((*texts, plan.fingerprint))), None
         except Exception as error:
-            return None, named(error), error
+            return None, told(error), error
 
     def expected(self, call: Call) -> Plan | None:
         """The plan of the last call that was like this one as far as this rank knows, if any."""

@@ -24,9 +24,8 @@ from fpipe.controller.controller import Finished
 from fpipe.controller.fault import Fault
 from fpipe.controller.gathering import gather, gather_objects
 from fpipe.controller.loading import as_traced, load
-from fpipe.controller.refusal import named
 from fpipe.controller.watch import Watch
-from fpipe.errors import PipelineError, StageError
+from fpipe.errors import PipelineError, StageError, told
 from fpipe.planning.plan import Plan
 from fpipe.planning.total import Total
 from fpipe.recording import Clock, Marks, active, aligned, timeline_of
@@ -188,7 +187,7 @@ class Execution:
         cause = error.__cause__
         if not isinstance(error, PipelineError):
             cause = error
-            error = PipelineError(f"rank {self._rank} failed: {named(error)}", rank=self._rank)
+            error = PipelineError(f"rank {self._rank} failed: {told(error)}", rank=self._rank)
         fault = Fault.of(error)
         self._watch.report(fault)
         failure = fault.error()

@@ -38,9 +38,9 @@ from fpipe.controller.header import (
     of_number,
     sum_of,
 )
-from fpipe.controller.refusal import check_problems, named
+from fpipe.controller.refusal import check_problems
 from fpipe.controller.watch import Watch
-from fpipe.errors import PipelineError
+from fpipe.errors import PipelineError, told
 from fpipe.planning.planner import Planner
 from fpipe.runtime.connect import carriers, lines_of, store_to_ask
 from fpipe.runtime.group import GroupTransport
@@ -204,7 +204,7 @@ class MultiController:
             headers = gather_headers(own, self._control, self._number)
             check_calls(headers)
             if any(header.failed for header in headers):
-                text = None if problem is None else named(problem)
+                text = None if problem is None else told(problem)
                 texts = gather_objects(text, self._control)
                 check_problems(deed, texts, self._rank, problem)
             check_keys(headers)
@@ -289,7 +289,7 @@ class MultiController:
 
     def _tear(self, error: BaseException) -> PipelineError:
         """Messages are left half-way: what comes next could not be told from what came before."""
-        fault = Fault(self._rank, f"rank {self._rank} failed: {named(error)}", breaks=True)
+        fault = Fault(self._rank, f"rank {self._rank} failed: {told(error)}", breaks=True)
         self._broken = fault  # already, for who has interrupted this may do so again
         return self._give_up(self._watch.report(fault))
 

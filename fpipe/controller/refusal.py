@@ -19,11 +19,6 @@ def refusal(rank: int | None, text: str) -> PipelineError:
     return PipelineError(f"{text}. The pipeline can be used again", rank=rank)
 
 
-def named(error: BaseException) -> str:
-    """The error's kind and text."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
 def check_problems(
     deed: str, texts: Sequence[str | None], own: int, problem: Exception | None
 ) -> None:

@@ -12,10 +12,9 @@ from torch._compile import _disable_dynamo
 from fpipe.arguments.microbatch import split
 from fpipe.arguments.shapes import batch_shapes
 from fpipe.controller.controller import Gather
-from fpipe.controller.refusal import named
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
-from fpipe.errors import PipelineError, StageError, check_flags
+from fpipe.errors import PipelineError, StageError, check_flags, told
 from fpipe.modules.costs import Loads, counted, parts_of
 from fpipe.modules.declared import declared
 from fpipe.modules.division import divide
@@ -199,7 +198,7 @@ def _of_first(
             return action(), ""
         except Exception as error:
             failure = error
-            return None, named(error)
+            return None, told(error)
 
     def work(gather: Gather) -> tuple[str, list[tuple[Any, str]]]:
         answers = gather(tried(check))

@@ -23,6 +23,7 @@ from fpipe.modules.loss import Loss
 from fpipe.modules.pipeline import ModulePipeline
 from fpipe.modules.shares import Balance
 from fpipe.schedule import Schedule
+from fpipe.schedule.arguments import plain_integer
 from fpipe.stage.cutting.cut import cut
 from fpipe.stage.pieces.compiler import Compile
 from fpipe.stage.pieces.remat import Remat
@@ -221,7 +222,7 @@ def _check_stages(stages: int | None, example: Any, schedule: Schedule) -> None:
     Raises:
         StageError: `example` is missing, or `stages` is not the schedule's number.
     """
-    if stages is not None and not isinstance(stages, int):
+    if stages is not None and (plain_integer(stages) is None or isinstance(stages, bool)):
         raise StageError(
             f"stages={stages!r:.60} is {a_type(stages)}: it must be an integer, "
             f"{schedule.num_stages} for the schedule {schedule.name}; or leave it out"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from fpipe.errors import StageError, a_type
+from fpipe.errors import StageError, a_type, told
 from fpipe.stage.refusing.explain import Untraceable, told_apart
 from fpipe.stage.refusing.frames import place
 from fpipe.stage.turns import Turns
@@ -50,26 +50,26 @@ def explaining(name: str, *, is_compiling: bool) -> Iterator[None]:
         # There it is a mixture of experts that looks which tokens each of them gets.
         if known is not None and not (of_hugging_face and "aten.nonzero" in known):
             raise StageError(f"{name} {known}") from error
-        told = (
+        advice = (
             "" if is_compiling else ", or trace it with is_compiling=True, so that it does not look"
         )
         if of_hugging_face:
-            told = (
+            advice = (
                 "; in a Hugging Face model this is most often the padding mask: pass the mask with "
                 "four dimensions, bool[batch, 1, query, key], load a decoder with "
                 'attn_implementation="eager" (experts: experts_implementation="batched_mm"), '
-                "drop no layers (config.layerdrop = 0)" + told
+                "drop no layers (config.layerdrop = 0)" + advice
             )
         raise StageError(
             f"{name} branches on data ({error}){at}, which a pipeline that is traced "
-            f"once cannot: use torch.where or a mask{told}"
+            f"once cannot: use torch.where or a mask{advice}"
         ) from error
     except Exception as error:
         if "transformers/integrations/moe.py:" not in place(error):
             raise
         raise StageError(
             f"{name} chose an implementation of its experts that cannot be traced{place(error)} "
-            f"({type(error).__name__}: {error}): load the model with "
+            f"({told(error)}): load the model with "
             'experts_implementation="batched_mm", or call '
             'module.set_experts_implementation("batched_mm")'
         ) from error
@@ -114,11 +114,11 @@ _TOLD: Final[WeakKeyDictionary[nn.Module, set[str]]] = WeakKeyDictionary()
 
 def _tell_of_changes(part: nn.Module, before: Mapping[str, Any]) -> None:
     """Warn of what was a number and is another, such as a count: no later step will change it."""
-    now, told = vars(part), _TOLD.setdefault(part, set())
+    now, told_before = vars(part), _TOLD.setdefault(part, set())
     for name, old in before.items():
         new = now.get(name, old)
-        if name not in told and _is_number(old) and _is_number(new) and new != old:
-            told.add(name)
+        if name not in told_before and _is_number(old) and _is_number(new) and new != old:
+            told_before.add(name)
             log.warning(
                 "the forward changes the attribute %s of %s, which stays what it was: a trace is "
                 "made once, and steps do not run the forward again; keep what changes in a buffer, "

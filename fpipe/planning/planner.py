@@ -188,19 +188,20 @@ class Planner:
             weight * self._chosen(weight.new_ones(value.shape if numbering.heads else ()))
             for weight, value in zip(weights, values, strict=True)
         )
+        shapes = ([chain.value(own).shape for own in chain.results] for chain in chains)
         return Plan(
-            schedule,
-            programs,
-            seeds,
-            weights,
-            chains[0].value(chains[0].results[1]).dim() if numbering.heads > 1 else 0,
-            numbering,
-            tuple(zip(*([c.value(own).shape for own in c.results] for c in chains), strict=True)),
-            "\n".join(sorted(piece.fingerprint for piece in made.pieces())),
-            any(piece.communicates for piece in made.pieces()),
-            rows,
-            self._sink,
-            made.frozen,
+            schedule=schedule,
+            programs=programs,
+            seeds=seeds,
+            weights=weights,
+            losses=chains[0].value(chains[0].results[1]).dim() if numbering.heads > 1 else 0,
+            numbering=numbering,
+            shapes=tuple(zip(*shapes, strict=True)),
+            fingerprint="\n".join(sorted(piece.fingerprint for piece in made.pieces())),
+            communicates=any(piece.communicates for piece in made.pieces()),
+            rows=rows,
+            sink=self._sink,
+            frozen=made.frozen,
         )
 
     def _chosen(self, ones: Tensor) -> Tensor:

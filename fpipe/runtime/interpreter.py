@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fpipe.errors import PipelineError
+from fpipe.errors import PipelineError, told
 from fpipe.runtime.program import Compute, Free, Program, Recv, Send, WaitRecv
 from fpipe.runtime.transport import ConnectionLost, Interrupted, Transport
 
@@ -85,13 +85,12 @@ def _blame(program: Program, index: int, error: Exception) -> PipelineError:
     """Say which action of which rank failed, whatever raised."""
     instruction = program.instructions[index]
     if isinstance(instruction, Free):  # which the handler of a signal has interrupted
-        text = f"rank {program.rank} failed: {type(error).__name__}: {error}"
+        text = f"rank {program.rank} failed: {told(error)}"
         return PipelineError(text, rank=program.rank)
     action = instruction.action if isinstance(instruction, Compute) else instruction.message.action
     which = "" if action.microbatch is None else f", microbatch {action.microbatch}"
     return PipelineError(
-        f"{action} failed on rank {program.rank} (stage {action.stage}{which}): "
-        f"{type(error).__name__}: {error}",
+        f"{action} failed on rank {program.rank} (stage {action.stage}{which}): {told(error)}",
         rank=program.rank,
         stage=action.stage,
         microbatch=action.microbatch,

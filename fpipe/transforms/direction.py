@@ -46,12 +46,12 @@ class Direction:
     def convention(self) -> Convention:
         """This pairing as a convention."""
         return Convention(
-            self.enter,
-            self.loss,
-            self.grads,
-            self.out_dims,
-            self.inner.aux_dims,
-            self.batch,
+            enter=self.enter,
+            loss=self.loss,
+            grads=self.grads,
+            out_dims=self.out_dims,
+            aux_dims=self.inner.aux_dims,
+            batch=self.batch,
             vectors=self.along,
             weigh=self.inner.weigh if self.weighable else None,
         )

@@ -48,12 +48,12 @@ class Members:
     def convention(self) -> Convention:
         """These members as a convention."""
         return Convention(
-            self.enter,
-            self.loss,
-            self.grads,
-            self.out_dims,
-            self.aux_dims,
-            self.batch,
+            enter=self.enter,
+            loss=self.loss,
+            grads=self.grads,
+            out_dims=self.out_dims,
+            aux_dims=self.aux_dims,
+            batch=self.batch,
             vectors=self.inner.vectors,
             weigh=None if self.inner.weigh is None else self.weigh,
             state=self.state if self.has_state else self.inner.state,

@@ -207,11 +207,11 @@ def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
     convention = inner._replace(out_dims=out_dims, aux_dims=aux_dims, weigh=_weigh(inner))
     if inner is not PLAIN:
         convention = Convention(
-            inner.enter,
-            lambda loss: over(inner.loss, [loss], [0]),
-            lambda grads: over(inner.grads, [grads], [0]),
-            out_dims,
-            aux_dims,
+            enter=inner.enter,
+            loss=lambda loss: over(inner.loss, [loss], [0]),
+            grads=lambda grads: over(inner.grads, [grads], [0]),
+            out_dims=out_dims,
+            aux_dims=aux_dims,
             vectors=inner.vectors,
             weigh=_weigh(inner),
         )

@@ -842,6 +842,21 @@ def test_steps_to_profile(steps: Any) -> None:
         fpipe.profile(pipe, MODEL.params, MODEL.batch, steps=steps)
 
 
+def test_numbers_of_numpy() -> None:
+    options: Any = {"timeout": np.float32(5), "steps": np.int64(1)}
+    pipe = plain_pipeline(MODEL.stages, timeout=options["timeout"])
+    cost = fpipe.profile(pipe, MODEL.params, MODEL.batch, steps=options["steps"])
+    assert len(cost.on([0, 1]).f) == 2
+
+
+def test_a_failure_without_a_text() -> None:
+    def without_words(params: Any, x: Tensor) -> Tensor:
+        raise AssertionError
+
+    with pytest.raises(StageError, match=r"stage 1 .* at .*: AssertionError$"):
+        plain_pipeline([mlp_first, without_words]).step(MODEL.params, MODEL.batch)
+
+
 def test_the_cause_is_shown_where_the_user_wrote_it(caplog: pytest.LogCaptureFixture) -> None:
     """With the frames of the tracers it was five times as long; they are logged."""
 

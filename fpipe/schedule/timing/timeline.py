@@ -203,14 +203,14 @@ class Timeline:
         ranks = max(placement) + 1  # what comes after has no stage
         each = self._each
         cost = Cost(
-            each.f,
-            each.i,
-            each.w,
-            self.cost.comm,
-            each.b,
-            each.activation,
-            each.freed_by_i,
-            each.sizes,
+            f=each.f,
+            i=each.i,
+            w=each.w,
+            comm=self.cost.comm,
+            b=each.b,
+            activation=each.activation,
+            freed_by_i=each.freed_by_i,
+            sizes=each.sizes,
         )
         return lower_bound(placement, self.schedule.num_microbatches, cost, self.peak[:ranks])
 

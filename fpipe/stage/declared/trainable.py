@@ -9,7 +9,7 @@ from typing import Any
 import optree
 
 from fpipe import tree
-from fpipe.errors import BatchError, StageError, a_type
+from fpipe.errors import BatchError, StageError, a_type, told
 
 Flags = tuple[tuple[bool, ...], ...]
 """For each stage, whether each of its leaves is trained."""
@@ -141,7 +141,7 @@ def _decided(decide: Callable[[tuple[Any, ...]], Any], path: tuple[Any, ...]) ->
         return bool(decide(path))
     except Exception as error:
         raise BatchError(
-            f"trainable raised {type(error).__name__}: {error}, for the path {path!r:.100}: it "
+            f"trainable raised {told(error)}, for the path {path!r:.100}: it "
             "must return whether the leaf at a path, a tuple of keys and indices, is trained"
         ) from error
 

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 
 from fpipe.arguments.shapes import kernels, without_autocast
-from fpipe.errors import StageError, label_of
+from fpipe.errors import StageError, label_of, told
 from fpipe.stage.graphs.inlining import with_draws_written_out
 from fpipe.stage.graphs.layouts import Layout, lay_out, layouts_of, unlike
 from fpipe.stage.graphs.nodes import value_of
@@ -89,7 +89,7 @@ class Compiler:
                 with without_autocast():  # the casts are in the graph
                     made = self._make(piece.graph, examples)
             except Exception as error:
-                says = f"{type(error).__name__}: {error}"
+                says = told(error)
                 way = "compile=False runs it uncompiled"
                 if any(words in says for words in _CUT_SHORT):
                     way = "a compilation that was interrupted has left that file: delete it"
@@ -199,7 +199,7 @@ def _by_callers(
             if not isinstance(error, StopIteration) and not any(w in str(error) for w in words):
                 raise
             raise StageError(
-                f"compile={label_of(make)} made what raised {type(error).__name__}: {error} (it "
+                f"compile={label_of(make)} made what raised {told(error)} (it "
                 "must be a boxed callable, which takes its inputs in one list; of a backend of "
                 'torch.compile say compile={"backend": …})'
             ) from error

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 
 from fpipe import tree
 from fpipe.arguments.shapes import in_words
-from fpipe.errors import StageError
+from fpipe.errors import StageError, told
 from fpipe.stage.refusing.frames import calls, own_traceback, place
 
 log = logging.getLogger("fpipe")
@@ -154,7 +154,7 @@ def _refusal(name: str, error: Exception, given: str, called: str) -> StageError
         lacks = called.startswith("fn(") and re.search(r"missing \d required", text)
         more = "; fpipe.Stage(fn, reads_batch=True) takes the microbatch too, reads_key=True a key"
         text += f" (it is called as {called}{more if lacks else ''})"
-    return StageError(f"{name} cannot be traced on {given}{at}: {type(error).__name__}: {text}")
+    return StageError(f"{name} cannot be traced on {given}{at}: {told(error, text)}")
 
 
 # What a function raises that takes its arguments for others.
