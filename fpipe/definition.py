@@ -5,8 +5,6 @@ A pipeline is made from its definition alone, so another one like it is made by 
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe import random, tree
 from fpipe.convention import DEFERRED, PLAIN, Convention
@@ -41,8 +38,6 @@ from fpipe.stage.pieces.compiler import Compile
 from fpipe.stage.pieces.remat import Remat, named
 
 REDUCTIONS = ("mean", "sum", "weighted")
-
-log = logging.getLogger("fpipe")
 
 SHORTEST = 1.0
 """The shortest `timeout`, in seconds: a rank that is well is heard of twice in that time."""
@@ -398,71 +393,3 @@ def _check_stages(schedule: Schedule, stages: Sequence[Stage]) -> None:
             f"{schedule.num_stages} stages on {schedule.num_ranks} ranks: pass one function per "
             "stage, of all ranks in every process, or make the schedule for this number of stages"
         )
-
-
-def placed(devices: Sequence[torch.device | str | int] | None) -> tuple[torch.device, ...] | None:
-    """Devices with their indices, as tensors on them report them.
-
-    Raises:
-        StageError: there is no such device.
-    """
-    if devices is None:
-        return None
-    if isinstance(devices, str):
-        raise StageError(f"devices={devices!r} is one name: give a list with one device per rank")
-    if not isinstance(devices, Sequence) or None in devices:
-        raise StageError(
-            f"devices={devices!r:.60} must be a list or tuple with one device per rank"
-        )
-    try:
-        return tuple(torch.empty(0, device=device).device for device in devices)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        raise StageError(f"devices={devices!r:.60} cannot be used: {error}") from error
-
-
-def group_of(
-    group: dist.ProcessGroup | None, mesh: DeviceMesh | None, schedule: Schedule | None
-) -> dist.ProcessGroup | None:
-    """The process group that `group` or `mesh` names, None for neither.
-
-    Raises:
-        StageError: both are given, or the mesh has no dimension ``"pp"``, or one of them is
-            something else.
-    """
-    if mesh is None:
-        if group is not None and not isinstance(group, dist.ProcessGroup):
-            raise StageError(
-                f"group={group!r:.60} is no process group of which this process is a member: "
-                "dist.group.WORLD is that of all processes; only the ranks in "
-                "dist.new_group(ranks) get one from it"
-            )
-        if group is None and os.environ.get("WORLD_SIZE", "1") != "1" and not dist.is_initialized():
-            # dist.group.WORLD is None until then.
-            log.warning(
-                "a pipeline of the whole model in each of %s processes: for one over all of them "
-                "call torch.distributed.init_process_group before it is made, and pass group=",
-                os.environ["WORLD_SIZE"],
-            )
-        if group is None and dist.is_initialized():
-            count = dist.get_world_size()
-            if 1 < count == getattr(schedule, "num_ranks", None):
-                log.warning(
-                    "a pipeline of all %d ranks in each of %d processes: for one over all of them "
-                    "pass group=dist.group.WORLD, or mesh=",
-                    count,
-                    count,
-                )
-        return group
-    if not isinstance(mesh, DeviceMesh):
-        raise StageError(
-            f"mesh={mesh!r:.60} is {a_type(mesh)}: it must be a DeviceMesh, which "
-            "init_device_mesh makes"
-        )
-    if group is not None:
-        raise StageError("group and mesh are both given: give one of them")
-    if "pp" not in (mesh.mesh_dim_names or ()):
-        raise StageError(
-            f"mesh has the dimensions {mesh.mesh_dim_names}, none of which is named 'pp': "
-            "init_device_mesh(..., mesh_dim_names=('dp', 'pp')) names them"
-        )
-    return mesh.get_group("pp")

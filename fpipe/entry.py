@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.convention import called
-from fpipe.definition import Definition, group_of, placed
+from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError, a_type
+from fpipe.placing import group_of, placed
 from fpipe.schedule import Schedule
 from fpipe.stage.declared.stage import Stage
 from fpipe.stage.declared.trainable import Trainable

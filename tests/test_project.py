@@ -126,7 +126,7 @@ LAYERS: Final = (
     ("fpipe.stage",),
     ("fpipe.runtime",),
     ("fpipe.planning", "fpipe.recording"),
-    ("fpipe.controller", "fpipe.convention", "fpipe.definition", "fpipe.results"),
+    ("fpipe.controller", "fpipe.convention", "fpipe.definition", "fpipe.placing", "fpipe.results"),
     (
         "fpipe.transforms.derivative",
         "fpipe.transforms.direction",

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from fpipe.arguments.ambient import without_autocast
 from fpipe.arguments.microbatch import SplitBatch
 from fpipe.arguments.parameters import Parameters
-from fpipe.arguments.shapes import device_of_keys, is_dense, without_autocast
+from fpipe.arguments.shapes import device_of_keys, is_dense
 from fpipe.controller.keys import Words, keys_of
 from fpipe.planning.plan import Plan
 from fpipe.runtime.interpreter import Run

@@ -12,7 +12,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from fpipe import tree
-from fpipe.arguments.shapes import Ambient, TreeShape, in_words
+from fpipe.arguments.ambient import Ambient
+from fpipe.arguments.shapes import TreeShape, in_words
 from fpipe.controller.refusal import check_problems, odd_one_out, refusal
 from fpipe.controller.sample import COPIED, ROUNDING, Sample, unlike
 from fpipe.errors import BatchError

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
-from fpipe.definition import Definition, group_of, placed
+from fpipe.definition import Definition
 from fpipe.errors import StageError, a_type, check_flags
 from fpipe.modules.balancing import chosen
 from fpipe.modules.buffers import real_buffers, refuse_elsewhere, refuse_missing
@@ -22,6 +22,7 @@ from fpipe.modules.declared import declared, with_buffers, with_cuts
 from fpipe.modules.loss import Loss
 from fpipe.modules.pipeline import ModulePipeline
 from fpipe.modules.shares import Balance
+from fpipe.placing import group_of, placed
 from fpipe.schedule import Schedule
 from fpipe.schedule.arguments import plain_integer
 from fpipe.stage.cutting.cut import cut

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from fpipe import tree
-from fpipe.arguments.shapes import autocasts, cast_as
+from fpipe.arguments.ambient import autocasts, cast_as
 from fpipe.draws import generators
 from fpipe.errors import FpipeError
 from fpipe.nesting.derived import Callee, Method, of_members

@@ -12,11 +12,10 @@ import optree
 import torch
 from torch import Tensor
 
+from fpipe.arguments.ambient import Ambient, ambient
 from fpipe.arguments.shapes import (
-    Ambient,
     Goal,
     Signature,
-    ambient,
     difference,
     in_words,
     is_differentiable,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fpipe.arguments.shapes import current
+from fpipe.arguments.ambient import current
 from fpipe.errors import PipelineError
 from fpipe.runtime.interpreter import Run
 from fpipe.runtime.program import Message

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.arguments.shapes import Goal, TreeShape, without_autocast
+from fpipe.arguments.ambient import without_autocast
+from fpipe.arguments.shapes import Goal, TreeShape
 from fpipe.draws import draws
 from fpipe.errors import StageError
 from fpipe.stage.cutting.alike import likeness, seen_from

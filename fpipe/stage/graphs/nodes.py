@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
-from fpipe.arguments.shapes import without_autocast
+from fpipe.arguments.ambient import without_autocast
 from fpipe.draws import draws
 
 aten = torch.ops.aten

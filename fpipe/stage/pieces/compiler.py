@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 
-from fpipe.arguments.shapes import kernels, without_autocast
+from fpipe.arguments.ambient import kernels, without_autocast
 from fpipe.errors import StageError, label_of, told
 from fpipe.stage.graphs.inlining import with_draws_written_out
 from fpipe.stage.graphs.layouts import Layout, lay_out, layouts_of, unlike

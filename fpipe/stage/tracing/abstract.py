@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fpipe.arguments.shapes import TreeShape, current, device_of_keys
+from fpipe.arguments.ambient import current
+from fpipe.arguments.shapes import TreeShape, device_of_keys
 from fpipe.stage.graphs.sources import Source
 
 

@@ -18,7 +18,8 @@ from torch.func import vjp
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fpipe import tree
-from fpipe.arguments.shapes import is_differentiable, without_autocast
+from fpipe.arguments.ambient import without_autocast
+from fpipe.arguments.shapes import is_differentiable
 from fpipe.stage.graphs.sources import Source
 from fpipe.stage.refusing.explain import SPARSE, Untraceable
 from fpipe.stage.tracing.abstract import Leaves

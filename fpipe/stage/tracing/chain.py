@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fpipe import tree
-from fpipe.arguments.shapes import Goal, TreeShape, ambient
+from fpipe.arguments.ambient import ambient
+from fpipe.arguments.shapes import Goal, TreeShape
 from fpipe.errors import StageError
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.declared.returns import Numbering, Taken
