@@ -1,7 +1,8 @@
 """What a forward depends on beside its arguments, as it is at a call: it is traced once for each.
 
-A trace has the buffers and the hooks that the module had. Numbers written to buffers count, but not
-what is put in their place. So each time that some are others than before, the mode is another one.
+A trace has the submodules, the buffers and the hooks that the module had. Numbers written to
+buffers count, but not what is put in their place. So each time that some are others than before,
+the mode is another one.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from fpipe.modules.tracing import as_left
 log = logging.getLogger("fpipe")
 
 MANY: Final = 8
-"""As often as buffers, or hooks, may be replaced without a word."""
+"""As often as submodules, buffers or hooks may be replaced without a word."""
 
 
 class Mode:
-    """Which of the modules that are traced train, what they drop, and their buffers and hooks.
+    """Which of the modules that are traced train, what they drop, their parts, buffers and hooks.
 
-    Equal on all ranks whose modules are treated alike: buffers and hooks are told by when they were
-    first seen, not by where they lie.
+    Equal on all ranks whose modules are treated alike: parts, buffers and hooks are told by when
+    they were first seen, not by where they lie.
 
     Args:
         modules: which are traced.
@@ -34,6 +35,7 @@ class Mode:
 
     def __init__(self, *modules: nn.Module) -> None:
         self._modules: Final = modules
+        self._parts: Final = _Seen()
         self._buffers: Final = _Seen()
         self._hooks: Final = _Seen()
         self._warned: set[str] = set()
@@ -51,13 +53,15 @@ class Mode:
         named = [pair for one in self._modules for pair in one.named_modules()]
         refuse_gradient_hooks(named)
         parts = [part for _, part in named]
+        seen = self._parts(parts)
         buffers = self._buffers(buffer for part in parts for buffer in part._buffers.values())
         hooks = self._hooks(hook for part in parts for hook in _hooks(part))
+        self._warn(seen, "submodules", "make a pipeline of each module that there is to be")
         self._warn(buffers, "buffers", "write to them in place (buffer.copy_(...)), which counts "
                    "too, or let the step thread them (has_state=True)")  # fmt: skip
         self._warn(hooks, "forward hooks", "register a hook once, and the same one again")
         drops = tuple(part.p for part in parts if isinstance(part, _DropoutNd))
-        return tuple(part.training for part in parts), drops, buffers, hooks
+        return tuple(part.training for part in parts), drops, seen, buffers, hooks
 
     def _warn(self, times: int, what: str, instead: str) -> None:
         """Say once that something was replaced many times."""

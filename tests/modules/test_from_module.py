@@ -87,8 +87,22 @@ def test_the_mode_of_the_module_is_that_of_the_call(caplog: pytest.LogCaptureFix
     steps = [r.message for r in caplog.records if r.message.startswith("tracing step")]
     assert len(steps) == 2 * 3  # all in training, all in evaluation, some in training
     assert steps[-1].endswith(
-        "the module has another mode (train, eval), other dropout, buffers or hooks"
+        "the module has another mode (train, eval), other dropout, parts, buffers or hooks"
     )
+
+
+def test_a_submodule_is_that_of_the_call() -> None:
+    """One that was put in the place of another, which has no parameters, was not seen."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double()
+    params, batch = detached(module), {"input": torch.ones(4, 2, dtype=torch.float64)}
+    pipe = fpipe.from_module(
+        module, schedule=TWO, cuts=["0"], loss=lambda y, _: y.sum(), compile=False
+    )
+    tanh = module[1]
+    for other in (tanh, nn.Sigmoid(), tanh):
+        module[1] = other
+        expected = module(**batch).sum().detach() / 2
+        torch.testing.assert_close(pipe.step(params, batch).loss, expected)
 
 
 class Scaling(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fpipe
 from fpipe.stage.tracing.interrupts import held_back
+from fpipe.stage.tracing.known import Known
 
 SCHEDULE = fpipe.schedules.gpipe(ranks=2, microbatches=2)
 PARAMS = [torch.eye(3), torch.eye(3)]
@@ -66,6 +68,62 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, number: int) ->
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not isinstance(torch.ones(1), FakeTensor)
     torch.testing.assert_close(pipe.step(PARAMS, BATCH), expected)
+
+
+def module_pipeline() -> Any:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 3))
+    loss = by_square
+    return fpipe.from_module(module, schedule=SCHEDULE, cuts=["1"], loss=loss, compile=False)
+
+
+def by_square(y: Tensor, _: Any) -> Tensor:
+    return y.square().mean()
+
+
+def cut_pipeline() -> Any:
+    def whole(params: Any, x: Tensor) -> Tensor:
+        return by_square(stage(params[1], fpipe.cut(stage(params[0], x))), x)
+
+    return fpipe.pipeline(whole, schedule=SCHEDULE, compile=False)
+
+
+@pytest.mark.parametrize("make", [pipeline, module_pipeline, cut_pipeline])
+def test_at_whichever_operation(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where C++ asks for something, and could not be left by an exception."""
+    torch.manual_seed(0)
+    shapes = {"0.weight": (3, 3), "0.bias": (3,), "2.weight": (3, 3), "2.bias": (3,)}
+    named = {name: torch.randn(shape) for name, shape in shapes.items()}
+    arguments = (named, {"input": BATCH}) if make is module_pipeline else (PARAMS, BATCH)
+    count, at = 0, 0
+    plain = Known.__torch_dispatch__
+
+    def pressed(*given: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return plain(*given)
+
+    monkeypatch.setattr(Known, "__torch_dispatch__", pressed)
+    expected = make().step(*arguments)
+    assert count > 20, count
+    for at in range(1, count + 1, 3):  # it is read in `pressed`
+        pipe, count = make(), 0
+        with pytest.raises(KeyboardInterrupt):
+            pipe.step(*arguments)
+        at = 0
+        torch.testing.assert_close(pipe.step(*arguments), expected)
+
+
+def test_what_an_insistent_one_leaves_behind() -> None:
+    """A second signal comes wherever it comes, such as in the midst of an operation."""
+    pipe = pipeline()
+    expected = pipe.step(PARAMS, BATCH)
+    modes = [one for one in gc.get_objects() if type(one) is FakeTensorMode]
+    for mode in modes:
+        mode.in_kernel_invocation = True
+    longer = torch.cat([BATCH, BATCH])
+    torch.testing.assert_close(pipe.step(PARAMS, longer).loss, expected.loss)
 
 
 def test_a_handler_that_raises_nothing_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

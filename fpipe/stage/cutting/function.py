@@ -98,6 +98,7 @@ class FunctionTracer:
                 "gradients; for outputs return (loss, aux), under has_aux=True, of which "
                 "pipe.forward gives both (of a module: loss=lambda output, batch: (..., output))"
             )
+        self._places.begin()
         params = Abstract.of(shapes[0], self._mode)
         batch = Abstract.of(microbatch, self._mode)
         with self._places.at(0):

@@ -272,7 +272,10 @@ def impure(name: str, where: str, op: str) -> StageError:
         )
     module = ""
     if "closes over" in where:
-        module = "; a module whose buffers change trains with has_state=True, or in module.eval()"
+        module = (
+            "; a module whose buffers change trains with has_state=True and a state that has all "
+            "of them, or in module.eval()"
+        )
     return StageError(
         f"{name} writes in place to {where} ({op}): a stage is a pure function; work on a copy "
         f"(x = x.clone()), and return what is to be kept{module}"

@@ -34,6 +34,10 @@ class Places:
             # Its cache takes "cuda" for the device that was current when the same was asked first.
             self.mode.cache_enabled = False
 
+    def begin(self) -> None:
+        """A trace begins; what ended the one before may have come in the midst of an operation."""
+        self.mode.in_kernel_invocation = False
+
     def device(self, index: int) -> torch.device | None:
         """That of a stage."""
         return None if self._devices is None else self._devices[index]

@@ -142,6 +142,7 @@ class ChainTracer:
         Raises:
             StageError: a stage or the loss cannot be traced; names the stage.
         """
+        self._places.begin()
         params = [Abstract.of(shape, self._mode) for shape in shapes]
         batch = Abstract.of(microbatch, self._mode)
         flags = self._objective.trainable.flags([shape.spec for shape in shapes], shared=False)
