@@ -286,7 +286,9 @@ def _whole(row: Any, in_dims: Any) -> Any:
 
 
 def _repeat(leaf: Tensor, rows: int) -> Tensor:
-    return leaf.expand(rows, *leaf.shape)
+    # Forward mode lays a tangent out as its primal, and copies it there where it is laid out
+    # otherwise: not to where all rows are one.
+    return leaf.contiguous().expand(rows, *leaf.shape)
 
 
 def _first_of(dims_of: Callable[[Any], Any]) -> Callable[[Any], Any]:

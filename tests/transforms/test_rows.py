@@ -5,6 +5,7 @@ Every schedule is in test_every_schedule.py, with a small model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -136,6 +137,37 @@ def test_of_hessian_products_in_either_order() -> None:
     for number in range(3):
         alone = single.step(model.params, row(model, number).batch, vector)
         assert_same(pick(tuple(inside), number), tuple(alone), 1e-9)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda w: w.t().contiguous().t(),
+    "strided": lambda w: torch.stack([w, w], -1).flatten(1)[:, ::2],
+    "expanded": lambda w: w[:1].expand(w.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_directions_that_lie_otherwise_than_parameters(layout: str) -> None:
+    """Where all rows share a parameter, its direction was copied to where they are one."""
+
+    def stage(w: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(x @ w)
+
+    torch.manual_seed(0)
+    x, plain, other = torch.randn(4, 3), torch.randn(3, 3), torch.randn(3, 3)
+    laid = LAYOUTS[layout](plain)
+    same = laid.clone(memory_format=torch.contiguous_format)
+    schedule = schedules.zb_h1(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline([stage] * 2, lambda y, _: y.square().mean(), schedule, compile=False)
+    for transform in (fpipe.jvp, fpipe.hvp):
+        for both in (
+            transform(fpipe.per_example_grads(pipe)),
+            fpipe.per_example_grads(transform(pipe)),
+        ):
+            expected = both.value([same] * 2, x, [other] * 2)
+            assert_same(both.value([laid] * 2, x, [other] * 2), expected)
+            expected = both.value([other] * 2, x, [same] * 2)
+            assert_same(both.value([other] * 2, x, [laid] * 2), expected)
 
 
 def test_other_things_keep_working() -> None:
