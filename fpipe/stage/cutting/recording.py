@@ -31,7 +31,6 @@ from fpipe.stage.cutting.segments import Segment, mark, segments
 from fpipe.stage.cutting.updates import keep_changed
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.declared.returns import Numbering, Returns, check_state
-from fpipe.stage.foreign.combined import with_contexts
 from fpipe.stage.foreign.custom import Calls
 from fpipe.stage.foreign.scripted import as_written
 from fpipe.stage.graphs.rewrites import (
@@ -43,7 +42,7 @@ from fpipe.stage.graphs.sources import BatchLeaf, Key, Param, Source, StateLeaf,
 from fpipe.stage.graphs.strided import number_elements
 from fpipe.stage.graphs.writes import make_writes_differentiable
 from fpipe.stage.refusing.drawing import undrawn
-from fpipe.stage.refusing.explain import ImpureError, Untraceable, describe, explain, unreported
+from fpipe.stage.refusing.explain import ImpureError, Untraceable, describe, explain
 from fpipe.stage.refusing.factors import OneDtype
 from fpipe.stage.refusing.purity import WriteGuard
 from fpipe.stage.refusing.seeding import unseeded
@@ -52,7 +51,7 @@ from fpipe.stage.tracing.apart import apart
 from fpipe.stage.tracing.functional import marked
 from fpipe.stage.tracing.known import Known
 from fpipe.stage.tracing.nograd import keeping_detached, undifferentiated, with_gradients
-from fpipe.stage.tracing.peeking import without_peeking
+from fpipe.stage.tracing.setting import tracing
 from fpipe.stage.tracing.unseen import UnseenWrites
 
 
@@ -199,20 +198,21 @@ class Recorder:
                 by autograd to what depends on the leaves that are `moving`; or it draws from a
                 generator of its own, or of Python or numpy, or seeds torch's.
         """
+        paths = [
+            *self.paths(params),
+            *("batch" + path for path in tree.paths(batch.spec)),
+            *("key" for _ in keys),
+        ]
+        with apart(), self.mode, with_gradients():  # not in `tracing`, which hides what is set here
+            inputs = [
+                value.clone().requires_grad_(index in moving).view_as(value)
+                for index, value in enumerate((*params.values, *batch.values, *keys))
+            ]
+        guard = WriteGuard(dict(zip(paths, inputs, strict=True)), self.loss_fn)
         try:
-            with unreported(), unseeded(), undrawn(), apart(), self.mode, with_gradients():
-                inputs = [
-                    value.clone().requires_grad_(index in moving).view_as(value)
-                    for index, value in enumerate((*params.values, *batch.values, *keys))
-                ]
-                paths = [
-                    *self.paths(params),
-                    *("batch" + path for path in tree.paths(batch.spec)),
-                    *("key" for _ in keys),
-                ]
-                guard = WriteGuard(dict(zip(paths, inputs, strict=True)), self.loss_fn)
-                with with_contexts(), without_peeking(), guard, UnseenWrites(), Known():
-                    self._called(params, batch, inputs)
+            within = tracing(self.mode, with_gradients())
+            with unseeded(), undrawn(), within, guard, UnseenWrites(), Known():
+                self._called(params, batch, inputs)
         except (ImpureError, Untraceable) as error:
             raise explain(self.name, error, "") from error
         except Exception:
@@ -265,14 +265,7 @@ class Recorder:
             return [first, *others]
 
         try:
-            with (
-                unreported(),
-                apart(),
-                self.mode,
-                with_gradients(),
-                with_contexts(),
-                without_peeking(),
-            ):
+            with tracing(self.mode, with_gradients()):
                 module = marked(functionalize(flat), (*params.values, *batch.values, *keys))
         except FpipeError:
             raise

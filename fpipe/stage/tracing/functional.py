@@ -12,13 +12,10 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe.stage.foreign.checkpointed import Marks, Replay
-from fpipe.stage.foreign.combined import with_contexts
-from fpipe.stage.refusing.explain import unreported
 from fpipe.stage.refusing.purity import writes
-from fpipe.stage.tracing.apart import apart
 from fpipe.stage.tracing.known import Known
 from fpipe.stage.tracing.nograd import with_gradients
-from fpipe.stage.tracing.peeking import without_peeking
+from fpipe.stage.tracing.setting import tracing
 
 
 def record(
@@ -36,7 +33,7 @@ def record(
         with Known():
             return function(*values)
 
-    with unreported(), apart(), mode, with_gradients(), with_contexts(), without_peeking():
+    with tracing(mode, with_gradients()):
         graph = _made_functional(known, arguments) or marked(known, arguments)
         # Those have not been made functional. And where nothing is differentiated, composite
         # ops are taken apart after they have been, and may write to what they have made. Nor

@@ -19,23 +19,21 @@ from fpipe import tree
 from fpipe.arguments.shapes import is_differentiable
 from fpipe.errors import StageError, a_type
 from fpipe.stage.declared.objective import Objective
-from fpipe.stage.foreign.combined import with_contexts
 from fpipe.stage.graphs.joint import Cotangent, Joint, Sum
 from fpipe.stage.graphs.simplify import simplify
 from fpipe.stage.graphs.sources import BatchLeaf, Constant, Param, Source, SumSoFar
 from fpipe.stage.graphs.sums import add_sums
 from fpipe.stage.refusing.drawing import undrawn
-from fpipe.stage.refusing.explain import explain, unreported
+from fpipe.stage.refusing.explain import explain
 from fpipe.stage.refusing.factors import OneDtype
 from fpipe.stage.refusing.purity import WriteGuard, refuse_writes
 from fpipe.stage.refusing.seeding import unseeded
 from fpipe.stage.tracing.abstract import Leaves
-from fpipe.stage.tracing.apart import apart
 from fpipe.stage.tracing.backward import Demand, WithBackward
 from fpipe.stage.tracing.closure import lift_constants
 from fpipe.stage.tracing.functional import record
 from fpipe.stage.tracing.known import Known
-from fpipe.stage.tracing.peeking import without_peeking
+from fpipe.stage.tracing.setting import tracing
 
 
 @dataclass(frozen=True)
@@ -202,16 +200,7 @@ def _run_abstractly(
 ) -> tuple[list[Tensor], optree.PyTreeSpec]:
     """What the function returns on fake tensors, or a clear refusal."""
     try:
-        with (
-            unreported(),
-            unseeded(),
-            undrawn(),
-            apart(),
-            mode,
-            torch.no_grad(),
-            with_contexts(),
-            without_peeking(),
-        ):
+        with unseeded(), undrawn(), tracing(mode, torch.no_grad()):
             # Clones, because one leaf may come in by several names.
             inputs = [value.clone() for value in leaves.values]
             guard = WriteGuard(dict(zip(leaves.paths, inputs, strict=True)), origin)
