@@ -7,9 +7,9 @@ or in another order. Use a key once; make new ones of it with `split` and `fold_
 The generator is Threefry2x32 (`fpipe.threefry`), on the counters of the places. `key`, `split`,
 `fold_in` and `bits` agree with ``jax.random`` (``jax_threefry_partitionable``, its default). All of
 it is integer arithmetic in plain tensor operations, and for `normal` sums and products of doubles
-(`fpipe.quantile`): the same bits on every device, compiled or not, and under `torch.func.vmap`,
-`vjp` and `jvp`. `categorical`, which takes logarithms, says where it may differ. Words are held in
-int64, because torch has no addition and no shift of uint32.
+(`fpipe.normal_quantile`): the same bits on every device, compiled or not, and under
+`torch.func.vmap`, `vjp` and `jvp`. `categorical`, which takes logarithms, says where it may differ.
+Words are held in int64, because torch has no addition and no shift of uint32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import FpipeError, a_type
-from fpipe.quantile import normal_quantile
+from fpipe.normal_quantile import normal_quantile
 from fpipe.schedule.arguments import plain_integer
 from fpipe.threefry import MASK, threefry2x32
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe import FpipeError, random
-from fpipe.quantile import normal_quantile
+from fpipe.normal_quantile import normal_quantile
 from fpipe.stage.graphs.inlining import with_draws_written_out
 from fpipe.threefry import threefry2x32, written_out
 from fpipe.transforms.dual import load_rules

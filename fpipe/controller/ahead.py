@@ -22,7 +22,7 @@ from fpipe.runtime.program import Compute, Message, Program, Send, WaitRecv
 from fpipe.runtime.transport import Transport
 
 
-class Held:
+class HeldTransport:
     """A transport that moves nothing yet.
 
     Attributes:
@@ -70,7 +70,7 @@ class Ahead:
     def __init__(self, plan: Plan, run: Run, until: int, device: torch.device) -> None:
         self.plan = plan
         self.run = run
-        self._held = Held()
+        self._held = HeldTransport()
         self._error: Exception | None = None
         self._generators = generators([device])
         self._states = [generator.get_state() for generator in self._generators]

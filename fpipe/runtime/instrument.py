@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fpipe.runtime.program import Compute, Program
 from fpipe.schedule import Action, Op
-from fpipe.stage.pieces.compiler import Call
+from fpipe.stage.pieces.compiler import Boxed
 
-Wrap = Callable[[Call, Action], Call]
+Wrap = Callable[[Boxed, Action], Boxed]
 
 
 def instrument(program: Program, wrap: Wrap) -> Program:
@@ -37,7 +37,7 @@ def timed(marks: dict[Action, tuple[float, float]]) -> Wrap:
     so that its time is its own: no two actions overlap then, but messages go on.
     """
 
-    def wrap(call: Call, action: Action) -> Call:
+    def wrap(call: Boxed, action: Action) -> Boxed:
         def timed_call(inputs: list[Tensor]) -> Sequence[Tensor]:
             _await({value.device for value in inputs if value.is_cuda})
             start = perf_counter()
@@ -62,7 +62,7 @@ def _await(devices: Collection[torch.device]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def labelled(call: Call, action: Action) -> Call:
+def labelled(call: Boxed, action: Action) -> Boxed:
     """Show the action as ``PP:2F0`` to a profiler that is running."""
     label = f"PP:{action}"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fpipe.arguments.shapes import Spec
 from fpipe.errors import FpipeError
 from fpipe.schedule import Action
-from fpipe.stage.pieces.compiler import Call
+from fpipe.stage.pieces.compiler import Boxed
 
 
 class Message(NamedTuple):
@@ -52,7 +52,7 @@ class Compute(NamedTuple):
         action: what is computed.
     """
 
-    call: Call
+    call: Boxed
     inputs: tuple[int, ...]
     last_use: tuple[int, ...]
     outputs: tuple[int, ...]

@@ -15,7 +15,7 @@ from fpipe.runtime.values import Codes, Computed, Resolver, SumValue, Value
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.stage.graphs.sources import BatchLeaf, Param, Source
 from fpipe.stage.pieces.code import StageCode
-from fpipe.stage.pieces.compiler import Call
+from fpipe.stage.pieces.compiler import Boxed
 from fpipe.stage.pieces.piece import PREPARE
 
 
@@ -34,7 +34,7 @@ class Task(NamedTuple):
     """
 
     action: Action
-    call: Callable[[], Call]
+    call: Callable[[], Boxed]
     inputs: tuple[Value, ...]
     outputs: tuple[Computed, ...]
     specs: tuple[Spec, ...]

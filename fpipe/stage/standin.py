@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from fpipe.stage.turns import Turns
+from fpipe.stage.locks import Turns
 
 
 class Instead(TorchFunctionMode):

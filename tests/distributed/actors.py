@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fpipe
 from fpipe import Schedule, tree
 from fpipe.runtime.program import Program, Send, WaitSend
-from fpipe.stage.pieces.compiler import Call
+from fpipe.stage.pieces.compiler import Boxed
 from tests.distributed.crew import Outcome, attempt
 from tests.models import MODELS, Model, adapted, mlp, piped
 
@@ -166,7 +166,7 @@ def proved_first(group: dist.ProcessGroup, schedule: Schedule) -> list[str]:
     seen = []
     model = model_of("mlp", schedule.num_stages, 2 * schedule.num_microbatches)
 
-    def compile(module: fx.GraphModule, examples: Sequence[Tensor]) -> Call:
+    def compile(module: fx.GraphModule, examples: Sequence[Tensor]) -> Boxed:
         def call(inputs: list[Tensor]) -> Sequence[Tensor]:
             seen.append("ran")
             outputs: Sequence[Tensor] = module(*inputs)
@@ -207,7 +207,7 @@ def one_comes_late(
     """The second step, which the ranks in `late` call so many seconds after the others."""
     times: list[float] = []
 
-    def compile(module: fx.GraphModule, examples: Sequence[Tensor]) -> Call:
+    def compile(module: fx.GraphModule, examples: Sequence[Tensor]) -> Boxed:
         def call(inputs: list[Tensor]) -> Sequence[Tensor]:
             times.append(time.monotonic())
             outputs: Sequence[Tensor] = module(*inputs)

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 import fpipe
 from fpipe import Schedule, tree
 from fpipe.runtime.group import GroupTransport
-from fpipe.stage.pieces.compiler import Call
+from fpipe.stage.pieces.compiler import Boxed
 from tests.distributed.actors import model_of, pipeline
 from tests.distributed.crew import Outcome, attempt
 from tests.models import Model
@@ -77,7 +77,7 @@ class Trap:
         """Let a deed that was not done be."""
         self._left = -1
 
-    def __call__(self, module: fx.GraphModule, examples: Sequence[Tensor]) -> Call:
+    def __call__(self, module: fx.GraphModule, examples: Sequence[Tensor]) -> Boxed:
         def call(inputs: list[Tensor]) -> Sequence[Tensor]:
             self.calls += 1
             self._left -= 1
@@ -231,7 +231,7 @@ def fail_early(
             DEEDS[deed]()
         return torch.tanh(x @ p["w"] + p["b"])
 
-    def compile(module: fx.GraphModule, examples: Sequence[Tensor]) -> Call:
+    def compile(module: fx.GraphModule, examples: Sequence[Tensor]) -> Boxed:
         if bad and where == "compile":
             DEEDS[deed]()
         return Trap()(module, examples)

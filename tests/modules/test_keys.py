@@ -18,7 +18,7 @@ from fpipe import Schedule, random, schedules
 from fpipe.draws import KEYED
 from fpipe.nn import keyed
 from fpipe.runtime.program import Compute
-from fpipe.stage.pieces.compiler import Call
+from fpipe.stage.pieces.compiler import Boxed
 from tests.models import assert_identical, assert_same
 from tests.modules.dropping import CUTS, make_batch, make_module, squares, unpipelined
 from tests.modules.models import detached
@@ -58,7 +58,7 @@ class Draws:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, module: fx.GraphModule, examples: Sequence[Tensor]) -> Call:
+    def __call__(self, module: fx.GraphModule, examples: Sequence[Tensor]) -> Boxed:
         draws = any("bitwise_xor" in str(node.target) for node in module.graph.nodes)
 
         def call(inputs: list[Tensor]) -> Any:

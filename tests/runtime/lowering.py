@@ -22,7 +22,7 @@ from fpipe.stage.codes import codes_of_stages, live_leaves
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.declared.stage import Stage
 from fpipe.stage.pieces.code import StageCode
-from fpipe.stage.pieces.compiler import Call, Compiler
+from fpipe.stage.pieces.compiler import Boxed, Compiler
 from fpipe.stage.pieces.remat import Policy, save_all
 from fpipe.stage.tracing.chain import ChainTracer
 from tests.models import Model
@@ -86,7 +86,7 @@ class Mailbox:
         return self._mail.pop(message, None)
 
 
-Around = Callable[[int, Call, list[Tensor]], Sequence[Tensor]]
+Around = Callable[[int, Boxed, list[Tensor]], Sequence[Tensor]]
 """Calls a kernel of a rank with its inputs."""
 
 

@@ -30,7 +30,7 @@ from fpipe.runtime.program import (
     WaitSend,
 )
 from fpipe.runtime.weaving import BEFORE_BURSTS, BURST, DIRECT, Windows
-from fpipe.stage.pieces.compiler import Call
+from fpipe.stage.pieces.compiler import Boxed
 from fpipe.stage.pieces.remat import Policy, save_all, save_nothing
 from tests.laboratory.random_schedules import schedules as random_schedules
 from tests.meter import Meter
@@ -269,7 +269,7 @@ class Counting(Mailbox):
             self.count(values)
         return values
 
-    def run(self, call: Call, inputs: list[Tensor]) -> Sequence[Tensor]:
+    def run(self, call: Boxed, inputs: list[Tensor]) -> Sequence[Tensor]:
         """Run a kernel, which lets go of its inputs as it likes."""
         before = self.held(inputs)
         meter = Meter(inputs)

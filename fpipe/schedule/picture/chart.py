@@ -11,7 +11,7 @@ from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.placements import stages_on
-from fpipe.schedule.timing.critical import Events, Message, Position, Wait, waits_of
+from fpipe.schedule.timing.critical import Events, Hop, Position, Wait, waits_of
 from fpipe.schedule.timing.memory import Steps, held
 
 
@@ -55,7 +55,7 @@ class Chart:
     placement: tuple[int, ...]
     rows: tuple[tuple[Box, ...], ...]
     memory: tuple[Steps, ...]
-    messages: tuple[Message, ...]
+    messages: tuple[Hop, ...]
     unit: str
     note: str
     counts_microbatches: bool
@@ -127,7 +127,7 @@ def draw_up(
     zero = min((row[0].start for row in events if row), default=0.0)
     turns = _turns(placement)
     waited: list[list[Wait]] = [[Wait(None, event.start) for event in row] for row in events]
-    messages: list[Message] = []
+    messages: list[Hop] = []
     if waits:
         waited, messages = waits_of(events, len(placement), cost)
     rows = tuple(

@@ -36,10 +36,10 @@ def trace(chart: Chart) -> str:
     return f'{{"displayTimeUnit":"ms","otherData":{about},"traceEvents":[\n{lines}\n]}}\n'
 
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
-def _names(chart: Chart) -> Iterator[Event]:
+def _names(chart: Chart) -> Iterator[TraceEvent]:
     for rank in range(len(chart.rows)):
         stages = ", ".join(map(str, chart.stages_of(rank)))
         named = f"stages {stages}" if stages else "no stage"
@@ -51,11 +51,12 @@ def _names(chart: Chart) -> Iterator[Event]:
             yield {"ph": "M", "name": name, "pid": rank, "tid": 0, "args": args}
 
 
-def _slices(chart: Chart) -> Iterator[Event]:
+def _slices(chart: Chart) -> Iterator[TraceEvent]:
     for rank, row in enumerate(chart.rows):
         for box in row:
             stage, op, microbatch = box.action
-            args: Event = {"stage": stage, "op": MEANING.get(op, str(op)), "microbatch": microbatch}
+            meaning = MEANING.get(op, str(op))
+            args: dict[str, Any] = {"stage": stage, "op": meaning, "microbatch": microbatch}
             if box.waited is not None:
                 args["waited for"] = str(chart.rows[box.waited[0]][box.waited[1]].action)
             yield {
@@ -70,7 +71,7 @@ def _slices(chart: Chart) -> Iterator[Event]:
             }
 
 
-def _arrows(chart: Chart) -> Iterator[Event]:
+def _arrows(chart: Chart) -> Iterator[TraceEvent]:
     for number, (source, target) in enumerate(chart.messages):
         made, read = chart.rows[source[0]][source[1]], chart.rows[target[0]][target[1]]
         # An arrow belongs to the slice that is open at its time; at its end a slice is closed.
@@ -80,7 +81,7 @@ def _arrows(chart: Chart) -> Iterator[Event]:
         yield {"ph": "f", "bp": "e", **common, "pid": target[0], "ts": _time(chart, read.start)}
 
 
-def _memory(chart: Chart) -> Iterator[Event]:
+def _memory(chart: Chart) -> Iterator[TraceEvent]:
     for rank, steps in enumerate(chart.memory):
         for time, amount in steps:
             yield {

@@ -26,7 +26,7 @@ class Wait(NamedTuple):
     ready: float
 
 
-class Message(NamedTuple):
+class Hop(NamedTuple):
     """A value that crosses from one rank to another: the actions that make and read it."""
 
     source: Position
@@ -55,7 +55,7 @@ class Transfer(NamedTuple):
 
 def waits_of(
     events: Events, num_stages: int, cost: Cost | None
-) -> tuple[list[list[Wait]], list[Message]]:
+) -> tuple[list[list[Wait]], list[Hop]]:
     """Per rank what each action waited for, and every value that crosses ranks.
 
     An action waits for the end of the one before it on its rank, and for its inputs to arrive. On a
@@ -74,7 +74,7 @@ def waits_of(
     graph = dependencies([[event.action for event in row] for row in events], chain(num_stages))
     begun = min((row[0].start for row in events if row), default=0.0)
     found: list[list[Wait]] = []
-    messages: list[Message] = []
+    messages: list[Hop] = []
     for rank, row in enumerate(events):
         found.append([])
         for at in range(len(row)):
@@ -88,7 +88,7 @@ def waits_of(
                 if row[at].start == row[at].end < arrival:
                     continue
                 if place[0] != rank:
-                    messages.append(Message(place, (rank, at)))
+                    messages.append(Hop(place, (rank, at)))
                     arrival += cost.hop(place[0], rank) if cost is not None else 0.0
                 if source is None or arrival > ready:
                     source, ready = place, arrival

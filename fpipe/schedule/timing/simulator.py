@@ -64,7 +64,7 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
     return Timeline(schedule, events, cost)
 
 
-class Run(NamedTuple):
+class Times(NamedTuple):
     """What `run_rows` found.
 
     Attributes:
@@ -79,7 +79,7 @@ class Run(NamedTuple):
     whole: bool
 
 
-def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequence[float]) -> Run:
+def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequence[float]) -> Times:
     """Starts and ends of the actions of each row, in its order.
 
     A row that waits for an input that never comes, or that repeats an action or does it too early,
@@ -168,7 +168,7 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequenc
     for at in range(0, len(state), max(1, microbatches)):
         done = state[at]
         whole = whole and done > 0 and state.count(done, at, at + microbatches) == microbatches
-    return Run(starts, ends, whole)
+    return Times(starts, ends, whole)
 
 
 def _misplaced(schedule: Schedule) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from fpipe.arguments.shapes import Spec
 from fpipe.stage.graphs.joint import Cotangent, Sum
 from fpipe.stage.graphs.sources import Source, Upstream
-from fpipe.stage.pieces.compiler import Call, Compiler
+from fpipe.stage.pieces.compiler import Boxed, Compiler
 from fpipe.stage.pieces.piece import PREPARE, Piece
 
 
@@ -65,7 +65,7 @@ class StageCode:
             for reader, own in group
         }
 
-    def call(self, op: str) -> Call:
+    def call(self, op: str) -> Boxed:
         """The compiled piece of `op`."""
         return self.compiler(self.pieces[op], f"{op} of {self.label}")
 

@@ -30,8 +30,8 @@ from fpipe.stage.pieces.products import blas_is_slow, with_onednn
 
 log = logging.getLogger("fpipe")
 
-Call = Callable[[list[Tensor]], Sequence[Tensor]]
-Compile = bool | str | Mapping[str, Any] | Callable[[fx.GraphModule, Sequence[Tensor]], Call]
+Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
+Compile = bool | str | Mapping[str, Any] | Callable[[fx.GraphModule, Sequence[Tensor]], Boxed]
 
 # Checks of sizes cost a microsecond an input; strides are settled at each stage boundary instead.
 # They stay on in debug runs: TORCH_LOGS=output_code or compile={"options": {"size_asserts": True}}.
@@ -72,9 +72,9 @@ class Compiler:
         self._make = _maker(compile)
         self._name = label_of(compile) if callable(compile) else repr(compile)
         self.fuses = compile is not False
-        self._artefacts: dict[Hashable, Call] = {}
+        self._artefacts: dict[Hashable, Boxed] = {}
 
-    def __call__(self, piece: Piece, label: str) -> Call:
+    def __call__(self, piece: Piece, label: str) -> Boxed:
         """The boxed callable of `piece`; `label` names it in the log and in errors.
 
         Raises:
@@ -103,7 +103,7 @@ class Compiler:
         return self._artefacts[key]
 
 
-def _maker(compile: Compile) -> Callable[[fx.Graph, list[Tensor]], Call]:
+def _maker(compile: Compile) -> Callable[[fx.Graph, list[Tensor]], Boxed]:
     """Makes the callable of a graph.
 
     Some kernels lay their result out otherwise than the abstract ones with which the graph was
@@ -112,14 +112,14 @@ def _maker(compile: Compile) -> Callable[[fx.Graph, list[Tensor]], Call]:
     """
     of_modules = None if compile is False else _maker_of_modules(compile)
 
-    def make(graph: fx.Graph, examples: list[Tensor]) -> Call:
+    def make(graph: fx.Graph, examples: list[Tensor]) -> Boxed:
         free_views_of_layout(graph)
         return _uncompiled(graph) if of_modules is None else of_modules(_module(graph), examples)
 
     return make
 
 
-def _maker_of_modules(compile: Compile) -> Callable[[fx.GraphModule, list[Tensor]], Call]:
+def _maker_of_modules(compile: Compile) -> Callable[[fx.GraphModule, list[Tensor]], Boxed]:
     if compile is True:
         return lambda module, examples: _inductor(module, examples, {})
     if isinstance(compile, str):
@@ -135,7 +135,7 @@ def _maker_of_modules(compile: Compile) -> Callable[[fx.GraphModule, list[Tensor
     )
 
 
-def _maker_from_options(options: dict[str, Any]) -> Callable[[fx.GraphModule, list[Tensor]], Call]:
+def _maker_from_options(options: dict[str, Any]) -> Callable[[fx.GraphModule, list[Tensor]], Boxed]:
     unknown = set(options) - {"backend", "mode", "options"}
     if unknown:
         raise StageError(
@@ -175,17 +175,17 @@ def _patches(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_plain(
-    make: Callable[[fx.GraphModule, list[Tensor]], Call],
-) -> Callable[[fx.GraphModule, list[Tensor]], Call]:
+    make: Callable[[fx.GraphModule, list[Tensor]], Boxed],
+) -> Callable[[fx.GraphModule, list[Tensor]], Boxed]:
     """The same of graphs in torch's own operations, for those that know no others."""
     return lambda module, examples: make(_module(with_draws_written_out(module.graph)), examples)
 
 
 def _by_callers(
-    make: Callable[[fx.GraphModule, list[Tensor]], Call],
+    make: Callable[[fx.GraphModule, list[Tensor]], Boxed],
     module: fx.GraphModule,
     examples: list[Tensor],
-) -> Call:
+) -> Boxed:
     """What a caller's own function makes, which is told where it seems not to be boxed."""
     made = make(module, examples)
     if not callable(made):
@@ -211,7 +211,7 @@ def _module(graph: fx.Graph) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _uncompiled(graph: fx.Graph) -> Call:
+def _uncompiled(graph: fx.Graph) -> Boxed:
     """The graph as Python, taking its inputs from a list and dropping each after its last use.
 
     Not as a `GraphModule`: each is a class of its own, which all modules of the process pay for
@@ -221,11 +221,11 @@ def _uncompiled(graph: fx.Graph) -> Call:
     written = graph.python_code("self")
     names = dict(written.globals)
     exec(compile(written.src, "<fpipe, uncompiled>", "exec"), names)
-    call: Call = partial(names["forward"], None)  # a graph of stages has no attributes
+    call: Boxed = partial(names["forward"], None)  # a graph of stages has no attributes
     return call
 
 
-def _by_torch_compile(module: fx.GraphModule, options: dict[str, Any]) -> Call:
+def _by_torch_compile(module: fx.GraphModule, options: dict[str, Any]) -> Boxed:
     compiled = torch.compile(module, fullgraph=True, dynamic=False, **options)
 
     def call(inputs: list[Tensor]) -> Sequence[Tensor]:
@@ -237,7 +237,7 @@ def _by_torch_compile(module: fx.GraphModule, options: dict[str, Any]) -> Call:
     return _relaid(call, layouts_of(module.graph))
 
 
-def _inductor(module: fx.GraphModule, examples: list[Tensor], patches: dict[str, Any]) -> Call:
+def _inductor(module: fx.GraphModule, examples: list[Tensor], patches: dict[str, Any]) -> Boxed:
     """Inductor's own boxed callable, without the wrappers around it where they do nothing.
 
     What comes out lies as it did in the trace, for which the pieces that read it are compiled.
@@ -257,7 +257,7 @@ def _by_inductor(
     examples: list[Tensor],
     patches: dict[str, Any],
     layouts: Sequence[Layout | None],
-) -> tuple[Call, list[int]]:
+) -> tuple[Boxed, list[int]]:
     """What Inductor makes of a graph; or the outputs that would not lie as they should.
 
     It writes some operations by means of others that lay out their results otherwise.
@@ -304,7 +304,7 @@ def _by_inductor(
     if len(captured) == 1 and captured[0][1:] == (len(examples), len(layouts)):
         artefact = captured[0][0]
         # Where nothing is left to compute it is the graph itself.
-        call: Call = getattr(artefact, "current_callable", artefact)
+        call: Boxed = getattr(artefact, "current_callable", artefact)
         return (_relaid(call, layouts) if misplaced else call), others
 
     def call_wrapped(inputs: list[Tensor]) -> Sequence[Tensor]:
@@ -334,7 +334,7 @@ def _laid_by(artefact: Any, found: Sequence[Layout | None]) -> list[Layout | Non
     ]
 
 
-def _relaid(call: Call, layouts: Sequence[Layout | None]) -> Call:
+def _relaid(call: Boxed, layouts: Sequence[Layout | None]) -> Boxed:
     """The same with copies, which lie as they should, of outputs that do not."""
 
     def call_and_copy(inputs: list[Tensor]) -> Sequence[Tensor]:

@@ -10,8 +10,8 @@ from typing import Any
 import torch.nn.utils.parametrize as parametrize
 from torch._C import _autograd
 
+from fpipe.stage.locks import Turns
 from fpipe.stage.refusing.explain import Untraceable
-from fpipe.stage.turns import Turns
 
 one_at_a_time = Turns()
 """Within it no other thread traces: torch cannot do so in two at one time."""
