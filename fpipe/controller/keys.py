@@ -76,11 +76,11 @@ def keys_of(
     """
     folded: dict[int, Words] = {}
     found: list[Words] = []
-    for microbatch, stage in places:
+    for microbatch, number in places:
         if microbatch not in folded:
             folded[microbatch] = threefry2x32(words, (0, microbatch))
         own = folded[microbatch]
-        found.append(own if stage < 0 else threefry2x32(own, (0, stage)))
+        found.append(own if number < 0 else threefry2x32(own, (0, number)))
     # Made on the CPU, so that nobody waits until the device has done what was asked of it before.
     keys = torch.tensor(found, dtype=torch.int64, device="cpu")
     return keys.to(device, non_blocking=True).unbind()

@@ -67,7 +67,7 @@ def load(
         assert key is not None
         if device is None:
             device = device_of_keys([] if parts is None else parts.leaves[0])
-        places = [(microbatch, stage) for microbatch, stage, _ in bindings.keys]
+        places = [(microbatch, number) for microbatch, number, _ in bindings.keys]
         for (_, _, slot), own in zip(bindings.keys, keys_of(key, places, device), strict=True):
             slots[slot] = own
     return run

@@ -162,6 +162,6 @@ def _bind(bound: Iterable[Value], steps: Sequence[Step], slots: Slots) -> Bindin
                 constants.append((tensors[address], slot))
             case SeedValue(microbatch):
                 seeds.append((microbatch, slot))
-            case KeyValue(microbatch, stage):
-                keys.append((microbatch, stage, slot))
+            case KeyValue(microbatch, number):
+                keys.append((microbatch, number, slot))
     return Bindings(tuple(params), tuple(batch), tuple(constants), tuple(seeds), tuple(keys))
