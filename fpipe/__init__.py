@@ -7,7 +7,7 @@ A pipeline is made of functions, one for each stage, and of a schedule::
     value, grads = pipe.step(params, batch)
 
 To make one: `pipeline` (of stages, or of one function with `cut`), `Stage`, `from_module`,
-`balance`.
+`balance`, `load_buffers`.
 To run one: `step`, `use`, `global_norm`, `clip_by_global_norm`, `Microbatches`, `random`, `nn`.
 To transform one: `vmap`, `grad`, `per_example_grads`, `per_example_norms`, `jvp`, `vjp`, `hvp`,
 `ggnvp`. Schedules: `schedules`, `Schedule`, `Action`, `Op`, `verify`, `Cost`, `simulate`, `search`,
@@ -117,42 +117,30 @@ __all__ = [
 
 # Schedules need no torch: what does is imported when it is first asked for.
 _LAZY = {
-    "Balance": "fpipe.modules.shares",
-    "Clipped": "fpipe.norms",
-    "Directional": "fpipe.transforms.directional",
-    "ExampleNorms": "fpipe.transforms.rows",
-    "ExampleNormsAux": "fpipe.transforms.rows",
-    "ForwardAux": "fpipe.results",
-    "Hvp": "fpipe.transforms.directional",
-    "HvpAux": "fpipe.transforms.directional",
-    "Jvp": "fpipe.transforms.directional",
-    "Microbatches": "fpipe.microbatches",
-    "ModulePipeline": "fpipe.modules.pipeline",
-    "NormPipeline": "fpipe.transforms.rows",
-    "Pipeline": "fpipe.engine",
-    "Stage": "fpipe.stage.declared.stage",
-    "Step": "fpipe.results",
-    "StepAux": "fpipe.results",
-    "StepState": "fpipe.results",
-    "StepStateAux": "fpipe.results",
-    "balance": "fpipe.modules.balancing",
-    "clip_by_global_norm": "fpipe.norms",
-    "cut": "fpipe.stage.cutting.cut",
-    "from_module": "fpipe.modules.entry",
-    "ggnvp": "fpipe.transforms.directional",
-    "grad": "fpipe.transforms.choice",
-    "global_norm": "fpipe.norms",
-    "hvp": "fpipe.transforms.directional",
-    "jvp": "fpipe.transforms.directional",
-    "load_buffers": "fpipe.modules.stored",
-    "per_example_grads": "fpipe.transforms.rows",
-    "per_example_norms": "fpipe.transforms.rows",
-    "pipeline": "fpipe.entry",
-    "profile": "fpipe.profiling",
-    "step": "fpipe.current",
-    "use": "fpipe.current",
-    "vjp": "fpipe.transforms.pullback",
-    "vmap": "fpipe.transforms.ensemble",
+    name: module
+    for module, names in (
+        ("fpipe.current", "step use"),
+        ("fpipe.engine", "Pipeline"),
+        ("fpipe.entry", "pipeline"),
+        ("fpipe.microbatches", "Microbatches"),
+        ("fpipe.modules.balancing", "balance"),
+        ("fpipe.modules.entry", "from_module"),
+        ("fpipe.modules.pipeline", "ModulePipeline"),
+        ("fpipe.modules.shares", "Balance"),
+        ("fpipe.modules.stored", "load_buffers"),
+        ("fpipe.norms", "Clipped clip_by_global_norm global_norm"),
+        ("fpipe.profiling", "profile"),
+        ("fpipe.results", "ForwardAux Step StepAux StepState StepStateAux"),
+        ("fpipe.stage.cutting.cut", "cut"),
+        ("fpipe.stage.declared.stage", "Stage"),
+        ("fpipe.transforms.choice", "grad"),
+        ("fpipe.transforms.directional", "Directional Hvp HvpAux Jvp ggnvp hvp jvp"),
+        ("fpipe.transforms.ensemble", "vmap"),
+        ("fpipe.transforms.pullback", "vjp"),
+        ("fpipe.transforms.rows", "ExampleNorms ExampleNormsAux NormPipeline"),
+        ("fpipe.transforms.rows", "per_example_grads per_example_norms"),
+    )
+    for name in names.split()
 }
 
 
