@@ -148,7 +148,8 @@ def _check_steps(pipe: Pipeline, steps: Any) -> None:
     """Refuse what is no number of steps, and ranks of which some would wait for others' steps."""
     number = plain_integer(steps)
     right = number is not None and not isinstance(number, bool) and number >= 1
-    everyone = pipe.together("fpipe.profile", lambda gather: gather((right, f"{steps!r:.60}")))
+    shown = f"{number if right else steps!r:.60}"
+    everyone = pipe.together("fpipe.profile", lambda gather: gather((right, shown)))
     if everyone == [(True, everyone[0][1])] * len(everyone):
         return
     if pipe.rank is None:

@@ -96,13 +96,16 @@ class Agreed(NamedTuple):
         given: what this rank was called with.
         plan: the same on all ranks.
         records: whether any rank records the step.
-        kernels: what it depends on which kernels run; the same on all ranks.
+        kernels: what it depends on which kernels run; the same on all ranks. It begins with what
+            the plan was found by.
+        is_new: whether the plan has been made for this call.
     """
 
     given: Given
     plan: Plan
     records: bool
-    kernels: Hashable
+    kernels: tuple[Hashable, ...]
+    is_new: bool
 
 
 class Calls:
@@ -186,15 +189,17 @@ class Calls:
             asked = CALLS.index("pipe.step")
             call = call._replace(goal="step")
         shapes = (asked, *(word for h in headers for word in (h.batch, h.params)))
-        if given is None or shapes not in self._agreed or any(h.failed for h in headers):
+        is_new = given is None or shapes not in self._agreed or any(h.failed for h in headers)
+        if is_new:
             signature = self._make_signature(call)
             assert given is not None
             # Kept only when made: what any rank refused is refused again, by all of them.
             made = self._agreed[shapes] = self._make_plan(signature)
             self._compare_copies(made, given.params)
         plan = self._expected[call.kind] = self._agreed[shapes]
+        assert given is not None  # otherwise that has been refused
         kernels = shapes, *(h.offsets for h in headers)
-        return Agreed(given, plan, any(h.records for h in headers), kernels)
+        return Agreed(given, plan, any(h.records for h in headers), kernels, is_new)
 
     def _attempt(
         self, enter: Enter, key: Callable[[], Words | None]

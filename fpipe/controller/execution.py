@@ -60,7 +60,7 @@ class Execution:
     ) -> None:
         self._transport = transport
         self._first = first
-        self._proven: set[Hashable] = set()
+        self._proven: set[tuple[Hashable, ...]] = set()
         self._watch = watch
         self._control = control
         self._rank = control.rank()
@@ -90,7 +90,9 @@ class Execution:
             PipelineError: a rank failed, and all of them have come to the end of their programs.
             ConnectionLost: a rank is gone.
         """
-        given, plan, records, kernels = agreed
+        given, plan, records, kernels, is_new = agreed
+        if is_new:  # one like it may have been forgotten, with its kernels
+            self._proven = {own for own in self._proven if own[0] != kernels[0]}
         transport = self._transport if kernels in self._proven else self._first
         marks: Marks | None = {} if records else None
         run = ahead.run if ahead else Run(observed(plan.programs[self._rank], marks))
@@ -161,7 +163,8 @@ class Execution:
                 if device.type == "meta"
                 else f"{device} while the rank computes on {self._device}, where its process group "
                 "moves values: move it there (NCCL moves those of CUDA, of the device that "
-                "torch.cuda.set_device has chosen before the pipeline is made)"
+                "init_process_group(device_id=) or torch.cuda.set_device has chosen before the "
+                "pipeline is made)"
             )
             path = tree.paths(params.specs[stage])[leaf]
             raise PipelineError(

@@ -306,7 +306,7 @@ class MultiController:
 
 def _hindered(device: torch.device) -> bool:
     """Whether no message may go from device to device, which is logged."""
-    found = [f"{name}=1" for name, is_set in hindrances().items() if is_set]
+    found = [f"{name}={os.environ[name]}" for name, is_set in hindrances().items() if is_set]
     if device.type != "cuda" or not found:
         return False
     log.warning(

@@ -8,7 +8,7 @@ the mode is another one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Final
 
 from torch import nn
@@ -53,7 +53,7 @@ class Mode:
         named = [pair for one in self._modules for pair in one.named_modules()]
         refuse_gradient_hooks(named)
         parts = [part for _, part in named]
-        seen = self._parts(parts)
+        seen = self._parts(*_composition(parts))
         buffers = self._buffers(buffer for part in parts for buffer in part._buffers.values())
         hooks = self._hooks(hook for part in parts for hook in _hooks(part))
         self._warn(seen, "submodules", "make a pipeline of each module that there is to be")
@@ -83,12 +83,43 @@ class _Seen:
 
     def __init__(self) -> None:
         # With the objects: the address of one that is gone would be given to another.
-        self._numbers: dict[tuple[int, ...], tuple[int, list[Any]]] = {}
+        self._numbers: dict[Hashable, tuple[int, list[Any]]] = {}
 
-    def __call__(self, objects: Iterable[Any]) -> int:
+    def __call__(self, objects: Iterable[Any], words: Iterable[Hashable] = ()) -> int:
         kept = list(objects)
-        number, _ = self._numbers.setdefault(tuple(map(id, kept)), (len(self._numbers), kept))
+        key = tuple(map(id, kept)), tuple(words)
+        number, _ = self._numbers.setdefault(key, (len(self._numbers), kept))
         return number
+
+
+def _composition(parts: Sequence[nn.Module]) -> tuple[list[Any], list[Hashable]]:
+    """What a module is made of, as objects and words that are the same where it computes the same.
+
+    A forward may make parts anew, as one of another process may not have done yet.
+    """
+    places = {id(part): place for place, part in enumerate(parts)}
+    objects: list[Any] = []
+    words: list[Hashable] = []
+    for part in parts:
+        described = _described(part)
+        objects.append(part if described is None else type(part))
+        words.append(described)
+        words.extend((name, places.get(id(child))) for name, child in part._modules.items())
+    return objects, words
+
+
+def _described(part: nn.Module) -> str | None:
+    """What a part is beside its class, parameters, buffers and parts, if that can be told."""
+    own = type(part)
+    if vars(part).keys() <= _BARE:
+        return ""
+    if own.__module__.startswith("torch.nn.") and own.extra_repr is not nn.Module.extra_repr:
+        return part.extra_repr()
+    return None
+
+
+_BARE: Final = vars(nn.Module()).keys()
+"""The attributes of a module that sets none of its own."""
 
 
 def _hooks(part: nn.Module) -> Iterable[Any]:

@@ -22,12 +22,13 @@ from fpipe.runtime.program import Message, Program
 from fpipe.runtime.waiting import make_blank
 
 HINDRANCES: Final = ("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS")
-"""Environment variables of CUDA: launch by launch, or from one queue, if they are 1."""
+"""Environment variables of CUDA: launch by launch, if it is not 0; from one queue, if it is 1."""
 
 
 def hindrances() -> dict[str, bool]:
     """Which of them are set, so that what follows a message of NCCL waits until that has ended."""
-    return {name: os.environ.get(name) == "1" for name in HINDRANCES}
+    blocking, connections = (os.environ.get(name, "") for name in HINDRANCES)
+    return dict(zip(HINDRANCES, (blocking not in ("", "0"), connections == "1"), strict=True))
 
 
 class StagedTransport(GroupTransport):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from fpipe.runtime.connect import connect, device_of
+from fpipe.runtime.group import GroupTransport
 
 pytestmark = pytest.mark.cuda
 
@@ -37,6 +40,25 @@ def test_the_device_that_a_group_is_bound_to() -> None:
     assert device_of(group) == torch.device("cuda", torch.cuda.current_device())
     group.bound_device_id = device
     assert device_of(group) == device
+
+
+def test_a_transport_that_is_dropped_waits_for_its_last_messages() -> None:
+    asked: list[int] = []
+
+    class End:
+        def query(self) -> bool:
+            asked.append(1)
+            return len(asked) == 3
+
+    def nobody(*_: object) -> Any:
+        raise AssertionError
+
+    transport = GroupTransport(0, torch.device("cuda", 0), nobody, nobody, nobody)
+    ends: list[Any] = transport._ends
+    ends.append(End())
+    del transport
+    gc.collect()
+    assert len(asked) == 3
 
 
 @pytest.mark.real_device

@@ -91,18 +91,72 @@ def test_the_mode_of_the_module_is_that_of_the_call(caplog: pytest.LogCaptureFix
     )
 
 
-def test_a_submodule_is_that_of_the_call() -> None:
-    """One that was put in the place of another, which has no parameters, was not seen."""
-    module = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double()
+class Scaled(nn.Module):
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+def test_submodules_are_those_of_the_call(caplog: pytest.LogCaptureFixture) -> None:
+    """One that was put in the place of another, and has no parameters, was not seen."""
+    tanh, leaky = nn.Tanh(), nn.LeakyReLU(0.1)
+    inner = nn.Sequential(nn.Linear(2, 2), leaky)
+    module = nn.Sequential(nn.Linear(2, 2), tanh, inner, tanh).double()
     params, batch = detached(module), {"input": torch.ones(4, 2, dtype=torch.float64)}
     pipe = fpipe.from_module(
         module, schedule=TWO, cuts=["0"], loss=lambda y, _: y.sum(), compile=False
     )
-    tanh = module[1]
-    for other in (tanh, nn.Sigmoid(), tanh):
-        module[1] = other
-        expected = module(**batch).sum().detach() / 2
-        torch.testing.assert_close(pipe.step(params, batch).loss, expected)
+
+    def slope(value: float) -> None:
+        leaky.negative_slope = value
+
+    changes: list[tuple[Callable[[], object], bool]] = [
+        (lambda: None, True),
+        (lambda: module.__setitem__(1, nn.Sigmoid()), True),
+        (lambda: module.__setitem__(1, nn.Tanh()), True),  # not shared any more
+        (lambda: module.__setitem__(1, nn.Tanh()), False),
+        (lambda: module.__setitem__(3, leaky), True),  # another that is there already
+        (lambda: slope(-3.0), True),
+        (lambda: slope(0.1), False),
+        (lambda: module.__setitem__(1, Scaled(2.0)), True),
+        (lambda: module.__setitem__(1, Scaled(3.0)), True),
+    ]
+    with caplog.at_level(logging.INFO, logger="fpipe"):
+        for change, is_new in changes:
+            change()
+            caplog.clear()
+            expected = module(**batch).sum().detach() / 2
+            torch.testing.assert_close(pipe.step(params, batch).loss, expected)
+            traced = [r for r in caplog.records if r.message.startswith("tracing step")]
+            assert len(traced) == is_new
+
+
+class Renewing(nn.Module):
+    """Makes a part of itself anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(2, 2), nn.Tanh()
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.act = nn.Tanh()
+        return self.act(self.linear(input))
+
+
+def test_parts_that_a_forward_makes(caplog: pytest.LogCaptureFixture) -> None:
+    module = Renewing().double()
+    batch = {"input": torch.ones(4, 2, dtype=torch.float64)}
+    pipe = fpipe.from_module(
+        module, schedule=TWO, cuts=["linear"], loss=lambda y, _: y.sum(), compile=False
+    )
+    with caplog.at_level(logging.INFO, logger="fpipe"):
+        for _ in range(3):
+            module(**batch)
+            pipe.step(detached(module), batch)
+    assert sum(r.message.startswith("tracing step") for r in caplog.records) == 1
 
 
 class Scaling(nn.Module):
