@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NoReturn, Self, TypeVar
 
 import optree
+import torch
 from torch import Tensor
 
 from fpipe import random, tree
@@ -414,8 +415,13 @@ class Pipeline(Loadable):
     def _run(
         self, arguments: Sequence[Any], goal: Goal, key: Tensor | None, name: str | None = None
     ) -> Outcome:
-        with within_pipeline():
-            done = self._controller.run(partial(self._enter, arguments), goal, key, name)
+        recorded = torch.is_grad_enabled()
+        try:
+            with within_pipeline():
+                done = self._controller.run(partial(self._enter, arguments), goal, key, name)
+        finally:
+            if torch.is_grad_enabled() != recorded:  # an interrupt has come within torch.no_grad
+                torch.set_grad_enabled(recorded)
         return Outcome(self.definition, self.rank, done)
 
     def _enter(self, arguments: Sequence[Any]) -> tuple[Any, Any]:

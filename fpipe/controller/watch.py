@@ -344,5 +344,6 @@ def _end(stop: threading.Event, wake: threading.Event, threads: Sequence[threadi
     stop.set()
     wake.set()
     for thread in threads:
-        if thread is not threading.current_thread():
+        begun = thread.ident is not None  # an interrupt may have come before
+        if begun and thread is not threading.current_thread():
             thread.join(1.0)

@@ -102,7 +102,7 @@ def _composition(parts: Sequence[nn.Module]) -> tuple[list[Any], list[Hashable]]
     words: list[Hashable] = []
     for part in parts:
         described = _described(part)
-        objects.append(part if described is None else type(part))
+        objects += (part if described is None else type(part), vars(part).get("forward"))
         words.append(described)
         words.extend((name, places.get(id(child))) for name, child in part._modules.items())
     return objects, words

@@ -95,11 +95,12 @@ def unchanged(*modules: nn.Module) -> Iterator[None]:
     with as_left():
         parts = [part for module in modules for part in module.modules()]
         restore = [put for part in parts for put in _as_held(part)]
-        for part in parts:
-            vars(part)["_apply"] = partial(_converted, part)
-            vars(part)["_compiled_call_impl"] = None  # of Module.compile; stages are compiled whole
-        before = [(part, dict(vars(part))) for part in parts]
         try:
+            for part in parts:
+                vars(part)["_apply"] = partial(_converted, part)
+                # Of Module.compile; stages are compiled whole.
+                vars(part)["_compiled_call_impl"] = None
+            before = [(part, dict(vars(part))) for part in parts]
             yield
             for part, held in before:
                 _tell_of_changes(part, held)

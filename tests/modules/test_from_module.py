@@ -123,6 +123,7 @@ def test_submodules_are_those_of_the_call(caplog: pytest.LogCaptureFixture) -> N
         (lambda: slope(0.1), False),
         (lambda: module.__setitem__(1, Scaled(2.0)), True),
         (lambda: module.__setitem__(1, Scaled(3.0)), True),
+        (lambda: setattr(module[1], "forward", torch.exp), True),
     ]
     with caplog.at_level(logging.INFO, logger="fpipe"):
         for change, is_new in changes:

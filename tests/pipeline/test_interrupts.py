@@ -42,7 +42,9 @@ def usual_handler() -> Iterator[None]:
 class Pressed:
     """Sends the signal the n-th time that an abstract operation enters its mode."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, number: int, signalled: int = signal.SIGINT
+    ) -> None:
         self.left = number
         enter = FakeTensorMode.__enter__
 
@@ -50,7 +52,7 @@ class Pressed:
             made = enter(mode)
             self.left -= 1
             if self.left == 0:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signalled)
             return made
 
         monkeypatch.setattr(FakeTensorMode, "__enter__", entered)
@@ -161,6 +163,56 @@ def test_whoever_insists_is_heard() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         reached.append("within two")
     assert reached[1:] == ["within two"]
+
+
+def test_other_signals_are_held_back_too() -> None:
+    """Each is called, once, though another one raises; and their handlers are there again."""
+    calls: list[int] = []
+
+    class Stop(Exception):
+        pass
+
+    def note(number: int, frame: FrameType | None) -> None:
+        calls.append(number)
+        raise Stop
+
+    numbers = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        with pytest.raises(Stop), held_back(), held_back():
+            for number in (*numbers, signal.SIGUSR1):
+                os.kill(os.getpid(), number)
+            assert not calls
+        assert sorted(calls) == sorted(numbers)
+        assert all(signal.getsignal(number) is note for number in numbers)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGALRM])
+def test_what_another_signal_raises_comes_out(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """It was raised in the midst of an operation, and lost or told as what a stage does."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stop
+
+    pipe, expected = pipeline(), pipeline().step(PARAMS, BATCH)
+    before = signal.signal(number, stop)
+    try:
+        with monkeypatch.context() as patch:
+            Pressed(patch, 5, number)
+            with pytest.raises(Stop):
+                pipe.step(PARAMS, BATCH)
+        assert not isinstance(torch.ones(1), FakeTensor)
+        torch.testing.assert_close(pipe.step(PARAMS, BATCH), expected)
+    finally:
+        signal.signal(number, before)
 
 
 def test_what_is_ignored_stays_ignored() -> None:
