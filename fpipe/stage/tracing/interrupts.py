@@ -1,4 +1,4 @@
-"""What handlers of signals raise, as Ctrl-C, while something is traced: where an operation begins.
+"""While something is traced, handlers of signals (Ctrl-C) are called where an operation begins.
 
 torch enters and leaves its modes several times an operation. An exception in the midst of that
 leaves one behind, and then every tensor that the process makes is an abstract one.
