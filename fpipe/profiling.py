@@ -17,7 +17,7 @@ from fpipe.errors import FpipeError, PipelineError
 from fpipe.recording import record
 from fpipe.runtime.program import Compute, Free, Program, WaitRecv
 from fpipe.schedule import Action, Op
-from fpipe.schedule.arguments import plain_integer
+from fpipe.schedule.arguments import plain_count
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.forwards import all_forwards_first
 from fpipe.schedule.timing.timeline import Timeline
@@ -146,8 +146,8 @@ def _sizes(times: Mapping[Action, Sequence[float]], kinds: Sequence[int]) -> tup
 
 def _check_steps(pipe: Pipeline, steps: Any) -> None:
     """Refuse what is no number of steps, and ranks of which some would wait for others' steps."""
-    number = plain_integer(steps)
-    right = number is not None and not isinstance(number, bool) and number >= 1
+    number = plain_count(steps)
+    right = number is not None
     shown = f"{number if right else steps!r:.60}"
     everyone = pipe.together("fpipe.profile", lambda gather: gather((right, shown)))
     if everyone == [(True, everyone[0][1])] * len(everyone):

@@ -7,7 +7,7 @@ read ──► header ──► all known ────────────�
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -96,16 +96,22 @@ class Agreed(NamedTuple):
         given: what this rank was called with.
         plan: the same on all ranks.
         records: whether any rank records the step.
-        kernels: what it depends on which kernels run; the same on all ranks. It begins with what
-            the plan was found by.
-        is_new: whether the plan has been made for this call.
+        offsets: of all ranks, in their headers: with the plan they tell which kernels run.
+        proven: with which of them the plan has been run to its end; the same on all ranks.
     """
 
     given: Given
     plan: Plan
     records: bool
-    kernels: tuple[Hashable, ...]
-    is_new: bool
+    offsets: tuple[int, ...]
+    proven: set[tuple[int, ...]]
+
+
+class _Kept(NamedTuple):
+    """A plan that ranks have agreed on, and with which offsets it has been run to its end."""
+
+    plan: Plan
+    proven: set[tuple[int, ...]]
 
 
 class Calls:
@@ -147,7 +153,7 @@ class Calls:
         self._prepare = prepare
         self._number = number
         # All ranks agree on the same in the same order, and so forget the same.
-        self._agreed: Latest[tuple[int, ...], Plan] = Latest()
+        self._agreed: Latest[tuple[int, ...], _Kept] = Latest()
         # What this rank alone expects.
         self._expected: Latest[tuple[int, int, int], Plan] = Latest()
 
@@ -189,17 +195,17 @@ class Calls:
             asked = CALLS.index("pipe.step")
             call = call._replace(goal="step")
         shapes = (asked, *(word for h in headers for word in (h.batch, h.params)))
-        is_new = given is None or shapes not in self._agreed or any(h.failed for h in headers)
-        if is_new:
+        if given is None or shapes not in self._agreed or any(h.failed for h in headers):
             signature = self._make_signature(call)
             assert given is not None
             # Kept only when made: what any rank refused is refused again, by all of them.
-            made = self._agreed[shapes] = self._make_plan(signature)
+            made = self._make_plan(signature)
+            self._agreed[shapes] = _Kept(made, set())
             self._compare_copies(made, given.params)
-        plan = self._expected[call.kind] = self._agreed[shapes]
-        assert given is not None  # otherwise that has been refused
-        kernels = shapes, *(h.offsets for h in headers)
-        return Agreed(given, plan, any(h.records for h in headers), kernels, is_new)
+        plan, proven = self._agreed[shapes]
+        self._expected[call.kind] = plan
+        offsets = tuple(h.offsets for h in headers)
+        return Agreed(given, plan, any(h.records for h in headers), offsets, proven)
 
     def _attempt(
         self, enter: Enter, key: Callable[[], Words | None]

@@ -9,7 +9,7 @@ waiting and the channels stay usable.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -60,7 +60,6 @@ class Execution:
     ) -> None:
         self._transport = transport
         self._first = first
-        self._proven: set[tuple[Hashable, ...]] = set()
         self._watch = watch
         self._control = control
         self._rank = control.rank()
@@ -90,10 +89,8 @@ class Execution:
             PipelineError: a rank failed, and all of them have come to the end of their programs.
             ConnectionLost: a rank is gone.
         """
-        given, plan, records, kernels, is_new = agreed
-        if is_new:  # one like it may have been forgotten, with its kernels
-            self._proven = {own for own in self._proven if own[0] != kernels[0]}
-        transport = self._transport if kernels in self._proven else self._first
+        given, plan, records, offsets, proven = agreed
+        transport = self._transport if offsets in proven else self._first
         marks: Marks | None = {} if records else None
         run = ahead.run if ahead else Run(observed(plan.programs[self._rank], marks))
         failure: PipelineError | None = None
@@ -130,7 +127,7 @@ class Execution:
                 raise failure
             finally:
                 del failure  # with its traceback this frame would keep itself, and the pipeline
-        self._proven.add(kernels)
+        proven.add(offsets)
         if records:
             own = Clock.here(), marks
             everyone = gather_objects(own, self._control)

@@ -103,11 +103,15 @@ class MultiController:
             asked, members, self._rank, timeout, self._lines.ring, f"{self._lines.name}/lost"
         )
         self._transports = [self._connected(GroupTransport, device)]
+        hindered = False
         if device.type == "cuda":
             self._transports.append(self._connected(StagedTransport, device))
-            setup = {**setup, **{name: str(found) for name, found in hindrances().items()}}
+            found = hindrances()
+            setup = {**setup, **{name: str(is_set) for name, is_set in found.items()}}
+            hindered = any(found.values())
+            _warn_of(found)
         self._execute = Execution(
-            self._transports[-1 if _hindered(device) else 0],
+            self._transports[-1 if hindered else 0],
             self._transports[-1],
             self._watch,
             self._control,
@@ -304,17 +308,15 @@ class MultiController:
         return self._broken.error()
 
 
-def _hindered(device: torch.device) -> bool:
-    """Whether no message may go from device to device, which is logged."""
-    found = [f"{name}={os.environ[name]}" for name, is_set in hindrances().items() if is_set]
-    if device.type != "cuda" or not found:
-        return False
-    log.warning(
-        "%s keeps a device from computing while a message of NCCL waits, so that ranks would wait "
-        "for each other for ever: all messages of this pipeline go by way of the CPU",
-        " and ".join(found),
-    )
-    return True
+def _warn_of(settings: Mapping[str, bool]) -> None:
+    """Say so if no message may go from device to device."""
+    found = [f"{name}={os.environ[name]}" for name, is_set in settings.items() if is_set]
+    if found:
+        log.warning(
+            "%s keeps a device from computing while a message of NCCL waits, so that ranks would "
+            "wait for each other for ever: all messages of this pipeline go by way of the CPU",
+            " and ".join(found),
+        )
 
 
 def _open(transports: Sequence[GroupTransport], programs: Sequence[Program]) -> None:

@@ -158,10 +158,9 @@ class Lines:
         self._store = dist.PrefixStore(name, store)
         self._interfaces: Sequence[Any] = ()
         self._timeout = dist.default_pg_timeout
-        kinds = carriers(group)
-        if kinds.get("cuda") == "nccl":
-            self._timeout = group._get_backend(torch.device("cuda")).options._timeout
-        if kinds.get("cpu") == "gloo":
+        if (nccl := _nccl_of(group)) is not None:
+            self._timeout = nccl.options._timeout
+        if carriers(group).get("cpu") == "gloo":
             options: Any = group._get_backend(torch.device("cpu")).options
             self._timeout = options._timeout
             # Groups that share a lazy device wait for each other for ever.
@@ -202,9 +201,7 @@ class Lines:
         for group in groups:
             if carriers(group).get("cpu") == "gloo":
                 _ring(group)
-        cuda = torch.device("cuda")
-        kinds = [(group, carriers(group).get("cuda")) for group in groups]
-        _abort([group._get_backend(cuda) for group, kind in kinds if kind == "nccl"])
+        _abort([nccl for group in groups if (nccl := _nccl_of(group)) is not None])
 
 
 _LINES: Final[WeakKeyDictionary[dist.ProcessGroup, Lines]] = WeakKeyDictionary()
@@ -289,18 +286,24 @@ def _ring(group: dist.ProcessGroup) -> None:
                 bell.wait(timedelta(milliseconds=1))
 
 
-def _abort(carriers: Sequence[Any]) -> None:
+def _nccl_of(group: dist.ProcessGroup) -> Any:
+    """What moves a group's tensors on CUDA, if that is NCCL; else None."""
+    is_nccl = carriers(group).get("cuda") == "nccl"
+    return group._get_backend(torch.device("cuda")) if is_nccl else None
+
+
+def _abort(communicators: Sequence[Any]) -> None:
     """Abort communicators of NCCL, all at once.
 
     To free the memory of one CUDA waits for the device, and so for the messages of the others,
     which end when those are aborted.
     """
 
-    def abort(carrier: Any) -> None:
+    def abort(communicator: Any) -> None:
         with suppress(RuntimeError):  # such as after an error of a kernel, which is told already
-            carrier.abort()
+            communicator.abort()
 
-    threads = [threading.Thread(target=abort, args=(c,), daemon=True) for c in carriers]
+    threads = [threading.Thread(target=abort, args=(c,), daemon=True) for c in communicators]
     for thread in threads:
         thread.start()
     give_up = time.monotonic() + ABORTED

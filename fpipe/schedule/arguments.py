@@ -28,6 +28,17 @@ def plain_integer(value: object) -> int | None:
         return None
 
 
+def plain_count(value: object) -> int | None:
+    """An integer of any type that is 1 or more, as an int; None for anything else, or a bool.
+
+    Example:
+        >>> plain_count(3), plain_count(0), plain_count(True)
+        (3, None, None)
+    """
+    plain = plain_integer(value)
+    return None if plain is None or isinstance(plain, bool) or plain < 1 else plain
+
+
 def plain_counts(**counts: int | None) -> tuple[int, ...]:
     """The counts as Python's own integers, in their order; the keyword is the name to report.
 
@@ -40,8 +51,8 @@ def plain_counts(**counts: int | None) -> tuple[int, ...]:
     """
     found = []
     for name, count in counts.items():
-        plain = plain_integer(count)
-        if plain is None or isinstance(plain, bool) or plain < 1:
+        plain = plain_count(count)
+        if plain is None:
             raise ScheduleError(f"{name}={count!r:.60} must be an integer, 1 or more")
         found.append(plain)
     return tuple(found)

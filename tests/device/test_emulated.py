@@ -16,6 +16,8 @@ ROOT: Final = Path(__file__).parents[2]
 # Two ranks; where everything lies, that nobody waits, that copies overlap; `make emulate` runs all.
 CHOSEN: Final = (
     "test_over_ranks.py::test_ranks[2]",
+    "test_over_ranks.py::test_the_device_that_a_group_is_bound_to",
+    "test_over_ranks.py::test_a_transport_that_is_dropped_waits_for_its_last_messages",
     "test_one_process.py::test_a_device_for_each_rank",
     "test_one_process.py::test_a_leaf_that_all_read_is_copied_once",
     "test_one_process.py::test_a_step_waits_for_nothing",
