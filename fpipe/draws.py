@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -28,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe import random
 from fpipe.errors import FpipeError
+from fpipe.torch_internals import functorch, temporarily_clear_interpreter_stack
 
 aten = torch.ops.aten
 
@@ -429,6 +429,6 @@ def unwrapped(key: Tensor) -> Tensor | None:
     Returns:
         None where it is mapped, and has other numbers for each member.
     """
-    while torch._C._functorch.is_gradtrackingtensor(key):
-        key = torch._C._functorch.get_unwrapped(key)
-    return None if torch._C._functorch.is_functorch_wrapped_tensor(key) else key
+    while functorch.is_gradtrackingtensor(key):
+        key = functorch.get_unwrapped(key)
+    return None if functorch.is_functorch_wrapped_tensor(key) else key

@@ -83,6 +83,8 @@ def a_type(value: object) -> str:
         ('an int', 'a list')
     """
     name = type(value).__name__
+    if name in ("FakeTensor", "FunctionalTensor"):  # what stands for one in a trace
+        name = "Tensor"
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 

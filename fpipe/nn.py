@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from fpipe import tree
 from fpipe.draws import keyed as keyed
 from fpipe.errors import StageError
+from fpipe.torch_internals import functorch
 
 __all__ = ["BatchStats", "batch_norm", "buffers_of", "call", "keyed", "state_of", "with_buffers"]
 
@@ -104,7 +105,7 @@ def batch_norm(
     if isinstance(stats, Deferred):
         y = F.batch_norm(x, None, None, weight, bias, True, momentum, eps)
         return y, _joined(stats, x.detach(), momentum)
-    if torch._C._functorch.is_batchedtensor(stats.mean):
+    if functorch.is_batchedtensor(stats.mean):
         # Under vmap the kernel would write to views of what all members share.
         y = F.batch_norm(x, None, None, weight, bias, True, momentum, eps)
         var, mean = torch.var_mean(x.detach().to(stats.mean.dtype), [0, *range(2, x.dim())])

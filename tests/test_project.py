@@ -90,7 +90,7 @@ PUBLIC_PURE: Final = frozenset(
 
 # The rooms of docs/architecture.md: a module imports from its own layer or from those above it.
 LAYERS: Final = (
-    ("fpipe.errors", "fpipe.microbatches", "fpipe.tree", "fpipe.version"),
+    ("fpipe.errors", "fpipe.microbatches", "fpipe.torch_internals", "fpipe.tree", "fpipe.version"),
     (
         "fpipe.schedule.action",
         "fpipe.schedule.arguments",
@@ -128,6 +128,7 @@ LAYERS: Final = (
     ("fpipe.planning", "fpipe.recording"),
     ("fpipe.controller", "fpipe.convention", "fpipe.definition", "fpipe.placing", "fpipe.results"),
     (
+        "fpipe.transforms.constants",
         "fpipe.transforms.derivative",
         "fpipe.transforms.direction",
         "fpipe.transforms.dual",

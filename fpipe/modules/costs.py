@@ -23,8 +23,8 @@ from fpipe.modules.declared import held_by
 from fpipe.modules.flops import flops_of, is_uncounted
 from fpipe.modules.loss import ModuleLoss
 from fpipe.modules.saving import Saved, is_work, made_by, origin_of, saved_of
+from fpipe.stage.cutting.dividing import Part as Recorded
 from fpipe.stage.cutting.function import FunctionTracer
-from fpipe.stage.cutting.segments import Segment
 from fpipe.stage.declared.objective import Objective
 from fpipe.stage.graphs.nodes import nbytes_of
 from fpipe.stage.graphs.sources import Param, Upstream
@@ -122,33 +122,33 @@ def parts_of(
         has_state=definition.has_state,
     )
     tracer = FunctionTracer(whole.with_cuts(order), len(order) + 1, Objective(definition.returns))
-    segments = tracer.segments(shape, microbatch)
-    saved = [saved_of(segment) for segment in segments]
-    reads = [_reads(segment, segments, saved) for segment in segments]
+    stages = tracer.parts(shape, microbatch)
+    saved = list(map(saved_of, stages))
+    reads = [_reads(stage, stages, saved) for stage in stages]
     widths = _widths(reads)
     return tuple(
         Part(
             name=name,
-            flops=sum(flops_of(node) for node in segment.graph.nodes),
-            moved=sum(_moved(node) for node in segment.graph.nodes),
+            flops=sum(flops_of(node) for node in stage.graph.nodes),
+            moved=sum(_moved(node) for node in stage.graph.nodes),
             kept=sum(map(made_by, own.values)),
             left=own.left,
             prepared=own.prepared,
-            biggest=max(map(made_by, segment.graph.nodes), default=0),
+            biggest=max(map(made_by, stage.graph.nodes), default=0),
             uncounted=frozenset(
-                str(node.target) for node in segment.graph.nodes if is_uncounted(node)
+                str(node.target) for node in stage.graph.nodes if is_uncounted(node)
             ),
             params=frozenset(
                 names[source.leaf]
-                for source in segment.sources
+                for source in stage.sources.values()
                 if isinstance(source, Param) and source.leaf < len(names)
             ),
             reads=frozenset(read),
             saves=frozenset(value for value, node in read.items() if node in own.values),
             width=width,
         )
-        for name, segment, own, read, width in zip(
-            (*order, ""), segments, saved, reads, widths, strict=True
+        for name, stage, own, read, width in zip(
+            (*order, ""), stages, saved, reads, widths, strict=True
         )
     )
 
@@ -168,15 +168,15 @@ def counted(intensity: float) -> Loads:
 
 
 def _reads(
-    segment: Segment, segments: Sequence[Segment], saved: Sequence[Saved]
+    stage: Recorded, stages: Sequence[Recorded], saved: Sequence[Saved]
 ) -> dict[Crossing, fx.Node]:
-    """The values of others that a segment reads, and where it has them."""
+    """The values of others that a part reads, and where it has them."""
     found = {}
-    placeholders = segment.graph.find_nodes(op="placeholder")
-    for node, source in zip(placeholders, segment.sources, strict=True):
+    for node in stage.graph.find_nodes(op="placeholder"):
+        source = stage.sources[node.name]
         if isinstance(source, Upstream):
-            outputs: Any = segments[source.stage].graph.output_node().args[0]
-            output = outputs[source.leaf]
+            returned: Any = stages[source.stage].graph.output_node().args[0]
+            output = returned[0][source.leaf]
             is_kept = origin_of(output) in saved[source.stage].values
             found[Crossing(source.stage, source.leaf, nbytes_of(output), is_kept)] = node
     return found

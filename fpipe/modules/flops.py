@@ -7,22 +7,17 @@ one, as it does for a recurrent layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import (
-    FlopCounterMode,
     flop_registry,
     sdpa_backward_flop_count,
     sdpa_flop_count,
     shape_wrapper,
 )
-
-from fpipe.stage.foreign.custom import Applied
 
 aten = torch.ops.aten
 
@@ -44,8 +39,6 @@ _KNOWN = ("aten.", "prims.", "fpipe.")
 
 def flops_of(node: fx.Node) -> int:
     """FLOPs of what a node computes; 0 if there is no formula."""
-    if isinstance(node.target, Applied):
-        return _of_call(node)
     packet = getattr(node.target, "overloadpacket", None)
     formula = flop_registry.get(packet) or _WRAPPED.get(packet)
     if formula is None:
@@ -61,19 +54,6 @@ def is_uncounted(node: fx.Node) -> bool:
         return False
     name = str(packet)
     return name.startswith(_OPAQUE) or not name.startswith(_KNOWN)
-
-
-def _of_call(node: fx.Node) -> int:
-    """Those of the forward of a Function, of which the graph shows nothing."""
-    arguments: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
-    mode: Any = next((v.fake_mode for v in arguments[0] if isinstance(v, FakeTensor)), None)
-    lacking = {
-        packet: formula for packet, formula in _FORMULAS.items() if packet not in flop_registry
-    }
-    counter = FlopCounterMode(display=False, custom_mapping=lacking)
-    with mode or nullcontext(), counter:
-        node.target(*arguments)  # type: ignore[operator]
-    return int(counter.get_total_flops())
 
 
 def _attention(query: _Shape, key: _Shape, value: _Shape, *_: Any, **options: Any) -> int:

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from fpipe.stage.cutting.segments import Segment
-from fpipe.stage.foreign.custom import Applied
+from fpipe.stage.cutting.dividing import Part
 from fpipe.stage.graphs.nodes import base_of, is_product, is_view, nbytes_of
 from fpipe.stage.graphs.sources import Param
 
@@ -69,18 +68,14 @@ class Saved(NamedTuple):
     prepared: int
 
 
-def saved_of(segment: Segment) -> Saved:
+def saved_of(part: Part) -> Saved:
     """What the gradients of a part of a recorded module need."""
-    placeholders = segment.graph.find_nodes(op="placeholder")
-    params = {
-        node
-        for node, source in zip(placeholders, segment.sources, strict=True)
-        if isinstance(source, Param)
-    }
+    placeholders = part.graph.find_nodes(op="placeholder")
+    params = {node for node in placeholders if isinstance(part.sources[node.name], Param)}
     prepared = gradients = 0
     values: set[fx.Node] = set()
     read: set[fx.Node] = set()
-    for node in segment.graph.nodes:
+    for node in part.graph.nodes:
         if node.op != "call_function":
             continue
         inputs = [used for used in node.all_input_nodes if used not in params]
@@ -110,7 +105,7 @@ def _needed(node: fx.Node, inputs: set[fx.Node]) -> set[fx.Node]:
 
 def is_work(node: fx.Node) -> bool:
     """Whether a node computes, and does not only look at what is there."""
-    return isinstance(node.target, torch._ops.OpOverload | Applied) and not is_view(node)
+    return isinstance(node.target, torch._ops.OpOverload) and not is_view(node)
 
 
 def made_by(node: fx.Node) -> int:

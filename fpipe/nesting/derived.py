@@ -15,11 +15,11 @@ from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from fpipe import tree
 from fpipe.definition import ARGUMENTS, Alone, Definition
 from fpipe.stage.workshop import Workshop
+from fpipe.torch_internals import temporarily_clear_interpreter_stack
 from fpipe.transforms.derivative import derivative
 from fpipe.transforms.ensemble import ensemble
 from fpipe.transforms.pullback import pullback

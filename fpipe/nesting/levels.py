@@ -18,22 +18,20 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from fpipe import tree
 from fpipe.nesting.call import Call, refuse
 from fpipe.nesting.derived import Callee, Method
 from fpipe.nesting.history import has_history, is_tracked, tracked_step, tracked_value
 from fpipe.results import Step, StepAux
-
-_functorch = torch._C._functorch
+from fpipe.torch_internals import functorch, retrieve_current_functorch_interpreter
 
 
 def is_within() -> bool:
     """Whether `torch.func`, forward-mode autograd or `torch.compile` is at work."""
     return (
         torch.compiler.is_dynamo_compiling()
-        or _functorch.peek_interpreter_stack() is not None
+        or functorch.peek_interpreter_stack() is not None
         or _is_forward_mode()
     )
 
@@ -55,7 +53,7 @@ def call_within(pipe: Callee, method: Method, *arguments: Any, **options: Any) -
     Raises:
         FpipeError: it cannot run there; names the transform of ours to use instead.
     """
-    if _functorch.peek_interpreter_stack() is None:
+    if functorch.peek_interpreter_stack() is None:
         return _call_outside(pipe, method, *arguments, **options)
     interpreter = retrieve_current_functorch_interpreter()
     kind, level = interpreter.key().name, interpreter.level()
@@ -72,7 +70,7 @@ def call_within(pipe: Callee, method: Method, *arguments: Any, **options: Any) -
         return _moving(pipe, method, arguments, options)
     if kind != "Vmap":
         leaves = [
-            _functorch._unwrap_for_grad(leaf, level) if isinstance(leaf, Tensor) else leaf
+            functorch._unwrap_for_grad(leaf, level) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         ]
     # Nothing depends on this level: what is below it answers.
@@ -124,4 +122,4 @@ def _has_tangent(leaf: Any) -> bool:
 
 
 def _is_mapped(leaf: Any, level: int) -> bool:
-    return isinstance(leaf, Tensor) and _functorch._unwrap_batched(leaf, level)[1] is not None
+    return isinstance(leaf, Tensor) and functorch._unwrap_batched(leaf, level)[1] is not None

@@ -20,6 +20,7 @@ from fpipe.errors import FpipeError, StageError
 from fpipe.nesting.call import Call
 from fpipe.nesting.derived import Callee, choosing, pulled
 from fpipe.nesting.rules import check_again, refuse_redrawing
+from fpipe.torch_internals import functorch
 
 ON_ONE_RANK: Final = (
     "pipe.forward over processes has no derivative, for what comes out lies on one rank: "
@@ -171,7 +172,7 @@ class _Operation(torch.autograd.Function):
         key, *saved = ctx.saved_tensors
         leaves, outputs = saved[: len(needed)], saved[len(needed) :]
         given = (cotangent for cotangent in cotangents if cotangent is not None)
-        if any(map(torch._C._functorch.is_legacy_batchedtensor, given)):
+        if any(map(functorch.is_legacy_batchedtensor, given)):
             raise FpipeError(SEVERAL)
         with torch.no_grad():
             grads = ctx.call.pull(key, leaves, outputs, cotangents, needed)

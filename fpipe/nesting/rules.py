@@ -25,6 +25,7 @@ from fpipe.convention import scaled
 from fpipe.definition import ARGUMENTS, Definition
 from fpipe.errors import FpipeError
 from fpipe.nesting.derived import Callee, Method, alone, bent, choosing, moving
+from fpipe.torch_internals import functorch
 from fpipe.transforms.ensemble import stacked_along
 
 Trees = dict[int, Any]
@@ -333,7 +334,6 @@ def check_again(product: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None
         product: of the cotangent and the outputs of the second run.
         pairs: the cotangent of each output, and what the first run put out.
     """
-    functorch: Any = torch._C._functorch
     if functorch.peek_interpreter_stack() is not None or functorch.is_legacy_batchedtensor(product):
         return  # these are no numbers
     # What cancels to nothing, as a divergence of a model from itself, is as exact as its terms.

@@ -135,12 +135,16 @@ class Planner:
             _check_owed(schedule, code_of)
         plan = self._with_weights(schedule, self._lower(schedule, code_of), made, signature)
         log.info("ready for %s after %.1f s", goal, time.perf_counter() - start)
-        if goal == "step" and not any(code_of(s, 0).sums for s in range(schedule.num_stages)):
+        has_sums = any(code_of(stage, 0).sums for stage in range(schedule.num_stages))
+        traced = [stage for chain in made.chains for stage in chain.stages]
+        if goal == "step" and not has_sums and not any(own.joint.gradients for own in traced):
             log.warning(
                 "this step has no gradient: trainable= chooses no parameter, or the loss depends "
                 "on none that it chooses"
             )
-        elif goal == "step" and all(chain.is_constant for chain in made.chains):
+        elif goal == "step" and not (
+            has_sums and any(not chain.is_constant for chain in made.chains)
+        ):
             log.warning(
                 "all gradients of this step are 0: the loss depends on nothing that it is "
                 "differentiated by (detach(), torch.no_grad() or argmax in the loss, or in the "

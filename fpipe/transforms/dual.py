@@ -25,7 +25,8 @@ from fpipe import tree
 from fpipe.arguments.shapes import is_differentiable
 from fpipe.errors import label_of
 from fpipe.stage.declared.returns import Returns, Taken
-from fpipe.transforms.plain import beneath_forward_mode, differentiable_twice
+from fpipe.torch_internals import beneath_forward_mode
+from fpipe.transforms.plain import differentiable_twice
 
 
 def load_rules() -> None:

@@ -14,16 +14,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import Tensor
-from torch._functorch import eager_transforms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.stage.foreign.recurrent import RECURRENT
 from fpipe.stage.standin import Instead
 from fpipe.stage.tracing.known import symbolic_zeros
+from fpipe.torch_internals import beneath_forward_mode, functorch
+from fpipe.transforms.constants import Constants
 from fpipe.transforms.formulas.cumulative import CUMULATIVE
 from fpipe.transforms.formulas.embedding import EMBEDDINGS
 from fpipe.transforms.formulas.linear import BATCHED_LINEAR, LINEAR, UNKNOWN
@@ -47,29 +47,15 @@ def batched(devices: Collection[str]) -> Iterator[None]:
 @contextmanager
 def differentiable_twice() -> Iterator[None]:
     """The context in which forward-mode derivatives are taken that are differentiated again."""
-    kernels = _Kernels(under_vmap=_under_vmap())
-    with beneath_forward_mode(), sdpa_kernel(SDPBackend.MATH), kernels, Instead(_SMOOTH):
+    kernels, constants = _Kernels(under_vmap=_under_vmap()), Constants()
+    with beneath_forward_mode(), sdpa_kernel(SDPBackend.MATH), kernels, Instead(_SMOOTH), constants:
         yield
-
-
-@contextmanager
-def beneath_forward_mode() -> Iterator[None]:
-    """Let `torch.func.jvp` run while a level of forward-mode autograd is open.
-
-    It would open another one, which torch refuses, where it is not within itself; and what is
-    traced has no part in the level that is open.
-    """
-    opened = forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
-    eager_transforms.JVP_NESTING += opened
-    try:
-        yield
-    finally:
-        eager_transforms.JVP_NESTING -= opened
+    constants.check()
 
 
 def _under_vmap() -> bool:
-    levels = torch._C._functorch.get_interpreter_stack() or []
-    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
+    levels = functorch.get_interpreter_stack() or []
+    return any(level.key() == functorch.TransformType.Vmap for level in levels)
 
 
 class _Kernels(TorchDispatchMode):

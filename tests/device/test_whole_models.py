@@ -187,7 +187,8 @@ def test_what_is_no_copy_of_itself() -> None:
         own = {"w": gaps["w"].copy_(params["w"]), "s": on(params["s"][:, :1], origin).expand(1, 6)}
         rows = {"x": gaps["x"].copy_(batch["x"]), "shift": on(batch["shift"][:1], origin).expand(6)}
         assert own["w"].stride() == params["w"].stride() and rows["shift"].stride() == (0,)
-        assert_same(on(pipe.step(own, rows), "cpu"), expected, 0)
+        # Not to the bit: BLAS may take another kernel for what lies otherwise.
+        assert_same(on(pipe.step(own, rows), "cpu"), expected)
 
 
 @pytest.mark.parametrize("batch_norm", ["microbatch", "deferred"])

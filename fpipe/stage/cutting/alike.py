@@ -1,23 +1,21 @@
-"""Segments of a function that differ only in what they read are traced once: the layers of a model.
+"""Parts of a function that differ only in what they read share one graph: the layers of a model.
 
-The trace of one serves the other with its sources renamed, so that pieces and compiled artefacts
+The graph of one serves the other with its sources renamed, so that pieces and compiled artefacts
 are shared too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor, fx
 
-from fpipe.stage.cutting.segments import Segment
+from fpipe.stage.cutting.dividing import Part
 from fpipe.stage.graphs.fingerprint import fingerprint, places_of
+from fpipe.stage.graphs.joint import Joint
 from fpipe.stage.graphs.nodes import CHECKPOINT
 from fpipe.stage.graphs.sources import Constant, Param, Source, SumSoFar
-from fpipe.stage.tracing.abstract import Leaves
-from fpipe.stage.tracing.tracer import Traced
 
 _LITERAL = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
@@ -37,23 +35,21 @@ def merge_constants(module: fx.GraphModule) -> None:
             node.target = names.setdefault(key, node.target)
 
 
-def likeness(part: Segment, leaves: Leaves) -> Hashable:
-    """Equal for segments of one function whose traces differ only in the names of their sources.
+def likeness(part: Part) -> Hashable:
+    """Equal for parts of one function whose graphs differ only in the names of their sources.
 
     Args:
-        part: its graph's placeholders get the values of `leaves`.
-        leaves: its abstract arguments.
+        part: a stage of the function.
     """
-    placeholders = [node for node in part.graph.nodes if node.op == "placeholder"]
-    for node, value in zip(placeholders, leaves.values, strict=True):
-        node.meta["val"] = value
+    placeholders = part.graph.find_nodes(op="placeholder")
     return (
         fingerprint(part.graph),
         _checkpoints(part.graph),
         places_of(part.graph),
-        leaves.differentiable,
-        tuple(type(source) for source in leaves.sources),
-        tuple(map(len, part.readers)),
+        tuple(type(part.sources.get(node.name)) for node in placeholders),
+        tuple(map(len, part.cotangents)),
+        tuple(map(type, part.owed)),
+        tuple(isinstance(own, Param) and own in part.sources.values() for own in part.owed),
     )
 
 
@@ -65,15 +61,16 @@ def _checkpoints(graph: fx.Graph) -> tuple[tuple[int, bool] | None, ...]:
     return tuple(call and (numbers[call.number], call.saved) for call in calls)
 
 
-def seen_from(traced: Traced, sources: Sequence[Source], part: Segment) -> Traced:
-    """The trace of a segment as that of one like it.
+def seen_from(joint: Joint, other: Part, part: Part) -> Joint:
+    """The finished graph of a part as that of one like it.
 
     Args:
-        traced: of the other segment.
-        sources: what the other reads, in order.
+        joint: of the other part.
+        other: that part.
         part: this one.
     """
-    names = dict(zip(sources, part.sources, strict=True))
+    names = dict(zip(other.sources.values(), part.sources.values(), strict=True))
+    names |= dict(zip(other.owed, part.owed, strict=True))
 
     def rename(source: Source) -> Source:
         match source:
@@ -84,4 +81,4 @@ def seen_from(traced: Traced, sources: Sequence[Source], part: Segment) -> Trace
             case _:
                 return names[source]
 
-    return replace(traced, joint=traced.joint.renamed(rename, part.readers))
+    return joint.renamed(rename, [[own.reader for own in group] for group in part.cotangents])

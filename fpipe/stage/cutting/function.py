@@ -1,6 +1,6 @@
 """Trace a whole loss function with cuts into the same chain that stage functions make.
 
-    loss_fn(params, batch) ── recording ──► segments ── trace each ──► Chain
+    loss_fn(params, batch) ── record ──► parts ── finish each ──► Chain
 
 Every stage sees all parameter leaves by their own number, so a parameter that several stages read
 is one leaf with several contributors; a value may be read by any later stage.
@@ -10,28 +10,30 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fpipe import tree
-from fpipe.arguments.ambient import without_autocast
-from fpipe.arguments.shapes import Goal, TreeShape
-from fpipe.draws import draws
+from fpipe.arguments.shapes import Goal, TreeShape, is_differentiable
 from fpipe.errors import StageError
 from fpipe.stage.cutting.alike import likeness, seen_from
-from fpipe.stage.cutting.moved import Move, Moved
-from fpipe.stage.cutting.recording import Recorder
-from fpipe.stage.cutting.segments import Segment
+from fpipe.stage.cutting.dividing import Part
+from fpipe.stage.cutting.moved import move
+from fpipe.stage.cutting.recording import Recorded, Recorder
 from fpipe.stage.cutting.updates import updates_of
 from fpipe.stage.declared.objective import Objective
-from fpipe.stage.graphs.sources import BatchLeaf, Key, Param, Source, StateLeaf, Upstream
-from fpipe.stage.tracing.abstract import Abstract, Leaves, Places, abstract_key
+from fpipe.stage.graphs.inlining import Inliner
+from fpipe.stage.graphs.joint import Joint
+from fpipe.stage.graphs.nodes import value_of
+from fpipe.stage.graphs.propagate import propagate
+from fpipe.stage.graphs.sources import BatchLeaf, Param, Source
+from fpipe.stage.tracing.abstract import Abstract, Places
 from fpipe.stage.tracing.chain import Chain
-from fpipe.stage.tracing.tracer import Traced, trace
+from fpipe.stage.tracing.tracer import StageGraph, Traced, contiguous_like, finish
 
 log = logging.getLogger("fpipe")
 
@@ -101,8 +103,14 @@ class FunctionTracer:
         self._places.begin()
         params = Abstract.of(shapes[0], self._mode)
         batch = Abstract.of(microbatch, self._mode)
+        frozen = self.frozen(shapes)
+        trained = [
+            (0, leaf) not in frozen and self._objective.is_by("params", value)
+            for leaf, value in enumerate(params.values)
+        ]
         with self._places.at(0):
-            parts, results, numbering, changed = record(params, batch, goal, rows)
+            recorded = record(params, batch, trained, goal, rows)
+        parts, results = recorded.parts, recorded.results
         if goal == "step" and not _reads_parameters(parts[-1]) and len(parts) > 1:
             log.warning(
                 "stage %d (%s), the last, reads no parameter: a stage ends where fpipe.cut is "
@@ -110,34 +118,38 @@ class FunctionTracer:
                 len(parts) - 1,
                 name,
             )
-        updates = updates_of(name, record.paths(params), parts, results, changed)
+        updates = updates_of(name, record.paths(params), parts, results, recorded.changed)
         results = results[: len(results) - len(updates)]
-        frozen = self.frozen(shapes)
-        trained = [
-            (0, leaf) not in frozen and self._objective.is_by("params", value)
-            for leaf, value in enumerate(params.values)
-        ]
+        owners = self._owners(params, batch)
         tied = self._tied(parts)
         traced: list[Traced] = []
         labels = [f"stage {index} ({name})" for index in range(len(parts))]
-        known: dict[Hashable, tuple[Traced, tuple[Source, ...]]] = {}
+        known: dict[Hashable, tuple[Joint, Part]] = {}
         for index, (label, part) in enumerate(zip(labels, parts, strict=True)):
-            leaves = self._leaves(part, params, trained, batch, traced)
-            leaves = replace(leaves, values=self._places.bring(leaves.values, index))
             kind = (
-                likeness(part, leaves),
-                tuple(source in tied for source in part.sources),
+                likeness(part),
+                tuple(source in tied for source in part.sources.values()),
                 self._places.device(index),
             )
             if kind not in known:
                 with self._places.at(index):
-                    own = self._trace(
-                        index, label, part, leaves, tied, differentiate=goal == "step", rows=rows
-                    )
-                known[kind] = own, part.sources
-            first, sources = known[kind]
-            traced.append(seen_from(first, sources, part))
-        return Chain(tuple(traced), tuple(labels), goal, results, numbering, updates)
+                    known[kind] = self._finished(index, label, part, recorded, owners, tied), part
+            joint = seen_from(*known[kind], part)
+            values = tuple(
+                contiguous_like(value_of(joint.nodes[output]), self._mode)
+                for output in joint.outputs
+            )
+            flags = tuple(bool(group) for group in joint.cotangents)
+            traced.append(Traced(joint, tree.flatten(values)[1], values, flags))
+        return Chain(
+            tuple(traced),
+            tuple(labels),
+            goal,
+            results,
+            recorded.numbering,
+            recorded.depends,
+            updates,
+        )
 
     @property
     def evaluation(self) -> Goal | None:
@@ -150,103 +162,71 @@ class FunctionTracer:
         count, states = len(shapes[0].leaves), self._record.num_states(shapes[0].spec)
         return frozen | {(0, leaf) for leaf in range(count - states, count)}
 
-    def segments(self, params: TreeShape, microbatch: TreeShape) -> tuple[Segment, ...]:
-        """The parts between the cuts, as they were recorded, to be measured."""
-        batch = Abstract.of(microbatch, self._mode)
-        return self._record(Abstract.of(params, self._mode), batch, "step", rows=0).parts
+    def parts(self, params: TreeShape, microbatch: TreeShape) -> tuple[Part, ...]:
+        """What is between the cuts, forward only, to be measured."""
+        own, batch = (Abstract.of(shape, self._mode) for shape in (params, microbatch))
+        count = len(own.values) - self._record.num_states(own.spec)
+        trained = [n < count and is_differentiable(value) for n, value in enumerate(own.values)]
+        return self._record(own, batch, trained, "forward", rows=0).parts
 
-    def _tied(self, parts: Sequence[Segment]) -> frozenset[Source]:
+    def _owners(self, params: Abstract, batch: Abstract) -> dict[Source, tuple[Tensor, str]]:
+        """The fake tensor and the path of each of the caller's leaves."""
+        named = zip(params.values, self._record.paths(params), strict=True)
+        rows = zip(batch.values, tree.paths(batch.spec), strict=True)
+        return {
+            **{Param(leaf): own for leaf, own in enumerate(named)},
+            **{BatchLeaf(n): (value, f"batch{path}") for n, (value, path) in enumerate(rows)},
+        }
+
+    def _tied(self, parts: Sequence[Part]) -> frozenset[Source]:
         """The parameters that several parts read, where their gradients are not kept whole."""
         if self._objective.sink.fold is None:
             return frozenset()
-        counts = Counter(source for part in parts for source in part.sources)
+        counts = Counter(source for part in parts for source in {*part.sources.values()})
         return frozenset(source for source, count in counts.items() if count > 1)
 
-    def _trace(
+    def _finished(
         self,
         index: int,
         label: str,
-        part: Segment,
-        leaves: Leaves,
+        part: Part,
+        recorded: Recorded,
+        owners: Mapping[Source, tuple[Tensor, str]],
         tied: Collection[Source],
-        *,
-        differentiate: bool,
-        rows: int,
-    ) -> Traced:
-        move = Move(self._places.device(0), self._places.device(index))
-        traced = trace(
-            label,
-            lambda values: _replayed(Moved(part.graph, move), values),
-            leaves,
-            self._mode,
-            self._objective,
-            differentiate=differentiate,
-            origin=self._record.loss_fn,
-            readers=part.readers.__getitem__,
-            rows=rows,
-            tied=[source for source in part.sources if source in tied],
-            original=move.original,
-            returned=self._places.bring(part.returned, index),
-        )
-        nodes = traced.joint.graph.nodes
-        if self._record.keyed and any(draws(n.target, n.args, n.kwargs) for n in nodes):
-            raise StageError(
-                f"{label} draws in the backward of a torch.autograd.Function, which a pipeline "
-                "that draws from keys cannot follow: draw before, and give what is drawn as an "
-                "argument of apply"
-            )
-        return traced
+    ) -> Joint:
+        """The joint graph of a part."""
+        module, original = fx.GraphModule(recorded.module, part.graph), recorded.original
+        home, device = self._places.device(0), self._places.device(index)
+        if home is not None and device is not None and home != device:
+            original = move(module, home, device, self._mode, original)
+        elif part.is_stale:
+            propagate(module.graph, self._mode)
+        fold = self._objective.sink.fold
+        if fold is not None:
+            self._fold(module.graph, part, fold, tied)
+        stage = StageGraph(module, part.sources, part.cotangents, part.owed, owners, original)
+        return finish(label, stage, self._objective, origin=self._record.loss_fn, tied=tied)
 
-    def _leaves(
+    def _fold(
         self,
-        part: Segment,
-        params: Abstract,
-        trained: Sequence[bool],
-        batch: Abstract,
-        before: Sequence[Traced],
-    ) -> Leaves:
-        """The abstract arguments of a segment."""
-        values: list[Tensor] = []
-        paths: list[str] = []
-        differentiable: list[bool] = []
-        param_paths, batch_paths = self._record.paths(params), tree.paths(batch.spec)
-        for source in part.sources:
-            match source:
-                case Param(leaf):
-                    values.append(params.values[leaf])
-                    paths.append(param_paths[leaf])
-                    differentiable.append(trained[leaf])
-                case StateLeaf(leaf):
-                    values.append(params.values[leaf])
-                    paths.append(param_paths[leaf])
-                    differentiable.append(False)
-                case BatchLeaf(leaf):
-                    values.append(batch.values[leaf])
-                    paths.append("batch" + batch_paths[leaf])
-                    differentiable.append(self._objective.is_by("batch", batch.values[leaf]))
-                case Key():
-                    values.append(abstract_key(batch, self._mode))  # each is an argument of its own
-                    paths.append("key")
-                    differentiable.append(False)
-                case Upstream(stage, leaf):
-                    # Of stages that are alike these are the same tensors, which a tracer would
-                    # take for the same argument.
-                    with self._mode:
-                        values.append(before[stage].values[leaf].clone())
-                    paths.append(f"value {leaf} of stage {stage}")
-                    differentiable.append(before[stage].carries_gradient[leaf])
-                case _:
-                    raise AssertionError(f"a segment reads {source}")
-        return Leaves(
-            tuple(values), part.sources, tuple(paths), tuple(differentiable), "what it reads"
-        )
+        graph: fx.Graph,
+        part: Part,
+        fold: Callable[[Tensor], Tensor],
+        tied: Collection[Source],
+    ) -> None:
+        """Keep of the gradients of parameters what the sink keeps, where they are whole."""
+        inline = Inliner(self._mode)
+        end = graph.output_node()
+        returned: Any = end.args[0]
+        outputs, gradients = returned
+        kept = [
+            inline.call(end, fold, node)
+            if isinstance(source, Param) and source not in tied
+            else node
+            for source, node in zip(part.owed, gradients, strict=True)
+        ]
+        end.args = ((outputs, kept),)
 
 
-def _reads_parameters(part: Segment) -> bool:
-    return any(isinstance(source, Param) for source in part.sources)
-
-
-def _replayed(part: Moved, values: Sequence[Tensor]) -> list[Tensor]:
-    """What a recorded function returns: the casts of autocast are in it, and not made again."""
-    with without_autocast():
-        return list(part.run(*values))
+def _reads_parameters(part: Part) -> bool:
+    return any(isinstance(source, Param) for source in part.sources.values())

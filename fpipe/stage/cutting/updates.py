@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fpipe.errors import StageError
-from fpipe.stage.cutting.segments import Segment
+from fpipe.stage.cutting.dividing import Part
 from fpipe.stage.graphs.sources import StateLeaf, Upstream
 
 _COPIES = frozenset(
@@ -21,19 +21,21 @@ def keep_changed(graph: fx.Graph, given: Sequence[fx.Node], states: int) -> list
     """Return the leaves of the state that change alone, and say which they are.
 
     Args:
-        graph: returns the new state last.
+        graph: returns two lists, of which the first ends with the new state.
         given: the placeholders of parameters and state.
         states: how many leaves the state has, the last of `given` and of what is returned.
     """
     end = graph.output_node()
-    results: list[Any] = list(end.args[0])  # type: ignore[arg-type]
+    returned: Any = end.args[0]
+    results, gradients = list(returned[0]), returned[1]
     first, before = len(given) - states, len(results) - states
     changed = [
         leaf
         for leaf in range(first, len(given))
         if _copied(results[before + leaf - first]) is not given[leaf]
     ]
-    end.args = ([*results[:before], *(results[before + leaf - first] for leaf in changed)],)
+    results[before:] = [results[before + leaf - first] for leaf in changed]
+    end.args = ((results, gradients),)
     return changed
 
 
@@ -47,7 +49,7 @@ def _copied(node: Any) -> Any:
 def updates_of(
     name: str,
     paths: Sequence[str],
-    parts: Sequence[Segment],
+    parts: Sequence[Part],
     results: Sequence[Upstream],
     changed: Sequence[int],
 ) -> dict[int, Upstream]:
@@ -56,7 +58,7 @@ def updates_of(
     Args:
         name: of the function, for messages.
         paths: how a user would write each leaf of parameters and state.
-        parts: the segments between the cuts.
+        parts: what is between the cuts.
         results: where each result comes from, those of `changed` last.
         changed: the leaves of the state that change.
 
@@ -66,7 +68,7 @@ def updates_of(
     updates: dict[int, Upstream] = {}
     for leaf, source in zip(changed, results[len(results) - len(changed) :], strict=True):
         updates[leaf] = source
-        readers = [i for i, part in enumerate(parts) if StateLeaf(leaf) in part.sources]
+        readers = [i for i, part in enumerate(parts) if StateLeaf(leaf) in part.sources.values()]
         if any(reader != source.stage for reader in readers):
             raise StageError(
                 f"{name} reads {paths[leaf]} in stage "

@@ -2,7 +2,8 @@
 
     checkpoint(block, x) ──► block(x), its nodes marked ──► the partition keeps none of them
 
-The function is called plainly, for there is no autograd whose saved tensors could be replaced. What
+The function is called plainly, and what it does is marked: which values are kept is decided later,
+for the whole stage. What
 selective checkpointing saves (``create_selective_checkpoint_contexts``) is saved.
 """
 
@@ -97,28 +98,6 @@ class Marks:
 _MARKS: ContextVar[Marks | None] = ContextVar("fpipe.checkpoint", default=None)
 
 
-class Replay(fx.Interpreter):
-    """Runs a recorded graph, whose marks go on to what is recorded of it.
-
-    Args:
-        graph: of the module that was recorded, or a part of that, which has what it closes over.
-    """
-
-    def __init__(self, graph: fx.Graph) -> None:
-        assert graph.owning_module is not None
-        super().__init__(graph.owning_module, graph=graph)
-        self.extra_traceback = False
-        self._call: Checkpointed | None = None
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run a node."""
-        marks, call = _MARKS.get(), n.meta.get(CHECKPOINT)
-        if marks is not None and call != self._call:
-            marks.change(call)
-            self._call = call
-        return super().run_node(n)
-
-
 def _saves(policy: Save, node: fx.Node) -> bool:
     """Whether a user's policy saves what an op returns."""
     if node.target in SAC_IGNORED_OPS or not isinstance(node.target, torch._ops.OpOverload):
@@ -130,20 +109,23 @@ def _saves(policy: Save, node: fx.Node) -> bool:
     return answer if isinstance(answer, bool) else not answer.name.endswith("RECOMPUTE")
 
 
-def called_plainly() -> AbstractContextManager[None]:
+@contextmanager
+def called_plainly() -> Iterator[None]:
     """Within it checkpoint calls its function plainly, and what that does is marked."""
-    return _GENERATORS.active()
+    with _GENERATORS.active(), _REENTRANT.active():
+        yield
 
 
-def is_reentrant(function: Any) -> bool:
-    """Whether this Function is that of checkpoint, which calls `plainly` instead while traced."""
-    return function is checkpoint.CheckpointFunction
+class _Plainly:
+    """Stands for the Function of a reentrant checkpoint."""
 
-
-def plainly(function: Callable[..., Any], _: bool, *args: Any) -> Any:
-    """Call the function of a reentrant checkpoint, with the arguments of its Function."""
-    with _marked(None):
-        return function(*args)
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """Call the function."""
+        if not _REENTRANT.is_active:
+            return _REENTRANT.own(checkpoint).apply(function, preserve, *args)
+        with _marked(None):
+            return function(*args)
 
 
 def _generator(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -169,3 +151,4 @@ def _marked(policy: Save | None) -> AbstractContextManager[None]:
 _NAME = "_checkpoint_without_reentrant_generator"
 _INNER = f"{_NAME}_impl"  # what torch 2.14 calls
 _GENERATORS = StandIn(_INNER if hasattr(checkpoint, _INNER) else _NAME, {checkpoint: _generator})
+_REENTRANT = StandIn("CheckpointFunction", {checkpoint: _Plainly})

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.autograd import make_autograd_impl
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.function import _SingleLevelFunction
 
 from fpipe.stage.refusing.explain import Untraceable
 from fpipe.stage.standin import StandIn
+from fpipe.torch_internals import (
+    enable_single_level_autograd_function,
+    innermost_transform,
+)
 
 
 def without_forward_mode() -> AbstractContextManager[None]:
@@ -51,16 +53,14 @@ def _of_one_level(function: Any) -> Any:
 
 def _any_requires_grad(*args: Any, **options: Any) -> bool:
     """What torch asks before it calls such a Function, at each transform."""
-    if _ASKS.is_active and torch._C._functorch.peek_interpreter_stack() is not None:
-        interpreter = retrieve_current_functorch_interpreter()
-        if interpreter.key() == torch._C._functorch.TransformType.Jvp:
-            for value in (*args, *options.values()):
-                if isinstance(value, Tensor) and unpack_dual(value, level=0).tangent is not None:
-                    raise Untraceable(
-                        "calls an operation of torch.library with a registered backward, within a "
-                        "derivative in a direction (jvp)",
-                        "torch knows no such derivative of it; compute it in plain operations",
-                    )
+    if _ASKS.is_active and innermost_transform() == "Jvp":
+        for value in (*args, *options.values()):
+            if isinstance(value, Tensor) and unpack_dual(value, level=0).tangent is not None:
+                raise Untraceable(
+                    "calls an operation of torch.library with a registered backward, within a "
+                    "derivative in a direction (jvp)",
+                    "torch knows no such derivative of it; compute it in plain operations",
+                )
     return bool(_ASKS.own(torch._C)(*args, **options))
 
 

@@ -46,6 +46,20 @@ class Inliner:
             self._recorded[kind] = self._record(node, function, before)
         _inline(self._recorded[kind], node, before)
 
+    def call(self, before: fx.Node, function: Callable[[Tensor], Tensor], node: fx.Node) -> fx.Node:
+        """A node in front of another that has what a function returns of a value."""
+        with self._mode:
+            operations = make_fx(function, tracing_mode="fake")(node.meta["val"]).graph
+        copies: dict[fx.Node, fx.Node] = {}
+        with before.graph.inserting_before(before):
+            for own in operations.nodes:
+                if own.op == "placeholder":
+                    copies[own] = node
+                elif own.op == "call_function":
+                    copies[own] = node.graph.node_copy(own, lambda used: copies[used])
+        returned: Any = operations.output_node().args[0]
+        return copies[returned]
+
     def _record(
         self, node: fx.Node, function: Callable[..., Any], before: tuple[fx.Node, ...]
     ) -> fx.Graph:

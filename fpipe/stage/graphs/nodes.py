@@ -23,6 +23,13 @@ aten = torch.ops.aten
 STAGE = "fpipe.stage"
 """Where the ``meta`` of a node in a recorded function says in which stage that was."""
 
+TURN = "fpipe.turn"
+"""Where the ``meta`` of a node of the backward says which node of autograd's it belongs to."""
+
+COUNT = "fpipe.count"
+"""Where the ``meta`` of a node of the forward has autograd's counter of that moment."""
+
+
 CHECKPOINT = "fpipe.checkpoint"
 """Where the ``meta`` of a forward node says in which `Checkpointed` call it was recorded."""
 
@@ -152,7 +159,7 @@ def replace(node: fx.Node, by: fx.Node) -> None:
 
 def marks_of(node: fx.Node) -> dict[str, Any]:
     """Where a node was recorded, as the ``meta`` of one that takes its place says it."""
-    return {key: node.meta[key] for key in (STAGE, CHECKPOINT) if key in node.meta}
+    return {key: node.meta[key] for key in (STAGE, COUNT, TURN, CHECKPOINT) if key in node.meta}
 
 
 def nbytes_of(node: fx.Node) -> int:

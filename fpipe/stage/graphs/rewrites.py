@@ -1,7 +1,7 @@
-"""Rewrites of recorded graphs: of ops that cannot be differentiated, that write to their arguments
-and do not say so, that rely on the layout which their argument had while recorded, or that draw.
+"""Rewrites of recorded graphs: of ops that write to their arguments and do not say so, that rely on
+the layout which their argument had while recorded, or that draw.
 
-In a forward graph a new node takes the mark of the stage of the node that it replaces.
+A new node takes the marks of the node that it replaces.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ aten = torch.ops.aten
 # Their schemas keep silent about the running statistics, which they write to.
 _BATCH_NORMS = frozenset({aten.native_batch_norm.default, aten.cudnn_batch_norm.default})
 
+_BACKWARDS = frozenset(
+    {aten.native_batch_norm_backward.default, aten.cudnn_batch_norm_backward.default}
+)
+
 # With a probability given beside the tensor whose shape they take.
 _BERNOULLIS = frozenset({aten.bernoulli.p, aten.bernoulli.Tensor})
 
 # What overwrites a value with what is drawn, as functionalisation writes it, or draws as many as
 # there are of it: not differentiable.
-_OVERWRITES = frozenset(
+OVERWRITES = frozenset(
     {
         *(getattr(aten.randint_like, name) for name in aten.randint_like.overloads()),
         aten.normal_functional.default,
@@ -34,38 +38,6 @@ _OVERWRITES = frozenset(
         *_BERNOULLIS,
     }
 )
-
-
-def make_draws_differentiable(graph: fx.Graph) -> None:
-    """Let no gradient flow into what a draw overwrites, and the right one through ``rrelu``.
-
-    Torch has no derivative of the former, and takes that of ``rrelu_with_noise_functional`` by the
-    memory that was to hold its noise, and not by the noise: the value is `x` times the noise.
-    """
-    for node in list(graph.nodes):
-        is_rrelu = node.target is aten.rrelu_with_noise_functional.default
-        if not (is_rrelu or node.target in _OVERWRITES):
-            continue
-        if is_rrelu and not (len(node.args) > 4 and node.args[4]):
-            continue  # not in training: the slope is a number
-        x = node.args[0]
-        with graph.inserting_before(node):
-            constant = graph.call_function(aten.detach.default, (x,))
-        constant.meta |= {"val": x.meta["val"]} | marks_of(node)
-        node.update_arg(0, constant)
-        if not is_rrelu:
-            continue
-        value, noise = node.meta["val"]
-        with graph.inserting_after(node):
-            drawn = graph.call_function(operator.getitem, (node, 1))
-        with graph.inserting_after(drawn):
-            product = graph.call_function(aten.mul.Tensor, (x, drawn))
-        drawn.meta |= {"val": noise} | marks_of(node)
-        product.meta |= {"val": value} | marks_of(node)
-        for user in list(node.users):
-            if user.target is operator.getitem and user.args[1] == 0:
-                user.replace_all_uses_with(product)
-                graph.erase_node(user)
 
 
 def free_views_of_layout(graph: fx.Graph) -> None:
@@ -116,7 +88,7 @@ def return_statistics(name: str, graph: fx.Graph) -> None:
 
     Args:
         name: the function in messages.
-        graph: changed in place; it has no backward yet.
+        graph: changed in place; a backward, if it has one, does not need them.
 
     Raises:
         StageError: the statistics are a part of another tensor, which would change with them.
@@ -144,7 +116,8 @@ def return_statistics(name: str, graph: fx.Graph) -> None:
             with graph.inserting_after(whole):
                 new = graph.call_function(operator.getitem, (whole, index))
             new.meta |= {"val": arg.meta["val"]} | marks_of(node)
-            for user in [user for user in arg.users if user in later]:
+            readers = [user for user in arg.users if user in later]
+            for user in (user for user in readers if user.target not in _BACKWARDS):
                 user.replace_input_with(arg, new)
         graph.erase_node(node)
 

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from fpipe.stage.graphs.layouts import copied, memory_order
 from fpipe.stage.graphs.nodes import ancestors, base_of, inserted, replace, value_of
+from fpipe.stage.graphs.rewrites import OVERWRITES
 
 aten = torch.ops.aten
 
@@ -54,7 +55,7 @@ def simplify(
         _give_memory(node)
         if node.target in _FILLS:
             _look_at_nothing(node)
-        elif node.target in _IDENTITIES:
+        elif node.target in _IDENTITIES or _is_overwritten(node):
             replace(node, node.args[0])
         elif node.target is aten._conj.default and not isinstance(node.args[0], fx.Node):
             _conjugate_number(node)
@@ -68,6 +69,14 @@ def simplify(
     _settle_gradients(graph, owners)
     _settle_outputs(graph, private)
     return _results(graph)
+
+
+def _is_overwritten(node: fx.Node) -> bool:
+    """Whether memory only says to a draw how many numbers there are, as its argument would too."""
+    if node.target is not aten.empty_like.default:
+        return False
+    same = value_of(node).dtype == value_of(node.all_input_nodes[0]).dtype
+    return same and bool(node.users) and all(user.target in OVERWRITES for user in node.users)
 
 
 def _give_in_order(node: fx.Node) -> None:

@@ -135,9 +135,9 @@ def _refusal(name: str, error: Exception, given: str, called: str) -> StageError
     if operator is not None or (isinstance(error, KeyError) and "TransformType." in text):
         called = f" {operator[1]}" if operator is not None else ", such as torch.cond"
         return StageError(
-            f"{name} uses torch's higher-order operator{called}{at}, which torch.func does "
-            "not differentiate: use plain operations, such as torch.where for a choice, a Python "
-            "loop for a scan, scaled_dot_product_attention for flex_attention"
+            f"{name} uses torch's higher-order operator{called}{at}, which no trace of "
+            "a backward goes into: use plain operations, such as torch.where for a choice, a "
+            "Python loop for a scan, scaled_dot_product_attention for flex_attention"
         )
     if not at and "aten.nonzero" in text:
         return StageError(
@@ -243,22 +243,25 @@ _REASONS: Final = (
         'maps over examples ("same" or "different"), or draw from a key',
     ),
     _Reason(
+        ("new_fn INTERNAL ASSERT FAILED",),
+        "writes to a tensor after it has called detach_() on it",
+        "torch cannot record that; say y = y.detach().clone()",
+    ),
+    _Reason(
         ("as_strided() is non-compositional",),
         "writes in place to a view by way of as_strided(), or of an operation that does, as to "
         "the parts of a complex tensor",
         "work on a copy (x = x.clone())",
     ),
     _Reason(
-        ("requires_grad_()",),
+        ("requires_grad_()", "only change requires_grad flags of leaf variables"),
         "calls requires_grad_(False)",
-        "a stage is traced without autograd's own history; use x.detach(), and say with "
-        "trainable= which parameters are frozen",
+        "use x.detach(), and say with trainable= which parameters are frozen",
     ),
     _Reason(
-        ("saved tensor hooks",),
-        "uses saved-tensor hooks",
-        "a stage keeps no tensors of autograd's; choose what is computed again with remat= of "
-        "fpipe.pipeline, or with torch.utils.checkpoint",
+        ("SparseCooTensorWithDimsAndTensors",),
+        "differentiates a tensor in layout torch.sparse_coo by its values",
+        "close over a dense one, or use its indices and values with index_add",
     ),
 )
 

@@ -1,8 +1,6 @@
 """Refuse stages that write to what is not theirs: their inputs, and tensors that they close over.
 
-In-place ops on a stage's own intermediate values are fine; tracing turns them into pure ones. But
-one that autograd does not see, within ``torch.no_grad()`` or by way of ``x.detach()``, leaves the
-gradient of a value as it was: no pure op of torch's does that.
+In-place ops on a stage's own intermediate values are fine; tracing turns them into pure ones.
 """
 
 from __future__ import annotations
@@ -12,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.arguments.shapes import memory_of
 from fpipe.stage.refusing.explain import ImpureError, Untraceable, impure
 from fpipe.stage.refusing.names import name_in_closure
 from fpipe.stage.seeing import Seeing
+from fpipe.torch_internals import FakeTensor, FunctionalTensor
 
 _LITERAL = torch.ops.aten.lift_fresh.default
 
@@ -37,7 +35,6 @@ class WriteGuard(Seeing):
         super().__init__()
         self._origin = origin
         self._foreign = {memory_of(v): f"its input {path}" for path, v in inputs.items()}
-        self._carrying: set[int] = set()  # memory of values that carry a gradient
         self._kept_alive = list(inputs.values())
 
     def __torch_dispatch__(
@@ -68,7 +65,7 @@ class WriteGuard(Seeing):
                     f"calls {func}, an operation of torch.library that writes to its arguments",
                     "register one that returns a new tensor, with mutates_args=()",
                 )
-            if declared.is_write and (owner := self._owner(value) or self._unseen(value)):
+            if declared.is_write and (owner := self._owner(value)):
                 raise ImpureError(owner, str(func))
             if declared.is_write and _is_folded(value):
                 raise Untraceable(
@@ -76,13 +73,6 @@ class WriteGuard(Seeing):
                     "expand() makes them",
                     "write to what it is a view of, or to a copy of it (x = x.clone())",
                 )
-        for _, value in arguments:
-            # torch asks for the device of a view while it holds what looking for its origin takes.
-            if func.namespace == "prim":
-                continue
-            if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
-                self._carrying.add(memory_of(value))
-                self._kept_alive.append(value)
         result = func(*args, **(kwargs or {}))
         for declared, value in arguments:
             if func is _LITERAL:
@@ -97,18 +87,9 @@ class WriteGuard(Seeing):
     def _owner(self, value: Any) -> str | None:
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             return None
-        if not isinstance(value, FakeTensor):
+        if not isinstance(value, FakeTensor | FunctionalTensor):
             return f"a tensor that it closes over ({name_in_closure(value, self._origin)})"
         return self._foreign.get(memory_of(value))
-
-    def _unseen(self, value: Any) -> str | None:
-        if not isinstance(value, Tensor) or value.layout != torch.strided:
-            return None
-        if value.requires_grad and not torch.is_grad_enabled():
-            return "a value that carries a gradient, within torch.no_grad()"
-        if not value.requires_grad and memory_of(value) in self._carrying:
-            return "a value that carries a gradient, by way of what is detached from it"
-        return None
 
 
 def refuse_writes(name: str, graph: fx.Graph) -> None:

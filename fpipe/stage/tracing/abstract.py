@@ -98,6 +98,15 @@ class Leaves:
     given: str
     called: str = ""
 
+    @property
+    def places(self) -> dict[Source, list[int]]:
+        """For each source that gets a gradient, the arguments that it comes in as."""
+        places: dict[Source, list[int]] = {}
+        for index, source in enumerate(self.sources):
+            if self.differentiable[index]:
+                places.setdefault(source, []).append(index)
+        return places
+
 
 def abstract_key(batch: Abstract, mode: FakeTensorMode) -> Tensor:
     """A fake key, on the device of the microbatch."""

@@ -22,7 +22,7 @@ from fpipe.stage.declared.objective import Objective
 from fpipe.stage.declared.returns import Numbering, Taken
 from fpipe.stage.declared.stage import Stage
 from fpipe.stage.graphs.joint import Joint
-from fpipe.stage.graphs.nodes import ancestors, is_zero
+from fpipe.stage.graphs.nodes import is_zero
 from fpipe.stage.graphs.sources import BatchLeaf, Key, Param, Source, Upstream
 from fpipe.stage.refusing.explain import describe, explain
 from fpipe.stage.tracing.abstract import Abstract, Leaves, Places, abstract_key
@@ -40,6 +40,7 @@ class Chain:
             the last stage's output.
         results: where each value that the caller gets of a microbatch comes from.
         numbering: how those are numbered.
+        depends: whether each result depends on something that gradients are taken by.
         updates: where the new value of each leaf of the state comes from.
     """
 
@@ -48,6 +49,7 @@ class Chain:
     goal: Goal
     results: tuple[Upstream, ...]
     numbering: Numbering
+    depends: tuple[bool, ...]
     updates: Mapping[int, Upstream] = field(default_factory=dict)
 
     def value(self, source: Upstream) -> Tensor:
@@ -63,12 +65,7 @@ class Chain:
     @property
     def is_swapped(self) -> bool:
         """Whether the weight of a step's loss depends on what the sum does not."""
-        if self.numbering.heads < 2 or not self.is_constant:
-            return False
-        weight = self.results[1]
-        joint = self.stages[weight.stage].joint
-        read = ancestors([joint.nodes[joint.outputs[weight.leaf]]])
-        return any(joint.sources.get(node.name) in joint.gradients for node in read)
+        return self.numbering.heads > 1 and self.depends[:2] == (False, True)
 
 
 NEXT = -1
@@ -182,12 +179,14 @@ class ChainTracer:
             x = Abstract(result.values, result.spec)
             x_sources = [Upstream(index, leaf) for leaf in range(len(x.values))]
             carries = list(result.carries_gradient)
+        _check_differentiated(traced)
         numbering = Numbering(0, x.spec)
         if goal != "forward":
             heads, _, aux = x.spec.children()
             numbering = Numbering(heads.num_leaves, aux)
         results = tuple(Upstream(last, leaf) for leaf in range(len(x.values)))
-        return Chain(tuple(traced), tuple(labels), goal, results, numbering)
+        depends = traced[-1].depends
+        return Chain(tuple(traced), tuple(labels), goal, results, numbering, depends)
 
     @property
     def evaluation(self) -> Goal | None:
@@ -287,6 +286,23 @@ class ChainTracer:
             raise explain(name, error, given, called) from error
         returns, shape = self._objective.returns, self._objective.loss_shape
         return returns.take(f"{name} is", "loss(y, microbatch)", loss, shape)
+
+
+def _check_differentiated(stages: Sequence[Traced]) -> None:
+    """Refuse outputs that cannot be differentiated, if a reader differentiates them.
+
+    Raises:
+        StageError: what autograd said of the first.
+    """
+    for index, traced in enumerate(stages):
+        for leaf, why in traced.lost.items():
+            readers = stages[index + 1 : index + 2]
+            if not readers:
+                raise why
+            joint = readers[0].joint
+            gradient = joint.gradients.get(Upstream(index, leaf))
+            if gradient is not None and not is_zero(joint.nodes[gradient]):
+                raise why
 
 
 def _called(stage: Stage) -> str:

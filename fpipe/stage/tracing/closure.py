@@ -7,14 +7,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fpipe.errors import StageError, a_type
-from fpipe.stage.foreign.custom import is_traced
 from fpipe.stage.graphs.sources import Constant, Source
 from fpipe.stage.refusing.names import name_in_closure
-
-_DETACH = torch.ops.aten.detach.default
+from fpipe.torch_internals import FakeTensor, from_fun, functorch
 
 
 def lift_constants(
@@ -32,8 +29,7 @@ def lift_constants(
             device.
 
     Raises:
-        StageError: one of them is sparse, or abstract, or requires grad and is not detached where
-            it is used.
+        StageError: one of them is sparse, or abstract.
     """
     graph = module.graph
     found: dict[str, fx.Node] = {}
@@ -49,7 +45,7 @@ def lift_constants(
                 "attribute: use plain tensor operations in a stage"
             )
         value = original(value)
-        if isinstance(value, FakeTensor) or is_traced(value):
+        if isinstance(value, FakeTensor) or _is_traced(value):
             raise StageError(
                 f"{name} closes over an abstract tensor ({name_in_closure(value, origin)}, shape "
                 f"{tuple(value.shape)}), which a cache outside of it, such as functools.cache, has "
@@ -64,18 +60,10 @@ def lift_constants(
                 f"{value.layout}), which cannot be traced: close over a dense one (.to_dense()), "
                 "or over its indices and values, and use index_add or scatter_add"
             )
-        if value.requires_grad and not all(user.target is _DETACH for user in node.users):
-            raise StageError(
-                f"{name} closes over a tensor that requires grad "
-                f"({name_in_closure(value, origin)}, shape {tuple(value.shape)}): it would get no "
-                "gradient; pass it in the parameters (torch.func.functional_call does so for a "
-                "module; what the loss of from_module trains belongs into the module, whose "
-                "forward computes with it), or detach it"
-            )
         if node.target not in found:
             with graph.inserting_before(_first_computation(graph)):
                 placeholder = graph.placeholder(f"constant_{len(constants)}")
-                placeholder.meta["val"] = node.meta["val"]
+                placeholder.meta["val"] = from_fun(node.meta["val"])
                 sources[placeholder.name] = Constant(len(constants))
                 memory, found[node.target] = _as_it_lies(value.detach(), placeholder)
             constants.append(memory)
@@ -104,6 +92,11 @@ _PUT_OFF: Final = (
     (Tensor.is_neg, torch._neg_view, torch.ops.aten._neg_view.default),
     (Tensor.is_conj, torch._conj, torch.ops.aten._conj.default),
 )
+
+
+def _is_traced(value: Tensor) -> bool:
+    """Whether `value` belongs to a transform of `torch.func`, or to a trace."""
+    return functorch.is_functorch_wrapped_tensor(value) or torch._is_functional_tensor(value)
 
 
 def _first_computation(graph: fx.Graph) -> fx.Node:

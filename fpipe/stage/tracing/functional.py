@@ -1,111 +1,150 @@
-"""Graphs without writes: functions recorded with their in-place updates turned into pure ops."""
+"""The mode in which functions are recorded: plain autograd above, operations without writes below.
+
+    the user's function ──► autograd ──► Functional ──► a graph of pure operations
+
+It is what AOTAutograd records in. Writes to intermediate values become new values, views of them
+are made anew, and autograd, which runs above, sees the program as it was written.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from fpipe.stage.foreign.checkpointed import Marks, Replay
-from fpipe.stage.refusing.purity import writes
-from fpipe.stage.tracing.known import Known
-from fpipe.stage.tracing.nograd import with_gradients
-from fpipe.stage.tracing.setting import tracing
+from fpipe.stage.refusing.explain import Untraceable
+from fpipe.torch_internals import FakeTensor, FunctionalTensor, FunctionalTensorMode, functorch
+
+_PLAIN: Final[dict[Any, bool]] = {}
+_TYPES: Final = frozenset({Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor})
+_DENSE: Final = (Tensor, torch.nn.Parameter)
+# To FunctionalTensorMode an operation with effects, whose order it would keep by tokens.
+_CHECKS: Final = torch.ops.aten._linalg_check_errors.default
 
 
-def record(
-    function: Callable[..., Any], arguments: Sequence[Tensor], mode: FakeTensorMode
-) -> fx.GraphModule:
-    """The graph of `function` on flat abstract arguments; what it still writes to is not its own.
+class Functional(FunctionalTensorMode):
+    """Functionalization beneath autograd.
+
+    Operations that write to nothing and return new tensors, which most do, take a short way.
 
     Args:
-        function: of as many tensors as there are arguments.
-        arguments: fake tensors.
-        mode: that they live in.
+        name: how to call a tensor that the function closes over, in messages.
     """
 
-    def known(*values: Tensor) -> Any:
-        with Known():
-            return function(*values)
+    def __init__(self, name: Callable[[Tensor], str]) -> None:
+        super().__init__()
+        self._name = name
+        self._held = WeakIdKeyDictionary()  # a closed-over tensor -> what stands for it here
+        self._origin = WeakIdKeyDictionary()  # its alias in the graph -> the closed-over tensor
 
-    with tracing(mode, with_gradients()):
-        graph = _made_functional(known, arguments) or marked(known, arguments)
-        # Those have not been made functional. And where nothing is differentiated, composite
-        # ops are taken apart after they have been, and may write to what they have made. Nor
-        # has what is made of tensors alone that the function closes over.
-        if any(writes(graph.graph)):
-            graph = _functional(graph, arguments)
-        return graph
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # tracing is kept from Dynamo as a whole
+
+    def original(self, value: Tensor) -> Tensor:
+        """What the function closes over, of which the graph has an alias."""
+        return self._origin.get(value, value)
+
+    def made_functional(self, value: Tensor) -> Tensor:
+        """A value that is not functional yet, or what stands here for one that is closed over."""
+        if type(value) in _DENSE:
+            held: Tensor = self._wrapped(value, None)
+            return held
+        made: Tensor = self._outer(value)
+        return made
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Record a call of `func` without its writes."""
+        options = dict(kwargs or {})
+        if not _TYPES.issuperset(types):
+            return super().__torch_dispatch__(func, types, args, options)
+        if func is _CHECKS:
+            return None
+        args, options = self._wrapped((tuple(args), options), func)
+        if not _is_plain(func):
+            return super().__torch_dispatch__(func, types, args, options)
+        args, options = _inner((args, options))
+        return self._outer(func(*args, **options))
+
+    def _wrapped(self, value: Any, func: Any) -> Any:
+        """Arguments with what is closed over made functional too: it may be written to later."""
+        if isinstance(value, Tensor):
+            if type(value) not in _DENSE or value.layout is not torch.strided:
+                return value
+            held = self._held.get(value)
+            if held is None:
+                self._check(value, func)
+                alias = value.detach()
+                self._origin[alias] = value
+                held = self._held[value] = self._outer(alias)
+            return held
+        if type(value) in (tuple, list):
+            return type(value)(self._wrapped(own, func) for own in value)
+        if type(value) is dict:
+            return {name: self._wrapped(own, func) for name, own in value.items()}
+        return value
+
+    def _check(self, value: Tensor, func: Any) -> None:
+        # Transforms have been here before: this belongs to one that the trace does not know.
+        if functorch.is_functorch_wrapped_tensor(value):
+            raise Untraceable(
+                "closes over a tensor that a transform of torch.func maps or differentiates",
+                "pass it in the parameters or in the batch, where transforms can see it",
+            )
+        if value.requires_grad and torch.is_grad_enabled() and func is not _DETACH:
+            raise Untraceable(
+                f"closes over a tensor that requires grad ({self._name(value)}, shape "
+                f"{tuple(value.shape)})",
+                "it would get no gradient; pass it in the parameters "
+                "(torch.func.functional_call does so for a module; what the loss of from_module "
+                "trains belongs into the module, whose forward computes with it), or detach it",
+            )
+
+    def _outer(self, made: Any) -> Any:
+        if isinstance(made, Tensor):
+            return FunctionalTensor(torch._to_functional_tensor(made), self)
+        if isinstance(made, list | tuple):
+            return type(made)(map(self._outer, made))
+        return made
 
 
-def marked(function: Callable[..., Any], arguments: Sequence[Tensor]) -> fx.GraphModule:
-    """The graph of a function, in which the calls of checkpoint are marked."""
-    marks = Marks()
-    with marks.active():
-        # With a table, though it is empty, what is detached stays so, in torch 2.14 too.
-        trace = make_fx(function, decomposition_table={}, _disable_torch_fn_metadata_mode=True)
-        made = trace(*arguments)
-    marks.mark(made.graph)
-    return made
+_DETACH: Final = torch.ops.aten.detach.default
 
 
-def _made_functional(
-    function: Callable[..., Any], arguments: Sequence[Tensor]
-) -> fx.GraphModule | None:
-    """The graph made functional, if it can be."""
-    try:
-        return marked(functionalize(function), arguments)
-    except Exception as error:
-        # functionalize does not know a custom autograd.Function; plain vjp does.
-        if "Functionalize rule" not in str(error):
-            raise
-    # Not while the error is known, whose frames are in the midst of calls of checkpoint.
-    return None
+def _inner(value: Any) -> Any:
+    if isinstance(value, FunctionalTensor):
+        torch._sync(value)
+        return torch._from_functional_tensor(value.elem)
+    if type(value) in (tuple, list):
+        return type(value)(map(_inner, value))
+    if type(value) is dict:
+        return {name: _inner(own) for name, own in value.items()}
+    return value
 
 
-def _functional(module: fx.GraphModule, arguments: Sequence[Tensor]) -> fx.GraphModule:
-    """The same without writes, made functional with what it closes over among its arguments."""
-    found = {
-        node.target: getattr(module, node.target)
-        for node in module.graph.nodes
-        if node.op == "get_attr"
-    }
-    held = {target: value for target, value in found.items() if type(value) in _DENSE}
-
-    def run(*values: Tensor) -> Any:
-        own = dict(zip(held, values[len(arguments) :], strict=True))
-        return _Given(module.graph, own).run(*values[: len(arguments)])
-
-    made = marked(functionalize(run), (*arguments, *held.values()))
-    placeholders = [node for node in made.graph.nodes if node.op == "placeholder"]
-    for node, (target, value) in zip(placeholders[len(arguments) :], held.items(), strict=True):
-        made.register_buffer(f"held{target}", value)
-        with made.graph.inserting_after(placeholders[-1]):
-            constant = made.graph.get_attr(f"held{target}")
-        constant.meta |= node.meta
-        node.replace_all_uses_with(constant)
-        made.graph.erase_node(node)
-    return made
-
-
-_DENSE = (Tensor, torch.nn.Parameter)
-"""Not abstract; others are refused by name later."""
-
-
-class _Given(Replay):
-    """Runs a graph with other tensors in place of those that it closes over."""
-
-    def __init__(self, graph: fx.Graph, given: Mapping[str, Tensor]) -> None:
-        super().__init__(graph)
-        self._given = given
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The tensor of this name."""
-        if target in self._given:
-            return self._given[target]
-        return super().get_attr(target, args, kwargs)
+def _is_plain(func: Any) -> bool:
+    """Whether an operation returns new tensors alone, and writes to none."""
+    known = _PLAIN.get(func)
+    if known is None:
+        known = _PLAIN[func] = (
+            isinstance(func, torch._ops.OpOverload)
+            and func.namespace in ("aten", "fpipe")
+            and bool(func._schema.returns)
+            and not any(a.alias_info for a in (*func._schema.arguments, *func._schema.returns))
+            and func not in FunctionalTensor.metadata_fns
+            and "lift" not in func.name()
+            and "_to_copy" not in func.name()
+            and not torch._C._dispatch_has_kernel_for_dispatch_key(
+                func.name(), "CompositeImplicitAutograd"
+            )
+        )
+    return known

@@ -21,6 +21,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fpipe import tree
+from fpipe.arguments.shapes import memory_of
 from fpipe.stage.seeing import Seeing
 from fpipe.stage.tracing.interrupts import let_through
 
@@ -112,11 +113,29 @@ class Known(Seeing):
             return tree.tree_map(self._literal, found)
         result = func(*args, **options)
         if func._schema.is_mutable and not known:
-            # Other values may look at the memory that was written to.
-            self._values.clear()
+            self._forget(func, args, options)
         elif known and torch.Tag.nondeterministic_seeded not in func.tags:
             self._keep(result, func, *self._real(leaves, spec))
         return result
+
+    def _forget(
+        self, func: torch._ops.OpOverload, args: Sequence[Any], options: Mapping[str, Any]
+    ) -> None:
+        """Whatever looks at the memory that an operation has written to is not known any more."""
+        if not len(self._values):
+            return
+        given = [*zip(func._schema.arguments, args, strict=False)]
+        given += [(a, options[a.name]) for a in func._schema.arguments if a.name in options]
+        written = {
+            memory_of(value)
+            for argument, own in given
+            if argument.is_write
+            for value in (own if isinstance(own, list | tuple) else (own,))
+            if isinstance(value, Tensor)
+        }
+        for tensor in list(self._values):
+            if memory_of(tensor) in written:
+                del self._values[tensor]
 
     def _real(self, leaves: Sequence[Any], spec: optree.PyTreeSpec) -> Any:
         """Known arguments, with their values in place of the abstract ones."""

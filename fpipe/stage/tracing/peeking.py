@@ -1,8 +1,7 @@
 """Functions of torch that want what a trace has not, without need: made to do without.
 
-They look at data, to check or to print it, for within `torch.func` they do not see that they are
-traced. Or they make a leaf of autograd's, where no one will read its gradient, or write by way of
-memory, which a view has no part of its own in.
+They look at data, to check or to print it, for they do not see that they are traced. Or they write
+by way of memory, which a view has no part of its own in.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from fpipe.stage.foreign.ctc import ctc_loss
 from fpipe.stage.foreign.recurrent import RECURRENT_ON_CUDA
 from fpipe.stage.refusing.explain import Untraceable
 from fpipe.stage.standin import Instead, StandIn
+from fpipe.torch_internals import innermost_transform
 
 
 @contextmanager
@@ -31,8 +31,8 @@ def without_peeking() -> Iterator[None]:
     they are given. A tensor that is formatted into a message, needed or not, appears as its shape.
     Nor does the derivative of ``x[mask] = value`` count what is masked, where all of that gets the
     same value, or `ctc_loss` the symbols of its longest target. `istft` does not see whether its
-    windows leave a gap, where it divides by zero. ``x.requires_grad_()`` returns `x`; hooks on
-    tensors are refused. Recurrent layers do not lay their weights in one piece for cuDNN.
+    windows leave a gap, where it divides by zero. What reads or fills ``.grad``, which a pure
+    function has not, is refused. Recurrent layers do not lay their weights in one piece for cuDNN.
     """
     with _CHECKS.active(), _WEIGHTS.active(), Instead(_WITHOUT):
         yield
@@ -111,18 +111,23 @@ def _format(x: Tensor, spec: str = "") -> str:
     return format(x, spec) if x.dim() else f"a tensor of shape {tuple(x.shape)}"
 
 
-def _requires_grad(x: Tensor, requires_grad: bool = True) -> Tensor:
-    if requires_grad and not torch._C._functorch.get_inplace_requires_grad_allowed():
-        return x  # not `torch.func` itself, which does so at each level
-    return x.requires_grad_(requires_grad)
+def _register_hook(x: Tensor, hook: Any) -> Any:
+    if innermost_transform() is not None:
+        raise Untraceable(
+            "registers a hook on a tensor within a transform of torch.func, its own or the "
+            "pipeline's",
+            "torch hears none there; register it outside of transforms, or take the pipeline "
+            "without it",
+        )
+    return x.register_hook(hook)
 
 
-def _refuse_hook(x: Tensor, *hook: Any) -> None:
+def _refuse_grad(x: Tensor, *_: Any, **__: Any) -> None:
     raise Untraceable(
-        "registers a hook on a tensor or calls retain_grad()",
-        "the derivative is taken of what is recorded, which has no hooks; to scale a gradient by s "
-        "write x * s + (x * (1 - s)).detach(), clip the gradients that a step returns, and to have "
-        "that of a value add a parameter of zeros to it",
+        "calls backward() or retain_grad(), or registers a hook for what has been accumulated",
+        "a stage is a pure function, whose gradients a step returns: there is no .grad; take "
+        "derivatives with torch.autograd.grad or torch.func.grad, and hear a gradient with "
+        "x.register_hook",
     )
 
 
@@ -137,10 +142,10 @@ _WITHOUT: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.__setitem__: _set_item,
     Tensor.fill_diagonal_: _fill_diagonal,
     Tensor.__format__: _format,
-    Tensor.requires_grad_: _requires_grad,
-    Tensor.register_hook: _refuse_hook,
-    Tensor.register_post_accumulate_grad_hook: _refuse_hook,
-    Tensor.retain_grad: _refuse_hook,
+    Tensor.register_hook: _register_hook,
+    Tensor.backward: _refuse_grad,
+    Tensor.register_post_accumulate_grad_hook: _refuse_grad,
+    Tensor.retain_grad: _refuse_grad,
     torch._is_all_true: lambda _: True,  # what distributions ask of a check
 }
 """What stands for each."""

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
-from torch._subclasses.fake_tensor import FakeTensorMode
+import torch
 
-from fpipe.stage.foreign.combined import with_contexts
+from fpipe.stage.foreign.functions import with_contexts
+from fpipe.stage.foreign.scripted import as_written
 from fpipe.stage.refusing.explain import unreported
 from fpipe.stage.tracing.apart import apart
 from fpipe.stage.tracing.peeking import without_peeking
+from fpipe.torch_internals import FakeTensorMode
 
 
 @contextmanager
-def tracing(mode: FakeTensorMode, gradients: AbstractContextManager[Any]) -> Iterator[None]:
+def tracing(mode: FakeTensorMode) -> Iterator[None]:
     """Within it functions run on abstract tensors, and neither see nor change what is outside.
 
     Args:
         mode: of the abstract tensors.
-        gradients: whether autograd records, such as `torch.no_grad()`.
     """
-    with unreported(), apart(), mode, gradients, with_contexts(), without_peeking():
+    with (
+        unreported(),
+        apart(),
+        mode,
+        _differentiable(),
+        with_contexts(),
+        as_written(),
+        without_peeking(),
+    ):
+        yield
+
+
+@contextmanager
+def _differentiable() -> Iterator[None]:
+    """Within it autograd records, whatever the caller has disabled."""
+    # To torch 2.11 inference mode means no derivatives even where gradients are enabled again.
+    with torch.inference_mode(False), torch.enable_grad():
         yield

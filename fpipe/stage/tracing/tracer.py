@@ -1,19 +1,21 @@
 """Trace a stage: from a function over pytrees to its joint graph.
 
-One pass of the function under fake tensors tells what it returns; it is then recorded together with
-its backward, as a graph without writes. What still writes to an input is refused by name.
+    function ── record ──► StageGraph ── finish ──► Joint
+
+`record` runs the function under autograd. `finish` turns what it closes over into arguments, drops
+operations that compute nothing and adds the sums over microbatches. Parts of a function with cuts
+are finished alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe import tree
 from fpipe.arguments.shapes import is_differentiable
@@ -23,17 +25,32 @@ from fpipe.stage.graphs.joint import Cotangent, Joint, Sum
 from fpipe.stage.graphs.simplify import simplify
 from fpipe.stage.graphs.sources import BatchLeaf, Constant, Param, Source, SumSoFar
 from fpipe.stage.graphs.sums import add_sums
-from fpipe.stage.refusing.drawing import undrawn
-from fpipe.stage.refusing.explain import explain
-from fpipe.stage.refusing.factors import OneDtype
-from fpipe.stage.refusing.purity import WriteGuard, refuse_writes
-from fpipe.stage.refusing.seeding import unseeded
+from fpipe.stage.refusing.purity import refuse_writes
 from fpipe.stage.tracing.abstract import Leaves
-from fpipe.stage.tracing.backward import Demand, WithBackward
 from fpipe.stage.tracing.closure import lift_constants
-from fpipe.stage.tracing.functional import record
-from fpipe.stage.tracing.known import Known
-from fpipe.stage.tracing.setting import tracing
+from fpipe.stage.tracing.recorder import Way, record
+from fpipe.torch_internals import FakeTensorMode
+
+
+@dataclass(frozen=True, eq=False)
+class StageGraph:
+    """A stage with its backward, as it was recorded.
+
+    Attributes:
+        module: its graph returns two lists, outputs and gradients.
+        sources: where the value of each placeholder that is no cotangent comes from.
+        cotangents: for each output what its readers hand back.
+        owed: what each gradient is by, in order.
+        owners: the fake tensor and the path of each of the caller's leaves among the sources.
+        original: of an attribute of the module the tensor that the function closes over.
+    """
+
+    module: fx.GraphModule
+    sources: Mapping[str, Source]
+    cotangents: Sequence[Sequence[Cotangent]]
+    owed: Sequence[Source]
+    owners: Mapping[Source, tuple[Tensor, str]]
+    original: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,12 +62,16 @@ class Traced:
         spec: structure of the output.
         values: fake output leaves, contiguous.
         carries_gradient: whether each output leaf has a cotangent.
+        depends: whether each output depends on something that gradients are taken by.
+        lost: why an output cannot be differentiated, by its number.
     """
 
     joint: Joint
     spec: optree.PyTreeSpec
     values: tuple[Tensor, ...]
     carries_gradient: tuple[bool, ...]
+    depends: tuple[bool, ...] = ()
+    lost: Mapping[int, StageError] = field(default_factory=dict)
 
 
 def trace(
@@ -64,9 +85,6 @@ def trace(
     origin: Any,
     readers: Callable[[int], Sequence[int]],
     rows: int = 0,
-    tied: Collection[Source] = (),
-    original: Callable[[Tensor], Tensor] = lambda value: value,
-    returned: Sequence[Tensor] | None = None,
 ) -> Traced:
     """Trace `function`, which takes flat leaves and returns a pytree, into a `Joint`.
 
@@ -81,10 +99,6 @@ def trace(
             closed-over tensor.
         readers: the stages that read an output leaf, by its index; each hands a cotangent back.
         rows: of the microbatch, for a sink that repeats the parameters.
-        tied: parameters of whose gradients other stages have a part, so that it is not folded here.
-        original: of a tensor that the function closes over, the one that it stands for.
-        returned: what it returns, a list of fake tensors, where that is known: of a function that
-            was recorded before, and so is pure.
 
     Raises:
         StageError: the function cannot be traced or is not pure; says which stage, op or leaf.
@@ -95,75 +109,99 @@ def trace(
         isinstance(source, Param) and is_differentiable(value)
         for value, source in zip(leaves.values, leaves.sources, strict=True)
     ]
+    specs: list[optree.PyTreeSpec] = []
 
-    def lift(arguments: Sequence[Tensor]) -> list[Tensor]:
-        pairs = zip(arguments, lifted, strict=True)
-        return [sink.lifted(value, rows) if flag else value for value, flag in pairs]
+    def flat(arguments: list[Any]) -> list[Tensor]:
+        outputs, spec = check_output(name, function(arguments))
+        specs[:] = [spec]
+        return outputs
 
-    def fold(index: int, gradient: Tensor) -> Tensor:
-        whole = not lifted[index] or leaves.sources[index] in tied
-        return gradient if whole else sink.folded(gradient)
-
-    if returned is None:
-        values, spec = _run_abstractly(name, lambda own: function(lift(own)), leaves, mode, origin)
-    else:
-        values, spec = check_output(name, list(returned))
-    demand = Demand.of(leaves, values, readers) if differentiate else Demand.none(values)
-    cotangents = [_contiguous_like(values[leaf], mode) for leaf, _ in demand.cotangents]
-    module = _record(
-        name, WithBackward(function, leaves, demand, lift, fold), leaves, cotangents, mode
+    way = Way(
+        lambda index, value: sink.lifted(value, rows) if lifted[index] else value,
+        lambda index, gradient: sink.folded(gradient) if lifted[index] else gradient,
     )
+    recording = record(
+        name, flat, leaves, mode, readers if differentiate else None, origin=origin, way=way
+    )
+    demand = recording.demand
+    groups: list[list[Cotangent]] = [[] for _ in demand.carries]
+    for (leaf, reader), node in zip(demand.cotangents, recording.cotangents, strict=True):
+        groups[leaf].append(Cotangent(reader, node.name))
+    named = zip(leaves.values, leaves.sources, leaves.paths, strict=True)
+    nodes = zip(recording.arguments, leaves.sources, strict=True)
+    stage = StageGraph(
+        recording.module,
+        {node.name: source for node, source in nodes},
+        groups,
+        list(demand.places) if differentiate else [],
+        {source: (value, path) for value, source, path in named},
+        recording.original,
+    )
+    joint = finish(name, stage, objective, origin=origin)
+    values = tuple(joint.nodes[output].meta["val"] for output in joint.outputs)
+    fakes = tuple(contiguous_like(value, mode) for value in values)
+    return Traced(joint, specs[0], fakes, demand.carries, recording.depends, recording.lost)
+
+
+def finish(
+    name: str,
+    stage: StageGraph,
+    objective: Objective,
+    *,
+    origin: Any,
+    tied: Collection[Source] = (),
+) -> Joint:
+    """The joint graph of a stage that has been recorded.
+
+    Args:
+        name: the stage in messages.
+        stage: its graph is changed in place.
+        objective: how gradients are collected.
+        origin: the user's own function, or several, searched for the name of a tensor.
+        tied: parameters of whose gradients other stages have a part.
+
+    Raises:
+        StageError: the function closes over what it may not, or is not pure.
+    """
+    module = stage.module
     refuse_writes(name, module.graph)
-    constants, constant_sources = lift_constants(name, module, origin, original)
-    nodes = iter(module.graph.nodes)
-    named = {next(nodes).name: source for source in leaves.sources}
-    groups: list[list[Cotangent]] = [[] for _ in values]
-    for leaf, reader in demand.cotangents:
-        groups[leaf].append(Cotangent(reader, next(nodes).name))
-    sources = named | constant_sources
-    outputs, gradients = _finish(module.graph, sources, demand, leaves)
+    constants, constant_sources = lift_constants(name, module, origin, stage.original)
+    sources = dict(stage.sources) | constant_sources
+    owners = [
+        stage.owners[source][0] if isinstance(source, Param | BatchLeaf) else None
+        for source in stage.owed
+    ]
+    private = [
+        node
+        for node in module.graph.find_nodes(op="placeholder")
+        if isinstance(sources.get(node.name), Param | Constant)
+    ]
+    outputs, nodes = simplify(module.graph, owners, private)
+    gradients = dict(zip(stage.owed, nodes, strict=True))
     if objective.accum_dtype is None:
-        _check_can_be_summed(name, leaves, gradients)
+        _check_can_be_summed(name, stage)
     sums = _sums(module.graph, gradients, objective, tied)
     sources |= {
         entry.so_far: SumSoFar(source.leaf)
         for source, entry in sums.items()
         if isinstance(source, Param) and entry.so_far is not None
     }
-    joint = Joint(
+    return Joint(
         graph=module.graph,
         sources=sources,
         constants=constants,
         outputs=tuple(node.name for node in outputs),
-        cotangents=tuple(map(tuple, groups)),
+        cotangents=tuple(map(tuple, stage.cotangents)),
         gradients={source: node.name for source, node in gradients.items()},
         sums=sums,
     )
-    fakes = tuple(_contiguous_like(value, mode) for value in values)
-    return Traced(joint, spec, fakes, demand.carries)
 
 
-def _finish(
-    graph: fx.Graph, sources: Mapping[str, Source], demand: Demand, leaves: Leaves
-) -> tuple[list[fx.Node], dict[Source, fx.Node]]:
-    """Simplify a recorded graph; returns its outputs, and the gradients by source."""
-    owners = [
-        leaves.values[places[0]] if isinstance(source, Param | BatchLeaf) else None
-        for source, places in demand.places.items()
-    ]
-    private = [
-        node
-        for node in graph.find_nodes(op="placeholder")
-        if isinstance(sources.get(node.name), Param | Constant)
-    ]
-    outputs, gradients = simplify(graph, owners, private)
-    return outputs, dict(zip(demand.places, gradients, strict=True))
-
-
-def _check_can_be_summed(name: str, leaves: Leaves, gradients: Collection[Source]) -> None:
+def _check_can_be_summed(name: str, stage: StageGraph) -> None:
     """Refuse gradients of parameters in whose dtype torch adds nothing."""
-    for value, source, path in zip(leaves.values, leaves.sources, leaves.paths, strict=True):
-        if isinstance(source, Param) and source in gradients and value.itemsize == 1:
+    for source in stage.owed:
+        value, path = stage.owners.get(source, (None, ""))
+        if isinstance(source, Param) and value is not None and value.itemsize == 1:
             raise StageError(
                 f"{name} has {path} of {value.dtype}, in which torch sums no gradients: say "
                 "accum_dtype=torch.float32"
@@ -191,28 +229,6 @@ def _sums(
     return sums | {source: sums[source]._replace(folded=False) for source in tied if source in sums}
 
 
-def _run_abstractly(
-    name: str,
-    function: Callable[[Sequence[Any]], Any],
-    leaves: Leaves,
-    mode: FakeTensorMode,
-    origin: Any,
-) -> tuple[list[Tensor], optree.PyTreeSpec]:
-    """What the function returns on fake tensors, or a clear refusal."""
-    try:
-        with unseeded(), undrawn(), tracing(mode, torch.no_grad()):
-            # Clones, because one leaf may come in by several names.
-            inputs = [value.clone() for value in leaves.values]
-            guard = WriteGuard(dict(zip(leaves.paths, inputs, strict=True)), origin)
-            with guard, OneDtype(), Known():
-                output = function(inputs)
-    except StageError:
-        raise
-    except Exception as error:
-        raise explain(name, error, leaves.given, leaves.called) from error
-    return check_output(name, output)
-
-
 def check_output(name: str, output: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     """Flatten what a stage returned.
 
@@ -234,27 +250,7 @@ def check_output(name: str, output: Any) -> tuple[list[Tensor], optree.PyTreeSpe
     return leaves, spec
 
 
-def _contiguous_like(value: Tensor, mode: FakeTensorMode) -> Tensor:
+def contiguous_like(value: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake tensor of the same shape, as every value at a boundary lies."""
     with mode:
         return torch.empty(value.shape, dtype=value.dtype, device=value.device)
-
-
-def _record(
-    name: str,
-    stage: WithBackward,
-    leaves: Leaves,
-    cotangents: Sequence[Tensor],
-    mode: FakeTensorMode,
-) -> fx.GraphModule:
-    """The graph of a stage and its backward, or a clear refusal."""
-    count = len(leaves.values)
-
-    def flat(*values: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        return stage(values[:count], values[count:])
-
-    try:
-        return record(flat, (*leaves.values, *cotangents), mode)
-    except StageError:
-        raise
-    except Exception as error:
-        raise explain(name, error, leaves.given, leaves.called) from error

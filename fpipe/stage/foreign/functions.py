@@ -1,9 +1,10 @@
-"""Functions of `torch.autograd` whose forward takes ctx, as torch.func takes them.
+"""Functions of `torch.autograd` whose forward takes ctx, within transforms of `torch.func`.
 
-`torch.func` wants ``setup_context`` beside ``forward``. So one Function stands for all that have it
-combined: its forward runs theirs with a ctx that remembers, and returns what that has kept beside
-what is returned; its setup_context saves it; its backward runs theirs with a ctx that gives it
-back.
+Plain autograd calls them as they are, and so does a trace. Within a transform, the function's own
+or the pipeline's, `torch.func` wants ``setup_context`` beside ``forward``, or a rule for `vmap`. So
+one Function stands for all that have it combined: its forward runs theirs with a ctx that
+remembers, and returns what that has kept beside what is returned; its setup_context saves it; its
+backward runs theirs with a ctx that gives it back.
 """
 
 from __future__ import annotations
@@ -11,55 +12,127 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+from torch.nn.modules._functions import BackwardHookFunction
 
 from fpipe import tree
 from fpipe.arguments.shapes import is_differentiable
-from fpipe.stage.foreign.checkpointed import called_plainly, is_reentrant, plainly
-from fpipe.stage.foreign.custom import check_plain, check_returned, name_of
+from fpipe.errors import a_type
+from fpipe.stage.foreign.checkpointed import called_plainly
 from fpipe.stage.foreign.registered import apply_at_one_level, is_registered, without_forward_mode
 from fpipe.stage.refusing.explain import Untraceable
 from fpipe.stage.standin import StandIn
+from fpipe.torch_internals import custom_function_call, functorch, innermost_transform
+
+_MODULE: Any = torch.autograd.function
+
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    slice,
+    type,
+    type(Ellipsis),
+    Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+    torch.memory_format,
+    dist.ProcessGroup,
+)
 
 
 @contextmanager
 def with_contexts() -> Iterator[None]:
     """Within it Functions whose forward takes ctx can be called within `torch.func`.
 
-    torch refuses them before a mode sees them. Those of torch's own are refused as ever, but for
-    those that it makes of registered backwards, and that of `torch.utils.checkpoint`. Calls in
-    other threads are as before.
+    However they are called, by ``Class.apply`` or by a name for it: what ``apply`` asks of the
+    class stands in. Calls in other threads are as before.
     """
-    with _APPLIES.active(), without_forward_mode(), called_plainly():
+    with _ASKS.active(), _CALLS.active(), without_forward_mode(), called_plainly():
         yield
 
 
-def _apply(function: Any, *args: Any, **options: Any) -> Any:
-    own = _APPLIES.own(torch.autograd.Function)
-    apply = own.__get__(None, function)
-    if _APPLIES.is_active and is_reentrant(function):
-        return plainly(*args, **options)
-    if not (_APPLIES.is_active and torch._C._are_functorch_transforms_active()):
-        return apply(*args, **options)
+class _AtLast:
+    """False when it is first asked, and True from then on.
+
+    So ``apply`` takes the arguments as they are, as those of a forward with ctx, and then calls
+    `custom_function_call`, which it does of a class with setup_context.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def __bool__(self) -> bool:
+        before, self._asked = self._asked, True
+        return before
+
+
+def _has_setup_context(setup_context: Any) -> Any:
+    found = _ASKS.own(_MODULE)(setup_context)
+    within = _ASKS.is_active and torch._C._are_functorch_transforms_active()
+    return _AtLast() if within and not found else found
+
+
+def _call(function: Any, *args: Any, **options: Any) -> Any:
+    own = _CALLS.own(_MODULE)
+    if not _CALLS.is_active:
+        return own(function, *args, **options)
+    if function is BackwardHookFunction:
+        raise Untraceable(
+            "calls a module that has backward hooks, within a transform of torch.func, its own or "
+            "the pipeline's",
+            "torch hears none there; remove the hooks, or take the pipeline without the transform",
+        )
+    if innermost_transform() == "Jvp" and any(map(_moves, args)) and not _has(function, "jvp"):
+        raise Untraceable(
+            f"calls {name_of(function)}, a torch.autograd.Function that has no jvp of its own, "
+            "within a derivative in a direction (jvp, hvp, ggnvp, a second derivative)",
+            "that of what its forward computes would be another; write its jvp, a staticmethod, or "
+            "compute it in plain operations",
+        )
+    if _ASKS.own(_MODULE)(function.setup_context):
+        return own(function, *args, **options)
     if is_registered(function):
         return apply_at_one_level(function, *args)
-    combined = function.setup_context is torch.autograd.Function.setup_context
-    theirs = function.__module__.startswith("torch.") and function.__module__ not in _LIKE_OWN
-    if combined and not theirs:
-        check_plain(function, (args, options))
-        *made, form = own.__get__(None, _Combined)(function, *args, **options)
-        outputs = tuple(made[: form.count])
-        return outputs if form.several else outputs[0]
-    return apply(*args, **options)
+    if innermost_transform() == "Vmap":
+        if not _has(function, "vmap"):
+            raise Untraceable(
+                f"calls {name_of(function)}, a torch.autograd.Function that has no rule for vmap, "
+                "over several members or rows",
+                "write its vmap, a staticmethod; or setup_context beside forward, with "
+                "generate_vmap_rule = True",
+            )
+        return own(function, *args, **options)
+    check_plain(function, (args, options))
+    *made, form = custom_function_call(_Combined, function, *args, **options)
+    outputs = tuple(made[: form.count])
+    return outputs if form.several else outputs[0]
 
 
-# Of torch's modules, those with Functions of values alone, such as a user may write.
-_LIKE_OWN = frozenset({"torch.distributions.dirichlet"})
+def _has(function: Any, rule: str) -> bool:
+    """Whether a class, or one that it is made of, has a rule of its own."""
+    own = function.__mro__[: function.__mro__.index(torch.autograd.Function)]
+    return any(rule in vars(kind) for kind in own)
 
-_APPLIES = StandIn("apply", {torch.autograd.Function: classmethod(_apply)})
+
+def _moves(value: Any) -> bool:
+    return isinstance(value, Tensor) and unpack_dual(value, level=0).tangent is not None
+
+
+_ASKS = StandIn("_is_setup_context_defined", {_MODULE: _has_setup_context})
+_CALLS = StandIn("custom_function_call", {_MODULE: _call})
 
 
 @dataclass(frozen=True)
@@ -200,12 +273,12 @@ def _requiring(value: Any, needed: bool) -> Any:
     """An argument as a forward sees it in autograd: what needs a gradient says that it does."""
     if not needed:
         return value
-    allowed = torch._C._functorch.get_inplace_requires_grad_allowed()
-    torch._C._functorch.set_inplace_requires_grad_allowed(True)
+    allowed = functorch.get_inplace_requires_grad_allowed()
+    functorch.set_inplace_requires_grad_allowed(True)
     try:
         return value.detach().requires_grad_()
     finally:
-        torch._C._functorch.set_inplace_requires_grad_allowed(allowed)
+        functorch.set_inplace_requires_grad_allowed(allowed)
 
 
 def _put_back(back: Any, value: Any) -> Any:
@@ -222,3 +295,39 @@ def _check_attribute(function: Any, name: str, value: Any) -> None:
             f"{type(value).__name__}",
             "tensors that it holds would not be seen; keep tensors and plain values",
         ) from None
+
+
+def name_of(function: Any) -> str:
+    """A class as a user knows it."""
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def check_plain(function: Any, values: Any) -> None:
+    """Refuse arguments in which tensors may hide.
+
+    Raises:
+        Untraceable: one is neither a tensor nor a plain value.
+    """
+    for leaf in tree.flatten(values)[0]:
+        if not isinstance(leaf, (Tensor, *_PLAIN)):
+            raise Untraceable(
+                f"gives {a_type(leaf)} to {name_of(function)}, a torch.autograd.Function",
+                "tensors that it holds would not be seen; give it tensors and plain values, such "
+                "as numbers, strings, dtypes and process groups, in tuples, lists and dicts",
+            )
+
+
+def check_returned(function: Any, returned: Any) -> None:
+    """Refuse tensors that no gradient would come back to.
+
+    Raises:
+        Untraceable: what is returned is neither a tensor nor a tuple that has them as its elements.
+    """
+    for element in returned if isinstance(returned, tuple) else (returned,):
+        inside = [] if isinstance(element, Tensor) else tree.flatten(element)[0]
+        if any(isinstance(leaf, Tensor) for leaf in inside):
+            raise Untraceable(
+                f"gets {a_type(element)} of tensors from {name_of(function)}, a "
+                "torch.autograd.Function",
+                "autograd knows no gradient of them; return a tensor, or a tuple of tensors",
+            )

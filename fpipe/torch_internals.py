@@ -1,0 +1,126 @@
+"""The private names of torch that fpipe stands on, in one place.
+
+Tested on torch 2.11, 2.13 and 2.14. A new version of torch that moves one of them fails here, when
+fpipe is imported, and not within a trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._C import _functorch as functorch
+from torch._functorch import eager_transforms
+from torch._functorch._aot_autograd import functional_utils
+from torch._functorch.autograd_function import custom_function_call
+from torch._functorch.pyfunctorch import (
+    retrieve_current_functorch_interpreter,
+    temporarily_clear_interpreter_stack,
+)
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "FunctionalTensor",
+    "FunctionalTensorMode",
+    "autograd_counter",
+    "beneath_forward_mode",
+    "current_autograd_node",
+    "custom_function_call",
+    "disable_proxy_modes_tracing",
+    "enable_single_level_autograd_function",
+    "from_fun",
+    "functorch",
+    "get_proxy_mode",
+    "innermost_transform",
+    "make_fx",
+    "new_placeholder",
+    "node_of",
+    "nodes_after",
+    "retrieve_current_functorch_interpreter",
+    "temporarily_clear_interpreter_stack",
+    "to_fun",
+]
+
+
+to_fun: Callable[[Any], Any] = functional_utils.to_fun
+"""A tensor as a functional one, within `FunctionalTensorMode`."""
+
+from_fun: Callable[[Any], Any] = functional_utils.from_fun
+"""What a functional tensor stands for; any other tensor itself."""
+
+
+def autograd_counter() -> int:
+    """The sequence number that autograd gives to the next node that it makes."""
+    return torch.autograd._get_sequence_nr()
+
+
+def current_autograd_node() -> Any:
+    """The node of autograd's graph whose turn it is in a backward, None outside of one."""
+    return torch._C._current_autograd_node()
+
+
+@contextmanager
+def beneath_forward_mode() -> Iterator[None]:
+    """Let `torch.func.jvp` run while a level of forward-mode autograd is open.
+
+    It would open another one, which torch refuses, where it is not within itself; and what is
+    traced has no part in the level that is open.
+    """
+    opened = torch.autograd.forward_ad._current_level >= 0 and eager_transforms.JVP_NESTING == 0
+    eager_transforms.JVP_NESTING += opened
+    try:
+        yield
+    finally:
+        eager_transforms.JVP_NESTING -= opened
+
+
+def innermost_transform() -> str | None:
+    """The name of the innermost transform of `torch.func`, such as ``"Vmap"``, None for none."""
+    interpreter = functorch.peek_interpreter_stack()
+    return None if interpreter is None else interpreter.key().name
+
+
+def new_placeholder(name: str, value: FakeTensor) -> fx.Node:
+    """Let a fake tensor be an argument of the graph that is being recorded.
+
+    The node stands where the recording is: `fx` wants placeholders first, so move it afterwards.
+    """
+    mode = get_proxy_mode()
+    assert mode is not None, "nothing is being recorded"
+    tracer: Any = mode.tracer
+    node: fx.Node = tracer.graph.placeholder(name)
+    node.meta["val"] = value
+    track_tensor_tree(value, fx.Proxy(node, tracer), constant=None, tracer=tracer)
+    return node
+
+
+def node_of(value: Tensor) -> fx.Node | None:
+    """The node of the graph that is being recorded which stands for a value, if there is one."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return None
+    while isinstance(value, FunctionalTensor):
+        value = from_fun(value)
+    entry = mode.tracer.tensor_tracker.get(value)
+    return None if entry is None else entry.proxy.node
+
+
+def nodes_after(graph: fx.Graph, node: fx.Node | None) -> Iterable[fx.Node]:
+    """The nodes that have been recorded since `node`, all if it is None."""
+    found = graph._root._next if node is None else node._next
+    while found is not graph._root:
+        yield found
+        found = found._next
