@@ -217,7 +217,10 @@ def difference(before: Signature, now: Signature) -> str:
     if before.rows != now.rows:
         return f"the batch has {sum(now.rows)} rows, before {sum(before.rows)}"
     if now.ambient.modes != before.ambient.modes:
-        return "the module has another mode (train, eval), other dropout, parts, buffers or hooks"
+        return (
+            "the module has another mode (train, eval), other parts, attributes "
+            "of layers, buffers or hooks"
+        )
     return (
         "autocast, the default dtype or device, the choice of kernels (deterministic ones, those "
         "of attention, the precision of products) or the number of threads changed"

@@ -93,7 +93,7 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
             [o.ambient.kernels for o in offers],
         ),
         (
-            "has its module in another mode (train, eval; dropout, parts, buffers)",
+            "has its module in another mode (train, eval; parts, attributes of layers, buffers)",
             [o.ambient.modes for o in offers],
         ),
     ):

@@ -94,17 +94,24 @@ def refuse_gradient_hooks(parts: Iterable[tuple[str, nn.Module]]) -> None:
         StageError: there is one; names where.
     """
     for path, part in parts:
+        if not has_gradient_hooks(part):
+            continue
         names = [name for name, own in part._parameters.items() if _has_hooks(own)]
         if part._backward_hooks or part._backward_pre_hooks:
             where = f"module.get_submodule({path!r})" if path else "module"
-        elif names:
-            where = f"module.get_parameter({'.'.join(filter(None, (path, names[0])))!r})"
         else:
-            continue
+            where = f"module.get_parameter({'.'.join(filter(None, (path, names[0])))!r})"
         raise StageError(
             f"{where} has hooks on its gradient, which a step does not "
             "run, for it returns gradients: remove the hooks, and change what step returns"
         )
+
+
+def has_gradient_hooks(part: nn.Module) -> bool:
+    """Whether a submodule, or one of its own parameters, has a hook on its gradient."""
+    return bool(part._backward_hooks or part._backward_pre_hooks) or any(
+        map(_has_hooks, part._parameters.values())
+    )
 
 
 def _has_hooks(parameter: nn.Parameter | None) -> bool:

@@ -87,7 +87,8 @@ def test_the_mode_of_the_module_is_that_of_the_call(caplog: pytest.LogCaptureFix
     steps = [r.message for r in caplog.records if r.message.startswith("tracing step")]
     assert len(steps) == 2 * 3  # all in training, all in evaluation, some in training
     assert steps[-1].endswith(
-        "the module has another mode (train, eval), other dropout, parts, buffers or hooks"
+        "the module has another mode (train, eval), other parts, attributes of layers, buffers or "
+        "hooks"
     )
 
 
