@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fpipe import tree
 from fpipe.arguments.ambient import Ambient
-from fpipe.arguments.shapes import TreeShape, in_words
+from fpipe.arguments.shapes import TreeShape, in_words, unlike_keys
 from fpipe.controller.refusal import check_problems, odd_one_out, refusal
 from fpipe.controller.sample import COPIED, ROUNDING, Sample, unlike
 from fpipe.errors import BatchError
@@ -142,7 +142,11 @@ def shared_parameters(offers: Sequence[Offer]) -> TreeShape | None:
             )
 
     refuse([t.spec for t in trees], range(len(ranks)), "in another structure")
-    refuse([t.orders for t in trees], range(len(ranks)), "with keys in another order")
+    orders = [t.orders for t in trees]
+    odd = odd_one_out(orders)
+    if odd is not None:
+        other = next(t for t in trees if t.orders != orders[odd])
+        refuse(orders, range(len(ranks)), f"with keys {unlike_keys(trees[odd], other)}")
     leaves = []
     for index, path in enumerate(tree.paths(trees[0].spec)):
         own = [t.leaves[index] for t in trees]
@@ -234,7 +238,8 @@ def _unlike(one: Offer, other: Offer, at: int) -> str:
     own, first = _microbatch(one, at)[1], _microbatch(other, at)[1]
     if own.spec != first.spec:
         return "of another structure"
-    return "of another shape" if own.orders == first.orders else "with keys in another order"
+    same = own.orders == first.orders
+    return "of another shape" if same else f"with keys {unlike_keys(own, first)}"
 
 
 def _microbatch(offer: Offer, number: int) -> tuple[int, TreeShape]:
