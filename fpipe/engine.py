@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fpipe import random, tree
+from fpipe.arguments.modes import refuse_modes
 from fpipe.arguments.parameters import keep
 from fpipe.arguments.shapes import Goal
 from fpipe.controller.choosing import controller_of, workshop_of
@@ -427,6 +428,7 @@ class Pipeline(Loadable):
     def _enter(self, arguments: Sequence[Any]) -> tuple[Any, Any]:
         """Parameters and batch, as stages take them."""
         definition = self.definition
+        refuse_modes(compiled=definition.compile is not False)
         if len(arguments) != len(definition.takes):
             raise _miscounted(arguments, definition.takes)
         if (

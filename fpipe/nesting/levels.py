@@ -21,6 +21,7 @@ from torch._compile import _disable_dynamo
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from fpipe import tree
+from fpipe.arguments.modes import refuse_modes
 from fpipe.nesting.call import Call, refuse
 from fpipe.nesting.derived import Callee, Method
 from fpipe.nesting.history import has_history, is_tracked, tracked_step, tracked_value
@@ -55,6 +56,7 @@ def call_within(pipe: Callee, method: Method, *arguments: Any, **options: Any) -
     Raises:
         FpipeError: it cannot run there; names the transform of ours to use instead.
     """
+    refuse_modes(compiled=pipe.definition.compile is not False)  # further in, torch turns them off
     if _functorch.peek_interpreter_stack() is None:
         return _call_outside(pipe, method, *arguments, **options)
     interpreter = retrieve_current_functorch_interpreter()
