@@ -7,6 +7,7 @@ others than before, the mode is another one. To read it runs no code of the modu
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -41,6 +42,9 @@ class Mode:
         self._buffers: Final = _Seen()
         self._hooks: Final = _Seen()
         self._warned: set[str] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mode:
+        return Mode(*copy.deepcopy(self._modules, memo))
 
     def __call__(self) -> Hashable:
         """The mode at this moment; waits while another thread traces a forward.
