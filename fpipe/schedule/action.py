@@ -82,7 +82,7 @@ class Action(NamedTuple):
         op = Op[match[2]]
         if (op in WHOLE_STAGE_OPS) != (match[3] == ""):
             fault = "a microbatch" if match[3] else "no microbatch"
-            raise ScheduleError(f"text={text!r} is not an action: {op} with {fault}; it {rule}")
+            raise ScheduleError(f"text={text!r:.60} is not an action: {op} with {fault}; it {rule}")
         return cls(int(match[1]), op, int(match[3]) if match[3] else None)
 
 

@@ -282,13 +282,13 @@ def _in_order(name: str, values: Iterable[Any], of: str) -> tuple[Any, ...]:
 def _check_form(placement: Sequence[int], actions: Sequence[Sequence[Action]]) -> None:
     if not placement or not actions:
         raise ScheduleError(
-            f"placement={tuple(placement)!r} with {len(actions)} ranks: "
+            f"placement={tuple(placement)!r:.60} with {len(actions)} ranks: "
             "a schedule needs at least one stage and one rank"
         )
     for stage, rank in enumerate(placement):
         if not isinstance(rank, int) or not 0 <= rank < len(actions):
             raise ScheduleError(
-                f"placement[{stage}]={rank!r} must be a rank from 0 to {len(actions) - 1}, "
+                f"placement[{stage}]={rank!r:.60} must be a rank from 0 to {len(actions) - 1}, "
                 f"because actions has {len(actions)} rows"
             )
 

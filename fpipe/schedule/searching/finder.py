@@ -282,11 +282,11 @@ def _plain_seed(seed: int) -> int:
 
 def _plain_budget(seconds: float, iterations: int | None) -> int | None:
     if (time := plain_number(seconds)) is None or not 0 <= time < math.inf:
-        raise ScheduleError(f"seconds={seconds!r} must be a finite number, 0 or more")
+        raise ScheduleError(f"seconds={seconds!r:.60} must be a finite number, 0 or more")
     if iterations is None:
         return None
     if (plain := plain_integer(iterations)) is None or plain < 0:
-        raise ScheduleError(f"iterations={iterations!r} must be an integer, 0 or more, or None")
+        raise ScheduleError(f"iterations={iterations!r:.60} must be an integer, 0 or more, or None")
     return plain
 
 
@@ -305,7 +305,7 @@ def _problems(
         placement = plain_placement(placement)
         if set(placement) != set(range(ranks)):
             raise ScheduleError(
-                f"placement={tuple(placement)!r} must put a stage on each of the ranks 0 to "
+                f"placement={tuple(placement)!r:.60} must put a stage on each of the ranks 0 to "
                 f"{ranks - 1}, and on no other"
             )
         return [make_problem(placement, microbatches, cost, memory, objective)]
