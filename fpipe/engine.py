@@ -8,6 +8,7 @@ params, batch ── flatten, split ──► plan (cached per shapes) ──►
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, Self, TypeVar
@@ -350,6 +351,13 @@ class Pipeline(Loadable):
             spec = spec.children()[place]
         return spec
 
+    def telling(self, method: str) -> AbstractContextManager[None]:
+        """Within it a method is called; where it is refused, other processes are told, later."""
+        goal: Goal = "step"
+        for other in ("value", "forward"):
+            goal = other if method.endswith(other) else goal
+        return self._controller.telling(goal)
+
     # ── for transforms, whose pipelines take vectors too and return other things ────────────────
 
     def told(self, goal: Goal, read: Callable[[], T]) -> T:
@@ -361,7 +369,7 @@ class Pipeline(Loadable):
         """
         try:
             return read()
-        except BatchError:
+        except FpipeError:
             if self.rank is None:
                 raise
 
@@ -455,6 +463,7 @@ _INTERNAL = frozenset(
         "run_step",
         "run_value",
         "structure",
+        "telling",
         "together",
         "told",
         "workshop",

@@ -201,6 +201,24 @@ def warn_of_other_numbers(offers: Sequence[Offer]) -> None:
     )
 
 
+def check_numbers(samples: Sequence[Sample | None]) -> None:
+    """Refuse batches of other numbers on ranks that had the same in the steps before.
+
+    Raises:
+        PipelineError: names the rank and the leaf.
+    """
+    found = unlike(samples, ROUNDING)
+    if found is not None:
+        path, rank, other = found
+        raise refusal(
+            other,
+            f"rank {other} has other numbers in batch{path} than rank {rank}, and had the same in "
+            "the steps before: one of them is a step ahead, as where it has left out a call or a "
+            "batch after an error that was caught, such as its data loader's; let all ranks leave "
+            "out the same",
+        )
+
+
 def warn_of_other_copies(samples: Sequence[Sample]) -> None:
     """Say that ranks hold different copies of a parameter that they all read.
 

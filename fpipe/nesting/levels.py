@@ -56,7 +56,13 @@ def call_within(pipe: Callee, method: Method, *arguments: Any, **options: Any) -
     Raises:
         FpipeError: it cannot run there; names the transform of ours to use instead.
     """
-    refuse_modes(compiled=pipe.definition.compile is not False)  # further in, torch turns them off
+    with pipe.telling(method):
+        # Further in, torch turns them off.
+        refuse_modes(compiled=pipe.definition.compile is not False)
+        return _call_within(pipe, method, *arguments, **options)
+
+
+def _call_within(pipe: Callee, method: Method, *arguments: Any, **options: Any) -> Any:
     if _functorch.peek_interpreter_stack() is None:
         return _call_outside(pipe, method, *arguments, **options)
     interpreter = retrieve_current_functorch_interpreter()
