@@ -102,7 +102,13 @@ class MultiController:
         # until the garbage collector comes by.
         asked = dist.PrefixStore("fpipe", store_to_ask())
         self._watch = Watch(
-            asked, members, self._rank, timeout, self._lines.ring, f"{self._lines.name}/lost"
+            asked,
+            members,
+            self._rank,
+            timeout,
+            self._lines.ring,
+            f"{self._lines.name}/lost",
+            hosts=dist.get_rank() == 0,
         )
         self._transports = [self._connected(GroupTransport, device)]
         hindered = False
@@ -341,6 +347,7 @@ class MultiController:
         self._lines.ring()
         for transport in self._transports:
             transport.forget()
+        self._watch.linger()
         self._watch.close()
         return self._broken.error()
 
