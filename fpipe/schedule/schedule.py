@@ -257,14 +257,15 @@ class Schedule:
         return type(self), (self.placement, self.actions, self.name)
 
     def __repr__(self) -> str:
-        return f"<Schedule {self._summary}>"
+        return f"<Schedule {self.summary}>"
 
     def __str__(self) -> str:
         """The schedule as a text grid (`fpipe.schedule.grid.text_grid` has choices)."""
-        return f"{self._summary}\n{text_grid(self)}"
+        return f"{self.summary}\n{text_grid(self)}"
 
     @property
-    def _summary(self) -> str:
+    def summary(self) -> str:
+        """Its name and how large it is, in one line."""
         counts = sizes(self.num_ranks, self.num_stages, self.num_microbatches)
         return f"{one_line(self.name)}: {counts}"
 

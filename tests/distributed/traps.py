@@ -267,7 +267,7 @@ def fail_connecting(group: dist.ProcessGroup, victim: int) -> list[Outcome]:
 
 
 def end_when_told(group: dist.ProcessGroup, victim: int) -> Outcome:
-    """A rank is killed; rank 0, the host of the store, ends when it knows, and rank 2 learns late."""
+    """A rank is killed; rank 0, which hosts the store, ends when it knows; rank 2 learns late."""
     schedule = fpipe.schedules.one_f_one_b(ranks=group.size(), microbatches=2)
     model = model_of("mlp", schedule.num_stages, 4)
     trap = Trap()
