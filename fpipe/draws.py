@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -349,8 +348,6 @@ class _Keyed(TorchDispatchMode):
         if not draws(func, args, options):
             return func(*args, **options)
         if _PIPELINES.get() != self._pipelines:
-            if detect_fake_mode() is not None:
-                return func(*args, **options)  # it is traced: what is drawn there is no number
             raise FpipeError(
                 "a pipeline that draws from torch's generator was called within fpipe.nn.keyed, "
                 "whose key it does not get: let it draw from its own, Stage(fn, reads_key=True) or "

@@ -8,6 +8,7 @@ params, batch ── flatten, split ──► plan (cached per shapes) ──►
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, Self, TypeVar
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fpipe import random, tree
+from fpipe.arguments.modes import refuse_modes
 from fpipe.arguments.parameters import keep
 from fpipe.arguments.shapes import Goal
 from fpipe.controller.choosing import controller_of, workshop_of
@@ -349,6 +351,13 @@ class Pipeline(Loadable):
             spec = spec.children()[place]
         return spec
 
+    def telling(self, method: str) -> AbstractContextManager[None]:
+        """Within it a method is called; where it is refused, other processes are told, later."""
+        goal: Goal = "step"
+        for other in ("value", "forward"):
+            goal = other if method.endswith(other) else goal
+        return self._controller.telling(goal)
+
     # ── for transforms, whose pipelines take vectors too and return other things ────────────────
 
     def told(self, goal: Goal, read: Callable[[], T]) -> T:
@@ -360,7 +369,7 @@ class Pipeline(Loadable):
         """
         try:
             return read()
-        except BatchError:
+        except FpipeError:
             if self.rank is None:
                 raise
 
@@ -427,6 +436,7 @@ class Pipeline(Loadable):
     def _enter(self, arguments: Sequence[Any]) -> tuple[Any, Any]:
         """Parameters and batch, as stages take them."""
         definition = self.definition
+        refuse_modes(compiled=definition.compile is not False)
         if len(arguments) != len(definition.takes):
             raise _miscounted(arguments, definition.takes)
         if (
@@ -453,6 +463,7 @@ _INTERNAL = frozenset(
         "run_step",
         "run_value",
         "structure",
+        "telling",
         "together",
         "told",
         "workshop",

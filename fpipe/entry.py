@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -145,28 +146,29 @@ def pipeline(
     whole = callable(stages) and not isinstance(stages, Stage)
     chosen_loss: Any = _whole_loss(stages, loss) if whole else _stage_loss(stages, loss)
     chosen_schedule: Any = schedule
-    return Pipeline(
-        Definition(
-            stages=() if whole else _stages_of(stages),
-            loss=chosen_loss,
-            function=whole,
-            schedule=chosen_schedule,
-            in_dims=in_dims,
-            out_dims=out_dims,
-            has_aux=has_aux,
-            has_key=has_key,
-            has_state=has_state,
-            convention=called(has_state is True, batch_norm),
-            trainable=Trainable(trainable),
-            reduction=reduction,
-            remat=remat,
-            compile=compile,
-            accum_dtype=accum_dtype,
-            devices=placed(devices),
-            group=group_of(group, mesh, schedule),
-            timeout=timeout,
-        )
+    definition = Definition(
+        stages=() if whole else _stages_of(stages),
+        loss=chosen_loss,
+        function=whole,
+        schedule=chosen_schedule,
+        in_dims=in_dims,
+        out_dims=out_dims,
+        has_aux=has_aux,
+        has_key=has_key,
+        has_state=has_state,
+        convention=called(has_state is True, batch_norm),
+        trainable=Trainable(trainable),
+        reduction=reduction,
+        remat=remat,
+        compile=compile,
+        accum_dtype=accum_dtype,
+        devices=placed(devices),
+        group=group_of(group, mesh, schedule),
+        timeout=timeout,
     )
+    if definition.reduction == "weighted":
+        definition = replace(definition, loss=definition.returns.wrap(definition.loss))
+    return Pipeline(definition)
 
 
 def _stages_of(stages: Any) -> tuple[Stage, ...]:

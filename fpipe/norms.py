@@ -67,19 +67,21 @@ def clip_by_global_norm(
 ) -> Clipped:
     """Scale all gradients so that their global norm is at most `max_norm`.
 
-    The scale is ``max_norm / norm``; `torch.nn.utils.clip_grad_norm_` adds 1e-6 to the norm.
+    The scale is that of `torch.nn.utils.clip_grad_norm_`, ``max_norm / (norm + 1e-6)`` and 1 at
+    most.
 
     Args:
         grads: as for `global_norm`; they stay as they are.
-        max_norm: a positive number.
+        max_norm: a positive number, or 0, at which every gradient becomes 0.
         pipe: as for `global_norm`.
 
     Returns:
         ``(grads, norm)``: new gradients in the structure and dtypes of `grads`, and the norm before
-        clipping. Where that is not finite no scale is right, and every gradient is NaN.
+        clipping. Where that is infinite, the scale is 0, so finite numbers become 0 and infinite
+        ones NaN; where it is NaN, every gradient is.
 
     Raises:
-        FpipeError: as for `global_norm`, or `max_norm` is not positive.
+        FpipeError: as for `global_norm`, or `max_norm` is negative or no number.
         PipelineError: as for `global_norm`.
 
     Example:
@@ -90,11 +92,14 @@ def clip_by_global_norm(
     """
 
     def check() -> None:
-        if not _is_positive(max_norm):
-            raise FpipeError(f"max_norm={max_norm!r:.60} must be a positive number")
+        if not _is_bound(max_norm):
+            raise FpipeError(
+                f"max_norm={max_norm!r:.60} must be a positive number, or 0, at which every "
+                "gradient becomes 0"
+            )
 
     norm = _norm(grads, pipe, check)
-    scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), torch.nan)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
     def scaled(leaf: Tensor) -> Tensor:
         # A product with a tensor of no dimensions has the dtype of the other factor.
@@ -144,9 +149,9 @@ def _norm(grads: Any, pipe: Pipeline | Wrapping | None, check: Callable[[], None
     return squares.sum().sqrt().to(torch.float64 if wide else torch.float32)
 
 
-def _is_positive(number: Any) -> bool:
+def _is_bound(number: Any) -> bool:
     try:
-        return bool(number > 0)
+        return bool(number >= 0)
     except (TypeError, RuntimeError, ValueError):
         return False
 

@@ -7,7 +7,7 @@ optree, globally or in the namespace ``"fpipe"``.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, Final
@@ -186,10 +186,15 @@ def structure(tree: Any) -> optree.PyTreeSpec:
 def orders(spec: optree.PyTreeSpec) -> tuple[Any, ...]:
     """The keys of every dict in a structure, as they were put in; equal structures may differ.
 
+    Keys that are equal and of different types, such as 1 and True, come as different ones.
+
     Example:
         >>> one, other = structure({"a": 1, "b": 2}), structure({"b": 2, "a": 1})
         >>> one == other, orders(one), orders(other)
         (True, (('a', 'b'),), (('b', 'a'),))
+        >>> one, other = structure({1: 1}), structure({True: 1})
+        >>> one == other, orders(one) == orders(other)
+        (True, False)
     """
     found: list[Any] = []
     waiting = [spec]
@@ -197,12 +202,27 @@ def orders(spec: optree.PyTreeSpec) -> tuple[Any, ...]:
         node = waiting.pop()
         if node.num_nodes == node.num_leaves:
             continue  # a leaf
-        if node.type in (dict, defaultdict):
+        if node.type in _DICTS:
             level = node.one_level()
             assert level is not None
-            found.append(tuple(level.unflatten(range(level.num_leaves))))
+            keys = tuple(level.unflatten(range(level.num_leaves)))
+            # Nearly all are strings, and this is asked in each step.
+            found.append(keys if {*map(type, keys)} == _STRINGS else tuple(map(_told_apart, keys)))
         waiting += node.children()
     return tuple(found)
+
+
+_DICTS: Final = frozenset({dict, defaultdict, OrderedDict})
+_STRINGS: Final = {str}
+
+
+def _told_apart(key: Any) -> Any:
+    """Equal for keys that are equal and of the same types."""
+    if isinstance(key, tuple):
+        return type(key), tuple(map(_told_apart, key))
+    if isinstance(key, frozenset):
+        return type(key), frozenset(map(_told_apart, key))
+    return type(key), key
 
 
 def tree_map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:

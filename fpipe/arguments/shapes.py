@@ -65,7 +65,7 @@ class TreeShape(NamedTuple):
     Attributes:
         spec: its structure.
         leaves: their shapes.
-        orders: of the keys of its dicts, in which a function may go through them.
+        orders: of the keys of its dicts, in which a function may go through them; with types.
     """
 
     spec: optree.PyTreeSpec
@@ -217,7 +217,10 @@ def difference(before: Signature, now: Signature) -> str:
     if before.rows != now.rows:
         return f"the batch has {sum(now.rows)} rows, before {sum(before.rows)}"
     if now.ambient.modes != before.ambient.modes:
-        return "the module has another mode (train, eval), other dropout, parts, buffers or hooks"
+        return (
+            "the module has another mode (train, eval), other parts, attributes "
+            "of layers, buffers or hooks"
+        )
     return (
         "autocast, the default dtype or device, the choice of kernels (deterministic ones, those "
         "of attention, the precision of products) or the number of threads changed"
@@ -228,7 +231,7 @@ def _tree_difference(before: TreeShape, now: TreeShape) -> str:
     if before.spec != now.spec:
         return "it has another structure"
     if before.orders != now.orders:
-        return "its keys are in another order"
+        return f"its keys are {unlike_keys(before, now)}"
     for path, old, new in zip(tree.paths(now.spec), before.leaves, now.leaves, strict=True):
         if old != new:
             texts = [f"{in_words(leaf)} on {leaf.device}" for leaf in (new, old)]
@@ -236,6 +239,14 @@ def _tree_difference(before: TreeShape, now: TreeShape) -> str:
                 texts = [f"{texts[0]} of strides {leaf.stride}" for leaf in (new, old)]
             return f"{path or 'it'} is {texts[0]}, was {texts[1]}"
     return ""
+
+
+def unlike_keys(one: TreeShape, other: TreeShape) -> str:
+    """In what the keys of two trees of equal structure differ, in words."""
+    same = all(
+        set(own) == set(theirs) for own, theirs in zip(one.orders, other.orders, strict=True)
+    )
+    return "in another order" if same else "of another type"
 
 
 def is_dense(value: Tensor) -> bool:

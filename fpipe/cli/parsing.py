@@ -54,7 +54,7 @@ def numbers(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be a number, or several with a comma between"
+            f"{text!r:.60} must be a number, or several with a comma between"
         ) from None
 
 
@@ -111,7 +111,7 @@ def _cost_numbers(text: str) -> dict[str, Any]:
     try:
         found = numbers(text)
     except argparse.ArgumentTypeError:
-        raise ScheduleError(f"--cost {text!r} must be {rule}") from None
+        raise ScheduleError(f"--cost {text!r:.60} must be {rule}") from None
     if len(found) not in (3, 4):
-        raise ScheduleError(f"--cost {text!r} has {len(found)} numbers: it must be {rule}")
+        raise ScheduleError(f"--cost {text!r:.60} has {len(found)} numbers: it must be {rule}")
     return dict(zip(("f", "i", "w", "b"), found, strict=False))

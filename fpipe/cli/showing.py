@@ -35,6 +35,6 @@ def _run(options: argparse.Namespace) -> None:
     schedule = sources.schedule_of(options.schedule, sources.size_of(options))
     if not sources.write_outputs(options, (*sources.PICTURES, *sources.FILES), schedule):
         width = shutil.get_terminal_size((WIDTH, 24)).columns
-        print(str(schedule).partition("\n")[0])
+        print(schedule.summary)
         bands = {"bands": None} if options.all else {}
         print(text_grid(schedule, width=max(width, WIDTH), **bands))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from fpipe.controller.header import CALLS, HISTORY, Header, check_calls, check_k
 from fpipe.controller.keys import Words, as_number
 from fpipe.controller.offer import (
     Offer,
+    check_numbers,
     check_offers,
     check_verdicts,
     shared_parameters,
@@ -31,7 +33,7 @@ from fpipe.controller.offer import (
     warn_of_other_copies,
     warn_of_other_numbers,
 )
-from fpipe.controller.sample import Sample, numbers, sample
+from fpipe.controller.sample import Sample, numbers, same_numbers, sample, trace_of
 from fpipe.errors import told
 from fpipe.planning.latest import Latest
 from fpipe.planning.plan import Plan
@@ -55,6 +57,7 @@ class Given(NamedTuple):
         key: of the step, None for none.
         whole: the batch, as stages take it.
         held: of one function, which leaves of its parameters have data here; else None.
+        numbers: as in the header.
     """
 
     params: Parameters
@@ -64,6 +67,7 @@ class Given(NamedTuple):
     key: Words | None
     whole: Any
     held: tuple[bool, ...] | None
+    numbers: int
 
 
 class Call(NamedTuple):
@@ -107,11 +111,19 @@ class Agreed(NamedTuple):
     proven: set[tuple[int, ...]]
 
 
-class _Kept(NamedTuple):
-    """A plan that ranks have agreed on, and with which offsets it has been run to its end."""
+@dataclass
+class _Kept:
+    """A plan that ranks have agreed on.
+
+    Attributes:
+        plan: the same on all of them.
+        proven: with which offsets it has been run to its end.
+        alike: all ranks have been given the same batches so far, bit by bit, as far as is known.
+    """
 
     plan: Plan
     proven: set[tuple[int, ...]]
+    alike: bool
 
 
 class Calls:
@@ -200,12 +212,17 @@ class Calls:
             assert given is not None
             # Kept only when made: what any rank refused is refused again, by all of them.
             made = self._make_plan(signature)
-            self._agreed[shapes] = _Kept(made, set())
+            alike = same_numbers([h.numbers for h in headers])
+            self._agreed[shapes] = _Kept(made, set(), alike)
             self._compare_copies(made, given.params)
-        plan, proven = self._agreed[shapes]
-        self._expected[call.kind] = plan
+        kept = self._agreed[shapes]
+        if kept.alike and not same_numbers([h.numbers for h in headers]):
+            check_numbers(gather_objects(self._sample(given), self._control))
+            kept.alike = False  # they are rounded otherwise
+        self._expected[call.kind] = kept.plan
         offsets = tuple(h.offsets for h in headers)
-        return Agreed(given, plan, any(h.records for h in headers), offsets, proven)
+        records = any(h.records for h in headers)
+        return Agreed(given, kept.plan, records, offsets, kept.proven)
 
     def _attempt(
         self, enter: Enter, key: Callable[[], Words | None]
@@ -225,7 +242,8 @@ class Calls:
         own = identity((*given.shapes.items(), given.held, self._planner.ambient()))
         records = int(active() is not None)
         offsets = _offsets(given) if self._device.type == "cuda" else 0
-        return Header(0, CALLS.index(name), batch, own, records, as_number(given.key), offsets)
+        number = CALLS.index(name)
+        return Header(0, number, batch, own, records, as_number(given.key), offsets, given.numbers)
 
     def _read(self, params: Any, batch: Any, key: Words | None) -> Given:
         own = self._reader.params(params)
@@ -238,7 +256,10 @@ class Calls:
         held = None
         if own.shared and self._stages:
             held = tuple(not leaf.is_meta for leaf in own.stages[0])
-        return Given(own, parts, params_shapes, shapes, key, batch, held)
+        # What a transform puts beside the batch may differ from rank to rank.
+        whole = parts is not None and self._reader.common(batch) is batch
+        numbers = trace_of(parts) if parts is not None and whole else 0
+        return Given(own, parts, params_shapes, shapes, key, batch, held, numbers)
 
     def _sample(self, given: Given | None) -> Sample | None:
         """Numbers of the batch that this rank was given, None if it was given none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fpipe.arguments.microbatch import SplitBatch
@@ -71,6 +72,9 @@ class Controller(Protocol):
 
     def run(self, enter: Enter, goal: Goal, key: Any = None, name: str | None = None) -> Finished:
         """Plan, if the shapes are new, and run all programs to their end."""
+
+    def telling(self, goal: Goal) -> AbstractContextManager[None]:
+        """Within it a call is made, which may be refused before other processes know of it."""
 
     def programs(self, enter: Enter) -> tuple[Program, ...]:
         """The programs of a training step on arguments of these shapes."""

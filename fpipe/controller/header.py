@@ -65,6 +65,8 @@ class Header(NamedTuple):
         key: of the step, 0 for none.
         offsets: identity of where in their memory the arguments begin, as far as kernels for them
             differ; 0 for the most common.
+        numbers: tells the numbers of its batch from those of another step, as `trace_of` makes it;
+            0 where there is nothing to tell.
     """
 
     failed: int
@@ -74,6 +76,7 @@ class Header(NamedTuple):
     records: int
     key: int = 0
     offsets: int = 0
+    numbers: int = 0
 
 
 class OtherPipeline(PipelineError):

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,7 +42,7 @@ from fpipe.controller.header import (
 )
 from fpipe.controller.refusal import check_problems
 from fpipe.controller.watch import Watch
-from fpipe.errors import PipelineError, told
+from fpipe.errors import FpipeError, PipelineError, told
 from fpipe.planning.planner import Planner
 from fpipe.runtime.connect import carriers, lines_of, store_to_ask
 from fpipe.runtime.group import GroupTransport
@@ -100,7 +102,13 @@ class MultiController:
         # until the garbage collector comes by.
         asked = dist.PrefixStore("fpipe", store_to_ask())
         self._watch = Watch(
-            asked, members, self._rank, timeout, self._lines.ring, f"{self._lines.name}/lost"
+            asked,
+            members,
+            self._rank,
+            timeout,
+            self._lines.ring,
+            f"{self._lines.name}/lost",
+            hosts=dist.get_rank() == 0,
         )
         self._transports = [self._connected(GroupTransport, device)]
         hindered = False
@@ -259,9 +267,43 @@ class MultiController:
                 rank=self._rank,
             )
         try:
+            while self._lines.owed:
+                self._lines.owed.pop(0)()
             return self._watched(work)
         finally:
             self._lines.busy.release()
+
+    @contextmanager
+    def telling(self, goal: Goal) -> Iterator[None]:
+        """Within it a call is made; where it is refused before ranks are told, they are later.
+
+        The others are in that call, or will be, so this rank takes part in it when it comes to its
+        next one. At once it would wait for them, with an error at hand for its caller.
+        """
+        begun = self._lines.begun
+        try:
+            yield
+        except PipelineError:
+            raise
+        except FpipeError as error:
+            if self._lines.begun == begun:
+                self._lines.begun += 1
+                self._lines.owed.append(partial(_settle, weakref.ref(self), goal, str(error)))
+            raise
+
+    def settle(self, goal: Goal, refused: Exception) -> None:
+        """Take part in a call that this rank has refused."""
+
+        def enter() -> NoReturn:
+            raise refused
+
+        def work() -> None:
+            self._calls.agree(self._calls.announce(enter, goal, lambda: None))
+
+        with suppress(PipelineError):  # what this rank's caller knows, the others know now
+            self._watched(work)
+        if self._broken is not None:
+            raise self._broken.error()
 
     def _refuse_lost(self) -> None:
         if self._lines.lost is not None:
@@ -273,6 +315,7 @@ class MultiController:
     def _watched(self, work: Callable[[], T]) -> T:
         """Do it, and find out what has become of a rank that does not."""
         self._steps += 1
+        self._lines.begun += 1
         self._watch.begin(f"{self._name}/fault/{self._steps}")
         try:
             return work()
@@ -304,8 +347,15 @@ class MultiController:
         self._lines.ring()
         for transport in self._transports:
             transport.forget()
+        self._watch.linger()
         self._watch.close()
         return self._broken.error()
+
+
+def _settle(controller: weakref.ref[MultiController], goal: Goal, text: str) -> None:
+    own = controller()
+    if own is not None:
+        own.settle(goal, FpipeError(text))
 
 
 def _warn_of(settings: Mapping[str, bool]) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fpipe import tree
 from fpipe.arguments.ambient import Ambient
-from fpipe.arguments.shapes import TreeShape, in_words
+from fpipe.arguments.shapes import TreeShape, in_words, unlike_keys
 from fpipe.controller.refusal import check_problems, odd_one_out, refusal
 from fpipe.controller.sample import COPIED, ROUNDING, Sample, unlike
 from fpipe.errors import BatchError
@@ -93,7 +93,7 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
             [o.ambient.kernels for o in offers],
         ),
         (
-            "has its module in another mode (train, eval; dropout, parts, buffers)",
+            "has its module in another mode (train, eval; parts, attributes of layers, buffers)",
             [o.ambient.modes for o in offers],
         ),
     ):
@@ -142,7 +142,11 @@ def shared_parameters(offers: Sequence[Offer]) -> TreeShape | None:
             )
 
     refuse([t.spec for t in trees], range(len(ranks)), "in another structure")
-    refuse([t.orders for t in trees], range(len(ranks)), "with keys in another order")
+    orders = [t.orders for t in trees]
+    odd = odd_one_out(orders)
+    if odd is not None:
+        other = next(t for t in trees if t.orders != orders[odd])
+        refuse(orders, range(len(ranks)), f"with keys {unlike_keys(trees[odd], other)}")
     leaves = []
     for index, path in enumerate(tree.paths(trees[0].spec)):
         own = [t.leaves[index] for t in trees]
@@ -197,6 +201,24 @@ def warn_of_other_numbers(offers: Sequence[Offer]) -> None:
     )
 
 
+def check_numbers(samples: Sequence[Sample | None]) -> None:
+    """Refuse batches of other numbers on ranks that had the same in the steps before.
+
+    Raises:
+        PipelineError: names the rank and the leaf.
+    """
+    found = unlike(samples, ROUNDING)
+    if found is not None:
+        path, rank, other = found
+        raise refusal(
+            other,
+            f"rank {other} has other numbers in batch{path} than rank {rank}, and had the same in "
+            "the steps before: one of them is a step ahead, as where it has left out a call or a "
+            "batch after an error that was caught, such as its data loader's; let all ranks leave "
+            "out the same",
+        )
+
+
 def warn_of_other_copies(samples: Sequence[Sample]) -> None:
     """Say that ranks hold different copies of a parameter that they all read.
 
@@ -234,7 +256,8 @@ def _unlike(one: Offer, other: Offer, at: int) -> str:
     own, first = _microbatch(one, at)[1], _microbatch(other, at)[1]
     if own.spec != first.spec:
         return "of another structure"
-    return "of another shape" if own.orders == first.orders else "with keys in another order"
+    same = own.orders == first.orders
+    return "of another shape" if same else f"with keys {unlike_keys(own, first)}"
 
 
 def _microbatch(offer: Offer, number: int) -> tuple[int, TreeShape]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -81,6 +82,10 @@ class SingleController:
         if recording is not None:
             recording.timelines.append(timeline_of(plan.schedule, [own or {} for own in marks]))
         return Finished(leaves, plan, runs, total, batch)
+
+    def telling(self, goal: Goal) -> AbstractContextManager[None]:
+        """There is nobody to be told."""
+        return nullcontext()
 
     def programs(self, enter: Enter) -> tuple[Program, ...]:
         """The programs of a training step on arguments of these shapes."""

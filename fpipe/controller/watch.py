@@ -66,6 +66,7 @@ class Watch:
         timeout: seconds of silence that make a rank faulty.
         ring: breaks the group, so that every operation that waits ends.
         lost: under which pipelines over the same group tell each other why its connections broke.
+        hosts: whether this process may host the store.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Watch:
         timeout: float,
         ring: Callable[[], None],
         lost: str = "lost",
+        hosts: bool = False,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -93,6 +95,8 @@ class Watch:
         self._missing = -inf
         self._lost: Fault | None = None
         self._known = threading.Event()
+        self._hosts = hosts
+        self._heard = threading.Event()
         self._wake = threading.Event()
         self.fault: Fault | None = None
         """The first fault of this step, once it is known."""
@@ -143,6 +147,15 @@ class Watch:
         self._wake.set()
         self._known.wait(DEAD)
         return self.fault
+
+    def linger(self) -> None:
+        """Wait until the other ranks know of the fault too, some seconds at most.
+
+        Where this process hosts the store and ends now, they would know no more than that.
+        """
+        if self._hosts:
+            self._wake.set()
+            self._heard.wait(DEAD)
 
     def hears_of_fault(self) -> bool:
         """Whether a rank has reported a fault of this step; asks the store, if need be."""
@@ -204,7 +217,8 @@ class Watch:
             self._note(topic, fault)
             if fault.breaks and topic == self._topic:
                 self._ring()
-        return BEAT if self._suspects() is None else BEAT / 5
+        hurries = self._suspects() is not None or (fault is not None and fault.breaks)
+        return BEAT / 5 if hurries else BEAT
 
     def _round(self, topic: str | None) -> Fault | None:
         """Ask the store all there is to ask; returns the fault of the step, if there is one."""
@@ -219,7 +233,20 @@ class Watch:
         fault = self._look(topic)
         if fault is None and silent:
             fault = self._tell(topic, _silent(following, silence.seconds))
+        if fault is not None and fault.breaks:
+            self._hear(topic, fault)
         return fault
+
+    def _hear(self, topic: str, fault: Fault) -> None:
+        """Say that this rank knows of a fault, and see which others do."""
+        self._store.set(f"{topic}/heard/{self._rank}", "")
+        others = [
+            f"{topic}/heard/{rank}"
+            for rank in range(len(self._keys))
+            if rank not in (self._rank, fault.rank) and self._silence(rank).seconds < DEAD
+        ]
+        if not others or self._store.check(others):
+            self._heard.set()
 
     def _look(self, topic: str) -> Fault | None:
         """The fault of a step, if there is one; who has ended is only asked when a wait broke."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.draws import generators
+from fpipe.engine import Pipeline
 from fpipe.errors import StageError, a_type
 
 
@@ -152,6 +153,8 @@ def _once(
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    for part in owner.modules():  # a copy of its pipeline would be another of the process group
+        memo |= {id(own): own for own in vars(part).values() if isinstance(own, Pipeline)}
     for buffer in owner._buffers.values():
         if buffer is not None:
             memo[id(buffer)] = torch.full_like(buffer, fill, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -84,6 +85,12 @@ def with_cuts(definition: Definition, cuts: Sequence[str] | None) -> Definition:
     """
     assert isinstance(definition.loss, ModuleLoss)
     return replace(definition, loss=definition.loss.with_cuts(cuts))
+
+
+def copied(definition: Definition, memo: dict[int, Any]) -> Definition:
+    """The definition of a pipeline of the copy of a module, as `copy.deepcopy` makes it."""
+    loss, modes = copy.deepcopy((definition.loss, definition.modes), memo)
+    return replace(definition, loss=loss, modes=modes)
 
 
 def with_buffers(definition: Definition, buffers: Mapping[str, Tensor]) -> Definition:

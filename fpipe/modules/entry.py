@@ -69,10 +69,11 @@ def from_module(
     `torch.func.functional_call`. Parameters that require no gradient at this call are frozen,
     as with ``trainable`` of `fpipe.pipeline`. Buffers are constants; a forward that changes them
     (batch norm in training mode) is refused, unless they are a state. The mode of the module, by
-    ``module.train()`` and ``module.eval()``, the ``p`` of its dropout layers and its buffers are
-    those of the call; each combination is traced once. Other Python values that the forward or the
-    loss reads, attributes and what they close over, are those of the trace: pass what is to change
-    in the batch.
+    ``module.train()`` and ``module.eval()``, its parts, the attributes of torch's own layers and of
+    layers derived from them (but for tensors), and its buffers are those of the call; each
+    combination is traced once. Other Python values that the forward or the loss reads, attributes
+    of the user's own modules and what they close over, are those of the trace: pass what is to
+    change in the batch.
 
     Args:
         module: its forward is traced on abstract tensors at the first step, once for each set of

@@ -119,7 +119,7 @@ class ModuleLoss:
                 refuse_missing(self.module, {*self.buffers, *buffers_of(states[0])})
                 output, state, written = call_and_note(self.module, given, states[0], (), taken)
                 refuse_aliases(self.module, written)
-        loss = self._loss_of(output, batch)
+        loss = replace(self._returns, state=False).with_tensors(self._loss_of(output, batch))
         if not states:
             return loss
         if not self._returns.aux:

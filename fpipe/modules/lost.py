@@ -29,7 +29,7 @@ _WHOLE = (
 
 
 def refuse_lost(module: nn.Module) -> None:
-    """Refuse wrappers around a module, sharded parameters, and hooks on gradients of parameters.
+    """Refuse wrappers around a module, sharded parameters, and hooks on parameters.
 
     Raises:
         StageError: it has some; names it.
@@ -85,7 +85,7 @@ def refuse_global_hooks(name: str) -> None:
 
 
 def refuse_gradient_hooks(parts: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse hooks on gradients, of submodules and of their parameters.
+    """Refuse hooks on the parameters of a module: a step takes other tensors in their place.
 
     Args:
         parts: as ``module.named_modules()`` gives them.
@@ -94,17 +94,19 @@ def refuse_gradient_hooks(parts: Iterable[tuple[str, nn.Module]]) -> None:
         StageError: there is one; names where.
     """
     for path, part in parts:
-        names = [name for name, own in part._parameters.items() if _has_hooks(own)]
-        if part._backward_hooks or part._backward_pre_hooks:
-            where = f"module.get_submodule({path!r})" if path else "module"
-        elif names:
-            where = f"module.get_parameter({'.'.join(filter(None, (path, names[0])))!r})"
-        else:
-            continue
-        raise StageError(
-            f"{where} has hooks on its gradient, which a step does not "
-            "run, for it returns gradients: remove the hooks, and change what step returns"
-        )
+        for name, own in part._parameters.items():
+            if _has_hooks(own):
+                where = f"module.get_parameter({'.'.join(filter(None, (path, name)))!r})"
+                raise StageError(
+                    f"{where} has hooks on its gradient, which a step does not run, for it returns "
+                    "gradients: remove the hooks, and change what step returns; those of modules "
+                    "(register_full_backward_hook) run"
+                )
+
+
+def has_gradient_hooks(part: nn.Module) -> bool:
+    """Whether a submodule has a parameter of its own with a hook on its gradient."""
+    return any(map(_has_hooks, part._parameters.values()))
 
 
 def _has_hooks(parameter: nn.Parameter | None) -> bool:

@@ -1,32 +1,34 @@
 """What a forward depends on beside its arguments, as it is at a call: it is traced once for each.
 
-A trace has the submodules, the buffers and the hooks that the module had. Numbers written to
-buffers count, but not what is put in their place. So each time that some are others than before,
-the mode is another one.
+A trace has the submodules, the attributes of layers, the buffers and the hooks that the module had.
+Numbers written to buffers count, but not what is put in their place. So each time that some are
+others than before, the mode is another one. To read it runs no code of the module's.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
-from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
+import torch
+from torch import Tensor, nn
 
-from fpipe.modules.lost import refuse_gradient_hooks
+from fpipe.modules.lost import has_gradient_hooks, refuse_gradient_hooks
 from fpipe.modules.tracing import as_left
 
 log = logging.getLogger("fpipe")
 
 MANY: Final = 8
-"""As often as submodules, buffers or hooks may be replaced without a word."""
+"""As often as submodules, attributes, buffers or hooks may be replaced without a word."""
 
 
 class Mode:
-    """Which of the modules that are traced train, what they drop, their parts, buffers and hooks.
+    """Which of the modules that are traced train, their parts, attributes, buffers and hooks.
 
-    Equal on all ranks whose modules are treated alike: parts, buffers and hooks are told by when
+    Equal on all ranks whose modules are treated alike: parts and what they hold are told by when
     they were first seen, not by where they lie.
 
     Args:
@@ -36,32 +38,37 @@ class Mode:
     def __init__(self, *modules: nn.Module) -> None:
         self._modules: Final = modules
         self._parts: Final = _Seen()
+        self._attributes: Final = _Seen()
         self._buffers: Final = _Seen()
         self._hooks: Final = _Seen()
         self._warned: set[str] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mode:
+        return Mode(*copy.deepcopy(self._modules, memo))
 
     def __call__(self) -> Hashable:
         """The mode at this moment; waits while another thread traces a forward.
 
         Raises:
-            StageError: meanwhile there are hooks on gradients.
+            StageError: meanwhile there are hooks on parameters.
         """
         with as_left():
             return self._read()
 
     def _read(self) -> Hashable:
-        named = [pair for one in self._modules for pair in one.named_modules()]
-        refuse_gradient_hooks(named)
-        parts = [part for _, part in named]
+        parts = _parts(self._modules)
+        if any(map(has_gradient_hooks, parts)):
+            refuse_gradient_hooks(pair for one in self._modules for pair in one.named_modules())
         seen = self._parts(*_composition(parts))
+        attributes = self._attributes(*_attributes(parts))
         buffers = self._buffers(buffer for part in parts for buffer in part._buffers.values())
         hooks = self._hooks(hook for part in parts for hook in _hooks(part))
         self._warn(seen, "submodules", "make a pipeline of each module that there is to be")
+        self._warn(attributes, "attributes of layers", "give what changes often with the batch")
         self._warn(buffers, "buffers", "write to them in place (buffer.copy_(...)), which counts "
                    "too, or let the step thread them (has_state=True)")  # fmt: skip
-        self._warn(hooks, "forward hooks", "register a hook once, and the same one again")
-        drops = tuple(part.p for part in parts if isinstance(part, _DropoutNd))
-        return tuple(part.training for part in parts), drops, seen, buffers, hooks
+        self._warn(hooks, "hooks", "register a hook once, and the same one again")
+        return tuple(vars(part).get("training") for part in parts), seen, attributes, buffers, hooks
 
     def _warn(self, times: int, what: str, instead: str) -> None:
         """Say once that something was replaced many times."""
@@ -92,6 +99,25 @@ class _Seen:
         return number
 
 
+def _parts(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules and all that is within them; those that several of `modules` hold come again.
+
+    As `nn.Module.modules`, which a module may override, and which takes longer.
+    """
+    parts: list[nn.Module] = []
+    for module in modules:
+        seen = {id(module)}
+        waiting = [module]
+        while waiting:
+            part = waiting.pop()
+            parts.append(part)
+            for child in part._modules.values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    waiting.append(child)
+    return parts
+
+
 def _composition(parts: Sequence[nn.Module]) -> tuple[list[Any], list[Hashable]]:
     """What a module is made of, as objects and words that are the same where it computes the same.
 
@@ -101,30 +127,81 @@ def _composition(parts: Sequence[nn.Module]) -> tuple[list[Any], list[Hashable]]
     objects: list[Any] = []
     words: list[Hashable] = []
     for part in parts:
-        described = _described(part)
-        objects += (part if described is None else type(part), vars(part).get("forward"))
-        words.append(described)
+        own: type = type(part)
+        told = _is_of_torch(own) or vars(part).keys() <= _BARE
+        objects += (own if told else part, vars(part).get("forward"))
+        words.append(told)
         words.extend((name, places.get(id(child))) for name, child in part._modules.items())
     return objects, words
 
 
-def _described(part: nn.Module) -> str | None:
-    """What a part is beside its class, parameters, buffers and parts, if that can be told."""
-    own = type(part)
-    if vars(part).keys() <= _BARE:
-        return ""
-    if own.__module__.startswith("torch.nn.") and own.extra_repr is not nn.Module.extra_repr:
-        return part.extra_repr()
-    return None
+def _attributes(parts: Sequence[nn.Module]) -> tuple[list[Any], list[Any]]:
+    """What torch's own layers, and layers derived from them, are made of beside their parts.
+
+    That is more than they print: the dropout of attention, an activation, the smoothing of labels.
+    """
+    objects: list[Any] = []
+    words: list[Any] = []
+    for part in parts:
+        own: type = type(part)
+        if _has_torch(own):
+            for name, value in vars(part).items():
+                # What has an underscore torch has made of the others, or caches.
+                if name[:1] != "_" and name != "training":
+                    words.append(name)
+                    _tell(value, objects, words)
+            words.append(None)
+    return objects, words
+
+
+def _tell(value: Any, objects: list[Any], words: list[Any]) -> None:
+    """Tell a value by what it is, or else by which object it is.
+
+    A tensor is told by being one: those that come and go are made by hooks, such as those of
+    `torch.nn.utils.weight_norm`, of parameters, at each forward.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        words.extend((kind, value))
+    elif kind is tuple or kind is list:
+        words.extend((kind, len(value)))
+        for item in value:
+            _tell(item, objects, words)
+    elif isinstance(value, Tensor):
+        words.append(Tensor)
+    else:
+        words.append(object)
+        objects.append(value)
+
+
+_PLAIN: Final = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
+)
+"""The types of which values that are equal compute the same; `1` and `True` need not."""
+
+
+@lru_cache(maxsize=1024)
+def _is_of_torch(kind: type) -> bool:
+    return kind.__module__.startswith("torch.nn.")
+
+
+@lru_cache(maxsize=1024)
+def _has_torch(kind: type) -> bool:
+    """Whether a class of modules is a layer of torch's, or is derived from one."""
+    return any(base is not nn.Module and _is_of_torch(base) for base in kind.__mro__)
 
 
 _BARE: Final = vars(nn.Module()).keys()
 """The attributes of a module that sets none of its own."""
 
 
-def _hooks(part: nn.Module) -> Iterable[Any]:
-    """The hooks around the forward of a module, with None where one kind of them ends."""
-    yield from part._forward_pre_hooks.values()
-    yield None
-    yield from part._forward_hooks.values()
-    yield None
+def _hooks(part: nn.Module) -> Iterator[Any]:
+    """The hooks of a module, with None where one kind of them ends."""
+    for hooks in (
+        part._forward_pre_hooks,
+        part._forward_hooks,
+        part._backward_pre_hooks,
+        part._backward_hooks,
+    ):
+        yield from hooks.values()
+        yield None

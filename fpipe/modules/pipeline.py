@@ -24,6 +24,7 @@ from fpipe.engine import Pipeline
 from fpipe.errors import BatchError, StageError, a_type
 from fpipe.holding import Make, whole
 from fpipe.modules.buffers import real_buffers, refuse_missing
+from fpipe.modules.declared import copied
 from fpipe.modules.loss import ModuleLoss, check_state
 from fpipe.modules.shares import Balance
 from fpipe.modules.stored import naming_of_buffers, naming_of_parameters
@@ -62,6 +63,21 @@ class ModulePipeline(Pipeline):
         self.cuts = loss.cuts
         self._buffers = loss.buffers
         self.balance = balance
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModulePipeline:
+        """That of the copy of its module, where it is copied with that, as a module that holds it.
+
+        It has traced nothing yet. Over a process group all ranks copy such a module, in the order
+        in which they make pipelines.
+
+        Raises:
+            FpipeError: it is copied by itself, or a transform has made it.
+        """
+        if id(self.module) not in memo or not isinstance(self.definition.loss, ModuleLoss):
+            self.__reduce_ex__(4)
+        made = memo[id(self)] = type(self).__new__(type(self))  # which the module's copy holds
+        made.__init__(copied(self.definition, memo), self.balance)  # type: ignore[misc]
+        return made
 
     def _shapes(self, shapes: Any) -> Any:
         # Those of an ensemble are not the module's.

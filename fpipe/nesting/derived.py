@@ -11,6 +11,7 @@ pulled       the pipeline of a cotangent of the outputs
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
@@ -44,6 +45,9 @@ class Callee(Protocol):
     workshop: Workshop
 
     def __init__(self, definition: Definition, *, workshop: Workshop | None = None) -> None: ...
+
+    def telling(self, method: str) -> AbstractContextManager[None]:
+        """As in `Pipeline`."""
 
     def run_step(
         self, *arguments: Any, key: Tensor | None = None, name: str | None = None

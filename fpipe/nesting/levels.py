@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from fpipe import tree
+from fpipe.arguments.modes import refuse_modes
 from fpipe.nesting.call import Call, refuse
 from fpipe.nesting.derived import Callee, Method
 from fpipe.nesting.history import has_history, is_tracked, tracked_step, tracked_value
@@ -53,6 +54,13 @@ def call_within(pipe: Callee, method: Method, *arguments: Any, **options: Any) -
     Raises:
         FpipeError: it cannot run there; names the transform of ours to use instead.
     """
+    with pipe.telling(method):
+        # Further in, torch turns them off.
+        refuse_modes(compiled=pipe.definition.compile is not False)
+        return _call_within(pipe, method, *arguments, **options)
+
+
+def _call_within(pipe: Callee, method: Method, *arguments: Any, **options: Any) -> Any:
     if functorch.peek_interpreter_stack() is None:
         return _call_outside(pipe, method, *arguments, **options)
     interpreter = retrieve_current_functorch_interpreter()

@@ -11,6 +11,7 @@ from typing import Final
 import optree
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fpipe.arguments.ambient import Ambient, ambient
 from fpipe.arguments.shapes import (
@@ -21,7 +22,6 @@ from fpipe.arguments.shapes import (
     is_differentiable,
     refuse_without_data,
 )
-from fpipe.draws import within_pipeline
 from fpipe.errors import ScheduleError
 from fpipe.planning.latest import Latest
 from fpipe.planning.plan import Plan
@@ -90,8 +90,9 @@ class Planner:
                 if plan is None:
                     if torch.is_anomaly_enabled():
                         log.warning("anomaly mode of torch.autograd does not see into a pipeline")
-                    # It would look for NaN in what is traced, which has no numbers.
-                    with torch.autograd.set_detect_anomaly(False):
+                    # It would look for NaN in what is traced, which has no numbers; and modes
+                    # of the caller's would take it for what runs.
+                    with torch.autograd.set_detect_anomaly(False), _disable_current_modes():
                         plan = self._plans[signature] = self._make(signature)
         return plan
 
@@ -122,7 +123,7 @@ class Planner:
             _in_words(signature),
             self._why(signature, traces=traces),
         )
-        with held_back(), within_pipeline():
+        with held_back():
             made = self._workshop(signature)
         schedule = self._schedule if goal == "step" else self._forwards
         finals = _last_forwards(schedule)

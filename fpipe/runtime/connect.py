@@ -143,6 +143,8 @@ class Lines:
         device: where values lie.
         busy: held while a call of any pipeline over `group` is under way.
         lost: why they were given up, if they were.
+        begun: how many calls have begun.
+        owed: tell the other ranks of calls that this one has refused before it told them.
     """
 
     def __init__(
@@ -152,6 +154,8 @@ class Lines:
         self.device = device
         self.busy = threading.Lock()
         self.lost: str | None = None
+        self.begun = 0
+        self.owed: list[Callable[[], None]] = []
         self._caller = weakref.ref(group)
         self._made: dict[str, dist.ProcessGroup] = {}
         self._rank = group.rank()

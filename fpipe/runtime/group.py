@@ -158,9 +158,8 @@ class GroupTransport:
 
     def _dispatch(self, message: Message, values: Sequence[Tensor]) -> None:
         channel, peer = self._route(message, message.target)
-        # All are contiguous but gradients of parameters, which may be transposed as those are read,
-        # and what travels is memory: what it is yet to be conjugated by stays behind.
-        values = self._leaving([v.contiguous().resolve_conj().resolve_neg() for v in values])
+        # All are contiguous but gradients of parameters, which may be transposed as those are read.
+        values = self._leaving([value.contiguous() for value in values])
         works = self._start(message.target, channel.send, _travelling(values), peer)
         self._sent[message] = (works, values)
 

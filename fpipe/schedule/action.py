@@ -72,18 +72,22 @@ class Action(NamedTuple):
             >>> Action.parse("13W7")
             Action(stage=13, op=<Op.W: 'W'>, microbatch=7)
         """
-        rule = (
-            "must be a stage, an op and a microbatch, such as '2F0' "
-            f"(ops: {', '.join(op.value for op in Op)}; whole-stage ops take no microbatch)"
-        )
         match = _TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None or match[2] not in Op.__members__:
-            raise ScheduleError(f"text={_short(text)} is not an action: it {rule}")
+            raise ScheduleError(f"text={_short(text)} is not an action: it {_RULE}")
         op = Op[match[2]]
         if (op in WHOLE_STAGE_OPS) != (match[3] == ""):
             fault = "a microbatch" if match[3] else "no microbatch"
-            raise ScheduleError(f"text={text!r} is not an action: {op} with {fault}; it {rule}")
+            raise ScheduleError(
+                f"text={text!r:.60} is not an action: {op} with {fault}; it {_RULE}"
+            )
         return cls(int(match[1]), op, int(match[3]) if match[3] else None)
+
+
+_RULE: Final = (
+    "must be a stage, an op and a microbatch, such as '2F0' "
+    f"(ops: {', '.join(op.value for op in Op)}; whole-stage ops take no microbatch)"
+)
 
 
 def _short(text: object) -> str:

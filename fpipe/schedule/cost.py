@@ -369,8 +369,8 @@ def _latency(comm: float | Iterable[Iterable[float]]) -> Latency:
     rows = [tuple(row) if is_several(row) else () for row in comm]
     if not rows or any(len(row) != len(rows) for row in rows):
         raise ScheduleError(
-            f"comm={comm!r} must be a number, or a square table with comm[a][b] the latency from "
-            "rank a to rank b"
+            f"comm={comm!r:.60} must be a number, or a square table with comm[a][b] the latency "
+            "from rank a to rank b"
         )
     return tuple(
         tuple(_number(f"comm[{a}][{b}]", entry) for b, entry in enumerate(row))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
@@ -13,8 +14,6 @@ from fpipe.schedule.earliest import earliest_starts
 WIDTH: Final = 80  # what every terminal has
 BANDS: Final = 6
 FIVE: Final = 5  # every fifth column is numbered, and a band ends before a number
-
-Slots = list[Action | None]  # what a rank does in each unit of time
 
 
 class Rows(Protocol):
@@ -62,15 +61,16 @@ def text_grid(schedule: Rows, *, width: int | None = WIDTH, bands: int | None = 
     """
     width = _limit("width", width, 1)
     bands = _limit("bands", bands, 2)
-    slots = _timed(schedule)
+    times = _times(schedule)
     lines = []
-    if slots is None:
+    if times is None:
         lines.append("(cannot run as it stands, so there is no time in it; fpipe.verify says why)")
-        slots = [list(row) for row in schedule.actions]
-    labels = ["place" if lines else "time", *(f"rank {rank}" for rank in range(len(slots)))]
+        times = [range(len(row)) for row in schedule.actions]
+    labels = ["place" if lines else "time", *(f"rank {rank}" for rank in range(len(times)))]
     margin = max(map(len, labels))
-    columns = list(_columns(slots, _is_plain(schedule)))
-    cuts = list(_cuts(columns, None if width is None else width - margin))
+    plain = _is_plain(schedule)
+    widths = _widths(schedule, times, plain)
+    cuts = list(_cuts(widths, None if width is None else width - margin))
     for number, (start, end) in enumerate(cuts):
         if bands is not None and bands // 2 <= number < len(cuts) - (bands - bands // 2):
             if number == bands // 2:
@@ -79,8 +79,11 @@ def text_grid(schedule: Rows, *, width: int | None = WIDTH, bands: int | None = 
             continue
         if number:
             lines.append("")
-        for row, label in enumerate(labels):
-            cells = (column[row] for column in columns[start:end])
+        span = range(start, end)
+        numbers = [str(time) if time % FIVE == 0 else "" for time in span]
+        band = [numbers, *_cells(schedule, times, plain, span)]
+        for row, label in zip(band, labels, strict=True):
+            cells = (cell.ljust(widths[time]) for time, cell in zip(span, row, strict=True))
             lines.append("  ".join([label.ljust(margin), " ".join(cells)]).rstrip())
     return "\n".join(lines)
 
@@ -94,17 +97,10 @@ def _limit(name: str, value: int | None, least: int) -> int | None:
     return limit
 
 
-def _timed(schedule: Rows) -> list[Slots] | None:
-    """What each rank does in each unit of time; None where some of it can never start."""
+def _times(schedule: Rows) -> list[Sequence[int]] | None:
+    """When each action of each rank starts; None where some of it can never start."""
     starts = earliest_starts(schedule.actions, len(schedule.placement), dict.fromkeys(Op, 1))
-    if starts is None:
-        return None
-    slots: list[Slots] = []
-    for row, times in zip(schedule.actions, starts, strict=True):
-        slots.append([None] * (int(times[-1]) + 1 if times else 0))
-        for action, time in zip(row, times, strict=True):
-            slots[-1][int(time)] = action
-    return slots
+    return None if starts is None else [list(map(int, row)) for row in starts]
 
 
 def _is_plain(schedule: Rows) -> bool:
@@ -114,25 +110,42 @@ def _is_plain(schedule: Rows) -> bool:
     )
 
 
-def _columns(slots: Sequence[Slots], plain: bool) -> Iterator[list[str]]:
-    """The columns from left to right: number, then a cell for each rank, all of one width."""
-    for time in range(max(map(len, slots))):
-        cells = [str(time) if time % FIVE == 0 else ""]
-        for row in slots:
-            action = row[time] if time < len(row) else None
-            text = "" if action is None else str(action)
-            cells.append(text.removeprefix(str(action.stage)) if action and plain else text)
-        width = max(map(len, cells))
-        yield [cell.ljust(width) for cell in cells]
+def _in_words(action: Action, plain: bool) -> str:
+    return str(action).removeprefix(str(action.stage)) if plain else str(action)
 
 
-def _cuts(columns: Sequence[Sequence[str]], width: int | None) -> Iterator[tuple[int, int]]:
+def _widths(schedule: Rows, times: Sequence[Sequence[int]], plain: bool) -> list[int]:
+    """Of each column, as wide as its number and its cells.
+
+    Of all that a grid is made of this alone is done for each action, and nothing for each cell, of
+    which there may be a thousand times as many.
+    """
+    count = max((row[-1] + 1 for row in times if row), default=0)
+    widths = [len(str(time)) if time % FIVE == 0 else 0 for time in range(count)]
+    for row, starts in zip(schedule.actions, times, strict=True):
+        for action, time in zip(row, starts, strict=True):
+            widths[time] = max(widths[time], len(_in_words(action, plain)))
+    return widths
+
+
+def _cells(
+    schedule: Rows, times: Sequence[Sequence[int]], plain: bool, span: range
+) -> Iterator[list[str]]:
+    """What each rank does in each unit of a span of time."""
+    for row, starts in zip(schedule.actions, times, strict=True):
+        cells = [""] * len(span)
+        for at in range(bisect_left(starts, span.start), bisect_left(starts, span.stop)):
+            cells[starts[at] - span.start] = _in_words(row[at], plain)
+        yield cells
+
+
+def _cuts(widths: Sequence[int], width: int | None) -> Iterator[tuple[int, int]]:
     """Cut the columns into bands of at most `width`, each from a first column up to an end."""
     start = used = 0
-    for five in range(0, len(columns), FIVE):
-        needed = sum(len(column[0]) + 1 for column in columns[five : five + FIVE])
+    for five in range(0, len(widths), FIVE):
+        needed = sum(own + 1 for own in widths[five : five + FIVE])
         if width is not None and five > start and used + needed + 1 > width:
             yield start, five
             start, used = five, 0
         used += needed
-    yield start, len(columns)
+    yield start, len(widths)

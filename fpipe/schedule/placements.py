@@ -80,7 +80,7 @@ def named_placement(name: str, ranks: int, stages_per_rank: int | None = None) -
     fits = {"linear": per_rank == 1, "v": per_rank == 2, "wave": per_rank % 2 == 0}
     if not fits.get(name, True):
         raise ScheduleError(
-            f"placement={name!r} has {_PER_RANK[name]} per rank, and the cost has values for "
+            f"placement={name!r:.60} has {_PER_RANK[name]} per rank, and the cost has values for "
             f"{per_rank}: choose another placement, or give costs of as many stages"
         )
     return looped(ranks, per_rank) if name in ("linear", "looped") else waves(ranks, per_rank)
@@ -128,7 +128,7 @@ def plain_placement(placement: Sequence[int]) -> tuple[int, ...]:
     ranks = tuple(int(rank) for rank in plain if rank is not None and rank >= 0)
     if len(ranks) < len(placement) or not ranks:
         raise ScheduleError(
-            f"placement={tuple(placement)!r} must have the rank of each stage, an integer, 0 or "
-            "more, and at least one stage"
+            f"placement={tuple(placement)!r:.60} must have the rank of each stage, an integer, 0 "
+            "or more, and at least one stage"
         )
     return ranks

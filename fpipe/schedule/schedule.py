@@ -257,14 +257,15 @@ class Schedule:
         return type(self), (self.placement, self.actions, self.name)
 
     def __repr__(self) -> str:
-        return f"<Schedule {self._summary}>"
+        return f"<Schedule {self.summary}>"
 
     def __str__(self) -> str:
         """The schedule as a text grid (`fpipe.schedule.grid.text_grid` has choices)."""
-        return f"{self._summary}\n{text_grid(self)}"
+        return f"{self.summary}\n{text_grid(self)}"
 
     @property
-    def _summary(self) -> str:
+    def summary(self) -> str:
+        """Its name and how large it is, in one line."""
         counts = sizes(self.num_ranks, self.num_stages, self.num_microbatches)
         return f"{one_line(self.name)}: {counts}"
 
@@ -282,13 +283,13 @@ def _in_order(name: str, values: Iterable[Any], of: str) -> tuple[Any, ...]:
 def _check_form(placement: Sequence[int], actions: Sequence[Sequence[Action]]) -> None:
     if not placement or not actions:
         raise ScheduleError(
-            f"placement={tuple(placement)!r} with {len(actions)} ranks: "
+            f"placement={tuple(placement)!r:.60} with {len(actions)} ranks: "
             "a schedule needs at least one stage and one rank"
         )
     for stage, rank in enumerate(placement):
         if not isinstance(rank, int) or not 0 <= rank < len(actions):
             raise ScheduleError(
-                f"placement[{stage}]={rank!r} must be a rank from 0 to {len(actions) - 1}, "
+                f"placement[{stage}]={rank!r:.60} must be a rank from 0 to {len(actions) - 1}, "
                 f"because actions has {len(actions)} rows"
             )
 

@@ -241,6 +241,16 @@ def test_a_rank_that_ends(lost: int, deed: str, at: int) -> None:
         assert_good(answers, 2)
 
 
+def test_who_hosts_the_store_ends_last() -> None:
+    """The others learned that the store was lost, and not with which rank it had begun."""
+    with Crew(3, host=0) as crew:
+        crew.start(traps.end_when_told, 1)
+        error = crew.collect(lost=[0, 1])[2].value.error
+        assert error.rank == 1
+        assert "rank 1 has ended or cannot be reached" in error.text
+        assert error.text.endswith(GONE)
+
+
 def test_a_rank_that_ends_while_others_agree() -> None:
     with Crew(3) as crew:
         crew.start(traps.fail_early, 1, "compile", "kill", 60.0)

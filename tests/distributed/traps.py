@@ -17,6 +17,8 @@ from torch import Tensor, fx
 
 import fpipe
 from fpipe import Schedule, tree
+from fpipe.controller.fault import Fault
+from fpipe.controller.watch import Watch
 from fpipe.runtime.group import GroupTransport
 from fpipe.stage.pieces.compiler import Boxed
 from tests.distributed.actors import model_of, pipeline
@@ -262,6 +264,29 @@ def fail_connecting(group: dist.ProcessGroup, victim: int) -> list[Outcome]:
         pipe = pipeline(group, model, schedule)
         params = pipe.local(model.params)
         return [attempt(pipe.step, params, model.batch) for _ in range(2)]
+
+
+def end_when_told(group: dist.ProcessGroup, victim: int) -> Outcome:
+    """A rank is killed; rank 0, which hosts the store, ends when it knows; rank 2 learns late."""
+    schedule = fpipe.schedules.one_f_one_b(ranks=group.size(), microbatches=2)
+    model = model_of("mlp", schedule.num_stages, 4)
+    trap = Trap()
+    pipe = pipeline(group, model, schedule, compile=trap)
+    params = pipe.local(model.params)
+    pipe.step(params, model.batch)
+    if group.rank() == victim:
+        trap.arm("kill", 1)
+    look = Watch._look
+
+    def look_late(watch: Watch, topic: str) -> Fault | None:
+        time.sleep(1.5 * (group.rank() == 2))
+        return look(watch, topic)
+
+    with patch.object(Watch, "_look", look_late):
+        outcome = attempt(pipe.step, params, model.batch)
+    if group.rank() == 0:
+        end()
+    return outcome
 
 
 # ── ranks that do not agree ─────────────────────────────────────────────────────────────────────

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 
-from fpipe import Schedule, ScheduleError, schedules
+from fpipe import Cost, Schedule, ScheduleError, schedules
 from fpipe.schedule.exchange.csv_file import format_csv, parse_csv
 from fpipe.schedule.exchange.json_file import format_json, parse_json
 from fpipe.schedule.exchange.text_form import format_text, parse_text
@@ -223,3 +224,54 @@ def test_a_text_in_place_of_its_file_is_told() -> None:
     ):
         with pytest.raises(ScheduleError, match=r"path='.* is the text of a file, not its name"):
             read(text)
+
+
+WIDE = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        *({key: value} for key in ("version", "name", "placement", "actions")
+          for value in ([WIDE], {WIDE: 1}, [[1] * 50_000], 1.5)),
+        {"format": WIDE}, {"version": WIDE}, {"placement": WIDE}, {"actions": WIDE},
+        {"actions": [WIDE]}, {WIDE: 1}, {"placement": [5] * 50_000},
+    ],
+)  # fmt: skip
+def test_a_value_of_the_wrong_type_is_quoted_short(edit: dict[str, object], tmp_path: Path) -> None:
+    """It was quoted whole, in a message of megabytes."""
+    path = tmp_path / "schedule.json"
+    tiny = json.loads(format_json([0], schedules.gpipe(ranks=1, microbatches=1).actions, "tiny"))
+    path.write_text(json.dumps(tiny | edit))
+    with pytest.raises(ScheduleError) as found:
+        Schedule.from_json(path)
+    assert len(str(found.value)) < len(str(path)) + 400
+
+
+@pytest.mark.parametrize("key", ["f", "comm", "b", "activation", "sizes", WIDE])
+@pytest.mark.parametrize("value", [WIDE, [WIDE], {WIDE: 1}, [-1] * 50_000])
+def test_a_cost_of_the_wrong_type_is_quoted_short(key: str, value: object, tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    path.write_text(json.dumps({"f": 1, "i": 1, "w": 1} | {key: value}))
+    with pytest.raises(ScheduleError) as found:
+        Cost.from_json(path)
+    assert len(str(found.value)) < len(str(path)) + 400
+
+
+@pytest.mark.parametrize(
+    "text", [WIDE, f"0F0,({WIDE}", f"({WIDE};0F0)OVERLAP_F_B", f"({'0F0;' * 50_000}",
+             f"0F0\0{WIDE}", "(" + "0F0;" * 50_000 + "1SEND_F0)OVERLAP_F_B"],
+)  # fmt: skip
+def test_a_cell_of_csv_is_quoted_short(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError) as found:
+        parse_csv(text)
+    assert len(str(found.value)) < 400
+
+
+@pytest.mark.parametrize("read", [Schedule.from_csv, Schedule.from_json, Cost.from_json])
+def test_one_long_line_in_place_of_its_file_is_told(read: Callable[[str], object]) -> None:
+    """The system refused a name as long as that, and quoted it whole."""
+    with pytest.raises(
+        ScheduleError, match=r"path='0F0,0F0,.* is the text of a file, not its name"
+    ):
+        read("0F0," * 2_000)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -457,3 +459,31 @@ def test_the_order_in_which_a_function_goes_through_a_dict(cuts: bool) -> None:
         params: Any = own if cuts else [own, dict(reversed(own.items()))]
         plain = whole(own, x) if cuts else stage(params[1], stage(own, x)).square().mean()
         torch.testing.assert_close(pipe.step(params, x).loss, plain)
+
+
+@pytest.mark.parametrize("wrap", [dict, OrderedDict, lambda d: defaultdict(int, d)])
+@pytest.mark.parametrize("keys", [(1, True, 1.0), ((2, 0), (2, False), (2.0, 0))])
+def test_keys_that_are_equal_and_of_different_types(
+    keys: tuple[Any, ...], wrap: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A dict with the key True was answered from the trace of one with the key 1."""
+
+    def stage(params: Any, x: Tensor) -> Tensor:
+        (key,) = params
+        return x * params[key] * len(repr(key))
+
+    def loss(y: Any, _: Any) -> Tensor:
+        return y.square().mean()
+
+    pipe = fpipe.pipeline([stage] * 2, loss, schedules.gpipe(ranks=2, microbatches=2),
+                          compile=False)  # fmt: skip
+    w, x = rand(), rand(4)
+    for _ in range(2):
+        for key in keys:
+            params = [wrap({key: w}), {"same": w}]
+            plain = stage(params[1], stage(params[0], x)).square().mean()
+            with caplog.at_level(logging.INFO, logger="fpipe"):
+                torch.testing.assert_close(pipe.step(params, x).loss, plain)
+    told = [r.message for r in caplog.records if r.message.startswith("tracing step")]
+    assert len(told) == 3
+    assert told[-1].endswith("the parameters of stage 0 changed: its keys are of another type")

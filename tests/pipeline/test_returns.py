@@ -76,6 +76,77 @@ def test_weighted_loss_is_exact_over_microbatches_of_different_weight(
     assert_same(pipe.value(params, batch), loss)
 
 
+@pytest.mark.parametrize("kind", [int, float, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("beside", ["nothing", "aux", "a state and aux"])
+def test_a_weight_that_is_no_float(kind: Any, beside: str) -> None:
+    """A number of Python's was refused, under a transform by an error of torch.vmap's."""
+    w, x = torch.tensor([0.5, -2.0], dtype=torch.float64), torch.arange(10.0).double().view(5, 2)
+
+    def weighed(w: Tensor, x: Tensor) -> Any:
+        if isinstance(kind, type):
+            weight: Any = kind(len(x))
+        else:
+            weight = torch.tensor(len(x)).to(kind)
+        return (torch.tanh(x @ w) ** 2).sum(), weight
+
+    def loss_fn(w: Tensor, *rest: Any) -> Any:
+        found = weighed(fpipe.cut(w * 1), rest[-1])
+        if beside == "nothing":
+            return found
+        return (found, {}, x[:1]) if beside == "a state and aux" else (found, x[:1])
+
+    state = beside == "a state and aux"
+    pipe = fpipe.pipeline(
+        loss_fn,
+        schedule=schedules.gpipe(ranks=2, microbatches=2),
+        reduction="weighted",
+        has_aux=beside != "nothing",
+        has_state=state,
+        compile=False,
+    )
+    total = 2 if kind is torch.bool else 5  # of microbatches of three rows and two
+
+    def plain(w: Tensor) -> Tensor:
+        return (torch.tanh(x @ w) ** 2).sum() / total
+
+    grads, loss = torch.func.grad_and_value(plain)(w)
+    found = pipe.step(w, {}, x) if state else pipe.step(w, x)
+    torch.testing.assert_close((found.loss, found.grads), (loss, grads))
+    if state:
+        return
+    many = fpipe.vmap(pipe).step(torch.stack([w, -w]), x)
+    torch.testing.assert_close(many.grads, torch.stack([grads, -grads]))
+    along = fpipe.jvp(pipe).value(w, x, w)
+    torch.testing.assert_close(along.jvp, grads @ w)
+    if beside == "nothing" and kind is int:
+        rows = torch.stack([torch.tanh(row @ w) ** 2 for row in x])
+        torch.testing.assert_close(fpipe.per_example_norms(pipe).step(w, x).loss, rows)
+
+
+@pytest.mark.parametrize("kind", [int, float])
+def test_a_weight_that_is_a_number_of_stages_and_of_a_module(kind: Any) -> None:
+    x = torch.arange(10.0).double().view(5, 2)
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh()).double()
+    params = {name: value.detach() for name, value in module.named_parameters()}
+    schedule = schedules.gpipe(ranks=2, microbatches=2)
+
+    def loss(y: Tensor, _: Any) -> Any:
+        return y.square().sum(), kind(len(y))
+
+    def first(p: Any, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, p["0.weight"], p["0.bias"])
+
+    expected = module(x).square().sum().detach() / 5
+    options: Any = {"schedule": schedule, "reduction": "weighted", "compile": False}
+    of_module = fpipe.from_module(module, cuts=["0"], loss=loss, **options)
+    torch.testing.assert_close(of_module.step(params, {"input": x}).loss, expected)
+    of_stages = fpipe.pipeline([first, lambda _, h: torch.tanh(h)], loss, **options)
+    torch.testing.assert_close(of_stages.step([params, None], x).loss, expected)
+    stacked = {name: torch.stack([value, value]) for name, value in params.items()}
+    both = fpipe.vmap(of_stages).step([stacked, None], x).loss
+    torch.testing.assert_close(both, expected.expand(2))
+
+
 def test_auxiliary_loss_of_a_middle_stage_is_part_of_the_loss() -> None:
     # One microbatch: the balance of the experts is then that of the batch, and its gradient goes
     # back to the second stage straight from the last.
@@ -246,6 +317,11 @@ def boxed(graph: torch.fx.GraphModule) -> Any:
             lambda x: (x.sum(), x),
             {"reduction": "weighted"},
             r"a sum with the weight float32\[2\]: .* whose weight is one real number",
+        ),
+        (
+            lambda x: (x.sum(), True),
+            {"reduction": "weighted"},
+            r"a sum with the weight a bool: .* whose weight is one real number, an int, a float",
         ),
         (
             lambda x: (x.sum(), {"n": 3}),

@@ -95,13 +95,13 @@ def lower_bound(
         40.0
     """
     if objective not in ("makespan", "span"):
-        raise ScheduleError(f"objective={objective!r} must be 'makespan' or 'span'")
+        raise ScheduleError(f"objective={objective!r:.60} must be 'makespan' or 'span'")
     (microbatches,) = plain_counts(microbatches=microbatches)
     check_cost(cost)
     placement = plain_placement(placement)
     looks = plain_integer(effort)
     if looks is None or looks < 0:
-        raise ScheduleError(f"effort={effort!r} must be an integer, 0 or more")
+        raise ScheduleError(f"effort={effort!r:.60} must be an integer, 0 or more")
     span = objective == "span"
     if cost.sizes is not None:
         sizes = sorted(cost.sizes_of(microbatches), reverse=True)

@@ -46,7 +46,7 @@ def parse_cost(text: str, *, source: str = "json") -> dict[str, Any]:
     found = load_json(text, source)
     if not isinstance(found, dict) or not set(NEEDED) <= found.keys() <= set(KEYS):
         unknown = sorted(found.keys() - set(KEYS)) if isinstance(found, dict) else []
-        which = f", for it has {', '.join(unknown)}" if unknown else ""
+        which = f", for it has {', '.join(unknown):.60}" if unknown else ""
         raise ScheduleError(
             f"{source}: not a cost{which}: it must be an object with f, i and w, and of "
             f"{', '.join(KEYS[len(NEEDED) :])} what you wish"

@@ -54,8 +54,8 @@ def format_csv(
     )
     if implied != tuple(placement):
         raise ScheduleError(
-            f"placement={tuple(placement)!r} cannot be told from the actions, which imply "
-            f"{implied!r}, and CSV holds actions alone: to_json keeps the placement"
+            f"placement={tuple(placement)!r:.60} cannot be told from the actions, which imply "
+            f"{implied!r:.60}, and CSV holds actions alone: to_json keeps the placement"
         )
     text = io.StringIO(newline="")
     csv.writer(text).writerows(map(_overlapped, actions) if overlap else actions)
@@ -142,13 +142,13 @@ def _read(cell: str) -> Iterator[Action]:
     match = _OVERLAP.fullmatch(cell)
     if match is None:
         raise ScheduleError(
-            f"text={cell!r} is not an action: what is in brackets must be actions with ';' between "
-            "and OVERLAP_F_B behind, such as '(0F5;3B2)OVERLAP_F_B'"
+            f"text={cell!r:.60} is not an action: what is in brackets must be actions with ';' "
+            "between and OVERLAP_F_B behind, such as '(0F5;3B2)OVERLAP_F_B'"
         )
     for part in match[1].split(";"):
         action = Action.parse(part)
         if action.op not in COMPUTE_OPS:
-            raise ScheduleError(f"text={cell!r} overlaps {action}, which does not compute")
+            raise ScheduleError(f"text={cell!r:.60} overlaps {action}, which does not compute")
         yield action
 
 

@@ -63,13 +63,13 @@ def parse_json(text: str, *, source: str = "json") -> Plain:
         )
     if found.get("version") != VERSION:
         raise ScheduleError(
-            f"{source}: version={found.get('version')!r} is not {VERSION}, which is all that this "
-            "fpipe reads: take the fpipe that wrote the file, or a newer one"
+            f"{source}: version={found.get('version')!r:.60} is not {VERSION}, which is all that "
+            "this fpipe reads: take the fpipe that wrote the file, or a newer one"
         )
     for key in (*_KEYS, *found):
         if key not in found or key not in _KEYS:
             fault = "lacks the key" if key not in found else "has an unknown key"
-            raise ScheduleError(f"{source}: {fault} {key!r}: the keys are {', '.join(_KEYS)}")
+            raise ScheduleError(f"{source}: {fault} {key!r:.60}: the keys are {', '.join(_KEYS)}")
     name, placement, actions = found["name"], found["placement"], found["actions"]
     _check("name", name, str, "a string", source)
     _check("placement", placement, list, "a list of ranks", source)
@@ -87,7 +87,7 @@ def parse_json(text: str, *, source: str = "json") -> Plain:
 
 def _check(key: str, value: Any, kind: type, rule: str, source: str) -> None:
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise ScheduleError(f"{source}: {key}={value!r} must be {rule}")
+        raise ScheduleError(f"{source}: {key}={value!r:.60} must be {rule}")
 
 
 def _action(word: str, rank: int, at: int, source: str) -> Action:

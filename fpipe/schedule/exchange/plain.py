@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action
@@ -37,7 +37,7 @@ def load(path: PathLike) -> str:
         OSError: it cannot be opened.
     """
     file = _file(path)
-    if "\n" in str(path) and not os.path.isfile(file):
+    if ("\n" in str(path) or len(str(path)) > _LONGEST) and not os.path.isfile(file):
         raise ScheduleError(
             f"path={str(path)!r:.60} is the text of a file, not its name: give to_csv and to_json "
             "a path to write to, and read that"
@@ -49,6 +49,10 @@ def load(path: PathLike) -> str:
         raise ScheduleError(
             f"{os.fspath(path)}: byte {error.start} is not UTF-8 text, and all that fpipe reads is"
         ) from error
+
+
+_LONGEST: Final = 4096
+"""No system opens a file of a longer name."""
 
 
 def _file(path: Any) -> Path:
@@ -77,7 +81,7 @@ def load_json(text: str, source: str) -> Any:
         if len(found) < len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise ScheduleError(f"{source}: has the key {twice!r} twice: leave one out")
+            raise ScheduleError(f"{source}: has the key {twice!r:.60} twice: leave one out")
         return found
 
     try:

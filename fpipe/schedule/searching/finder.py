@@ -43,6 +43,8 @@ _LEAST_EFFORT, _MOST_EFFORT = 2_000, 60_000  # the least is what `timeline.bound
 _ARRANGED = 4  # orders whose microbatches change places
 _PLAIN = 4  # policies that are played with microbatches arranged by size
 _PLAYED = 300_000  # actions of each placement, in so doing: half a second
+_AT_ONCE = 1_000_000  # actions, for which nobody is asked whether there is time
+_ACTIONS_A_SECOND = 20_000  # that are made and compared, before the search begins
 _IN_FULL = 4  # policies that are played in full, where they were compared on fewer microbatches
 
 
@@ -101,7 +103,8 @@ def search(
     Raises:
         ScheduleError: an argument is out of range, the cost does not fit a placement, the memory
             admits no schedule, or `start` cannot run, is of another size or does not fit
-            the memory.
+            the memory; or there are more than a million actions (three for each stage and
+            microbatch), and not a second for every 20,000 of them.
 
     Example:
         >>> import fpipe
@@ -123,6 +126,7 @@ def search(
         placement = named_placement(placement, ranks, _stages_per_rank(ranks, cost))
     if start is not None:
         placement = _check_start(start, microbatches, placement)
+    _refuse_endless(ranks, microbatches, cost, placement, seconds)
     problems = _problems(ranks, microbatches, cost, memory, placement, objective)
     candidates = [Candidate(problem, order) for problem, order in seeds(problems)]
     if start is not None:
@@ -282,12 +286,36 @@ def _plain_seed(seed: int) -> int:
 
 def _plain_budget(seconds: float, iterations: int | None) -> int | None:
     if (time := plain_number(seconds)) is None or not 0 <= time < math.inf:
-        raise ScheduleError(f"seconds={seconds!r} must be a finite number, 0 or more")
+        raise ScheduleError(f"seconds={seconds!r:.60} must be a finite number, 0 or more")
     if iterations is None:
         return None
     if (plain := plain_integer(iterations)) is None or plain < 0:
-        raise ScheduleError(f"iterations={iterations!r} must be an integer, 0 or more, or None")
+        raise ScheduleError(f"iterations={iterations!r:.60} must be an integer, 0 or more, or None")
     return plain
+
+
+def _refuse_endless(
+    ranks: int,
+    microbatches: int,
+    cost: Cost,
+    placement: Sequence[int] | None,
+    seconds: float,
+) -> None:
+    """Refuse a search whose families alone take far more time than there is.
+
+    Raises:
+        ScheduleError: says how much they take.
+    """
+    per_rank = _stages_per_rank(ranks, cost) if placement is None else None
+    stages = (per_rank or 2) * ranks if placement is None else len(plain_placement(placement))
+    actions = 3 * stages * microbatches
+    if actions > max(_AT_ONCE, _ACTIONS_A_SECOND * seconds):
+        raise ScheduleError(
+            f"ranks={ranks} and microbatches={microbatches} make {actions:,} actions, of which the "
+            f"families alone take some {math.ceil(actions / _ACTIONS_A_SECOND):,} seconds, and "
+            f"seconds={seconds:g}: give so many, or search with fewer microbatches, whose order "
+            "goes on in the same way"
+        )
 
 
 def _problems(
@@ -305,7 +333,7 @@ def _problems(
         placement = plain_placement(placement)
         if set(placement) != set(range(ranks)):
             raise ScheduleError(
-                f"placement={tuple(placement)!r} must put a stage on each of the ranks 0 to "
+                f"placement={tuple(placement)!r:.60} must put a stage on each of the ranks 0 to "
                 f"{ranks - 1}, and on no other"
             )
         return [make_problem(placement, microbatches, cost, memory, objective)]

@@ -93,7 +93,7 @@ def _entry(stage: int, entry: str | Collection[str]) -> frozenset[Op]:
     ops = list(entry) if isinstance(entry, Collection) else []
     if Op.F not in ops or not all(op in (Op.F, Op.I, Op.W) for op in ops):
         raise ScheduleError(
-            f"requires[{stage}]={entry!r} must be one of 'F', 'FI', 'FW' and 'FIW': forward, input "
-            "gradient, weight gradient (B is I and W in one, so it is not owed as such)"
+            f"requires[{stage}]={entry!r:.60} must be one of 'F', 'FI', 'FW' and 'FIW': forward, "
+            "input gradient, weight gradient (B is I and W in one, so it is not owed as such)"
         )
     return frozenset(Op(op) for op in ops)

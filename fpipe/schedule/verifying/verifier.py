@@ -92,13 +92,13 @@ def _fault(action: Action, rank: int, placement: Sequence[int]) -> str | None:
     """What is wrong with an action by itself, as the end of a sentence."""
     stage, op, microbatch = action
     if not 0 <= stage < len(placement):
-        return f"has stage={stage!r}: it must be a number from 0 to {len(placement) - 1}"
+        return f"has stage={stage!r:.60}: it must be a number from 0 to {len(placement) - 1}"
     if op in COMPUTE_OPS:
         if microbatch is None or microbatch < 0:
-            return f"has microbatch={microbatch!r}: {op} needs a number, 0 or more"
+            return f"has microbatch={microbatch!r:.60}: {op} needs a number, 0 or more"
     elif op in WHOLE_STAGE_OPS:
         if microbatch is not None:
-            return f"has microbatch={microbatch!r}: {op} is of the whole stage and takes None"
+            return f"has microbatch={microbatch!r:.60}: {op} is of the whole stage and takes None"
     else:
         return "moves data between ranks, which lowering a schedule inserts: leave it out"
     if placement[stage] != rank:

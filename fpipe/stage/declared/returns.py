@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NamedTuple
 
 import optree
+import torch
 from torch import Tensor
 
 from fpipe import tree
@@ -127,8 +129,8 @@ class Returns:
             if not isinstance(weight, Tensor) or not _fits(weight, several) or weight.is_complex():
                 raise StageError(
                     f"{subject} a sum with the weight {_found(weight)}: {call} must return "
-                    f"{self.form}, whose weight is one real number, a tensor without dimensions "
-                    "(such as mask.sum(), or torch.tensor(n))"
+                    f"{self.form}, whose weight is one real number, an int, a float or a tensor "
+                    "without dimensions (such as mask.sum())"
                 )
         for what, part in (("state", state), ("aux", aux)):
             for path, leaf in _leaves(part):
@@ -138,6 +140,30 @@ class Returns:
                         "must be a pytree of tensors (torch.as_tensor makes one)"
                     )
         return Taken(heads, state, aux)
+
+    def with_tensors(self, value: Any) -> Any:
+        """What a loss function returned, with a tensor for a weight that is a number of Python's.
+
+        What it is not, `take` refuses.
+        """
+        several = isinstance(value, tuple | list) and bool(value)
+        pair = value[0] if self.beside and several else value
+        if not self.weighted or not isinstance(pair, tuple | list) or len(pair) != 2:
+            return value
+        loss, weight = pair
+        if not isinstance(loss, Tensor) or type(weight) not in (int, float):
+            return value
+        weight = torch.full((), weight, dtype=torch.float64, device=loss.device)
+        return ((loss, weight), *value[1:]) if self.beside else (loss, weight)
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A loss function that returns what `with_tensors` makes of what this one returns."""
+
+        @wraps(function)
+        def loss(*arguments: Any, **named: Any) -> Any:
+            return self.with_tensors(function(*arguments, **named))
+
+        return loss
 
     def written(self, taken: Taken) -> Any:
         """The inverse of `take`: what a function returns that returns these."""

@@ -17,6 +17,8 @@ from fpipe.stage.graphs.fingerprint import fingerprint, places_of
 from fpipe.stage.graphs.nodes import ancestors
 from fpipe.stage.pieces.footprint import footprint
 
+aten = torch.ops.aten
+
 PREPARE = "P"
 """The piece that computes what no microbatch goes into, once a step."""
 
@@ -87,8 +89,24 @@ def piece_of(
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
         copies[node].meta = {"val": node.meta.get("val")}
-    graph.output(tuple(copies[node] for node in returned))
+    graph.output(tuple(_in_memory(graph, copies[node]) for node in returned))
     return Piece(tuple(n.name for n in inputs), tuple(n.name for n in returned), graph)
+
+
+def _in_memory(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A value that is returned, with nothing in it that is yet to be conjugated or negated.
+
+    Whoever reads it, a kernel or another process, reads memory.
+    """
+    for resolve, is_pending in (
+        (aten.resolve_conj.default, torch.is_conj),
+        (aten.resolve_neg.default, torch.is_neg),
+    ):
+        value = node.meta["val"]
+        if is_pending(value):
+            node = graph.call_function(resolve, (node,))
+            node.meta = {"val": resolve(value)}
+    return node
 
 
 def sliced(roots: Collection[fx.Node], available: Collection[fx.Node]) -> list[fx.Node]:

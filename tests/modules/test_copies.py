@@ -1,0 +1,132 @@
+"""A module that holds its pipeline is copied with it: that of the copy is of the copy."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fpipe
+from tests.modules.models import detached
+
+
+def pipe_of(module: nn.Module, loss: Any = None) -> fpipe.ModulePipeline:
+    return fpipe.from_module(
+        module,
+        schedule=fpipe.schedules.gpipe(ranks=2, microbatches=2),
+        cuts=["first"],
+        loss=loss or (lambda y, _: y.square().mean()),
+        compile=False,
+    )
+
+
+class Net(nn.Module):
+    """Keeps a pipeline of itself, as a model with a method of its own for training does."""
+
+    scale: Tensor
+    pipe: fpipe.ModulePipeline
+
+    def __init__(self, loss: Any = None) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2)
+        self.register_buffer("scale", torch.full((), 2.0), persistent=False)
+        self.double()
+        self.pipe = pipe_of(self, loss)
+
+    def _init_weights(self, part: nn.Module) -> None:
+        if isinstance(part, Net):
+            part.scale.fill_(2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(self.drop(torch.tanh(self.first(x)))) * self.scale
+        return made
+
+
+X = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
+
+
+def check(net: Net) -> Tensor:
+    expected = net(X).square().mean()
+    grads = torch.autograd.grad(expected, list(net.parameters()))
+    found = net.pipe.step(detached(net), {"x": X})
+    torch.testing.assert_close(found.loss, expected.detach())
+    torch.testing.assert_close(list(found.grads.values()), list(grads))
+    return found.loss
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_the_pipeline_of_a_copy_is_of_the_copy(warm: bool) -> None:
+    """The copy was refused, for pipelines are no values."""
+    net = Net().eval()
+    if warm:
+        check(net)
+    other = copy.deepcopy(net)
+    assert other.pipe is not net.pipe and other.pipe.module is other and net.pipe.module is net
+    before = check(net)
+    assert torch.equal(check(other), before)
+    other.scale = torch.tensor(3.0, dtype=torch.float64)
+    assert not torch.equal(check(other), before) and torch.equal(check(net), before)
+    with torch.no_grad():
+        other.first.weight.mul_(2)
+    net.pipe.load_into(other, detached(net))
+    assert torch.equal(check(net), before)
+    check(copy.deepcopy(other))
+
+
+class Held(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Net().eval()
+        self.own = [self.inner.pipe]
+
+
+def test_a_module_around_it() -> None:
+    held = Held()
+    other = copy.deepcopy(held)
+    assert other.own[0] is other.inner.pipe and other.inner.pipe.module is other.inner
+    check(other.inner)
+
+
+class Squares(nn.Module):
+    """A loss that is a module, whose mode and parts count too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.huber = nn.HuberLoss(delta=0.1)
+
+    def forward(self, y: Tensor, batch: Any) -> Tensor:
+        made: Tensor = self.huber(y, torch.zeros_like(y))
+        return made
+
+
+def test_a_loss_that_is_a_module_is_copied_with_it() -> None:
+    loss = Squares()
+    net = Net(loss).eval()
+    other = copy.deepcopy(net)
+    loss.huber.delta = 10.0
+    expected = [nn.HuberLoss(delta=d)(own(X), torch.zeros(4, 2)) for d, own in
+                ((10.0, net), (0.1, other))]  # fmt: skip
+    found = [own.pipe.value(detached(own), {"x": X}) for own in (net, other)]
+    torch.testing.assert_close(found, [one.detach() for one in expected], check_dtype=False)
+
+
+def test_a_pipeline_of_a_module_is_no_value_by_itself() -> None:
+    net = Net()
+    with pytest.raises(fpipe.FpipeError, match="cannot be copied or pickled"):
+        copy.deepcopy(net.pipe)
+    net.pipe = fpipe.vmap(net.pipe)  # whose functions are of this module
+    with pytest.raises(fpipe.FpipeError, match="cannot be copied or pickled"):
+        copy.deepcopy(net)
+
+
+def test_buffers_of_a_module_that_holds_its_pipeline_are_made_anew() -> None:
+    """They are made in a copy of the module."""
+    with torch.device("meta"):
+        net = Net()
+    params = {name: torch.ones(p.shape, dtype=p.dtype) for name, p in net.named_parameters()}
+    found = pipe_of(net.eval()).value(params, {"x": X})  # it holds the first
+    plain = (torch.tanh(X.sum(1) + 1) * 4 + 1) * 2
+    torch.testing.assert_close(found, plain.square().mean())
