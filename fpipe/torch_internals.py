@@ -24,6 +24,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import (
+    TorchFunctionMetadataMode,
     disable_proxy_modes_tracing,
     get_proxy_mode,
     make_fx,
@@ -35,6 +36,7 @@ __all__ = [
     "FakeTensorMode",
     "FunctionalTensor",
     "FunctionalTensorMode",
+    "TorchFunctionMetadataMode",
     "autograd_counter",
     "beneath_forward_mode",
     "current_autograd_node",
@@ -45,6 +47,7 @@ __all__ = [
     "functorch",
     "get_proxy_mode",
     "innermost_transform",
+    "is_within_vmap",
     "make_fx",
     "new_placeholder",
     "node_of",
@@ -52,6 +55,7 @@ __all__ = [
     "retrieve_current_functorch_interpreter",
     "temporarily_clear_interpreter_stack",
     "to_fun",
+    "transforms",
 ]
 
 
@@ -91,6 +95,16 @@ def innermost_transform() -> str | None:
     """The name of the innermost transform of `torch.func`, such as ``"Vmap"``, None for none."""
     interpreter = functorch.peek_interpreter_stack()
     return None if interpreter is None else interpreter.key().name
+
+
+def transforms() -> list[str]:
+    """The names of the transforms of `torch.func` that are at work, the outermost first."""
+    return [level.key().name for level in functorch.get_interpreter_stack() or ()]
+
+
+def is_within_vmap() -> bool:
+    """Whether `torch.func.vmap` is among them."""
+    return "Vmap" in transforms()
 
 
 def new_placeholder(name: str, value: FakeTensor) -> fx.Node:

@@ -14,6 +14,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.errors import FpipeError, a_type
+from fpipe.torch_internals import TorchFunctionMetadataMode
 
 
 def refuse_modes(*, compiled: bool) -> None:
@@ -25,10 +26,22 @@ def refuse_modes(*, compiled: bool) -> None:
     Raises:
         FpipeError: one is on; names its class.
     """
+    if torch.jit.is_tracing():
+        raise FpipeError(
+            "a pipeline is called while torch.jit.trace records, which takes shapes for tensors: "
+            "trace the functions that the pipeline was made of"
+        )
+    if _fake_mode() is not None:
+        raise FpipeError(
+            "a pipeline is called under a FakeTensorMode, where tensors have no data: "
+            "pipe.programs takes shapes; call a step outside of it"
+        )
     for index in range(torch._C._len_torch_function_stack()):
         mode = torch._C._get_function_stack_at(index)
-        # What torch.set_default_device and `with torch.device(...)` set, a plan depends on.
-        if not isinstance(mode, DeviceContext) and not _is_of(mode, "fpipe."):
+        # What torch.set_default_device and `with torch.device(...)` set, a plan depends on; and
+        # what make_fx sets only takes notes.
+        kinds = (DeviceContext, TorchFunctionMetadataMode)
+        if not isinstance(mode, kinds) and not _is_of(mode, "fpipe."):
             raise FpipeError(
                 f"a pipeline is called under {a_type(mode)}, a TorchFunctionMode, which changes "
                 "what functions do: stages are traced once, and steps do not call them again. Call "
@@ -46,6 +59,10 @@ def refuse_modes(*, compiled: bool) -> None:
 
 _WATCHERS: Final = ("fpipe.", "torch.")
 """Whose dispatch modes change no number: counters, and `fpipe.nn.keyed`, which refuses draws."""
+
+
+def _fake_mode() -> Any:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def _is_of(mode: Any, *packages: str) -> bool:

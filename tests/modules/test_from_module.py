@@ -219,9 +219,7 @@ def test_buffers_that_are_replaced_again_and_again(caplog: pytest.LogCaptureFixt
             handle = module[0].register_forward_hook(lambda *_: None)
             pipe.value(params, batch)
             handle.remove()
-    assert (
-        "the hooks of Sequential have been replaced 8 times" in caplog.records[-1].message
-    )
+    assert "the hooks of Sequential have been replaced 8 times" in caplog.records[-1].message
     assert len(caplog.records) == 2
 
 
@@ -747,7 +745,7 @@ def test_backward_hooks_of_modules_count_at_each_call() -> None:
     expected = pipe.step(detached(module), batch)
     for register in (
         lambda: module[1].register_full_backward_pre_hook(lambda _, grads: (grads[0] * 2,)),
-        lambda: module[0].register_full_backward_hook(lambda _, grads, __: (None,)),
+        lambda: module[1].register_full_backward_hook(lambda _, grads, __: (grads[0] * 3,)),
     ):
         handle = register()
         step = pipe.step(detached(module), batch)

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
-from torch.nn.modules._functions import BackwardHookFunction
 
 from fpipe import tree
 from fpipe.arguments.shapes import is_differentiable
@@ -28,7 +27,12 @@ from fpipe.stage.foreign.checkpointed import called_plainly
 from fpipe.stage.foreign.registered import apply_at_one_level, is_registered, without_forward_mode
 from fpipe.stage.refusing.explain import Untraceable
 from fpipe.stage.standin import StandIn
-from fpipe.torch_internals import custom_function_call, functorch, innermost_transform
+from fpipe.torch_internals import (
+    custom_function_call,
+    functorch,
+    innermost_transform,
+    is_within_vmap,
+)
 
 _MODULE: Any = torch.autograd.function
 
@@ -89,11 +93,12 @@ def _call(function: Any, *args: Any, **options: Any) -> Any:
     own = _CALLS.own(_MODULE)
     if not _CALLS.is_active:
         return own(function, *args, **options)
-    if function is BackwardHookFunction:
+    if innermost_transform() == "Vmap" and not (_has(function, "vmap") or _generates(function)):
         raise Untraceable(
-            "calls a module that has backward hooks, within a transform of torch.func, its own or "
-            "the pipeline's",
-            "torch hears none there; remove the hooks, or take the pipeline without the transform",
+            f"calls {name_of(function)}, a torch.autograd.Function that has no rule for vmap, "
+            "over several members or rows",
+            "write its vmap, a staticmethod; or setup_context beside forward, with "
+            "generate_vmap_rule = True",
         )
     if innermost_transform() == "Jvp" and any(map(_moves, args)) and not _has(function, "jvp"):
         raise Untraceable(
@@ -107,14 +112,13 @@ def _call(function: Any, *args: Any, **options: Any) -> Any:
     if is_registered(function):
         return apply_at_one_level(function, *args)
     if innermost_transform() == "Vmap":
-        if not _has(function, "vmap"):
-            raise Untraceable(
-                f"calls {name_of(function)}, a torch.autograd.Function that has no rule for vmap, "
-                "over several members or rows",
-                "write its vmap, a staticmethod; or setup_context beside forward, with "
-                "generate_vmap_rule = True",
-            )
         return own(function, *args, **options)
+    if is_within_vmap():
+        raise Untraceable(
+            f"calls {name_of(function)}, a torch.autograd.Function whose forward takes ctx, in a "
+            "derivative of torch.func within vmap",
+            "write setup_context beside forward",
+        )
     check_plain(function, (args, options))
     *made, form = custom_function_call(_Combined, function, *args, **options)
     outputs = tuple(made[: form.count])
@@ -125,6 +129,12 @@ def _has(function: Any, rule: str) -> bool:
     """Whether a class, or one that it is made of, has a rule of its own."""
     own = function.__mro__[: function.__mro__.index(torch.autograd.Function)]
     return any(rule in vars(kind) for kind in own)
+
+
+def _generates(function: Any) -> bool:
+    """Whether torch makes a class its rule for vmap."""
+    has_context = _ASKS.own(_MODULE)(function.setup_context)
+    return bool(function.generate_vmap_rule and has_context) or is_registered(function)
 
 
 def _moves(value: Any) -> bool:

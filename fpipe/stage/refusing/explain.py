@@ -225,8 +225,8 @@ _REASONS: Final = (
     _Reason(
         ("does not require grad", "have been used in the graph", "backward() called inside"),
         "differentiates with torch.autograd ({text})",
-        "a stage is traced without autograd's own history, so take derivatives inside of it with "
-        "torch.func.grad or torch.func.vjp",
+        "what it differentiates by must require a gradient, which under a transform of torch.func, "
+        "its own or the pipeline's, nothing does: take derivatives there with torch.func.grad",
     ),
     _Reason(
         ("setup_context",),
@@ -257,6 +257,16 @@ _REASONS: Final = (
         ("requires_grad_()", "only change requires_grad flags of leaf variables"),
         "calls requires_grad_(False)",
         "use x.detach(), and say with trainable= which parameters are frozen",
+    ),
+    _Reason(
+        ("has been modified by an inplace operation",),
+        "writes in place to a value that its backward needs ({text})",
+        "as for plain autograd, write to a copy (x = x.clone())",
+    ),
+    _Reason(
+        ("Sparse CSR tensors do not", "Sparse CSC", "SparseCsrTensorImpl", "SparseCsr"),
+        "computes with a compressed sparse tensor ({text})",
+        "close over a dense one (.to_dense()), or over its indices and values, and use index_add",
     ),
     _Reason(
         ("SparseCooTensorWithDimsAndTensors",),

@@ -67,12 +67,6 @@ class WriteGuard(Seeing):
                 )
             if declared.is_write and (owner := self._owner(value)):
                 raise ImpureError(owner, str(func))
-            if declared.is_write and _is_folded(value):
-                raise Untraceable(
-                    f"writes in place to a view of which several elements are one ({func}), as "
-                    "expand() makes them",
-                    "write to what it is a view of, or to a copy of it (x = x.clone())",
-                )
         result = func(*args, **(kwargs or {}))
         for declared, value in arguments:
             if func is _LITERAL:
@@ -117,16 +111,3 @@ def _arguments(
     declared = func._schema.arguments
     yield from zip(declared, args, strict=False)
     yield from ((a, kwargs[a.name]) for a in declared if a.name in kwargs)
-
-
-def _is_folded(value: Any) -> bool:
-    """Whether elements of a tensor may lie in the same place."""
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return False
-    reach = 0
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
-    return False

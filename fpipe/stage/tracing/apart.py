@@ -55,9 +55,14 @@ def _without_saving() -> Iterator[None]:
     while (top := _autograd._top_saved_tensors_default_hooks(False)) is not None:
         pairs.append(top)
         _autograd._pop_saved_tensors_default_hooks()
+    disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()
+    if disabled is not None:  # as torch.func.grad does
+        _autograd._saved_tensors_hooks_enable()
     try:
         yield
     finally:
+        if disabled is not None:
+            _autograd._saved_tensors_hooks_disable(disabled)
         for pair in reversed(pairs):
             _autograd._push_saved_tensors_default_hooks(*pair)
 

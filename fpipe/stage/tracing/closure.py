@@ -50,9 +50,7 @@ def lift_constants(
                 f"{name} closes over an abstract tensor ({name_in_closure(value, origin)}, shape "
                 f"{tuple(value.shape)}), which a cache outside of it, such as functools.cache, has "
                 "kept while it was traced: clear that cache, and call the function once on real "
-                "data before it is traced, or do not cache what torch computes; or which it makes "
-                "with torch.nn.Parameter(x), of which a trace does not know what x is: take "
-                "x.detach()"
+                "data before it is traced, or do not cache what torch computes"
             )
         if value.layout is not torch.strided:
             raise StageError(

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributions import constraints
+from torch.utils.hooks import BackwardHook
 
 from fpipe.stage.foreign.ctc import ctc_loss
 from fpipe.stage.foreign.recurrent import RECURRENT_ON_CUDA
 from fpipe.stage.refusing.explain import Untraceable
 from fpipe.stage.standin import Instead, StandIn
-from fpipe.torch_internals import innermost_transform
+from fpipe.torch_internals import innermost_transform, transforms
 
 
 @contextmanager
@@ -34,7 +36,11 @@ def without_peeking() -> Iterator[None]:
     windows leave a gap, where it divides by zero. What reads or fills ``.grad``, which a pure
     function has not, is refused. Recurrent layers do not lay their weights in one piece for cuDNN.
     """
-    with _CHECKS.active(), _WEIGHTS.active(), Instead(_WITHOUT):
+    stand_ins = (_CHECKS, _WEIGHTS, _SAVING, _BACKWARDS, *_SET_UP)
+    with ExitStack() as stack:
+        for own in stand_ins:
+            stack.enter_context(own.active())
+        stack.enter_context(Instead(_WITHOUT))
         yield
 
 
@@ -113,13 +119,39 @@ def _format(x: Tensor, spec: str = "") -> str:
 
 def _register_hook(x: Tensor, hook: Any) -> Any:
     if innermost_transform() is not None:
-        raise Untraceable(
-            "registers a hook on a tensor within a transform of torch.func, its own or the "
-            "pipeline's",
-            "torch hears none there; register it outside of transforms, or take the pipeline "
-            "without it",
-        )
+        raise _refuse_hooks("registers a hook on a tensor")
     return x.register_hook(hook)
+
+
+def _refuse_hooks(kind: str) -> Untraceable:
+    return Untraceable(
+        f"{kind} within a transform of torch.func, its own or the pipeline's",
+        "torch hears none there; take the pipeline without the transform, or without the hooks",
+    )
+
+
+def _set_up(name: str) -> StandIn:
+    def set_up(hook: Any, given: Any) -> Any:
+        if stand_in.is_active and innermost_transform() is not None:
+            raise _refuse_hooks("calls a module that has backward hooks")
+        return stand_in.own(BackwardHook)(hook, given)
+
+    stand_in = StandIn(name, {BackwardHook: set_up})
+    return stand_in
+
+
+def _enter(hooks: Any) -> Any:
+    kinds = transforms()
+    moved = isinstance(hooks, save_on_cpu) and "Grad" not in kinds  # which changes no value
+    if _SAVING.is_active and not moved and {"Jvp", "Grad"} & set(kinds):
+        raise _refuse_hooks("uses saved-tensor hooks")
+    return _SAVING.own(saved_tensors_hooks)(hooks)
+
+
+def _backward(*args: Any, **options: Any) -> Any:
+    if _BACKWARDS.is_active:
+        _refuse_grad(*args, **options)
+    return _BACKWARDS.own(torch.autograd)(*args, **options)
 
 
 def _refuse_grad(x: Tensor, *_: Any, **__: Any) -> None:
@@ -170,3 +202,7 @@ def _left_apart(layer: nn.RNNBase) -> None:
 
 
 _WEIGHTS = StandIn("flatten_parameters", {nn.RNNBase: _left_apart})
+
+_SET_UP = (_set_up("setup_input_hook"), _set_up("setup_output_hook"))
+_SAVING = StandIn("__enter__", {saved_tensors_hooks: _enter})
+_BACKWARDS = StandIn("backward", {torch.autograd: _backward})

@@ -26,10 +26,10 @@ from fpipe.stage.foreign.checkpointed import Marks
 from fpipe.stage.graphs.sources import Source
 from fpipe.stage.refusing.drawing import undrawn
 from fpipe.stage.refusing.explain import SPARSE, Untraceable, explain
-from fpipe.stage.refusing.factors import OneDtype
 from fpipe.stage.refusing.names import name_in_closure
 from fpipe.stage.refusing.purity import WriteGuard
 from fpipe.stage.refusing.seeding import unseeded
+from fpipe.stage.refusing.unchecked import Unchecked
 from fpipe.stage.tracing.abstract import Leaves
 from fpipe.stage.tracing.functional import Functional
 from fpipe.stage.tracing.known import Known
@@ -127,8 +127,9 @@ def record(
     function: Callable[[list[Any]], list[Tensor]],
     leaves: Leaves,
     mode: FakeTensorMode,
-    readers: Callable[[int], Sequence[int]] | None,
+    readers: Callable[[int], Sequence[int]],
     *,
+    differentiate: bool,
     origin: Any,
     way: Way | None = None,
     labels: Labels | None = None,
@@ -141,7 +142,7 @@ def record(
         leaves: its abstract arguments.
         mode: the fake-tensor mode that they live in.
         readers: the stages that read an output leaf, by its index; each hands a cotangent back.
-            None to record the forward alone.
+        differentiate: record the backward too.
         origin: the user's own function, or several in a tuple, searched for the name of a tensor.
         way: from the arguments to those of the function; None where they are the same.
         labels: notes where each node belongs.
@@ -149,7 +150,7 @@ def record(
     Raises:
         StageError: the function cannot be traced or is not pure; says which op or leaf.
     """
-    trace = _Trace(function, leaves, mode, readers, origin, way or Way(), labels)
+    trace = _Trace(function, leaves, mode, readers, differentiate, origin, way or Way(), labels)
     marks = Marks()
     try:
         with unseeded(), undrawn(), tracing(mode), marks.active():
@@ -172,7 +173,8 @@ class _Trace:
         function: Callable[[list[Any]], list[Tensor]],
         leaves: Leaves,
         mode: FakeTensorMode,
-        readers: Callable[[int], Sequence[int]] | None,
+        readers: Callable[[int], Sequence[int]],
+        differentiate: bool,
         origin: Any,
         way: Way,
         labels: Labels | None,
@@ -181,6 +183,7 @@ class _Trace:
         self._leaves = leaves
         self._mode = mode
         self._readers = readers
+        self._differentiate = differentiate
         self._origin = origin
         self._way = way
         self._labels = labels
@@ -202,18 +205,19 @@ class _Trace:
                 if self._labels is not None:
                     stack.enter_context(self._labels)
                 stack.enter_context(WriteGuard(paths, self._origin))
-                stack.enter_context(OneDtype())
+                stack.enter_context(Unchecked())
                 stack.enter_context(self._known)
                 outputs = list(map(self._settled, self._function(list(arguments))))
         self._depends = tuple(output.requires_grad for output in outputs)
-        if self._readers is None:
-            self._demand = Demand({}, (False,) * len(outputs), ())
+        demand = self._demand = Demand.of(self._leaves, outputs, self._readers)
+        if not self._differentiate:
+            self._demand = Demand({}, demand.carries, ())
             return list(map(from_fun, outputs)), []
-        self._demand = Demand.of(self._leaves, outputs, self._readers)
         totals = self._totals(outputs)
         with functional, ExitStack() as stack:
             if self._labels is not None:
                 stack.enter_context(self._labels)
+            stack.enter_context(Unchecked())
             stack.enter_context(self._known)
             gradients = self._differentiated(outputs, chosen, totals)
             own = [places[0] for places in self._demand.places.values()]

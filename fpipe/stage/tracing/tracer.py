@@ -121,7 +121,7 @@ def trace(
         lambda index, gradient: sink.folded(gradient) if lifted[index] else gradient,
     )
     recording = record(
-        name, flat, leaves, mode, readers if differentiate else None, origin=origin, way=way
+        name, flat, leaves, mode, readers, differentiate=differentiate, origin=origin, way=way
     )
     demand = recording.demand
     groups: list[list[Cotangent]] = [[] for _ in demand.carries]
