@@ -256,7 +256,8 @@ def is_dense(value: Tensor) -> bool:
 
 def memory_of(value: Tensor) -> int:
     """Equal for tensors that share their memory, which they keep."""
-    return value.untyped_storage()._cdata
+    # Of a functional tensor, which a trace has, the memory is that of what it stands for.
+    return getattr(value, "elem", value).untyped_storage()._cdata
 
 
 def is_differentiable(value: Tensor) -> bool:

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fpipe.stage.refusing.explain import Untraceable
+from fpipe.torch_internals import functorch
+
 _MOST = 2_000  # objects to look at: an error must not take long to write
 
 
@@ -32,18 +35,39 @@ def name_in_closure(value: Tensor, origin: Any) -> str:
         >>> name_in_closure(weights[1], lambda p, x: x * weights[1])
         "'weights[1]'"
     """
+    names = (repr(name) for name, found in _reached(origin) if found is value)
+    return next(names, "an unnamed tensor")
+
+
+def refuse_mapped(origin: Any) -> None:
+    """Refuse functions that close over tensors of a transform of `torch.func` around the trace.
+
+    A trace stands outside of it, and its level might be taken for one of the trace's own.
+
+    Raises:
+        Untraceable: a function does.
+    """
+    for name, found in _reached(origin):
+        if isinstance(found, Tensor) and functorch.is_functorch_wrapped_tensor(found):
+            raise Untraceable(
+                "closes over a tensor that a transform of torch.func maps or differentiates "
+                f"({name!r})",
+                "pass it in the parameters or in the batch, where transforms can see it",
+            )
+
+
+def _reached(origin: Any) -> Iterator[tuple[str, Any]]:
+    """What functions reach, each with a name, the shortest way first."""
     waiting: deque[tuple[str, Any]] = deque(("", one) for one in _several(origin))
     seen: set[int] = set()
     while waiting and len(seen) < _MOST:
         name, found = waiting.popleft()
-        if found is value:
-            return repr(name)
+        yield name, found
         if id(found) not in seen:
             seen.add(id(found))
             # A cell may be empty yet, and not every callable tells its signature.
             with suppress(TypeError, ValueError):
                 waiting.extend(_within(name, found))
-    return "an unnamed tensor"
 
 
 def _several(origin: Any) -> tuple[Any, ...]:

@@ -28,7 +28,8 @@ _CHECKS: Final = torch.ops.aten._linalg_check_errors.default
 class Functional(FunctionalTensorMode):
     """Functionalization beneath autograd.
 
-    Operations that write to nothing and return new tensors, which most do, take a short way.
+    Operations that write to nothing and return new tensors, which most do, take a short way. What
+    is detached is another tensor to autograd, and the same here: no operation is recorded.
 
     Args:
         name: how to call a tensor that the function closes over, in messages.
@@ -70,10 +71,18 @@ class Functional(FunctionalTensorMode):
         if func is _CHECKS:
             return None
         args, options = self._wrapped((tuple(args), options), func)
+        if func is _DETACH and isinstance(args[0], FunctionalTensor):
+            return FunctionalTensor(args[0].elem, self)
         if not _is_plain(func):
+            if torch.Tag.inplace_view in func.tags:
+                self._part(args[0])
             return super().__torch_dispatch__(func, types, args, options)
         args, options = _inner((args, options))
         return self._outer(func(*args, **options))
+
+    def _part(self, value: FunctionalTensor) -> None:
+        """Let a tensor whose shape changes in place be none that what is detached shares."""
+        value.elem = super().__torch_dispatch__(_DETACH, (FunctionalTensor,), (value,)).elem
 
     def _wrapped(self, value: Any, func: Any) -> Any:
         """Arguments with what is closed over made functional too: it may be written to later."""

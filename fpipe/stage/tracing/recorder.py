@@ -26,7 +26,7 @@ from fpipe.stage.foreign.checkpointed import Marks
 from fpipe.stage.graphs.sources import Source
 from fpipe.stage.refusing.drawing import undrawn
 from fpipe.stage.refusing.explain import SPARSE, Untraceable, explain
-from fpipe.stage.refusing.names import name_in_closure
+from fpipe.stage.refusing.names import name_in_closure, refuse_mapped
 from fpipe.stage.refusing.purity import WriteGuard
 from fpipe.stage.refusing.seeding import unseeded
 from fpipe.stage.refusing.unchecked import Unchecked
@@ -153,6 +153,7 @@ def record(
     trace = _Trace(function, leaves, mode, readers, differentiate, origin, way or Way(), labels)
     marks = Marks()
     try:
+        refuse_mapped(origin)
         with unseeded(), undrawn(), tracing(mode), marks.active():
             record_it = make_fx(trace, decomposition_table={}, _disable_torch_fn_metadata_mode=True)
             module = record_it(*leaves.values)
@@ -250,8 +251,8 @@ class _Trace:
         """
         chosen = []
         for places in self._leaves.places.values():
-            leaf = arguments[places[0]].detach().requires_grad_()
-            own = _Argument.apply(leaf, self._functional)
+            own = arguments[places[0]]
+            own = _Argument.apply(own.detach().requires_grad_(), self._functional)
             for place in places:
                 arguments[place] = own
             chosen.append(own)
