@@ -9,13 +9,15 @@ helps.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Final
 
-from fpipe.schedule.searching.budget import Budget
+from fpipe.schedule.bounds.steps import GRADIENT, WEIGHT
 from fpipe.schedule.searching.evaluator import Evaluator
-from fpipe.schedule.searching.problem import GRADIENT, WEIGHT, Order
+from fpipe.schedule.searching.portfolio import Phase, Standing, Step
+from fpipe.schedule.searching.problem import Candidate, Order
 
 # How much of a weight gradient must fit into a wait, for it to run there.
 _PARTS: Final = (1.0, 0.5, 0.01, 2.0)
@@ -24,13 +26,39 @@ _COST: Final = 2.0  # of a round, in evaluations
 _NONE: Final[frozenset[int]] = frozenset()
 
 
-def tighten(evaluator: Evaluator, order: Order, budget: Budget) -> Order:
-    """Tighten an order round by round, until that brings nothing, or the budget is spent.
+def tightening(evaluators: Mapping[tuple[int, ...], Evaluator], standing: Standing) -> Phase:
+    """Tighten the candidates, the best first, and those that others find later.
 
-    Returns:
-        The best order met, `order` itself if none was better.
+    Args:
+        evaluators: by placement, of what is to be scheduled.
+        standing: where the candidates stand.
     """
-    best, fused = order, order.fused
+    done: list[Candidate] = []  # which are kept, so that their identities are
+    seen: set[int] = set()
+    while True:
+        new = [each for each in standing.candidates if id(each.order) not in seen]
+        new = [each for each in new if each.problem.placement in evaluators]
+        if not new:
+            yield Step(0.0)
+            continue
+        problem, order = new[0]
+        done.append(new[0])
+        seen.add(id(order))
+        for step in tighten(evaluators[problem.placement], order):
+            if step.found is not None:
+                done.append(step.found)
+                seen.add(id(step.found.order))
+            yield step
+
+
+def tighten(evaluator: Evaluator, order: Order) -> Phase:
+    """Tighten an order round by round, until that brings nothing; each step is a round.
+
+    Args:
+        evaluator: of the problem.
+        order: where to start.
+    """
+    best, fused, problem = order.value, order.fused, evaluator.problem
     # In which what is fused costs what it does.
     tables = replace(
         evaluator, duration=evaluator.durations(fused), change=evaluator.changes(fused)
@@ -38,15 +66,16 @@ def tighten(evaluator: Evaluator, order: Order, budget: Budget) -> Order:
     for part in _PARTS:
         rows, fruitless = order.rows, 0
         while fruitless < _PATIENCE:
-            if budget.over or evaluator.problem.solved(best.value):
-                return best
             rows = _lazily(tables, _sooner(tables, rows), fused, part)
             value, _ = tables.times(rows, _NONE)
-            budget.spend(_COST)
             fruitless += 1
-            if value < best.value * (1 - 1e-12):
-                best, fruitless = Order(value, rows, fused), 0
-    return best
+            found = None
+            if value < best * (1 - 1e-12):
+                best, fruitless = value, 0
+                found = Candidate(problem, Order(value, rows, fused))
+            yield Step(_COST * problem.scale, found)
+            if problem.solved(best):
+                return
 
 
 def _sooner(evaluator: Evaluator, rows: list[list[int]]) -> list[list[int]]:
