@@ -17,7 +17,7 @@ from fpipe.schedule.searching.problem import Candidate, Order
 _MOVES: Final = 2_000  # of the first cycles
 _SLOWER: Final = 4  # so many cycles later they are longer by as much
 _BATCH: Final = 50  # moves of a step
-_COST: Final = 0.025  # of a move, in iterations
+_COST: Final = 0.015  # of a move, in iterations
 _HEATS: Final = (0.5, 1.0, 2.0)  # by how much an order may get worse at first, in mean times
 _COLD: Final = 0.05  # of the heat that is left in the end
 

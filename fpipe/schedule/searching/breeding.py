@@ -72,7 +72,9 @@ def breeding(problems: Sequence[Problem], standing: Standing, random: Random) ->
             continue
         yield Step(1.0)
         best, whole = bred[0], full[bred[0].problem.placement]
-        if since >= whole.scale and id(best.policy) not in tried:
+        # The first soon, so that there is something.
+        wanted = whole.scale if tried else min(whole.scale, _KEPT)
+        if since >= wanted and id(best.policy) not in tried:
             tried.add(id(best.policy))
             since = 0.0
             stop = standing.value if whole.objective == "makespan" else float("inf")

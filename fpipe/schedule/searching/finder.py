@@ -1,9 +1,11 @@
-"""The search itself: seeds, tightened; beams, random policies, mutation, annealing."""
+"""The search: what it is asked, which phases it is made of, what comes of them."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from random import Random
 
 from fpipe.errors import ScheduleError
@@ -22,9 +24,12 @@ from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.annealing import annealings
 from fpipe.schedule.searching.beam import beams
 from fpipe.schedule.searching.bounding import bounding
-from fpipe.schedule.searching.breeding import breeding
+from fpipe.schedule.searching.breeding import breeding, reduced
 from fpipe.schedule.searching.evaluator import make_evaluator
-from fpipe.schedule.searching.portfolio import Entry, Meter, Standing, run
+from fpipe.schedule.searching.list_scheduler import list_schedule
+from fpipe.schedule.searching.patterns import patterns
+from fpipe.schedule.searching.policy import plain_policy
+from fpipe.schedule.searching.portfolio import Entry, Meter, Standing, run, uncollected
 from fpipe.schedule.searching.problem import (
     LARGE,
     Candidate,
@@ -39,6 +44,8 @@ from fpipe.schedule.timing.simulator import simulate
 from fpipe.schedule.verifying.verifier import check_schedule, verify
 
 _LEAST_EFFORT = 2_000  # of a bound: what `timeline.bound` takes
+_END = 1.2  # of the time that it takes to play a policy: that of making the result
+_BROAD = 8  # times LARGE: what can be tightened
 _EFFORTS = (5_000, 10_000, 20_000, 60_000)  # of better ones, in the course of the search
 
 
@@ -67,7 +74,9 @@ def search(
 
     Large cases (more than some ten thousand actions) are tuned on fewer microbatches, and the best
     policies are played in full; above 100,000 actions it takes the few families that take least by
-    what they take with fewer microbatches.
+    what they take with fewer microbatches. Where every pass of a microbatch goes along all ranks,
+    as on linear, looped, V and wave placements, a pattern of one microbatch that fits the memory is
+    repeated.
 
     Where microbatches differ in size (``cost.sizes``) it also looks for the order in which they
     come: the schedule names them as you do, and takes them in that order. Large cases are tuned on
@@ -126,18 +135,25 @@ def search(
     meter, standing = Meter(seconds, iterations), Standing()
     for problem in problems:
         standing.raise_bound(problem, problem.bound)
+    if iterations is None and (large := max(problems, key=lambda own: own.actions)).scale > 1:
+        small = reduced([large])[0]
+        begun = time.thread_time()
+        list_schedule(small, plain_policy(len(small.placement)))
+        meter.step = (time.thread_time() - begun) * large.actions / small.actions
+        meter.end = _END * meter.step
     if start is not None:
         standing.offer(_started(problems[0], start))
     run(_phases(problems, standing, seed), standing, meter)
     best = standing.best
-    schedule = to_schedule(best.problem, best.order, name=f"searched_{objective}")
-    return SearchResult(
-        schedule=schedule,
-        timeline=simulate(schedule, cost),
-        objective=objective,
-        bound=standing.bound,
-        iterations=round(meter.spent),
-    )
+    with uncollected():
+        schedule = to_schedule(best.problem, best.order, name=f"searched_{objective}")
+        return SearchResult(
+            schedule=schedule,
+            timeline=simulate(schedule, cost),
+            objective=objective,
+            bound=standing.bound,
+            iterations=round(meter.spent),
+        )
 
 
 def _check_start(
@@ -179,13 +195,25 @@ def _phases(problems: list[Problem], standing: Standing, seed: int) -> list[Entr
         for problem in problems
         if problem.actions <= LARGE
     }
+    # What is larger can be tightened, but not annealed.
+    broad = {
+        problem.placement: make_evaluator(problem)
+        for problem in problems
+        if problem.actions <= _BROAD * LARGE
+    }
     # Families come first, unless they are so large that it takes long to make them.
-    first = 20.0 if any(problem.actions > GUESSED for problem in problems) else math.inf
+    first = 4.0 if any(problem.actions > GUESSED for problem in problems) else math.inf
     return [
         Entry(first, seeds(problems), free=True),
         Entry(first, bounding(problems, standing, (_LEAST_EFFORT,)), free=True),
         Entry(0.5, bounding(problems, standing, _EFFORTS)),
-        Entry(2.0, tightening(evaluators, standing)),
+        Entry(2.0, tightening(broad, standing)),
+        Entry(
+            1.0 if evaluators else 40.0,
+            chain.from_iterable(
+                patterns(problem, random(f"patterns {nth}")) for nth, problem in enumerate(problems)
+            ),
+        ),
         Entry(2.0, breeding(problems, standing, random("breeding"))),
         *(
             # Beams find the best of what is small.
@@ -195,7 +223,7 @@ def _phases(problems: list[Problem], standing: Standing, seed: int) -> list[Entr
             )
             for nth, own in enumerate(evaluators.values())
         ),
-        Entry(2.0, annealings(evaluators, standing, random("annealing"))),
+        Entry(3.0, annealings(evaluators, standing, random("annealing"))),
     ]
 
 

@@ -27,7 +27,7 @@ from fpipe.schedule.families.zbv import zbv
 from fpipe.schedule.placements import linear, looped, vee
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.arranging import arrangements
-from fpipe.schedule.searching.portfolio import Phase, Step
+from fpipe.schedule.searching.portfolio import Phase, Step, uncollected
 from fpipe.schedule.searching.problem import Candidate, Order, Problem, to_order
 from fpipe.schedule.timing.simulator import run_rows
 
@@ -168,11 +168,12 @@ def _guess(problem: Problem, maker: Maker) -> float:
 
 def _made(problem: Problem, maker: Maker) -> Order | None:
     """The family's schedule in the search's form, or None where it does not exist or fit."""
-    try:
-        schedule = maker.make(problem.microbatches)
-    except ScheduleError:
-        return None
-    return order_of(problem, schedule)
+    with uncollected():
+        try:
+            schedule = maker.make(problem.microbatches)
+        except ScheduleError:
+            return None
+        return order_of(problem, schedule)
 
 
 def order_of(problem: Problem, schedule: Schedule) -> Order | None:

@@ -33,22 +33,23 @@ def tightening(evaluators: Mapping[tuple[int, ...], Evaluator], standing: Standi
         evaluators: by placement, of what is to be scheduled.
         standing: where the candidates stand.
     """
-    done: list[Candidate] = []  # which are kept, so that their identities are
-    seen: set[int] = set()
+    seen: dict[int, Order] = {}  # by identity, which lasts as long as they are kept
+    begun: list[Phase] = []  # the last on top
     while True:
-        new = [each for each in standing.candidates if id(each.order) not in seen]
-        new = [each for each in new if each.problem.placement in evaluators]
-        if not new:
-            yield Step(0.0)
+        for problem, order in standing.candidates:
+            if id(order) not in seen and problem.placement in evaluators:
+                # The best is first, and whatever was begun goes on after it.
+                if not begun or order is standing.best.order:
+                    seen[id(order)] = order
+                    begun.append(tighten(evaluators[problem.placement], order))
+                break
+        step = next(begun[-1], None) if begun else Step(0.0)
+        if step is None:
+            begun.pop()
             continue
-        problem, order = new[0]
-        done.append(new[0])
-        seen.add(id(order))
-        for step in tighten(evaluators[problem.placement], order):
-            if step.found is not None:
-                done.append(step.found)
-                seen.add(id(step.found.order))
-            yield step
+        if step.found is not None:
+            seen[id(step.found.order)] = step.found.order
+        yield step
 
 
 def tighten(evaluator: Evaluator, order: Order) -> Phase:
@@ -86,15 +87,19 @@ def _sooner(evaluator: Evaluator, rows: list[list[int]]) -> list[list[int]]:
     rows = [row.copy() for row in rows]
     _, ends = evaluator.times(rows, _NONE)
     starts = [end - time for end, time in zip(ends, duration, strict=True)]
+    # Of each rank, those that have had their turn stand first, and hold so much in the end.
+    done, held = [0] * len(rows), [0.0] * len(rows)
     for action in sorted((action for row in rows for action in row), key=starts.__getitem__):
+        rank = problem.placement[action // (3 * problem.microbatches)]
+        here, before = done[rank], held[rank]
+        done[rank] += 1
+        held[rank] += change[action]
         source = evaluator.source[action]
         ready = ends[source] + evaluator.delay[action] if source >= 0 else 0.0
         if ready >= starts[action] - slack:
             continue
-        rank = problem.placement[action // (3 * problem.microbatches)]
         row = rows[rank]
-        here = row.index(action)
-        least = _first_that_fits(evaluator, rank, row, here) if change[action] > 0 else 0
+        least = _first_that_fits(evaluator, rank, row, here, before) if change[action] > 0 else 0
         found = None
         for at in range(here, least - 1, -1):
             free = ends[row[at - 1]] if at else 0.0
@@ -110,10 +115,12 @@ def _sooner(evaluator: Evaluator, rows: list[list[int]]) -> list[list[int]]:
     return rows
 
 
-def _first_that_fits(evaluator: Evaluator, rank: int, row: list[int], here: int) -> int:
-    """The first place to which the memory allows the action at `here` to move."""
+def _first_that_fits(
+    evaluator: Evaluator, rank: int, row: list[int], here: int, held: float
+) -> int:
+    """The first place to which the memory allows the action at `here` to move, before which the
+    rank holds `held`."""
     change, most = evaluator.change, evaluator.problem.memory[rank] * (1 + 1e-9)
-    held = sum(change[action] for action in row[:here])
     at = here
     while at and held + change[row[here]] <= most:
         at -= 1
@@ -147,7 +154,8 @@ def _lazily(
     while ready:
         rank = ready.pop()
         late, most = owed[rank], memory[rank] * (1 + 1e-9)
-        for action in todo[rank][places[rank] :]:
+        for at in range(places[rank], len(todo[rank])):
+            action = todo[rank][at]
             arrival = 0.0
             if (needed := source[action]) >= 0:
                 if needed not in ends:
