@@ -23,7 +23,9 @@ CASES: Final[dict[str, tuple[dict[str, Any], float]]] = {
         {
             "placement": [0, 1, 2, 2, 1, 0],
             "microbatches": 5,
-            "cost": Cost([3] * 6, [4, 4, 3, 3, 3, 4], [2, 2, 2, 2, 3, 1], comm=4),
+            "cost": Cost(
+                [3] * 6, [4, 4, 3, 3, 3, 4], [2, 2, 2, 2, 3, 1], comm=4, activation=[1] * 6
+            ),
             "memory": 9,
         },
         110,
@@ -32,7 +34,9 @@ CASES: Final[dict[str, tuple[dict[str, Any], float]]] = {
         {
             "placement": [0, 1, 0, 1],
             "microbatches": 3,
-            "cost": Cost([2, 7, 9, 3], [1, 6, 5, 9], [4, 2, 3, 7], sizes=[2, 4, 4]),
+            "cost": Cost(
+                [2, 7, 9, 3], [1, 6, 5, 9], [4, 2, 3, 7], sizes=[2, 4, 4], activation=[1] * 4
+            ),
             "memory": [17, 8],
         },
         368,
@@ -60,6 +64,7 @@ CASES: Final[dict[str, tuple[dict[str, Any], float]]] = {
                 [1, 9, 7, 4, 10, 1],
                 [7, 4, 3, 9, 10, 1],
                 b=[8, 11, 9, 13, 10, 2],
+                activation=[1] * 6,
             ),
             "memory": [3, 6, 2],
         },
