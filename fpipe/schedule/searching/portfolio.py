@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 from fpipe.schedule.searching.problem import Candidate, Problem
 
 _KEPT = 16  # candidates that phases may start from
-_LATE = 0.1  # of the time that is given: a step may end so much after it
+_LATE = 0.15  # of the time that is given: a step may end so much after it
 _IDLE = 5.0  # iterations for which a phase that waits is left alone
 
 
