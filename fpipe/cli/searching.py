@@ -69,7 +69,7 @@ def add(commands: Commands[Any]) -> None:
         "--iterations",
         type=int,
         metavar="N",
-        help="evaluations to make in place of --seconds, for the same result on every machine",
+        help="work to do in place of --seconds, for the same result on every machine",
     )
     parser.add_argument(
         "-o",
@@ -111,7 +111,7 @@ def _run(options: argparse.Namespace) -> None:
     proof = "no schedule is better" if found.gap == 0 else f"at most {100 * found.gap:.1f} % better"
     print(
         f"searched: {found.objective} {found.value:g}, lower bound {found.bound:g} ({proof}), "
-        f"{found.iterations} evaluations"
+        f"{found.iterations} iterations"
     )
     if form is not None:
         drawn = found.timeline if form in sources.PICTURES else found.schedule

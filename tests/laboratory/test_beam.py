@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 import fpipe
 from fpipe import Cost, search, simulate
 from fpipe.schedule.bounds.lower import Objective
 from fpipe.schedule.placements import linear, looped, vee
-from fpipe.schedule.searching.beam import beam
-from fpipe.schedule.searching.budget import Budget
-from fpipe.schedule.searching.problem import Order, Problem, make_problem, to_schedule
+from fpipe.schedule.searching.beam import beams
+from fpipe.schedule.searching.evaluator import make_evaluator
+from fpipe.schedule.searching.problem import (
+    Candidate,
+    Order,
+    Problem,
+    make_problem,
+    to_schedule,
+)
+from tests.laboratory.phases import run_alone, standing_of
 
 UNEVEN = Cost(10, 12, 8, comm=1)
 
 
 def found(problem: Problem, best: float = float("inf"), iterations: int = 2_000) -> Order | None:
-    """What the beam finds; it must be what it says."""
-    order = beam(problem, best, Budget(0, iterations))
+    """What beams find that is better than `best`; it must be what it says."""
+    standing = standing_of(problem)
+    if best < float("inf"):
+        standing.offer(Candidate(problem, Order(best, [], frozenset())))
+    phase = beams(make_evaluator(problem), standing, Random(0))
+    run_alone(phase, standing, iterations)
+    order = standing.best.order if standing.value < best else None
     if order is not None:
         schedule = to_schedule(problem, order, "beam")
         fpipe.verify(schedule)

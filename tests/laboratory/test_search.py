@@ -18,13 +18,13 @@ from fpipe.schedule.bounds.lower import Objective
 from fpipe.schedule.placements import linear, looped, vee
 from fpipe.schedule.searching import seeds
 from fpipe.schedule.searching.annealing import anneal
-from fpipe.schedule.searching.budget import Budget
 from fpipe.schedule.searching.evaluator import make_evaluator
 from fpipe.schedule.searching.list_scheduler import list_schedule
 from fpipe.schedule.searching.policy import Policy, mutated, plain_policy, random_policy
 from fpipe.schedule.searching.problem import make_problem, to_order, to_schedule
 from tests.laboratory import random_schedules
 from tests.laboratory.exhaustive import best
+from tests.laboratory.phases import last_found
 
 UNIT = Cost(f=1, i=1, w=1)
 UNEVEN = Cost(f=10, i=12, w=8, comm=1)
@@ -273,7 +273,7 @@ def test_annealing_keeps_the_rules_and_never_worsens(objective: Any, b: float | 
     problem = make_problem(vee(3), 6, cost, 2, objective)
     order = list_schedule(problem, plain_policy(6))
     assert order is not None
-    annealed = anneal(make_evaluator(problem), order, Random(0), Budget(0, iterations=400))
+    annealed = last_found(anneal(make_evaluator(problem), order, Random(0), moves=400), order)
     schedule = to_schedule(problem, annealed, "annealed")
     fpipe.verify(schedule)
     timeline = simulate(schedule, cost)

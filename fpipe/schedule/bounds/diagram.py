@@ -7,7 +7,7 @@ from operator import le
 from typing import NamedTuple
 
 from fpipe.schedule.bounds.part import Part
-from fpipe.schedule.bounds.steps import Counts, State, after, beginning, counted, possible
+from fpipe.schedule.bounds.steps import WHOLE, Counts, State, after, beginning, possible, sums_of
 
 
 class Diagram(NamedTuple):
@@ -41,30 +41,36 @@ def walk(part: Part, microbatches: int, width: int, budget: int) -> Diagram:
         budget: give up once more states than this are likely to be looked at.
     """
     counts, state = beginning(part)
-    layer: dict[Counts, list[State]] = {counts: [state]}
+    sums, ranks = sums_of((1.0,) * microbatches), len(part.memory)
+    # By how many F, I and W are done: a B is two of them.
+    layers: list[dict[Counts, set[State]]] = [
+        {} for _ in range(3 * len(part.stages) * microbatches)
+    ]
+    layers.append({})
+    layers[0][counts] = {state}
     looked, exact = 0, True
-    layers = 3 * len(part.stages) * microbatches
-    for turn in range(layers):
-        size = sum(map(len, layer.values()))
-        if looked + size * (layers - turn) > 2 * budget or looked > budget:
+    for turn in range(len(layers) - 1):
+        kept: dict[Counts, list[State]] = {}
+        for counts, reached in layers[turn].items():
+            states = undominated(reached)
+            if len(states) > width:
+                states, exact = _merged(states, width), False
+            kept[counts] = states
+        layers[turn] = {}
+        size = sum(map(len, kept.values()))
+        if looked + size * (len(layers) - 1 - turn) > 2 * budget or looked > budget:
             return Diagram(0.0, looked, False)
         looked += size
-        found: dict[Counts, set[State]] = {}
-        for counts, states in layer.items():
-            steps = possible(part, counts, microbatches)
-            targets = {step: found.setdefault(counted(counts, step), set()) for step in steps}
-            final = counts[1][0] == microbatches - 1
+        for counts, states in kept.items():
+            steps = possible(part, counts, sums)
+            targets = [
+                layers[turn + 1 + (step.kind == WHOLE)].setdefault(step.counts, set())
+                for step in steps
+            ]
             for state in states:
-                for step, following in after(part, state, steps, final):
-                    targets[step].add(following)
-        layer = {}
-        for counts, reached in found.items():
-            if reached:
-                states = undominated(reached)
-                if len(states) > width:
-                    states, exact = _merged(states, width), False
-                layer[counts] = states
-    ends = [max(*state.clocks, state.end) for states in layer.values() for state in states]
+                for nth, following in after(ranks, state, steps):
+                    targets[nth].add(following)
+    ends = [max(state[: ranks + 1]) for states in layers[-1].values() for state in states]
     return Diagram(part.release + min(ends), looked, exact)
 
 
@@ -72,33 +78,20 @@ def undominated(states: Collection[State]) -> list[State]:
     """The states of which no other is earlier in every respect, from early to late."""
     if len(states) == 1:
         return list(states)
-    rows = sorted((sum(times := state.times()), times, state) for state in states)
-    kept: list[tuple[float, ...]] = []
-    result = []
-    for _, times, state in rows:
+    kept: list[State] = []
+    for _, state in sorted((sum(state), state) for state in states):
         for other in kept:
-            if all(map(le, other, times)):
+            if all(map(le, other, state)):
                 break
         else:
-            kept.append(times)
-            result.append(state)
-    return result
+            kept.append(state)
+    return kept
 
 
 def _merged(states: list[State], width: int) -> list[State]:
     """At most `width` states: runs of neighbours, each merged into one."""
     size = len(states)
     groups = [states[at * size // width : (at + 1) * size // width] for at in range(width)]
-    return undominated({_earliest(group) for group in groups})
-
-
-def _earliest(group: list[State]) -> State:
-    if len(group) == 1:
-        return group[0]
-    clocks, forwards, gradients, end = zip(*group, strict=True)
-    return State(
-        tuple(map(min, *clocks)),
-        tuple(tuple(map(min, *queues)) for queues in zip(*forwards, strict=True)),
-        tuple(tuple(map(min, *queues)) for queues in zip(*gradients, strict=True)),
-        min(end),
+    return undominated(
+        {group[0] if len(group) == 1 else tuple(map(min, *group)) for group in groups}
     )

@@ -20,7 +20,11 @@ class Part:
         stages: the numbers of its stages in the pipeline, in order.
         rank_of: of each stage, the index of its rank in the part.
         own: per rank of the part, the indices of its stages.
-        durations: of F, I and W, per stage.
+        durations: of F, I, W and B, per stage.
+        backwards: per stage, the kinds of its backward that are worth a try: I, with W apart, or B.
+        free: nothing that is of use is left out of `backwards`.
+        full: per stage, the least time of a whole backward by those.
+        eager: per stage, whether an I in a gap is never worse than what could come later.
         forward_delay: from the end of F to when the next stage of the part can run F; for the last
             stage, to when it can run I itself.
         backward_delay: from the end of I to when the stage before can run I; 0 for the first.
@@ -34,7 +38,11 @@ class Part:
     stages: tuple[int, ...]
     rank_of: tuple[int, ...]
     own: tuple[tuple[int, ...], ...]
-    durations: tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]
+    durations: tuple[tuple[float, ...], ...]
+    backwards: tuple[tuple[int, ...], ...]
+    free: bool
+    full: tuple[float, ...]
+    eager: tuple[bool, ...]
     forward_delay: tuple[float, ...]
     backward_delay: tuple[float, ...]
     kept: tuple[float, ...]
@@ -45,13 +53,25 @@ class Part:
 
 
 def part_of(
-    costs: StageCosts, placement: Sequence[int], memory: Sequence[float], ranks: Sequence[int]
+    costs: StageCosts,
+    placement: Sequence[int],
+    memory: Sequence[float],
+    ranks: Sequence[int],
+    *,
+    kinds: tuple[int, ...] | None = None,
 ) -> Part:
     """Cut `ranks` out of a pipeline.
 
-    A full backward counts as its cheaper halves: handing on after the lesser of I and B, done after
-    the lesser of I + W and B. Where I hands W more than it frees, the difference is left out. So
-    the part never takes longer than the pipeline.
+    On the ranks that are left out every backward hands on after the lesser of I and B, so that the
+    part never takes longer than the pipeline.
+
+    Args:
+        costs: of all stages.
+        placement: the rank of each stage.
+        memory: the limit of each rank.
+        ranks: those of the part.
+        kinds: of backwards that the part may take, (1,) for I and W, (3,) for B; None for whatever
+            is of use.
     """
     stages = tuple(stage for stage, rank in enumerate(placement) if rank in ranks)
     hand, full = costs.handover, costs.backward
@@ -59,6 +79,14 @@ def part_of(
     last, first = stages[-1], stages[0]
     pairs = list(pairwise(stages))
     rank_of = tuple(ranks.index(placement[stage]) for stage in stages)
+    f, i, w, b, freed = (
+        tuple(row[stage] for stage in stages)
+        for row in (costs.f, costs.i, costs.w, costs.b, costs.freed_by_i)
+    )
+    backwards = tuple(
+        kinds or ((1,) if b[at] >= i[at] + w[at] and freed[at] >= 0 else (1, 3))
+        for at in range(len(stages))
+    )
     return Part(
         stages=stages,
         rank_of=rank_of,
@@ -66,10 +94,15 @@ def part_of(
             tuple(at for at, owner in enumerate(rank_of) if owner == rank)
             for rank in range(len(ranks))
         ),
-        durations=(
-            tuple(costs.f[stage] for stage in stages),
-            tuple(hand[stage] for stage in stages),
-            tuple(full[stage] - hand[stage] for stage in stages),
+        durations=(f, i, w, b),
+        backwards=backwards,
+        free=kinds is None,
+        full=tuple(
+            min(i[at] + w[at] if kind == 1 else b[at] for kind in ways)
+            for at, ways in enumerate(backwards)
+        ),
+        eager=tuple(
+            freed[at] >= 0 and (ways == (1,) or w[at] <= b[at]) for at, ways in enumerate(backwards)
         ),
         forward_delay=(
             *(starts[after] - starts[stage] - costs.f[stage] for stage, after in pairs),
@@ -80,7 +113,7 @@ def part_of(
             *(returns[stage] - returns[after] - hand[after] for stage, after in pairs),
         ),
         kept=tuple(costs.activation[stage] for stage in stages),
-        freed=tuple(max(0.0, costs.freed_by_i[stage]) for stage in stages),
+        freed=freed,
         memory=tuple(memory[rank] for rank in ranks),
         release=starts[first],
         tail=returns[0] + full[0] - returns[first] - hand[first] if first else 0.0,

@@ -6,15 +6,34 @@ them may change places, on all ranks at once: every dependency is then as it was
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from random import Random
+from itertools import islice, product
 
-from fpipe.schedule.searching.budget import Budget
-from fpipe.schedule.searching.evaluator import Evaluator
-from fpipe.schedule.searching.problem import Order, Problem, by_size
+from fpipe.schedule.searching.evaluator import Evaluator, make_evaluator
+from fpipe.schedule.searching.list_scheduler import list_schedule
+from fpipe.schedule.searching.policy import known_policies
+from fpipe.schedule.searching.portfolio import Phase, Step
+from fpipe.schedule.searching.problem import Candidate, Order, Problem, by_size
 
-_PATIENCE = 4  # exchanges that bring nothing, for each pair, before it ends
+_FEW = 4  # orders whose microbatches change places
+_PLAIN = 4  # policies that are played with microbatches arranged by size
+_PLAYED = 300_000  # actions of each placement, in so doing: half a second
+
+
+def arrangements(candidates: Sequence[Candidate]) -> Phase:
+    """Candidates with their microbatches arranged by size: the best, and those of plain policies,
+    which fit whatever memory there is; of large problems few."""
+    few = sorted(candidates, key=lambda candidate: candidate.value)[:_FEW]
+    for problem, order in few:
+        for other in arranged(make_evaluator(problem), order):
+            yield Step(problem.scale, Candidate(problem, other))
+    for problem in {id(own.problem): own.problem for own in candidates}.values():
+        turns = (problem.turn, *map(tuple, by_size(problem.sizes, problem.turn)))
+        ways = product(known_policies(problem)[:_PLAIN], turns)
+        for policy, turn in islice(ways, max(2, _PLAYED // problem.actions)):
+            played = list_schedule(problem, replace(policy, turn=turn))
+            yield Step(problem.scale, None if played is None else Candidate(problem, played))
 
 
 def turn_of(problem: Problem, order: Order) -> tuple[int, ...]:
@@ -36,29 +55,6 @@ def arranged(evaluator: Evaluator, order: Order) -> Iterator[Order]:
         own = renamed(problem, order, dict(zip(turn, chosen, strict=True)))
         if (found := valued(evaluator, own)) is not None:
             yield found
-
-
-def exchanged(evaluator: Evaluator, order: Order, random: Random, budget: Budget) -> Order:
-    """An order bettered by exchanges of two microbatches, until none helps or the budget is spent.
-
-    Returns:
-        The best order met, `order` itself if none was better.
-    """
-    problem = evaluator.problem
-    count, fruitless = problem.microbatches, 0
-    while not budget.over and not problem.solved(order.value):
-        first, second = random.randrange(count), random.randrange(count)
-        if problem.sizes[first] == problem.sizes[second]:
-            budget.spend(0.02)
-            continue
-        budget.spend()
-        found = valued(evaluator, renamed(problem, order, {first: second, second: first}))
-        if found is not None and found.value < order.value * (1 - 1e-12):
-            order, fruitless = found, 0
-        fruitless += 1
-        if fruitless > _PATIENCE * count * count:
-            break
-    return order
 
 
 def renamed(problem: Problem, order: Order, names: dict[int, int]) -> Order:

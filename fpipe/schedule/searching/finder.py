@@ -1,11 +1,11 @@
-"""The search itself: seeds, tightened; beams, random policies, mutation, annealing."""
+"""The search: what it is asked, which phases it is made of, what comes of them."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import islice, product
+from itertools import chain
 from random import Random
 
 from fpipe.errors import ScheduleError
@@ -21,31 +21,34 @@ from fpipe.schedule.placements import (
     waves,
 )
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.searching.annealing import anneal
-from fpipe.schedule.searching.arranging import arranged, exchanged, turn_of
-from fpipe.schedule.searching.beam import beam
-from fpipe.schedule.searching.budget import Budget
+from fpipe.schedule.searching.annealing import annealings
+from fpipe.schedule.searching.beam import beams
+from fpipe.schedule.searching.bounding import bounding
+from fpipe.schedule.searching.breeding import breeding, reduced
 from fpipe.schedule.searching.evaluator import make_evaluator
 from fpipe.schedule.searching.list_scheduler import list_schedule
-from fpipe.schedule.searching.policy import known_policies
-from fpipe.schedule.searching.pool import Breeder, Candidate, played_in_full, reduced
-from fpipe.schedule.searching.problem import Problem, by_size, make_problem, to_schedule
+from fpipe.schedule.searching.patterns import patterns
+from fpipe.schedule.searching.policy import plain_policy
+from fpipe.schedule.searching.portfolio import Entry, Meter, Standing, run, uncollected
+from fpipe.schedule.searching.problem import (
+    LARGE,
+    Candidate,
+    Problem,
+    make_problem,
+    to_schedule,
+)
 from fpipe.schedule.searching.result import SearchResult
-from fpipe.schedule.searching.seeds import order_of, seeds
-from fpipe.schedule.searching.tightening import tighten
+from fpipe.schedule.searching.seeds import GUESSED, order_of, seeds
+from fpipe.schedule.searching.tightening import tightening
 from fpipe.schedule.timing.simulator import simulate
 from fpipe.schedule.verifying.verifier import check_schedule, verify
 
-_EFFORT_A_SECOND = 6_000  # states to look at for a bound, in a second of search
-_SEARCHED = 0.75  # of the seconds; the bound takes about as much as is left
-_EFFORT = 10  # the same in an iteration
-_LEAST_EFFORT, _MOST_EFFORT = 2_000, 60_000  # the least is what `timeline.bound` takes
-_ARRANGED = 4  # orders whose microbatches change places
-_PLAIN = 4  # policies that are played with microbatches arranged by size
-_PLAYED = 300_000  # actions of each placement, in so doing: half a second
+_LEAST_EFFORT = 2_000  # of a bound: what `timeline.bound` takes
+_END = 1.2  # of the time that it takes to play a policy: that of making the result
+_BROAD = 8  # times LARGE: what can be tightened
+_EFFORTS = (5_000, 10_000, 20_000, 60_000)  # of better ones, in the course of the search
 _AT_ONCE = 1_000_000  # actions, for which nobody is asked whether there is time
 _ACTIONS_A_SECOND = 20_000  # that are made and compared, before the search begins
-_IN_FULL = 4  # policies that are played in full, where they were compared on fewer microbatches
 
 
 def search(
@@ -63,18 +66,23 @@ def search(
 ) -> SearchResult:
     """The best schedule that can be found for these costs within this memory.
 
-    Starts from every family that fits, so it is never worse than the best of them, and moves their
-    actions into the gaps that they leave; then sends beams through the states that can be, which
-    finds the best of all where memory leaves few, draws and mutates policies of a list scheduler,
-    and anneals the best order. It ends early when it meets the lower bound, which proves that there
-    is nothing better. Large cases (more than some ten thousand actions) are tuned on fewer
-    microbatches, and the best policies are played in full; above 100,000 actions it starts from the
-    few families that take least by what they take with fewer microbatches, which another may beat
-    where stages are very unequal and there is no time to search.
+    Starts from every family that fits, so it is never worse than the best of them. Then several
+    methods work side by side and build on what the others find: beams go through the states that
+    can be, and find the best of all where these are few; policies of a list scheduler are drawn and
+    mutated; actions move into the gaps that orders leave; orders are annealed; and the bound is
+    examined more closely. None of them knows how long the search lasts: a search is the beginning
+    of any longer one, so more iterations never give a worse answer. It ends early when it meets the
+    lower bound, which proves that there is nothing better.
+
+    Large cases (more than some ten thousand actions) are tuned on fewer microbatches, and the best
+    policies are played in full; above 100,000 actions it takes the few families that take least by
+    what they take with fewer microbatches. Where every pass of a microbatch goes along all ranks,
+    as on linear, looped, V and wave placements, a pattern of one microbatch that fits the memory is
+    repeated.
 
     Where microbatches differ in size (``cost.sizes``) it also looks for the order in which they
-    come: the schedule names them as you do, and takes them in that order. There are no beams then,
-    and large cases are tuned on microbatches of the mean size.
+    come: the schedule names them as you do, and takes them in that order. Large cases are tuned on
+    microbatches of the mean size.
 
     Args:
         ranks: number of ranks; that of `start` by default.
@@ -88,14 +96,14 @@ def search(
             are, and narrows the choice to placements of as many.
         start: a schedule of your own to be bettered: what is found is never worse. Its placement is
             the one that is searched. Whole-stage actions are left out.
-        seconds: time to search, the bound included, for which a quarter is set aside; what that
-            does not need is not searched. The families come first, and in large cases the best
-            policies are played in full afterwards: some 20 seconds more for a million actions.
-            Processes that search by their clocks find different schedules: see `iterations`.
+        seconds: time to search, all included: processor time of the calling thread, which on an
+            idle machine is the time on the wall. Searches by the clock may find different
+            schedules: see `iterations`.
         objective: "makespan", or "span" for the longest rank's own time.
         seed: of all random choices.
-        iterations: evaluations to make, in place of `seconds`: then the result depends on the
-            arguments alone, not on the machine, and is the same on all ranks of a group.
+        iterations: work to do, in place of `seconds`: then the result depends on the arguments
+            alone, not on the machine, and is the same on all ranks of a group. One is about as much
+            as it takes to play a policy, or to try some dozen small changes of an order.
 
     Returns:
         The schedule, its timeline, the lower bound and the gap to it.
@@ -128,35 +136,28 @@ def search(
         placement = _check_start(start, microbatches, placement)
     _refuse_endless(ranks, microbatches, cost, placement, seconds)
     problems = _problems(ranks, microbatches, cost, memory, placement, objective)
-    candidates = [Candidate(problem, order) for problem, order in seeds(problems)]
+    meter, standing = Meter(seconds, iterations), Standing()
+    for problem in problems:
+        standing.raise_bound(problem, problem.bound)
+    if iterations is None and (large := max(problems, key=lambda own: own.actions)).scale > 1:
+        small = reduced([large])[0]
+        begun = time.thread_time()
+        list_schedule(small, plain_policy(len(small.placement)))
+        meter.step = (time.thread_time() - begun) * large.actions / small.actions
+        meter.end = _END * meter.step
     if start is not None:
-        candidates.insert(0, _started(problems[0], start))
-    bound = min(problem.bound for problem in problems)
-    best = min(candidates, key=lambda found: found.value)
-    if problems[0].uneven:
-        for found in _arranged(tuple(candidates)):
-            if best.value <= bound * (1 + 1e-9):
-                break
-            candidates.append(found)
-            best = min(best, found, key=lambda candidate: candidate.value)
-    spent = 0.0
-    if best.value > bound * (1 + 1e-9):
-        problems = _examined(problems, seconds, iterations)
-        bound = min(problem.bound for problem in problems)
-        hopeful = [problem for problem in problems if not problem.solved(best.value)]
-        if best.value > bound * (1 + 1e-9):
-            # From here on the clock runs: a machine that is slow at bounds searches all the same.
-            budget = Budget(_SEARCHED * seconds, iterations)
-            best = _improved(hopeful, candidates, Random(seed), budget)
-            spent = budget.spent
-    schedule = to_schedule(best.problem, best.order, name=f"searched_{objective}")
-    return SearchResult(
-        schedule=schedule,
-        timeline=simulate(schedule, cost),
-        objective=objective,
-        bound=bound,
-        iterations=round(spent),
-    )
+        standing.offer(_started(problems[0], start))
+    run(_phases(problems, standing, seed), standing, meter)
+    best = standing.best
+    with uncollected():
+        schedule = to_schedule(best.problem, best.order, name=f"searched_{objective}")
+        return SearchResult(
+            schedule=schedule,
+            timeline=simulate(schedule, cost),
+            objective=objective,
+            bound=standing.bound,
+            iterations=round(meter.spent),
+        )
 
 
 def _check_start(
@@ -187,95 +188,47 @@ def _started(problem: Problem, start: Schedule) -> Candidate:
     return Candidate(problem, order)
 
 
-def _examined(problems: list[Problem], seconds: float, iterations: int | None) -> list[Problem]:
-    """The problems with better bounds, for which about a quarter of the budget may go."""
-    effort = round(_EFFORT_A_SECOND * seconds) if iterations is None else _EFFORT * iterations
-    effort = max(_LEAST_EFFORT, min(_MOST_EFFORT, effort // len(problems)))
-    return [problem.examined(effort) for problem in problems]
+def _phases(problems: list[Problem], standing: Standing, seed: int) -> list[Entry]:
+    """All there is, each with its share of the work, and with random numbers of its own."""
 
+    def random(name: str) -> Random:
+        return Random(f"{seed} {name}")
 
-def _improved(
-    problems: list[Problem], families: list[Candidate], random: Random, budget: Budget
-) -> Candidate:
-    """Something better than the best family, if the budget suffices to find it."""
-    best = min(families, key=lambda found: found.value)
-    if problems[0].uneven:
-        budget.share = 0.3
-        best = _exchanged(families, best, random, budget)
-        families = [best, *families]
-        taken = turn_of(best.problem, best.order)
-        problems = [replace(problem, turn=taken) for problem in problems]
-    small = reduced(problems)
-    large = small[0].microbatches < problems[0].microbatches
-    if not large:
-        budget.share = 0.4 if problems[0].uneven else 0.1
-        best = _tightened(problems, families, best, budget)
-        begun = budget.progress
-        # Beams take all microbatches as alike.
-        beamed = [] if problems[0].uneven else problems
-        for nth, problem in enumerate(beamed, 1):
-            budget.share = min(1.0, begun + 0.35 * nth / len(problems))
-            if (order := beam(problem, best.value, budget)) is not None:
-                best = Candidate(problem, order)
-    breeder = Breeder(small, random, budget, best=math.inf if large else best.value)
-    budget.share = 0.55
-    bred = breeder.draw()
-    budget.share = 0.8
-    bred = breeder.mutate(bred)
-    found = [best, *played_in_full(bred[:_IN_FULL], problems, best.value)]
-    best = min(found, key=lambda candidate: candidate.value)
-    if large:
-        return best
-    budget.share = 0.85
-    best = _tightened(problems, found, best, budget)
-    budget.share = 1.0
-    order = anneal(make_evaluator(best.problem), best.order, random, budget)
-    return Candidate(best.problem, order)
-
-
-def _arranged(candidates: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Candidates with their microbatches arranged by size: the best, and those of plain policies,
-    which fit whatever memory there is; of large problems few."""
-    few = sorted(candidates, key=lambda candidate: candidate.value)[:_ARRANGED]
-    for problem, order in few:
-        for other in arranged(make_evaluator(problem), order):
-            yield Candidate(problem, other)
-    for problem in {id(own.problem): own.problem for own in candidates}.values():
-        turns = (problem.turn, *map(tuple, by_size(problem.sizes, problem.turn)))
-        ways = product(known_policies(problem)[:_PLAIN], turns)
-        actions = 3 * len(problem.placement) * problem.microbatches
-        for policy, turn in islice(ways, max(2, _PLAYED // actions)):
-            played = list_schedule(problem, replace(policy, turn=turn))
-            if played is not None:
-                yield Candidate(problem, played)
-
-
-def _exchanged(
-    found: list[Candidate], best: Candidate, random: Random, budget: Budget
-) -> Candidate:
-    """The best of all when microbatches of the few that take least change places."""
-    few = sorted(found, key=lambda candidate: candidate.value)[:_ARRANGED]
-    begun, whole = budget.progress, budget.share
-    for nth, (problem, order) in enumerate(few, 1):
-        budget.share = begun + (whole - begun) * nth / len(few)
-        order = exchanged(make_evaluator(problem), order, random, budget)
-        if order.value < best.value:
-            best = Candidate(problem, order)
-    return best
-
-
-def _tightened(
-    problems: list[Problem], found: list[Candidate], best: Candidate, budget: Budget
-) -> Candidate:
-    """The best of all when each is tightened, from the least value on."""
-    evaluators = {problem.placement: make_evaluator(problem) for problem in problems}
-    for candidate in sorted(found, key=lambda candidate: candidate.value):
-        evaluator = evaluators.get(candidate.problem.placement)
-        if evaluator is not None and not evaluator.problem.solved(best.value):
-            order = tighten(evaluator, candidate.order, budget)
-            if order.value < best.value:
-                best = Candidate(evaluator.problem, order)
-    return best
+    evaluators = {
+        problem.placement: make_evaluator(problem)
+        for problem in problems
+        if problem.actions <= LARGE
+    }
+    # What is larger can be tightened, but not annealed.
+    broad = {
+        problem.placement: make_evaluator(problem)
+        for problem in problems
+        if problem.actions <= _BROAD * LARGE
+    }
+    # Families come first, unless they are so large that it takes long to make them.
+    first = 4.0 if any(problem.actions > GUESSED for problem in problems) else math.inf
+    return [
+        Entry(first, seeds(problems), free=True),
+        Entry(first, bounding(problems, standing, (_LEAST_EFFORT,)), free=True),
+        Entry(0.5, bounding(problems, standing, _EFFORTS)),
+        Entry(2.0, tightening(broad, standing)),
+        Entry(
+            1.0 if evaluators else 40.0,
+            chain.from_iterable(
+                patterns(problem, random(f"patterns {nth}")) for nth, problem in enumerate(problems)
+            ),
+        ),
+        Entry(2.0, breeding(problems, standing, random("breeding"))),
+        *(
+            # Beams find the best of what is small.
+            Entry(
+                max(0.5, 6.0 * min(1.0, 300 / own.problem.actions) / len(evaluators)),
+                beams(own, standing, random(f"beams {nth}")),
+            )
+            for nth, own in enumerate(evaluators.values())
+        ),
+        Entry(3.0, annealings(evaluators, standing, random("annealing"))),
+    ]
 
 
 def _plain_seed(seed: int) -> int:

@@ -7,9 +7,9 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from operator import add
 
-from fpipe.schedule.bounds.steps import needed_later
+from fpipe.schedule.bounds.steps import FORWARD, GRADIENT, WEIGHT, needed_later
 from fpipe.schedule.searching.policy import UNLIMITED, Policy
-from fpipe.schedule.searching.problem import FORWARD, GRADIENT, WEIGHT, Order, Problem
+from fpipe.schedule.searching.problem import Order, Problem
 
 
 def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) -> Order | None:
@@ -17,10 +17,9 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
 
     Each stage takes its microbatches in the order of the policy's turn. Memory is never exceeded,
     and never runs into a dead end: on a rank of several stages, a forward is let in only if the
-    oldest microbatch that lacks one can still take all of them afterwards (the banker's rule, all
-    counted as the largest), because nothing of it is freed before. An I that hands on more than it
-    frees, and finds no room for that, becomes a B, which only frees. About two microseconds per
-    action.
+    oldest microbatch that lacks one can still take all of them afterwards (the banker's rule),
+    because nothing of it is freed before. An I that hands on more than it frees, and finds no room
+    for that, becomes a B, which only frees. About two microseconds per action.
 
     Args:
         problem: what to schedule.
@@ -34,7 +33,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
     # From here on a microbatch is known by its place in the turn.
     turn = policy.turn or problem.turn
     size = [problem.sizes[microbatch] for microbatch in turn]
-    total, largest = sum(size), max(size)
+    total = sum(size)
     stages_of, last = problem.stages, len(placement) - 1
     f, i, w, b, down, up = costs.f, costs.i, costs.w, costs.b, costs.down, costs.up
     # What F keeps, what of it I frees, and what that leaves for W.
@@ -93,7 +92,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
                 arrival = inputs[stage][took]
                 need = held[rank] + kept[stage] * size[took]
                 if need - owed[rank] > memory or (
-                    len(own) > 1 and needed_later(own, kept, done_f, stage) * largest > memory
+                    len(own) > 1 and needed_later(own, kept, done_f, stage, before) > memory
                 ):
                     continue
                 if need > memory:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from fpipe.schedule.searching.problem import GRADIENT, Problem, by_size
+from fpipe.schedule.bounds.steps import GRADIENT
+from fpipe.schedule.searching.problem import Problem, by_size
 
 UNLIMITED = float("inf")
 

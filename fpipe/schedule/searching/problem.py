@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.bounds.lower import Memory, Objective, lower_bound, memory_limits
+from fpipe.schedule.bounds.steps import GRADIENT, WEIGHT
 from fpipe.schedule.cost import Cost, StageCosts, alike
 from fpipe.schedule.placements import stages_by_rank
 from fpipe.schedule.schedule import Schedule
 
-# Kinds of work in the search's own, quick form of a schedule. An action is the number
-# (stage * 3 + kind) * microbatches + microbatch; GRADIENT is I, or B where it is fused with W.
-FORWARD, GRADIENT, WEIGHT = range(3)
+# In the search's own, quick form of a schedule an action is the number
+# (stage * 3 + kind) * microbatches + microbatch, with kind FORWARD, GRADIENT or WEIGHT; GRADIENT is
+# I, or B where it is fused with W.
+
+LARGE = 12_000  # actions: what is larger is tuned on fewer microbatches
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,23 @@ class Problem:
         """The stage, kind and microbatch that an action's number stands for."""
         rest, microbatch = divmod(action, self.microbatches)
         return *divmod(rest, 3), microbatch
+
+    @cached_property
+    def mean_time(self) -> float:
+        """Of an action."""
+        costs = self.costs
+        total = sum(map(sum, (costs.f, costs.i, costs.w))) * sum(self.sizes)
+        return total / self.actions
+
+    @property
+    def actions(self) -> int:
+        """The number of F, I and W."""
+        return 3 * len(self.placement) * self.microbatches
+
+    @property
+    def scale(self) -> float:
+        """By how much it is larger than what is not large: what a step costs grows with it."""
+        return max(1.0, self.actions / LARGE)
 
     @property
     def slack(self) -> float:
@@ -132,6 +153,18 @@ class Order:
     value: float
     rows: list[list[int]]
     fused: frozenset[int]
+
+
+class Candidate(NamedTuple):
+    """An order that solves a problem."""
+
+    problem: Problem
+    order: Order
+
+    @property
+    def value(self) -> float:
+        """Of the order."""
+        return self.order.value
 
 
 def make_problem(

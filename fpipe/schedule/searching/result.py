@@ -18,7 +18,7 @@ class SearchResult:
         timeline: its simulation under the cost that was searched.
         objective: "makespan" or "span".
         bound: no schedule of the placements that were searched goes below it, in this memory.
-        iterations: evaluations made.
+        iterations: work done (see `fpipe.search`).
     """
 
     schedule: Schedule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,11 +26,14 @@ from fpipe.schedule.families.zb_h2 import zb_h2
 from fpipe.schedule.families.zbv import zbv
 from fpipe.schedule.placements import linear, looped, vee
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.searching.problem import Order, Problem, to_order
+from fpipe.schedule.searching.arranging import arrangements
+from fpipe.schedule.searching.portfolio import Phase, Step, uncollected
+from fpipe.schedule.searching.problem import Candidate, Order, Problem, to_order
 from fpipe.schedule.timing.simulator import run_rows
 
 GUESSED = 100_000  # actions: above it, families are compared on fewer microbatches
 _MADE = 2  # of them, in full
+_GUESS = 8.0  # cost of a comparison, in iterations
 
 
 class Maker(NamedTuple):
@@ -95,19 +98,34 @@ def _made_for(problem: Problem, memory: Memory, microbatches: int) -> Schedule:
     )
 
 
-def seeds(problems: Sequence[Problem]) -> Iterator[tuple[Problem, Order]]:
-    """The orders of the families that exist for these problems and fit their memory.
+def seeds(problems: Sequence[Problem]) -> Phase:
+    """The orders of the families that exist for these problems and fit their memory; where
+    microbatches differ in size, with these arranged by size, too.
 
     In large problems only those that promise to be among the best: the time of a periodic schedule
     grows evenly with the microbatches, so two smaller sizes tell what the full one will take.
     """
+    made: list[Candidate] = []
+    for step in _made_of(problems):
+        if step.found is not None:
+            made.append(step.found)
+        yield step
+    if problems[0].uneven:
+        yield from arrangements(made)
+
+
+def _made_of(problems: Sequence[Problem]) -> Phase:
     pairs = [(problem, maker) for problem in problems for maker in makers(problem)]
-    if all(3 * len(p.placement) * p.microbatches <= GUESSED for p in problems):
+    if all(problem.actions <= GUESSED for problem in problems):
         for problem, maker in pairs:
-            if (order := _made(problem, maker)) is not None:
-                yield problem, order
+            order = _made(problem, maker)
+            yield Step(problem.scale, None if order is None else Candidate(problem, order))
         return
-    guesses = sorted((_guess(*pair), at) for at, pair in enumerate(pairs))
+    guesses = []
+    for at, (problem, maker) in enumerate(pairs):
+        guesses.append((_guess(problem, maker), at))
+        yield Step(_GUESS)
+    guesses.sort()
     yielded, best = 0, 0.0
     for guess, at in guesses:
         if yielded == _MADE or (yielded and guess > 1.01 * best):
@@ -116,7 +134,7 @@ def seeds(problems: Sequence[Problem]) -> Iterator[tuple[Problem, Order]]:
         problem, maker = pairs[at]
         if (order := _made(problem, maker)) is not None:
             yielded, best = yielded + 1, best or guess
-            yield problem, order
+            yield Step(problem.scale, Candidate(problem, order))
 
 
 def _one_by_one(placement: tuple[int, ...], microbatches: int) -> Schedule:
@@ -150,11 +168,12 @@ def _guess(problem: Problem, maker: Maker) -> float:
 
 def _made(problem: Problem, maker: Maker) -> Order | None:
     """The family's schedule in the search's form, or None where it does not exist or fit."""
-    try:
-        schedule = maker.make(problem.microbatches)
-    except ScheduleError:
-        return None
-    return order_of(problem, schedule)
+    with uncollected():
+        try:
+            schedule = maker.make(problem.microbatches)
+        except ScheduleError:
+            return None
+        return order_of(problem, schedule)
 
 
 def order_of(problem: Problem, schedule: Schedule) -> Order | None:

@@ -9,13 +9,15 @@ helps.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Final
 
-from fpipe.schedule.searching.budget import Budget
+from fpipe.schedule.bounds.steps import GRADIENT, WEIGHT
 from fpipe.schedule.searching.evaluator import Evaluator
-from fpipe.schedule.searching.problem import GRADIENT, WEIGHT, Order
+from fpipe.schedule.searching.portfolio import Phase, Standing, Step
+from fpipe.schedule.searching.problem import Candidate, Order
 
 # How much of a weight gradient must fit into a wait, for it to run there.
 _PARTS: Final = (1.0, 0.5, 0.01, 2.0)
@@ -24,13 +26,40 @@ _COST: Final = 2.0  # of a round, in evaluations
 _NONE: Final[frozenset[int]] = frozenset()
 
 
-def tighten(evaluator: Evaluator, order: Order, budget: Budget) -> Order:
-    """Tighten an order round by round, until that brings nothing, or the budget is spent.
+def tightening(evaluators: Mapping[tuple[int, ...], Evaluator], standing: Standing) -> Phase:
+    """Tighten the candidates, the best first, and those that others find later.
 
-    Returns:
-        The best order met, `order` itself if none was better.
+    Args:
+        evaluators: by placement, of what is to be scheduled.
+        standing: where the candidates stand.
     """
-    best, fused = order, order.fused
+    seen: dict[int, Order] = {}  # by identity, which lasts as long as they are kept
+    begun: list[Phase] = []  # the last on top
+    while True:
+        for problem, order in standing.candidates:
+            if id(order) not in seen and problem.placement in evaluators:
+                # The best is first, and whatever was begun goes on after it.
+                if not begun or order is standing.best.order:
+                    seen[id(order)] = order
+                    begun.append(tighten(evaluators[problem.placement], order))
+                break
+        step = next(begun[-1], None) if begun else Step(0.0)
+        if step is None:
+            begun.pop()
+            continue
+        if step.found is not None:
+            seen[id(step.found.order)] = step.found.order
+        yield step
+
+
+def tighten(evaluator: Evaluator, order: Order) -> Phase:
+    """Tighten an order round by round, until that brings nothing; each step is a round.
+
+    Args:
+        evaluator: of the problem.
+        order: where to start.
+    """
+    best, fused, problem = order.value, order.fused, evaluator.problem
     # In which what is fused costs what it does.
     tables = replace(
         evaluator, duration=evaluator.durations(fused), change=evaluator.changes(fused)
@@ -38,15 +67,16 @@ def tighten(evaluator: Evaluator, order: Order, budget: Budget) -> Order:
     for part in _PARTS:
         rows, fruitless = order.rows, 0
         while fruitless < _PATIENCE:
-            if budget.over or evaluator.problem.solved(best.value):
-                return best
             rows = _lazily(tables, _sooner(tables, rows), fused, part)
             value, _ = tables.times(rows, _NONE)
-            budget.spend(_COST)
             fruitless += 1
-            if value < best.value * (1 - 1e-12):
-                best, fruitless = Order(value, rows, fused), 0
-    return best
+            found = None
+            if value < best * (1 - 1e-12):
+                best, fruitless = value, 0
+                found = Candidate(problem, Order(value, rows, fused))
+            yield Step(_COST * problem.scale, found)
+            if problem.solved(best):
+                return
 
 
 def _sooner(evaluator: Evaluator, rows: list[list[int]]) -> list[list[int]]:
@@ -57,15 +87,19 @@ def _sooner(evaluator: Evaluator, rows: list[list[int]]) -> list[list[int]]:
     rows = [row.copy() for row in rows]
     _, ends = evaluator.times(rows, _NONE)
     starts = [end - time for end, time in zip(ends, duration, strict=True)]
+    # Of each rank, those that have had their turn stand first, and hold so much in the end.
+    done, held = [0] * len(rows), [0.0] * len(rows)
     for action in sorted((action for row in rows for action in row), key=starts.__getitem__):
+        rank = problem.placement[action // (3 * problem.microbatches)]
+        here, before = done[rank], held[rank]
+        done[rank] += 1
+        held[rank] += change[action]
         source = evaluator.source[action]
         ready = ends[source] + evaluator.delay[action] if source >= 0 else 0.0
         if ready >= starts[action] - slack:
             continue
-        rank = problem.placement[action // (3 * problem.microbatches)]
         row = rows[rank]
-        here = row.index(action)
-        least = _first_that_fits(evaluator, rank, row, here) if change[action] > 0 else 0
+        least = _first_that_fits(evaluator, rank, row, here, before) if change[action] > 0 else 0
         found = None
         for at in range(here, least - 1, -1):
             free = ends[row[at - 1]] if at else 0.0
@@ -81,10 +115,12 @@ def _sooner(evaluator: Evaluator, rows: list[list[int]]) -> list[list[int]]:
     return rows
 
 
-def _first_that_fits(evaluator: Evaluator, rank: int, row: list[int], here: int) -> int:
-    """The first place to which the memory allows the action at `here` to move."""
+def _first_that_fits(
+    evaluator: Evaluator, rank: int, row: list[int], here: int, held: float
+) -> int:
+    """The first place to which the memory allows the action at `here` to move, before which the
+    rank holds `held`."""
     change, most = evaluator.change, evaluator.problem.memory[rank] * (1 + 1e-9)
-    held = sum(change[action] for action in row[:here])
     at = here
     while at and held + change[row[here]] <= most:
         at -= 1
@@ -118,7 +154,8 @@ def _lazily(
     while ready:
         rank = ready.pop()
         late, most = owed[rank], memory[rank] * (1 + 1e-9)
-        for action in todo[rank][places[rank] :]:
+        for at in range(places[rank], len(todo[rank])):
+            action = todo[rank][at]
             arrival = 0.0
             if (needed := source[action]) >= 0:
                 if needed not in ends:
