@@ -2,6 +2,7 @@
 
     python -m tests.programs --count 1000 --seed 0
     python -m tests.programs --count 50 --compiled
+    python -m tests.programs --count 300 --twice
 
 Views, writes in place, calls within ``torch.no_grad()`` and whatever else makes a trace differ from
 what it is a trace of, in any order. Each program runs plainly under autograd, as one function with
@@ -57,6 +58,49 @@ class Steeper(torch.autograd.Function):
         return cotangent * 3
 
 
+class Sine(torch.autograd.Function):
+    """A forward that takes ctx, and a derivative in a direction."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        return cotangent * ctx.saved_tensors[0].cos()
+
+    @staticmethod
+    def jvp(ctx: Any, direction: Tensor) -> Any:
+        return direction * ctx.saved_tensors[0].cos()
+
+
+class Kept(torch.autograd.Function):
+    """A forward that takes ctx, with a derivative of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.scale = 3.0
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        return cotangent * ctx.saved_tensors[0].cos() * ctx.scale
+
+
+def hooked(x: Tensor) -> Tensor:
+    """A value whose gradient is clamped."""
+    y = x * 1
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient.clamp(-0.5, 0.5))
+    return y
+
+
 def numbered(x: Tensor, other: Tensor) -> Tensor:
     """Numbers of elements along the last dimension of `x`, in the shape of `other`."""
     return other.detach().abs().long() % x.shape[-1]
@@ -109,6 +153,9 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "complex": lambda x: torch.view_as_real(torch.complex(x, x * 2)),
     "spectrum": lambda x: torch.fft.rfft(x).abs(),
     "steeper": Steeper.apply,
+    "sine": Sine.apply,
+    "kept": Kept.apply,
+    "hooked": hooked,
     "checkpoint": lambda x: checkpoint(lambda y: y.sin().cos(), x, use_reentrant=False),
     "reentrant": lambda x: checkpoint(lambda y: y.tanh() * y, x, use_reentrant=True),
 }
@@ -144,6 +191,7 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "detach_": lambda x, _: x.detach_(),
     "masked_fill_": lambda x, y: x.masked_fill_(y > 0, 0.2),
     "index_put_": lambda x, y: x.index_put_((torch.tensor([0]),), y[:1], accumulate=True),
+    "data": lambda x, _: x.data.clamp_(-0.3, 0.7),
     "fill_diagonal_": lambda x, _: x.fill_diagonal_(0.1),
     "column": assign_column,
     "row": assign_row,
@@ -352,6 +400,66 @@ def plainly(program: Program, *, stages: bool) -> Found | None:
     return (total.detach(), whole) if all(map(_is_tame, whole)) else None
 
 
+def plainly_twice(
+    program: Program, vectors: Sequence[Tensor], *, stages: bool
+) -> list[Tensor] | None:
+    """The product of the second derivative and `vectors`, by autograd alone."""
+    params, batch = inputs(sum(ROWS))
+    parts = len(program.parts) if stages else 1
+    own = [[leaf.clone().requires_grad_() for leaf in params] for _ in range(parts)]
+    flat = [leaf for part in own for leaf in part]
+    total = [torch.zeros_like(leaf) for leaf in flat]
+    for microbatch in zip(*(leaf.split(ROWS) for leaf in batch), strict=True):
+        x: Any = [leaf.clone() for leaf in microbatch]
+        try:
+            if stages:
+                for stage, leaves in zip(program.stages(), own, strict=True):
+                    x = stage(leaves, x)
+            loss = program.stage_loss(x) if stages else program(own[0], x)
+            grads = torch.autograd.grad(loss, flat, create_graph=True, allow_unused=True)
+            pairs = [(g, v) for g, v in zip(grads, vectors, strict=True) if g is not None]
+            slope = torch.stack([(g * v).sum() for g, v in pairs]).sum()
+            found = torch.autograd.grad(slope, flat, allow_unused=True)
+        except RuntimeError:  # autograd refuses to follow, or there is no second derivative
+            return None
+        weight = len(microbatch[0]) / sum(ROWS)
+        total = [t if f is None else t + f * weight for t, f in zip(total, found, strict=True)]
+    return total if all(map(_is_tame, total)) else None
+
+
+def check_twice(program: Program, *, stages: bool) -> str:
+    """Compare second derivatives: forward over reverse with autograd differentiated twice.
+
+    Raises:
+        AssertionError: they differ.
+    """
+    params, batch = inputs(sum(ROWS))
+    parts = len(program.parts) if stages else 1
+    generator = torch.Generator().manual_seed(1)
+    vectors = [
+        torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator)
+        for _ in range(parts)
+        for leaf in params
+    ]
+    expected = plainly_twice(program, vectors, stages=stages)
+    if expected is None:
+        return "no gradient"
+    schedule = fpipe.schedules.gpipe(ranks=len(program.parts), microbatches=len(ROWS))
+    try:
+        if not stages:
+            pipe = fpipe.pipeline(program, schedule=schedule, compile=False)
+            found = list(fpipe.hvp(pipe).step(params, batch, vectors).hvp)
+        else:
+            pipe = fpipe.pipeline(program.stages(), program.stage_loss, schedule, compile=False)
+            along = [vectors[n : n + PARAMS] for n in range(0, len(vectors), PARAMS)]
+            step = fpipe.hvp(pipe).step([params] * parts, batch, along)
+            found = [leaf for part in step.hvp for leaf in part]
+    except fpipe.StageError:
+        return "refused"
+    torch.testing.assert_close(found, expected)
+    return "equal"
+
+
 def by_pipeline(program: Program, *, stages: bool, **options: Any) -> Found:
     """By a pipeline, of stages or of one function with cuts."""
     params, batch = inputs(sum(ROWS))
@@ -387,6 +495,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--twice", action="store_true", help="second derivatives")
     parser.add_argument("--compiled", action="store_true", help="by Inductor: seconds a program")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -398,7 +507,10 @@ def main() -> None:
         program = draw(seed)
         for stages in (False, True):
             try:
-                outcomes[check(program, stages=stages, **compiled)] += 1
+                if options.twice:
+                    outcomes[check_twice(program, stages=stages)] += 1
+                else:
+                    outcomes[check(program, stages=stages, **compiled)] += 1
             except Exception as error:
                 kind = "stages" if stages else "one function"
                 sys.exit(f"seed {seed}, {kind}:\n{program}\n{type(error).__name__}: {error}")

@@ -744,8 +744,8 @@ def test_backward_hooks_of_modules_count_at_each_call() -> None:
     batch = {"input": torch.ones(2, 3).double()}
     expected = pipe.step(detached(module), batch)
     for register in (
-        lambda: module[1].register_full_backward_pre_hook(lambda _, grads: (grads[0] * 2,)),
-        lambda: module[1].register_full_backward_hook(lambda _, grads, __: (grads[0] * 3,)),
+        lambda: module[1].register_full_backward_pre_hook(lambda _, grads: doubled(grads)),
+        lambda: module[1].register_full_backward_hook(lambda _, grads, __: doubled(grads)),
     ):
         handle = register()
         step = pipe.step(detached(module), batch)
@@ -755,6 +755,10 @@ def test_backward_hooks_of_modules_count_at_each_call() -> None:
         module.zero_grad()
         handle.remove()
     assert_equal_steps(pipe.step(detached(module), batch), expected)
+
+
+def doubled(grads: Any) -> Any:
+    return (grads[0] * 2,)
 
 
 def linears() -> nn.Sequential:

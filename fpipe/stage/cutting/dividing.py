@@ -147,7 +147,7 @@ class _Division:
         )
         # A stage that reads one of these owes a gradient by it, zeros where nothing comes back.
         places = {sources[node.name]: node for node in forward if node.op == "placeholder"}
-        owing = owed if seed is not None else ()
+        owing = owed if self._gradients else ()
         self._trained = [(source, value_of(places[source])) for source in owing]
         # Nothing was differentiated if the loss depends on nothing that is owed a gradient.
         triples = zip(owed, labels.leaves, self._gradients, strict=True) if labels.leaves else ()

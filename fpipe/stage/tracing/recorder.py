@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, fx
 
 from fpipe.arguments.ambient import without_autocast
-from fpipe.arguments.shapes import is_differentiable
 from fpipe.errors import FpipeError, StageError
 from fpipe.stage.foreign.checkpointed import Marks
 from fpipe.stage.graphs.sources import Source
@@ -76,7 +75,7 @@ class Demand:
         """
         places = leaves.places
         carries = tuple(
-            bool(places) and is_differentiable(value) and bool(readers(leaf))
+            bool(places) and _depends(value) and bool(readers(leaf))
             for leaf, value in enumerate(outputs)
         )
         cotangents = tuple(
@@ -209,7 +208,7 @@ class _Trace:
                 stack.enter_context(Unchecked())
                 stack.enter_context(self._known)
                 outputs = list(map(self._settled, self._function(list(arguments))))
-        self._depends = tuple(output.requires_grad for output in outputs)
+        self._depends = tuple(map(_depends, outputs))
         demand = self._demand = Demand.of(self._leaves, outputs, self._readers)
         if not self._differentiate:
             self._demand = Demand({}, demand.carries, ())
@@ -284,8 +283,7 @@ class _Trace:
         self, outputs: Sequence[Tensor], chosen: Sequence[Tensor], totals: dict[int, Tensor]
     ) -> list[Tensor]:
         """The gradients by what is chosen, zeros where nothing depends on it."""
-        # A view that is made within no_grad says that it requires a gradient, and has no history.
-        owed = {leaf: t for leaf, t in totals.items() if outputs[leaf].grad_fn is not None}
+        owed = totals
         found: Sequence[Tensor | None] = [None] * len(chosen)
         if owed and chosen:
             try:
@@ -338,6 +336,11 @@ class _Trace:
             except RuntimeError as error:
                 self.lost[leaf] = error
         return kept
+
+
+def _depends(output: Tensor) -> bool:
+    """Whether an output has a history; a view that was made within no_grad only says so."""
+    return output.requires_grad and output.grad_fn is not None
 
 
 _LSTM: Final = torch.ops.aten.mkldnn_rnn_layer.default
