@@ -10,7 +10,7 @@ backward runs theirs with a ctx that gives it back.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -62,10 +62,14 @@ def with_contexts() -> Iterator[None]:
     """Within it Functions whose forward takes ctx can be called within `torch.func`.
 
     However they are called, by ``Class.apply`` or by a name for it: what ``apply`` asks of the
-    class stands in. Calls in other threads are as before.
+    class stands in. From torch 2.14 on ``apply`` asks nothing in Python, and ``Class.apply`` alone
+    is taken. Calls in other threads are as before.
     """
-    with _ASKS.active(), _CALLS.active(), without_forward_mode(), called_plainly():
-        yield
+    with ExitStack() as stack:
+        for own in (_ASKS, _CALLS, *_APPLIES):
+            stack.enter_context(own.active())
+        with without_forward_mode(), called_plainly():
+            yield
 
 
 class _AtLast:
@@ -87,6 +91,14 @@ def _has_setup_context(setup_context: Any) -> Any:
     found = _ASKS.own(_MODULE)(setup_context)
     within = _ASKS.is_active and torch._C._are_functorch_transforms_active()
     return _AtLast() if within and not found else found
+
+
+def _apply(function: Any, *args: Any, **options: Any) -> Any:
+    (applies,) = _APPLIES
+    within = applies.is_active and torch._C._are_functorch_transforms_active()
+    if within and not _ASKS.own(_MODULE)(function.setup_context):
+        return _call(function, *args, **options)
+    return applies.own(torch.autograd.Function).__get__(None, function)(*args, **options)
 
 
 def _call(function: Any, *args: Any, **options: Any) -> Any:
@@ -142,6 +154,9 @@ def _moves(value: Any) -> bool:
 
 
 _ASKS = StandIn("_is_setup_context_defined", {_MODULE: _has_setup_context})
+_APPLIES: tuple[StandIn, ...] = ()
+if not isinstance(vars(torch.autograd.Function)["apply"], classmethod):
+    _APPLIES = (StandIn("apply", {torch.autograd.Function: classmethod(_apply)}),)
 _CALLS = StandIn("custom_function_call", {_MODULE: _call})
 
 
