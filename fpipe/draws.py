@@ -168,6 +168,22 @@ def _multinomial(
     return found.clamp_max(x.shape[-1] - 1)
 
 
+def _rrelu(
+    key: Tensor,
+    x: Tensor,
+    noise: Tensor,
+    lower: float = 1.0 / 8,
+    upper: float = 1.0 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """A leaky unit whose slopes are drawn, and the slopes, by which its backward multiplies."""
+    if not training:
+        return F.leaky_relu(x, (lower + upper) / 2), noise
+    slopes = torch.where(x <= 0, _uniform(key, x.detach(), lower, upper), 1.0)
+    return x * slopes, slopes
+
+
 def _randperm(key: Tensor, num: int, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
     kind = dtype or torch.int64
     if not kind.is_floating_point:
@@ -247,6 +263,7 @@ KEYED: Final[Mapping[OpOverload, Callable[..., Any]]] = MappingProxyType(
         aten.cauchy.default: _cauchy,
         aten.geometric.default: _geometric,
         aten.multinomial.default: _multinomial,
+        aten.rrelu_with_noise_functional.default: _rrelu,
         aten.randperm.default: _randperm,
         aten.randint.default: _randint,
         aten.randint.low: _randint_from,
@@ -270,6 +287,10 @@ _IN_PLACE: Final[Mapping[OpOverload, Callable[..., Any]]] = {
     aten.cauchy_.default: _cauchy,
     aten.geometric_.default: _geometric,
 }
+
+
+_RRELU: Final = aten.rrelu_with_noise.default
+"""It writes the slopes that it draws to its second argument."""
 
 
 def draws(op: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
@@ -355,7 +376,7 @@ class _Keyed(TorchDispatchMode):
             )
         if options.get("generator") is not None:
             raise FpipeError("the block draws from a torch.Generator of its own: leave it out")
-        if func not in KEYED and func not in _IN_PLACE:
+        if func not in KEYED and func not in _IN_PLACE and func is not _RRELU:
             raise FpipeError(f"the block {refusal(func)}")
         if _is_computed_again():
             raise FpipeError(
@@ -367,6 +388,10 @@ class _Keyed(TorchDispatchMode):
         with temporarily_clear_interpreter_stack():
             own = random.fold_in(self._key, self._drawn)
             self._drawn += 1
+            if func is _RRELU:
+                made, slopes = _rrelu(own, *args, **options)
+                args[1].copy_(slopes)
+                return made
             if func in _IN_PLACE:
                 return args[0].copy_(_IN_PLACE[func](own, *args, **options))
             return KEYED[func](own, *args, **options)

@@ -240,9 +240,22 @@ class Diffusion(nn.Module):
         return h * torch.multinomial(h.softmax(-1), 2)[:, :1]
 
 
+class Leaky(nn.Module):
+    """Units whose slopes are drawn, one of them within the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rrelu(self.last(F.rrelu(self.first(x), training=True)), 0.2, 0.4, training=True)
+
+
+@pytest.mark.parametrize("kind", [Diffusion, Leaky])
 @pytest.mark.parametrize("schedule", ["zb_h1", "gpipe"])
-def test_module_that_draws_integers(schedule: str) -> None:
-    module, batch = Diffusion().double(), {"x": torch.randn(6, 4, dtype=torch.float64)}
+def test_module_that_draws_in_other_ways(schedule: str, kind: Any) -> None:
+    """Integers, and slopes, which were refused."""
+    module, batch = kind().double(), {"x": torch.randn(6, 4, dtype=torch.float64)}
     pipe = fpipe.from_module(
         module,
         schedule=schedules.get(schedule, ranks=2, microbatches=2),
