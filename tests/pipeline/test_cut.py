@@ -25,7 +25,7 @@ from tests.cut_model import (
     make_network,
     make_params,
 )
-from tests.models import assert_identical
+from tests.models import assert_identical, assert_same, rand
 
 
 @pytest.fixture
@@ -521,3 +521,70 @@ def test_cut_function_compiles(params: Any, batch: Any) -> None:
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(grads["table"], expected_grads["table"])
     assert set(single) < set(grads)
+
+
+class Fixed(torch.autograd.Function):
+    """Its backward returns a tensor that it closes over."""
+
+    gradient = torch.full((3, 3), 2.0, dtype=torch.float64)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return Fixed.gradient
+
+
+def _fixed(p: Any, x: Tensor) -> Tensor:
+    h = fpipe.cut(torch.tanh(x @ Fixed.apply(p[0])))
+    return (h @ Fixed.apply(p[1])).square().mean()
+
+
+def _twice_alike(p: Any, x: Tensor) -> Tensor:
+    """Autograd adds up the same two gradients on two edges."""
+    a, b = fpipe.cut(torch.tanh(x @ p[0])), torch.sigmoid(x @ p[1])
+    return (a + b).sum() + (a + b).sum()
+
+
+def _strided_part(p: Any, x: Tensor) -> Tensor:
+    part = torch.tanh(x @ p[0]).chunk(2, 1)[0]
+    return (fpipe.cut(part.as_strided((2, 2), (3, 1))) @ p[1][:2]).square().mean()
+
+
+def _unsqueezed(p: Any, x: Tensor) -> Tensor:
+    """It changes the shape of what expand() has made, and writes to nothing."""
+    h = (x @ p[0]).sum(0).expand(4, 3)
+    return (fpipe.cut(h.unsqueeze_(0)[0]) @ p[1]).square().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [_fixed, _twice_alike, _strided_part, _unsqueezed])
+def test_divided_backward_equals_that_of_autograd(loss_fn: Any) -> None:
+    """Each was refused, or without a gradient, when whole backwards were first divided."""
+    params, batch = [rand(3, 3), rand(3, 3)], rand(4, 3)
+    schedule = fpipe.schedules.gpipe(ranks=2, microbatches=1)
+    own = [leaf.clone().requires_grad_() for leaf in params]
+    loss = loss_fn(own, batch)
+    expected = fpipe.Step(loss.detach(), list(torch.autograd.grad(loss, own)))
+    assert_same(
+        fpipe.pipeline(loss_fn, schedule=schedule, compile=False).step(params, batch), expected
+    )
+
+
+def test_loss_that_cannot_be_differentiated_is_refused_beside_aux() -> None:
+    """Its gradients were zeros."""
+
+    def loss_fn(p: Any, x: Tensor) -> Any:
+        h = fpipe.cut(x @ p[0])
+        total = (h @ p[1]).sum()
+        loss = total * total
+        total.add_(1)
+        return loss, h
+
+    schedule = fpipe.schedules.gpipe(ranks=2, microbatches=1)
+    pipe = fpipe.pipeline(loss_fn, schedule=schedule, has_aux=True, compile=False)
+    with pytest.raises(
+        fpipe.StageError, match="writes in place to a value that its backward needs"
+    ):
+        pipe.step([rand(3, 3), rand(3, 3)], rand(4, 3))

@@ -65,7 +65,8 @@ class Backward:
 
     def _add_up(self) -> None:
         """Find the sum of the gradients along each edge."""
-        self.totals = {edge: _total(handed) for edge, handed in self.handed.items()}
+        taken: set[fx.Node] = set()
+        self.totals = {edge: _total(edge, own, taken) for edge, own in self.handed.items()}
         self.entering = {(total, edge.node): edge for edge, total in self.totals.items()}
 
     def home(self, number: int) -> int | None:
@@ -114,10 +115,11 @@ class Backward:
 def _views_made_again(
     nodes: Sequence[fx.Node], entering: Collection[tuple[fx.Node, int]]
 ) -> dict[fx.Node, fx.Node]:
-    """Let a view of a gradient that was made again be the first.
+    """Replace a view of a gradient that was recorded twice by its first copy.
 
-    What was written to is looked at anew when it is next read: by another of autograd's nodes, to
-    which it came along an edge as a view, and not as what that is a view of.
+    Functionalization makes a view again when its base was written to; if another autograd node
+    reads it next, the second copy carries that node's label although the gradient came along an
+    edge.
 
     Args:
         nodes: of the graph, in order.
@@ -143,19 +145,33 @@ def _views_made_again(
     return firsts
 
 
-def _total(handed: Sequence[Handed]) -> fx.Node:
-    """What comes of the gradients along an edge, added up in the order in which they came."""
+def _total(edge: Edge, handed: Sequence[Handed], taken: set[fx.Node]) -> fx.Node:
+    """What comes of the gradients along an edge, added up in the order in which they came.
+
+    Args:
+        edge: where they meet.
+        handed: the gradients.
+        taken: the sums that belong to other edges, which may be of the same gradients.
+    """
     total = handed[0].value
     for own in handed[1:]:
-        total = next(
+        sums = [
             user
             for user in _users(total)
             if user.target is aten.add.Tensor
+            and user not in taken
             and TURN in user.meta
             and user.meta[TURN].adding
             and {_origin(used) for used in user.all_input_nodes} == {total, own.value}
-        )
+        ]
+        read = (n for n in sums if any(_turn_of(user) == edge.node for user in n.users))
+        total = next(read, sums[0])
+        taken.add(total)
     return total
+
+
+def _turn_of(node: fx.Node) -> int | None:
+    return node.meta[TURN].node if TURN in node.meta else None
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:

@@ -9,6 +9,7 @@ memory, so that the reader gets back the very strides that it was recorded with.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ from fpipe.stage.cutting.assigning import assign, homes
 from fpipe.stage.cutting.backward import Backward, is_forward
 from fpipe.stage.graphs.joint import Cotangent
 from fpipe.stage.graphs.layouts import memory_order
-from fpipe.stage.graphs.nodes import TURN, ancestors, is_view, value_of
+from fpipe.stage.graphs.nodes import TURN, ancestors, is_random, is_view, value_of
 from fpipe.stage.graphs.sources import Source, Upstream
 from fpipe.stage.refusing.explain import Untraceable
 from fpipe.stage.tracing.labels import Edge, Labels, Turn
@@ -39,8 +40,8 @@ class Part:
         sources: where the value of each placeholder that is no cotangent comes from.
         cotangents: for each output what its readers hand back.
         owed: what each gradient is by.
-        is_stale: values come in otherwise than they were recorded, so that strides are to be found
-            anew.
+        is_stale: some inputs have other strides than in the recording, so `propagate` must compute
+            those of all values again.
     """
 
     graph: fx.Graph
@@ -135,6 +136,7 @@ class _Division:
         self._last, self._seed = last, seed
         _look_at_whole(graph)
         self._nodes = [node for node in graph.nodes if node.op != "output"]
+        self._constants = _constants(self._nodes)
         forward = [n for n in self._nodes if is_forward(n) and n is not seed]
         self._stage_of = assign(forward, sources)
         self._backward = Backward(labels, self._nodes, self._stage_of, seed, last)
@@ -265,6 +267,8 @@ class _Division:
             if reader is not None and turn.node == reader.node and not turn.adding:
                 return "own"
         edge = None if reader is None else self._backward.entering.get((node, reader.node))
+        if edge is None and node in self._constants:
+            return "own"
         if edge is None:
             raise Untraceable(
                 "has a backward that uses what another stage makes",
@@ -310,7 +314,7 @@ class _Build:
         back = division._back[self._stage]
         cotangents: list[list[Cotangent]] = [[] for _ in outputs]
         for edge, givers in back.items():
-            # A value of this stage stands for what the gradient is by: nobody reads it.
+            # The edge needs an output to hang its cotangent on: any value, for nobody reads it.
             outputs.append(outputs[0] if outputs else self._anything())
             cotangents.append(
                 [Cotangent(giver, self._names[edge, giver]) for giver in sorted(givers)]
@@ -446,8 +450,18 @@ class _Build:
         return next(reversed(self._copies.values()))
 
 
+def _constants(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """What depends on what the function closes over alone: any stage can make it."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        made = node.op == "call_function" and not is_random(node)
+        if node.op == "get_attr" or (made and all(n in found for n in node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
 def _look_at_whole(graph: fx.Graph) -> None:
-    """Let views by strides be of the value whose memory it is, for that crosses as it lies."""
+    """Take each as_strided of the tensor that owns the memory: a view of it crosses densely."""
     for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
         value, *place = node.args
         if value_of(value).is_conj() or value_of(value).is_neg():
@@ -456,8 +470,14 @@ def _look_at_whole(graph: fx.Graph) -> None:
         if offset is None:
             offset = value_of(value).storage_offset()
         base = value
-        while is_view(base) and value_of(base.all_input_nodes[0]).dtype == value_of(value).dtype:
-            base = base.all_input_nodes[0]
+        while is_view(base):
+            looked_at = base.all_input_nodes[0]
+            if base.target is operator.getitem:  # of an operation that returns several views
+                looked_at = looked_at.all_input_nodes[0]
+            same_turn = looked_at.meta.get(TURN) == node.meta.get(TURN)
+            if not same_turn or value_of(looked_at).dtype != value_of(value).dtype:
+                break
+            base = looked_at
         node.args = (base, *place[:2], offset)
 
 

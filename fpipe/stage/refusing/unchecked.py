@@ -42,7 +42,7 @@ class Unchecked(Seeing):
             _check_dtypes(func, tree.flatten((args, dict(options)))[0])
         elif func is aten.as_strided.default:
             _check_reach(*args, **options)
-        elif func._schema.is_mutable:
+        elif func._schema.is_mutable and torch.Tag.inplace_view not in func.tags:
             _check_overlap(func, args, options)
         return func(*args, **options)
 
@@ -99,6 +99,8 @@ def _check_overlap(
 
 def _is_folded(value: Tensor) -> bool:
     """Whether elements of a tensor may lie in the same place."""
+    if 0 in value.shape:
+        return False
     reach = 0
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1:

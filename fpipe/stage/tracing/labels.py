@@ -1,17 +1,17 @@
 """Where each node of a graph belongs that is recorded with its backward.
 
-A node of the forward belongs to the stage in which it was recorded: so many cuts had been executed.
-A node of the backward belongs to the node of autograd whose turn it was; and that to the stage in
-which it was made, which its sequence number tells. Autograd's nodes hand gradients to each other
-along edges. What it adds up where several come in along one edge belongs to no node, and is noted
-as that edge's.
+A forward node belongs to the stage in which it was recorded: its number is how many cuts had run. A
+backward node belongs to the autograd node that was running, and that node to the stage that made
+it, which its sequence number tells. Autograd nodes pass gradients along edges. Where several
+gradients meet on one edge, autograd adds them; the sum belongs to the edge, not to a node.
 """
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from fpipe.torch_internals import (
     autograd_counter,
     current_autograd_node,
     get_proxy_mode,
+    node_of,
     nodes_after,
 )
 
@@ -52,16 +53,14 @@ class Handed(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Whose turn it was when a node of the backward was recorded.
+    """The autograd node that was running when a backward node was recorded.
 
     Attributes:
         node: the number of autograd's node.
-        hook: before it ran: in a hook of a tensor.
-        adding: after it had run: what is recorded adds gradients up.
+        adding: the node had finished, and autograd was adding its gradients to others.
     """
 
     node: int
-    hook: bool = False
     adding: bool = False
 
 
@@ -123,18 +122,12 @@ class Labels(Seeing):
         self._settle()
         super().__exit__(*error)
 
-    def begin_backward(
-        self,
-        roots: Sequence[Tensor],
-        chosen: Sequence[Tensor],
-        node_of: Callable[[Tensor], fx.Node | None],
-    ) -> None:
+    def begin_backward(self, roots: Sequence[Tensor], chosen: Sequence[Tensor]) -> None:
         """A backward begins; hears each of autograd's nodes that will take part.
 
         Args:
             roots: what is differentiated.
             chosen: what it is differentiated by.
-            node_of: from a value to its node in the graph.
         """
         self._backward = True
         ends = {value.grad_fn for value in chosen}
@@ -156,9 +149,9 @@ class Labels(Seeing):
                 for own, place in node.next_functions
             ]
             waiting += [own for own, _ in node.next_functions]
-            self._hear(node, number, node_of)
+            self._hear(node, number)
 
-    def _hear(self, node: Any, number: int, node_of: Callable[[Tensor], fx.Node | None]) -> None:
+    def _hear(self, node: Any, number: int) -> None:
         """Hear when it is a node's turn, and what it hands on."""
 
         def begin(_: Any) -> None:
@@ -167,13 +160,15 @@ class Labels(Seeing):
 
         def end(given: tuple[Tensor | None, ...], _: Any) -> Any:
             fitted = tuple(map(_fitted, given, node.next_functions)) if number in own else given
+            fitted = tuple(map(_recorded, fitted))
             found = [None if value is None else node_of(value) for value in fitted]
             self._settle()
             self._done = number
             for edge, value in zip(self.following[number], found, strict=False):
                 if edge is not None and value is not None:
                     self.handed[edge].append(Handed(number, value))
-            return fitted if number in own else None
+            same = all(map(operator.is_, fitted, given))
+            return None if same else fitted
 
         own = self.custom
         node.register_prehook(begin)
@@ -196,9 +191,7 @@ class Labels(Seeing):
         node = self._index.get(current_autograd_node(), -1)
         if node in (-1, self._running) and self._running != self._done:
             return {TURN: Turn(self._running)}  # what a node's own backward runs is its own too
-        if node == self._done:
-            return {TURN: Turn(node, adding=True)}
-        return {TURN: Turn(node, hook=True)}
+        return {TURN: Turn(node, adding=node == self._done)}
 
     def _settle(self) -> None:
         """Label what has been recorded since."""
@@ -210,6 +203,11 @@ class Labels(Seeing):
         for node in nodes_after(self._graph, self._last):
             node.meta |= self._label
             self._last = node
+
+
+def _recorded(value: Tensor | None) -> Tensor | None:
+    """A gradient as a value of the graph: a backward may return a tensor that it closes over."""
+    return value if value is None or node_of(value) is not None else value.clone()
 
 
 def _fitted(given: Tensor | None, to: tuple[Any, int]) -> Tensor | None:

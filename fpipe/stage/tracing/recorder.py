@@ -42,7 +42,6 @@ from fpipe.torch_internals import (
     get_proxy_mode,
     make_fx,
     new_placeholder,
-    node_of,
     to_fun,
 )
 
@@ -289,6 +288,9 @@ class _Trace:
             try:
                 found = self._grad(outputs, chosen, owed)
             except RuntimeError:
+                # A function with cuts has its loss alone, and what it is made of is not recorded.
+                if self._labels is not None or sum(self._demand.carries) == 1:
+                    raise
                 owed = self._without_lost(outputs, chosen, owed)
                 found = self._grad(outputs, chosen, owed) if owed else found
         gradients = [
@@ -311,7 +313,7 @@ class _Trace:
         again = bool(mode.tracer.graph.find_nodes(op="call_function", target=_LSTM))
         roots = [outputs[leaf] for leaf in owed]
         if self._labels is not None:
-            self._labels.begin_backward(roots, chosen, node_of)
+            self._labels.begin_backward(roots, chosen)
         with without_autocast(), torch.autograd.set_multithreading_enabled(False):
             return torch.autograd.grad(
                 roots,
@@ -326,8 +328,6 @@ class _Trace:
         self, outputs: Sequence[Tensor], chosen: Sequence[Tensor], owed: dict[int, Tensor]
     ) -> dict[int, Tensor]:
         """Those that can be differentiated; the others only matter if a reader differentiates."""
-        if len(self._demand.carries) == 1:
-            raise
         kept = {}
         for leaf, total in owed.items():
             try:
