@@ -61,7 +61,7 @@ def test_input_that_has_no_gradient_asks_for_none() -> None:
         raw.mul_(2)
         return x[0] @ w + raw
 
-    stages = [lambda w, x: (x @ w, x * 1), spoils]
+    stages: list[Any] = [lambda w, x: (x @ w, x * 1), spoils]
     schedule = fpipe.schedules.gpipe(ranks=2, microbatches=2)
     pipe = fpipe.pipeline(stages, squares, schedule, compile=False)
     own = [leaf.clone().requires_grad_() for leaf in PARAMS]
