@@ -295,6 +295,7 @@ class _Build:
         self.graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
         self._crossed: dict[fx.Node, fx.Node] = {}
+        self._names: dict[tuple[Edge, int], str] = {}  # of the placeholders of cotangents
         self._given: dict[tuple[Edge, int], fx.Node] = {}
         self._sums: dict[Edge, fx.Node] = {}
         self._sources: dict[str, Source] = {}
@@ -365,7 +366,6 @@ class _Build:
                 leaf = self._leaves[home][_Output(node, True)]
                 self._sources[copy.name] = Upstream(home, leaf)
                 received.append((copy, value_of(node), node))
-        self._names: dict[tuple[Edge, int], str] = {}
         for edge, givers in division._back[self._stage].items():
             like = value_of(self._backward.totals[edge])
             for giver in givers:

@@ -282,17 +282,16 @@ class _Trace:
         self, outputs: Sequence[Tensor], chosen: Sequence[Tensor], totals: dict[int, Tensor]
     ) -> list[Tensor]:
         """The gradients by what is chosen, zeros where nothing depends on it."""
-        owed = totals
         found: Sequence[Tensor | None] = [None] * len(chosen)
-        if owed and chosen:
+        if totals and chosen:
             try:
-                found = self._grad(outputs, chosen, owed)
+                found = self._grad(outputs, chosen, totals)
             except RuntimeError:
                 # A function with cuts has its loss alone, and what it is made of is not recorded.
                 if self._labels is not None or sum(self._demand.carries) == 1:
                     raise
-                owed = self._without_lost(outputs, chosen, owed)
-                found = self._grad(outputs, chosen, owed) if owed else found
+                kept = self._without_lost(outputs, chosen, totals)
+                found = self._grad(outputs, chosen, kept) if kept else found
         gradients = [
             torch.zeros_like(own) if gradient is None else gradient
             for own, gradient in zip(chosen, found, strict=True)
