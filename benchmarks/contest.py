@@ -14,8 +14,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 import fpipe
-from fpipe.runtime.group import GroupTransport
-from fpipe.runtime.program import Compute, Recv, Send, WaitRecv, WaitSend
+from fpipe.program.program import Compute, Recv, Send, WaitRecv, WaitSend
+from fpipe.transport.group import GroupTransport
 
 CPU: Final = torch.device("cpu")
 

@@ -32,8 +32,11 @@ from fpipe.version import __version__ as __version__
 if TYPE_CHECKING:
     from fpipe import nn, random
     from fpipe.current import step, use
+    from fpipe.divide.cut import cut
     from fpipe.engine import Pipeline
     from fpipe.entry import pipeline
+    from fpipe.functional.ensemble import vmap
+    from fpipe.functional.pullback import vjp
     from fpipe.microbatches import Microbatches
     from fpipe.modules.balancing import balance
     from fpipe.modules.entry import from_module
@@ -43,12 +46,9 @@ if TYPE_CHECKING:
     from fpipe.norms import Clipped, clip_by_global_norm, global_norm
     from fpipe.profiling import profile
     from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
-    from fpipe.stage.cutting.cut import cut
-    from fpipe.stage.declared.stage import Stage
+    from fpipe.spec.stage import Stage
     from fpipe.transforms.choice import grad
     from fpipe.transforms.directional import Directional, Hvp, HvpAux, Jvp, ggnvp, hvp, jvp
-    from fpipe.transforms.ensemble import vmap
-    from fpipe.transforms.pullback import vjp
     from fpipe.transforms.rows import (
         ExampleNorms,
         ExampleNormsAux,
@@ -131,12 +131,12 @@ _LAZY = {
         ("fpipe.norms", "Clipped clip_by_global_norm global_norm"),
         ("fpipe.profiling", "profile"),
         ("fpipe.results", "ForwardAux Step StepAux StepState StepStateAux"),
-        ("fpipe.stage.cutting.cut", "cut"),
-        ("fpipe.stage.declared.stage", "Stage"),
+        ("fpipe.divide.cut", "cut"),
+        ("fpipe.spec.stage", "Stage"),
         ("fpipe.transforms.choice", "grad"),
         ("fpipe.transforms.directional", "Directional Hvp HvpAux Jvp ggnvp hvp jvp"),
-        ("fpipe.transforms.ensemble", "vmap"),
-        ("fpipe.transforms.pullback", "vjp"),
+        ("fpipe.functional.ensemble", "vmap"),
+        ("fpipe.functional.pullback", "vjp"),
         ("fpipe.transforms.rows", "ExampleNorms ExampleNormsAux NormPipeline"),
         ("fpipe.transforms.rows", "per_example_grads per_example_norms"),
     )

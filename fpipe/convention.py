@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fpipe import tree
+from fpipe import pytree
 from fpipe.errors import StageError, check_choice
 from fpipe.nn import closed, opened
 
@@ -28,7 +28,7 @@ def scaled(grads: Any, cotangent: Tensor) -> Any:
     def product(gradient: Tensor) -> Tensor:
         return (cotangent.to(gradient.device) * gradient).to(gradient.dtype)
 
-    return tree.tree_map(product, grads)
+    return pytree.tree_map(product, grads)
 
 
 def spared(grads: Any, weights: Tensor) -> Any:
@@ -44,7 +44,7 @@ def spared(grads: Any, weights: Tensor) -> Any:
         unused = idle.to(gradient.device).view(-1, *[1] * (gradient.dim() - 1))
         return gradient.masked_fill(unused & ~gradient.isfinite(), 0)
 
-    return tree.tree_map(without, grads)
+    return pytree.tree_map(without, grads)
 
 
 COTANGENT = "cotangent"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe import random, tree
+from fpipe import pytree, random
 from fpipe.convention import DEFERRED, PLAIN, Convention
 from fpipe.errors import (
     BatchError,
@@ -24,18 +24,18 @@ from fpipe.errors import (
     check_flags,
     label_of,
 )
-from fpipe.runtime.connect import device_of
+from fpipe.pieces.compiler import Compile
+from fpipe.pieces.remat import Remat, named
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.arguments import plain_number
 from fpipe.schedule.verifying.requires import owed_by_actions
 from fpipe.schedule.verifying.verifier import verify
-from fpipe.stage.declared.objective import Objective
-from fpipe.stage.declared.returns import Returns
-from fpipe.stage.declared.sink import SUM, Sink
-from fpipe.stage.declared.stage import Stage
-from fpipe.stage.declared.trainable import ALL, Trainable
-from fpipe.stage.pieces.compiler import Compile
-from fpipe.stage.pieces.remat import Remat, named
+from fpipe.spec.objective import Objective
+from fpipe.spec.returns import Returns
+from fpipe.spec.sink import SUM, Sink
+from fpipe.spec.stage import Stage
+from fpipe.spec.trainable import ALL, Trainable
+from fpipe.transport.connect import device_of
 
 REDUCTIONS = ("mean", "sum", "weighted")
 
@@ -340,7 +340,7 @@ class Definition:
             "has_state": str((self.has_state, self.convention is DEFERRED)),
             "remat policy": named(self.remat),
             "accum_dtype": str(self.accum_dtype),
-            "in_dims": str(tree.flatten(self.in_dims)),
+            "in_dims": str(pytree.flatten(self.in_dims)),
             "transform": repr((self.loss_shape, self.loss_cotangent, self.sink.join, self.argnums)),
         }
 

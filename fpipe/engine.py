@@ -17,27 +17,27 @@ import optree
 import torch
 from torch import Tensor
 
-from fpipe import random, tree
-from fpipe.arguments.modes import refuse_modes
-from fpipe.arguments.parameters import keep
-from fpipe.arguments.shapes import Goal
-from fpipe.controller.choosing import controller_of, workshop_of
-from fpipe.controller.controller import Gather
-from fpipe.controller.header import PREPARES, Addend, Marked
-from fpipe.controller.keys import read_key
+from fpipe import pytree, random
+from fpipe.autograd.history import has_history, is_tracked, tracked_value
+from fpipe.autograd.levels import call_within, is_within
+from fpipe.autograd.outputs import NO_LOSS, tracked_forward, without_history
 from fpipe.definition import ONE_BATCH, Definition
 from fpipe.draws import within_pipeline
 from fpipe.errors import BatchError, FpipeError, StageError, a_type
+from fpipe.execute.choosing import controller_of, workshop_of
+from fpipe.execute.controller import Gather
+from fpipe.execute.header import PREPARES, Addend, Marked
+from fpipe.execute.keys import read_key
+from fpipe.inputs.caller_modes import refuse_modes
+from fpipe.inputs.params import keep
+from fpipe.inputs.signature import Goal
 from fpipe.loadable import Loadable
-from fpipe.nesting.history import has_history, is_tracked, tracked_value
-from fpipe.nesting.levels import call_within, is_within
-from fpipe.nesting.outputs import NO_LOSS, tracked_forward, without_history
 from fpipe.outcome import Outcome
+from fpipe.plan.workshop import Workshop
+from fpipe.program.program import Program
 from fpipe.results import ForwardAux
-from fpipe.runtime.program import Program
 from fpipe.schedule import Schedule
-from fpipe.stage.tracing.apart import refuse_within
-from fpipe.stage.workshop import Workshop
+from fpipe.trace.apart import refuse_within
 
 T = TypeVar("T")
 
@@ -154,7 +154,7 @@ class Pipeline(Loadable):
         arguments, key = self._in_order("value", arguments, key, named)
         if is_within():
             return call_within(self, "value", params, *arguments, key=key)
-        leaves = tree.flatten((params, arguments))[0]
+        leaves = pytree.flatten((params, arguments))[0]
         tracked = is_tracked(leaves)
         if tracked and has_history(self):
             return tracked_value(self, params, *arguments, key=key)
@@ -207,7 +207,7 @@ class Pipeline(Loadable):
         if is_within():
             options = {"key": key, "out_dims": out_dims}
             return call_within(self, "forward", params, *arguments, **options)
-        if is_tracked(tree.flatten((params, arguments))[0]):
+        if is_tracked(pytree.flatten((params, arguments))[0]):
             return tracked_forward(self, params, *arguments, key=key, out_dims=out_dims)
         return self.run_forward(params, *arguments, key=key, out_dims=out_dims)
 
@@ -320,7 +320,7 @@ class Pipeline(Loadable):
         """Do what all processes do at once; a rank that is lost is known as in `step`.
 
         Args:
-            call: one of `fpipe.controller.header.CALLS`.
+            call: one of `fpipe.execute.header.CALLS`.
             work: is given what takes a picklable value of each process and returns all of them.
                 What it raises breaks the connections of the group.
         """

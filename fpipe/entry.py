@@ -15,12 +15,12 @@ from fpipe.convention import called
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError, a_type
+from fpipe.pieces.compiler import Compile
+from fpipe.pieces.remat import Remat
 from fpipe.placing import group_of, placed
 from fpipe.schedule import Schedule
-from fpipe.stage.declared.stage import Stage
-from fpipe.stage.declared.trainable import Trainable
-from fpipe.stage.pieces.compiler import Compile
-from fpipe.stage.pieces.remat import Remat
+from fpipe.spec.stage import Stage
+from fpipe.spec.trainable import Trainable
 
 
 def pipeline(

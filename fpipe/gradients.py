@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe import tree
-from fpipe.arguments.parameters import Parameters
-from fpipe.arguments.shapes import is_differentiable
-from fpipe.planning.plan import Plan
-from fpipe.planning.total import divided_
-from fpipe.runtime.interpreter import Run
+from fpipe import pytree
+from fpipe.inputs.params import Parameters
+from fpipe.inputs.signature import is_differentiable
+from fpipe.plan.plan import Plan
+from fpipe.plan.total import divided_
+from fpipe.program.interpreter import Run
 
 
 def collected(plan: Plan, runs: Sequence[Run]) -> dict[tuple[int, int], Tensor]:
@@ -94,11 +94,11 @@ def batch_gradients(
     its microbatch. What reads a leaf may depend on the rows of a microbatch: those of one that does
     not have zeros.
     """
-    leaves, spec = tree.flatten(batch)
-    dims = tree.broadcast_prefix("in_dims", in_dims, batch, "batch")
-    apart = tree.number_of_parts(batch)
-    places = None if apart is None else tree.places_of_parts(spec, apart)
-    rest = None if apart is None else frozenset(tree.places_of_rest(spec))
+    leaves, spec = pytree.flatten(batch)
+    dims = pytree.broadcast_prefix("in_dims", in_dims, batch, "batch")
+    apart = pytree.number_of_parts(batch)
+    places = None if apart is None else pytree.places_of_parts(spec, apart)
+    rest = None if apart is None else frozenset(pytree.places_of_rest(spec))
     parts: dict[int, dict[int, Any]] = {}
     for run in runs:
         for _, leaf, microbatch, slot in sorted(run.program.results.batch_grads):
@@ -119,7 +119,7 @@ def batch_gradients(
             # Of a leaf that other ranks alone read, this one may have no data.
             device = whole.device if leaf.is_meta else leaf.device
             found.append(whole.to(device, leaf.dtype))
-    return tree.unflatten(spec, found)
+    return pytree.unflatten(spec, found)
 
 
 def _whole(plan: Plan, parts: Mapping[int, Tensor], dim: int | None) -> Tensor:

@@ -16,11 +16,11 @@ import optree
 import torch
 from torch import Tensor
 
-from fpipe import random, tree
-from fpipe.arguments.parameters import check_parts
-from fpipe.arguments.shapes import in_words
+from fpipe import pytree, random
 from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError, a_type
+from fpipe.inputs.params import check_parts
+from fpipe.inputs.signature import in_words
 
 T = TypeVar("T")
 
@@ -59,8 +59,8 @@ def names_of(spec: optree.PyTreeSpec) -> list[str]:
         BatchError: two leaves have the same.
 
     Example:
-        >>> from fpipe import tree
-        >>> names_of(tree.structure([{"w": 1, "norm.bias": 2}, (3,)]))
+        >>> from fpipe import pytree
+        >>> names_of(pytree.structure([{"w": 1, "norm.bias": 2}, (3,)]))
         ['0.norm.bias', '0.w', '1.0']
     """
     names = [".".join(map(str, path)) for path in spec.paths()]
@@ -120,7 +120,7 @@ def given(params: Any, names: Sequence[str]) -> Make:
     """
 
     def make(wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        leaves, _ = tree.flatten(params)
+        leaves, _ = pytree.flatten(params)
         found = {n: v for n, v in zip(names, leaves, strict=True) if n in wanted}
         for name, leaf in found.items():
             if leaf.is_meta:
@@ -198,7 +198,7 @@ def held(
         if definition.stage_devices is not None:
             devices = [definition.stage_devices[stage] for stage in stages]
     filled = _filled(pipe, maker, names, leaves, flags, devices, "parameters")
-    return pipe.local(tree.unflatten(spec, filled))
+    return pipe.local(pytree.unflatten(spec, filled))
 
 
 def whole(pipe: Holder, maker: Callable[[Sequence[str]], Make], shapes: Any) -> Any:
@@ -226,7 +226,7 @@ def whole(pipe: Holder, maker: Callable[[Sequence[str]], Make], shapes: Any) -> 
 
     leaves, names, spec = pipe.each("make its state", read)
     flags, devices = [True] * len(names), [pipe.definition.device] * len(names)
-    return tree.unflatten(spec, _filled(pipe, maker, names, leaves, flags, devices, "state"))
+    return pytree.unflatten(spec, _filled(pipe, maker, names, leaves, flags, devices, "state"))
 
 
 def own(pipe: Holder, params: Any) -> dict[str, Tensor]:
@@ -235,7 +235,7 @@ def own(pipe: Holder, params: Any) -> dict[str, Tensor]:
     if not definition.function or definition.group is None:
         if not definition.function:
             check_parts("params", params, definition.schedule.num_stages)
-        leaves, spec = tree.flatten(pipe.local(params))
+        leaves, spec = pytree.flatten(pipe.local(params))
         return dict(zip(names_of(spec), leaves, strict=True))
     structure = pipe.structure()
     if structure is None:
@@ -275,7 +275,7 @@ def _skeleton(what: str, shapes: Any, name: str) -> Skeleton:
         )
     else:
         hint = "torch.device('meta') makes them"
-    leaves, spec = tree.tensors(name, shapes, hint)
+    leaves, spec = pytree.tensors(name, shapes, hint)
     return Skeleton(leaves, names_of(spec), spec)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from fpipe import tree
+from fpipe import pytree
 from fpipe.draws import keyed as keyed
 from fpipe.errors import StageError
 from fpipe.torch_internals import functorch
@@ -335,12 +335,12 @@ class _Statistics(TorchFunctionMode):
 
 def opened(state: Any) -> Any:
     """A state whose `BatchStats` are ready to take the statistics of a batch part by part."""
-    return tree.map_nodes(_opened, state, BatchStats)
+    return pytree.map_nodes(_opened, state, BatchStats)
 
 
 def closed(state: Any) -> Any:
     """The inverse of `opened`: the statistics of the batch have gone into the running ones."""
-    return tree.map_nodes(_closed, state, Deferred)
+    return pytree.map_nodes(_closed, state, Deferred)
 
 
 def _opened(stats: BatchStats) -> Deferred:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fpipe import tree
-from fpipe.controller.header import NORMS, Addend
+from fpipe import pytree
 from fpipe.current import in_use
 from fpipe.engine import Pipeline, check_is_pipeline
 from fpipe.errors import FpipeError, a_type
+from fpipe.execute.header import NORMS, Addend
 from fpipe.transforms.wrapping import Wrapping
 
 
@@ -105,7 +105,7 @@ def clip_by_global_norm(
         # A product with a tensor of no dimensions has the dtype of the other factor.
         return (leaf * scale.to(leaf.device)).to(leaf.dtype)
 
-    return Clipped(tree.tree_map(scaled, grads), norm)
+    return Clipped(pytree.tree_map(scaled, grads), norm)
 
 
 def _norm(grads: Any, pipe: Pipeline | Wrapping | None, check: Callable[[], None]) -> Tensor:
@@ -139,7 +139,7 @@ def _norm(grads: Any, pipe: Pipeline | Wrapping | None, check: Callable[[], None
         )
         [squares] = own
         if chosen.definition.function:
-            mine = dict(zip(tree.paths(tree.structure(grads)), squares.tolist(), strict=True))
+            mine = dict(zip(pytree.paths(pytree.structure(grads)), squares.tolist(), strict=True))
             parts = chosen.together(NORMS, lambda gather: gather(mine))
             each = _each_once(parts)
             # In the order of one process, which adds them up like this: to the same bits.
@@ -162,12 +162,12 @@ def _leaves(grads: Any) -> list[Tensor]:
         fields: tuple[str, ...] = getattr(grads, "_fields", ())
         parts = [f".{field}" for field in fields if field in ("grads", "hvp", "norms", "jvp")]
         raise FpipeError(f"grads is {a_type(grads)}: pass its {' or '.join(parts)}")
-    leaves, spec = tree.flatten(grads)
+    leaves, spec = pytree.flatten(grads)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
             raise FpipeError(
-                f"grads{tree.paths(spec)[index]}={leaf!r:.60} is not a floating-point tensor: what "
-                "has no gradient must be None"
+                f"grads{pytree.paths(spec)[index]}={leaf!r:.60} is not a floating-point tensor: "
+                "what has no gradient must be None"
             )
     return leaves
 
@@ -208,7 +208,7 @@ def _each_once(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _refuse_a_part(grads: Any) -> None:
     """A norm of one rank's part alone would be wrong without a word."""
-    whole = all(leaf is not None for leaf in tree.flatten_prefix(grads))
+    whole = all(leaf is not None for leaf in pytree.flatten_prefix(grads))
     if whole or not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return
     raise FpipeError(

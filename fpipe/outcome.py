@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe import tree
-from fpipe.controller.controller import Finished
+from fpipe import pytree
 from fpipe.definition import Definition
+from fpipe.execute.controller import Finished
 from fpipe.gradients import batch_gradients, collected, gradients
-from fpipe.planning.total import divided
+from fpipe.plan.total import divided
 from fpipe.results import Step, StepAux, StepState, StepStateAux
 
 
@@ -57,7 +57,7 @@ class Outcome:
         done = self.done
         leaves = done.plan.state(done.runs, done.params, done.batch)
         with torch.no_grad():
-            state = tree.unflatten(done.params.spec.children()[1], leaves)
+            state = pytree.unflatten(done.params.spec.children()[1], leaves)
             return self.definition.convention.state(state)
 
     def aux(self, out_dims: Any) -> Any:
@@ -91,7 +91,7 @@ class Outcome:
     def _by_params(self) -> Any:
         params = self.done.params
         flat = gradients(self.done.plan, self.done.runs, params, self._weight)
-        return self.definition.convention.grads(tree.unflatten(params.spec, flat))
+        return self.definition.convention.grads(pytree.unflatten(params.spec, flat))
 
     def _by_batch(self) -> Any:
         """They lie where the batch comes in."""

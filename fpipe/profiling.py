@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fpipe import tree
-from fpipe.arguments.microbatch import split
+from fpipe import pytree
 from fpipe.engine import Pipeline, check_is_pipeline
 from fpipe.errors import FpipeError, PipelineError
+from fpipe.inputs.batch import split
+from fpipe.program.program import Compute, Free, Program, WaitRecv
 from fpipe.recording import record
-from fpipe.runtime.program import Compute, Free, Program, WaitRecv
 from fpipe.schedule import Action, Op
 from fpipe.schedule.arguments import plain_count
 from fpipe.schedule.cost import Cost
@@ -118,7 +118,7 @@ def _kinds(pipe: Pipeline, params: Any, arguments: Sequence[Any]) -> tuple[int, 
     def own() -> tuple[int, ...] | None:
         try:
             _, batch = definition.convention.enter(params, *arguments)
-            apart = tree.number_of_parts(batch) is not None
+            apart = pytree.number_of_parts(batch) is not None
             return split(batch, definition.in_dims, microbatches).kinds if apart else None
         except Exception:
             return None  # the first step says what is wrong with it

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fpipe
-from fpipe import Pipeline, Step, tree
+from fpipe import Pipeline, Step, pytree
 from tests.models import assert_same
 
 MICROBATCHES = 2
@@ -41,17 +41,19 @@ def eager(
     microbatches: int = MICROBATCHES,
 ) -> Step:
     """Loss and gradients of a function by plain autograd, each microbatch on leaves of its own."""
-    leaves, spec = tree.flatten(params)
-    rows, batch_spec = tree.flatten(batch)
+    leaves, spec = pytree.flatten(params)
+    rows, batch_spec = pytree.flatten(batch)
     total = torch.zeros((), dtype=torch.float64)
     sums = [torch.zeros_like(leaf) for leaf in leaves]
     for part in zip(*(leaf.chunk(microbatches) for leaf in rows), strict=True):
         own = [leaf.clone().requires_grad_() for leaf in leaves]
-        value = loss_fn(tree.unflatten(spec, own), tree.unflatten(batch_spec, part)) / microbatches
+        value = (
+            loss_fn(pytree.unflatten(spec, own), pytree.unflatten(batch_spec, part)) / microbatches
+        )
         value.backward()  # reentrant checkpoints know of no autograd.grad
         sums = [s if v.grad is None else s + v.grad for s, v in zip(sums, own, strict=True)]
         total = total + value.detach()
-    return Step(total, tree.unflatten(spec, sums))
+    return Step(total, pytree.unflatten(spec, sums))
 
 
 def pipelines(
@@ -88,10 +90,10 @@ def check(
 
 def check_members(stages: Stages, params: Any, batch: Any) -> None:
     """What `fpipe.vmap` gives of several members is what autograd gives of each."""
-    members = [tree.tree_map(lambda leaf, n=n: (leaf * (n + 1)).cos(), params) for n in range(2)]
-    stacked = tree.tree_map(lambda *leaves: torch.stack(leaves), *members)
+    members = [pytree.tree_map(lambda leaf, n=n: (leaf * (n + 1)).cos(), params) for n in range(2)]
+    stacked = pytree.tree_map(lambda *leaves: torch.stack(leaves), *members)
     steps = [eager(with_cuts(stages), own, batch) for own in members]
-    expected = tree.tree_map(lambda *leaves: torch.stack(leaves), *map(tuple, steps))
+    expected = pytree.tree_map(lambda *leaves: torch.stack(leaves), *map(tuple, steps))
     for pipe in pipelines(stages):
         assert_same(tuple(fpipe.vmap(pipe).step(stacked, batch)), expected)
 
@@ -99,6 +101,6 @@ def check_members(stages: Stages, params: Any, batch: Any) -> None:
 def check_rows(stages: Stages, params: Any, batch: Any) -> None:
     """What `fpipe.per_example_grads` gives is what autograd gives of each row."""
     steps = [eager(with_cuts(stages), params, row, 1).grads for row in batch.split(1)]
-    expected = tree.tree_map(lambda *leaves: torch.stack(leaves), *steps)
+    expected = pytree.tree_map(lambda *leaves: torch.stack(leaves), *steps)
     for pipe in pipelines(stages):
         assert_same(fpipe.per_example_grads(pipe).step(params, batch).grads, expected)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import fpipe
-from fpipe import schedules, tree
+from fpipe import pytree, schedules
 
 linalg = torch.linalg
 
@@ -207,12 +207,12 @@ LAYERS: dict[str, Callable[[], Layer]] = {
 
 def several(params: Any) -> Any:
     """Those of three members."""
-    return tree.tree_map(lambda leaf: torch.stack([leaf, 1.1 * leaf, 0.9 * leaf]), params)
+    return pytree.tree_map(lambda leaf: torch.stack([leaf, 1.1 * leaf, 0.9 * leaf]), params)
 
 
 def along(params: Any) -> Any:
     """A direction."""
-    return tree.tree_map(torch.cos, params)
+    return pytree.tree_map(torch.cos, params)
 
 
 CALLS: dict[str, Callable[[fpipe.Pipeline, Any, Tensor], Any]] = {
@@ -236,12 +236,12 @@ def outcome(layer: Layer, call: str, device: str, compile: bool) -> list[Tensor]
         schedules.zb_h1(ranks=2, microbatches=2),
         compile=compile,
     )
-    params = [tree.tree_map(lambda leaf: leaf.to(device), layer.params), None]
+    params = [pytree.tree_map(lambda leaf: leaf.to(device), layer.params), None]
     try:
         found = CALLS[call](pipe, params, layer.batch.to(device))
     except fpipe.FpipeError as error:
         return str(error).replace("cuda:0", "cpu")
-    return [leaf.cpu() for leaf in tree.flatten(tuple(found))[0]]
+    return [leaf.cpu() for leaf in pytree.flatten(tuple(found))[0]]
 
 
 def differences(name: str, device: str, compile: bool) -> Iterator[str]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fpipe import tree
+from fpipe import pytree
 
 
 class Meter(TorchDispatchMode):
@@ -34,7 +34,7 @@ class Meter(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._note(leaf for leaf in tree.flatten(result)[0] if isinstance(leaf, Tensor))
+        self._note(leaf for leaf in pytree.flatten(result)[0] if isinstance(leaf, Tensor))
         self.peak = max(self.peak, self._alive() - self._start)
         return result
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.func import grad_and_value
 
-from fpipe import Pipeline, Schedule, Stage, Step, pipeline, schedules, tree
+from fpipe import Pipeline, Schedule, Stage, Step, pipeline, pytree, schedules
 
 
 class Model(NamedTuple):
@@ -35,20 +35,20 @@ def unpipelined(
 
     Leaves that cannot have a gradient are held fixed, and have None.
     """
-    leaves, spec = tree.flatten(params)
+    leaves, spec = pytree.flatten(params)
     trained = [i for i, v in enumerate(leaves) if v.is_floating_point() or v.is_complex()]
 
     def whole(chosen: Sequence[Tensor]) -> Tensor:
         full = list(leaves)
         for index, value in zip(trained, chosen, strict=True):
             full[index] = value
-        return loss(apply(stages, tree.unflatten(spec, full), batch), batch)
+        return loss(apply(stages, pytree.unflatten(spec, full), batch), batch)
 
     found, value = grad_and_value(whole)([leaves[i].detach() for i in trained])
     grads: list[Tensor | None] = [None] * len(leaves)
     for index, gradient in zip(trained, found, strict=True):
         grads[index] = gradient
-    return Step(value, tree.unflatten(spec, grads))
+    return Step(value, pytree.unflatten(spec, grads))
 
 
 def apply(stages: Sequence[Callable[..., Any] | Stage], params: Any, batch: Any) -> Any:
@@ -63,11 +63,11 @@ def apply(stages: Sequence[Callable[..., Any] | Stage], params: Any, batch: Any)
 
 def assert_same(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
     """Equal structures and, relative to the size of each leaf, equal values. None equals None."""
-    assert tree.structure(ours) == tree.structure(theirs)
+    assert pytree.structure(ours) == pytree.structure(theirs)
     for path, a, b in zip(
-        tree.paths(tree.structure(ours)),
-        tree.flatten(ours)[0],
-        tree.flatten(theirs)[0],
+        pytree.paths(pytree.structure(ours)),
+        pytree.flatten(ours)[0],
+        pytree.flatten(theirs)[0],
         strict=True,
     ):
         b = b.detach()
@@ -83,8 +83,8 @@ def assert_same(ours: Any, theirs: Any, tolerance: float = 1e-10) -> None:
 
 def assert_identical(ours: Any, theirs: Any) -> None:
     """Equal structures, dtypes and bits."""
-    assert tree.structure(ours) == tree.structure(theirs)
-    for a, b in zip(tree.flatten(ours)[0], tree.flatten(theirs)[0], strict=True):
+    assert pytree.structure(ours) == pytree.structure(theirs)
+    for a, b in zip(pytree.flatten(ours)[0], pytree.flatten(theirs)[0], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 

@@ -78,7 +78,7 @@ def by_microbatch(params: Any, state: Any, batch: dict[str, Tensor]) -> tuple[Te
     for number in range(4):
         part = {name: leaf.tensor_split(4)[number] for name, leaf in batch.items()}
         loss, state, own = stateful_model(params, state, part)
-        state = fpipe.tree.tree_map(torch.Tensor.detach, state)
+        state = fpipe.pytree.tree_map(torch.Tensor.detach, state)
         total = total + loss * (len(part["x"]) / rows)
         aux.append(own)
     merged = {name: torch.cat([own[name] for own in aux]) for name in aux[0]}

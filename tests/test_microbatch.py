@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fpipe import BatchError, tree
-from fpipe.arguments.microbatch import merge, split
+from fpipe import BatchError, pytree
+from fpipe.inputs.batch import merge, split
 
 
 @given(st.integers(1, 30), st.integers(1, 30), st.integers(0, 2))
@@ -69,7 +69,7 @@ def test_dimension_that_a_leaf_lacks(dim: Any) -> None:
 def test_leaves_merge_each_along_its_own_dimension() -> None:
     column_c = [torch.tensor(1), torch.tensor(2)]
     columns = [[torch.zeros(2, 3)] * 2, [torch.ones(3, 2)] * 2, column_c]
-    spec = tree.structure({"a": 0, "b": 0, "c": 0})
+    spec = pytree.structure({"a": 0, "b": 0, "c": 0})
     shapes = [[part.shape for part in column] for column in columns]
     merged = merge(columns, shapes, spec, {"a": 0, "b": 1, "c": None}, "output")
     assert {name: tuple(leaf.shape) for name, leaf in merged.items()} == {

@@ -16,10 +16,10 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe import FpipeError, random
+from fpipe.functional.dual import load_rules
+from fpipe.graph.inlining import with_draws_written_out
 from fpipe.normal_quantile import normal_quantile
-from fpipe.stage.graphs.inlining import with_draws_written_out
 from fpipe.threefry import threefry2x32, written_out
-from fpipe.transforms.dual import load_rules
 
 KEY = random.key(0)
 ONES = 0xFFFFFFFF

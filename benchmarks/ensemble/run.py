@@ -28,7 +28,7 @@ from benchmarks.harness import (
     publish,
 )
 from benchmarks.models import Block, blocks, init_blocks, mean_square
-from fpipe import tree
+from fpipe import pytree
 
 STAGES: Final = 2
 MEMBERS: Final = (1, 2, 4, 8, 16)
@@ -61,7 +61,7 @@ def init(size: Size, seed: int) -> Params:
 
 def stack(alone: list[Params]) -> Any:
     """All members' parameters along a new first dimension."""
-    return tree.tree_map(_together, *alone)
+    return pytree.tree_map(_together, *alone)
 
 
 def _together(*leaves: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def check(cases: dict[str, Callable[[], Any]]) -> None:
     loss, grads = cases["ensemble"]()
     peer_grads, peer_loss = cases["torch.func.vmap"]()
     for name, found in (("ensemble", [loss, grads]), ("torch.func.vmap", [peer_loss, peer_grads])):
-        for ours, theirs in zip(tree.flatten(found)[0], tree.flatten(expected)[0], strict=True):
+        for ours, theirs in zip(pytree.flatten(found)[0], pytree.flatten(expected)[0], strict=True):
             difference = (ours - theirs).norm() / theirs.norm()
             assert difference < 1e-4, f"{name} differs by {difference:.1e}"
 

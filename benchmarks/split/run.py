@@ -28,7 +28,7 @@ from benchmarks.harness import (
     publish,
 )
 from benchmarks.models import Block, blocks, gradients, init_blocks, mean_square, trainable
-from fpipe.runtime.program import Compute, Program
+from fpipe.program.program import Compute, Program
 
 Step = Callable[[], object]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpipe.stage.refusing.explain import Untraceable
+from fpipe.checks.explain import Untraceable
 
 
 def refuse_aliases(module: nn.Module, written: Collection[str]) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from fpipe.arguments.microbatch import split
-from fpipe.arguments.shapes import batch_shapes
-from fpipe.controller.controller import Gather
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import PipelineError, StageError, check_flags, told
+from fpipe.execute.controller import Gather
+from fpipe.inputs.batch import split
+from fpipe.inputs.signature import batch_shapes
 from fpipe.modules.costs import Loads, counted, parts_of
 from fpipe.modules.declared import declared
 from fpipe.modules.division import divide
@@ -22,11 +22,11 @@ from fpipe.modules.holding import Memory
 from fpipe.modules.loss import Loss, ModuleLoss
 from fpipe.modules.measuring import measured
 from fpipe.modules.shares import Balance, StageShare
+from fpipe.pieces.compiler import Compile
 from fpipe.schedule import Schedule
 from fpipe.schedule.arguments import plain_number
-from fpipe.stage.pieces.compiler import Compile
-from fpipe.stage.tracing.apart import one_at_a_time
-from fpipe.stage.tracing.uncompiled import uncompiled
+from fpipe.trace.apart import one_at_a_time
+from fpipe.trace.uncompiled import uncompiled
 
 INTENSITY = 10
 """FLOPs that a machine does while it moves a byte, unless told."""

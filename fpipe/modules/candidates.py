@@ -16,13 +16,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fpipe import tree
-from fpipe.arguments.shapes import TreeShape
+from fpipe import pytree
+from fpipe.checks.purity import WriteGuard
 from fpipe.errors import StageError, shown
+from fpipe.inputs.signature import TreeShape
 from fpipe.modules.loss import ModuleLoss
-from fpipe.stage.refusing.purity import WriteGuard
-from fpipe.stage.tracing.abstract import Abstract
-from fpipe.stage.tracing.known import Known
+from fpipe.trace.abstract import Abstract
+from fpipe.trace.known import Known
 
 
 def candidates_of(
@@ -138,12 +138,12 @@ def _called_once(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         own, batch = Abstract.of(given, mode), Abstract.of(microbatch, mode)
-        params = tree.unflatten(own.spec, own.values)
+        params = pytree.unflatten(own.spec, own.values)
         # Without the guard a buffer on the CPU would really be written to.
         with mode, torch.no_grad(), WriteGuard({}, loss), Known(), operations:
             loss(
                 *(params if has_state else (params,)),
-                tree.unflatten(batch.spec, batch.values),
+                pytree.unflatten(batch.spec, batch.values),
             )
     except Exception:
         # It is said, with its place, when the module is recorded.

@@ -14,21 +14,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fpipe import tree
-from fpipe.arguments.shapes import TreeShape
+from fpipe import pytree
 from fpipe.definition import Definition
+from fpipe.divide.dividing import Part as Recorded
+from fpipe.divide.function import FunctionTracer
+from fpipe.graph.nodes import nbytes_of
+from fpipe.graph.sources import Param, Upstream
+from fpipe.inputs.signature import TreeShape
 from fpipe.modules.buffers import shaped_buffers
 from fpipe.modules.candidates import candidates_of
 from fpipe.modules.declared import held_by
 from fpipe.modules.flops import flops_of, is_uncounted
 from fpipe.modules.loss import ModuleLoss
 from fpipe.modules.saving import Saved, is_work, made_by, origin_of, saved_of
-from fpipe.stage.cutting.dividing import Part as Recorded
-from fpipe.stage.cutting.function import FunctionTracer
-from fpipe.stage.declared.objective import Objective
-from fpipe.stage.graphs.nodes import nbytes_of
-from fpipe.stage.graphs.sources import Param, Upstream
-from fpipe.stage.tracing.interrupts import held_back
+from fpipe.spec.objective import Objective
+from fpipe.trace.interrupts import held_back
 
 log = logging.getLogger("fpipe")
 
@@ -105,7 +105,7 @@ def parts_of(
     assert isinstance(definition.loss, ModuleLoss)
     module = definition.loss.module
     given, _ = definition.convention.enter(*held_by(definition), None)
-    leaves, spec = tree.flatten(given)
+    leaves, spec = pytree.flatten(given)
     # Numbers do not count, and so it does not where they lie: all is traced where the module is.
     held = (*module.buffers(), *module.parameters())
     device = next((own.device for own in held if not own.is_meta), _CPU)

@@ -17,7 +17,7 @@ from fpipe.modules.lost import refuse_lost
 from fpipe.modules.mode import Mode
 from fpipe.nn import state_of
 from fpipe.schedule import Schedule
-from fpipe.stage.declared.trainable import Trainable
+from fpipe.spec.trainable import Trainable
 
 
 def parameters_of(module: nn.Module) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.definition import Definition
+from fpipe.divide.cut import cut
 from fpipe.errors import StageError, a_type, check_flags
 from fpipe.modules.balancing import chosen
 from fpipe.modules.buffers import real_buffers, refuse_elsewhere, refuse_missing
@@ -22,12 +23,11 @@ from fpipe.modules.declared import declared, with_buffers, with_cuts
 from fpipe.modules.loss import Loss
 from fpipe.modules.pipeline import ModulePipeline
 from fpipe.modules.shares import Balance
+from fpipe.pieces.compiler import Compile
+from fpipe.pieces.remat import Remat
 from fpipe.placing import group_of, placed
 from fpipe.schedule import Schedule
 from fpipe.schedule.arguments import plain_integer
-from fpipe.stage.cutting.cut import cut
-from fpipe.stage.pieces.compiler import Compile
-from fpipe.stage.pieces.remat import Remat
 
 log = logging.getLogger("fpipe")
 

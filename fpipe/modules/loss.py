@@ -16,14 +16,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from fpipe.divide.cut import cut
 from fpipe.errors import BatchError, FpipeError, StageError, a_type, few
 from fpipe.modules.aliases import refuse_aliases
 from fpipe.modules.buffers import refuse_missing
 from fpipe.modules.lost import refuse_global_hooks
 from fpipe.modules.tracing import explaining, unchanged
 from fpipe.nn import buffers_of, call_and_note, called_with
-from fpipe.stage.cutting.cut import cut
-from fpipe.stage.declared.returns import LOSS, Returns
+from fpipe.spec.returns import LOSS, Returns
 
 Loss = Callable[[Any, Any], Any]
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fpipe import random, tree
-from fpipe.arguments.microbatch import split
+from fpipe import pytree, random
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError
+from fpipe.inputs.batch import split
 from fpipe.modules.costs import Loads, Part
 from fpipe.modules.declared import held_by, with_cuts
 from fpipe.modules.loss import ModuleLoss
@@ -34,8 +34,8 @@ def measured(definition: Definition, batch: Any) -> Loads:
     assert isinstance(definition.loss, ModuleLoss)
     held = held_by(definition)
     for name, value in (("batch", batch), ("module", held[0])):
-        leaves, spec = tree.flatten(value)
-        for path, leaf in zip(tree.paths(spec), leaves, strict=True):
+        leaves, spec = pytree.flatten(value)
+        for path, leaf in zip(pytree.paths(spec), leaves, strict=True):
             if leaf.is_meta:
                 raise StageError(
                     f"measure=True runs the module, but {name}{path} is on the meta device: give "
@@ -43,7 +43,7 @@ def measured(definition: Definition, batch: Any) -> Loads:
                 )
     parts = split(batch, definition.in_dims, definition.schedule.num_microbatches)
     biggest = parts.biggest()
-    microbatch = tree.unflatten(parts.specs[biggest], parts.leaves[biggest])
+    microbatch = pytree.unflatten(parts.specs[biggest], parts.leaves[biggest])
 
     def loads(parts: Sequence[Part]) -> Sequence[float]:
         cut = with_cuts(definition, [part.name for part in parts[:-1]])

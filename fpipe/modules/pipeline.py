@@ -11,26 +11,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fpipe import tree
-from fpipe.arguments.shapes import memory_of
+from fpipe import pytree
 from fpipe.checkpoint.loading import Naming, reading
-from fpipe.controller.controller import Gather
-from fpipe.controller.gathering import connected
-from fpipe.controller.offer import warn_of_other_copies
-from fpipe.controller.refusal import odd_one_out, refusal
-from fpipe.controller.sample import Sample, numbers
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import BatchError, StageError, a_type
+from fpipe.execute.controller import Gather
+from fpipe.execute.gathering import connected
+from fpipe.execute.offer import warn_of_other_copies
+from fpipe.execute.refusal import odd_one_out, refusal
+from fpipe.execute.sample import Sample, numbers
 from fpipe.holding import Make, whole
+from fpipe.inputs.signature import memory_of
 from fpipe.modules.buffers import real_buffers, refuse_missing
 from fpipe.modules.declared import copied
 from fpipe.modules.loss import ModuleLoss, check_state
 from fpipe.modules.shares import Balance
 from fpipe.modules.stored import naming_of_buffers, naming_of_parameters
 from fpipe.nn import buffers_of, state_of, with_buffers
-from fpipe.runtime.connect import device_of
-from fpipe.stage.workshop import Workshop
+from fpipe.plan.workshop import Workshop
+from fpipe.transport.connect import device_of
 
 
 class ModulePipeline(Pipeline):
@@ -240,7 +240,7 @@ class ModulePipeline(Pipeline):
     def _missing(self, params: Mapping[str, Tensor]) -> BatchError | None:
         """Which of the parameters that this process has to give has no data."""
         readers = self.readers()
-        for leaf, path in enumerate(tree.structure(params).paths()):
+        for leaf, path in enumerate(pytree.structure(params).paths()):
             gives = self.rank is None or readers.get((0, leaf), (self.rank,))[0] == self.rank
             if gives and params[path[0]].is_meta:
                 text = f"params[{path[0]!r}] lies on the meta device and has no data"
@@ -291,7 +291,7 @@ class ModulePipeline(Pipeline):
 
 def _in_order(params: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
     """Parameters in the order of the leaves: that in which trees are flattened, on all ranks."""
-    return [(path[0], params[path[0]]) for path in tree.structure(params).paths()]
+    return [(path[0], params[path[0]]) for path in pytree.structure(params).paths()]
 
 
 def _received(value: Tensor, dtype: torch.dtype, source: int, group: dist.ProcessGroup) -> Tensor:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from fpipe.stage.cutting.dividing import Part
-from fpipe.stage.graphs.nodes import base_of, is_product, is_view, nbytes_of
-from fpipe.stage.graphs.sources import Param
+from fpipe.divide.dividing import Part
+from fpipe.graph.nodes import base_of, is_product, is_view, nbytes_of
+from fpipe.graph.sources import Param
 
 aten = torch.ops.aten
 

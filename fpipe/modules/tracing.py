@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from fpipe.checks.explain import Untraceable, told_apart
+from fpipe.checks.frames import place
 from fpipe.errors import StageError, a_type, told
-from fpipe.stage.locks import Turns
-from fpipe.stage.refusing.explain import Untraceable, told_apart
-from fpipe.stage.refusing.frames import place
+from fpipe.locks import Turns
 
 log = logging.getLogger("fpipe")
 

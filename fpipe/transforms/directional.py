@@ -6,17 +6,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fpipe import tree
-from fpipe.arguments.shapes import Goal
+from fpipe import pytree
+from fpipe.autograd.history import is_tracked
+from fpipe.autograd.levels import is_within
+from fpipe.autograd.outputs import OF_DUALS, without_history
 from fpipe.convention import Dual
 from fpipe.engine import OWN, Pipeline
 from fpipe.errors import BatchError
-from fpipe.nesting.history import is_tracked
-from fpipe.nesting.levels import is_within
-from fpipe.nesting.outputs import OF_DUALS, without_history
-from fpipe.runtime.program import Program
-from fpipe.transforms.derivative import derivative
-from fpipe.transforms.transformed import check_pipeline, refuse_choice
+from fpipe.functional.derivative import derivative
+from fpipe.functional.transformed import check_pipeline, refuse_choice
+from fpipe.inputs.signature import Goal
+from fpipe.program.program import Program
 from fpipe.transforms.wrapping import Wrapping
 
 
@@ -123,7 +123,7 @@ class Directional(Wrapping):
         vectors = self._told("forward", vector)
         dims = self.definition.out_dims if out_dims is OWN else out_dims
         found = self.pipeline.run_forward(params, batch, *vectors, key=key, out_dims=dims)
-        leaves = tree.flatten((params, batch, vectors))[0]
+        leaves = pytree.flatten((params, batch, vectors))[0]
         if not is_within() and is_tracked(leaves):
             found = without_history(found, leaves, OF_DUALS)
         return found._replace(loss=Jvp(*found.loss)) if self.definition.function else found

@@ -10,18 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fpipe import tree
-from fpipe.arguments.shapes import is_differentiable
+from fpipe import pytree
 from fpipe.convention import COTANGENT, PLAIN, Convention, spared
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError, check_choice
-from fpipe.microbatches import Microbatches
-from fpipe.runtime.program import Program
-from fpipe.stage.declared.sink import Sink
-from fpipe.transforms.mapping import over
-from fpipe.transforms.plain import batched
-from fpipe.transforms.transformed import (
+from fpipe.functional.mapping import over
+from fpipe.functional.plain import batched
+from fpipe.functional.transformed import (
     RANDOMNESS,
     P,
     check_pipeline,
@@ -29,6 +25,10 @@ from fpipe.transforms.transformed import (
     refuse_choice,
     refuse_state,
 )
+from fpipe.inputs.signature import is_differentiable
+from fpipe.microbatches import Microbatches
+from fpipe.program.program import Program
+from fpipe.spec.sink import Sink
 from fpipe.transforms.wrapping import Wrapping
 
 
@@ -231,7 +231,7 @@ def _weigh(inner: Convention) -> Callable[[Any, Tensor], Any] | None:
     one = inner.weigh
     if one is None:
         return None
-    return lambda grads, weights: tree.tree_map(
+    return lambda grads, weights: pytree.tree_map(
         lambda leaf: leaf.sum(0), over(one, [spared(grads, weights), weights], [0, 0])
     )
 
@@ -247,8 +247,8 @@ def _stage(
             value = _whole(value, in_dims) if first else value
             return function(own, value, *(_whole(r, in_dims) for r in row), **key)
 
-        dims = tree.tree_map(lambda leaf: 0 if is_differentiable(leaf) else None, params)
-        devices = {leaf.device.type for leaf in tree.flatten((params, x))[0]}
+        dims = pytree.tree_map(lambda leaf: 0 if is_differentiable(leaf) else None, params)
+        devices = {leaf.device.type for leaf in pytree.flatten((params, x))[0]}
         with batched(devices):
             return over(
                 one,
@@ -277,9 +277,9 @@ def _loss(function: Callable[..., Any], in_dims: Any, randomness: str) -> Callab
 
 def _whole(row: Any, in_dims: Any) -> Any:
     """One row of a microbatch as a microbatch of one."""
-    leaves, spec = tree.flatten(row)
-    dims = tree.broadcast_prefix("in_dims", in_dims, row, "the microbatch")
-    return tree.unflatten(
+    leaves, spec = pytree.flatten(row)
+    dims = pytree.broadcast_prefix("in_dims", in_dims, row, "the microbatch")
+    return pytree.unflatten(
         spec,
         [v if dim is None else v.unsqueeze(dim) for v, dim in zip(leaves, dims, strict=True)],
     )
@@ -293,7 +293,7 @@ def _repeat(leaf: Tensor, rows: int) -> Tensor:
 
 def _first_of(dims_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Outputs are stacked along a first dimension, whatever they are made of."""
-    return lambda dims: tree.prefix_map(_first, dims_of(dims))
+    return lambda dims: pytree.prefix_map(_first, dims_of(dims))
 
 
 def _first(dim: Any) -> Any:

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import fpipe
-from fpipe import schedules, tree
-from fpipe.runtime.staged import HINDRANCES, StagedTransport
+from fpipe import pytree, schedules
+from fpipe.transport.staged import HINDRANCES, StagedTransport
 from tests.models import assert_same, gpt, mlp, unpipelined
 
 
@@ -44,17 +44,17 @@ def main() -> None:
             model.stages, model.loss, schedule, compile=False, group=dist.group.WORLD, timeout=30
         )
         expected = unpipelined(*model)
-        whole = tree.tree_map(lambda leaf: leaf.to(device), (model.params, model.batch))
+        whole = pytree.tree_map(lambda leaf: leaf.to(device), (model.params, model.batch))
         params, batch = pipe.local(whole[0]), whole[1]
         for _ in range(2):
             step = pipe.step(params, batch)
         assert step.loss.device == device
         assert_same(step.loss.cpu(), expected.loss)
         for stage in schedule.stages_of(rank):
-            grads = tree.tree_map(lambda leaf: leaf.cpu(), step.grads[stage])
+            grads = pytree.tree_map(lambda leaf: leaf.cpu(), step.grads[stage])
             assert_same(grads, expected.grads[stage])
         assert_same(pipe.value(params, batch).cpu(), expected.loss)
-        norm = torch.stack([leaf.norm() for leaf in tree.flatten(expected.grads)[0]]).norm()
+        norm = torch.stack([leaf.norm() for leaf in pytree.flatten(expected.grads)[0]]).norm()
         assert_same(torch.as_tensor(fpipe.global_norm(step.grads, pipe=pipe)).cpu().double(), norm)
     if world > 1:
         goes_by_way_of_the_cpu_once(device)
@@ -83,7 +83,7 @@ def goes_by_way_of_the_cpu_once(device: torch.device) -> None:
                 refused(lambda: pipe.step(params, batch))
             else:
                 elsewhere = number > 3 and dist.get_rank() == 0
-                pipe.step(params, tree.tree_map(moved, batch) if elsewhere else batch)
+                pipe.step(params, pytree.tree_map(moved, batch) if elsewhere else batch)
     assert all(sent[:2]) and sent[2:4] == [0, 0] and sent[4] and sent[5] == 0, sent
 
 
@@ -94,7 +94,7 @@ def one_that_fails_when_told(device: torch.device) -> tuple[fpipe.Pipeline, Any,
     pipe = fpipe.pipeline(
         model.stages, model.loss, schedule, compile=fails_when_told, group=dist.group.WORLD
     )
-    params, batch = tree.tree_map(lambda leaf: leaf.to(device), (model.params, model.batch))
+    params, batch = pytree.tree_map(lambda leaf: leaf.to(device), (model.params, model.batch))
     return pipe, pipe.local(params), batch
 
 
@@ -148,7 +148,7 @@ def runs_out_of_memory_for_what_arrives(device: torch.device) -> None:
     pipe = fpipe.pipeline(
         model.stages, model.loss, schedule, compile=False, group=dist.group.WORLD, timeout=30
     )
-    params, batch = tree.tree_map(lambda leaf: leaf.to(device), (model.params, model.batch))
+    params, batch = pytree.tree_map(lambda leaf: leaf.to(device), (model.params, model.batch))
     plain, count = StagedTransport._delivered, 0
 
     def short(self: StagedTransport, values: Any) -> Any:
@@ -208,7 +208,7 @@ def steps_in_a_thread_with_another_device(device: torch.device) -> None:
     pipe = fpipe.pipeline(
         model.stages, model.loss, schedule, compile=False, group=dist.group.WORLD, timeout=30
     )
-    params, batch = tree.tree_map(lambda leaf: leaf.to(device), (model.params, model.batch))
+    params, batch = pytree.tree_map(lambda leaf: leaf.to(device), (model.params, model.batch))
     with ThreadPoolExecutor(1) as pool:
         step = pool.submit(pipe.step, pipe.local(params), batch).result()
     assert_same(step.loss.cpu(), unpipelined(*model).loss)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 
 import fpipe
-from fpipe import Op, schedules, tree
-from fpipe.runtime.instrument import instrument
+from fpipe import Op, pytree, schedules
+from fpipe.program.instrument import instrument
 from tests.models import assert_same, conv, gpt, mean_square, mlp, unpipelined
 from tests.state_model import make_batch, make_params, make_state, without_aux
 
@@ -31,7 +31,7 @@ compiles = pytest.mark.real_device
 
 def moved(values: Any, device: Any) -> Any:
     """A tree on a device."""
-    return tree.tree_map(lambda leaf: leaf.to(device), values)
+    return pytree.tree_map(lambda leaf: leaf.to(device), values)
 
 
 def pairs() -> list[Sequence[str]]:
@@ -59,7 +59,7 @@ def test_equal_to_the_cpu(family: str, remat: str) -> None:
     pipe = fpipe.pipeline(model.stages, model.loss, schedule, compile=False, remat=remat)
     params, batch = moved(model.params, "cuda"), moved(model.batch, "cuda")
     step, value = pipe.step(params, batch), pipe.value(params, batch)
-    assert all(leaf.is_cuda for leaf in tree.flatten((step, value))[0])
+    assert all(leaf.is_cuda for leaf in pytree.flatten((step, value))[0])
     assert_same(moved(step, "cpu"), unpipelined(*model))
     assert_same(value, step.loss)
 
@@ -241,7 +241,7 @@ def test_two_devices_compute_at_once(family: str, monkeypatch: pytest.MonkeyPatc
 
         return instrument(program, wrap)
 
-    monkeypatch.setattr("fpipe.controller.single.observed", observed)
+    monkeypatch.setattr("fpipe.execute.single.observed", observed)
     streams: Any = [torch.cuda.current_stream(device) for device in devices]
     start = max(stream.time for stream in streams)
     for stream in streams:
@@ -271,7 +271,7 @@ def test_default_device_is_that_of_the_stages() -> None:
         pipes[1].value(params, x.cuda()).backward()
         step = torch.func.vmap(pipes[2].step, in_dims=(0, None))(moved(stacked, "cuda"), x.cuda())
     assert_same([w.grad.cpu() for w in params if w.grad is not None], expected.grads)
-    assert_same(moved(tree.tree_map(lambda leaf: leaf[1], step), "cpu"), expected)
+    assert_same(moved(pytree.tree_map(lambda leaf: leaf[1], step), "cpu"), expected)
 
 
 def test_keys_may_lie_anywhere() -> None:
@@ -356,13 +356,13 @@ def test_layers_that_cuda_has_kernels_of_its_own_for(name: str) -> None:
     schedule = schedules.zb_h1(ranks=2, microbatches=2)
     stages: list[Any] = [layer, lambda _, y: 1.5 * y]
     params = [{name: p.detach() for name, p in module.named_parameters()}, None]
-    vector = tree.tree_map(torch.cos, params)
+    vector = pytree.tree_map(torch.cos, params)
     found = []
     for device in ("cpu", "cuda"):
         module.to(device)
         own, along, batch = moved((params, vector, x), device)
         pipe = fpipe.pipeline(stages, lambda y, _: y.square().mean(), schedule, compile=False)
-        several = tree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf]), own)
+        several = pytree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf]), own)
         found.append(
             (
                 tuple(pipe.step(own, batch)),
@@ -421,7 +421,7 @@ def test_state(batch_norm: Any) -> None:
     arguments = make_params(), make_state(), make_batch()
     expected = pipe.step(*arguments)
     found = pipe.step(*moved(arguments, "cuda"))
-    assert all(leaf.is_cuda for leaf in tree.flatten(found)[0])
+    assert all(leaf.is_cuda for leaf in pytree.flatten(found)[0])
     assert_same(moved(tuple(found), "cpu"), tuple(expected))
 
 
@@ -429,7 +429,7 @@ def test_transforms() -> None:
     schedule = schedules.zbv(ranks=2, microbatches=2)
     model = mlp(schedule.num_stages, 4)
     pipe = fpipe.pipeline(model.stages, model.loss, schedule, compile=False)
-    vector = tree.tree_map(torch.ones_like, model.params)
+    vector = pytree.tree_map(torch.ones_like, model.params)
     arguments: dict[str, Sequence[Any]] = {
         "per_example_grads": (model.params, model.batch),
         "per_example_norms": (model.params, model.batch),
@@ -509,7 +509,7 @@ def test_everything_with_a_device_for_each_rank(name: str) -> None:
         for origin in ("cpu", "cuda"):
             own = {**placed, "batch": moved(arguments["batch"], origin)}
             found = moved(BY_NAME[name](pipe, own), "cpu")
-            assert_same(tree.flatten(found)[0], tree.flatten(expected)[0])
+            assert_same(pytree.flatten(found)[0], pytree.flatten(expected)[0])
 
 
 @pytest.mark.parametrize("devices", [None, ("cuda", "cpu"), ("cpu", "cuda")])
@@ -525,7 +525,7 @@ def test_derivatives_of_a_pipeline(devices: Any) -> None:
         return [moved(part, device) for part, device in zip(params, where, strict=True)]
 
     def squares(grads: Any) -> Tensor:
-        found = [leaf.square().sum().to(where[-1]) for leaf in tree.flatten(grads)[0]]
+        found = [leaf.square().sum().to(where[-1]) for leaf in pytree.flatten(grads)[0]]
         return torch.stack(found).sum()
 
     def penalty(own: fpipe.Pipeline, batch: Any) -> Any:
@@ -536,7 +536,7 @@ def test_derivatives_of_a_pipeline(devices: Any) -> None:
             lambda p: tuple(own.step(p, batch)), (params,), (vector,)
         )
 
-    vector = tree.tree_map(torch.cos, model.params)
+    vector = pytree.tree_map(torch.cos, model.params)
     params, along = to_their_places(model.params), to_their_places(vector)
     batch = moved(model.batch, "cuda")
     twice = torch.func.grad(penalty(pipe, batch))(params)
@@ -545,8 +545,8 @@ def test_derivatives_of_a_pipeline(devices: Any) -> None:
         with without_waiting():
             torch.func.grad(penalty(pipe, batch))(params)
             forward(pipe, batch)(params, along)
-    assert [leaf.device.type for leaf in tree.flatten(twice)[0]] == [
-        leaf.device.type for leaf in tree.flatten(params)[0]
+    assert [leaf.device.type for leaf in pytree.flatten(twice)[0]] == [
+        leaf.device.type for leaf in pytree.flatten(params)[0]
     ]
     where = ["cpu"] * len(where)
     expected = torch.func.grad(penalty(plain, model.batch))(model.params)
@@ -625,7 +625,7 @@ def test_module() -> None:
         pipe = fpipe.from_module(module, cuts=["norm"], schedule=schedule, compile=False)
         params = {name: p.detach().clone() for name, p in module.named_parameters()}
         steps.append(pipe.step(params, moved(batch, device)))
-        pipe.load_into(module, tree.tree_map(torch.zeros_like, params))
+        pipe.load_into(module, pytree.tree_map(torch.zeros_like, params))
         assert all(p.device.type == device and not p.any() for p in module.parameters())
         module.load_state_dict(params, strict=False)
     assert_same(moved(steps[1], "cpu"), steps[0])
@@ -649,7 +649,7 @@ def test_parameters_are_made_and_read_where_they_belong(tmp_path: Path) -> None:
         )
         for params in (read, drawn):
             for part, device in zip(params, devices, strict=True):
-                assert {leaf.device.type for leaf in tree.flatten(part)[0]} == {
+                assert {leaf.device.type for leaf in pytree.flatten(part)[0]} == {
                     torch.device(device).type
                 }
         assert_same(moved(pipe.step(read, model.batch), "cpu"), unpipelined(*model))

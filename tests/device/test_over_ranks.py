@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fpipe.runtime.connect import connect, device_of
-from fpipe.runtime.group import GroupTransport
+from fpipe.transport.connect import connect, device_of
+from fpipe.transport.group import GroupTransport
 
 pytestmark = pytest.mark.cuda
 

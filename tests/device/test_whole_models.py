@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fpipe
-from fpipe import schedules, tree
+from fpipe import pytree, schedules
 from tests.models import assert_same
 from tests.state_model import make_batch, make_params, make_state, stateful_model
 
@@ -79,12 +79,12 @@ def net() -> tuple[Net, dict[str, Tensor], dict[str, Tensor]]:
 
 def on(values: Any, device: Any) -> Any:
     """A tree on a device."""
-    return tree.tree_map(lambda leaf: leaf.to(device), values)
+    return pytree.tree_map(lambda leaf: leaf.to(device), values)
 
 
 def devices_of(values: Any) -> list[str]:
     """Those of the leaves."""
-    return [str(leaf.device) for leaf in tree.flatten(values)[0]]
+    return [str(leaf.device) for leaf in pytree.flatten(values)[0]]
 
 
 def piped(module: nn.Module, family: str = "zbv", **options: Any) -> fpipe.ModulePipeline:
@@ -178,7 +178,7 @@ def test_what_is_no_copy_of_itself() -> None:
     expected = fpipe.pipeline(loss_fn, schedule=schedule, **options).step(params, batch)
     pipe = fpipe.pipeline(loss_fn, schedule=schedule, devices=DEVICES, **options)
     for origin in ("cpu", *DEVICES):
-        gaps = tree.tree_map(
+        gaps = pytree.tree_map(
             lambda leaf, device=origin: torch.empty_strided(
                 leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device
             ),
@@ -293,8 +293,8 @@ def test_transforms(name: str) -> None:
     params = {"w": torch.randn(3, 3).double(), "v": torch.randn(3, 3).double()}
     arguments = {
         "params": params,
-        "members": tree.tree_map(lambda w: torch.stack([w, 1.1 * w]), params),
-        "vector": tree.tree_map(torch.cos, params),
+        "members": pytree.tree_map(lambda w: torch.stack([w, 1.1 * w]), params),
+        "vector": pytree.tree_map(torch.cos, params),
         "batch": {"x": torch.randn(5, 3).double(), "shift": torch.randn(3).double()},
     }
     options: dict[str, Any] = {
@@ -308,7 +308,7 @@ def test_transforms(name: str) -> None:
     pipe = fpipe.pipeline(tied, devices=DEVICES, **options)
     for origin in ("cpu", *DEVICES):
         found = TRANSFORMED[name](pipe, on(arguments, origin))
-        assert_same(tree.flatten(on(found, "cpu"))[0], tree.flatten(expected)[0], 0)
+        assert_same(pytree.flatten(on(found, "cpu"))[0], pytree.flatten(expected)[0], 0)
 
 
 def test_derivatives_of_a_call() -> None:

@@ -17,9 +17,9 @@ from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fpipe
-from fpipe import Schedule, tree
-from fpipe.runtime.program import Program, Send, WaitSend
-from fpipe.stage.pieces.compiler import Boxed
+from fpipe import Schedule, pytree
+from fpipe.pieces.compiler import Boxed
+from fpipe.program.program import Program, Send, WaitSend
 from tests.distributed.crew import Outcome, attempt
 from tests.models import MODELS, Model, adapted, mlp, piped
 
@@ -45,7 +45,7 @@ def pipeline(group: Group, model: Model, schedule: Schedule, **options: Any) -> 
 
 def scaled(params: Any, factor: float) -> Any:
     """Every leaf times a number."""
-    return tree.tree_map(lambda leaf: leaf * factor, params)
+    return pytree.tree_map(lambda leaf: leaf * factor, params)
 
 
 # ── what a test compares ────────────────────────────────────────────────────────────────────────
@@ -179,7 +179,7 @@ def proved_first(group: dist.ProcessGroup, schedule: Schedule) -> list[str]:
         seen.append("proved")
 
     pipe = pipeline(group, model, schedule, compile=compile)
-    with patch("fpipe.runtime.order.prove", prove):
+    with patch("fpipe.program.order.prove", prove):
         for _ in range(2):
             pipe.step(pipe.local(model.params), model.batch)
     return seen
@@ -224,7 +224,7 @@ def one_comes_late(
     time.sleep(late.get(group.rank(), 0.0))
     called = time.monotonic()
     step = pipe.step(params, model.batch)
-    right = all(map(torch.equal, tree.flatten(step)[0], tree.flatten(before)[0]))
+    right = all(map(torch.equal, pytree.flatten(step)[0], pytree.flatten(before)[0]))
     return Entry(called, times[0], (kernels, len(times)), right)
 
 
@@ -267,7 +267,7 @@ def without_data(group: dist.ProcessGroup) -> list[Outcome]:
     params = pipe.local(model.params)
     empty, bare = params, model.batch
     if group.rank() == 1:
-        empty, bare = tree.tree_map(lambda leaf: leaf.to("meta"), (params, model.batch))
+        empty, bare = pytree.tree_map(lambda leaf: leaf.to("meta"), (params, model.batch))
     given = [(empty, model.batch), (params, bare), (params, model.batch)]
     return [attempt(lambda p, batch: pipe.step(p, batch).loss, *each) for each in given]
 

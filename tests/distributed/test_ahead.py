@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fpipe import schedules
-from fpipe.controller.ahead import prelude
-from fpipe.runtime.program import Instruction, Recv, Send, WaitRecv
+from fpipe.execute.ahead import prelude
+from fpipe.program.program import Instruction, Recv, Send, WaitRecv
 from tests.distributed import actors
 from tests.distributed.crew import Crew, values
 from tests.distributed.test_order import BACK, DOWN, compute, program

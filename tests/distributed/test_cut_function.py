@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fpipe
-from fpipe import Schedule, schedules, tree
-from fpipe.planning.latest import Latest
+from fpipe import Schedule, pytree, schedules
+from fpipe.plan.latest import Latest
 from tests.custom_model import WrongWithCtx, with_cuts
 from tests.custom_model import make_batch as custom_batch
 from tests.custom_model import make_params as custom_params
@@ -46,7 +46,7 @@ def test_shared_parameter_has_the_same_bits_on_every_rank(crew: Crew, schedule: 
     for part in parts:
         assert_identical(part.loss, expected.loss)
         for path, grad, whole in zip(
-            tree.paths(tree.structure(make_params())),
+            pytree.paths(pytree.structure(make_params())),
             *(leaves(result.grads) for result in (part, expected)),
             strict=True,
         ):
@@ -72,7 +72,7 @@ def test_backward_of_a_function_is_its_own_on_every_rank(crew: Crew) -> None:
     expected = custom_step(None)
     for part in parts:
         assert_identical(part.loss, expected.loss)
-    spec = tree.structure(custom_params())
+    spec = pytree.structure(custom_params())
     flat = [spec.flatten_up_to(result.grads) for result in (*parts, expected)]
     for first, second, whole in zip(*flat, strict=True):
         assert first is not None or second is not None
@@ -230,5 +230,5 @@ def test_parameter_that_is_read_in_microbatches_of_one_size(
 
 def leaves(grads: Any) -> list[Any]:
     """The gradients in flat order, None where there is none."""
-    spec = tree.structure(make_params())
+    spec = pytree.structure(make_params())
     return list(spec.flatten_up_to(grads))

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import fpipe
 from fpipe import Schedule, schedules
-from fpipe.controller.watch import Watch
-from fpipe.stage.refusing.seeding import others
+from fpipe.checks.seeding import others
+from fpipe.execute.watch import Watch
 from tests.distributed import actors, traps
 from tests.distributed.crew import Crew, Failure, Outcome, attempt, values
 from tests.models import assert_identical
@@ -409,8 +409,8 @@ def test_a_lost_store_is_asked_no_more() -> None:
 
 def test_a_rank_is_suspected_while_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has connected late may compile without a beat for longer than that."""
-    monkeypatch.setattr("fpipe.controller.watch.BEAT", 0.1)
-    monkeypatch.setattr("fpipe.controller.watch.DEAD", 0.5)
+    monkeypatch.setattr("fpipe.execute.watch.BEAT", 0.1)
+    monkeypatch.setattr("fpipe.execute.watch.DEAD", 0.5)
     store = dist.HashStore()
     store.set("beat/1", "1")
     watch = Watch(store, ["0", "1"], 0, 60.0, ring=lambda: None)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
-from fpipe import Schedule, random, schedules, tree
+from fpipe import Schedule, pytree, random, schedules
 from fpipe.checkpoint import safetensors_files
 from fpipe.nn import buffers_of, state_of
 from tests import keyed_model, state_model
@@ -195,7 +195,7 @@ def own_of_nested(group: Group) -> list[list[str]]:
     found = []
     for own in (pipe, fpipe.vmap(pipe)):
         if own is not pipe:
-            stacked = tree.tree_map(lambda p: p.expand(2, *p.shape), (params, state))
+            stacked = pytree.tree_map(lambda p: p.expand(2, *p.shape), (params, state))
             params, state = stacked
         grads = own.step(params, state, batch).grads
         found += [list(own.own(params)), list(own.own(grads))]
@@ -391,7 +391,7 @@ def with_state(group: Group, schedule: Schedule) -> tuple[dict[str, Tensor], fpi
         state_model.without_aux, schedule=schedule, has_state=True, compile=False, group=group
     )
     state, batch = state_model.make_state(), state_model.make_batch()
-    on_meta = partial(tree.tree_map, lambda leaf: leaf.to("meta"))
+    on_meta = partial(pytree.tree_map, lambda leaf: leaf.to("meta"))
     shapes = on_meta(state_model.make_params())
     params = pipe.init(normal, random.key(3), on_meta(state), on_meta(batch), shapes=shapes)
     return params, pipe.step(params, state, batch)
@@ -403,7 +403,7 @@ def with_key(group: Group, schedule: Schedule) -> fpipe.Step:
         keyed_model.loss_fn, schedule=schedule, has_key=True, compile=False, group=group
     )
     model = mlp(4, 4)
-    shapes = tree.tree_map(lambda leaf: leaf.to("meta"), model.params)
+    shapes = pytree.tree_map(lambda leaf: leaf.to("meta"), model.params)
     key = random.key(3)
     return pipe.step(pipe.init(normal, key, model.batch, key, shapes=shapes), model.batch, key)
 

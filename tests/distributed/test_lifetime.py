@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe import schedules
-from fpipe.controller.watch import Watch
+from fpipe.execute.watch import Watch
 from tests.distributed.actors import model_of, pipeline
 from tests.distributed.crew import Crew, attempt, values
 from tests.distributed.traps import Trap

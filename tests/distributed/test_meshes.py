@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fpipe
-from fpipe import Pipeline, schedules, tree
+from fpipe import Pipeline, pytree, schedules
 from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
 from tests.distributed.actors import Group
 from tests.distributed.crew import Crew, values
@@ -84,7 +84,7 @@ def train(group: Group, shape: dict[str, int]) -> list[Tensor]:
                 weight = weight_of(own, pipe)
                 total = weight.clone()
                 dist.all_reduce(total, group=mesh.get_group("dp"))
-                for leaf in tree.flatten((loss, grads))[0]:
+                for leaf in pytree.flatten((loss, grads))[0]:
                     dist.all_reduce(leaf.mul_(weight / total), group=mesh.get_group("dp"))
                 dist.all_reduce(torch.ones(3), group=mesh.get_group("pp"))
                 dist.all_reduce(torch.ones(3))

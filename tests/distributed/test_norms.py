@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import fpipe
-from fpipe import FpipeError, Schedule, schedules, tree
+from fpipe import FpipeError, Schedule, pytree, schedules
 from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
 from tests.distributed import actors
 from tests.distributed.actors import Group
@@ -32,14 +32,14 @@ def test_norm_and_clipping_over_ranks(crew: Crew, dtype: torch.dtype, tolerance:
     assert_same(merged, whole, tolerance)  # squares are added up in another order
     norm, before, after, clipped, kept = merged
     model = actors.model_of("mlp", schedule.num_stages, 6, dtype)
-    leaves = tree.flatten(kept.grads)[0]
+    leaves = pytree.flatten(kept.grads)[0]
     assert all(leaf.dtype == dtype for leaf in leaves)
     expected = torch.nn.utils.get_total_norm([leaf.double() for leaf in leaves])
     scale = expected / 2 / (expected + 1e-6)
     assert_same([norm.double(), after.double()], [expected, expected * scale], tolerance)
     assert_identical(norm, before)
     assert_same(kept.grads, unpipelined(*model).grads, max(tolerance, 1e-10) * 10)
-    assert_same(clipped.grads, tree.tree_map(lambda v: v * scale, kept.grads), tolerance)
+    assert_same(clipped.grads, pytree.tree_map(lambda v: v * scale, kept.grads), tolerance)
 
 
 def shared_norm(group: Group, schedule: Schedule) -> list[Any]:
@@ -50,7 +50,7 @@ def shared_norm(group: Group, schedule: Schedule) -> list[Any]:
     grads = pipe.step(make_params(), make_batch()).grads
     norm = fpipe.global_norm(grads, pipe=pipe)
     clipped = fpipe.clip_by_global_norm(grads, norm.item() / 2, pipe=pipe)
-    leaves = tree.flatten(grads)[0]
+    leaves = pytree.flatten(grads)[0]
     mixed = attempt(
         partial(fpipe.global_norm, leaves, pipe=pipe)
     )  # numbered by each rank for itself
@@ -63,7 +63,7 @@ def test_a_gradient_that_several_ranks_hold_counts_once(crew: Crew) -> None:
     grads = fpipe.pipeline(language_model, schedule=schedule, in_dims=IN_DIMS, compile=False).step(
         make_params(), make_batch()
     )
-    expected = torch.nn.utils.get_total_norm(tree.flatten(grads.grads)[0])
+    expected = torch.nn.utils.get_total_norm(pytree.flatten(grads.grads)[0])
     assert_same([norm, mixed.value], [expected, expected], 1e-12)
     for rank, part in enumerate(values(crew.run(shared_norm, schedule))):
         assert_same(part[:2], [norm, norm], 1e-12)

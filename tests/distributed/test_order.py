@@ -9,9 +9,9 @@ import torch
 
 import fpipe
 from fpipe import Action, Op, Schedule, ScheduleError, schedules
-from fpipe.arguments.shapes import Spec
-from fpipe.runtime.order import find_circle, prove
-from fpipe.runtime.program import (
+from fpipe.inputs.signature import Spec
+from fpipe.program.order import find_circle, prove
+from fpipe.program.program import (
     Bindings,
     Compute,
     Instruction,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fpipe
-from fpipe import Schedule, schedules, tree
+from fpipe import Schedule, pytree, schedules
 from tests import state_model
 from tests.distributed.crew import Crew, Outcome, attempt, values
 from tests.models import assert_identical, rand
@@ -139,7 +139,7 @@ def step_after_inference(group: dist.ProcessGroup) -> list[bool]:
     with torch.inference_mode():
         pipe.value(params, state, batch)
     after = pipe.step(params, state, batch).state
-    return [leaf.is_inference() for leaf in tree.flatten(after)[0]]
+    return [leaf.is_inference() for leaf in pytree.flatten(after)[0]]
 
 
 def test_what_is_kept_of_a_call_in_inference_mode_serves_any_other(crew: Crew) -> None:

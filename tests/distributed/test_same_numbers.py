@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe import schedules
-from fpipe.controller.sample import ROUNDING, sample, unlike
+from fpipe.execute.sample import ROUNDING, sample, unlike
 from tests.distributed import actors
 from tests.distributed.actors import Group
 from tests.distributed.crew import Crew, values

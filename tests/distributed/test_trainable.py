@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 import fpipe
-from fpipe import Schedule, schedules, tree
-from fpipe.runtime.program import Send
+from fpipe import Schedule, pytree, schedules
+from fpipe.program.program import Send
 from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
 from tests.distributed.crew import Crew, values
 from tests.models import assert_identical, mean_square, mlp
@@ -49,7 +49,7 @@ def test_frozen_start(crew: Crew) -> None:
     schedule = schedules.one_f_one_b(ranks=2, microbatches=3)
     step, back, function = steps(None, schedule)
     assert back == []
-    assert tree.flatten(step.grads[0])[0] == [] and len(tree.flatten(step.grads[1])[0]) == 2
+    assert pytree.flatten(step.grads[0])[0] == [] and len(pytree.flatten(step.grads[1])[0]) == 2
     held = []
     for rank, (own, sent, parts) in enumerate(values(crew.run(steps, schedule, ranks=range(2)))):
         assert sent == []

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fpipe
-from fpipe.controller.watch import Watch
-from fpipe.runtime import waiting
-from fpipe.runtime.connect import Lines, connect, lines_of
-from fpipe.runtime.waiting import Arrival, look_out
+from fpipe.execute.watch import Watch
+from fpipe.transport import waiting
+from fpipe.transport.connect import Lines, connect, lines_of
+from fpipe.transport.waiting import Arrival, look_out
 from tests.distributed.actors import model_of, pipeline
 from tests.distributed.crew import Crew, values
 from tests.models import assert_identical
@@ -128,7 +128,7 @@ def one_is_elsewhere(group: dist.ProcessGroup) -> list[str]:
     log = logging.getLogger("fpipe")
     log.addHandler(handler)
     try:
-        with patch("fpipe.runtime.waiting.LONG", 0.1):
+        with patch("fpipe.transport.waiting.LONG", 0.1):
             time.sleep(0.6 * group.rank())
             pipe.step(params, model.batch)
     finally:
@@ -154,7 +154,7 @@ def test_a_rank_that_waits_for_long_says_so(crew: Crew) -> None:
 def test_a_wait_that_the_process_group_ends_blames_no_connection(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fpipe.controller.watch.DEAD", 1.2)  # nobody else has anything to tell
+    monkeypatch.setattr("fpipe.execute.watch.DEAD", 1.2)  # nobody else has anything to tell
     store = dist.HashStore()
     watches = [Watch(store, ["0", "1"], rank, 60.0, ring=lambda: None) for rank in (0, 1)]
     for watch in watches:

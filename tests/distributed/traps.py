@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 import fpipe
-from fpipe import Schedule, tree
-from fpipe.controller.fault import Fault
-from fpipe.controller.watch import Watch
-from fpipe.runtime.group import GroupTransport
-from fpipe.stage.pieces.compiler import Boxed
+from fpipe import Schedule, pytree
+from fpipe.execute.fault import Fault
+from fpipe.execute.watch import Watch
+from fpipe.pieces.compiler import Boxed
+from fpipe.transport.group import GroupTransport
 from tests.distributed.actors import model_of, pipeline
 from tests.distributed.crew import Outcome, attempt
 from tests.models import Model
@@ -138,7 +138,7 @@ def compute_until_told(group: dist.ProcessGroup, victim: int, at: int) -> tuple[
 
 def same(ours: Any, theirs: Any) -> bool:
     """Whether two results have the same bits."""
-    pairs = zip(tree.flatten(ours)[0], tree.flatten(theirs)[0], strict=True)
+    pairs = zip(pytree.flatten(ours)[0], pytree.flatten(theirs)[0], strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
 

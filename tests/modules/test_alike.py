@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from fpipe.arguments.shapes import TreeShape
+from fpipe.divide.function import FunctionTracer
+from fpipe.graph.sources import Param
+from fpipe.inputs.signature import TreeShape
 from fpipe.modules.loss import ModuleLoss
-from fpipe.stage.cutting.function import FunctionTracer
-from fpipe.stage.declared.objective import Objective
-from fpipe.stage.graphs.sources import Param
-from fpipe.tree import flatten
+from fpipe.pytree import flatten
+from fpipe.spec.objective import Objective
 from tests.modules.models import CUTS, detached, language_model, make_batch
 
 
@@ -33,7 +33,7 @@ def test_middle_blocks_share_a_trace_under_their_own_names() -> None:
 def test_constants_of_different_values_are_no_constants_of_one_name() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from fpipe.stage.cutting.alike import merge_constants
+    from fpipe.divide.alike import merge_constants
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return x + torch.tensor(1.0) + torch.tensor(2.0) + torch.tensor(1.0)

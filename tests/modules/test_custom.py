@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe import random
-from fpipe.arguments.shapes import TreeShape
+from fpipe.divide.function import FunctionTracer
+from fpipe.inputs.signature import TreeShape
 from fpipe.modules.loss import ModuleLoss
-from fpipe.stage.cutting.function import FunctionTracer
-from fpipe.stage.declared.objective import Objective
-from fpipe.tree import flatten
+from fpipe.pytree import flatten
+from fpipe.spec.objective import Objective
 from tests.models import assert_identical
 from tests.modules.hugging_face import LIBRARY, cross_entropy
 from tests.modules.models import detached

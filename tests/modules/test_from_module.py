@@ -479,7 +479,7 @@ def test_nothing_is_copied_where_the_state_cannot_be(wrong: Any, message: str) -
         module, schedule=TWO, cuts=["0"], loss=squares, has_state=True, compile=False
     )
     params = detached(module)
-    state = fpipe.tree.tree_map(lambda value: value.to(**wrong), fpipe.nn.state_of(module))
+    state = fpipe.pytree.tree_map(lambda value: value.to(**wrong), fpipe.nn.state_of(module))
     with pytest.raises(fpipe.BatchError, match=message):
         pipe.load_into(module, {name: p + 1 for name, p in params.items()}, state)
     assert all(torch.equal(p, params[name]) for name, p in module.named_parameters())

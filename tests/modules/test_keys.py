@@ -17,8 +17,8 @@ import fpipe
 from fpipe import Schedule, random, schedules
 from fpipe.draws import KEYED
 from fpipe.nn import keyed
-from fpipe.runtime.program import Compute
-from fpipe.stage.pieces.compiler import Boxed
+from fpipe.pieces.compiler import Boxed
+from fpipe.program.program import Compute
 from tests.models import assert_identical, assert_same
 from tests.modules.dropping import CUTS, make_batch, make_module, squares, unpipelined
 from tests.modules.models import detached

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fpipe
-from fpipe import tree
+from fpipe import pytree
 from fpipe.nn import BatchStats, buffers_of, state_of
 from tests import state_model
 from tests.models import assert_identical, assert_same
@@ -158,7 +158,7 @@ def test_state_of_a_function_is_loaded_by_the_paths_of_its_leaves(tmp_path: Path
     saved |= {"second.0": state["second"].mean + 1, "second.1": state["second"].var}
     saved |= {name: state[name] for name in ("drift", "count", "fixed")}
     save_file({n: v.contiguous().clone() for n, v in saved.items()}, tmp_path / "s.safetensors")
-    shapes = tree.tree_map(lambda leaf: leaf.to("meta"), state)
+    shapes = pytree.tree_map(lambda leaf: leaf.to("meta"), state)
     got = pipe.load_state(tmp_path, shapes=shapes)
     moved = state["second"]._replace(mean=state["second"].mean + 1)
     assert_identical(got, {**state, "second": moved})

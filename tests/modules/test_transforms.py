@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.func import functional_call, grad, grad_and_value, jvp, stack_module_state, vmap
 
 import fpipe
-from fpipe import BatchError, StageError, schedules, tree
-from fpipe.transforms.plain import differentiable_twice
+from fpipe import BatchError, StageError, pytree, schedules
+from fpipe.functional.plain import differentiable_twice
 from tests.models import assert_same
 from tests.modules.hugging_face import ARCHITECTURES, build, cross_entropy
 from tests.modules.hugging_face import make_batch as hugging_face_batch
@@ -50,7 +50,7 @@ def test_an_ensemble_of_modules() -> None:
 
 def test_a_product_with_the_hessian_of_a_module() -> None:
     params = detached(MODEL)
-    vector = tree.tree_map(torch.cos, params)
+    vector = pytree.tree_map(torch.cos, params)
     found = fpipe.hvp(PIPE).step(params, BATCH, vector)
     with differentiable_twice():
         pushed: Any = jvp(lambda own: grad(whole)(own, BATCH), (params,), (vector,))
@@ -103,12 +103,12 @@ def test_what_a_module_draws_is_the_same_for_all_members() -> None:
         has_key=True,
     )
     params, batch = detached(module), {"input": torch.ones(4, 3, dtype=torch.float64)}
-    members = tree.tree_map(lambda p: torch.stack([p, 2 * p]), params)
+    members = pytree.tree_map(lambda p: torch.stack([p, 2 * p]), params)
     key = fpipe.random.key(1)
     found = fpipe.vmap(pipe, randomness="same").step(members, batch, key)
     for number in range(2):
-        alone = pipe.step(tree.tree_map(lambda p, n=number: p[n], members), batch, key)
-        assert_same(tree.tree_map(lambda leaf, n=number: leaf[n], tuple(found)), tuple(alone))
+        alone = pipe.step(pytree.tree_map(lambda p, n=number: p[n], members), batch, key)
+        assert_same(pytree.tree_map(lambda leaf, n=number: leaf[n], tuple(found)), tuple(alone))
     with pytest.raises(StageError, match=r"randomness"):
         fpipe.vmap(pipe).step(members, batch, key)
 
@@ -129,9 +129,9 @@ def test_a_model_of_hugging_face() -> None:
 
     loss, grads = fpipe.per_example_grads(pipe).step(params, batch)
     for number in range(4):
-        row = tree.tree_map(lambda leaf, n=number: leaf[n : n + 1], batch)
+        row = pytree.tree_map(lambda leaf, n=number: leaf[n : n + 1], batch)
         alone = grad_and_value(loss_of)(params, row)
-        assert_same((tree.tree_map(lambda g, n=number: g[n], grads), loss[number]), alone, 1e-9)
+        assert_same((pytree.tree_map(lambda g, n=number: g[n], grads), loss[number]), alone, 1e-9)
 
 
 def test_frozen_parameters_have_no_direction() -> None:
@@ -139,7 +139,7 @@ def test_frozen_parameters_have_no_direction() -> None:
     module.embedding.requires_grad_(requires_grad=False)
     pipe = fpipe.from_module(module, schedule=PIPE.schedule, cuts=CUTS, compile=False)
     params = detached(module)
-    vector = tree.tree_map(torch.cos, params) | {"embedding.weight": None}
+    vector = pytree.tree_map(torch.cos, params) | {"embedding.weight": None}
     found = fpipe.hvp(pipe).step(params, BATCH, vector)
     trained = {name: leaf for name, leaf in params.items() if name != "embedding.weight"}
 

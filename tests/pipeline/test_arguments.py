@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fpipe
-from fpipe import schedules, tree
+from fpipe import pytree, schedules
 from tests.models import (
     assert_identical,
     assert_same,
@@ -137,12 +137,12 @@ def test_accum_dtype_follows_float32_accumulation() -> None:
     pipe = fpipe.pipeline(
         model.stages, model.loss, schedule, compile=False, accum_dtype=torch.float32
     )
-    sums = tree.tree_map(lambda leaf: torch.zeros_like(leaf, dtype=torch.float32), model.params)
+    sums = pytree.tree_map(lambda leaf: torch.zeros_like(leaf, dtype=torch.float32), model.params)
     for start in range(0, 8, 2):
         part = {name: leaf[start : start + 2] for name, leaf in model.batch.items()}
         one = unpipelined(model.stages, lambda y, b: model.loss(y, b) / 4, model.params, part).grads
-        sums = tree.tree_map(lambda total, grad: total + grad.float(), sums, one)
-    expected = tree.tree_map(lambda total: total.bfloat16(), sums)
+        sums = pytree.tree_map(lambda total, grad: total + grad.float(), sums, one)
+    expected = pytree.tree_map(lambda total: total.bfloat16(), sums)
     assert_same(pipe.step(model.params, model.batch).grads, expected, tolerance=1e-2)
 
 
@@ -172,7 +172,7 @@ def test_parameters_are_made_on_the_devices_of_their_stages() -> None:
         fpipe.random.key(0),
         shapes=MODEL.params,
     )
-    found = [{leaf.device.type for leaf in tree.flatten(part)[0]} for part in made]
+    found = [{leaf.device.type for leaf in pytree.flatten(part)[0]} for part in made]
     assert found == [{"cpu"}, {"meta"}]
 
 
@@ -200,7 +200,7 @@ def test_default_device_is_the_callers_alone() -> None:
         both = torch.func.vmap(plain_pipeline(stages, square).step, in_dims=(0, None))(stacked, x)
     assert_same(step, expected)
     assert_same([w.grad for w in tracked], expected.grads)
-    assert_same(tree.tree_map(lambda leaf: leaf[1], both), expected)
+    assert_same(pytree.tree_map(lambda leaf: leaf[1], both), expected)
     assert seen == {"meta"}
 
 
@@ -208,13 +208,13 @@ def test_default_device_is_the_callers_alone() -> None:
 def test_cuda_and_cpu() -> None:
     """Ranks on two devices: parameters lie there, gradients come back there."""
     params = [
-        tree.tree_map(lambda leaf, d=device: leaf.to(d), part)
+        pytree.tree_map(lambda leaf, d=device: leaf.to(d), part)
         for part, device in zip(MODEL.params, ("cuda", "cpu"), strict=True)
     ]
     step = plain_pipeline(MODEL.stages, devices=["cuda", "cpu"]).step(params, MODEL.batch)
     assert step.grads[0]["w"].is_cuda
     assert not step.grads[1]["w"].is_cuda
-    on_cpu = tree.tree_map(lambda leaf: leaf.cpu(), step)
+    on_cpu = pytree.tree_map(lambda leaf: leaf.cpu(), step)
     assert_same(on_cpu, unpipelined(MODEL.stages, mean_square, MODEL.params, MODEL.batch))
 
 
@@ -285,7 +285,7 @@ def test_leaves_without_influence_and_without_gradient() -> None:
 @pytest.mark.parametrize("loss", [lambda y, b: b["y"].mean(), lambda y, b: y.detach().mean()])
 def test_loss_that_no_parameter_has_influence_on(loss: Any) -> None:
     step = check(MODEL.stages, MODEL.params, MODEL.batch, loss)
-    assert not any(leaf.any() for leaf in tree.flatten(step.grads)[0])
+    assert not any(leaf.any() for leaf in pytree.flatten(step.grads)[0])
 
 
 def test_stages_whose_parameters_have_no_influence() -> None:
@@ -338,14 +338,14 @@ def test_complex_parameters() -> None:
 def test_dtypes_are_kept(dtype: torch.dtype) -> None:
     model = mlp(2, 4, dtype)
     step = check(model.stages, model.params, model.batch, tolerance=3e-2)
-    assert {leaf.dtype for leaf in tree.flatten(step)[0]} == {dtype}
+    assert {leaf.dtype for leaf in pytree.flatten(step)[0]} == {dtype}
 
 
 def test_mixed_dtypes() -> None:
     def last(p: Any, x: Tensor) -> Tensor:
         return mlp_layer(p, x.float()).double()
 
-    params = [MODEL.params[0], tree.tree_map(lambda leaf: leaf.float(), MODEL.params[1])]
+    params = [MODEL.params[0], pytree.tree_map(lambda leaf: leaf.float(), MODEL.params[1])]
     step = check([mlp_first, last], params, MODEL.batch, tolerance=1e-6)
     assert step.grads[1]["w"].dtype == torch.float32
 
@@ -366,7 +366,7 @@ def test_parameter_read_for_some_sizes_of_microbatch_only() -> None:
         unpipelined([mlp_first, last], loss, MODEL.params, {k: v[rows] for k, v in batch.items()})
         for rows in (slice(0, 3), slice(3, 5))
     ]
-    assert_same(step, tree.tree_map(lambda a, b: a + b, *parts))
+    assert_same(step, pytree.tree_map(lambda a, b: a + b, *parts))
 
 
 # ── out_dims ────────────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fpipe
-from fpipe import schedules, tree
+from fpipe import pytree, schedules
 from fpipe.schedules import interleaved_1f1b
 from tests.models import (
     assert_same,
@@ -60,7 +60,7 @@ def test_traced_again_only_for_new_kinds_of_arguments() -> None:
         step()
     with retraces(calls, False):
         step()
-        step(params=[tree.tree_map(lambda leaf: leaf + 1, part) for part in model.params])
+        step(params=[pytree.tree_map(lambda leaf: leaf + 1, part) for part in model.params])
     with retraces(calls, True):
         step(rows=4)
     with retraces(calls, False):
@@ -72,7 +72,7 @@ def test_traced_again_only_for_new_kinds_of_arguments() -> None:
     transposed = [model.params[0] | {"w": model.params[0]["w"].t()}, model.params[1]]
     with retraces(calls, True):
         step(params=transposed)
-    single = [tree.tree_map(lambda leaf: leaf.float(), part) for part in model.params]
+    single = [pytree.tree_map(lambda leaf: leaf.float(), part) for part in model.params]
     with retraces(calls, True):
         step(params=single, batch={name: leaf.float() for name, leaf in model.batch.items()})
     other = model.batch | {"another": rand(6)}
@@ -356,7 +356,7 @@ def test_schedules_share_what_was_traced_and_compiled(caplog: pytest.LogCaptureF
     said = [record.message for record in caplog.records if record.name == "fpipe"]
     assert said[0] == "planning step for microbatches of 2 rows"
     # What is new to one of them is new to all, once.
-    smaller = tree.tree_map(lambda leaf: leaf[:4], model.batch)
+    smaller = pytree.tree_map(lambda leaf: leaf[:4], model.batch)
     with retraces(calls, True):
         split.value(model.params, smaller)
     with retraces(calls, False):
@@ -367,7 +367,7 @@ def test_schedules_share_what_a_transform_has_traced() -> None:
     calls: list[int] = []
     model = mlp(2, 4)
     pipe = plain_pipeline([counted(calls), mlp_layer])
-    vector = tree.tree_map(torch.ones_like, model.params)
+    vector = pytree.tree_map(torch.ones_like, model.params)
     one = schedules.one_f_one_b(ranks=2, microbatches=2)
     product = fpipe.hvp(pipe)
     norms = fpipe.per_example_norms(pipe)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 )
 
 import fpipe
-from fpipe import schedules, tree
+from fpipe import pytree, schedules
 from tests.meter import Meter
 from tests.models import rand
 
@@ -136,7 +136,7 @@ def test_peak_is_what_is_held(name: str) -> None:
     pipe = fpipe.pipeline([stage], loss, schedule, compile=False)
     pipe.step(PARAMS[:1], BATCH)
     (program,) = pipe.programs(PARAMS[:1], BATCH)
-    with Meter([*tree.flatten(PARAMS[:1])[0], BATCH]) as meter:
+    with Meter([*pytree.flatten(PARAMS[:1])[0], BATCH]) as meter:
         pipe.step(PARAMS[:1], BATCH)
     assert meter.peak == pytest.approx(program.peak_bytes, rel=0.05)
 
@@ -273,7 +273,7 @@ def test_transformed(transform: str) -> None:
     for name in ("plain", "not reentrant"):
         pipe = pipe_of(BLOCKS[name])
         if transform == "vmap":
-            stacked = tree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf]), PARAMS)
+            stacked = pytree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf]), PARAMS)
             found.append(fpipe.vmap(pipe).step(stacked, BATCH))
         elif transform == "hvp":
             found.append(fpipe.hvp(pipe).step(PARAMS, BATCH, PARAMS))

@@ -24,7 +24,7 @@ def by_microbatch(one: Any, trained: Any, state: Any, batch: Tensor) -> Any:
         now, total, kept = state, torch.zeros((), dtype=torch.float64), []
         for number, part in enumerate(batch.tensor_split(3)):
             loss, now, aux = one(own, now, part, random.fold_in(KEY, number))
-            now = fpipe.tree.tree_map(Tensor.detach, now)
+            now = fpipe.pytree.tree_map(Tensor.detach, now)
             total = total + loss * len(part) / len(batch)
             kept.append(aux)
         return total, (now, torch.cat(kept))

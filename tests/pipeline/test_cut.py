@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
-from fpipe.runtime.program import Send
+from fpipe.functional.dual import load_rules
+from fpipe.program.program import Send
 from fpipe.schedule import Schedule
-from fpipe.transforms.dual import load_rules
 from tests.cut_model import (
     IN_DIMS,
     VOCABULARY,

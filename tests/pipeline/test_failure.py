@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fpipe
-from fpipe import Action, PipelineError, schedules, tree
+from fpipe import Action, PipelineError, pytree, schedules
 from tests.models import (
     assert_identical,
     assert_same,
@@ -111,7 +111,7 @@ def test_not_a_number_is_no_error_and_never_hidden(value: float) -> None:
     batch = model.batch | {"x": x}
     step = plain_pipeline([affine_of_x, affine], microbatches=3).step(model.params, batch)
     expected = unpipelined([affine_of_x, affine], model.loss, model.params, batch)
-    for ours, theirs in zip(tree.flatten(step)[0], tree.flatten(expected)[0], strict=True):
+    for ours, theirs in zip(pytree.flatten(step)[0], pytree.flatten(expected)[0], strict=True):
         torch.testing.assert_close(ours, theirs, equal_nan=True)
     assert not step.loss.isfinite()
 

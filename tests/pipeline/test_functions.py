@@ -12,14 +12,14 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
-from fpipe.arguments.shapes import TreeShape
-from fpipe.stage.codes import codes_of_stages, live_leaves
-from fpipe.stage.cutting.function import FunctionTracer
-from fpipe.stage.declared.objective import Objective
-from fpipe.stage.pieces.compiler import Compiler
-from fpipe.stage.pieces.piece import Piece
-from fpipe.stage.pieces.remat import save_all
-from fpipe.tree import flatten
+from fpipe.divide.function import FunctionTracer
+from fpipe.inputs.signature import TreeShape
+from fpipe.pieces.compiler import Compiler
+from fpipe.pieces.piece import Piece
+from fpipe.pieces.remat import save_all
+from fpipe.plan.codes import codes_of_stages, live_leaves
+from fpipe.pytree import flatten
+from fpipe.spec.objective import Objective
 from tests.eager import check, check_members, check_rows, eager, pipelines, with_cuts
 from tests.models import assert_same, rand
 from tests.stage.pieces import count, ops, pieces_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fpipe
-from fpipe import random, tree
+from fpipe import pytree, random
 from fpipe.holding import key_of, names_of
 from tests import cut_model
 
@@ -50,7 +50,7 @@ def test_leaf_depends_on_key_and_name_alone() -> None:
     assert all(like.is_meta for _, like in called)
     assert torch.equal(params[1]["w"], random.normal(key_of(key, "1.w"), (3, 3)))
     assert not torch.equal(params[0]["w"], params[1]["w"])
-    again = pipe.init(init_fn, key, shapes=tree.tree_map(torch.zeros_like, params))
+    again = pipe.init(init_fn, key, shapes=pytree.tree_map(torch.zeros_like, params))
     other = pipe.init(init_fn, random.key(6), shapes=params)
     assert torch.equal(again[0]["b"], params[0]["b"])
     assert not torch.equal(other[0]["b"], params[0]["b"])
@@ -68,11 +68,11 @@ def test_one_function_and_its_whole_tree() -> None:
     pipe = fpipe.pipeline(
         cut_model.language_model, schedule=schedule, in_dims=cut_model.IN_DIMS, compile=False
     )
-    shapes = tree.tree_map(lambda leaf: leaf.to("meta"), cut_model.make_params())
+    shapes = pytree.tree_map(lambda leaf: leaf.to("meta"), cut_model.make_params())
     params = pipe.init(normal, random.key(0), shapes=shapes)
-    assert tree.structure(params) == tree.structure(shapes)
+    assert pytree.structure(params) == pytree.structure(shapes)
     assert params["blocks"][2]["qkv"].dtype == torch.float64 and params["count"] == 1
-    names = names_of(tree.structure(shapes))
+    names = names_of(pytree.structure(shapes))
     assert names[:2] == ["blocks.0.qkv", "blocks.0.scale"] and names[-1] == "unused"
     assert pipe.value(params, cut_model.make_batch()).isfinite()
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fpipe
-from fpipe.stage.tracing.interrupts import held_back
-from fpipe.stage.tracing.known import Known
+from fpipe.trace.interrupts import held_back
+from fpipe.trace.known import Known
 
 SCHEDULE = fpipe.schedules.gpipe(ranks=2, microbatches=2)
 PARAMS = [torch.eye(3), torch.eye(3)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe import BatchError, FpipeError, Schedule, Stage, StageError, random, schedules
-from fpipe.runtime.program import Send
+from fpipe.program.program import Send
 from tests import keyed_model as keyed
 from tests.models import assert_identical, assert_same, mean_square, mlp, rand
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fpipe
-from fpipe import schedules, tree
+from fpipe import pytree, schedules
 from tests.laid_out import laid_out, look
 from tests.models import assert_identical, assert_same, rand, unpipelined
 
@@ -93,7 +93,7 @@ def test_compiled() -> None:
     found = pipe.step([params[0]], x)
     expected = unpipelined([stage], lambda y, _: y.square().mean(), [params[0]], x)
     assert_same(found, expected)
-    assert all(leaf.is_contiguous() for leaf in tree.flatten(found.grads)[0])
+    assert all(leaf.is_contiguous() for leaf in pytree.flatten(found.grads)[0])
 
 
 def put_off(kind: str) -> Tensor:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import fpipe
-from fpipe import Schedule, schedules, tree
-from fpipe.runtime.program import Compute
+from fpipe import Schedule, pytree, schedules
+from fpipe.program.program import Compute
 from tests.meter import Meter
 from tests.models import MODELS, Model, mlp_layer, rand
 
@@ -56,7 +56,7 @@ class Watch:
 
 
 def watched(model: Model, schedule: Schedule, **options: Any) -> tuple[Watch, fpipe.Pipeline]:
-    watch = Watch(tree.flatten((model.params, model.batch))[0])
+    watch = Watch(pytree.flatten((model.params, model.batch))[0])
     pipe = fpipe.pipeline(model.stages, model.loss, schedule, compile=watch, **options)
     pipe.step(model.params, model.batch)
     watch.seen.clear()
@@ -68,7 +68,7 @@ def test_nothing_is_alive_after_a_step_but_its_results() -> None:
     model = MODELS["gpt"](4, 6)
     watch, pipe = watched(model, schedules.zbv(ranks=2, microbatches=3))
     step = pipe.step(model.params, model.batch)
-    grads = sum(leaf.nbytes for leaf in tree.flatten(step.grads)[0])
+    grads = sum(leaf.nbytes for leaf in pytree.flatten(step.grads)[0])
     seeds = 3 * 8  # the weights of the losses belong to the plan
     assert watch.alive() == grads + seeds
     del step

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fpipe
-from fpipe import BatchError, Microbatches, Schedule, random, schedules, tree
-from fpipe.planning.latest import Latest
+from fpipe import BatchError, Microbatches, Schedule, pytree, random, schedules
+from fpipe.plan.latest import Latest
 from tests.models import assert_same, rand
 
 Tree = dict[str, Any]
@@ -303,10 +303,12 @@ def test_transforms() -> None:
     assert_same(step.loss, torch.stack([value for _, value in each]))
     assert_same(step.grads["w"], torch.stack([grads["w"] for grads, _ in each]))
     # Members that have a batch each, and torch's own vmap of a call.
-    stacked = tree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf]), batch)
+    stacked = pytree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf]), batch)
     own = fpipe.vmap(pipe, (0, 0)).step(members, stacked)
     one, two = (
-        torch.func.grad_and_value(mixed_loss)({"w": w}, tree.tree_map(lambda v, n=n: n * v, batch))
+        torch.func.grad_and_value(mixed_loss)(
+            {"w": w}, pytree.tree_map(lambda v, n=n: n * v, batch)
+        )
         for n, w in zip((1, 2), members["w"], strict=True)
     )
     assert_same(own.loss, torch.stack([one[1], two[1]]))
@@ -349,7 +351,7 @@ def test_single_examples_where_a_parameter_is_read_by_some() -> None:
     norms = [torch.stack([own["a"], own["b"]]).norm() for own in each]
     found = fpipe.per_example_norms(pipe).step(params, Microbatches(xs))
     assert_same(found.norms, torch.stack(norms))
-    stacked = tree.tree_map(lambda p: torch.stack([p, 2 * p]), params)
+    stacked = pytree.tree_map(lambda p: torch.stack([p, 2 * p]), params)
     of_all = fpipe.per_example_grads(fpipe.vmap(pipe)).step(stacked, Microbatches(xs)).grads
     assert of_all["b"].numel() == 2 * len(rows)
 
@@ -483,7 +485,7 @@ def test_lengths_are_told_where_rows_are_alike(caplog: pytest.LogCaptureFixture)
 def test_shapes_alone_make_programs() -> None:
     params, parts = make_params(), make_parts()
     pipe = pipe_of(SCHEDULES[1])
-    on_meta = tree.tree_map(lambda leaf: leaf.to("meta"), (params, Microbatches(parts)))
+    on_meta = pytree.tree_map(lambda leaf: leaf.to("meta"), (params, Microbatches(parts)))
     programs = pipe.programs(*on_meta)
     pipe.step(params, Microbatches(parts))
     assert programs == pipe.programs(params, Microbatches(parts))
@@ -551,7 +553,7 @@ def test_orders_of_known_shapes_are_forgotten(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """There is no end of them; the traces are kept."""
-    monkeypatch.setattr("fpipe.planning.planner.MANY", 3)
+    monkeypatch.setattr("fpipe.plan.planner.MANY", 3)
     pipe = fpipe.pipeline(
         lambda w, x: fpipe.cut(x * w).mean(),
         schedule=schedules.gpipe(ranks=2, microbatches=4),
@@ -578,7 +580,7 @@ def test_orders_of_known_shapes_are_forgotten(
 def refused(batch: Any, match: str, in_dims: Any = 0) -> None:
     schedule = schedules.gpipe(ranks=1, microbatches=2)
     pipe = fpipe.pipeline(
-        lambda w, batch: sum(leaf.sum() for leaf in tree.flatten(batch)[0]) * w,
+        lambda w, batch: sum(leaf.sum() for leaf in pytree.flatten(batch)[0]) * w,
         schedule=schedule,
         in_dims=in_dims,
         compile=False,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fpipe import tree
+from fpipe import pytree
 from tests.models import assert_identical, check, gpt, mean_square, mlp, plain_pipeline, rand
 
 X, Y = rand(4, 3), rand(4, 3).flip(0)
@@ -65,10 +65,10 @@ def test_compiled_results_share_no_memory() -> None:
 
 def check_ownership(case: Case, microbatches: int, **options: Any) -> None:
     pipe = plain_pipeline(case.stages, case.loss, microbatches, **options)
-    given = tree.flatten((case.params, BATCH))[0]
+    given = pytree.flatten((case.params, BATCH))[0]
     before = [leaf.clone() for leaf in given]
     step = pipe.step(case.params, BATCH)
-    results = tree.flatten(step)[0]
+    results = pytree.flatten(step)[0]
     memory = [leaf.untyped_storage().data_ptr() for leaf in (*results, *given)]
     assert len(set(memory)) == len(memory)
 
@@ -77,22 +77,22 @@ def check_ownership(case: Case, microbatches: int, **options: Any) -> None:
         leaf.mul_(7).add_(1)
     assert_identical(given, before)
     again = pipe.step(case.params, BATCH)
-    assert_identical(tree.flatten(again)[0], expected)
+    assert_identical(pytree.flatten(again)[0], expected)
 
 
 def test_gradients_survive_the_next_step() -> None:
     model = gpt(2, 4)
     pipe = plain_pipeline(model.stages, model.loss)
     first = pipe.step(model.params, model.batch)
-    kept = tree.tree_map(torch.clone, first)
-    other = tree.tree_map(lambda leaf: leaf * 2, model.params)
+    kept = pytree.tree_map(torch.clone, first)
+    other = pytree.tree_map(lambda leaf: leaf * 2, model.params)
     pipe.step(other, model.batch)
     assert_identical(first, kept)
 
 
 def test_nothing_that_is_passed_in_changes() -> None:
     model = gpt(3, 5)
-    before = tree.tree_map(torch.clone, (model.params, model.batch))
+    before = pytree.tree_map(torch.clone, (model.params, model.batch))
     pipe = plain_pipeline(model.stages, model.loss, microbatches=2)
     pipe.step(model.params, model.batch)
     pipe.value(model.params, model.batch)
@@ -102,16 +102,16 @@ def test_nothing_that_is_passed_in_changes() -> None:
 
 def test_step_is_free_of_autograd_history() -> None:
     model = mlp(2, 4)
-    params = tree.tree_map(lambda leaf: leaf.clone().requires_grad_(), model.params)
-    batch = tree.tree_map(lambda leaf: leaf.clone().requires_grad_(), model.batch)
+    params = pytree.tree_map(lambda leaf: leaf.clone().requires_grad_(), model.params)
+    batch = pytree.tree_map(lambda leaf: leaf.clone().requires_grad_(), model.batch)
     step = check(model.stages, params, batch)
-    assert not any(leaf.requires_grad for leaf in tree.flatten(step)[0])
-    assert all(leaf.grad is None for leaf in tree.flatten((params, batch))[0])
+    assert not any(leaf.requires_grad for leaf in pytree.flatten(step)[0])
+    assert all(leaf.grad is None for leaf in pytree.flatten((params, batch))[0])
 
 
 def test_module_parameters_can_be_passed() -> None:
     model = mlp(2, 4)
-    params = tree.tree_map(torch.nn.Parameter, model.params)
+    params = pytree.tree_map(torch.nn.Parameter, model.params)
     check(model.stages, params, model.batch)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import fpipe
 from fpipe import Action, Schedule, schedules
-from fpipe.runtime.program import Compute
+from fpipe.program.program import Compute
 from tests.models import adapted, assert_same, piped, rand, unpipelined
 
 WIDTH = 32

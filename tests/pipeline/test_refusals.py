@@ -32,10 +32,10 @@ from fpipe import (
     Schedule,
     ScheduleError,
     StageError,
+    pytree,
     schedules,
-    tree,
 )
-from fpipe.stage.refusing import drawing, seeding
+from fpipe.checks import drawing, seeding
 from tests.eager import check
 from tests.models import mean_square, mlp, mlp_first, mlp_layer, plain_pipeline, rand
 
@@ -981,7 +981,7 @@ def test_a_stage_that_lacks_the_microbatch() -> None:
 def test_fake_tensors_are_shapes() -> None:
     pipe = plain_pipeline(MODEL.stages)
     mode = FakeTensorMode()
-    params, batch = tree.tree_map(mode.from_tensor, (MODEL.params, MODEL.batch))
+    params, batch = pytree.tree_map(mode.from_tensor, (MODEL.params, MODEL.batch))
     programs = pipe.programs(params, batch)
     assert list(map(str, programs)) == list(map(str, pipe.programs(MODEL.params, MODEL.batch)))
     for call in (pipe.step, pipe.value, pipe.forward):

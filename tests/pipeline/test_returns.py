@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe import schedules
-from fpipe.runtime.program import Send
+from fpipe.program.program import Send
 from tests.models import assert_same, mlp
 from tests.returns_model import (
     EXPERTS,

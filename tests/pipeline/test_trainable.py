@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.func import grad_and_value
 
 import fpipe
-from fpipe import Action, BatchError, Op, Schedule, ScheduleError, StageError, schedules, tree
-from fpipe.runtime.program import Compute, Program, Send
+from fpipe import Action, BatchError, Op, Schedule, ScheduleError, StageError, pytree, schedules
+from fpipe.program.program import Compute, Program, Send
 from tests import state_model as stateful
 from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
 from tests.models import apply, assert_identical, assert_same, mean_square, rand
@@ -44,16 +44,18 @@ def make(schedule: Schedule, trainable: Any, **options: Any) -> fpipe.Pipeline:
 
 def reference(params: Any, batch: Any, trained: list[bool]) -> fpipe.Step:
     """Of the plain function, with None for leaves that are not trained."""
-    leaves, spec = tree.flatten(params)
+    leaves, spec = pytree.flatten(params)
 
     def whole(own: list[Tensor]) -> Tensor:
         chosen = iter(own)
         full = [next(chosen) if flag else v for v, flag in zip(leaves, trained, strict=True)]
-        return mean_square(apply([adapted] * len(params), tree.unflatten(spec, full), batch), batch)
+        return mean_square(
+            apply([adapted] * len(params), pytree.unflatten(spec, full), batch), batch
+        )
 
     found, value = grad_and_value(whole)([v for v, t in zip(leaves, trained, strict=True) if t])
     grads = iter(found)
-    return fpipe.Step(value, tree.unflatten(spec, [next(grads) if t else None for t in trained]))
+    return fpipe.Step(value, pytree.unflatten(spec, [next(grads) if t else None for t in trained]))
 
 
 def computed(programs: tuple[Program, ...]) -> Counter[tuple[int, str]]:
@@ -187,7 +189,7 @@ def test_nothing_is_trained() -> None:
     params, batch = adapters()
     step = make(ONE_F_ONE_B, False).step(params, batch)
     assert_same(step, reference(params, batch, [True] * 12)._replace(grads=step.grads))
-    assert tree.flatten(step.grads)[0] == []
+    assert pytree.flatten(step.grads)[0] == []
     assert not any(
         op != "F" for _, op in computed(make(ONE_F_ONE_B, False).programs(params, batch))
     )
@@ -205,10 +207,10 @@ def test_a_choice_that_nothing_matches_is_told(
 
 def test_history_of_autograd() -> None:
     params, batch = adapters()
-    own = tree.tree_map(lambda leaf: leaf.clone().requires_grad_(), params)
+    own = pytree.tree_map(lambda leaf: leaf.clone().requires_grad_(), params)
     make(ONE_F_ONE_B, lambda path: "lora" in path).value(own, batch).backward()
     expected = reference(params, batch, [True, True, False] * 4).grads
-    assert_same(tree.tree_map(lambda leaf: leaf.grad, own), expected)
+    assert_same(pytree.tree_map(lambda leaf: leaf.grad, own), expected)
 
 
 # ── other pipelines ─────────────────────────────────────────────────────────────────────────────
@@ -229,7 +231,7 @@ def test_one_function(frozen: str) -> None:
     )
     step = pipe.step(params, batch)
     assert_same(step.loss, plain.loss)
-    none = tree.tree_map(lambda leaf: None, params[frozen])
+    none = pytree.tree_map(lambda leaf: None, params[frozen])
     assert_same(step.grads, {**plain.grads, frozen: none})
     by_path = fpipe.pipeline(
         language_model,
@@ -266,16 +268,16 @@ def test_an_ensemble_and_single_examples() -> None:
     params, batch = adapters()
     pipe = make(ONE_F_ONE_B, [False, False, {"w": False, "lora": True}, True])
     trained = [False] * 6 + [True, True, False] + [True] * 3
-    stacked = tree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf]), params)
+    stacked = pytree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf]), params)
     both = fpipe.vmap(pipe).step(stacked, batch)
     for member, factor in enumerate((1, 2)):
-        own = tree.tree_map(lambda leaf, factor=factor: factor * leaf, params)
+        own = pytree.tree_map(lambda leaf, factor=factor: factor * leaf, params)
         expected = reference(own, batch, trained)
         assert_same(both.loss[member], expected.loss)
-        grads = tree.tree_map(lambda leaf, member=member: leaf[member], both.grads)
+        grads = pytree.tree_map(lambda leaf, member=member: leaf[member], both.grads)
         assert_same(grads, expected.grads)
     rows = fpipe.per_example_grads(pipe).step(params, batch)
-    mean = tree.tree_map(lambda leaf: leaf.mean(0), rows.grads)
+    mean = pytree.tree_map(lambda leaf: leaf.mean(0), rows.grads)
     assert_same(mean, reference(params, batch, trained).grads)
 
 
@@ -296,7 +298,7 @@ def test_beside_a_state() -> None:
     ]
     whole, some = steps
     assert_same((some.loss, some.state), (whole.loss, whole.state))
-    none = tree.tree_map(lambda leaf: None, params[frozen])
+    none = pytree.tree_map(lambda leaf: None, params[frozen])
     assert_same(some.grads, {**whole.grads, frozen: none})
 
 
@@ -307,7 +309,7 @@ def test_none_where_the_parameters_have_none() -> None:
         [lambda p, x: x.sin(), lambda p, x: x * p["w"]],
         lambda y, _: y.sum(),
         fpipe.schedules.gpipe(ranks=2, microbatches=2),
-        trainable=tree.tree_map(lambda leaf: True, params),
+        trainable=pytree.tree_map(lambda leaf: True, params),
         compile=False,
     )
     assert pipe.step(params, torch.ones(2)).grads[1]["w"] == torch.ones(()).sin()

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.stage.pieces.piece import Piece
-from fpipe.stage.pieces.remat import Policy, save_all
+from fpipe.pieces.piece import Piece
+from fpipe.pieces.remat import Policy, save_all
 from tests.models import Model
-from tests.runtime.lowering import codes_of
+from tests.program.lowering import codes_of
 
 
 def pieces_of(

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fpipe.stage.pieces.compiler import Compiler
-from fpipe.stage.pieces.footprint import footprint
-from fpipe.stage.pieces.piece import Piece
+from fpipe.pieces.compiler import Compiler
+from fpipe.pieces.footprint import footprint
+from fpipe.pieces.piece import Piece
 from tests.meter import Meter
 from tests.models import MODELS
-from tests.runtime.lowering import codes_of
+from tests.program.lowering import codes_of
 
 
 def held(piece: Piece, handed: Collection[int]) -> int:

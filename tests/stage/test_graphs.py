@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe import StageError
-from fpipe.stage.graphs.fingerprint import fingerprint, places_of
-from fpipe.stage.graphs.simplify import simplify
-from fpipe.stage.graphs.sources import Param
-from fpipe.stage.graphs.sums import add_sums
-from fpipe.stage.pieces.remat import policies, save_all, save_nothing
+from fpipe.graph.fingerprint import fingerprint, places_of
+from fpipe.graph.simplify import simplify
+from fpipe.graph.sources import Param
+from fpipe.graph.sums import add_sums
+from fpipe.pieces.remat import policies, save_all, save_nothing
 from tests.models import rand
 
 

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from fpipe.stage.pieces.piece import Piece
-from fpipe.stage.pieces.remat import save_all, save_nothing
+from fpipe.pieces.piece import Piece
+from fpipe.pieces.remat import save_all, save_nothing
 from tests.models import Model, rand
-from tests.runtime.lowering import codes_of
+from tests.program.lowering import codes_of
 from tests.stage.pieces import count, ops, pieces_of
 
 X = rand(4, 3)

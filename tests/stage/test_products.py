@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
 import fpipe
-from fpipe.stage.pieces import products
-from fpipe.stage.pieces.products import blas_is_slow, with_onednn
+from fpipe.pieces import products
+from fpipe.pieces.products import blas_is_slow, with_onednn
 
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="needs a build of torch with oneDNN"

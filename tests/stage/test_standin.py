@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fpipe
-from fpipe.stage.standin import StandIn
+from fpipe.trace.overrides.standin import StandIn
 
 
 class Kind:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import grad, grad_and_value, jvp
 
 import fpipe
-from fpipe import Schedule, schedules, tree
+from fpipe import Schedule, pytree, schedules
 from tests.cut_model import make_network, network
 from tests.distributed.crew import attempt
 from tests.models import conv, gpt, mlp
@@ -25,7 +25,7 @@ def run(group: dist.ProcessGroup | None, transform: str, schedule: Schedule) -> 
     pipe = fpipe.pipeline(model.stages, model.loss, schedule, group=group, compile=False)
     params = pipe.local(model.params)
     if transform == "vmap":
-        members = tree.tree_map(lambda p: torch.stack([p, 1.1 * p], -1), params)
+        members = pytree.tree_map(lambda p: torch.stack([p, 1.1 * p], -1), params)
         return fpipe.vmap(pipe, (-1, None)).step(members, model.batch)
     batch = {**model.batch, "pixels": model.batch["pixels"].double() / 255}
     return fpipe.grad(pipe, ("batch", "params")).step(params, batch)
@@ -60,7 +60,7 @@ CUT: dict[str, Callable[[Any], Any]] = {
 def run_cut(group: dist.ProcessGroup | None, transform: str) -> list[Any]:
     """The results of a transformed step of one function, on every schedule for two ranks."""
     params, batch = make_network()
-    own = tree.tree_map(lambda p: torch.stack([p, 0.9 * p]), params)
+    own = pytree.tree_map(lambda p: torch.stack([p, 0.9 * p]), params)
     if "vmap" not in transform:
         own = params
     made = {
@@ -120,7 +120,9 @@ def make_ensemble(group: dist.ProcessGroup | None, schedule: Schedule) -> Any:
     """The parameters that each rank makes for all members, and a step with them."""
     pipe = fpipe.vmap(fpipe.pipeline(network, schedule=schedule, compile=False, group=group))
     params, batch = make_network()
-    shapes = tree.tree_map(lambda p: torch.empty(2, *p.shape, dtype=p.dtype, device="meta"), params)
+    shapes = pytree.tree_map(
+        lambda p: torch.empty(2, *p.shape, dtype=p.dtype, device="meta"), params
+    )
 
     def normal(key: torch.Tensor, name: str, like: torch.Tensor) -> torch.Tensor:
         return fpipe.random.normal(key, like.shape, like.dtype)
@@ -135,7 +137,7 @@ def wrong_vector(group: dist.ProcessGroup) -> list[Any]:
     schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
     pipe = fpipe.hvp(fpipe.pipeline(model.stages, model.loss, schedule, group=group, compile=False))
     params = pipe.local(model.params)
-    short = tree.tree_map(lambda p: p[:1], params)
+    short = pytree.tree_map(lambda p: p[:1], params)
     vectors = [wrong if group.rank() == 1 else params for wrong in (short, None)]
     calls = [(pipe.step, vectors[0]), *((call, vectors[1]) for call in (pipe.step, pipe.value))]
     return [
@@ -158,7 +160,7 @@ def outputs_by_row(group: dist.ProcessGroup | None) -> list[Any]:
     schedule = schedules.zb_h1(ranks=2, microbatches=3)
     pipe = fpipe.pipeline(model.stages, model.loss, schedule, group=group, compile=False)
     params = pipe.local(model.params)
-    members = tree.tree_map(lambda p: torch.stack([p, 0.9 * p]), params)
+    members = pytree.tree_map(lambda p: torch.stack([p, 0.9 * p]), params)
     return [
         fpipe.per_example_grads(pipe).forward(params, model.batch),
         fpipe.per_example_grads(fpipe.vmap(pipe)).forward(members, model.batch),
@@ -172,7 +174,7 @@ def freeze(group: dist.ProcessGroup | None) -> list[tuple[bool, Tensor, Any]]:
     Another pipeline that is made between them has a value without any.
     """
     model = mlp(2, 5)
-    params = [model.params[0], tree.tree_map(lambda p: p.requires_grad_(), model.params[1])]
+    params = [model.params[0], pytree.tree_map(lambda p: p.requires_grad_(), model.params[1])]
     schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
     found: list[tuple[bool, Tensor, Any]] = []
     for frozen in (False, False, True):
@@ -200,18 +202,20 @@ def unknown_derivatives(group: dist.ProcessGroup) -> list[Any]:
 
     pipe = make()
     params = pipe.local(model.params)
-    tracked = tree.tree_map(lambda p: p.clone().requires_grad_(asks), params)
+    tracked = pytree.tree_map(lambda p: p.clone().requires_grad_(asks), params)
     by_batch, by_both = fpipe.grad(pipe, "batch"), fpipe.grad(pipe, ("batch", "params"))
 
     def slopes() -> Tensor | None:
         loss = by_both.value(tracked, batch)
         if not asks:
             return None
-        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, tree.flatten(tracked)[0])])
+        return torch.cat(
+            [g.flatten() for g in torch.autograd.grad(loss, pytree.flatten(tracked)[0])]
+        )
 
     def directly() -> Tensor | None:
         grads = make().step(params, batch).grads
-        return torch.cat([g.flatten() for g in tree.flatten(grads)[0]]) if asks else None
+        return torch.cat([g.flatten() for g in pytree.flatten(grads)[0]]) if asks else None
 
     def pulled(pipe: fpipe.Pipeline, params: Any, batch: Any) -> Tensor:
         loss = pipe.value(params, batch)

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.func import grad, grad_and_value, jvp, vjp, vmap
 
 import fpipe
-from fpipe import Schedule, schedules, tree
-from fpipe.transforms.dual import load_rules
+from fpipe import Schedule, pytree, schedules
+from fpipe.functional.dual import load_rules
 from tests.models import Model, apply, assert_same, mean_square, mlp
 
 ROWS, MICROBATCHES = 6, 3
@@ -53,9 +53,11 @@ class Transform(NamedTuple):
 
 
 def given(model: Model) -> Given:
-    members = tree.tree_map(lambda p: torch.stack([p, 1.1 * p]), model.params)
-    vector = tree.tree_map(torch.cos, model.params)
-    return Given(model.params, members, vector, model.batch, tree.tree_map(torch.sin, model.batch))
+    members = pytree.tree_map(lambda p: torch.stack([p, 1.1 * p]), model.params)
+    vector = pytree.tree_map(torch.cos, model.params)
+    return Given(
+        model.params, members, vector, model.batch, pytree.tree_map(torch.sin, model.batch)
+    )
 
 
 # ── without a pipeline ──────────────────────────────────────────────────────────────────────────
@@ -79,14 +81,14 @@ def members_of(model: Model) -> Callable[[Any, Any], Any]:
 
 def by_row(function: Callable[[Any, Any], Any], params: Any, batch: Any) -> Any:
     """Each row is a batch of one."""
-    rows = tree.tree_map(lambda leaf: leaf[:, None], batch)
+    rows = pytree.tree_map(lambda leaf: leaf[:, None], batch)
     return vmap(function, (None, 0))(params, rows)
 
 
 def norms_of(found: tuple[Tensor, Any]) -> tuple[Tensor, Tensor]:
     """Losses and norms, of losses and gradients."""
     loss, grads = found
-    squares = [g.flatten(loss.dim()).square().sum(-1) for g in tree.flatten(grads)[0]]
+    squares = [g.flatten(loss.dim()).square().sum(-1) for g in pytree.flatten(grads)[0]]
     return loss, torch.stack(squares).sum(0).sqrt()
 
 
@@ -133,7 +135,7 @@ def through_a_step(value: Callable[[Any, Any], Tensor], args: Given) -> Any:
 
     def after(params: Any, batch: Any) -> Tensor:
         grads = grad(value)(params, batch)
-        return value(tree.tree_map(lambda p, g: p - 0.1 * g, params, grads), args.batch)
+        return value(pytree.tree_map(lambda p, g: p - 0.1 * g, params, grads), args.batch)
 
     by_params, by_batch = grad(after, (0, 1))(args.params, args.batch_vector)
     return by_params, by_batch
@@ -141,7 +143,7 @@ def through_a_step(value: Callable[[Any, Any], Tensor], args: Given) -> Any:
 
 def doubled(model: Model, args: Given) -> Any:
     loss, grads = step(model)(args.params, args.batch)
-    return loss, tree.tree_map(lambda g: 2 * g, grads)
+    return loss, pytree.tree_map(lambda g: 2 * g, grads)
 
 
 # ── through a pipeline ──────────────────────────────────────────────────────────────────────────
@@ -153,10 +155,10 @@ def chosen(pipe: Any, args: Given) -> Any:
 
 
 def tracked(pipe: Any, args: Given) -> Any:
-    params = tree.tree_map(lambda p: p.clone().requires_grad_(), args.params)
+    params = pytree.tree_map(lambda p: p.clone().requires_grad_(), args.params)
     loss = pipe.value(params, args.batch)
     (2 * loss).backward()
-    return loss.detach(), tree.tree_map(lambda p: p.grad, params)
+    return loss.detach(), pytree.tree_map(lambda p: p.grad, params)
 
 
 def along_both(pipe: Any, args: Given) -> Any:

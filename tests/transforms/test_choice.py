@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
-from fpipe import Stage, StageError, schedules, tree
+from fpipe import Stage, StageError, pytree, schedules
 from tests.models import MODELS, Model, apply, assert_same, mlp, unpipelined
 
 
 def by_batch(model: Model) -> Any:
     """The batch's gradient without a pipeline, None for integers."""
-    leaves, spec = tree.flatten(model.batch)
+    leaves, spec = pytree.flatten(model.batch)
     tracked = [v.clone().requires_grad_() if v.is_floating_point() else v for v in leaves]
-    batch = tree.unflatten(spec, tracked)
+    batch = pytree.unflatten(spec, tracked)
     model.loss(apply(model.stages, model.params, batch), batch).backward()
     found = [
         None
@@ -28,7 +28,7 @@ def by_batch(model: Model) -> Any:
         else leaf.grad
         for leaf in tracked
     ]
-    return tree.unflatten(spec, found)
+    return pytree.unflatten(spec, found)
 
 
 def test_by_the_batch() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp
 
 import fpipe
-from fpipe import StageError, schedules, tree
+from fpipe import StageError, pytree, schedules
 from tests.models import Model, apply, assert_same, mlp, unpipelined
 
 MEMBERS, ROWS = 2, 3
@@ -63,9 +63,9 @@ def expected(chain: Sequence[str], model: Model, vector: Any) -> Any:
             for n in range(MEMBERS)
         ]
     else:
-        rows = [tree.tree_map(lambda v, k=n: v[k : k + 1], model.batch) for n in range(ROWS)]
+        rows = [pytree.tree_map(lambda v, k=n: v[k : k + 1], model.batch) for n in range(ROWS)]
         alone = [expected(rest, model._replace(batch=own), vector) for own in rows]
-    return tree.tree_map(together, *alone)
+    return pytree.tree_map(together, *alone)
 
 
 def together(*leaves: Tensor) -> Tensor:
@@ -73,11 +73,11 @@ def together(*leaves: Tensor) -> Tensor:
 
 
 def derivative(name: str, model: Model, vector: Any) -> Any:
-    leaves, spec = tree.flatten(model.params)
-    direction = tree.flatten(vector)[0]
+    leaves, spec = pytree.flatten(model.params)
+    direction = pytree.flatten(vector)[0]
 
     def output(own: Sequence[Tensor]) -> Tensor:
-        y: Tensor = apply(model.stages, tree.unflatten(spec, own), model.batch)
+        y: Tensor = apply(model.stages, pytree.unflatten(spec, own), model.batch)
         return y
 
     def of_output(y: Tensor) -> Tensor:
@@ -93,18 +93,18 @@ def derivative(name: str, model: Model, vector: Any) -> Any:
         pushed: Any = jvp(output, (leaves,), (direction,))
         bent: Any = jvp(grad(of_output), pushed[:1], pushed[1:])
         (product,) = vjp(output, leaves)[1](bent[1])
-    return (*unpipelined(*model), tree.unflatten(spec, product))
+    return (*unpipelined(*model), pytree.unflatten(spec, product))
 
 
 def member(value: Any, number: int) -> Any:
-    return tree.tree_map(lambda leaf: leaf[number], value)
+    return pytree.tree_map(lambda leaf: leaf[number], value)
 
 
 def stacked(value: Any, levels: int) -> Any:
     """Different members at each of several levels, along the first dimensions."""
     for level in range(levels):
         factors = [1 + 0.1 * (number + level) for number in range(MEMBERS)]
-        value = tree.tree_map(partial(copies, factors), value)
+        value = pytree.tree_map(partial(copies, factors), value)
     return value
 
 
@@ -138,7 +138,7 @@ def test_equals_the_derivatives_of_each_alone(chain: tuple[str, ...]) -> None:
     pipe = composed(chain)
     levels = chain.count("vmap")
     params = stacked(MODEL.params, levels)
-    vector = stacked(tree.tree_map(torch.cos, MODEL.params), levels)
+    vector = stacked(pytree.tree_map(torch.cos, MODEL.params), levels)
     ours = pipe.step(params, MODEL.batch, *[vector][: vectors_of(pipe)])
     theirs = expected(chain, MODEL._replace(params=params), vector)
     assert_same(tuple(ours), tuple(theirs), 1e-9)

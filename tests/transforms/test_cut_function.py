@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.func import grad, grad_and_value, jvp, vmap
 
 import fpipe
-from fpipe import Schedule, StageError, schedules, tree
-from fpipe.runtime.program import Compute
+from fpipe import Schedule, StageError, pytree, schedules
+from fpipe.functional.dual import load_rules
+from fpipe.program.program import Compute
 from fpipe.schedule import Op
-from fpipe.transforms.dual import load_rules
 from tests.cut_model import make_network, network
 from tests.models import assert_identical, assert_same
 
@@ -58,11 +58,11 @@ def by_batch_alone(pipe: Any) -> Any:
 
 def stacked(value: Any, dim: int = 0) -> Any:
     """Two members."""
-    return tree.tree_map(lambda leaf: torch.stack([leaf, 0.9 * leaf], dim), value)
+    return pytree.tree_map(lambda leaf: torch.stack([leaf, 0.9 * leaf], dim), value)
 
 
-MEMBERS, SINGLE = stacked(WEIGHTS), tree.tree_map(lambda leaf: leaf[:, None], ROWS)
-VECTOR = tree.tree_map(torch.cos, WEIGHTS)
+MEMBERS, SINGLE = stacked(WEIGHTS), pytree.tree_map(lambda leaf: leaf[:, None], ROWS)
+VECTOR = pytree.tree_map(torch.cos, WEIGHTS)
 
 
 def step(params: Any, batch: Any) -> tuple[Tensor, Any]:
@@ -164,7 +164,7 @@ def test_a_sweep_over_a_number_of_the_batch() -> None:
     sweep = fpipe.vmap(pipe, (None, {"x": None, "y": None, "scale": 0}))
     loss, grads = step(WEIGHTS, ROWS)
     found = sweep.step(WEIGHTS, {**ROWS, "scale": scales})
-    expected = tree.tree_map(lambda g: scales[:, None, None] * g, grads)
+    expected = pytree.tree_map(lambda g: scales[:, None, None] * g, grads)
     assert_same(tuple(found), (scales * loss, expected))
 
 
@@ -190,7 +190,7 @@ def test_random_numbers_of_members_and_rows() -> None:
         dropping, schedule=schedules.zb_h1(ranks=2, microbatches=2), compile=False
     )
     twice, row = stacked(WEIGHTS), ROWS["x"][:1].expand(4, 3)
-    twice = tree.tree_map(lambda leaf: leaf[:1].expand_as(leaf), twice)
+    twice = pytree.tree_map(lambda leaf: leaf[:1].expand_as(leaf), twice)
     torch.manual_seed(0)
     for randomness, equal in (("same", True), ("different", False)):
         first, second = fpipe.vmap(pipe, randomness=randomness).value(twice, ROWS)
@@ -238,11 +238,11 @@ def test_readers_of_an_ensemble_are_those_of_a_member() -> None:
 
 def test_within_autograd() -> None:
     params, batch = (
-        tree.tree_map(lambda leaf: leaf.clone().requires_grad_(), own) for own in (WEIGHTS, ROWS)
+        pytree.tree_map(lambda leaf: leaf.clone().requires_grad_(), own) for own in (WEIGHTS, ROWS)
     )
     (2 * NETWORK.value(params, batch)).backward()
-    expected = tree.tree_map(lambda g: 2 * g, grad(network, (0, 1))(WEIGHTS, ROWS))
-    assert_same(tree.tree_map(lambda leaf: leaf.grad, (params, batch)), expected)
+    expected = pytree.tree_map(lambda g: 2 * g, grad(network, (0, 1))(WEIGHTS, ROWS))
+    assert_same(pytree.tree_map(lambda leaf: leaf.grad, (params, batch)), expected)
 
 
 def test_keys_and_draws_are_the_same_for_all_members() -> None:
@@ -254,8 +254,8 @@ def test_keys_and_draws_are_the_same_for_all_members() -> None:
     key = fpipe.random.key(3)
     found = fpipe.vmap(pipe).step(MEMBERS, ROWS, key)
     for number in range(2):
-        alone = pipe.step(tree.tree_map(lambda p, n=number: p[n], MEMBERS), ROWS, key)
-        assert_same(tree.tree_map(lambda leaf, n=number: leaf[n], tuple(found)), tuple(alone))
+        alone = pipe.step(pytree.tree_map(lambda p, n=number: p[n], MEMBERS), ROWS, key)
+        assert_same(pytree.tree_map(lambda leaf, n=number: leaf[n], tuple(found)), tuple(alone))
 
 
 @pytest.mark.inductor

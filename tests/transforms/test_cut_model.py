@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.func import grad, grad_and_value, jvp, vmap
 
 import fpipe
-from fpipe import BatchError, schedules, tree
-from fpipe.transforms.plain import differentiable_twice
+from fpipe import BatchError, pytree, schedules
+from fpipe.functional.plain import differentiable_twice
 from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
 from tests.models import assert_same
 
 PARAMS = make_params()
 TRAINED = {name: value for name, value in PARAMS.items() if name != "count"}
 BATCH = {n: v[:6] if n != "visible" else v for n, v in make_batch().items()}
-VECTOR = tree.tree_map(torch.cos, TRAINED)
+VECTOR = pytree.tree_map(torch.cos, TRAINED)
 PIPE = fpipe.pipeline(
     language_model,
     schedule=schedules.zbv(ranks=2, microbatches=3),
@@ -48,7 +48,7 @@ def product(params: Any, batch: Any, vector: Any) -> Any:
 
 def stacked(value: Any, dim: int = 0) -> Any:
     """Two members."""
-    return tree.tree_map(lambda leaf: torch.stack([leaf, 0.9 * leaf], dim), value)
+    return pytree.tree_map(lambda leaf: torch.stack([leaf, 0.9 * leaf], dim), value)
 
 
 def test_vmap() -> None:
@@ -58,7 +58,7 @@ def test_vmap() -> None:
     loss, grads = ensemble.step(members, BATCH)
     assert grads.pop("count") is None
     expected, moved = vmap(step, (-1, None))(stacked(TRAINED, -1), BATCH)
-    assert_same((loss, grads), (expected, tree.tree_map(lambda g: g.movedim(0, -1), moved)))
+    assert_same((loss, grads), (expected, pytree.tree_map(lambda g: g.movedim(0, -1), moved)))
 
 
 def test_hvp() -> None:
@@ -80,7 +80,7 @@ def test_per_example() -> None:
     loss, grads = fpipe.per_example_grads(pipe).step(PARAMS, BATCH)
     assert grads.pop("count") is None
     assert_same((loss, grads), vmap(step, (None, IN_DIMS))(TRAINED, rows()))
-    squares = [g.flatten(1).square().sum(1) for g in tree.flatten(grads)[0]]
+    squares = [g.flatten(1).square().sum(1) for g in pytree.flatten(grads)[0]]
     norms = fpipe.per_example_norms(pipe).step(PARAMS, BATCH)
     assert_same(tuple(norms), (loss, torch.stack(squares).sum(0).sqrt()))
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.func import grad, grad_and_value, jvp, stack_module_state, vjp, vmap
 
 import fpipe
-from fpipe import BatchError, Schedule, StageError, schedules, tree
+from fpipe import BatchError, Schedule, StageError, pytree, schedules
+from fpipe.functional.dual import load_rules
 from fpipe.nn import BatchStats
-from fpipe.transforms.dual import load_rules
 from tests import returns_model, state_model
 from tests.distributed.crew import Crew, values
 from tests.models import apply, assert_identical, assert_same, mlp
@@ -28,7 +28,9 @@ FAMILIES = list(schedules.FAMILIES)
 
 
 def stacked(params: Any, members: int = 2) -> Any:
-    return tree.tree_map(lambda p: torch.stack([p * (1 + 0.1 * i) for i in range(members)]), params)
+    return pytree.tree_map(
+        lambda p: torch.stack([p * (1 + 0.1 * i) for i in range(members)]), params
+    )
 
 
 # ── stages with a loss that weighs every row ────────────────────────────────────────────────────
@@ -51,7 +53,7 @@ class Given:
         model = mlp(stages, ROWS)
         self.stages, self.params = model.stages, model.params
         self.batch = {**model.batch, "weight": torch.arange(1, ROWS + 1).double()}
-        self.vector = tree.tree_map(torch.cos, self.params)
+        self.vector = pytree.tree_map(torch.cos, self.params)
 
     def loss(self, params: Any, batch: Any) -> Tensor:
         return divided(weighted(apply(self.stages, params, batch), batch))
@@ -77,13 +79,13 @@ class Given:
         return *self.step(self.params, self.batch), vjp(output, self.params)[1](bent[1])[0]
 
     def by_row(self, function: Callable[[Any, Any], Any], params: Any) -> Any:
-        rows = tree.tree_map(lambda leaf: leaf[:, None], self.batch)
+        rows = pytree.tree_map(lambda leaf: leaf[:, None], self.batch)
         return vmap(function, (None, 0))(params, rows)
 
 
 def norms_of(found: tuple[Tensor, Any]) -> tuple[Tensor, Tensor]:
     loss, grads = found
-    squares = [g.flatten(loss.dim()).square().sum(-1) for g in tree.flatten(grads)[0]]
+    squares = [g.flatten(loss.dim()).square().sum(-1) for g in pytree.flatten(grads)[0]]
     return loss, torch.stack(squares).sum(0).sqrt()
 
 
@@ -283,8 +285,8 @@ def test_aux_of_an_ensemble_has_the_members_in_front() -> None:
     loss, grads, aux = ensemble.step(params, batch)
     theirs = vmap(grad_and_value(returns_model.by_microbatch), (0, None))(params, batch)
     assert_same((grads, loss), theirs)
-    each = [one.step(tree.tree_map(lambda p, m=m: p[m], params), batch).aux for m in range(3)]
-    assert_same(aux, tree.tree_map(lambda *own: torch.stack(own), *each))
+    each = [one.step(pytree.tree_map(lambda p, m=m: p[m], params), batch).aux for m in range(3)]
+    assert_same(aux, pytree.tree_map(lambda *own: torch.stack(own), *each))
     assert_same(ensemble.forward(params, batch).aux, aux)
     for family in ("zb_h1", "interleaved_1f1b", "zbv"):
         ranks = 2 if family != "zb_h1" else 4
@@ -301,17 +303,17 @@ def test_aux_of_each_row() -> None:
     loss, grads, aux = fpipe.per_example_grads(with_aux()).step(params, batch)
     norms = fpipe.per_example_norms(with_aux()).step(params, batch)
     assert_same(tuple(norms), (*norms_of((loss, grads)), aux))
-    rows = [tree.tree_map(lambda leaf, r=r: leaf[r : r + 1], batch) for r in range(9)]
+    rows = [pytree.tree_map(lambda leaf, r=r: leaf[r : r + 1], batch) for r in range(9)]
     for r, row in enumerate(rows):
         theirs, (value, own) = grad_and_value(returns_model.plain_loss, has_aux=True)(params, row)
-        assert_same((loss[r], tree.tree_map(lambda g, r=r: g[r], grads)), (value, theirs))
+        assert_same((loss[r], pytree.tree_map(lambda g, r=r: g[r], grads)), (value, theirs))
         kept = {name for name, dim in returns_model.OUT_DIMS.items() if dim is not None}
         assert_same({name: aux[name][r] for name in kept}, {name: own[name] for name in kept})
 
 
 def test_directions_of_one_function() -> None:
     params, batch = returns_model.make_params(), returns_model.make_batch()
-    vector = tree.tree_map(torch.sin, params)
+    vector = pytree.tree_map(torch.sin, params)
     pipe = fpipe.hvp(with_aux())
     loss, grads, product, aux = pipe.step(params, batch, vector)
     assert_same(aux, with_aux().step(params, batch).aux)
@@ -327,7 +329,7 @@ def test_directions_of_one_function() -> None:
     theirs, (_, bent) = pushed
     assert_same((loss, grads, product), (*theirs, bent), 1e-9)
     dots = [
-        (g * v).sum() for g, v in zip(*(tree.flatten(t)[0] for t in (grads, vector)), strict=True)
+        (g * v).sum() for g, v in zip(*(pytree.flatten(t)[0] for t in (grads, vector)), strict=True)
     ]
     assert_same((value, slope), (loss, torch.stack(dots).sum()))
 
@@ -372,9 +374,9 @@ def one_by_one(pipe: Any, params: Any, states: Any, members: int) -> Any:
     batch = state_model.make_batch()
     results = []
     for m in range(members):
-        own, state = (tree.tree_map(lambda leaf, m=m: leaf[m], part) for part in (params, states))
+        own, state = (pytree.tree_map(lambda leaf, m=m: leaf[m], part) for part in (params, states))
         results.append(tuple(pipe.step(own, state, batch)))
-    return tree.tree_map(lambda *own: torch.stack(own), *results)
+    return pytree.tree_map(lambda *own: torch.stack(own), *results)
 
 
 @pytest.mark.parametrize("batch_norm", ["microbatch", "deferred"])
@@ -393,13 +395,13 @@ def test_each_member_has_a_state(batch_norm: str) -> None:
 def test_members_may_begin_with_one_state_and_may_lie_anywhere() -> None:
     params, state = stacked(state_model.make_params()), state_model.make_state()
     batch = state_model.make_batch()
-    both = tree.tree_map(lambda leaf: torch.stack([leaf, leaf]), state)
+    both = pytree.tree_map(lambda leaf: torch.stack([leaf, leaf]), state)
     wanted = one_by_one(stateful(), params, both, 2)
     shared = fpipe.vmap(stateful(), (0, None, None)).step(params, state, batch)
     assert_same(tuple(shared), wanted)
-    last = tree.tree_map(lambda leaf: leaf.movedim(0, -1), both)
+    last = pytree.tree_map(lambda leaf: leaf.movedim(0, -1), both)
     found = fpipe.vmap(stateful(), (0, -1, None)).step(params, last, batch)
-    moved = tree.tree_map(lambda leaf: leaf.movedim(-1, 0), found.state)
+    moved = pytree.tree_map(lambda leaf: leaf.movedim(-1, 0), found.state)
     assert_same((found.loss, found.grads, moved), wanted[:3])
 
 
@@ -410,9 +412,9 @@ def test_ensembles_of_ensembles_have_states() -> None:
         params, states, state_model.make_batch()
     )
     for m in range(3):
-        own, state = (tree.tree_map(lambda leaf, m=m: leaf[m], p) for p in (params, states))
+        own, state = (pytree.tree_map(lambda leaf, m=m: leaf[m], p) for p in (params, states))
         wanted = one_by_one(stateful(), own, state, 2)
-        assert_same(tree.tree_map(lambda leaf, m=m: leaf[m], tuple(found)), wanted)
+        assert_same(pytree.tree_map(lambda leaf, m=m: leaf[m], tuple(found)), wanted)
 
 
 @pytest.mark.parametrize(
@@ -465,7 +467,7 @@ def test_an_ensemble_of_modules_with_batch_norm() -> None:
     for m, module in enumerate(modules):
         own = {name: p.detach() for name, p in module.named_parameters()}
         wanted = one.step(own, fpipe.nn.state_of(module), batch)
-        assert_same(tree.tree_map(lambda leaf, m=m: leaf[m], tuple(found)), tuple(wanted))
+        assert_same(pytree.tree_map(lambda leaf, m=m: leaf[m], tuple(found)), tuple(wanted))
 
 
 def test_the_members_of_a_state_are_counted() -> None:
@@ -492,25 +494,25 @@ def test_what_is_not_trained_has_no_direction(transform: Any, choice: str) -> No
     """As if it were closed over."""
     model = mlp(4, 6)
     flags = [
-        tree.unflatten(tree.structure(part), [i != index % 2 for i in range(leaves)])
+        pytree.unflatten(pytree.structure(part), [i != index % 2 for i in range(leaves)])
         for index, part in enumerate(model.params)
-        for leaves in [len(tree.flatten(part)[0])]
+        for leaves in [len(pytree.flatten(part)[0])]
     ]
     if choice == "whole stages":
         flags = [False, True, False, True]
     given: Any = flags
-    chosen = fpipe.stage.declared.trainable.Trainable(flags).flags(
-        [tree.structure(part) for part in model.params], shared=False
+    chosen = fpipe.spec.trainable.Trainable(flags).flags(
+        [pytree.structure(part) for part in model.params], shared=False
     )
     if choice == "function":
         known = {
             (stage, *path)
             for stage, part in enumerate(model.params)
-            for flag, path in zip(chosen[stage], tree.structure(part).paths(), strict=True)
+            for flag, path in zip(chosen[stage], pytree.structure(part).paths(), strict=True)
             if flag
         }
         given = lambda path: path in known  # noqa: E731
-    flat, spec = tree.flatten(model.params)
+    flat, spec = pytree.flatten(model.params)
     keep = [flag for row in chosen for flag in row]
     vector = [torch.cos(leaf) for leaf in flat]
     pipe = transform(
@@ -519,24 +521,24 @@ def test_what_is_not_trained_has_no_direction(transform: Any, choice: str) -> No
             trainable=given, compile=False,
         )
     )  # fmt: skip
-    found = pipe.step(model.params, model.batch, tree.unflatten(spec, vector))
+    found = pipe.step(model.params, model.batch, pytree.unflatten(spec, vector))
     zeroed = [v if flag else torch.zeros_like(v) for v, flag in zip(vector, keep, strict=True)]
     whole = transform(
         fpipe.pipeline(
             model.stages, model.loss, schedules.zb_h1(ranks=4, microbatches=3), compile=False
         )
-    ).step(model.params, model.batch, tree.unflatten(spec, zeroed))
+    ).step(model.params, model.batch, pytree.unflatten(spec, zeroed))
 
     def trained(grads: Any) -> Any:
-        own = [g if flag else None for g, flag in zip(tree.flatten(grads)[0], keep, strict=True)]
-        return tree.unflatten(spec, own)
+        own = [g if flag else None for g, flag in zip(pytree.flatten(grads)[0], keep, strict=True)]
+        return pytree.unflatten(spec, own)
 
     assert_same(tuple(found), (whole.loss, trained(whole.grads), trained(whole.hvp)))
     # A vector as the gradients are, with None for what is not trained.
-    again = pipe.step(model.params, model.batch, trained(tree.unflatten(spec, vector)))
+    again = pipe.step(model.params, model.batch, trained(pytree.unflatten(spec, vector)))
     assert_identical(tuple(again), tuple(found))
     if choice == "whole stages":
-        parts = tree.unflatten(spec, vector)
+        parts = pytree.unflatten(spec, vector)
         short = [own if flag else None for own, flag in zip(parts, flags, strict=True)]
         again = pipe.step(model.params, model.batch, short)
         assert_identical(tuple(again), tuple(found))
@@ -547,8 +549,8 @@ def test_what_is_not_trained_has_no_direction(transform: Any, choice: str) -> No
             model.stages, model.loss, schedules.zb_h1(ranks=4, microbatches=3),
             trainable=given, compile=False,
         )
-    ).value(model.params, model.batch, tree.unflatten(spec, vector))  # fmt: skip
-    dot = sum((g * v).sum() for g, v in zip(tree.flatten(whole.grads)[0], zeroed, strict=True))
+    ).value(model.params, model.batch, pytree.unflatten(spec, vector))  # fmt: skip
+    dot = sum((g * v).sum() for g, v in zip(pytree.flatten(whole.grads)[0], zeroed, strict=True))
     assert_same(slope.jvp, dot)
 
 

@@ -18,7 +18,7 @@ from torch.func import grad, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fpipe
-from fpipe import BatchError, StageError, schedules, tree
+from fpipe import BatchError, StageError, pytree, schedules
 from tests.models import MODELS, Model, apply, assert_same, mlp, unpipelined
 
 TOLERANCE = 1e-9
@@ -35,7 +35,9 @@ def pipe_of(model: Model, schedule: fpipe.Schedule, **options: Any) -> fpipe.Pip
 
 def vector_like(params: Any, seed: int = 1) -> Any:
     generator = torch.Generator().manual_seed(seed)
-    return tree.tree_map(lambda p: torch.randn(p.shape, dtype=p.dtype, generator=generator), params)
+    return pytree.tree_map(
+        lambda p: torch.randn(p.shape, dtype=p.dtype, generator=generator), params
+    )
 
 
 class Flat:
@@ -43,10 +45,10 @@ class Flat:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self.leaves, self.spec = tree.flatten(model.params)
+        self.leaves, self.spec = pytree.flatten(model.params)
 
     def output(self, leaves: Sequence[Tensor]) -> Any:
-        params = tree.unflatten(self.spec, leaves)
+        params = pytree.unflatten(self.spec, leaves)
         return apply(self.model.stages, params, self.model.batch)
 
     def loss(self, leaves: Sequence[Tensor]) -> Tensor:
@@ -55,8 +57,8 @@ class Flat:
     def hvp(self, vector: Any) -> Any:
         # Forward over reverse: torch has the other order wrong for normalisations.
         with sdpa_kernel(SDPBackend.MATH):
-            found: Any = jvp(grad(self.loss), (self.leaves,), (tree.flatten(vector)[0],))
-        return tree.unflatten(self.spec, found[1])
+            found: Any = jvp(grad(self.loss), (self.leaves,), (pytree.flatten(vector)[0],))
+        return pytree.unflatten(self.spec, found[1])
 
     def ggnvp(self, vector: Any, of: Callable[[Any], Tensor]) -> Any:
         """`of` picks the floating-point part of the output."""
@@ -70,10 +72,10 @@ class Flat:
             return self.model.loss(whole, self.model.batch)
 
         with sdpa_kernel(SDPBackend.MATH):
-            pushed: Any = jvp(output, (self.leaves,), (tree.flatten(vector)[0],))
+            pushed: Any = jvp(output, (self.leaves,), (pytree.flatten(vector)[0],))
             bent: Any = jvp(grad(loss), pushed[:1], pushed[1:])
             (product,) = vjp(output, self.leaves)[1](bent[1])
-        return tree.unflatten(self.spec, product)
+        return pytree.unflatten(self.spec, product)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -97,7 +99,7 @@ def test_jvp_runs_forward_only(name: str) -> None:
     pipe = fpipe.jvp(pipe_of(model, schedule))
     flat = Flat(model)
     with sdpa_kernel(SDPBackend.MATH):
-        expected = jvp(flat.loss, (flat.leaves,), (tree.flatten(vector)[0],))
+        expected = jvp(flat.loss, (flat.leaves,), (pytree.flatten(vector)[0],))
     assert_same(tuple(pipe.value(model.params, model.batch, vector)), expected, TOLERANCE)
 
 
@@ -109,7 +111,7 @@ def test_forward_returns_the_output_and_its_derivative() -> None:
         model.params, model.batch, vector, out_dims={"logits": 0, "label": 0}
     )
     flat = Flat(model)
-    expected = jvp(lambda p: flat.output(p)["logits"], (flat.leaves,), (tree.flatten(vector)[0],))
+    expected = jvp(lambda p: flat.output(p)["logits"], (flat.leaves,), (pytree.flatten(vector)[0],))
     assert_same((y["logits"], derivative["logits"]), expected, TOLERANCE)
     assert torch.equal(y["label"], model.batch["label"])
     assert derivative["label"] is None
@@ -170,28 +172,28 @@ def test_ggnvp_is_that_of_torch_func(name: str) -> None:
 
 
 def leaves_of(value: Any) -> list[Tensor]:
-    return tree.flatten(value)[0]
+    return pytree.flatten(value)[0]
 
 
 def test_an_ensemble_of_products() -> None:
     """vmap and hvp in either order; a vector for each member, or one for all."""
     model = mlp(4, 6)
     pipe = pipe_of(model, schedules.zbv(ranks=2, microbatches=2))
-    params = tree.tree_map(lambda p: torch.stack([p, p * 1.1, p * 0.9]), model.params)
+    params = pytree.tree_map(lambda p: torch.stack([p, p * 1.1, p * 0.9]), model.params)
     vector = vector_like(model.params)
-    vectors = tree.tree_map(lambda v: torch.stack([v] * 3, -1), vector)
+    vectors = pytree.tree_map(lambda v: torch.stack([v] * 3, -1), vector)
     ours = fpipe.vmap(fpipe.hvp(pipe), (0, None, -1)).step(params, model.batch, vectors)
     assert ours.loss.shape == (3,)
     shared = fpipe.vmap(fpipe.hvp(pipe), (0, None, None)).step(params, model.batch, vector)
     assert_same(tuple(shared), tuple(ours), TOLERANCE)
     other = fpipe.hvp(fpipe.vmap(pipe)).step(
-        params, model.batch, tree.tree_map(lambda v: v.movedim(-1, 0), vectors)
+        params, model.batch, pytree.tree_map(lambda v: v.movedim(-1, 0), vectors)
     )
     assert_same(tuple(other), tuple(ours), TOLERANCE)
     for number in range(3):
-        own = tree.tree_map(lambda p, n=number: p[n], params)
+        own = pytree.tree_map(lambda p, n=number: p[n], params)
         alone = fpipe.hvp(pipe).step(own, model.batch, vector)
-        picked = tree.tree_map(lambda p, n=number: p[n], tuple(ours))
+        picked = pytree.tree_map(lambda p, n=number: p[n], tuple(ours))
         assert_same(picked, tuple(alone), TOLERANCE)
 
 
@@ -199,13 +201,13 @@ def test_a_mapped_batch() -> None:
     """What has no direction is mapped too."""
     model = mlp(4, 6)
     pipe = fpipe.hvp(pipe_of(model, schedules.zbv(ranks=2, microbatches=2)))
-    batch = tree.tree_map(lambda leaf: torch.stack([leaf, leaf.flip(0) * 2]), model.batch)
+    batch = pytree.tree_map(lambda leaf: torch.stack([leaf, leaf.flip(0) * 2]), model.batch)
     vector = vector_like(model.params)
     ours = fpipe.vmap(pipe, (None, 0, None)).step(model.params, batch, vector)
     for number in range(2):
-        own = tree.tree_map(lambda leaf, n=number: leaf[n], batch)
+        own = pytree.tree_map(lambda leaf, n=number: leaf[n], batch)
         alone = pipe.step(model.params, own, vector)
-        picked = tree.tree_map(lambda p, n=number: p[n], tuple(ours))
+        picked = pytree.tree_map(lambda p, n=number: p[n], tuple(ours))
         assert_same(picked, tuple(alone), TOLERANCE)
 
 
@@ -217,7 +219,7 @@ def test_many_directions_at_once_are_a_hessian() -> None:
     basis = torch.eye(sum(sizes), dtype=torch.float64).split(sizes, 1)
     columns = [part.view(-1, *leaf.shape) for part, leaf in zip(basis, flat.leaves, strict=True)]
     rows = fpipe.vmap(fpipe.hvp(pipe), (None, None, 0)).step(
-        model.params, model.batch, tree.unflatten(flat.spec, columns)
+        model.params, model.batch, pytree.unflatten(flat.spec, columns)
     )
     ours = torch.cat([leaf.flatten(1) for leaf in leaves_of(rows.hvp)], 1)
     theirs = vmap(lambda *v: jvp(grad(flat.loss), (flat.leaves,), (list(v),))[1])(*columns)
@@ -340,7 +342,7 @@ def test_group_norm_of_a_batch() -> None:
         return F.group_norm(x, 2, p["scale"], p["shift"])
 
     model = {"scale": torch.randn(4).double(), "shift": torch.randn(4).double()}
-    vector = tree.tree_map(torch.cos, model)
+    vector = pytree.tree_map(torch.cos, model)
     pipe = fpipe.pipeline(
         [norm], lambda y, _: y.square().sin().mean(), schedules.gpipe(ranks=1, microbatches=1),
         compile=False,
@@ -528,7 +530,7 @@ def test_directions_of_what_grad_names(argnums: Any, still: str | None) -> None:
     loss_, grads, products, aux = derivatives.step(params, batch, vector)
 
     arguments = {"params": params, "batch": smooth}
-    zeros = {name: tree.tree_map(torch.zeros_like, own) for name, own in arguments.items()}
+    zeros = {name: pytree.tree_map(torch.zeros_like, own) for name, own in arguments.items()}
     moving = {name: given[name] for name in names if name != still}
     moving["batch"] = {k: v for k, v in moving.get("batch", zeros["batch"]).items() if k != "ids"}
     along = {**zeros, **moving}
@@ -551,7 +553,7 @@ def test_directions_of_what_grad_names(argnums: Any, still: str | None) -> None:
 
 def test_mixed_derivatives_of_an_ensemble_that_shares_its_batch() -> None:
     model = mlp(2, 4)
-    params = tree.tree_map(lambda p: torch.stack([p, p * 1.1], -1), model.params)
+    params = pytree.tree_map(lambda p: torch.stack([p, p * 1.1], -1), model.params)
     ensemble = fpipe.vmap(pipe_of(model, schedules.zb_h1(ranks=2, microbatches=2)), (-1, None))
     vectors = vector_like(params), vector_like(model.batch, 2)
     found = fpipe.hvp(fpipe.grad(ensemble, ("params", "batch"))).step(params, model.batch, vectors)

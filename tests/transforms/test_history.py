@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp
 
 import fpipe
-from fpipe import schedules, tree
+from fpipe import pytree, schedules
 from tests.models import MODELS, assert_same, mlp, unpipelined
 
 MODEL = mlp(4, 6)
@@ -21,15 +21,15 @@ GRADS = unpipelined(*MODEL).grads
 
 
 def tracked() -> Any:
-    return tree.tree_map(lambda leaf: leaf.clone().requires_grad_(), MODEL.params)
+    return pytree.tree_map(lambda leaf: leaf.clone().requires_grad_(), MODEL.params)
 
 
 def test_backward_through_a_value() -> None:
     params = tracked()
     (PIPE.value(params, MODEL.batch) * 3 + params[0]["b"].sum()).backward()
-    expected = tree.tree_map(lambda g: 3 * g, GRADS)
+    expected = pytree.tree_map(lambda g: 3 * g, GRADS)
     expected[0]["b"] += 1
-    assert_same(tree.tree_map(lambda leaf: leaf.grad, params), expected)
+    assert_same(pytree.tree_map(lambda leaf: leaf.grad, params), expected)
 
 
 def test_a_training_loop_of_modules() -> None:
@@ -53,7 +53,7 @@ def test_within_torch_func_grad_and_vjp() -> None:
         return PIPE.value(params, MODEL.batch).square()
 
     loss = PIPE.value(MODEL.params, MODEL.batch)
-    expected = tree.tree_map(lambda g: 2 * loss * g, GRADS)
+    expected = pytree.tree_map(lambda g: 2 * loss * g, GRADS)
     assert_same(grad(outer)(MODEL.params), expected)
     found: Any = vjp(outer, MODEL.params)
     assert_same(found[0], loss.square())
@@ -65,7 +65,7 @@ def test_leaves_without_a_gradient() -> None:
     pipe = fpipe.pipeline(
         model.stages, model.loss, schedules.one_f_one_b(ranks=2, microbatches=2), compile=False
     )
-    params = tree.tree_map(lambda leaf: leaf.clone(), model.params)
+    params = pytree.tree_map(lambda leaf: leaf.clone(), model.params)
     params[0]["embed"]["stem"].requires_grad_()
     pipe.value(params, model.batch).backward()
     assert_same(params[0]["embed"]["stem"].grad, unpipelined(*model).grads[0]["embed"]["stem"])
@@ -81,14 +81,14 @@ def test_without_a_watcher_a_value_has_no_history() -> None:
 
 
 def test_by_the_batch() -> None:
-    leaves = tree.tree_map(lambda leaf: leaf.clone().requires_grad_(), MODEL.batch)
+    leaves = pytree.tree_map(lambda leaf: leaf.clone().requires_grad_(), MODEL.batch)
     params = tracked()
     (PIPE.value(params, leaves) * 3).backward()
-    assert_same(tree.tree_map(lambda leaf: leaf.grad, params),
-                tree.tree_map(lambda g: 3 * g, GRADS))  # fmt: skip
+    assert_same(pytree.tree_map(lambda leaf: leaf.grad, params),
+                pytree.tree_map(lambda g: 3 * g, GRADS))  # fmt: skip
     (by_batch,) = fpipe.grad(PIPE, ("batch",)).step(MODEL.params, MODEL.batch).grads
-    assert_same(tree.tree_map(lambda leaf: leaf.grad / 3, leaves), by_batch)
+    assert_same(pytree.tree_map(lambda leaf: leaf.grad / 3, leaves), by_batch)
     # What was chosen for step does not matter here.
     alone = tracked()
     fpipe.grad(PIPE, "batch").value(alone, MODEL.batch).backward()
-    assert_same(tree.tree_map(lambda leaf: leaf.grad, alone), GRADS)
+    assert_same(pytree.tree_map(lambda leaf: leaf.grad, alone), GRADS)

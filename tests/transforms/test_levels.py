@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, grad_and_value, jacrev, vmap
 
 import fpipe
-from fpipe import FpipeError, StageError, schedules, tree
+from fpipe import FpipeError, StageError, pytree, schedules
 from tests.models import apply, assert_identical, assert_same, mlp
 
 MODEL = mlp(4, 6)
@@ -32,7 +32,7 @@ def plain_step(params: Any, batch: Any) -> tuple[Tensor, Any]:
 
 def members(dim: int = 0, number: int = 3, of: Any = MODEL.params) -> Any:
     factors = torch.linspace(0.8, 1.2, number, dtype=torch.float64)
-    return tree.tree_map(lambda p: torch.stack([p * f for f in factors], dim), of)
+    return pytree.tree_map(lambda p: torch.stack([p * f for f in factors], dim), of)
 
 
 STACKED = members()
@@ -90,7 +90,7 @@ def test_other_methods_and_pipelines() -> None:
         return apply(MODEL.stages, params, BATCH)
 
     assert_same(vmap(lambda p: PIPE.forward(p, BATCH))(STACKED), vmap(output)(STACKED))
-    vector = tree.tree_map(torch.cos, MODEL.params)
+    vector = pytree.tree_map(torch.cos, MODEL.params)
     products = vmap(fpipe.hvp(PIPE).step, (0, None, None))(STACKED, BATCH, vector)
     own = fpipe.vmap(fpipe.hvp(PIPE), (0, None, None)).step(STACKED, BATCH, vector)
     assert_identical(tuple(products), tuple(own))
@@ -101,7 +101,7 @@ def test_other_methods_and_pipelines() -> None:
 
 
 def own_of(stacked: Any, number: int) -> Any:
-    return tree.tree_map(lambda leaf: leaf[number], stacked)
+    return pytree.tree_map(lambda leaf: leaf[number], stacked)
 
 
 def test_every_member_has_a_gradient_of_its_own_by_a_shared_batch() -> None:
@@ -120,7 +120,7 @@ def test_a_level_that_maps_nothing() -> None:
     def scaled(params: Any) -> Tensor:
         return vmap(lambda s: s * PIPE.value(params, BATCH))(scale).sum()
 
-    assert_same(grad(scaled)(MODEL.params), tree.tree_map(lambda g: 3 * g, grads))
+    assert_same(grad(scaled)(MODEL.params), pytree.tree_map(lambda g: 3 * g, grads))
 
 
 def test_grad_and_vmap_in_any_order() -> None:
@@ -138,13 +138,13 @@ def test_grad_and_vmap_in_any_order() -> None:
 
 
 def test_autograd_outside_of_a_level() -> None:
-    params = tree.tree_map(lambda p: p.clone().requires_grad_(), STACKED)
+    params = pytree.tree_map(lambda p: p.clone().requires_grad_(), STACKED)
     vmap(PIPE.value, (0, None))(params, BATCH).square().sum().backward()
 
     def outer(own: Any) -> Tensor:
         return vmap(whole, (0, None))(own, BATCH).square().sum()
 
-    assert_same(tree.tree_map(lambda p: p.grad, params), grad(outer)(STACKED))
+    assert_same(pytree.tree_map(lambda p: p.grad, params), grad(outer)(STACKED))
 
 
 def test_losses_of_ensembles_and_rows_have_a_history() -> None:
@@ -158,7 +158,7 @@ def test_losses_of_ensembles_and_rows_have_a_history() -> None:
                 jacrev(vmap(whole, (-1, None)))(members(-1), BATCH))  # fmt: skip
 
     def by_row(params: Any) -> Tensor:
-        rows = tree.tree_map(lambda leaf: leaf[:, None], BATCH)
+        rows = pytree.tree_map(lambda leaf: leaf[:, None], BATCH)
         return vmap(whole, (None, 0))(params, rows).square().sum()
 
     rows = fpipe.per_example_grads(PIPE)
@@ -178,7 +178,7 @@ def test_what_does_not_depend_on_the_level_is_called_below_it() -> None:
     def mixed(params: Any) -> Tensor:
         return grad(lambda s: s**2 * PIPE.value(params, BATCH))(torch.tensor(3.0).double())
 
-    expected = tree.tree_map(lambda g: 6 * g, plain_step(MODEL.params, BATCH)[1])
+    expected = pytree.tree_map(lambda g: 6 * g, plain_step(MODEL.params, BATCH)[1])
     assert_same(grad(mixed)(MODEL.params), expected)
 
 
@@ -238,7 +238,7 @@ def test_forward_mode_that_a_call_does_not_depend_on() -> None:
 def test_torch_compile_leaves_a_pipeline_out_of_its_graph() -> None:
     def trained(params: Any) -> Any:
         loss, grads = PIPE.step(params, BATCH)
-        return 2 * loss, tree.tree_map(lambda p, g: p - 0.1 * g, params, grads)
+        return 2 * loss, pytree.tree_map(lambda p, g: p - 0.1 * g, params, grads)
 
     calls: list[tuple[Any, tuple[Any, ...]]] = [
         (trained, (MODEL.params,)),

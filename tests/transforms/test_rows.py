@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fpipe
-from fpipe import Stage, StageError, schedules, tree
+from fpipe import Stage, StageError, pytree, schedules
 from tests.models import MODELS, Model, assert_same, mlp, unpipelined
 
 ROWS = 7
@@ -25,16 +25,16 @@ def pipe_of(model: Model, schedule: fpipe.Schedule, **options: Any) -> fpipe.Pip
 
 
 def row(model: Model, number: int) -> Model:
-    one = tree.tree_map(lambda leaf: leaf[number : number + 1], model.batch)
+    one = pytree.tree_map(lambda leaf: leaf[number : number + 1], model.batch)
     return model._replace(batch=one)
 
 
 def pick(value: Any, number: int) -> Any:
-    return tree.tree_map(lambda leaf: leaf[number], value)
+    return pytree.tree_map(lambda leaf: leaf[number], value)
 
 
 def norms_of(grads: Any) -> Tensor:
-    squares = [g.flatten(1).square().sum(1) for g in tree.flatten(grads)[0]]
+    squares = [g.flatten(1).square().sum(1) for g in pytree.flatten(grads)[0]]
     return torch.stack(squares).sum(0).sqrt()
 
 
@@ -58,7 +58,9 @@ def test_forward_stacks_the_outputs_of_batches_of_one() -> None:
     model = MODELS["conv"](4, 5)
     pipe = pipe_of(model, schedules.zbv(ranks=2, microbatches=2))
     y = fpipe.per_example_grads(pipe).forward(model.params, model.batch)
-    assert_same(tree.tree_map(lambda leaf: leaf[:, 0], y), pipe.forward(model.params, model.batch))
+    assert_same(
+        pytree.tree_map(lambda leaf: leaf[:, 0], y), pipe.forward(model.params, model.batch)
+    )
 
 
 def test_rows_along_any_dimension_and_leaves_without_rows() -> None:
@@ -99,18 +101,18 @@ def test_rows_along_any_dimension_and_leaves_without_rows() -> None:
 def test_of_ensembles_in_either_order() -> None:
     model = mlp(4, ROWS)
     pipe = pipe_of(model, schedules.zbv(ranks=2, microbatches=3))
-    params = tree.tree_map(lambda p: torch.stack([p, 1.1 * p], 1), model.params)
+    params = pytree.tree_map(lambda p: torch.stack([p, 1.1 * p], 1), model.params)
     inside = fpipe.per_example_grads(fpipe.vmap(pipe, (1, None))).step(params, model.batch)
     outside = fpipe.vmap(fpipe.per_example_grads(pipe), (1, None)).step(params, model.batch)
     norms = fpipe.per_example_norms(fpipe.vmap(pipe, (1, None))).step(params, model.batch)
     assert inside.loss.shape == norms.norms.shape == (ROWS, 2)
     assert_same(inside.loss, outside.loss.T)
     for number in range(2):
-        own = tree.tree_map(lambda p, n=number: p[:, n], params)
+        own = pytree.tree_map(lambda p, n=number: p[:, n], params)
         alone = fpipe.per_example_grads(pipe).step(own, model.batch)
-        assert_same(tree.tree_map(lambda g, n=number: g.select(2, n), inside.grads), alone.grads)
+        assert_same(pytree.tree_map(lambda g, n=number: g.select(2, n), inside.grads), alone.grads)
         # Members lie where the parameters have them; rows come before all of a member's own.
-        assert_same(tree.tree_map(lambda g, n=number: g[:, n], outside.grads), alone.grads)
+        assert_same(pytree.tree_map(lambda g, n=number: g[:, n], outside.grads), alone.grads)
         assert_same(norms.norms[:, number], norms_of(alone.grads))
 
 
@@ -121,7 +123,7 @@ def test_norms_where_nothing_is_trained() -> None:
     found = fpipe.per_example_norms(pipe).step(model.params, model.batch)
     assert_same(found.norms, torch.zeros(ROWS).double())
     assert_same(found.loss, fpipe.per_example_grads(pipe).value(model.params, model.batch))
-    members = tree.tree_map(lambda p: torch.stack([p, 1.1 * p]), model.params)
+    members = pytree.tree_map(lambda p: torch.stack([p, 1.1 * p]), model.params)
     several = fpipe.per_example_norms(fpipe.vmap(pipe)).step(members, model.batch)
     assert_same(several.norms, torch.zeros(ROWS, 2).double())
 
@@ -129,7 +131,7 @@ def test_norms_where_nothing_is_trained() -> None:
 def test_of_hessian_products_in_either_order() -> None:
     model = mlp(2, 3)
     pipe = pipe_of(model, schedules.zb_h1(ranks=2, microbatches=2))
-    vector = tree.tree_map(torch.ones_like, model.params)
+    vector = pytree.tree_map(torch.ones_like, model.params)
     inside = fpipe.per_example_grads(fpipe.hvp(pipe)).step(model.params, model.batch, vector)
     outside = fpipe.hvp(fpipe.per_example_grads(pipe)).step(model.params, model.batch, vector)
     assert_same(tuple(inside), tuple(outside), 1e-9)

@@ -15,8 +15,8 @@ from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, 
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
-from fpipe import FpipeError, Stage, schedules, tree
-from fpipe.transforms.dual import load_rules
+from fpipe import FpipeError, Stage, pytree, schedules
+from fpipe.functional.dual import load_rules
 from tests.models import apply, assert_same, mlp
 from tests.transforms.grid import bare
 
@@ -24,11 +24,11 @@ MODEL = mlp(4, 6)
 PARAMS, BATCH = MODEL.params, MODEL.batch
 SCHEDULE = schedules.zbv(ranks=2, microbatches=3)
 PIPE = fpipe.pipeline(MODEL.stages, MODEL.loss, SCHEDULE, compile=False)
-ALONG = tree.tree_map(torch.cos, PARAMS)
-ALONG_BATCH = tree.tree_map(torch.sin, BATCH)
-TASKS = tree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf]), BATCH)
-MEMBERS = tree.tree_map(lambda leaf: torch.stack([leaf, 1.1 * leaf]), PARAMS)
-ALONG_MEMBERS = tree.tree_map(torch.cos, MEMBERS)
+ALONG = pytree.tree_map(torch.cos, PARAMS)
+ALONG_BATCH = pytree.tree_map(torch.sin, BATCH)
+TASKS = pytree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf]), BATCH)
+MEMBERS = pytree.tree_map(lambda leaf: torch.stack([leaf, 1.1 * leaf]), PARAMS)
+ALONG_MEMBERS = pytree.tree_map(torch.cos, MEMBERS)
 
 Value = Callable[..., Any]
 
@@ -48,7 +48,7 @@ def whole_step(params: Any, batch: Any) -> Any:
 
 
 def squares(value: Any) -> Tensor:
-    found: Tensor = sum(leaf.square().sum() for leaf in tree.flatten(value)[0])
+    found: Tensor = sum(leaf.square().sum() for leaf in pytree.flatten(value)[0])
     return found
 
 
@@ -58,7 +58,7 @@ def biased(bias: Tensor) -> Any:
 
 def adapted(value: Value, params: Any, batch: Any) -> Any:
     """Parameters after a step of their own."""
-    return tree.tree_map(lambda p, g: p - 0.1 * g, params, grad(value)(params, batch))
+    return pytree.tree_map(lambda p, g: p - 0.1 * g, params, grad(value)(params, batch))
 
 
 BIAS = PARAMS[0]["b"]
@@ -179,13 +179,13 @@ def test_backward_through_a_backward() -> None:
     """Autograd without torch.func: a gradient penalty, and a step of a learned learning rate."""
 
     def penalised(value: Value) -> Any:
-        params = tree.tree_map(lambda leaf: leaf.clone().requires_grad_(), PARAMS)
+        params = pytree.tree_map(lambda leaf: leaf.clone().requires_grad_(), PARAMS)
         rate = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
         x = BATCH["x"].clone().requires_grad_()
-        leaves, spec = tree.flatten(params)
+        leaves, spec = pytree.flatten(params)
         loss = value(params, {**BATCH, "x": x})
         grads = torch.autograd.grad(loss, [*leaves, x], create_graph=True)
-        after = tree.unflatten(spec, [p - rate * g for p, g in zip(leaves, grads, strict=False)])
+        after = pytree.unflatten(spec, [p - rate * g for p, g in zip(leaves, grads, strict=False)])
         (loss + grads[-1].square().sum() + value(after, BATCH)).backward()
         return [leaf.grad for leaf in (*leaves, x, rate)]
 
@@ -221,14 +221,14 @@ def test_forward_mode_without_torch_func() -> None:
     # What it needs is traced within the level, of which torch.func.jvp would be a second one.
     pipe = fpipe.pipeline(MODEL.stages, MODEL.loss, SCHEDULE, compile=False)
     with forward_ad.dual_level():
-        params = tree.tree_map(forward_ad.make_dual, PARAMS, ALONG)
+        params = pytree.tree_map(forward_ad.make_dual, PARAMS, ALONG)
         loss = forward_ad.unpack_dual(pipe.value(params, BATCH))
-        grads = tree.flatten(pipe.step(params, BATCH).grads)[0]
+        grads = pytree.flatten(pipe.step(params, BATCH).grads)[0]
         products = [forward_ad.unpack_dual(leaf).tangent for leaf in grads]
     expected = fpipe.hvp(PIPE).step(PARAMS, BATCH, ALONG)
     assert_same(loss.primal, expected.loss)
     assert_same(loss.tangent, fpipe.jvp(PIPE).value(PARAMS, BATCH, ALONG).jvp)
-    assert_same(products, tree.flatten(expected.hvp)[0])
+    assert_same(products, pytree.flatten(expected.hvp)[0])
 
 
 @pytest.mark.parametrize("in_dims", [(0, None), (None, 0), (-1, {"x": 1, "y": None})])
@@ -237,7 +237,7 @@ def test_of_an_ensemble(in_dims: Any) -> None:
     dim = in_dims[0]
     params = PARAMS
     if dim is not None:
-        params = tree.tree_map(lambda leaf: torch.stack([leaf, 1.1 * leaf], dim), PARAMS)
+        params = pytree.tree_map(lambda leaf: torch.stack([leaf, 1.1 * leaf], dim), PARAMS)
     batch = TASKS if in_dims[1] == 0 else BATCH
     if isinstance(in_dims[1], dict):
         batch = {"x": torch.stack([BATCH["x"], 2 * BATCH["x"]], 1), "y": BATCH["y"]}
@@ -246,7 +246,7 @@ def test_of_an_ensemble(in_dims: Any) -> None:
         return grad(lambda p: squares(grad(lambda q: value(q, batch).square().sum())(p)))(params)
 
     assert_same(twice(fpipe.vmap(PIPE, in_dims).value), twice(vmap(whole, in_dims)))
-    along = tree.tree_map(torch.cos, params)
+    along = pytree.tree_map(torch.cos, params)
     ours: Any = jvp(lambda p: fpipe.vmap(PIPE, in_dims).value(p, batch), (params,), (along,))
     assert_same(ours, jvp(lambda p: vmap(whole, in_dims)(p, batch), (params,), (along,)))
 
@@ -317,7 +317,7 @@ def test_of_the_cross_entropy_of_sequences(family: str) -> None:
 
     params = {"w": torch.randn(4, 4).double(), "v": torch.randn(4, 5).double()}
     batch = {"x": torch.randn(4, 3, 4).double(), "labels": torch.randint(5, (4, 3))}
-    along = tree.tree_map(torch.cos, params)
+    along = pytree.tree_map(torch.cos, params)
     schedule = schedules.get(family, ranks=2, microbatches=2)
     pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
     expected = jvp(lambda p: grad(loss_fn)(p, batch), (params,), (along,))[1]
@@ -347,7 +347,7 @@ def test_compiled() -> None:
     """Tasks that share parameters; without tasks it is in test_every_schedule.py."""
     model = bare(2, 4)
     pipe = fpipe.pipeline(model.stages, model.loss, schedules.zb_h1(ranks=2, microbatches=2))
-    batches = tree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf]), model.batch)
+    batches = pytree.tree_map(lambda leaf: torch.stack([leaf, 2 * leaf]), model.batch)
 
     def of_tasks(value: Value) -> Any:
         def one(params: Any, batch: Any) -> Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fpipe
-from fpipe import Stage, schedules, tree
+from fpipe import Stage, pytree, schedules
 from tests.distributed.crew import Crew, Outcome, attempt, values
 from tests.models import assert_same, rand
 from tests.state_model import make_batch, make_params, make_state, stateful_model
@@ -52,11 +52,11 @@ def of_all(out: dict[str, Tensor]) -> Tensor:
 
 
 def tracked(values: Any) -> Any:
-    return tree.tree_map(lambda leaf: leaf.clone().requires_grad_(), values)
+    return pytree.tree_map(lambda leaf: leaf.clone().requires_grad_(), values)
 
 
 def grads(values: Any) -> list[Tensor | None]:
-    return [leaf.grad for leaf in tree.flatten(values)[0]]
+    return [leaf.grad for leaf in pytree.flatten(values)[0]]
 
 
 def pipeline(schedule: fpipe.Schedule = ZB, **options: Any) -> fpipe.Pipeline:
@@ -168,7 +168,7 @@ def test_of_a_module_with_a_state() -> None:
     contrast(module(**batch)).backward()
     assert_same(found, grads(params))
     step = fpipe.vjp(pipe).step(params, state, batch, rand(6, 2))
-    assert tree.structure(step.state) == tree.structure(state)
+    assert pytree.structure(step.state) == pytree.structure(state)
 
 
 def test_the_second_run_is_as_the_first() -> None:
@@ -413,7 +413,7 @@ def test_the_loss_of_a_pipeline_with_a_state_says_so() -> None:
         has_aux=True,
         compile=False,
     )
-    params = tree.tree_map(
+    params = pytree.tree_map(
         lambda p: p.clone().requires_grad_() if p.is_floating_point() else p, make_params()
     )
     loss = pipe.value(params, make_state(), make_batch())
@@ -452,7 +452,7 @@ def over_ranks(group: dist.ProcessGroup, cotangent: Any) -> tuple[Any, Outcome |
     params, batch = arguments()
     pipe = pipeline(group=group)
     if group.rank() == 0:
-        cotangent = tree.tree_map(torch.zeros_like, cotangent)  # not read
+        cotangent = pytree.tree_map(torch.zeros_like, cotangent)  # not read
     step = fpipe.vjp(pipe).step(pipe.local(params), batch, cotangent)
     out = pipe.forward(tracked(pipe.local(params)), batch)
     return step, None if out is None else attempt(out["z"].sum().backward)

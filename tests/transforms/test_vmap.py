@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, stack_module_state
 
 import fpipe
-from fpipe import BatchError, Stage, StageError, schedules, tree
+from fpipe import BatchError, Stage, StageError, pytree, schedules
 from tests.models import MODELS, Model, apply, assert_same, mlp, short_gpt, unpipelined
 
 MEMBERS = 3
@@ -31,13 +31,13 @@ def rand(*shape: int) -> Tensor:
 
 def members_of(params: Any, dim: int = 0) -> Any:
     """Members that differ, stacked."""
-    return tree.tree_map(
+    return pytree.tree_map(
         lambda p: torch.stack([p * (1 + 0.1 * n) for n in range(MEMBERS)], dim), params
     )
 
 
 def member(stacked: Any, number: int, dim: int = 0) -> Any:
-    return tree.tree_map(lambda p: p.select(dim, number), stacked)
+    return pytree.tree_map(lambda p: p.select(dim, number), stacked)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -82,9 +82,9 @@ def test_equals_torch_vmap_of_the_whole_function() -> None:
     ours = fpipe.vmap(pipe_of(model, schedule), in_dims).step(params, batch)
     grads, loss = torch.func.vmap(grad_and_value(whole), in_dims)(params, batch)
     assert_same(ours.loss, loss)
-    dims = [leaf for part in in_dims[0] for leaf in tree.flatten(part)[0]]
+    dims = [leaf for part in in_dims[0] for leaf in pytree.flatten(part)[0]]
     for ours_leaf, theirs, own, dim in zip(
-        *(tree.flatten(t)[0] for t in (ours.grads, grads, params)), dims, strict=True
+        *(pytree.flatten(t)[0] for t in (ours.grads, grads, params)), dims, strict=True
     ):
         assert ours_leaf.shape == own.shape
         assert_same(ours_leaf, theirs.movedim(0, dim))
@@ -165,14 +165,14 @@ def test_gradients_come_in_the_container_of_the_parameters(container: Any) -> No
         (fpipe.vmap(fpipe.hvp(pipe)).step(members, model.batch, members).hvp, members),
     ]
     for grads, given in found:
-        assert tree.structure(grads) == tree.structure(given)
+        assert pytree.structure(grads) == pytree.structure(given)
 
 
 def test_ensembles_of_ensembles() -> None:
     model = mlp(4, 6)
     schedule = schedules.zbv(ranks=2, microbatches=2)
     pipe = pipe_of(model, schedule)
-    params = tree.tree_map(lambda p: torch.stack([members_of(p), members_of(p).neg()], -1),
+    params = pytree.tree_map(lambda p: torch.stack([members_of(p), members_of(p).neg()], -1),
                            model.params)  # fmt: skip
     batch = {"x": torch.stack([model.batch["x"], model.batch["x"].flip(0)], 1)}
     batch["y"] = model.batch["y"]
@@ -188,7 +188,7 @@ def test_ensembles_of_ensembles() -> None:
 def test_directions_of_ensembles_of_ensembles_with_batches_of_their_own() -> None:
     model = mlp(2, 6)
     pipe = fpipe.hvp(pipe_of(model, schedules.gpipe(ranks=2, microbatches=2)))
-    params = tree.tree_map(members_of, model.params)
+    params = pytree.tree_map(members_of, model.params)
     batch = {"x": torch.stack([model.batch["x"], model.batch["x"].flip(0)])}
     batch["y"] = model.batch["y"]
     inner, outer = (0, None, 0), (None, {"x": 0, "y": None}, None)
@@ -243,7 +243,7 @@ def test_systems_of_equations(
     for mapped in sides if solve is torch.linalg.solve else sides[-1:]:
         dims = {name: 0 if name in mapped else None for name in stacked}
         params = {k: leaf if k in mapped else leaf[0] for k, leaf in stacked.items()}
-        vector = tree.tree_map(torch.cos, params)
+        vector = pytree.tree_map(torch.cos, params)
         both = [fpipe.hvp(fpipe.vmap(pipe, (dims, None))).step(params, x, vector)]
         if mapped == sides[-1]:
             both.append(fpipe.vmap(fpipe.hvp(pipe), (dims, None, dims)).step(params, x, vector))
@@ -465,7 +465,7 @@ def test_number_of_members() -> None:
 
 
 def test_an_ensemble_has_members() -> None:
-    none = tree.tree_map(lambda p: p[:0], members_of(MODEL.params))
+    none = pytree.tree_map(lambda p: p[:0], members_of(MODEL.params))
     with pytest.raises(BatchError, match="has 0 members along its mapped dimension"):
         fpipe.vmap(PIPE).step(none, MODEL.batch)
 

@@ -1,1 +1,0 @@
-"""The caller's trees, flat and split, and their shapes."""

@@ -1,0 +1,1 @@
+"""A pipeline's call within autograd and within transforms of torch.func."""

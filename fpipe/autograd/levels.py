@@ -1,0 +1,133 @@
+"""A pipeline within transforms of `torch.func`: what becomes of a call at each of their levels.
+
+vmap        the call of the pipeline of all members, below this level
+grad, vjp   loss and gradients with history
+jvp         loss and gradients with their derivatives, which those of dual stages are
+others      refused
+
+Whatever does not depend on a level is called below it. Forward-mode autograd without `torch.func`
+is a jvp too. `torch.compile` around a call leaves it out of its graph: the stages are compiled
+already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from fpipe import pytree
+from fpipe.autograd.call import Call, refuse
+from fpipe.autograd.derived import Callee, Method
+from fpipe.autograd.history import has_history, is_tracked, tracked_step, tracked_value
+from fpipe.inputs.caller_modes import refuse_modes
+from fpipe.results import Step, StepAux
+from fpipe.torch_internals import functorch, retrieve_current_functorch_interpreter
+
+
+def is_within() -> bool:
+    """Whether `torch.func`, forward-mode autograd or `torch.compile` is at work."""
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or functorch.peek_interpreter_stack() is not None
+        or _is_forward_mode()
+    )
+
+
+def _is_forward_mode() -> bool:
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+
+
+@_disable_dynamo
+def call_within(pipe: Callee, method: Method, *arguments: Any, **options: Any) -> Any:
+    """Call a method of a pipeline within the innermost transform of `torch.func`.
+
+    Args:
+        pipe: the pipeline.
+        method: the name of the method, which calls this function if a transform is at work.
+        arguments: of the method.
+        options: further ones, which no transform maps or differentiates by.
+
+    Raises:
+        FpipeError: it cannot run there; names the transform of ours to use instead.
+    """
+    with pipe.telling(method):
+        # Further in, torch turns them off.
+        refuse_modes(compiled=pipe.definition.compile is not False)
+        return _call_within(pipe, method, *arguments, **options)
+
+
+def _call_within(pipe: Callee, method: Method, *arguments: Any, **options: Any) -> Any:
+    if functorch.peek_interpreter_stack() is None:
+        return _call_outside(pipe, method, *arguments, **options)
+    interpreter = retrieve_current_functorch_interpreter()
+    kind, level = interpreter.key().name, interpreter.level()
+    leaves, spec = pytree.flatten(arguments)
+    if kind == "Vmap":
+        if any(_is_mapped(leaf, level) for leaf in leaves):
+            return Call(pipe, method, spec, options).enter(leaves)
+    elif kind == "Grad":
+        if is_tracked(leaves):
+            return _tracked(pipe, method, kind, arguments, options)
+    elif kind != "Jvp":
+        raise refuse(kind)
+    elif any(map(_has_tangent, leaves)):
+        return _moving(pipe, method, arguments, options)
+    if kind != "Vmap":
+        leaves = [
+            functorch._unwrap_for_grad(leaf, level) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
+    # Nothing depends on this level: what is below it answers.
+    with interpreter.lower():
+        return getattr(pipe, method)(*pytree.unflatten(spec, leaves), **options)
+
+
+def _call_outside(pipe: Callee, method: Method, *arguments: Any, **options: Any) -> Any:
+    """Call a method where no transform of `torch.func` is at work."""
+    if not _is_forward_mode():
+        return getattr(pipe, method)(*arguments, **options)
+    if any(map(_has_tangent, pytree.flatten(arguments)[0])):
+        return _moving(pipe, method, arguments, options)
+    with forward_ad._set_fwd_grad_enabled(False):
+        return getattr(pipe, method)(*arguments, **options)
+
+
+def _tracked(
+    pipe: Callee, method: Method, kind: str, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
+    """A call whose result may be differentiated."""
+    if not has_history(pipe) or method not in ("value", "run_value", "step", "run_step"):
+        raise refuse(kind)
+    if method in ("value", "run_value"):
+        return tracked_value(pipe, *arguments, **options)
+    if pipe.rank is not None:
+        raise refuse(kind)
+    loss, grads, *aux = tracked_step(pipe, pipe.definition.wanted, *arguments, **options)
+    grads = pipe.definition.asked(grads)
+    if method == "run_step":
+        return loss, grads, *aux
+    return StepAux(loss, grads, *aux) if aux else Step(loss, grads)
+
+
+def _moving(
+    pipe: Callee, method: Method, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
+    """A call whose arguments have tangents."""
+    if pipe.rank is not None:
+        raise refuse("Jvp")
+    if method in ("value", "run_value") and has_history(pipe):
+        leaves, spec = pytree.flatten(arguments)
+        return Call(pipe, "run_value", spec, options, differentiable=True).enter(leaves)
+    return _tracked(pipe, method, "Jvp", arguments, options)
+
+
+def _has_tangent(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and forward_ad.unpack_dual(leaf, level=0).tangent is not None
+
+
+def _is_mapped(leaf: Any, level: int) -> bool:
+    return isinstance(leaf, Tensor) and functorch._unwrap_batched(leaf, level)[1] is not None

@@ -1,0 +1,1 @@
+"""One loss function with cuts: recorded whole, and divided into stages."""

@@ -1,0 +1,232 @@
+"""Trace a whole loss function with cuts into the same chain that stage functions make.
+
+    loss_fn(params, batch) ── record ──► parts ── finish each ──► Chain
+
+Every stage sees all parameter leaves by their own number, so a parameter that several stages read
+is one leaf with several contributors; a value may be read by any later stage.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fpipe import pytree
+from fpipe.divide.alike import likeness, seen_from
+from fpipe.divide.dividing import Part
+from fpipe.divide.moved import move
+from fpipe.divide.recording import Recorded, Recorder
+from fpipe.divide.updates import updates_of
+from fpipe.errors import StageError
+from fpipe.graph.inlining import Inliner
+from fpipe.graph.joint import Joint
+from fpipe.graph.nodes import value_of
+from fpipe.graph.propagate import propagate
+from fpipe.graph.sources import BatchLeaf, Param, Source
+from fpipe.inputs.signature import Goal, TreeShape, is_differentiable
+from fpipe.spec.objective import Objective
+from fpipe.trace.abstract import Abstract, Places
+from fpipe.trace.chain import Chain
+from fpipe.trace.tracer import StageGraph, Traced, contiguous_like, finish
+
+log = logging.getLogger("fpipe")
+
+
+class FunctionTracer:
+    """Traces a loss function into a chain.
+
+    Args:
+        loss_fn: ``(params, batch) -> scalar``, with a `fpipe.cut` between stages; with a state
+            ``(params, state, batch) -> (scalar, state)``.
+        num_stages: of the schedule: one more than the cuts that it must execute.
+        objective: what it is differentiated for.
+        has_key: it is called with the key of the microbatch, as the keyword argument ``key``.
+        keyed: what it draws, it draws from the key of the microbatch, which it is not called with.
+        devices: the device of each stage, all of one type: the function is recorded on the first,
+            and its parts are moved. None to leave all values where they are.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        num_stages: int,
+        objective: Objective,
+        *,
+        has_key: bool = False,
+        keyed: bool = False,
+        devices: Sequence[torch.device] | None = None,
+    ) -> None:
+        self._objective = objective
+        self._places = Places(devices)
+        self._record = Recorder(
+            loss_fn=loss_fn,
+            num_stages=num_stages,
+            objective=objective,
+            has_key=has_key,
+            keyed=keyed,
+            mode=self._places.mode,
+        )
+        self._mode = self._places.mode
+        # The state comes with the parameters, after them.
+        own = objective.trainable
+        within = (0, *own.within) if objective.returns.state else own.within
+        self._trainable = replace(own, within=within)
+
+    def __call__(
+        self, shapes: Sequence[TreeShape], microbatch: TreeShape, goal: Goal, rows: int = 1
+    ) -> Chain:
+        """Trace the function for one shape of microbatch.
+
+        Args:
+            shapes: the whole parameters, once for each stage; or the pair of parameters and state.
+            microbatch: one microbatch.
+            goal: what the chain is for.
+            rows: of the microbatch.
+
+        Raises:
+            StageError: the function cannot be traced or executes another number of cuts.
+        """
+        record = self._record
+        name = record.name
+        if goal == "forward" and not record.returns.aux:
+            raise StageError(
+                f"{name} returns a loss and no output: pipe.value gives the loss without "
+                "gradients; for outputs return (loss, aux), under has_aux=True, of which "
+                "pipe.forward gives both (of a module: loss=lambda output, batch: (..., output))"
+            )
+        self._places.begin()
+        params = Abstract.of(shapes[0], self._mode)
+        batch = Abstract.of(microbatch, self._mode)
+        frozen = self.frozen(shapes)
+        trained = [
+            (0, leaf) not in frozen and self._objective.is_by("params", value)
+            for leaf, value in enumerate(params.values)
+        ]
+        with self._places.at(0):
+            recorded = record(params, batch, trained, goal, rows)
+        parts, results = recorded.parts, recorded.results
+        if goal == "step" and not _reads_parameters(parts[-1]) and len(parts) > 1:
+            log.warning(
+                "stage %d (%s), the last, reads no parameter: a stage ends where fpipe.cut is "
+                "called, or after the submodule that cuts= names",
+                len(parts) - 1,
+                name,
+            )
+        updates = updates_of(name, record.paths(params), parts, results, recorded.changed)
+        results = results[: len(results) - len(updates)]
+        owners = self._owners(params, batch)
+        tied = self._tied(parts)
+        traced: list[Traced] = []
+        labels = [f"stage {index} ({name})" for index in range(len(parts))]
+        known: dict[Hashable, tuple[Joint, Part]] = {}
+        for index, (label, part) in enumerate(zip(labels, parts, strict=True)):
+            kind = (
+                likeness(part),
+                tuple(source in tied for source in part.sources.values()),
+                self._places.device(index),
+            )
+            if kind not in known:
+                with self._places.at(index):
+                    known[kind] = self._finished(index, label, part, recorded, owners, tied), part
+            joint = seen_from(*known[kind], part)
+            values = tuple(
+                contiguous_like(value_of(joint.nodes[output]), self._mode)
+                for output in joint.outputs
+            )
+            flags = tuple(bool(group) for group in joint.cotangents)
+            traced.append(Traced(joint, pytree.flatten(values)[1], values, flags))
+        return Chain(
+            tuple(traced),
+            tuple(labels),
+            goal,
+            results,
+            recorded.numbering,
+            recorded.depends,
+            updates,
+        )
+
+    @property
+    def evaluation(self) -> Goal | None:
+        """The goal for which a step returns just what is asked, beside its gradients."""
+        return "forward" if self._objective.returns.aux else "value"
+
+    def frozen(self, shapes: Sequence[TreeShape]) -> frozenset[tuple[int, int]]:
+        """Stage and leaf of what is not trained, the state's included; the stage is 0."""
+        frozen = self._trainable.frozen([shapes[0].spec], shared=True)
+        count, states = len(shapes[0].leaves), self._record.num_states(shapes[0].spec)
+        return frozen | {(0, leaf) for leaf in range(count - states, count)}
+
+    def parts(self, params: TreeShape, microbatch: TreeShape) -> tuple[Part, ...]:
+        """What is between the cuts, forward only, to be measured."""
+        own, batch = (Abstract.of(shape, self._mode) for shape in (params, microbatch))
+        count = len(own.values) - self._record.num_states(own.spec)
+        trained = [n < count and is_differentiable(value) for n, value in enumerate(own.values)]
+        return self._record(own, batch, trained, "forward", rows=0).parts
+
+    def _owners(self, params: Abstract, batch: Abstract) -> dict[Source, tuple[Tensor, str]]:
+        """The fake tensor and the path of each of the caller's leaves."""
+        named = zip(params.values, self._record.paths(params), strict=True)
+        rows = zip(batch.values, pytree.paths(batch.spec), strict=True)
+        return {
+            **{Param(leaf): own for leaf, own in enumerate(named)},
+            **{BatchLeaf(n): (value, f"batch{path}") for n, (value, path) in enumerate(rows)},
+        }
+
+    def _tied(self, parts: Sequence[Part]) -> frozenset[Source]:
+        """The parameters that several parts read, where their gradients are not kept whole."""
+        if self._objective.sink.fold is None:
+            return frozenset()
+        counts = Counter(source for part in parts for source in {*part.sources.values()})
+        return frozenset(source for source, count in counts.items() if count > 1)
+
+    def _finished(
+        self,
+        index: int,
+        label: str,
+        part: Part,
+        recorded: Recorded,
+        owners: Mapping[Source, tuple[Tensor, str]],
+        tied: Collection[Source],
+    ) -> Joint:
+        """The joint graph of a part."""
+        module, original = fx.GraphModule(recorded.module, part.graph), recorded.original
+        home, device = self._places.device(0), self._places.device(index)
+        if home is not None and device is not None and home != device:
+            original = move(module, home, device, self._mode, original)
+        elif part.is_stale:
+            propagate(module.graph, self._mode)
+        fold = self._objective.sink.fold
+        if fold is not None:
+            self._fold(module.graph, part, fold, tied)
+        stage = StageGraph(module, part.sources, part.cotangents, part.owed, owners, original)
+        return finish(label, stage, self._objective, origin=self._record.loss_fn, tied=tied)
+
+    def _fold(
+        self,
+        graph: fx.Graph,
+        part: Part,
+        fold: Callable[[Tensor], Tensor],
+        tied: Collection[Source],
+    ) -> None:
+        """Keep of the gradients of parameters what the sink keeps, where they are whole."""
+        inline = Inliner(self._mode)
+        end = graph.output_node()
+        returned: Any = end.args[0]
+        outputs, gradients = returned
+        kept = [
+            inline.call(end, fold, node)
+            if isinstance(source, Param) and source not in tied
+            else node
+            for source, node in zip(part.owed, gradients, strict=True)
+        ]
+        end.args = ((outputs, kept),)
+
+
+def _reads_parameters(part: Part) -> bool:
+    return any(isinstance(source, Param) for source in part.sources.values())

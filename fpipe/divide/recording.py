@@ -1,0 +1,277 @@
+"""Record a whole loss function with its backward, and divide it at its cuts.
+
+    loss_fn(params, batch) ── record ──► joint graph ── divide ──► a part for each stage
+
+The function runs once, under autograd, from the first stage to the loss and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import isfunction
+from typing import Any, NamedTuple
+
+import optree
+from torch import Tensor, fx
+
+from fpipe import pytree
+from fpipe.checks.explain import Untraceable, describe, explain
+from fpipe.divide.alike import merge_constants
+from fpipe.divide.cut import noting
+from fpipe.divide.dividing import Part, divide
+from fpipe.divide.keyed import draw_from_keys
+from fpipe.divide.updates import keep_changed
+from fpipe.draws import OpenAttention
+from fpipe.errors import StageError, label_of
+from fpipe.graph.rewrites import return_statistics
+from fpipe.graph.sources import BatchLeaf, Key, Param, Source, StateLeaf, Upstream
+from fpipe.inputs.signature import Goal, is_differentiable
+from fpipe.spec.objective import Objective
+from fpipe.spec.returns import Numbering, Returns, check_state
+from fpipe.torch_internals import FakeTensorMode
+from fpipe.trace.abstract import Abstract, Leaves, abstract_key
+from fpipe.trace.labels import Labels
+from fpipe.trace.recorder import Recording, Way, record
+
+
+class Recorded(NamedTuple):
+    """A function, divided.
+
+    Attributes:
+        module: has what the function closes over as its attributes.
+        parts: what is between the cuts.
+        results: where each value that the caller gets of a microbatch comes from; then the new
+            values of the leaves of the state that change.
+        numbering: how the former are numbered.
+        changed: the leaves of the state that change, by their numbers after the parameters.
+        depends: whether each result depends on something that gradients are taken by.
+        original: of an attribute of the module the tensor that the function closes over.
+    """
+
+    module: fx.GraphModule
+    parts: tuple[Part, ...]
+    results: tuple[Upstream, ...]
+    numbering: Numbering
+    changed: list[int]
+    depends: tuple[bool, ...]
+    original: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Records a loss function for one shape of its arguments.
+
+    Parameters and state come as one tree, the pair of both where there is a state.
+
+    Attributes:
+        loss_fn: ``(params, batch) -> scalar``, with a `fpipe.cut` between stages; with a state
+            ``(params, state, batch) -> (scalar, state)``.
+        num_stages: one more than the cuts that it must execute.
+        objective: what it is differentiated for.
+        has_key: it is called with the key of the microbatch, as the keyword argument ``key``.
+        keyed: what it draws, it draws from the key of the microbatch, which it is not called with.
+        mode: in which everything is fake.
+    """
+
+    loss_fn: Callable[..., Any]
+    num_stages: int
+    objective: Objective
+    has_key: bool
+    keyed: bool
+    mode: FakeTensorMode
+
+    @property
+    def name(self) -> str:
+        """The function in messages."""
+        return label_of(self.loss_fn)
+
+    @property
+    def returns(self) -> Returns:
+        """What the function returns."""
+        return self.objective.returns
+
+    def num_states(self, spec: optree.PyTreeSpec) -> int:
+        """How many of the last leaves of what comes in as parameters are the state's."""
+        return spec.children()[1].num_leaves if self.returns.state else 0
+
+    def paths(self, params: Abstract) -> list[str]:
+        """How a user would write each leaf of parameters and state."""
+        if not self.returns.state:
+            return ["params" + path for path in pytree.paths(params.spec)]
+        specs = params.spec.children()
+        named = zip(("params", "state"), specs, strict=True)
+        return [name + path for name, spec in named for path in pytree.paths(spec)]
+
+    def __call__(
+        self,
+        params: Abstract,
+        batch: Abstract,
+        trained: Sequence[bool],
+        goal: Goal,
+        rows: int,
+    ) -> Recorded:
+        """Record the function, and divide it.
+
+        Args:
+            params: the whole parameters.
+            batch: one microbatch.
+            trained: whether each leaf of the parameters gets a gradient.
+            goal: aux is left out of a ``"value"``.
+            rows: of the microbatch.
+
+        Raises:
+            StageError: the function cannot be traced or executes another number of cuts.
+        """
+        labels = Labels()
+        recording, numbering, leaves = self._record(params, batch, trained, goal, rows, labels)
+        sources, changed = self._settle(recording, params, batch)
+        module = recording.module
+        try:
+            parts, results = divide(
+                module.graph,
+                labels,
+                sources,
+                list(leaves.places),
+                self.mode,
+                last=self.num_stages - 1,
+                heads=numbering.heads,
+                seed=recording.cotangents[0] if recording.cotangents else None,
+            )
+        except Untraceable as error:
+            raise explain(self.name, error, "") from error
+        return Recorded(
+            module, parts, results, numbering, changed, recording.depends, recording.original
+        )
+
+    def _record(
+        self,
+        params: Abstract,
+        batch: Abstract,
+        trained: Sequence[bool],
+        goal: Goal,
+        rows: int,
+        labels: Labels,
+    ) -> tuple[Recording, Numbering, Leaves]:
+        """The graph of the function and what it returns."""
+        keys = [abstract_key(batch, self.mode)] if self.has_key else []
+        leaves = self._leaves(params, batch, keys, trained)
+        sink = self.objective.sink
+        count = len(params.values)
+        numberings: list[Numbering] = []
+
+        def lift(index: int, value: Tensor) -> Tensor:
+            lifts = index < count and is_differentiable(value)
+            return sink.lifted(value, rows) if lifts else value
+
+        def flat(arguments: list[Any]) -> list[Tensor]:
+            numberings.clear()
+            labels.cuts.clear()
+            with noting(labels.cut):
+                if self.keyed:
+                    with OpenAttention():
+                        value = self._called(params, batch, arguments)
+                else:
+                    value = self._called(params, batch, arguments)
+            taken, numbering = self._taken(value, params, goal)
+            numberings.append(numbering)
+            return taken
+
+        last = self.num_stages - 1
+        recording = record(
+            self.name,
+            flat,
+            leaves,
+            self.mode,
+            lambda leaf: () if leaf else (last + 1,),
+            differentiate=goal == "step",
+            origin=self.loss_fn,
+            way=Way(lift),
+            labels=labels,
+        )
+        if len(labels.cuts) != last:
+            raise StageError(
+                f"{self.name} executes {len(labels.cuts)} cuts, which make {len(labels.cuts) + 1} "
+                f"stages, but the schedule has {self.num_stages}: place fpipe.cut(x) once between "
+                "each two stages, or choose a schedule with that many stages"
+            )
+        return recording, numberings[0], leaves
+
+    def _settle(
+        self, recording: Recording, params: Abstract, batch: Abstract
+    ) -> tuple[dict[str, Source], list[int]]:
+        """Rewrite the graph; returns where placeholders come from, and the states that change."""
+        graph = recording.module.graph
+        return_statistics(self.name, graph)
+        draws: list[fx.Node] = []
+        if self.keyed:
+            key = abstract_key(batch, self.mode)
+            draws = draw_from_keys(self.name, graph, key, self.mode)
+        merge_constants(recording.module)
+        count = len(params.values)
+        changed = keep_changed(graph, recording.arguments[:count], self.num_states(params.spec))
+        # What never changes is read like a parameter, in any stage.
+        origins: list[Source] = [
+            *(StateLeaf(leaf) if leaf in changed else Param(leaf) for leaf in range(count)),
+            *(BatchLeaf(number) for number in range(len(batch.values))),
+            *(Key(of_stage=False) for _ in recording.arguments[count + len(batch.values) :]),
+            *(Key(of_stage=False, draw=number) for number in range(len(draws))),
+        ]
+        placed = zip([*recording.arguments, *draws], origins, strict=True)
+        return {node.name: source for node, source in placed}, changed
+
+    def _leaves(
+        self,
+        params: Abstract,
+        batch: Abstract,
+        keys: Sequence[Tensor],
+        trained: Sequence[bool],
+    ) -> Leaves:
+        by = [self.objective.is_by("batch", value) for value in batch.values]
+        return Leaves(
+            values=(*params.values, *batch.values, *keys),
+            sources=(
+                *(Param(leaf) for leaf in range(len(params.values))),
+                *(BatchLeaf(leaf) for leaf in range(len(batch.values))),
+                *(Key(of_stage=False) for _ in keys),
+            ),
+            paths=(
+                *self.paths(params),
+                *("batch" + path for path in pytree.paths(batch.spec)),
+                *("key" for _ in keys),
+            ),
+            differentiable=(*trained, *by, *(False for _ in keys)),
+            given=describe("batch", pytree.unflatten(batch.spec, batch.values)),
+            called=self._call,
+        )
+
+    @property
+    def _call(self) -> str:
+        """How the function is called, where it is the user's own."""
+        if not isfunction(self.loss_fn):
+            return ""
+        return self.returns.call.replace("batch)", "batch, key=key)" if self.has_key else "batch)")
+
+    def _called(self, params: Abstract, batch: Abstract, leaves: Sequence[Tensor]) -> Any:
+        """What the function returns for flat arguments."""
+        count = len(params.values)
+        end = count + len(batch.values)
+        given = pytree.unflatten(params.spec, leaves[:count])
+        return self.loss_fn(
+            *(given if self.returns.state else (given,)),
+            pytree.unflatten(batch.spec, leaves[count:end]),
+            **({"key": leaves[end]} if self.has_key else {}),
+        )
+
+    def _taken(self, value: Any, params: Abstract, goal: Goal) -> tuple[list[Tensor], Numbering]:
+        """What it returned as flat tensors, the new state last, and how the others are numbered."""
+        subject = f"{self.name} returns"
+        taken = self.returns.take(subject, self.returns.call, value, self.objective.loss_shape)
+        if goal == "value":
+            taken = taken._replace(aux=None)
+        flat, numbering = taken.flat()
+        states = self.num_states(params.spec)
+        if states:
+            spec = params.spec.children()[1]
+            flat += check_state(subject, params.values[-states:], spec, taken.state)
+        return flat, numbering

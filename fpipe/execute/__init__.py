@@ -1,0 +1,1 @@
+"""Programs run: one process drives all ranks, or each process its own."""

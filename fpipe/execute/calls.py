@@ -1,0 +1,366 @@
+"""Calls: what the ranks were called for, and the plan on which they agree.
+
+read ──► header ──► all known ────────────────────────────────► plan
+                      └── new shapes ── offers ── plan ── verdicts ─┘
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fpipe import pytree
+from fpipe.errors import told
+from fpipe.execute.controller import Enter, Reader
+from fpipe.execute.digests import digest, identity
+from fpipe.execute.gathering import connected, gather_objects
+from fpipe.execute.header import CALLS, HISTORY, Header, check_calls, check_keys, start_headers
+from fpipe.execute.keys import Words, as_number
+from fpipe.execute.offer import (
+    Offer,
+    check_numbers,
+    check_offers,
+    check_verdicts,
+    shared_parameters,
+    unsendable,
+    warn_of_other_copies,
+    warn_of_other_numbers,
+)
+from fpipe.execute.sample import Sample, numbers, same_numbers, sample, trace_of
+from fpipe.inputs.batch import SplitBatch
+from fpipe.inputs.params import Parameters
+from fpipe.inputs.signature import Goal, Signature, TreeShape, batch_shapes
+from fpipe.plan.latest import Latest
+from fpipe.plan.plan import Plan
+from fpipe.plan.planner import Planner
+from fpipe.program.program import Program, describe
+from fpipe.recording import active
+from fpipe.schedule import Schedule
+
+NOWHERE = torch.device("meta")
+"""Stands for every rank's own device in what ranks compare."""
+
+
+class Given(NamedTuple):
+    """What this rank was called with, read and checked.
+
+    Attributes:
+        params: with the parts of this rank's stages.
+        parts: the batch, None where the rank was given none.
+        shapes: the parameters of each of its stages.
+        batch: the batch's shapes.
+        key: of the step, None for none.
+        whole: the batch, as stages take it.
+        held: of one function, which leaves of its parameters have data here; else None.
+        numbers: as in the header.
+    """
+
+    params: Parameters
+    parts: SplitBatch | None
+    shapes: Mapping[int, TreeShape]
+    batch: tuple[TreeShape, ...] | None
+    key: Words | None
+    whole: Any
+    held: tuple[bool, ...] | None
+    numbers: int
+
+
+class Call(NamedTuple):
+    """What this rank was called for, under way to the others.
+
+    Attributes:
+        goal: what is asked for.
+        given: what this rank was called with, None if it cannot be used.
+        problem: why not.
+        header: what the others are told of it.
+        headers: waits for those of all ranks.
+    """
+
+    goal: Goal
+    given: Given | None
+    problem: Exception | None
+    header: Header
+    headers: Callable[[], list[Header]]
+
+    @property
+    def kind(self) -> tuple[int, int, int]:
+        """The same for calls that end in the same plan, as far as this rank knows."""
+        return self.header.call, self.header.batch, self.header.params
+
+
+class Agreed(NamedTuple):
+    """What all ranks are about to run.
+
+    Attributes:
+        given: what this rank was called with.
+        plan: the same on all ranks.
+        records: whether any rank records the step.
+        offsets: of all ranks, in their headers: with the plan they tell which kernels run.
+        proven: with which of them the plan has been run to its end; the same on all ranks.
+    """
+
+    given: Given
+    plan: Plan
+    records: bool
+    offsets: tuple[int, ...]
+    proven: set[tuple[int, ...]]
+
+
+@dataclass
+class _Kept:
+    """A plan that ranks have agreed on.
+
+    Attributes:
+        plan: the same on all of them.
+        proven: with which offsets it has been run to its end.
+        alike: all ranks have been given the same batches so far, bit by bit, as far as is known.
+    """
+
+    plan: Plan
+    proven: set[tuple[int, ...]]
+    alike: bool
+
+
+class Calls:
+    """Reads what this rank is called with, and finds the plan that all ranks run.
+
+    Args:
+        planner: makes plans for the programs of this rank.
+        reader: reads what this rank is called with.
+        schedule: of all ranks.
+        control: the group over which ranks agree.
+        rank: of this process.
+        device: where this rank computes.
+        setup: what must be the same on all ranks, as texts by name.
+        prepare: gets the programs of a new plan ready to run, on all ranks at once.
+        number: of the pipeline, among those of the group.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        reader: Reader,
+        schedule: Schedule,
+        control: dist.ProcessGroup,
+        *,
+        rank: int,
+        device: torch.device,
+        setup: Mapping[str, str],
+        prepare: Callable[[Sequence[Program]], None],
+        number: int,
+    ) -> None:
+        self._planner = planner
+        self._reader = reader
+        self._schedule = schedule
+        self._control = control
+        self._rank = rank
+        self._stages = schedule.stages_of(rank)
+        self._device = device
+        self._setup = {name: digest(text) for name, text in setup.items()}
+        self._prepare = prepare
+        self._number = number
+        # All ranks agree on the same in the same order, and so forget the same.
+        self._agreed: Latest[tuple[int, ...], _Kept] = Latest()
+        # What this rank alone expects.
+        self._expected: Latest[tuple[int, int, int], Plan] = Latest()
+
+    def announce(
+        self,
+        enter: Enter,
+        goal: Goal,
+        key: Callable[[], Words | None],
+        name: str | None = None,
+    ) -> Call:
+        """Read what this rank was called with, and tell the others.
+
+        The frames from here outwards are behind the traceback of what is wrong with it. One that
+        had a name for that when it is left would keep itself, the pipeline and the batch.
+
+        Args:
+            enter: makes parameters and batch of what the caller passed.
+            goal: what is asked for.
+            key: reads the key.
+            name: what was called, if not the method of the goal.
+        """
+        given, problem = self._attempt(enter, key)
+        try:
+            header = self._header(given, name or f"pipe.{goal}")
+            headers = start_headers(header, self._control, self._number)
+            return Call(goal, given, problem, header, headers)
+        finally:
+            del problem
+
+    def agree(self, call: Call) -> Agreed:
+        """Find the plan that all ranks run, or make it if anything is new."""
+        headers = call.headers()
+        check_calls(headers)
+        check_keys(headers)
+        given = call.given
+        # A value of which any rank wants the gradients is a step of all.
+        asked = headers[0].call
+        if any(header.call == CALLS.index(HISTORY) for header in headers):
+            asked = CALLS.index("pipe.step")
+            call = call._replace(goal="step")
+        shapes = (asked, *(word for h in headers for word in (h.batch, h.params)))
+        if given is None or shapes not in self._agreed or any(h.failed for h in headers):
+            signature = self._make_signature(call)
+            assert given is not None
+            # Kept only when made: what any rank refused is refused again, by all of them.
+            made = self._make_plan(signature)
+            alike = same_numbers([h.numbers for h in headers])
+            self._agreed[shapes] = _Kept(made, set(), alike)
+            self._compare_copies(made, given.params)
+        kept = self._agreed[shapes]
+        if kept.alike and not same_numbers([h.numbers for h in headers]):
+            check_numbers(gather_objects(self._sample(given), self._control))
+            kept.alike = False  # they are rounded otherwise
+        self._expected[call.kind] = kept.plan
+        offsets = tuple(h.offsets for h in headers)
+        records = any(h.records for h in headers)
+        return Agreed(given, kept.plan, records, offsets, kept.proven)
+
+    def _attempt(
+        self, enter: Enter, key: Callable[[], Words | None]
+    ) -> tuple[Given | None, Exception | None]:
+        """What was given, or why it cannot be used."""
+        try:
+            return self._read(*enter(), key()), None
+        except Exception as error:
+            return None, error
+
+    def _header(self, given: Given | None, name: str) -> Header:
+        if given is None:
+            return Header(1, CALLS.index(name), 0, 0, 0)
+        batch = 0
+        if given.parts is not None:
+            batch = identity((given.parts.division, given.batch))
+        own = identity((*given.shapes.items(), given.held, self._planner.ambient()))
+        records = int(active() is not None)
+        offsets = _offsets(given) if self._device.type == "cuda" else 0
+        number = CALLS.index(name)
+        return Header(0, number, batch, own, records, as_number(given.key), offsets, given.numbers)
+
+    def _read(self, params: Any, batch: Any, key: Words | None) -> Given:
+        own = self._reader.params(params)
+        parts, shapes = None, None
+        if batch is not None:
+            parts = self._reader.split(batch)
+            shapes = tuple(shape.on(NOWHERE) for shape in batch_shapes(parts))
+        described = own.shapes(NOWHERE)
+        params_shapes = {stage: described[stage] for stage in self._stages}
+        held = None
+        if own.shared and self._stages:
+            held = tuple(not leaf.is_meta for leaf in own.stages[0])
+        # What a transform puts beside the batch may differ from rank to rank.
+        whole = parts is not None and self._reader.common(batch) is batch
+        numbers = trace_of(parts) if parts is not None and whole else 0
+        return Given(own, parts, params_shapes, shapes, key, batch, held, numbers)
+
+    def _sample(self, given: Given | None) -> Sample | None:
+        """Numbers of the batch that this rank was given, None if it was given none."""
+        if given is None or given.parts is None:
+            return None
+        return sample(self._reader.common(given.whole))
+
+    def _make_signature(self, call: Call) -> Signature:
+        """Exchange offers, and put together what all ranks were given."""
+        goal, given, problem = call.goal, call.given, call.problem
+        offer = Offer(
+            setup=self._setup,
+            params={} if given is None else given.shapes,
+            held=None if given is None else given.held,
+            division=None if given is None or given.parts is None else given.parts.division,
+            batch=None if given is None else given.batch,
+            sample=self._sample(given),
+            ambient=self._planner.ambient(),
+            schedule=repr(self._schedule),
+            problem=None if problem is None else told(problem),
+        )
+        if problem is None and (problem := unsendable(offer)) is not None:
+            offer = offer._replace(params={}, batch=None, problem=told(problem))
+        offers: list[Offer] = gather_objects(offer, self._control)
+        check_offers(offers, self._rank, problem)
+        warn_of_other_numbers(offers)
+        reader = next(o for o in offers if o.batch is not None)
+        assert reader.division is not None and reader.batch is not None
+        shared = shared_parameters(offers)
+        return Signature(
+            goal,
+            tuple(
+                (shared or offers[rank].params[stage]).on(self._device)
+                for stage, rank in enumerate(self._schedule.placement)
+            ),
+            *reader.division,
+            tuple(shape.on(self._device) for shape in reader.batch),
+            self._planner.ambient(),
+        )
+
+    def _make_plan(self, signature: Signature) -> Plan:
+        """Make the plan, and see that all ranks made the same."""
+        plan, text, problem = self._planned(signature)
+        verdict = plan is not None, text
+        try:
+            verdicts = gather_objects(verdict, self._control)
+            check_verdicts(verdicts, self._rank, problem)
+        finally:
+            del problem  # as in `announce`
+        assert plan is not None
+        programs = plan.programs
+        connected(lambda: self._prepare(programs))
+        return plan
+
+    def _compare_copies(self, plan: Plan, params: Parameters) -> None:
+        """Say so if ranks have different copies of a parameter that several read."""
+        if not params.shared:  # each stage has its own
+            return
+        readers: dict[int, set[int]] = defaultdict(set)
+        for (_, leaf), ranks in plan.readers.items():
+            readers[leaf] |= ranks
+        several = sorted(leaf for leaf, ranks in readers.items() if len(ranks) > 1)
+        if several:
+            paths = pytree.paths(params.spec)
+            own = {
+                paths[leaf]: numbers(params.stages[0][leaf])
+                for leaf in several
+                if self._rank in readers[leaf]
+            }
+            warn_of_other_copies(gather_objects(own, self._control))
+
+    def _planned(self, signature: Signature) -> tuple[Plan | None, str, Exception | None]:
+        """The plan and its digest, or why there is none."""
+        try:
+            plan = self._planner(signature)
+            # Not how much they hold: one rank may run uncompiled, to be looked at.
+            texts = [describe(program, weighed=False) for program in plan.programs]
+            return plan, digest("\n".join((*texts, plan.fingerprint))), None
+        except Exception as error:
+            return None, told(error), error
+
+    def expected(self, call: Call) -> Plan | None:
+        """The plan of the last call that was like this one as far as this rank knows, if any."""
+        return self._expected.get(call.kind)
+
+
+def _offsets(given: Given) -> int:
+    """Where the arguments that lie on a device begin, in bytes after a multiple of `_ALIGNED`.
+
+    torch has other kernels for those that do not begin at one.
+    """
+    groups = [given.params.stages[stage] for stage in given.shapes]
+    if given.parts is not None:
+        groups.extend(given.parts.leaves)
+    offsets = tuple(
+        leaf.storage_offset() * leaf.itemsize % _ALIGNED
+        for leaves in groups
+        for leaf in leaves
+        if leaf.is_cuda
+    )
+    return identity(offsets) if any(offsets) else 0
+
+
+_ALIGNED: Final = 16  # all memory that torch reserves on a device is; it reads so much at once

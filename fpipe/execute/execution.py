@@ -1,0 +1,234 @@
+"""One rank runs its program in step with the others, and all of them learn how it ended.
+
+    load ── advance ─────────► loss and status from and to all ranks ──► result
+                └─ failed ── report ── drain ──┘                    └──► the fault
+
+A rank that fails goes through the rest of its program without computing, so that nobody is left
+waiting and the channels stay usable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from fpipe import pytree
+from fpipe.errors import PipelineError, StageError, told
+from fpipe.execute.ahead import Ahead, prelude
+from fpipe.execute.calls import Agreed, Given
+from fpipe.execute.controller import Finished
+from fpipe.execute.fault import Fault
+from fpipe.execute.gathering import gather, gather_objects
+from fpipe.execute.loading import as_traced, load
+from fpipe.execute.watch import Watch
+from fpipe.inputs.batch import SplitBatch
+from fpipe.inputs.params import Parameters
+from fpipe.plan.plan import Plan
+from fpipe.plan.total import Total
+from fpipe.program.instrument import observed
+from fpipe.program.interpreter import Run
+from fpipe.program.program import Compute, Free, Program
+from fpipe.program.transport import ConnectionLost, Interrupted
+from fpipe.recording import Clock, Marks, active, aligned, timeline_of
+from fpipe.transport.drain import drain
+from fpipe.transport.group import GroupTransport
+
+
+class Execution:
+    """Runs the programs of one rank.
+
+    Args:
+        transport: to the other ranks.
+        first: the one for kernels that have not yet been run to the end of a step.
+        watch: hears of their faults, and tells them of those of this one.
+        control: the group over which they tell each other how a step ended.
+        stages: of this rank.
+        device: where it computes.
+    """
+
+    def __init__(
+        self,
+        transport: GroupTransport,
+        first: GroupTransport,
+        watch: Watch,
+        control: dist.ProcessGroup,
+        stages: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self._transport = transport
+        self._first = first
+        self._watch = watch
+        self._control = control
+        self._rank = control.rank()
+        self._stages = list(stages)
+        self._device = device
+
+    def ahead(self, plan: Plan, given: Given) -> Ahead | None:
+        """Compute by a plan that is expected, up to the first message; None if there is nothing."""
+        # What is dropped is computed again, but the processes in its collectives do so once.
+        if plan.communicates:
+            return None
+        program = observed(plan.programs[self._rank], None)
+        until = prelude(program)
+        if not until:
+            return None
+        with as_traced():
+            try:
+                run = self._load(program, plan, given)
+            except Exception:
+                return None  # it fails again when all ranks are there to hear of it
+            return Ahead(plan, run, until, self._device)
+
+    def __call__(self, agreed: Agreed, ahead: Ahead | None) -> Finished:
+        """Run the agreed plan, from where it has been run ahead to.
+
+        Raises:
+            PipelineError: a rank failed, and all of them have come to the end of their programs.
+            ConnectionLost: a rank is gone.
+        """
+        given, plan, records, offsets, proven = agreed
+        transport = self._transport if offsets in proven else self._first
+        marks: Marks | None = {} if records else None
+        run = ahead.run if ahead else Run(observed(plan.programs[self._rank], marks))
+        failure: PipelineError | None = None
+        total: Total | None = None
+        begun = False
+        transport.begin()
+        with as_traced():
+            try:
+                if ahead is None:
+                    run = self._load(run.program, plan, given)
+                begun = True
+                if ahead is not None:
+                    ahead.join(transport)
+                run.advance(transport)
+                total = plan.total([run])
+            except ConnectionLost:
+                raise
+            except Interrupted:
+                failure = self._reported()
+                drain(run, transport)
+            except Exception as error:
+                if begun and _is_torn(run, error):
+                    raise error.__cause__ or error from None
+                failure = self._blame(error)
+                drain(run, transport)
+            try:
+                total = self._finish(plan, total, failed=failure is not None)
+            except PipelineError:
+                transport.end()  # this rank has come to its own
+                raise
+        transport.end()
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure  # with its traceback this frame would keep itself, and the pipeline
+        proven.add(offsets)
+        if records:
+            own = Clock.here(), marks
+            everyone = gather_objects(own, self._control)
+            recording = active()
+            if recording is not None:
+                recording.timelines.append(timeline_of(plan.schedule, aligned(everyone)))
+        return Finished(given.params, plan, [run], total, given.whole)
+
+    def _load(self, program: Program, plan: Plan, given: Given) -> Run:
+        if program.bindings.batch and given.parts is None:
+            raise PipelineError(
+                f"rank {self._rank} was given batch=None, but its stages {self._stages} read "
+                "the batch: pass it on this rank too",
+                rank=self._rank,
+            )
+        self._check_params(program, given.params)
+        if given.parts is not None and any(leaf.is_meta for leaf in given.parts.leaves[0]):
+            self._check_batch(program, given.parts)
+        return load(program, plan, given.params, given.parts, self._device, given.key)
+
+    def _check_params(self, program: Program, params: Parameters) -> None:
+        """Refuse parameters that do not lie where this rank computes."""
+        for stage, leaf, _ in program.bindings.params:
+            device = params.stages[stage][leaf].device
+            if device == self._device:
+                continue
+            place = (
+                "the meta device and has no data: pipe.init and pipe.load make those that a rank "
+                "reads (or, of a vector, it is None)"
+                if device.type == "meta"
+                else f"{device} while the rank computes on {self._device}, where its process group "
+                "moves values: move it there (NCCL moves those of CUDA, of the device that "
+                "init_process_group(device_id=) or torch.cuda.set_device has chosen before the "
+                "pipeline is made)"
+            )
+            path = pytree.paths(params.specs[stage])[leaf]
+            raise PipelineError(
+                f"rank {self._rank} reads the parameter {path} in its stage {stage}, but what it "
+                f"was given lies on {place}",
+                rank=self._rank,
+                stage=stage,
+            )
+
+    def _check_batch(self, program: Program, parts: SplitBatch) -> None:
+        """Refuse a batch that has no data where this rank reads it."""
+        for microbatch, leaf, _ in program.bindings.batch:
+            if parts.leaves[microbatch][leaf].is_meta:
+                raise PipelineError(
+                    f"rank {self._rank} reads batch{pytree.paths(parts.spec)[leaf]}, but what it "
+                    "was given lies on the meta device and has no data: pipe.programs takes such "
+                    "tensors; a step takes real ones",
+                    rank=self._rank,
+                )
+
+    def _blame(self, error: Exception) -> PipelineError:
+        """Tell all ranks what failed here."""
+        cause = error.__cause__
+        if not isinstance(error, PipelineError):
+            cause = error
+            error = PipelineError(f"rank {self._rank} failed: {told(error)}", rank=self._rank)
+        fault = Fault.of(error)
+        self._watch.report(fault)
+        failure = fault.error()
+        failure.__cause__ = cause
+        return failure
+
+    def _reported(self) -> PipelineError:
+        """What failed on another rank."""
+        fault = self._watch.await_fault()
+        if fault is None:
+            fault = Fault(None, "a rank failed and could not tell why", breaks=False)
+        return fault.error()
+
+    def _finish(self, plan: Plan, total: Total | None, *, failed: bool) -> Total | None:
+        """Give every rank the loss, and know whether all ranks came to their end."""
+        size, several = prod(plan.loss_shape), plan.weight_shape
+        length = 1 + size + (0 if several is None else prod(several))
+        word = torch.zeros(length, dtype=torch.float64, device="cpu")
+        word[0] = failed
+        if total is not None:
+            word[1 : 1 + size] = total.loss.flatten()
+            if total.weight is not None:
+                word[1 + size :] = total.weight.flatten()
+        word = gather(word, self._control).sum(0)
+        if word[0] > 0 and not failed:
+            raise self._reported()
+        if not plan.numbering.heads:
+            return None
+        # Nobody waits for the device: a copy of pageable memory has read it when it returns.
+        word = word.to(self._device, non_blocking=True)
+        loss = word[1 : 1 + size].reshape(plan.loss_shape).to(plan.weights.dtype)
+        weight = None if several is None else word[1 + size :].reshape(several)
+        return Total(loss, weight)
+
+
+def _is_torn(run: Run, error: Exception) -> bool:
+    """Whether a message may have been left half-way, by what the handler of a signal has raised.
+
+    One that is sent again in the drain would be taken for the next one. Memory is asked for, and
+    values are looked at, before anything moves.
+    """
+    rest = run.program.instructions[run.next :]
+    moves = bool(rest) and not isinstance(rest[0], Compute | Free)
+    return moves and not isinstance(error.__cause__, torch.OutOfMemoryError | StageError)

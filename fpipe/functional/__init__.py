@@ -1,0 +1,1 @@
+"""Transforms of definitions: stages, loss and adapter replaced by transformed ones."""

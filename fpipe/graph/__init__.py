@@ -1,0 +1,1 @@
+"""The fx graphs of a stage: what can be asked of nodes, and passes over them."""

@@ -1,0 +1,117 @@
+"""Operations of a graph replaced by the operations of a function that computes the same.
+
+Nodes that call alike get copies of what was recorded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fpipe import threefry
+from fpipe.graph.nodes import marks_of, values_of
+from fpipe.graph.rewrites import copy_of
+from fpipe.inputs.signature import LeafShape
+
+_WHOLE = torch.ops.fpipe.threefry2x32.default
+
+
+class Inliner:
+    """Puts functions in the place of nodes.
+
+    Args:
+        mode: the fake-tensor mode of the graph's values.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._recorded: dict[Hashable, fx.Graph] = {}
+
+    def __call__(self, node: fx.Node, function: Callable[..., Any], *before: fx.Node) -> None:
+        """Replace a node.
+
+        Args:
+            node: a call, of one result or of a tuple of them.
+            function: of tensors for `before`, and of the arguments of `node`; the same for every
+                node of the same target.
+            before: further nodes that it reads.
+        """
+        kind = _kind(node, before)
+        if kind not in self._recorded:
+            self._recorded[kind] = self._record(node, function, before)
+        _inline(self._recorded[kind], node, before)
+
+    def call(self, before: fx.Node, function: Callable[[Tensor], Tensor], node: fx.Node) -> fx.Node:
+        """A node in front of another that has what a function returns of a value."""
+        with self._mode:
+            operations = make_fx(function, tracing_mode="fake")(node.meta["val"]).graph
+        copies: dict[fx.Node, fx.Node] = {}
+        with before.graph.inserting_before(before):
+            for own in operations.nodes:
+                if own.op == "placeholder":
+                    copies[own] = node
+                elif own.op == "call_function":
+                    copies[own] = node.graph.node_copy(own, lambda used: copies[used])
+        returned: Any = operations.output_node().args[0]
+        return copies[returned]
+
+    def _record(
+        self, node: fx.Node, function: Callable[..., Any], before: tuple[fx.Node, ...]
+    ) -> fx.Graph:
+        read = node.all_input_nodes
+
+        def on_tensors(*tensors: Tensor) -> Any:
+            given = dict(zip(read, tensors[len(before) :], strict=True))
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: given[used])
+            return function(*tensors[: len(before)], *args, **kwargs)
+
+        values = [used.meta["val"] for used in (*before, *read)]
+        with self._mode:
+            return make_fx(on_tensors, tracing_mode="fake")(*values).graph
+
+
+def with_draws_written_out(graph: fx.Graph) -> fx.Graph:
+    """The graph with the plain operations of Threefry where a trace has recorded it as one."""
+    if not graph.find_nodes(op="call_function", target=_WHOLE):
+        return graph
+    copied = copy_of(graph)
+    whole = copied.find_nodes(op="call_function", target=_WHOLE)
+    inline = Inliner(values_of(whole[0])[0].fake_mode)  # type: ignore[attr-defined]
+    for node in whole:
+        inline(node, threefry.written_out)
+    return copied
+
+
+def _kind(node: fx.Node, before: tuple[fx.Node, ...]) -> Hashable:
+    """Equal for nodes that are recorded alike."""
+
+    def described(used: fx.Node) -> Any:
+        return tuple(LeafShape.of(used.meta["val"]))
+
+    return node.target, repr(fx.map_arg((before, node.args, node.kwargs), described))
+
+
+def _inline(operations: fx.Graph, node: fx.Node, before: tuple[fx.Node, ...]) -> None:
+    """Put them in the place of `node`."""
+    inputs = [own for own in operations.nodes if own.op == "placeholder"]
+    copies = dict(zip(inputs, [*before, *node.all_input_nodes], strict=True))
+    with node.graph.inserting_before(node):
+        for own in operations.nodes:
+            if own.op == "output" or own in copies:
+                continue
+            assert own.op == "call_function", f"{own.op} in what takes the place of {node.target}"
+            copies[own] = node.graph.node_copy(own, lambda used: copies[used])
+            copies[own].meta |= marks_of(node)
+    returned: Any = operations.output_node().args[0]
+    if isinstance(returned, fx.Node):
+        node.replace_all_uses_with(copies[returned])
+    else:
+        for element in list(node.users):
+            element.replace_all_uses_with(copies[returned[element.args[1]]])
+            node.graph.erase_node(element)
+    node.graph.erase_node(node)

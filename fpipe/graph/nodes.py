@@ -1,0 +1,175 @@
+"""Nodes of a stage's graphs: what they compute, and where they were recorded.
+
+Every node has its fake value, a tensor or a tuple of them, in ``meta["val"]``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import flop_registry
+
+from fpipe.draws import draws
+from fpipe.inputs.ambient import without_autocast
+
+aten = torch.ops.aten
+
+STAGE = "fpipe.stage"
+"""Where the ``meta`` of a node in a recorded function says in which stage that was."""
+
+TURN = "fpipe.turn"
+"""Where the ``meta`` of a node of the backward says which node of autograd's it belongs to."""
+
+COUNT = "fpipe.count"
+"""Where the ``meta`` of a node of the forward has autograd's counter of that moment."""
+
+
+CHECKPOINT = "fpipe.checkpoint"
+"""Where the ``meta`` of a forward node says in which `Checkpointed` call it was recorded."""
+
+COPIES = frozenset({aten.clone.default, aten._to_copy.default})
+_ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
+_FILLED = frozenset({aten.full.default, aten.full_like.default, aten.new_full.default})
+
+UNLISTED_PRODUCTS = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        aten._grouped_mm,
+        aten._scaled_grouped_mm,
+        aten._int_mm,
+        aten.mkldnn_rnn_layer,
+        aten.mkldnn_rnn_layer_backward,
+    }
+)
+"""What libraries compute as well, and torch's table of FLOPs lacks."""
+
+# Namespaces of operations of which it is known whether they draw.
+_KNOWN = frozenset({"aten", "prims", "fpipe"})
+
+
+class Checkpointed(NamedTuple):
+    """A call of `torch.utils.checkpoint`, as a node within it sees it.
+
+    Attributes:
+        number: of the call.
+        saved: it saves what this node computes.
+    """
+
+    number: int
+    saved: bool = False
+
+
+def value_of(node: fx.Node) -> Tensor:
+    """The fake tensor that stands for what `node` computes."""
+    value = node.meta["val"]
+    assert isinstance(value, Tensor), f"{node.name} is no tensor"
+    return value
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether running `node` twice would draw two different values."""
+    own = _producer(node)
+    return draws(own.target, own.args, own.kwargs)
+
+
+def may_draw(node: fx.Node) -> bool:
+    """Whether running `node` may draw from torch's generator: who knows what others' ops do."""
+    target = node.target
+    foreign = isinstance(target, torch._ops.OpOverload) and target.namespace not in _KNOWN
+    return foreign or is_random(node)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether `node` only looks at the storage of its first argument."""
+    target = _producer(node).target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target is torch.ops.aten._unsafe_view.default:
+        return True  # a view in fact; its schema keeps silent about it
+    first = target._schema.arguments[0].alias_info if target._schema.arguments else None
+    return first is not None and not first.is_write
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The value whose memory `node` looks at."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_zero(node: fx.Node) -> bool:
+    """Whether `node` is made as zeros, such as the gradient of what nothing depends on."""
+    while is_view(node) or node.target in COPIES:
+        node = node.all_input_nodes[0]
+    if node.target in _FILLED:
+        return bool(node.args[-1] == 0)
+    return node.target in _ZEROS
+
+
+def ancestors(roots: Iterable[fx.Node], until: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """`roots` and all that they depend on, but for `until` and what those alone depend on."""
+    found: set[fx.Node] = set(until)
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found.difference(until)
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether a library computes `node`: a matrix product, a convolution, attention."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet in flop_registry or packet in UNLISTED_PRODUCTS
+
+
+def values_of(node: fx.Node) -> list[Tensor]:
+    """The fake tensors that stand for what `node` computes: several, if it returns several."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else (value,)
+    return [v for v in values if isinstance(v, Tensor)]
+
+
+def inserted(before: fx.Node, target: Any, *arguments: Any, **options: Any) -> fx.Node:
+    """A node that calls `target`, with its value, in front of another and in the same stage."""
+    like = values_of(before)[0]
+    values = fx.map_arg(arguments, value_of)
+    mode = like.fake_mode if isinstance(like, FakeTensor) else nullcontext()
+    with mode, torch.no_grad(), without_autocast():
+        value = target(*values, **options)
+    with before.graph.inserting_before(before):
+        made = before.graph.call_function(target, arguments, options)
+    made.meta |= {"val": value} | marks_of(before)
+    return made
+
+
+def replace(node: fx.Node, by: fx.Node) -> None:
+    """Let `by` take the place of a node, which leaves its graph."""
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
+def marks_of(node: fx.Node) -> dict[str, Any]:
+    """Where a node was recorded, as the ``meta`` of one that takes its place says it."""
+    return {key: node.meta[key] for key in (STAGE, COUNT, TURN, CHECKPOINT) if key in node.meta}
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """Bytes of what `node` computes; how many elements a sparse tensor has is data."""
+    return sum(v.nbytes for v in values_of(node) if v.layout is torch.strided)
+
+
+def _producer(node: fx.Node) -> fx.Node:
+    """The op itself, for one element of an op that returns several."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        assert isinstance(node.args[0], fx.Node)
+        return node.args[0]
+    return node

@@ -1,0 +1,1 @@
+"""What a call is given: trees flattened, split into microbatches, and their signature."""

@@ -1,0 +1,139 @@
+"""The caller's parameters, flat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fpipe import pytree
+from fpipe.errors import BatchError, a_type
+from fpipe.inputs.signature import TreeShape
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters by stage, free of autograd history.
+
+    Attributes:
+        spec: structure of the whole.
+        specs: structure of each stage's part.
+        stages: leaves of each stage.
+        shared: every stage numbers the leaves of one tree, which is the whole.
+    """
+
+    spec: optree.PyTreeSpec
+    specs: tuple[optree.PyTreeSpec, ...]
+    stages: tuple[tuple[Tensor, ...], ...]
+    shared: bool = False
+
+    @classmethod
+    def whole(cls, params: Any, num_stages: int) -> Parameters:
+        """Flatten one pytree, of which each stage may read any leaf.
+
+        Raises:
+            BatchError: a leaf is no dense tensor.
+        """
+        flat, spec = pytree.tensors("params", params, "close over other values instead")
+        stages = (tuple(flat),) * num_stages
+        return cls(spec, (spec,) * num_stages, stages, shared=True)
+
+    @classmethod
+    def with_state(cls, params: Any, num_stages: int) -> Parameters:
+        """`whole`, of the pair of parameters and state.
+
+        What a stage has left of the state for the next microbatch is contiguous, so what it begins
+        with is, too.
+
+        Raises:
+            BatchError: a leaf is no dense tensor.
+        """
+        try:
+            read = cls.whole(params, num_stages)
+        except BatchError:
+            for name, part in zip(("params", "state"), params, strict=True):
+                pytree.tensors(name, part, "close over other values instead")
+            raise
+        flat = list(read.stages[0])
+        count = read.spec.children()[0].num_leaves
+        flat[count:] = [leaf.contiguous() for leaf in flat[count:]]
+        return replace(read, stages=(tuple(flat),) * num_stages)
+
+    @classmethod
+    def read(cls, params: Any, num_stages: int) -> Parameters:
+        """Flatten `params`, a sequence with one pytree per stage.
+
+        Raises:
+            BatchError: `params` is no such sequence, or a leaf is no dense tensor.
+        """
+        check_parts("params", params, num_stages)
+        flat, spec = pytree.tensors(
+            "params", params, "bind other values to the stage with functools.partial"
+        )
+        specs = tuple(spec.children())
+        stages, start = [], 0
+        for part in specs:
+            stages.append(tuple(flat[start : start + part.num_leaves]))
+            start += part.num_leaves
+        return cls(spec, specs, tuple(stages))
+
+    def shapes(self, device: torch.device | None = None) -> tuple[TreeShape, ...]:
+        """Those of each stage's leaves; on `device` if it is given."""
+
+        def of(spec: optree.PyTreeSpec, leaves: tuple[Tensor, ...]) -> TreeShape:
+            own = TreeShape.of(spec, leaves)
+            return own if device is None else own.on(device)
+
+        if self.shared:  # to describe a thousand leaves takes milliseconds
+            return (of(self.spec, self.stages[0]),) * len(self.stages)
+        return tuple(map(of, self.specs, self.stages))
+
+    def with_empty_on(self, devices: Sequence[torch.device]) -> Parameters:
+        """The same with leaves that have no elements on the device of their stage.
+
+        They say a size alone, as an ensemble's number of members, and are made without knowing
+        where stages run.
+        """
+        if all(leaf.numel() for stage in self.stages for leaf in stage):
+            return self
+        stages = tuple(
+            tuple(leaf if leaf.numel() or leaf.is_meta else leaf.to(device) for leaf in stage)
+            for stage, device in zip(self.stages, devices, strict=True)
+        )
+        return replace(self, stages=stages)
+
+
+def check_parts(name: str, params: Any, num_stages: int) -> None:
+    """Refuse what has not one part per stage.
+
+    Raises:
+        BatchError: names the argument by `name`.
+    """
+    if not isinstance(params, list | tuple) or len(params) != num_stages:
+        size = f" of {len(params)}" if isinstance(params, list | tuple | dict) else ""
+        raise BatchError(
+            f"{name} is {a_type(params)}{size}: it must be a list or tuple of "
+            f"{num_stages} pytrees, one per stage (None for a stage without parameters)"
+        )
+
+
+def keep(params: Any, stages: Collection[int]) -> Any:
+    """`params` with None in place of every stage's part but those of `stages`.
+
+    What is no list or tuple is returned as it is, to be refused by whoever reads it.
+    """
+    if not isinstance(params, list | tuple):
+        return params
+    return contained([part if n in stages else None for n, part in enumerate(params)], params)
+
+
+def contained(parts: Sequence[Any], like: Any) -> Any:
+    """`parts` in a container of the same kind as `like`: a list, a tuple or a named tuple."""
+    if isinstance(like, list):
+        return list(parts)
+    make: Callable[[Sequence[Any]], Any] = getattr(like, "_make", tuple)
+    return make(parts)

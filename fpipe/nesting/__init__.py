@@ -1,1 +1,0 @@
-"""Calls within autograd and within transforms of torch.func."""

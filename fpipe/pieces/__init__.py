@@ -1,0 +1,1 @@
+"""A joint graph becomes the callables F, B, I and W that a schedule runs."""

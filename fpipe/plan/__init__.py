@@ -1,0 +1,1 @@
+"""The programs for one signature, made once and kept."""

@@ -1,0 +1,253 @@
+"""Plans are made once for each signature, and kept."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Final
+
+import optree
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fpipe.errors import ScheduleError
+from fpipe.inputs.ambient import Ambient, ambient
+from fpipe.inputs.signature import (
+    Goal,
+    Signature,
+    difference,
+    in_words,
+    is_differentiable,
+    refuse_without_data,
+)
+from fpipe.pieces.code import StageCode
+from fpipe.plan.latest import Latest
+from fpipe.plan.plan import Plan
+from fpipe.plan.workshop import Made, Workshop
+from fpipe.program.program import Program
+from fpipe.program.values import Codes
+from fpipe.schedule import Op, Schedule
+from fpipe.schedule.forwards import forwards_of
+from fpipe.schedule.verifying.requires import owed_by_actions
+from fpipe.spec.sink import Sink
+from fpipe.trace.apart import one_at_a_time
+from fpipe.trace.interrupts import held_back
+
+log = logging.getLogger("fpipe")
+
+MANY: Final = 32
+"""So many traces for one goal are made without a word."""
+
+
+class Planner:
+    """Makes plans, and keeps them for the next calls with the same shapes.
+
+    What costs most, traces and kernels, the workshop keeps for all of them: a plan that was dropped
+    is made again in a moment.
+
+    Args:
+        workshop: makes the code of the stages; other planners may use it too.
+        schedule: the training schedule; its forwards alone serve evaluation.
+        mean: the loss is the mean over rows, so a microbatch counts by its rows.
+        cotangent: what of the losses is differentiated, None for all of them.
+        lower: makes the programs; it knows the transport.
+        sink: how gradients and losses are collected.
+        modes: as in the definition.
+    """
+
+    def __init__(
+        self,
+        *,
+        workshop: Workshop,
+        schedule: Schedule,
+        mean: bool,
+        cotangent: tuple[float, ...] | None,
+        lower: Callable[[Schedule, Codes], tuple[Program, ...]],
+        sink: Sink,
+        modes: Callable[[], Hashable],
+    ) -> None:
+        self._workshop = workshop
+        self._schedule = schedule
+        self._forwards = forwards_of(schedule)
+        self._mean = mean
+        self._cotangent = cotangent
+        self._lower = lower
+        self._sink = sink
+        self._modes = modes
+        self._plans: Latest[Signature, Plan] = Latest()
+        self._readers: dict[tuple[int, int], set[int]] = {}
+        self._traced: Counter[Goal] = Counter()
+
+    def __call__(self, signature: Signature) -> Plan:
+        """The plan for arguments of these shapes."""
+        plan = self._plans.get(signature)
+        if plan is None:
+            with one_at_a_time():
+                plan = self._plans.get(signature)
+                if plan is None:
+                    if torch.is_anomaly_enabled():
+                        log.warning("anomaly mode of torch.autograd does not see into a pipeline")
+                    # It would look for NaN in what is traced, which has no numbers; and modes
+                    # of the caller's would take it for what runs.
+                    with torch.autograd.set_detect_anomaly(False), _disable_current_modes():
+                        plan = self._plans[signature] = self._make(signature)
+        return plan
+
+    def ambient(self) -> Ambient:
+        """What a trace depends on beside its arguments, as it is now."""
+        return ambient(self._modes())
+
+    def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The ranks that read a parameter in any plan so far, by stage and leaf, in order."""
+        found = list(self._readers.items())  # another thread may make a plan
+        return {key: tuple(sorted(ranks)) for key, ranks in found}
+
+    def structure(self) -> optree.PyTreeSpec | None:
+        """That of the first stage's parameters in the last plan; None if there is no plan yet."""
+        signatures = list(self._plans)
+        return signatures[-1].params[0].spec if signatures else None
+
+    def _make(self, signature: Signature) -> Plan:
+        start = time.perf_counter()
+        goal, kinds = signature.goal, signature.kinds
+        refuse_without_data(signature)
+        traces = signature not in self._workshop
+        self._traced[goal] += traces
+        log.info(
+            "%s %s for microbatches of %s%s",
+            "tracing" if traces else "planning",
+            goal,
+            _in_words(signature),
+            self._why(signature, traces=traces),
+        )
+        with held_back():
+            made = self._workshop(signature)
+        schedule = self._schedule if goal == "step" else self._forwards
+        finals = _last_forwards(schedule)
+
+        def code_of(stage: int, microbatch: int) -> StageCode:
+            codes = made.last if finals[stage] == microbatch else made.usual
+            return codes[kinds[microbatch]][stage]
+
+        if goal == "step":
+            _check_owed(schedule, code_of)
+        plan = self._with_weights(schedule, self._lower(schedule, code_of), made, signature)
+        log.info("ready for %s after %.1f s", goal, time.perf_counter() - start)
+        has_sums = any(code_of(stage, 0).sums for stage in range(schedule.num_stages))
+        traced = [stage for chain in made.chains for stage in chain.stages]
+        if goal == "step" and not has_sums and not any(own.joint.gradients for own in traced):
+            log.warning(
+                "this step has no gradient: trainable= chooses no parameter, or the loss depends "
+                "on none that it chooses"
+            )
+        elif goal == "step" and not (
+            has_sums and any(not chain.is_constant for chain in made.chains)
+        ):
+            log.warning(
+                "all gradients of this step are 0: the loss depends on nothing that it is "
+                "differentiated by (detach(), torch.no_grad() or argmax in the loss, or in the "
+                "last stage?)"
+            )
+        for parameter, ranks in plan.readers.items():
+            self._readers.setdefault(parameter, set()).update(ranks)
+        return plan
+
+    def _why(self, signature: Signature, *, traces: bool) -> str:
+        """What is new since the last trace for the same goal, for the log."""
+        before = [known for known in self._plans if known.goal == signature.goal]
+        if not before:
+            return ""
+        if traces and self._traced[signature.goal] == MANY + 1:
+            log.warning(
+                "%d sets of shapes or modes have been traced for one pipeline, each of which is "
+                "kept: pad batches to a few shapes (docs/stages.md); now another %s, because %s",
+                MANY,
+                signature.goal,
+                difference(before[-1], signature),
+            )
+        return f", again ({len(before)} kept), because {difference(before[-1], signature)}"
+
+    def _with_weights(
+        self,
+        schedule: Schedule,
+        programs: tuple[Program, ...],
+        made: Made,
+        signature: Signature,
+    ) -> Plan:
+        rows = signature.rows
+        chains = [made.chains[kind] for kind in signature.kinds]
+        numbering = chains[0].numbering
+        weighted = self._mean and self._sink.join is None
+        total = sum(rows)
+        shares = [size / total if weighted else 1.0 for size in rows]
+        # Where there is no loss, the numbers are not read.
+        none = torch.empty((), device="cpu")
+        values = [c.value(c.results[0]) if c.results else none for c in chains]
+        dtype = values[0].dtype if is_differentiable(values[0]) else None
+        weights = torch.tensor(shares, dtype=dtype, device=values[0].device)
+        seeds = tuple(
+            weight * self._chosen(weight.new_ones(value.shape if numbering.heads else ()))
+            for weight, value in zip(weights, values, strict=True)
+        )
+        shapes = ([chain.value(own).shape for own in chain.results] for chain in chains)
+        return Plan(
+            schedule=schedule,
+            programs=programs,
+            seeds=seeds,
+            weights=weights,
+            losses=chains[0].value(chains[0].results[1]).dim() if numbering.heads > 1 else 0,
+            numbering=numbering,
+            shapes=tuple(zip(*shapes, strict=True)),
+            fingerprint="\n".join(sorted(piece.fingerprint for piece in made.pieces())),
+            communicates=any(piece.communicates for piece in made.pieces()),
+            rows=rows,
+            sink=self._sink,
+            frozen=made.frozen,
+        )
+
+    def _chosen(self, ones: Tensor) -> Tensor:
+        """What of a microbatch's losses is differentiated."""
+        if self._cotangent is None or not ones.dim():
+            return ones
+        # The weights are over the last dimensions, the same for all that comes before.
+        parts = ones.new_tensor(self._cotangent)
+        return parts.expand(ones.numel() // parts.numel(), -1).reshape(ones.shape)
+
+
+def _in_words(signature: Signature) -> str:
+    """The rows of microbatches, and where they do not tell kinds apart a leaf that does."""
+    sizes = signature.sizes()
+    text = f"{' and '.join(map(str, sizes))} rows"
+    leaves = zip(*(shape.leaves for shape in signature.batch), strict=True)
+    unlike = next((own for own in leaves if len(set(own)) > 1), None)
+    if len(set(sizes)) == len(sizes) or unlike is None:
+        return text
+    return f"{text}, {' and '.join(map(in_words, unlike))}"
+
+
+def _check_owed(schedule: Schedule, codes: Codes) -> None:
+    """Refuse a step whose schedule leaves out gradients that its stages have.
+
+    Raises:
+        ScheduleError: says which.
+    """
+    for stage, paid in enumerate(owed_by_actions(schedule)):
+        made = [codes(stage, microbatch) for microbatch in range(schedule.num_microbatches)]
+        for op, kind, owes in (
+            ("I", "input", any(code.input_grads for code in made)),
+            ("W", "weight", any(code.sums for code in made)),
+        ):
+            if owes and op not in paid:
+                raise ScheduleError(
+                    f"schedule {schedule.name} has no {op} or B of {made[0].label}, which owes "
+                    f"{kind} gradients in pipe.step: choose a schedule that has, or freeze what is "
+                    "not trained (trainable=); pipe.value and pipe.forward need F alone"
+                )
+
+
+def _last_forwards(schedule: Schedule) -> dict[int, int | None]:
+    """The microbatch that each stage runs forward last."""
+    return {a.stage: a.microbatch for row in schedule.actions for a in row if a.op == Op.F}

@@ -1,1 +1,0 @@
-"""Programs for one signature, made once and kept."""

@@ -1,0 +1,1 @@
+"""A schedule and pieces become programs, instructions over numbered slots."""

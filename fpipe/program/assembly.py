@@ -1,0 +1,167 @@
+"""Assemble a program: every value of a rank gets a slot, and steps become instructions.
+
+steps, what the rank ends with ──► slots from where a value is made to its last use ──► Program
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from fpipe.program.program import (
+    Bindings,
+    Compute,
+    Free,
+    Instruction,
+    Program,
+    Recv,
+    Results,
+    Send,
+    WaitRecv,
+    WaitSend,
+)
+from fpipe.program.slots import Slots
+from fpipe.program.tasks import Task
+from fpipe.program.values import (
+    BatchValue,
+    Computed,
+    ConstantValue,
+    KeyValue,
+    ParamValue,
+    SeedValue,
+    SumValue,
+    Value,
+)
+from fpipe.program.weaving import Step
+
+
+@dataclass
+class Ends:
+    """What a rank holds when its program has ended.
+
+    Attributes:
+        grads: the sums of gradients.
+        outputs: microbatch, number and value of each output.
+        states: leaf and value of each part of the state that has changed.
+    """
+
+    grads: list[tuple[SumValue, Value]] = field(default_factory=list)
+    outputs: list[tuple[int, int, Value]] = field(default_factory=list)
+    states: list[tuple[int, Value]] = field(default_factory=list)
+
+    @property
+    def values(self) -> list[Value]:
+        """All of them, each once."""
+        summed = (value for _, value in self.grads)
+        returned = (value for _, _, value in self.outputs)
+        threaded = (value for _, value in self.states)
+        return list(dict.fromkeys((*summed, *returned, *threaded)))
+
+
+def assemble(rank: int, steps: Sequence[Step], ends: Ends, *, compiled: bool) -> Program:
+    """The program of one rank.
+
+    Args:
+        rank: whose it is.
+        steps: what it does, in order.
+        ends: what it holds afterwards.
+        compiled: whether its kernels are made; one that runs in another process is there to be
+            read.
+    """
+    last_use: dict[Value, int] = {}
+    for number, step in enumerate(steps):
+        last_use.update(dict.fromkeys(step.reads, number))
+    results = ends.values
+    bound = [v for v in dict.fromkeys((*last_use, *results)) if not isinstance(v, Computed)]
+    never = len(steps)
+    last_use.update(dict.fromkeys((*results, *bound), never))
+    slots = Slots(last_use)
+    bindings = _bind(bound, steps, slots)
+    instructions: list[Instruction] = []
+    sizes: dict[tuple[int, int], int] = {}
+    needs: dict[int, int] = {}
+    for number, step in enumerate(steps):
+        ending = [v for v in dict.fromkeys(step.reads) if slots.ends(v, number)]
+        reads = tuple(slots[v] for v in step.reads)
+        made = tuple(slots.make(v) for v in step.makes)
+        at = len(instructions)
+        sizes |= {
+            (at, slot): spec.nbytes
+            for slot, spec in zip(made, step.subject.specs, strict=False)
+            if slot >= 0
+        }
+        if isinstance(step.subject, Task):
+            task = step.subject
+            call = task.call() if compiled else _elsewhere
+            last = tuple(slots.release(v) for v in ending)
+            instructions.append(Compute(call, reads, last, made, task.action))
+            over = frozenset(last)
+            handed = {slot: number for number, slot in enumerate(reads) if slot in over}
+            needs[at] = task.footprint(frozenset(handed.values()))
+            continue
+        message = step.subject
+        if step.kind is Recv:
+            instructions.append(Recv(message))
+        elif step.kind is WaitRecv:
+            instructions.append(WaitRecv(message, made))
+        elif step.kind is Send:
+            instructions.append(Send(message, reads))
+        else:
+            assert step.kind is WaitSend
+            instructions.append(WaitSend(message))
+            if ending:
+                instructions.append(Free(tuple(slots.release(v) for v in ending)))
+    return Program(
+        rank=rank,
+        instructions=tuple(instructions),
+        bindings=bindings,
+        results=_results(ends, slots),
+        num_slots=slots.count,
+        sizes=sizes,
+        needs=needs,
+    )
+
+
+def _elsewhere(inputs: list[Tensor]) -> Sequence[Tensor]:
+    """Stands for a kernel that only another process runs."""
+    raise AssertionError("this kernel belongs to a rank of another process")
+
+
+def _results(ends: Ends, slots: Slots) -> Results:
+    """Where a rank finds what it holds at the end."""
+    grads: dict[str, list[tuple[int, int, int, int]]] = {"params": [], "batch": []}
+    for total, value in ends.grads:
+        grads[total.argument].append((total.stage, total.leaf, total.microbatch, slots[value]))
+    return Results(
+        grads=tuple(grads["params"]),
+        batch_grads=tuple(grads["batch"]),
+        outputs=tuple((microbatch, leaf, slots[value]) for microbatch, leaf, value in ends.outputs),
+        states=tuple((leaf, slots[value]) for leaf, value in ends.states),
+    )
+
+
+def _bind(bound: Iterable[Value], steps: Sequence[Step], slots: Slots) -> Bindings:
+    """Slots for what is there before the program starts."""
+    tensors: dict[int, Tensor] = {
+        id(constant): constant
+        for step in steps
+        if isinstance(step.subject, Task)
+        for constant in step.subject.constants
+    }
+    params, batch, constants, seeds, keys = [], [], [], [], []
+    for value in bound:
+        slot = slots.make(value)
+        match value:
+            case ParamValue(stage, leaf):
+                params.append((stage, leaf, slot))
+            case BatchValue(microbatch, leaf):
+                batch.append((microbatch, leaf, slot))
+            case ConstantValue(address):
+                constants.append((tensors[address], slot))
+            case SeedValue(microbatch):
+                seeds.append((microbatch, slot))
+            case KeyValue(microbatch, number):
+                keys.append((microbatch, number, slot))
+    return Bindings(tuple(params), tuple(batch), tuple(constants), tuple(seeds), tuple(keys))

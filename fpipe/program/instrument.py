@@ -1,0 +1,82 @@
+"""Instrument a program: wrap its kernels, and leave everything else as it is.
+
+The interpreter knows nothing of it, so a program that is not instrumented pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from fpipe.pieces.compiler import Boxed
+from fpipe.program.program import Compute, Program
+from fpipe.schedule import Action, Op
+
+Wrap = Callable[[Boxed, Action], Boxed]
+
+
+def instrument(program: Program, wrap: Wrap) -> Program:
+    """`program` with every kernel replaced by ``wrap(kernel, action)``."""
+    return replace(
+        program,
+        instructions=tuple(
+            i._replace(call=wrap(i.call, i.action)) if isinstance(i, Compute) else i
+            for i in program.instructions
+        ),
+    )
+
+
+def timed(marks: dict[Action, tuple[float, float]]) -> Wrap:
+    """Write start and end of each action into `marks`, in seconds of the host's monotonic clock.
+
+    On CUDA what was computed before is waited for, with the messages that it read, and the action,
+    so that its time is its own: no two actions overlap then, but messages go on.
+    """
+
+    def wrap(call: Boxed, action: Action) -> Boxed:
+        def timed_call(inputs: list[Tensor]) -> Sequence[Tensor]:
+            _await({value.device for value in inputs if value.is_cuda})
+            start = perf_counter()
+            outputs = call(inputs)
+            _await({value.device for value in outputs if value.is_cuda})
+            end = perf_counter()
+            # Parts of a gradient that several stages have are added up one by one; the parameters
+            # may be prepared again for microbatches of another shape, which is not their UNSHARD.
+            first = marks.get(action)
+            if first is None or action.op == Op.REDUCE_GRAD:
+                marks[action] = (start if first is None else first[0], end)
+            return outputs
+
+        return timed_call
+
+    return wrap
+
+
+def _await(devices: Collection[torch.device]) -> None:
+    # Not for all that the device does: NCCL may wait there for ranks that wait for this one.
+    for device in devices:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def labelled(call: Boxed, action: Action) -> Boxed:
+    """Show the action as ``PP:2F0`` to a profiler that is running."""
+    label = f"PP:{action}"
+
+    def labelled_call(inputs: list[Tensor]) -> Sequence[Tensor]:
+        with torch.profiler.record_function(label):
+            return call(inputs)
+
+    return labelled_call
+
+
+def observed(program: Program, marks: dict[Action, tuple[float, float]] | None) -> Program:
+    """`program` as whoever is looking needs it: recorded, profiled, both or neither."""
+    if marks is not None:
+        program = instrument(program, timed(marks))
+    if torch.autograd.profiler._is_profiler_enabled:
+        program = instrument(program, labelled)
+    return program

@@ -1,0 +1,98 @@
+"""Lowering: from a schedule and the code of its stages to one Program per rank.
+
+actions ── tasks ──► who reads what ── mail ──► order of instructions ── slots ──► Program
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+from fpipe.program.assembly import Ends, assemble
+from fpipe.program.messages import plan_mail
+from fpipe.program.program import Program
+from fpipe.program.tasks import Tasks, tasks_of
+from fpipe.program.tied import tie
+from fpipe.program.values import Codes, Resolver
+from fpipe.program.weaving import DIRECT, Windows, weave
+from fpipe.schedule import Schedule
+from fpipe.spec.sink import SUM, Sink
+
+
+def lower(
+    schedule: Schedule,
+    codes: Codes,
+    windows: Windows = DIRECT,
+    runs_here: Callable[[int], bool] = lambda rank: True,
+    *,
+    tied: bool = False,
+    sink: Sink = SUM,
+) -> tuple[Program, ...]:
+    """Lower `schedule` to one program per rank.
+
+    Args:
+        schedule: a schedule that `fpipe.verify` accepts.
+        codes: the code of each stage and microbatch.
+        windows: how far communication may run ahead.
+        runs_here: which ranks run in this process; the kernels of the others are not compiled, and
+            their programs are there to be read.
+        tied: stages number the leaves of one tree of parameters, and may share some.
+        sink: how gradients are collected, and who gets them.
+    """
+    resolve = Resolver(codes)
+    if any(codes(stage, 0).updates for stage in range(schedule.num_stages)):
+        resolve.follow_states(schedule.num_stages, schedule.num_microbatches)
+    tasks = tasks_of(schedule, codes, resolve)
+    if tied:
+        several = not all(map(runs_here, range(schedule.num_ranks)))
+        tasks = tie(tasks, schedule, codes, sink, everywhere=several)
+    ends = _ends_of(tasks, schedule, codes, resolve, sink)
+    results = [own.values for own in ends]
+    mail = plan_mail(tasks.rows, schedule.placement, results)
+    return tuple(
+        assemble(
+            rank,
+            weave(rank, row, results[rank], mail, windows),
+            ends[rank],
+            compiled=runs_here(rank),
+        )
+        for rank, row in enumerate(tasks.rows)
+    )
+
+
+def _ends_of(
+    tasks: Tasks, schedule: Schedule, codes: Codes, resolve: Resolver, sink: Sink
+) -> list[Ends]:
+    """What each rank holds at the end."""
+    ends = [Ends() for _ in schedule.actions]
+    for total, value in tasks.sums.items():
+        # What belongs to the batch is gathered where the batch comes in.
+        stage = 0 if total.argument == "batch" else total.stage
+        ranks = range(schedule.num_ranks) if sink.everywhere else [schedule.placement[stage]]
+        for rank in ranks:
+            ends[rank].grads.append((total, value))
+    # Microbatches of another size may make a leaf in another stage: a copy may be none there. All
+    # go to one rank, which puts them together.
+    homes: dict[int, int] = defaultdict(int)
+    returned = list(_returned(schedule, codes))
+    for _, stage, number, _ in returned:
+        homes[number] = max(homes[number], stage)
+    for microbatch, stage, number, name in returned:
+        value = resolve(stage, microbatch, name)
+        ends[schedule.placement[homes[number]]].outputs.append((microbatch, number, value))
+    latest = schedule.num_microbatches - 1
+    for stage in range(schedule.num_stages):
+        for leaf, name in codes(stage, latest).updates.items():
+            # What is threaded through the microbatches is small, and the same for every rank
+            # afterwards.
+            for own in ends:
+                own.states.append((leaf, resolve(stage, latest, name)))
+    return ends
+
+
+def _returned(schedule: Schedule, codes: Codes) -> Iterator[tuple[int, int, int, str]]:
+    """Microbatch, stage, number and name of each value that the caller gets."""
+    for microbatch in range(schedule.num_microbatches):
+        for stage in range(schedule.num_stages):
+            for number, name in codes(stage, microbatch).returned:
+                yield microbatch, stage, number, name

@@ -1,0 +1,172 @@
+"""Values of a step: what a name in a stage's code stands for, wherever it was made.
+
+A name is local to one stage and one microbatch. Following it through the placeholders of stages
+leads to its origin: a leaf of the parameters or of the batch, a constant, or a kernel's output.
+A value that stages only pass on is thus sent straight from where it was made to where it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from fpipe.graph.sources import (
+    BatchLeaf,
+    Constant,
+    Key,
+    Param,
+    Seed,
+    StateLeaf,
+    SumSoFar,
+    Upstream,
+)
+from fpipe.pieces.code import StageCode
+from fpipe.pieces.piece import PREPARE
+
+Codes = Callable[[int, int], StageCode]
+"""From stage and microbatch to the code that runs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamValue:
+    """A leaf of a stage's parameters, or of the state, which comes with them."""
+
+    stage: int
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchValue:
+    """A leaf of a microbatch."""
+
+    microbatch: int
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantValue:
+    """A tensor that a stage function closes over, by its ``id``."""
+
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    """The key of a microbatch, with the number of a stage or of a draw folded in; -1 for none."""
+
+    microbatch: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class SeedValue:
+    """The weight of a microbatch's loss."""
+
+    microbatch: int
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class SumValue:
+    """The running sum of a gradient, or the gradient of one microbatch by itself.
+
+    Attributes:
+        stage: whose contribution it is.
+        leaf: of the stage's parameters, or of the batch.
+        microbatch: -1 for the sum.
+        argument: ``"params"`` or ``"batch"``.
+    """
+
+    stage: int
+    leaf: int
+    microbatch: int = -1
+    argument: str = "params"
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """An output of one of a stage's kernels.
+
+    Attributes:
+        stage: whose kernel.
+        microbatch: what it was computed on; for what no microbatch goes into, one that reads it.
+        name: in the code of that stage and microbatch.
+    """
+
+    stage: int
+    microbatch: int
+    name: str
+
+
+Value = ParamValue | BatchValue | ConstantValue | KeyValue | SeedValue | SumValue | Computed
+
+
+class Resolver:
+    """Follows names to values.
+
+    Args:
+        codes: the code of each stage and microbatch.
+    """
+
+    def __init__(self, codes: Codes) -> None:
+        self._codes = codes
+        self._known: dict[tuple[int, int, str], Value] = {}
+        self._preparing: dict[Hashable, int] = {}
+
+    def follow_states(self, stages: int, microbatches: int) -> None:
+        """Know the states that microbatches begin with, each from the one before it.
+
+        Asked for the last first, one that is only handed on would be followed through all of them.
+        """
+        for microbatch in range(microbatches):
+            for stage in range(stages):
+                for name, source in self._codes(stage, microbatch).sources.items():
+                    if isinstance(source, StateLeaf):
+                        self(stage, microbatch, name)
+
+    def __call__(self, stage: int, microbatch: int, name: str) -> Value:
+        """The value that `name` stands for in a stage's code for a microbatch."""
+        key = (stage, microbatch, name)
+        if key not in self._known:
+            self._known[key] = self._resolve(stage, microbatch, name)
+        return self._known[key]
+
+    def _resolve(self, stage: int, microbatch: int, name: str) -> Value:
+        code = self._codes(stage, microbatch)
+        match code.sources.get(name):
+            case Param(leaf):
+                return ParamValue(stage, leaf)
+            case BatchLeaf(leaf):
+                return BatchValue(microbatch, leaf)
+            case StateLeaf(leaf):
+                if microbatch == 0:
+                    return ParamValue(stage, leaf)
+                before = self._codes(stage, microbatch - 1)
+                return self(stage, microbatch - 1, before.updates[leaf])
+            case Constant(number):
+                return ConstantValue(id(code.constants[number]))
+            case Key(of_stage, draw):
+                return KeyValue(microbatch, stage if of_stage else draw)
+            case Seed():
+                return SeedValue(microbatch)
+            case SumSoFar(leaf):
+                return SumValue(stage, leaf)
+            case Upstream(producer, leaf):
+                return self(producer, microbatch, self._codes(producer, microbatch).outputs[leaf])
+        if name in code.prepared:
+            return Computed(stage, self._prepares(stage, microbatch), name)
+        if name in code.by_cotangent:
+            leaf, reader = code.by_cotangent[name]
+            returned = self._codes(reader, microbatch).input_grads[Upstream(stage, leaf)]
+            return self(reader, microbatch, returned)
+        return Computed(stage, microbatch, name)
+
+    def _prepares(self, stage: int, microbatch: int) -> int:
+        """The microbatch that stands for all that read the same prepared values of a stage.
+
+        Those whose code differs, by their number of rows or in what is kept, read the same if they
+        are computed alike from the same values.
+        """
+        piece = self._codes(stage, microbatch).pieces[PREPARE]
+        inputs = tuple(self(stage, microbatch, name) for name in piece.inputs)
+        key = stage, piece.fingerprint, piece.outputs, inputs
+        return self._preparing.setdefault(key, microbatch)

@@ -1,0 +1,230 @@
+"""What a loss function returns beside the loss: declared by the user, never guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fpipe import pytree
+from fpipe.checks.explain import describe
+from fpipe.errors import StageError, a_type
+from fpipe.inputs.signature import is_differentiable
+
+
+class Numbering(NamedTuple):
+    """How the values that the caller gets of each microbatch are numbered.
+
+    Attributes:
+        heads: those that make the loss come first: the loss, or the sum and its weight; none where
+            the loss is not computed.
+        spec: structure of the others, an output or aux.
+    """
+
+    heads: int
+    spec: optree.PyTreeSpec
+
+
+class Taken(NamedTuple):
+    """What a loss function returned, taken apart.
+
+    Attributes:
+        heads: the loss, or the sum and its weight.
+        state: a pytree of tensors; None where nothing was declared.
+        aux: a pytree of tensors; None where nothing was declared.
+    """
+
+    heads: tuple[Tensor, ...]
+    state: Any
+    aux: Any
+
+    def flat(self) -> tuple[list[Tensor], Numbering]:
+        """All tensors, and how they are numbered."""
+        leaves, spec = pytree.flatten(self.aux)
+        return [*self.heads, *leaves], Numbering(len(self.heads), spec)
+
+
+@dataclass(frozen=True)
+class Returns:
+    """What a loss function returns, as it was declared.
+
+    Attributes:
+        weighted: ``(sum, weight)`` in place of the loss.
+        state: the new state follows the loss.
+        aux: a pytree of tensors comes last.
+    """
+
+    weighted: bool = False
+    state: bool = False
+    aux: bool = False
+
+    @property
+    def form(self) -> str:
+        """How it is written."""
+        parts = ["(sum, weight)" if self.weighted else "loss"]
+        parts += ["state"] * self.state + ["aux"] * self.aux
+        return f"({', '.join(parts)})" if len(parts) > 1 else parts[0]
+
+    @property
+    def beside(self) -> int:
+        """How many things come beside the loss."""
+        return self.state + self.aux
+
+    @property
+    def call(self) -> str:
+        """How a whole loss function is called."""
+        return "loss_fn(params, state, batch)" if self.state else "loss_fn(params, batch)"
+
+    @property
+    def declared(self) -> str:
+        """The options that say so."""
+        options = {
+            'reduction="weighted"': self.weighted,
+            "has_state=True": self.state,
+            "has_aux=True": self.aux,
+        }
+        return " and ".join(name for name, given in options.items() if given)
+
+    def take(self, subject: str, call: str, value: Any, shape: Sequence[int | None] = ()) -> Taken:
+        """Take apart what a loss function returned.
+
+        Args:
+            subject: the function in messages, with a verb, such as ``"loss_fn returns"``.
+            call: how it is called, such as ``"loss_fn(params, batch)"``.
+            value: what it returned.
+            shape: of the loss, with None for a size that the arguments tell: for how many losses
+                there are under a transform, each of which has a weight of its own.
+
+        Raises:
+            StageError: it is not what was declared.
+        """
+        whole: tuple[Any, ...] = (value,)
+        if self.beside:
+            whole = self._several(subject, call, value, 1 + self.beside)
+        state = whole[1] if self.state else None
+        aux = whole[-1] if self.aux else None
+        heads = self._several(subject, call, whole[0], 2) if self.weighted else (whole[0],)
+        loss = heads[0]
+        if not isinstance(loss, Tensor) or not _fits(loss, shape) or not _is_real(loss):
+            hint = ""
+            if not self.weighted and isinstance(loss, tuple | list):
+                ways = ['reduction="weighted" for (sum, weight)']
+                ways += ["has_aux=True for (loss, aux)"] * (not self.declared)
+                hint = f", or declare what comes beside it: {', '.join(ways)}"
+            found = _found(loss)
+            if shape and isinstance(loss, Tensor):
+                found += f" under a transform, which has added {len(shape)} of these dimensions"
+            form = f"{self.form}, whose {'sum' if self.weighted else 'loss'} is "
+            raise StageError(
+                f"{subject} {found}: {call} must return {form if self.declared else ''}one "
+                f"floating-point scalar (take .mean() or .sum() of it{hint})"
+            )
+        several = tuple(size for size in shape if size is None)
+        for weight in heads[1:]:
+            if not isinstance(weight, Tensor) or not _fits(weight, several) or weight.is_complex():
+                raise StageError(
+                    f"{subject} a sum with the weight {_found(weight)}: {call} must return "
+                    f"{self.form}, whose weight is one real number, an int, a float or a tensor "
+                    "without dimensions (such as mask.sum())"
+                )
+        for what, part in (("state", state), ("aux", aux)):
+            for path, leaf in _leaves(part):
+                if not isinstance(leaf, Tensor):
+                    raise StageError(
+                        f"{subject} {what}{path}={leaf!r:.60}, {a_type(leaf)}: {what} "
+                        "must be a pytree of tensors (torch.as_tensor makes one)"
+                    )
+        return Taken(heads, state, aux)
+
+    def with_tensors(self, value: Any) -> Any:
+        """What a loss function returned, with a tensor for a weight that is a number of Python's.
+
+        What it is not, `take` refuses.
+        """
+        several = isinstance(value, tuple | list) and bool(value)
+        pair = value[0] if self.beside and several else value
+        if not self.weighted or not isinstance(pair, tuple | list) or len(pair) != 2:
+            return value
+        loss, weight = pair
+        if not isinstance(loss, Tensor) or type(weight) not in (int, float):
+            return value
+        weight = torch.full((), weight, dtype=torch.float64, device=loss.device)
+        return ((loss, weight), *value[1:]) if self.beside else (loss, weight)
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A loss function that returns what `with_tensors` makes of what this one returns."""
+
+        @wraps(function)
+        def loss(*arguments: Any, **named: Any) -> Any:
+            return self.with_tensors(function(*arguments, **named))
+
+        return loss
+
+    def written(self, taken: Taken) -> Any:
+        """The inverse of `take`: what a function returns that returns these."""
+        loss = taken.heads if self.weighted else taken.heads[0]
+        if not self.beside:
+            return loss
+        return (loss, *(taken.state,) * self.state, *(taken.aux,) * self.aux)
+
+    def _several(self, subject: str, call: str, value: Any, count: int) -> tuple[Any, ...]:
+        if not isinstance(value, tuple | list) or len(value) != count:
+            raise StageError(
+                f"{subject} {_found(value)}: with {self.declared} {call} must return {self.form}"
+            )
+        return tuple(value)
+
+
+def check_state(
+    subject: str, given: Sequence[Tensor], spec: optree.PyTreeSpec, state: Any
+) -> list[Tensor]:
+    """The leaves of the new state, which must be like those of the state that was given.
+
+    Raises:
+        StageError: it has another structure, or a leaf has another shape or dtype.
+    """
+    leaves, found = pytree.flatten(state)
+    if found != spec:
+        raise StageError(
+            f"{subject} a state of another structure than it was given: every leaf comes back, "
+            f"changed or not (it got {spec}, and returns {found})"
+        )
+    for path, old, new in zip(pytree.paths(spec), given, leaves, strict=True):
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise StageError(
+                f"{subject} state{path} as {_found(new)}, but was given {_found(old)}: the state "
+                "of one microbatch is what the next begins with, so shapes and dtypes must stay"
+            )
+    return leaves
+
+
+LOSS = Returns()
+"""The loss alone."""
+
+
+def _fits(value: Tensor, shape: Sequence[int | None]) -> bool:
+    return value.dim() == len(shape) and all(
+        expected in (None, size) for size, expected in zip(value.shape, shape, strict=True)
+    )
+
+
+def _is_real(value: Tensor) -> bool:
+    return is_differentiable(value) and not value.is_complex()
+
+
+def _found(value: Any) -> str:
+    """What a value is, for messages."""
+    if isinstance(value, Tensor):
+        return describe("it", value).removeprefix("it: ")
+    size = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    return f"{a_type(value)}{size}"
+
+
+def _leaves(aux: Any) -> list[tuple[str, Any]]:
+    leaves, spec = pytree.flatten(aux)
+    return list(zip(pytree.paths(spec), leaves, strict=True))

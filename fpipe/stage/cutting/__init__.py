@@ -1,1 +1,0 @@
-"""One loss function, recorded and divided at its cuts."""

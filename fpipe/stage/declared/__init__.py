@@ -1,1 +1,0 @@
-"""What a user declares of stages, of parameters and of what a loss function returns."""

@@ -1,1 +1,0 @@
-"""Code that tracing does not look into: backwards of others, kernels, functions of torch.jit."""

@@ -1,1 +1,0 @@
-"""Graphs of a stage: what their values are, and rewrites of them."""

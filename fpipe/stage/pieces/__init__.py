@@ -1,1 +1,0 @@
-"""From a joint graph to the callables that a schedule runs."""

@@ -1,1 +1,0 @@
-"""What a stage may not do, and how its user is told so."""

@@ -1,1 +1,0 @@
-"""From functions to joint graphs of forward and backward."""

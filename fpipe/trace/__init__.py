@@ -1,0 +1,1 @@
+"""A function becomes a joint graph of its forward and backward."""

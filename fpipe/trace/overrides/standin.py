@@ -1,0 +1,107 @@
+"""What stands in for functions of torch while something is traced."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from fpipe.locks import Turns
+
+
+class Instead(TorchFunctionMode):
+    """Within it other functions are called in place of those of torch.
+
+    Args:
+        others: by the function of torch.
+    """
+
+    def __init__(self, others: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+        super().__init__()
+        self._others = others
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`, or what stands for it."""
+        return self._others.get(func, func)(*args, **(kwargs or {}))
+
+
+class StandIn:
+    """Methods that stand in for others while anyone is within `active`: no mode sees their calls.
+
+    All threads call them then. In a thread that is not within `active`, where `is_active` is False,
+    a stand-in must do what the method does that it replaces, which `own` returns: what stood there
+    when it took its place, for others replace methods too, as torch._dynamo does when it is loaded.
+
+    Args:
+        name: of the methods.
+        methods: for each class or module, what is to take the place of what stands there.
+    """
+
+    def __init__(self, name: str, methods: Mapping[Any, Any]) -> None:
+        self._name, self._methods = name, methods
+        self._found = {kind: vars(kind)[name] for kind in methods}
+        # What stood there before, and so calls no stand-in: the last of it.
+        self._known = {kind: deque([found], maxlen=16) for kind, found in self._found.items()}
+        self._above: dict[Any, Any] = {}  # what was put over a stand-in, and may call it for ever
+        self._within: ContextVar[bool] = ContextVar(f"fpipe.{name}", default=False)
+        self._turns = Turns()
+        self._count = 0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether this thread or task is within `active`."""
+        return self._within.get()
+
+    def own(self, kind: Any) -> Any:
+        """What stands in a class or module, or stood there when it was replaced."""
+        return self._found[kind]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Within it the methods stand in."""
+        token = self._within.set(True)
+        self._counted(1)
+        try:
+            yield
+        finally:
+            self._counted(-1)
+            self._within.reset(token)
+
+    def _counted(self, more: int) -> None:
+        with self._turns():
+            before, self._count = self._count, self._count + more
+            if bool(before) == bool(self._count):
+                return
+            for kind, other in self._methods.items():
+                (self._replace if self._count else self._restore)(kind, other)
+
+    def _replace(self, kind: Any, other: Any) -> None:
+        stands = vars(kind)[self._name]
+        # Whoever put something over a stand-in may put that back when it is not active.
+        if stands is other or stands is self._above.get(kind):
+            return
+        self._found[kind] = stands
+        if not _is_among(stands, self._known[kind]):
+            self._known[kind].append(stands)
+        setattr(kind, self._name, other)
+
+    def _restore(self, kind: Any, other: Any) -> None:
+        stands = vars(kind)[self._name]
+        if stands is other:
+            setattr(kind, self._name, self._found[kind])
+        elif not _is_among(stands, self._known[kind]):
+            self._above[kind] = stands
+
+
+def _is_among(one: Any, others: Iterable[Any]) -> bool:
+    return any(one is other for other in others)

@@ -1,0 +1,208 @@
+"""Functions of torch that want what a trace has not, without need: made to do without.
+
+They look at data, to check or to print it, for they do not see that they are traced. Or they write
+by way of memory, which a view has no part of its own in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributions import constraints
+from torch.utils.hooks import BackwardHook
+
+from fpipe.checks.explain import Untraceable
+from fpipe.torch_internals import innermost_transform, transforms
+from fpipe.trace.overrides.ctc import ctc_loss
+from fpipe.trace.overrides.recurrent import RECURRENT_ON_CUDA
+from fpipe.trace.overrides.standin import Instead, StandIn
+
+
+@contextmanager
+def without_peeking() -> Iterator[None]:
+    """Within it torch does not check the values of arguments.
+
+    Indices of `one_hot` that are no class give rows of zeros, as on CUDA under torch.compile; in
+    `gaussian_nll_loss` a negative variance counts as `eps`; and `torch.distributions` take what
+    they are given. A tensor that is formatted into a message, needed or not, appears as its shape.
+    Nor does the derivative of ``x[mask] = value`` count what is masked, where all of that gets the
+    same value, or `ctc_loss` the symbols of its longest target. `istft` does not see whether its
+    windows leave a gap, where it divides by zero. What reads or fills ``.grad``, which a pure
+    function has not, is refused. Recurrent layers do not lay their weights in one piece for cuDNN.
+    """
+    stand_ins = (_CHECKS, _WEIGHTS, _SAVING, _BACKWARDS, *_SET_UP)
+    with ExitStack() as stack:
+        for own in stand_ins:
+            stack.enter_context(own.active())
+        stack.enter_context(Instead(_WITHOUT))
+        yield
+
+
+def _set_item(x: Tensor, index: Any, value: Any) -> None:
+    if isinstance(index, Tensor) and not index.dim() and isinstance(value, bool | int | float):
+        value = torch.tensor(value, dtype=x.dtype, device=x.device)
+    if _is_one_value(x, index, value):
+        _set_where(x, index, value)
+    else:
+        x[index] = value
+
+
+def _is_one_value(x: Tensor, index: Any, value: Any) -> bool:
+    """Whether all that a mask selects is set to the same."""
+    if not (isinstance(index, Tensor) and index.dtype == torch.bool and isinstance(value, Tensor)):
+        return False
+    fits = value.numel() == 1 and (x.is_complex() or not value.is_complex())
+    if value.dtype != x.dtype and not fits:
+        return False  # torch says what is wrong
+    rest = x.dim() - index.dim()
+    if rest < 0 or index.shape != x.shape[: index.dim()]:
+        return False
+    return all(size == 1 for size in value.shape[: max(value.dim() - rest, 0)])
+
+
+def _set_where(x: Tensor, mask: Tensor, value: Tensor) -> None:
+    rest = x.dim() - mask.dim()
+    value = value.reshape(value.shape[max(value.dim() - rest, 0) :]).to(x.dtype)
+    x.copy_(torch.where(mask.reshape([*mask.shape, *[1] * rest]), value, x))
+
+
+def _fill_diagonal(x: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
+    differ = x.dim() > 2 and len(set(x.shape)) > 1
+    if wrap or x.dim() < 2 or differ or isinstance(fill_value, Tensor):
+        return x.fill_diagonal_(fill_value, wrap)
+    place = torch.arange(min(x.shape), device=x.device)
+    return x.index_put_((place,) * x.dim(), x.new_full((), fill_value))
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    if num_classes < 0:  # the greatest index says how many: that needs data, and is refused
+        return torch.nn.functional.one_hot(tensor, num_classes)
+    classes = torch.arange(num_classes, device=tensor.device)
+    return (tensor.unsqueeze(-1) == classes).to(torch.int64)
+
+
+def _gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    if not isinstance(var, Tensor):
+        var = torch.full_like(input, var)
+    if var.shape != input.shape and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    if var.dim() != input.dim() or any(
+        size not in (1, other) for size, other in zip(var.shape, input.shape, strict=True)
+    ):
+        raise ValueError(f"var has the shape {tuple(var.shape)}, the input {tuple(input.shape)}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r} is not mean, sum or none")
+    # The bound has no gradient of its own: below it that of the variance stays what it is.
+    var = torch.where(var < eps, eps + (var - var.detach()), var)
+    loss = 0.5 * (var.log() + (input - target).square() / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss if reduction == "none" else getattr(loss, reduction)()
+
+
+def _format(x: Tensor, spec: str = "") -> str:
+    return format(x, spec) if x.dim() else f"a tensor of shape {tuple(x.shape)}"
+
+
+def _register_hook(x: Tensor, hook: Any) -> Any:
+    if innermost_transform() is not None:
+        raise _refuse_hooks("registers a hook on a tensor")
+    return x.register_hook(hook)
+
+
+def _refuse_hooks(kind: str) -> Untraceable:
+    return Untraceable(
+        f"{kind} within a transform of torch.func, its own or the pipeline's",
+        "torch hears none there; take the pipeline without the transform, or without the hooks",
+    )
+
+
+def _set_up(name: str) -> StandIn:
+    def set_up(hook: Any, given: Any) -> Any:
+        if stand_in.is_active and innermost_transform() is not None:
+            raise _refuse_hooks("calls a module that has backward hooks")
+        return stand_in.own(BackwardHook)(hook, given)
+
+    stand_in = StandIn(name, {BackwardHook: set_up})
+    return stand_in
+
+
+def _enter(hooks: Any) -> Any:
+    kinds = transforms()
+    moved = isinstance(hooks, save_on_cpu) and "Grad" not in kinds  # which changes no value
+    if _SAVING.is_active and not moved and {"Jvp", "Grad"} & set(kinds):
+        raise _refuse_hooks("uses saved-tensor hooks")
+    return _SAVING.own(saved_tensors_hooks)(hooks)
+
+
+def _backward(*args: Any, **options: Any) -> Any:
+    if _BACKWARDS.is_active:
+        _refuse_grad(*args, **options)
+    return _BACKWARDS.own(torch.autograd)(*args, **options)
+
+
+def _refuse_grad(x: Tensor, *_: Any, **__: Any) -> None:
+    raise Untraceable(
+        "calls backward() or retain_grad(), or registers a hook for what has been accumulated",
+        "a stage is a pure function, whose gradients a step returns: there is no .grad; take "
+        "derivatives with torch.autograd.grad or torch.func.grad, and hear a gradient with "
+        "x.register_hook",
+    )
+
+
+_WITHOUT: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.nn.functional.one_hot: _one_hot,
+    torch.nn.functional.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.nn.functional.ctc_loss: ctc_loss,
+    torch.ctc_loss: ctc_loss,
+    **RECURRENT_ON_CUDA,
+    torch.istft: torch._refs.istft,
+    Tensor.istft: torch._refs.istft,
+    Tensor.__setitem__: _set_item,
+    Tensor.fill_diagonal_: _fill_diagonal,
+    Tensor.__format__: _format,
+    Tensor.register_hook: _register_hook,
+    Tensor.backward: _refuse_grad,
+    Tensor.register_post_accumulate_grad_hook: _refuse_grad,
+    Tensor.retain_grad: _refuse_grad,
+    torch._is_all_true: lambda _: True,  # what distributions ask of a check
+}
+"""What stands for each."""
+
+
+def _unlooked(kind: type) -> Callable[[Any, Tensor], Any]:
+    def check(constraint: Any, value: Tensor) -> Any:
+        # It looks whether all are symmetric before it looks at more.
+        found = type(constraints.symmetric).check if _CHECKS.is_active else _CHECKS.own(kind)
+        return found(constraint, value)
+
+    return check
+
+
+_DEFINITE = (type(constraints.positive_definite), type(constraints.positive_semidefinite))
+_CHECKS = StandIn("check", {kind: _unlooked(kind) for kind in _DEFINITE})
+
+
+def _left_apart(layer: nn.RNNBase) -> None:
+    if not _WEIGHTS.is_active:
+        _WEIGHTS.own(nn.RNNBase)(layer)
+
+
+_WEIGHTS = StandIn("flatten_parameters", {nn.RNNBase: _left_apart})
+
+_SET_UP = (_set_up("setup_input_hook"), _set_up("setup_output_hook"))
+_SAVING = StandIn("__enter__", {saved_tensors_hooks: _enter})
+_BACKWARDS = StandIn("backward", {torch.autograd: _backward})
