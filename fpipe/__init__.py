@@ -8,6 +8,7 @@ A pipeline is made of functions, one for each stage, and of a schedule::
 
 To make one: `pipeline` (of stages, or of one function with `cut`), `Stage`, `from_module`,
 `balance`, `load_buffers`.
+To train with one: `train`.
 To run one: `step`, `use`, `global_norm`, `clip_by_global_norm`, `Microbatches`, `random`, `nn`.
 To transform one: `vmap`, `grad`, `per_example_grads`, `per_example_norms`, `jvp`, `vjp`, `hvp`,
 `ggnvp`. Schedules: `schedules`, `Schedule`, `Action`, `Op`, `verify`, `Cost`, `simulate`, `search`,
@@ -47,6 +48,14 @@ if TYPE_CHECKING:
     from fpipe.profiling import profile
     from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
     from fpipe.spec.stage import Stage
+    from fpipe.training.train_step import (
+        TrainState,
+        TrainStep,
+        TrainStepAux,
+        TrainStepState,
+        TrainStepStateAux,
+    )
+    from fpipe.training.trainer import Trainer, train
     from fpipe.transforms.choice import grad
     from fpipe.transforms.directional import Directional, Hvp, HvpAux, Jvp, ggnvp, hvp, jvp
     from fpipe.transforms.rows import (
@@ -87,6 +96,12 @@ __all__ = [
     "StepState",
     "StepStateAux",
     "Timeline",
+    "TrainState",
+    "TrainStep",
+    "TrainStepAux",
+    "TrainStepState",
+    "TrainStepStateAux",
+    "Trainer",
     "balance",
     "clip_by_global_norm",
     "cut",
@@ -109,6 +124,7 @@ __all__ = [
     "search",
     "simulate",
     "step",
+    "train",
     "use",
     "verify",
     "vjp",
@@ -133,6 +149,11 @@ _LAZY = {
         ("fpipe.results", "ForwardAux Step StepAux StepState StepStateAux"),
         ("fpipe.divide.cut", "cut"),
         ("fpipe.spec.stage", "Stage"),
+        (
+            "fpipe.training.train_step",
+            "TrainState TrainStep TrainStepAux TrainStepState TrainStepStateAux",
+        ),
+        ("fpipe.training.trainer", "Trainer train"),
         ("fpipe.transforms.choice", "grad"),
         ("fpipe.transforms.directional", "Directional Hvp HvpAux Jvp ggnvp hvp jvp"),
         ("fpipe.functional.ensemble", "vmap"),

@@ -30,12 +30,14 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "FunctionalTensor",
     "FunctionalTensorMode",
+    "ShapeEnv",
     "TorchFunctionMetadataMode",
     "autograd_counter",
     "beneath_forward_mode",
@@ -47,14 +49,18 @@ __all__ = [
     "functorch",
     "get_proxy_mode",
     "innermost_transform",
+    "innermost_value",
+    "is_transformed",
     "is_within_vmap",
     "make_fx",
     "new_placeholder",
     "node_of",
     "nodes_after",
     "retrieve_current_functorch_interpreter",
+    "symbol_of",
     "temporarily_clear_interpreter_stack",
     "to_fun",
+    "track_symbol",
     "transforms",
 ]
 
@@ -95,6 +101,19 @@ def innermost_transform() -> str | None:
     """The name of the innermost transform of `torch.func`, such as ``"Vmap"``, None for none."""
     interpreter = functorch.peek_interpreter_stack()
     return None if interpreter is None else interpreter.key().name
+
+
+def innermost_value(value: Tensor) -> Tensor:
+    """What a tensor holds beneath all transforms of `torch.func`, with their dimensions."""
+    while is_transformed(value):
+        value = functorch.get_unwrapped(value)
+    return value
+
+
+def is_transformed(value: Tensor) -> bool:
+    """Whether a transform of `torch.func` maps or differentiates by a tensor."""
+    wrapped: bool = functorch.is_functorch_wrapped_tensor(value)
+    return wrapped
 
 
 def transforms() -> list[str]:
@@ -138,3 +157,22 @@ def nodes_after(graph: fx.Graph, node: fx.Node | None) -> Iterable[fx.Node]:
     while found is not graph._root:
         yield found
         found = found._next
+
+
+def symbol_of(env: ShapeEnv, name: str, value: float) -> Any:
+    """A symbolic float, or integer, of this name; conditions on it are decided by `value`."""
+    from torch._dynamo.source import ConstantSource  # all of dynamo, which most programs never need
+
+    source = ConstantSource(name)
+    symbol = env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+    make = env.create_symintnode if isinstance(value, int) else env.create_symfloatnode
+    return make(symbol, hint=value, source=source)
+
+
+def track_symbol(number: Any, operation: Callable[..., Any], argument: fx.Node) -> None:
+    """Let a symbolic number be the result of an operation in the graph that is being recorded."""
+    mode = get_proxy_mode()
+    assert mode is not None, "nothing is being recorded"
+    tracer: Any = mode.tracer
+    proxy = tracer.create_proxy("call_function", operation, (fx.Proxy(argument, tracer),), {})
+    track_tensor_tree(number, proxy, constant=None, tracer=tracer)

@@ -44,6 +44,12 @@ PUBLIC_ON_TORCH: Final = frozenset(
         "StepAux",
         "StepState",
         "StepStateAux",
+        "TrainState",
+        "TrainStep",
+        "TrainStepAux",
+        "TrainStepState",
+        "TrainStepStateAux",
+        "Trainer",
         "balance",
         "clip_by_global_norm",
         "cut",
@@ -61,6 +67,7 @@ PUBLIC_ON_TORCH: Final = frozenset(
         "nn",
         "random",
         "step",
+        "train",
         "use",
         "vjp",
         "vmap",
@@ -147,6 +154,7 @@ LAYERS: Final = (
     ("fpipe.profiling",),
     ("fpipe.modules",),
     ("fpipe.current", "fpipe.norms", "fpipe.transforms"),
+    ("fpipe.training",),
     ("fpipe",),
 )
 NEVER_TORCH: Final = ("fpipe.errors", "fpipe.schedule", "fpipe.schedules", "fpipe.cli")

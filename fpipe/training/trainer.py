@@ -1,0 +1,230 @@
+"""`fpipe.train`: a pipeline's step and an optimizer's as one pure function.
+
+params, state, batch ──► pipe.step ──► loss, grads ──► clip ──► update ──► params, state
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fpipe.engine import Pipeline, check_is_pipeline
+from fpipe.errors import FpipeError, a_type
+from fpipe.norms import clip_by_global_norm
+from fpipe.torch_internals import innermost_value, is_transformed
+from fpipe.training.groups import Groups, read_groups
+from fpipe.training.train_step import (
+    TrainState,
+    TrainStep,
+    TrainStepAux,
+    TrainStepState,
+    TrainStepStateAux,
+)
+from fpipe.training.trees import LeafByLeaf, PairOfFunctions, Rule
+from fpipe.training.updates import Updates
+
+Optimizer = (
+    type[torch.optim.Optimizer] | tuple[Callable[[Any], Any], Callable[[Any, Any, Any], Any]]
+)
+
+
+class Trainer:
+    """A pipeline with an optimizer: what `fpipe.train` returns.
+
+    It is a value: it holds neither parameters nor their state, which `step` takes and returns.
+
+    Args:
+        pipe: computes loss and gradients.
+        rule: makes parameters and state of the next step.
+        max_norm: what gradients are clipped to; None for no clipping.
+
+    Attributes:
+        pipe: computes loss and gradients.
+    """
+
+    def __init__(self, pipe: Pipeline, rule: Rule, max_norm: float | None) -> None:
+        self.pipe = pipe
+        self._rule = rule
+        self._max_norm = max_norm
+
+    def __repr__(self) -> str:
+        return f"<Trainer of {self.pipe!r}>"
+
+    def init(self, params: Any) -> TrainState:
+        """The state of the optimizer before its first step.
+
+        Args:
+            params: as for `step`; shapes, dtypes and devices count. Over a process group those of
+                this process's stages.
+
+        Returns:
+            A `TrainState`. Its tensors lie where their parameters do. What the first step makes by
+            itself, as a momentum, is 0 until then.
+        """
+        count = torch.zeros((), dtype=torch.int64, device="cpu")
+        return TrainState(count, self._rule.init(params))
+
+    def step(
+        self,
+        params: Any,
+        state: TrainState,
+        *arguments: Any,
+        key: Tensor | None = None,
+        **named: Any,
+    ) -> Any:
+        """One training step: loss, gradients, clipping and update.
+
+        Nothing that is passed in is changed.
+
+        Args:
+            params: as for `Pipeline.step`.
+            state: what `init` or the step before has returned.
+            arguments: the batch, after the model's state where ``has_state`` declares one.
+            key: as for `Pipeline.step`.
+            named: hyperparameters of this step in place of the defaults, ``lr=3e-4``: numbers, or
+                tensors without dimensions, which may be mapped by `torch.func.vmap` or have a
+                history. A group keeps what it sets. The batch and the model's state may come by
+                name too, as ``batch`` and ``model_state``.
+
+        Returns:
+            A `TrainStep`, ``(loss, params, state, norm)``. With ``has_state`` a `TrainStepState`,
+            with ``has_aux`` a `TrainStepAux`, with both a `TrainStepStateAux`, which have
+            ``model_state`` and ``aux`` after those.
+
+        Raises:
+            FpipeError: a hyperparameter is not the optimizer's, or `state` does not belong to
+                `params`.
+            BatchError: as `Pipeline.step` raises it, and so are StageError, ScheduleError and
+                PipelineError.
+        """
+        if not isinstance(state, TrainState):
+            raise FpipeError(
+                f"state={state!r:.60} is {a_type(state)}: trainer.init(params) makes the first, "
+                "and each step returns the next"
+            )
+        # A batch and a model's state may come by name.
+        names = {"batch": "batch", "model_state": "state"}
+        passed = {names[name]: named.pop(name) for name in names if name in named}
+        result = self.pipe.step(params, *arguments, key=key, **passed)
+        grads, norm = result.grads, None
+        if self._max_norm is not None:
+            grads, norm = clip_by_global_norm(grads, self._max_norm, pipe=self.pipe)
+        tracked = _is_differentiated([result.loss, *named.values()])
+        with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
+            moved, moments = self._rule.update(
+                grads, state.moments, params, _number(state.steps), named
+            )
+        after = TrainState(state.steps + 1, moments)
+        return _returned(result, moved, after, norm)
+
+
+def train(
+    pipe: Pipeline,
+    optimizer: Optimizer,
+    *,
+    groups: Groups | None = None,
+    max_norm: float | None = None,
+    **hyperparameters: Any,
+) -> Trainer:
+    """Put an optimizer beside a pipeline: a whole training step as a pure function.
+
+    The optimizer's own ``step`` is recorded, for one parameter of each kind, as a pure function
+    from parameter, gradient and state to parameter and state; it has the bits of torch's
+    (``foreach=False``). Hyperparameters are inputs of it, so a new learning rate records nothing.
+
+    Args:
+        pipe: of stages, of one function or of a module.
+        optimizer: a class of `torch.optim` (not LBFGS, which calls the loss several times, nor
+            SparseAdam), or one derived from `torch.optim.Optimizer` that treats each parameter by
+            itself and keeps tensors as its state. Or a pair of pure functions, as optax has it:
+            ``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``.
+        groups: parameters with hyperparameters of their own: a mapping from names or `fnmatch`
+            patterns of names to them, ``{"*.bias": {"weight_decay": 0.0}}``, or a list of such
+            pairs, whose first may be a function of a leaf's path. The first that holds a parameter
+            counts. None in place of hyperparameters leaves parameters as they are. Names are those
+            of `Pipeline.init`.
+        max_norm: gradients are clipped to this norm, of all of them together, as
+            `clip_by_global_norm` does.
+        hyperparameters: what the optimizer is called with: ``lr=3e-4``. Where one has the name of
+            an argument of this function, pass a `functools.partial` of the class.
+
+    Raises:
+        FpipeError: the optimizer cannot be had as a pure function, or refuses a hyperparameter.
+
+    Example:
+        >>> import torch, fpipe
+        >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+        >>> stages = [lambda w, x: x * w, lambda w, x: x + w]
+        >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+        >>> trainer = fpipe.train(pipe, torch.optim.SGD, lr=0.5, max_norm=1.0)
+        >>> params = [torch.tensor(2.0), torch.tensor(0.0)]
+        >>> state = trainer.init(params)
+        >>> loss, params, state, norm = trainer.step(params, state, torch.ones(4), lr=0.1)
+        >>> loss.item(), norm.item(), params[1].item() < 0, int(state.steps)
+        (2.0, 1.4142135381698608, True, 1)
+    """
+    check_is_pipeline("pipe", pipe, "fpipe.train")
+    if pipe.definition.argnums != "params":
+        raise FpipeError(
+            f"pipe has argnums={pipe.definition.argnums!r}: fpipe.train takes one whose gradients "
+            "are by the parameters alone"
+        )
+    if max_norm is not None:
+        clip_by_global_norm([], max_norm)  # refuses what is no bound
+    return Trainer(pipe, _rule(pipe, optimizer, groups, hyperparameters), max_norm)
+
+
+def _rule(pipe: Pipeline, optimizer: Any, groups: Groups | None, hyper: dict[str, Any]) -> Rule:
+    if isinstance(optimizer, tuple) and len(optimizer) == 2 and all(map(callable, optimizer)):
+        refused = [*hyper, *(["groups"] if groups is not None else [])]
+        if refused:
+            raise FpipeError(
+                f"{', '.join(refused)}: an optimizer that is a pair of functions has "
+                "hyperparameters of its own"
+            )
+        return PairOfFunctions(*optimizer)
+    while hasattr(optimizer, "func") and hasattr(optimizer, "keywords"):
+        hyper = optimizer.keywords | hyper
+        optimizer = optimizer.func
+
+    def trained(spec: optree.PyTreeSpec) -> list[bool]:
+        """Transforms put other things beside parameters, which the caller's have not."""
+        choice = replace(pipe.definition.trainable, within=())
+        if pipe.definition.function:
+            return list(choice.flags([spec], shared=True)[0])
+        flags = choice.flags(spec.children(), shared=False)
+        return [flag for part in flags for flag in part]
+
+    return LeafByLeaf(Updates(optimizer, hyper), read_groups(groups), trained)
+
+
+def _number(count: Tensor) -> int:
+    """The number of steps, which the members of an ensemble have in common."""
+    counts = innermost_value(count).flatten()
+    number = int(counts[0])
+    if not bool((counts == number).all()):
+        raise FpipeError(
+            f"state.steps is {counts.tolist()}: members of an ensemble must have made as many steps"
+        )
+    return number
+
+
+def _is_differentiated(values: Sequence[Any]) -> bool:
+    """Whether a transform or autograd wants the history of a step."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return any(value.requires_grad or is_transformed(value) for value in tensors)
+
+
+def _returned(result: Any, params: Any, state: TrainState, norm: Tensor | None) -> Any:
+    has_state, has_aux = hasattr(result, "state"), hasattr(result, "aux")
+    common = (result.loss, params, state, norm)
+    if has_state and has_aux:
+        return TrainStepStateAux(*common, result.state, result.aux)
+    if has_state:
+        return TrainStepState(*common, result.state)
+    return TrainStepAux(*common, result.aux) if has_aux else TrainStep(*common)

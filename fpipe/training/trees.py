@@ -1,0 +1,167 @@
+"""An optimizer over whole trees: each leaf by the recorded update, or all by a pair of functions.
+
+A rule is a pair of pure functions:
+
+    init(params) -> moments
+    update(grads, moments, params, count, hyper) -> params, moments
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import optree
+import torch
+from torch import Tensor
+
+from fpipe import pytree
+from fpipe.errors import FpipeError, label_of
+from fpipe.holding import names_of
+from fpipe.training.groups import Group, group_of
+from fpipe.training.updates import Updates
+
+Trained = Callable[[optree.PyTreeSpec], Sequence[bool]]
+"""Whether each leaf of parameters of this structure has a gradient."""
+
+
+class Rule(Protocol):
+    """An optimizer as a pair of pure functions of trees."""
+
+    def init(self, params: Any) -> Any:
+        """The state before the first step."""
+
+    def update(
+        self, grads: Any, moments: Any, params: Any, count: int, hyper: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        """Parameters and state after one step.
+
+        Args:
+            grads: in the structure of `params`, with None for leaves that stay as they are.
+            moments: as `init` or the step before has returned it.
+            params: the parameters.
+            count: of the steps before.
+            hyper: hyperparameters of this step, in place of the defaults.
+        """
+
+
+class LeafByLeaf:
+    """An optimizer of torch, which treats each parameter by itself.
+
+    Args:
+        updates: its pure step.
+        groups: parameters with hyperparameters of their own.
+        trained: which leaves have a gradient.
+    """
+
+    def __init__(self, updates: Updates, groups: Sequence[Group], trained: Trained) -> None:
+        self._updates = updates
+        self._groups = groups
+        self._trained = trained
+        self._members: dict[optree.PyTreeSpec, list[int | None]] = {}
+        defaults = updates.defaults
+        self._defaults = [updates.replaced(defaults, group.hyper or {}) for group in groups]
+
+    def init(self, params: Any) -> Any:
+        """Zeros in the shapes of the optimizer's state, for each leaf that is trained."""
+        leaves, spec = pytree.flatten(params)
+        members, flags = self._members_of(spec), self._trained(spec)
+        moments = [
+            self._updates.init(leaf, self._hyper(member, {}))
+            if flag and self._changes(member) and _has_gradient(leaf)
+            else None
+            for leaf, member, flag in zip(leaves, members, flags, strict=True)
+        ]
+        return pytree.unflatten(spec, moments)
+
+    def update(
+        self, grads: Any, moments: Any, params: Any, count: int, hyper: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        """Each leaf that has a gradient, and moments, moves."""
+        leaves, spec = pytree.flatten(params)
+        self._updates.replaced(self._updates.defaults, hyper)  # refuses those that are wrong
+        values, states = list(leaves), _up_to(spec, moments, "state.moments")
+        hypers = [self._hyper(number, hyper) for number in range(len(self._groups))]
+        default = self._hyper(None, hyper)
+        each = zip(
+            leaves, _up_to(spec, grads, "grads"), states, self._members_of(spec), strict=True
+        )
+        for place, (leaf, grad, state, member) in enumerate(each):
+            if grad is not None and state is not None:
+                own = default if member is None else hypers[member]
+                values[place], states[place] = self._updates(leaf, grad, state, own, count)
+        return pytree.unflatten(spec, values), pytree.unflatten(spec, states)
+
+    def _hyper(self, member: int | None, step: Mapping[str, Any]) -> dict[str, Any]:
+        """What a group sets wins over a step's value, and that over the default."""
+        if member is None:
+            return self._updates.defaults | dict(step)
+        return self._defaults[member] | dict(step) | (self._groups[member].hyper or {})
+
+    def _changes(self, member: int | None) -> bool:
+        return member is None or self._groups[member].hyper is not None
+
+    def _members_of(self, spec: optree.PyTreeSpec) -> list[int | None]:
+        """The group of each leaf."""
+        if spec not in self._members:
+            pairs = zip(names_of(spec), spec.paths(), strict=True)
+            self._members[spec] = [group_of(self._groups, name, path) for name, path in pairs]
+        return self._members[spec]
+
+
+class PairOfFunctions:
+    """Pure functions of the caller's, as optax has them.
+
+    Args:
+        init: ``params -> state``.
+        update: ``(grads, state, params) -> (updates, state)``; updates are added to parameters.
+    """
+
+    def __init__(self, init: Callable[[Any], Any], update: Callable[[Any, Any, Any], Any]) -> None:
+        self.init = init
+        self._update = update
+
+    def update(
+        self, grads: Any, moments: Any, params: Any, count: int, hyper: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        """What `update` returns, added where there is a gradient."""
+        if hyper:
+            raise FpipeError(
+                f"{', '.join(hyper)}: an optimizer that is a pair of functions has no "
+                "hyperparameters; make it anew with other ones, or read them from its state"
+            )
+        result = self._update(grads, moments, params)
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise FpipeError(
+                f"optimizer: {label_of(self._update)} returned {result!r:.80}: it must return "
+                "(updates, state)"
+            )
+        updates, moments = result
+        leaves, spec = pytree.flatten(params)
+        moved = [
+            leaf if update is None else (leaf + update).to(leaf.dtype)
+            for leaf, update in zip(leaves, _up_to(spec, updates, "updates"), strict=True)
+        ]
+        return pytree.unflatten(spec, moved), moments
+
+
+def _has_gradient(leaf: Tensor) -> bool:
+    return not leaf.is_meta and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _up_to(spec: optree.PyTreeSpec, tree: Any, name: str) -> list[Any]:
+    """What stands in a tree in the places of the leaves of the parameters.
+
+    Raises:
+        FpipeError: it has another structure.
+    """
+    try:
+        entries: list[Any] = spec.flatten_up_to(tree)
+    except ValueError as error:
+        raise FpipeError(f"{name} has another structure than params: {error}") from error
+    return entries
+
+
+def detached(params: Any) -> Any:
+    """Parameters without a history: what a step returns is made from values."""
+    return pytree.tree_map(torch.Tensor.detach, params)

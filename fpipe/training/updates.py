@@ -1,0 +1,168 @@
+"""Optimizers of torch as pure functions of one parameter, its gradient and its state.
+
+hyperparameters ─┐
+param, grad, state, count ──► which recording? ──► param, state
+                                  └ none is right: record a step
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fpipe.errors import FpipeError, label_of, told
+from fpipe.training.adafactor import Adafactor
+from fpipe.training.recording import (
+    COUNT,
+    Kind,
+    Update,
+    concrete,
+    group_of,
+    numbers_in,
+    numbers_of,
+    one_by_one,
+    record_update,
+)
+from fpipe.training.scalars import WithTensors, all_hold
+
+Moments = dict[str, Tensor]
+"""The state of one parameter, by the names that the optimizer gives: ``exp_avg``."""
+
+_RECORDABLE: Final[Mapping[type, type]] = {torch.optim.Adafactor: Adafactor}
+"""What is recorded in place of a class that cannot be."""
+
+_REFUSED: Final[Mapping[type, str]] = {
+    torch.optim.LBFGS: "it calls the loss several times a step; AdamW and SGD do not",
+    torch.optim.SparseAdam: "it takes sparse gradients alone; a pipeline's are dense: take Adam",
+}
+
+
+class Updates:
+    """The pure step of one optimizer, for parameters of any kind.
+
+    Args:
+        optimizer: a class of `torch.optim`, or one derived from `torch.optim.Optimizer`.
+        hyper: what it is called with, beside the parameters.
+
+    Raises:
+        FpipeError: it is no such class, refuses `hyper`, or is one that cannot be had.
+    """
+
+    def __init__(
+        self, optimizer: Callable[..., torch.optim.Optimizer], hyper: Mapping[str, Any]
+    ) -> None:
+        if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+            raise FpipeError(
+                f"optimizer={optimizer!r:.60} is no class of torch.optim or derived from "
+                "torch.optim.Optimizer (pass the class, torch.optim.AdamW, and not an instance), "
+                "and no pair of functions (init, update)"
+            )
+        for kind, why in _REFUSED.items():
+            if issubclass(optimizer, kind):
+                raise FpipeError(f"optimizer={label_of(optimizer)} cannot be a pure update: {why}")
+        self._name = label_of(optimizer)
+        self._arguments = inspect.signature(optimizer).parameters
+        self._optimizer = _RECORDABLE.get(optimizer, optimizer)
+        self._recorded: dict[Hashable, list[Update]] = {}
+        self._checked: set[Hashable] = set()
+        self.defaults = self.checked(hyper)
+
+    def checked(self, hyper: Mapping[str, Any]) -> dict[str, Any]:
+        """All hyperparameters, those that are missing by their defaults.
+
+        Raises:
+            FpipeError: the optimizer refuses one of them.
+        """
+        chosen = one_by_one(self._optimizer, hyper)
+        try:
+            group = group_of(
+                self._optimizer, torch.zeros(1, 1), {n: concrete(v) for n, v in chosen.items()}
+            )
+        except (TypeError, ValueError) as error:
+            names = ", ".join(f"{name}={value!r:.40}" for name, value in hyper.items())
+            raise FpipeError(f"{self._name} does not take {names}: {told(error)}") from error
+        return group | chosen
+
+    def replaced(self, hyper: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
+        """All hyperparameters, of which some are replaced.
+
+        Raises:
+            FpipeError: the optimizer does not have one of them, or refuses it.
+        """
+        if by:
+            known = {name: value for name, value in hyper.items() if name in self._arguments}
+            self.checked(known | dict(by))
+        return dict(hyper) | dict(by)
+
+    def init(self, param: Tensor, hyper: Mapping[str, Any]) -> Moments:
+        """The state before the first step, in which every number is 0: that step reads none."""
+        update = self._recording(param, None, hyper, 0, numbers_of(hyper))
+        return {
+            name: kind.empty().zero_()
+            for name, kind in zip(update.state, update.shapes, strict=True)
+        }
+
+    def __call__(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        moments: Moments,
+        hyper: Mapping[str, Any],
+        count: int,
+    ) -> tuple[Tensor, Moments]:
+        """The parameter and its state after one step.
+
+        Args:
+            param: any shape and floating-point dtype.
+            grad: like `param`.
+            moments: what `init` or the step before has returned.
+            hyper: all hyperparameters, as `checked` returns them. A float may be a tensor without
+                dimensions, which may be mapped by `torch.func.vmap` or have a history of autograd.
+            count: how many steps were made before.
+        """
+        state = moments if count else None
+        numbers = numbers_of(hyper) | {COUNT: float(count)}
+        if state is not None:
+            numbers |= numbers_in(state)
+        update = self._recording(param, state, hyper, count, numbers)
+        leaves = [param, grad, *(() if state is None else (state[name] for name in state))]
+        values = [numbers[name] for name in update.numbers]
+        if any(isinstance(value, Tensor) for value in values):
+            tensors = [torch.as_tensor(v, dtype=torch.float64) for v in values]
+            outputs = WithTensors(update.graph).run(*leaves, *tensors)
+        else:
+            outputs = update.graph(*leaves, *values)
+        return outputs[0], dict(zip(update.state, outputs[1:], strict=True))
+
+    def _recording(
+        self,
+        param: Tensor,
+        state: Moments | None,
+        hyper: Mapping[str, Any],
+        count: int,
+        numbers: Mapping[str, Any],
+    ) -> Update:
+        values = {name: concrete(value) for name, value in numbers.items()}
+        known = self._recorded.setdefault(_kind(param, state, hyper), [])
+        for update in known:
+            if all_hold(update.guards, values):
+                return update
+        chosen = {name: concrete(value) for name, value in hyper.items()}
+        known.append(record_update(self._optimizer, chosen, param, state, count))
+        return known[-1]
+
+
+def _kind(param: Tensor, state: Moments | None, hyper: Mapping[str, Any]) -> Hashable:
+    """What a recording depends on, beside the conditions that it notes."""
+    fixed = tuple((name, _fixed(value)) for name, value in sorted(hyper.items()))
+    return Kind.of(param), None if state is None else tuple(state), fixed
+
+
+def _fixed(value: Any) -> Hashable:
+    if isinstance(value, (tuple, list)):
+        return tuple(_fixed(entry) for entry in value)
+    return float if isinstance(value, (float, Tensor)) else repr(value)

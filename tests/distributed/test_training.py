@@ -1,0 +1,90 @@
+"""Training steps over processes: the numbers of one process, each rank with its own part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fpipe
+from fpipe import Schedule, schedules
+from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
+from tests.distributed import actors
+from tests.distributed.actors import Group
+from tests.distributed.crew import Crew, attempt, values
+from tests.distributed.test_same_answers import merge
+from tests.models import assert_identical, assert_same
+
+STEPS = 3
+
+
+def trained(group: Group, schedule: Schedule, max_norm: float | None) -> list[Any]:
+    """Loss, norm, parameters and moments after a few steps of stages."""
+    model = actors.model_of("mlp", schedule.num_stages, 8)
+    pipe = actors.pipeline(group, model, schedule)
+    trainer = fpipe.train(pipe, torch.optim.AdamW, lr=0.1, max_norm=max_norm)
+    params = pipe.local(model.params)
+    state = trainer.init(params)
+    for _ in range(STEPS):
+        loss, params, state, norm = trainer.step(params, state, model.batch)
+    return [loss, norm, params, state.moments, int(state.steps)]
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("family", ["one_f_one_b", "zb_h1", "zbv"])
+def test_ranks_train_to_the_numbers_of_one_process(
+    crew: Crew, family: str, max_norm: float | None
+) -> None:
+    schedule = schedules.get(family, ranks=2, microbatches=4)
+    parts = values(crew.run(trained, schedule, max_norm, ranks=range(2)))
+    whole = trained(None, schedule, max_norm)
+    assert_same([part[:2] for part in parts], [whole[:2]] * 2)
+    for part in parts:
+        for stage, own in enumerate(part[2]):
+            if own is not None:
+                assert_same([own, part[3][stage]], [whole[2][stage], whole[3][stage]])
+        assert part[4] == STEPS
+    assert sum(own is not None for part in parts for own in part[2]) == schedule.num_stages
+
+
+def shared(group: Group, schedule: Schedule) -> Any:
+    """Parameters after a step of one function, whose ends read one table on two ranks."""
+    pipe = fpipe.pipeline(
+        language_model, schedule=schedule, in_dims=IN_DIMS, compile=False, group=group
+    )
+    trainer = fpipe.train(pipe, torch.optim.AdamW, lr=0.1, max_norm=0.1)
+    params, batch = make_params(), make_batch()
+    state = trainer.init(params)
+    for _ in range(STEPS):
+        loss, params, state, norm = trainer.step(params, state, batch)
+    return [loss, norm, params["table"]]
+
+
+def test_a_shared_parameter_stays_equal_on_its_ranks(crew: Crew) -> None:
+    schedule = schedules.one_f_one_b(ranks=4, microbatches=4)
+    parts = values(crew.run(shared, schedule))
+    whole = shared(None, schedule)
+    for part in parts:
+        assert_same(part[:2], whole[:2])
+    assert_identical(parts[0][2], parts[3][2])
+    assert_same(parts[0][2], whole[2])
+
+
+def wrong_rate(group: Group, schedule: Schedule) -> list[Any]:
+    """A step that one rank refuses, and one after it."""
+    model = actors.model_of("mlp", schedule.num_stages, 8)
+    pipe = actors.pipeline(group, model, schedule)
+    trainer = fpipe.train(pipe, torch.optim.SGD, lr=0.1)
+    params = pipe.local(model.params)
+    state = trainer.init(params)
+    rate = -1.0 if pipe.rank == 1 else 0.1
+    refused = attempt(lambda: trainer.step(params, state, model.batch, lr=rate))
+    return [refused, trainer.step(params, state, model.batch).loss]
+
+
+def test_what_one_rank_refuses_leaves_nobody_waiting(crew: Crew) -> None:
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    first, second = values(crew.run(wrong_rate, schedule, ranks=range(2)))
+    assert "does not take" in second[0].error.text
+    assert_same(first[1], second[1])
