@@ -46,6 +46,7 @@ __all__ = [
     "disable_proxy_modes_tracing",
     "enable_single_level_autograd_function",
     "from_fun",
+    "functionalized",
     "functorch",
     "get_proxy_mode",
     "innermost_transform",
@@ -95,6 +96,21 @@ def beneath_forward_mode() -> Iterator[None]:
         yield
     finally:
         eager_transforms.JVP_NESTING -= opened
+
+
+@contextmanager
+def functionalized() -> Iterator[None]:
+    """Within it operations on functional tensors are those of torch's own functionalization."""
+    key = torch._C.DispatchKey.Functionalize
+    include = torch._C._dispatch_tls_local_include_set() | torch._C.DispatchKeySet(key)
+    exclude = torch._C._dispatch_tls_local_exclude_set().remove(key)
+    with torch._C._ForceDispatchKeyGuard(include, exclude - FunctionalTensor._extra_dispatch_keys):
+        reapplied = torch._functionalize_enable_reapply_views(True)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            torch._disable_functionalization()
+            torch._functionalize_enable_reapply_views(reapplied)  # type: ignore[attr-defined]
 
 
 def innermost_transform() -> str | None:

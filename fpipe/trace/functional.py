@@ -16,7 +16,13 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fpipe.checks.explain import Untraceable
-from fpipe.torch_internals import FakeTensor, FunctionalTensor, FunctionalTensorMode, functorch
+from fpipe.torch_internals import (
+    FakeTensor,
+    FunctionalTensor,
+    FunctionalTensorMode,
+    functionalized,
+    functorch,
+)
 
 _PLAIN: Final[dict[Any, bool]] = {}
 _TYPES: Final = frozenset({Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor})
@@ -70,15 +76,28 @@ class Functional(FunctionalTensorMode):
             return super().__torch_dispatch__(func, types, args, options)
         if func is _CHECKS:
             return None
+        if func is _DEVICE:
+            return _inner(args[0]).device
         args, options = self._wrapped((tuple(args), options), func)
         if func is _DETACH and isinstance(args[0], FunctionalTensor):
             return FunctionalTensor(args[0].elem, self)
         if not _is_plain(func):
+            if func in _VIEWS and isinstance(args[0], FunctionalTensor):
+                return self._view(func, args, options)
             if torch.Tag.inplace_view in func.tags:
                 self._part(args[0])
             return super().__torch_dispatch__(func, types, args, options)
         args, options = _inner((args, options))
         return self._outer(func(*args, **options))
+
+    def _view(self, func: Any, args: Any, options: Any) -> FunctionalTensor:
+        """A view of a functional tensor, which is made anew when what it views is written to."""
+        value, *rest = args
+        with functionalized():
+            made = func._op_dk(_FUNCTIONALIZE, value.elem, *rest, **options)
+        view = FunctionalTensor(made, self)
+        torch._functionalize_unsafe_set(view, value)
+        return view
 
     def _part(self, value: FunctionalTensor) -> None:
         """Let a tensor whose shape changes in place be none that what is detached shares."""
@@ -127,6 +146,24 @@ class Functional(FunctionalTensorMode):
 
 
 _DETACH: Final = torch.ops.aten.detach.default
+_DEVICE: Final = torch.ops.prim.device.default
+_FUNCTIONALIZE: Final = torch._C.DispatchKey.Functionalize
+_VIEWS: Final = frozenset(
+    {
+        torch.ops.aten.diagonal.default,
+        torch.ops.aten.expand.default,
+        torch.ops.aten.permute.default,
+        torch.ops.aten.select.int,
+        torch.ops.aten.slice.Tensor,
+        torch.ops.aten.squeeze.dim,
+        torch.ops.aten.squeeze.dims,
+        torch.ops.aten.t.default,
+        torch.ops.aten.transpose.int,
+        torch.ops.aten.unsqueeze.default,
+        torch.ops.aten.view.default,
+    }
+)
+"""Operations that return one view of their first argument, the only tensor among them."""
 
 
 def _inner(value: Any) -> Any:

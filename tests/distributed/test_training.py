@@ -13,7 +13,6 @@ from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
 from tests.distributed import actors
 from tests.distributed.actors import Group
 from tests.distributed.crew import Crew, attempt, values
-from tests.distributed.test_same_answers import merge
 from tests.models import assert_identical, assert_same
 
 STEPS = 3
