@@ -63,7 +63,7 @@ def names_of(spec: optree.PyTreeSpec) -> list[str]:
         >>> names_of(pytree.structure([{"w": 1, "norm.bias": 2}, (3,)]))
         ['0.norm.bias', '0.w', '1.0']
     """
-    names = [".".join(map(str, path)) for path in spec.paths()]
+    names = [".".join(map(str, path)) for path in pytree.key_paths(spec)]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise BatchError(

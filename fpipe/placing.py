@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fpipe import dtensors
 from fpipe.errors import StageError, a_type
 from fpipe.schedule import Schedule
 
@@ -81,4 +82,6 @@ def group_of(
             f"mesh has the dimensions {mesh.mesh_dim_names}, none of which is named 'pp': "
             "init_device_mesh(..., mesh_dim_names=('dp', 'pp')) names them"
         )
-    return mesh.get_group("pp")
+    ranks = mesh.get_group("pp")
+    dtensors.learn(mesh, ranks.group_name)
+    return ranks

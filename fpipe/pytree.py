@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import register_pytree_node
 
+from fpipe import dtensors
 from fpipe.errors import BatchError, a_type, shown
 from fpipe.microbatches import Microbatches
 
@@ -41,8 +42,15 @@ register_pytree_node(
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     """The leaves of `tree` and its structure. None is a node without leaves."""
+    if not dtensors.registered:
+        dtensors.register()
     leaves, spec = optree.tree_flatten(tree, namespace=NAMESPACE)
     return leaves, spec
+
+
+def key_paths(spec: optree.PyTreeSpec) -> list[tuple[Any, ...]]:
+    """The keys and indices that lead to each leaf."""
+    return [path[:-1] if path and path[-1] is dtensors.LOCAL else path for path in spec.paths()]
 
 
 def tensors(name: str, tree: Any, hint: str) -> tuple[list[Tensor], optree.PyTreeSpec]:
@@ -180,7 +188,7 @@ def unflatten(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:
 
 def structure(tree: Any) -> optree.PyTreeSpec:
     """The structure of `tree` without its leaves."""
-    return optree.tree_structure(tree, namespace=NAMESPACE)
+    return flatten(tree)[1]
 
 
 def orders(spec: optree.PyTreeSpec) -> tuple[Any, ...]:

@@ -161,6 +161,7 @@ def node_of(value: Tensor) -> fx.Node | None:
     mode = get_proxy_mode()
     if mode is None:
         return None
+    value = getattr(value, "_local_tensor", value)  # of a DTensor
     while isinstance(value, FunctionalTensor):
         value = from_fun(value)
     entry = mode.tracer.tensor_tracker.get(value)

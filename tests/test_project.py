@@ -98,6 +98,7 @@ PUBLIC_PURE: Final = frozenset(
 # The rooms of docs/architecture.md: a module imports from its own layer or from those above it.
 LAYERS: Final = (
     (
+        "fpipe.dtensors",
         "fpipe.errors",
         "fpipe.microbatches",
         "fpipe.torch_internals",

@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from fpipe.dtensors import recall
 from fpipe.errors import FpipeError, PipelineError, told
 from fpipe.execute.ahead import Ahead
 from fpipe.execute.calls import Call, Calls
@@ -90,6 +91,7 @@ class MultiController:
         store = dist.PrefixStore("fpipe", dist.distributed_c10d._get_default_store())
         # Every rank makes its pipelines in the same order, so counting them names this one.
         named_group = f"{group.group_name}/{'-'.join(members)}"
+        self._group_name = group.group_name
         self._number = store.add(f"pipelines/{named_group}/{self._rank}", 1)
         self._name = f"{named_group}/{self._number}"
         self._lines = lines_of(group, self._name, store, device)
@@ -168,6 +170,7 @@ class MultiController:
         """Agree with the other ranks, and run; what can be computed meanwhile is."""
         ahead = self._ahead(call)
         try:
+            recall(self._group_name)
             agreed = self._calls.agree(call)
         except BaseException:
             if ahead is not None:

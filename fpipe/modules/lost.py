@@ -22,9 +22,10 @@ _WRAPPERS = {
 # What modules are given by torch.distributed._composable: hooks around their forward.
 _COMPOSED = "torch.distributed._composable"
 
+_SHARDED = frozenset({"FSDPModule", "FullyShardedDataParallel"})
 _WHOLE = (
-    "pass the module as it is before it is sharded: a pipeline divides it by layers, and what "
-    "divides layers communicates in stage functions (docs/distributed.md)"
+    "pass the module as it is before it is sharded: a pipeline divides it by layers, and "
+    "parallelize_module may divide the layers (docs/distributed.md)"
 )
 
 
@@ -37,8 +38,10 @@ def refuse_lost(module: nn.Module) -> None:
     for path, part in module.named_modules():
         kind = type(part).__name__
         where = f"module.get_submodule({path!r})" if path else "module"
-        if kind == "FullyShardedDataParallel":
-            raise StageError(f"{where} is a {kind}: {_WHOLE}")
+        sharded = {base.__name__ for base in type(part).__mro__}.intersection(_SHARDED)
+        if sharded:
+            as_what = "" if kind in sharded else f", a {sharded.pop()}"
+            raise StageError(f"{where} is a {kind}{as_what}: {_WHOLE}")
         inner, why = _WRAPPERS.get(kind, ("", ""))
         if inner in part._modules and type(part).__module__.startswith("torch."):
             raise StageError(
@@ -52,12 +55,6 @@ def refuse_lost(module: nn.Module) -> None:
                     "averages no gradients (do so yourself: docs/distributed.md), and computes "
                     "forwards again by remat= or torch.utils.checkpoint"
                 )
-    for name, parameter in module.named_parameters():
-        if type(parameter).__name__ == "DTensor":
-            raise StageError(
-                f"module.get_parameter({name!r}) is a DTensor, as fully_shard and "
-                f"parallelize_module make: {_WHOLE}"
-            )
     refuse_gradient_hooks(module.named_modules())
 
 

@@ -240,7 +240,7 @@ class ModulePipeline(Pipeline):
     def _missing(self, params: Mapping[str, Tensor]) -> BatchError | None:
         """Which of the parameters that this process has to give has no data."""
         readers = self.readers()
-        for leaf, path in enumerate(pytree.structure(params).paths()):
+        for leaf, path in enumerate(pytree.key_paths(pytree.structure(params))):
             gives = self.rank is None or readers.get((0, leaf), (self.rank,))[0] == self.rank
             if gives and params[path[0]].is_meta:
                 text = f"params[{path[0]!r}] lies on the meta device and has no data"
@@ -291,7 +291,7 @@ class ModulePipeline(Pipeline):
 
 def _in_order(params: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
     """Parameters in the order of the leaves: that in which trees are flattened, on all ranks."""
-    return [(path[0], params[path[0]]) for path in pytree.structure(params).paths()]
+    return [(path[0], params[path[0]]) for path in pytree.key_paths(pytree.structure(params))]
 
 
 def _received(value: Tensor, dtype: torch.dtype, source: int, group: dist.ProcessGroup) -> Tensor:

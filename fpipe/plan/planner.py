@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fpipe import pytree
+from fpipe.dtensors import refuse_placements
 from fpipe.errors import ScheduleError
 from fpipe.inputs.ambient import Ambient, ambient
 from fpipe.inputs.signature import (
@@ -114,6 +116,8 @@ class Planner:
         start = time.perf_counter()
         goal, kinds = signature.goal, signature.kinds
         refuse_without_data(signature)
+        specs = [shape.spec for shape in signature.params]
+        refuse_placements(specs, [shape.spec for shape in signature.batch], pytree.paths)
         traces = signature not in self._workshop
         self._traced[goal] += traces
         log.info(

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fpipe import pytree
+from fpipe import dtensors, pytree
 from fpipe.checks.explain import describe
 from fpipe.errors import StageError, a_type
 from fpipe.inputs.signature import is_differentiable
@@ -109,6 +109,7 @@ class Returns:
         state = whole[1] if self.state else None
         aux = whole[-1] if self.aux else None
         heads = self._several(subject, call, whole[0], 2) if self.weighted else (whole[0],)
+        heads = tuple(map(dtensors.whole, heads))
         loss = heads[0]
         if not isinstance(loss, Tensor) or not _fits(loss, shape) or not _is_real(loss):
             hint = ""

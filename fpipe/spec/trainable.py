@@ -120,7 +120,7 @@ class Trainable:
         if not spec.num_leaves:
             return ()  # such as a part of another process, which is None
         if callable(choice):
-            return tuple(_decided(choice, (*before, *path)) for path in spec.paths())
+            return tuple(_decided(choice, (*before, *path)) for path in pytree.key_paths(spec))
         whole = pytree.unflatten(spec, range(spec.num_leaves))
         flags: list[bool | None] = pytree.broadcast_prefix(name, choice, whole, "params")
         if None in flags:

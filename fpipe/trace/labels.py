@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fpipe.checks.explain import Untraceable
 from fpipe.graph.nodes import COUNT, STAGE, TURN
 from fpipe.torch_internals import (
     autograd_counter,
@@ -89,6 +90,7 @@ class Labels(Seeing):
         self.accumulating: set[int] = set()
         self.handed: dict[Edge, list[Handed]] = defaultdict(list)
         self._index: dict[Any, int] = {}  # autograd's node -> its number
+        self._placed: dict[Edge, tuple[int, Any]] = {}  # the first gradient, if it is a DTensor
         self._backward = False
         self._running = self._done = -1
         self._last: fx.Node | None = None
@@ -164,8 +166,9 @@ class Labels(Seeing):
             found = [None if value is None else node_of(value) for value in fitted]
             self._settle()
             self._done = number
-            for edge, value in zip(self.following[number], found, strict=False):
+            for edge, value, gradient in zip(self.following[number], found, fitted, strict=False):
                 if edge is not None and value is not None:
+                    self._check_placements(edge, number, gradient)
                     self.handed[edge].append(Handed(number, value))
             same = all(map(operator.is_, fitted, given))
             return None if same else fitted
@@ -173,6 +176,20 @@ class Labels(Seeing):
         own = self.custom
         node.register_prehook(begin)
         node.register_hook(end)
+
+    def _check_placements(self, edge: Edge, number: int, gradient: Any) -> None:
+        """Refuse gradients from several stages that cannot be added as they lie.
+
+        Each stage sends its part of a sum as a local tensor.
+        """
+        placements = getattr(gradient, "placements", None)
+        giver, first = self._placed.setdefault(edge, (number, placements))
+        if placements != first and self.stage_of(giver) != self.stage_of(number):
+            raise Untraceable(
+                f"reads a DTensor in several stages, from which gradients come as {first} and as "
+                f"{placements}",
+                "redistribute it where it is made, or pass it on as a plain tensor, .to_local()",
+            )
 
     def _number(self, node: Any) -> int:
         if node not in self._index:

@@ -104,7 +104,7 @@ class LeafByLeaf:
     def _members_of(self, spec: optree.PyTreeSpec) -> list[int | None]:
         """The group of each leaf."""
         if spec not in self._members:
-            pairs = zip(names_of(spec), spec.paths(), strict=True)
+            pairs = zip(names_of(spec), pytree.key_paths(spec), strict=True)
             self._members[spec] = [group_of(self._groups, name, path) for name, path in pairs]
         return self._members[spec]
 

@@ -803,7 +803,7 @@ def composed(module: nn.Module) -> nn.Module:
             lambda: spread(nn.parallel.DistributedDataParallel),
             r"module is a DistributedDataParallel .* \.module; it cannot average the gra",
         ),
-        (lambda: spread(sharded), r"get_parameter\('0\.weight'\) is a DTensor, .* before it is sh"),
+        (lambda: spread(sharded), r"module is a FSDPSequential, a FSDPModule: .* before it is sh"),
         (
             lambda: spread(
                 partial(

@@ -1,0 +1,236 @@
+"""DTensors as nodes of pytrees: a local tensor, and how it lies in the whole.
+
+    DTensor ── flatten ──► local tensor      the structure of the tree holds mesh and placements
+       ▲                       │
+       └────── unflatten ──────┘
+
+So parameters, gradients and what goes between stages may be DTensors, while all that fpipe does is
+about plain tensors. Within a trace both ways are autograd's own (`to_local` and `from_local`), so
+the communication that a placement asks for is recorded with the stage.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import chain, combinations
+from typing import TYPE_CHECKING, Any, Final
+
+import optree
+from torch import Tensor
+
+from fpipe.errors import BatchError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+_MODULE: Final = "torch.distributed.tensor"
+Dims = tuple[tuple[str, ...] | None, tuple[int, ...]]
+
+_MESHES: dict[Dims, DeviceMesh] = {}
+_PIPELINES: dict[str, dict[Dims, DeviceMesh]] = {}
+_kinds: list[Any] = []
+registered = False
+
+_PROBE: Final = object()
+"""Stands for a local tensor where the question is how it lies."""
+
+
+class _Step(Enum):
+    """Not a string, which could be a key of the caller's."""
+
+    LOCAL = "local"
+
+
+LOCAL: Final = _Step.LOCAL
+"""The entry of a path that leads from a DTensor to its local tensor; names leave it out."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where the elements of a DTensor lie.
+
+    Ranks tell each other theirs: each puts its own mesh, whose dimensions have equal names, in the
+    place of the sender's.
+
+    Attributes:
+        dims: the names of the mesh's dimensions, and their sizes.
+        placements: one for each of them.
+        shape: of the whole tensor.
+        stride: of the whole tensor.
+        mesh: that of this process; None where it has none of these dimensions.
+    """
+
+    dims: Dims
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    mesh: DeviceMesh | None = field(repr=False)
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> Placed:
+        """How a DTensor lies."""
+        mesh = tensor.device_mesh
+        return cls(
+            _dims_of(mesh), tuple(tensor.placements), tuple(tensor.shape), tensor.stride(), mesh
+        )
+
+    def made_of(self, local: Tensor) -> Any:
+        """The DTensor with this local tensor."""
+        from torch.distributed.tensor import DTensor
+
+        if self.mesh is None:
+            raise BatchError(
+                f"a DTensor lies over the mesh dimensions {self.dims}, which this process does not "
+                "know: pass the mesh that has them to the pipeline, mesh="
+            )
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=_size(self.shape),
+            stride=self.stride,
+        )
+
+    def __reduce__(self) -> Any:
+        """A mesh is the sender's own; the receiver has another with these dimensions."""
+        return _received, (self.dims, self.placements, self.shape, self.stride)
+
+
+def _received(
+    dims: Dims,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> Placed:
+    return Placed(dims, placements, shape, stride, _MESHES.get(dims))
+
+
+def _size(shape: Sequence[int]) -> Any:
+    import torch
+
+    return torch.Size(shape)
+
+
+def _dims_of(mesh: DeviceMesh) -> Dims:
+    return mesh.mesh_dim_names, tuple(mesh.shape)
+
+
+def learn(mesh: DeviceMesh, pipeline: str) -> None:
+    """Let a process know the mesh of a pipeline, over whose dimensions stages of others may lie.
+
+    Args:
+        mesh: of all its dimensions.
+        pipeline: the name of the process group of its ranks.
+    """
+    importlib.import_module(_MODULE)
+    register()
+    names = [name for name in mesh.mesh_dim_names or () if name != "pp"]
+    parts = chain.from_iterable(combinations(names, n) for n in range(1, len(names) + 1))
+    _PIPELINES[pipeline] = {_dims_of(own): own for own in (mesh[chosen] for chosen in parts)}
+
+
+def recall(pipeline: str) -> None:
+    """What comes from other ranks of this pipeline lies over its mesh."""
+    _MESHES.update(_PIPELINES.get(pipeline, {}))
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a DTensor."""
+    return bool(_kinds) and isinstance(value, _kinds[0])
+
+
+def placements_of(spec: optree.PyTreeSpec) -> list[Placed | None]:
+    """For each leaf of a tree how the DTensor lies whose local tensor it is, None for a tensor."""
+    if not registered:
+        return [None] * spec.num_leaves
+    found = optree.tree_unflatten(spec, [_PROBE] * spec.num_leaves)
+    leaves = optree.tree_leaves(found, namespace="fpipe")
+    return [leaf if isinstance(leaf, Placed) else None for leaf in leaves]
+
+
+def whole(value: Any) -> Any:
+    """All of a DTensor, on every rank of its mesh; any other value itself."""
+    return value.full_tensor() if is_dtensor(value) else value
+
+
+def register() -> None:
+    """Let DTensors be nodes, once anyone has imported them."""
+    global registered
+    module = sys.modules.get(_MODULE)
+    kind = getattr(module, "DTensor", None)
+    if _kinds or kind is None:
+        return
+    _kinds.append(kind)
+    registered = True
+    optree.register_pytree_node(
+        kind,
+        _taken_apart,
+        _made,
+        path_entry_type=_LocalEntry,
+        namespace="fpipe",
+    )
+
+
+def _taken_apart(tensor: Any) -> Any:
+    return (tensor.to_local(),), Placed.of(tensor), (LOCAL,)
+
+
+def _made(placed: Any, children: Any) -> Any:
+    """A DTensor; what stands for one in a tree of other things stays as it is."""
+    [local] = children
+    if local is _PROBE:
+        return placed
+    return placed.made_of(local) if isinstance(local, Tensor) else local
+
+
+class _LocalEntry(optree.PyTreeEntry):
+    """The step to a local tensor, of which a path says nothing."""
+
+    def codify(self, /, node: str = "") -> str:
+        """The expression of the DTensor itself."""
+        return node
+
+
+def refuse_placements(
+    params: Sequence[optree.PyTreeSpec], batch: Sequence[optree.PyTreeSpec], paths: Any
+) -> None:
+    """Refuse DTensors that a pipeline cannot take.
+
+    Args:
+        params: the structure of each stage's parameters.
+        batch: the structure of microbatches.
+        paths: from a structure to how its leaves are written.
+
+    Raises:
+        BatchError: names the leaf, the rule and the way out.
+    """
+    for stage, spec in enumerate(params):
+        for index, placed in enumerate(placements_of(spec)):
+            if placed is None:
+                continue
+            where = f"params{paths(spec)[index]} of stage {stage}"
+            if "pp" in (placed.dims[0] or ()):
+                raise BatchError(
+                    f"{where} is a DTensor over {placed.dims[0]}: the dimension 'pp' divides "
+                    "stages and no tensors; place it over the others, mesh['tp']"
+                )
+            if any(placement.is_partial() for placement in placed.placements):
+                raise BatchError(
+                    f"{where} is a DTensor placed {placed.placements}, a sum that is not yet "
+                    "taken: redistribute it to Replicate() or Shard(dim)"
+                )
+    for spec in batch:
+        for index, placed in enumerate(placements_of(spec)):
+            if placed is not None:
+                raise BatchError(
+                    f"batch{paths(spec)[index]} is a DTensor: rows are split into microbatches, so "
+                    "pass plain tensors, .to_local() or .full_tensor(); a stage may distribute "
+                    "them"
+                )

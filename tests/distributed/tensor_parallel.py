@@ -1,0 +1,203 @@
+"""Modules that `parallelize_module` divides, pipelined over a mesh, against whole ones."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+
+import fpipe
+from fpipe import Schedule, schedules
+
+WIDTH, HEADS, VOCABULARY = 16, 4, 32
+
+
+class Attention(nn.Module):
+    """Causal attention; a rank has some of the heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        q, k, v = (
+            f(x).view(rows, length, -1, WIDTH // HEADS).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.o(y.transpose(1, 2).flatten(2))
+        return out
+
+
+class Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return y
+
+
+class GPT(nn.Module):
+    """Two blocks, written by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(self.norm(x))
+        return y
+
+
+def sequence_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide a `GPT` by heads and columns, and between them by positions."""
+    by_position, whole = Shard(1), Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "embed": RowwiseParallel(input_layouts=whole, output_layouts=by_position),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(
+            input_layouts=by_position, output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    for i in range(2):
+        block = f"blocks.{i}."
+        plan |= {
+            block + "norm1": SequenceParallel(),
+            block + "norm2": SequenceParallel(),
+            block + "attention": PrepareModuleInput(
+                input_layouts=(by_position,), desired_input_layouts=(whole,)
+            ),
+            **{block + f"attention.{name}": ColwiseParallel() for name in "qkv"},
+            block + "attention.o": RowwiseParallel(output_layouts=by_position),
+            block + "up": ColwiseParallel(input_layouts=by_position),
+            block + "down": RowwiseParallel(output_layouts=by_position),
+        }
+    parallelize_module(module, mesh, plan)
+
+
+def llama() -> nn.Module:
+    """A Llama of Hugging Face, as it comes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        use_cache=False,
+        attn_implementation="eager",
+    )
+    module: nn.Module = LlamaForCausalLM(config)
+    return module
+
+
+def by_columns_and_rows(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide a Llama by heads and columns."""
+    whole = Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "lm_head": ColwiseParallel(output_layouts=whole),
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole),
+    }
+    for i in range(2):
+        layer = f"model.layers.{i}."
+        columns = [f"self_attn.{name}_proj" for name in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
+        plan |= {layer + name: ColwiseParallel() for name in columns}
+        plan |= {layer + name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    parallelize_module(module, mesh, plan)
+
+
+MODELS: dict[str, Any] = {
+    "gpt": (GPT, sequence_parallel, ["embed", "blocks.0", "blocks.1"]),
+    "llama": (
+        llama,
+        by_columns_and_rows,
+        ["model.embed_tokens", "model.layers.0", "model.layers.1"],
+    ),
+}
+
+
+def surprise(output: Any, batch: Any) -> Tensor:
+    """Cross entropy of the next token, of logits that may be divided by columns."""
+    logits = output["logits"] if isinstance(output, dict) else output
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def make(kind: str, dims: tuple[str, ...]) -> tuple[nn.Module, nn.Module, DeviceMesh, Any]:
+    """A whole module, one that is divided over ``"tp"``, the mesh, and a batch."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=dims)
+    build, divide, _ = MODELS[kind]
+    torch.manual_seed(0)
+    whole, module = build().double(), build().double()
+    module.load_state_dict(whole.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, that the mesh is a slice
+        divide(module, mesh["tp"])
+    tokens = torch.randint(0, VOCABULARY, (4, 8))
+    name = "tokens" if kind == "gpt" else "input_ids"
+    return whole, module, mesh, {name: tokens, "labels": tokens.roll(-1, 1)}
+
+
+def pipeline(kind: str, module: nn.Module, schedule: Schedule, **options: Any) -> Any:
+    cuts = MODELS[kind][2]
+    chosen = cuts if schedule.num_stages == 4 else cuts[1:2]
+    return fpipe.from_module(module, schedule=schedule, cuts=chosen, loss=surprise, **options)
+
+
+def errors(
+    group: Any, kind: str, dims: tuple[str, ...], family: str, options: dict[str, Any]
+) -> tuple[float, float, int]:
+    """How far loss and gradients are from those of the whole module, and how many there are."""
+    whole, module, mesh, batch = make(kind, dims)
+    schedule = schedules.get(family, ranks=2, microbatches=2)
+    pipe = pipeline(kind, module, schedule, mesh=mesh, **{"compile": False} | options)
+    params = dict(module.named_parameters())
+    with loss_parallel():
+        loss, grads = pipe.step(params, batch)
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    expected = surprise(whole(**inputs), batch)
+    expected.backward()
+    worst, count = 0.0, 0
+    for name, parameter in whole.named_parameters():
+        grad = grads[name]
+        if grad is None:
+            continue
+        count += 1
+        given: Any = params[name]
+        if isinstance(given, DTensor):
+            assert isinstance(grad, DTensor)
+            assert grad.placements == given.placements
+            assert grad.device_mesh == given.device_mesh
+            grad = grad.full_tensor()
+        assert parameter.grad is not None
+        worst = max(worst, (grad - parameter.grad).abs().max().item())
+    return (loss - expected).abs().item(), worst, count
