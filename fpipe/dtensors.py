@@ -20,6 +20,7 @@ from itertools import chain, combinations
 from typing import TYPE_CHECKING, Any, Final
 
 import optree
+import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.errors import BatchError
@@ -98,6 +99,15 @@ class Placed:
             stride=self.stride,
         )
 
+    def part_of(self, whole: Tensor) -> Tensor:
+        """This process's part of a whole tensor, which every process has; a part stays as it is."""
+        from torch.distributed.tensor import distribute_tensor
+
+        if tuple(whole.shape) != self.shape:
+            return whole
+        assert self.mesh is not None
+        return local(distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None))
+
     def __reduce__(self) -> Any:
         """A mesh is the sender's own; the receiver has another with these dimensions."""
         return _received, (self.dims, self.placements, self.shape, self.stride)
@@ -146,6 +156,19 @@ def is_dtensor(value: Any) -> bool:
     return bool(_kinds) and isinstance(value, _kinds[0])
 
 
+def local(value: Any) -> Any:
+    """The local tensor of a DTensor; any other value itself."""
+    return value.to_local() if is_dtensor(value) else value
+
+
+def structure_of_wholes(spec: optree.PyTreeSpec) -> optree.PyTreeSpec:
+    """A structure in which DTensors are leaves, as a user sees it."""
+    if not registered:
+        return spec
+    tree = optree.tree_unflatten(spec, [_PROBE] * spec.num_leaves)
+    return optree.tree_structure(tree, namespace="fpipe")
+
+
 def placements_of(spec: optree.PyTreeSpec) -> list[Placed | None]:
     """For each leaf of a tree how the DTensor lies whose local tensor it is, None for a tensor."""
     if not registered:
@@ -153,6 +176,35 @@ def placements_of(spec: optree.PyTreeSpec) -> list[Placed | None]:
     found = optree.tree_unflatten(spec, [_PROBE] * spec.num_leaves)
     leaves = optree.tree_leaves(found, namespace="fpipe")
     return [leaf if isinstance(leaf, Placed) else None for leaf in leaves]
+
+
+def add_over_meshes(numbers: Tensor, places: Sequence[Placed | None]) -> Tensor:
+    """Sums over all parts of DTensors, of a number for each local tensor; each element counts once.
+
+    Every process of a mesh must call this, with the same DTensors.
+
+    Args:
+        numbers: one for each leaf of a tree, such as the sum of its squares.
+        places: how each leaf lies.
+    """
+    meshes = dict.fromkeys(place.mesh for place in places if place is not None)
+    if not meshes:
+        return numbers
+    numbers = numbers.clone()
+    for mesh in meshes:
+        assert mesh is not None
+        held = [index for index, own in enumerate(places) if own is not None and own.mesh == mesh]
+        part = numbers[held]
+        for at, index in enumerate(held):
+            place = places[index]
+            assert place is not None
+            for placement, size in zip(place.placements, mesh.shape, strict=True):
+                if placement.is_replicate():
+                    part[at] /= size
+        for dim in range(len(mesh.shape)):
+            dist.all_reduce(part, group=mesh.get_group(dim))
+        numbers[held] = part
+    return numbers
 
 
 def whole(value: Any) -> Any:

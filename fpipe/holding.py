@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fpipe import pytree, random
+from fpipe import dtensors, pytree, random
 from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError, a_type
 from fpipe.inputs.params import check_parts
@@ -179,7 +179,8 @@ def held(
             )
         return found
 
-    leaves, names, spec = pipe.each("make its parameters", read, key)
+    skeleton = pipe.each("make its parameters", read, key)
+    _, names, spec = skeleton
     flags = [True] * len(names)
     devices: Sequence[torch.device | None] = [home] * len(names)
     if definition.function:
@@ -197,7 +198,7 @@ def held(
             flags = [stage in own for stage in stages]
         if definition.stage_devices is not None:
             devices = [definition.stage_devices[stage] for stage in stages]
-    filled = _filled(pipe, maker, names, leaves, flags, devices, "parameters")
+    filled = _filled(pipe, maker, skeleton, flags, devices, "parameters")
     return pipe.local(pytree.unflatten(spec, filled))
 
 
@@ -224,9 +225,10 @@ def whole(pipe: Holder, maker: Callable[[Sequence[str]], Make], shapes: Any) -> 
             )
         return _skeleton("a state", shapes, "shapes")
 
-    leaves, names, spec = pipe.each("make its state", read)
+    skeleton = pipe.each("make its state", read)
+    _, names, spec = skeleton
     flags, devices = [True] * len(names), [pipe.definition.device] * len(names)
-    return pytree.unflatten(spec, _filled(pipe, maker, names, leaves, flags, devices, "state"))
+    return pytree.unflatten(spec, _filled(pipe, maker, skeleton, flags, devices, "state"))
 
 
 def own(pipe: Holder, params: Any) -> dict[str, Tensor]:
@@ -235,8 +237,9 @@ def own(pipe: Holder, params: Any) -> dict[str, Tensor]:
     if not definition.function or definition.group is None:
         if not definition.function:
             check_parts("params", params, definition.schedule.num_stages)
-        leaves, spec = pytree.flatten(pipe.local(params))
-        return dict(zip(names_of(spec), leaves, strict=True))
+        held = pipe.local(params)
+        spec = pytree.structure(held)
+        return dict(zip(names_of(spec), pytree.entries(spec, held), strict=True))
     structure = pipe.structure()
     if structure is None:
         raise BatchError(
@@ -245,7 +248,7 @@ def own(pipe: Holder, params: Any) -> dict[str, Tensor]:
             "makes, which trace it"
         )
     try:
-        found: list[Any] = structure.flatten_up_to(params)
+        found = pytree.entries(structure, params)
     except ValueError as error:
         raise BatchError(
             f"params has another structure than the parameters that were traced: {error}"
@@ -282,8 +285,7 @@ def _skeleton(what: str, shapes: Any, name: str) -> Skeleton:
 def _filled(
     pipe: Holder,
     maker: Callable[[Sequence[str]], Make],
-    names: Sequence[str],
-    leaves: Sequence[Tensor],
+    skeleton: Skeleton,
     flags: Sequence[bool],
     devices: Sequence[torch.device | None],
     what: str,
@@ -293,18 +295,28 @@ def _filled(
     Raises:
         PipelineError: another rank cannot make its own.
     """
-    likes = [torch.empty_like(leaf, device="meta") for leaf in leaves]
+    leaves, names, spec = skeleton
+    places = dtensors.placements_of(spec)
+    likes = [
+        torch.empty_like(leaf, device="meta")
+        if place is None
+        else torch.empty(place.shape, dtype=leaf.dtype, device="meta")
+        for leaf, place in zip(leaves, places, strict=True)
+    ]
     wanted = {name: like for name, like, own in zip(names, likes, flags, strict=True) if own}
 
     def make() -> dict[str, Tensor]:
         made = dict(maker(names)(wanted))
-        for name, device in zip(names, devices, strict=True):
+        for name, device, place in zip(names, devices, places, strict=True):
+            if place is not None and name in made:
+                made[name] = place.part_of(made[name])
             if device is not None and name in made:
                 made[name] = _on(device, made[name])
         return made
 
     made = pipe.each(f"make or read its {what}", make)
-    return [made.get(name, like) for name, like in zip(names, likes, strict=True)]
+    bare = [torch.empty_like(leaf, device="meta") for leaf in leaves]
+    return [made.get(name, like) for name, like in zip(names, bare, strict=True)]
 
 
 def _on(device: torch.device, leaf: Tensor) -> Tensor:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isclose, isnan
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
 from fpipe import pytree
 from fpipe.current import in_use
+from fpipe.dtensors import add_over_meshes, placements_of
 from fpipe.engine import Pipeline, check_is_pipeline
 from fpipe.errors import FpipeError, a_type
 from fpipe.execute.header import NORMS, Addend
@@ -118,9 +120,9 @@ def _norm(grads: Any, pipe: Pipeline | Wrapping | None, check: Callable[[], None
 
     def read() -> tuple[Tensor, bool]:
         check()
-        leaves = _leaves(grads)
+        leaves, spec = _leaves(grads)
         wide = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
-        return _squares(leaves), wide
+        return add_over_meshes(_squares(leaves), placements_of(spec)), wide
 
     own: list[Tensor] = []
 
@@ -156,7 +158,7 @@ def _is_bound(number: Any) -> bool:
         return False
 
 
-def _leaves(grads: Any) -> list[Tensor]:
+def _leaves(grads: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     if isinstance(grads, tuple) and type(grads).__module__.startswith("fpipe."):
         # What a call has returned, whose loss would be counted, and scaled.
         fields: tuple[str, ...] = getattr(grads, "_fields", ())
@@ -169,7 +171,7 @@ def _leaves(grads: Any) -> list[Tensor]:
                 f"grads{pytree.paths(spec)[index]}={leaf!r:.60} is not a floating-point tensor: "
                 "what has no gradient must be None"
             )
-    return leaves
+    return leaves, spec
 
 
 def _squares(leaves: Sequence[Tensor]) -> Tensor:

@@ -48,6 +48,21 @@ def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     return leaves, spec
 
 
+def structure_of_wholes(spec: optree.PyTreeSpec) -> optree.PyTreeSpec:
+    """A structure in which DTensors are leaves, as a user sees it."""
+    return dtensors.structure_of_wholes(spec)
+
+
+def entries(spec: optree.PyTreeSpec, tree: Any) -> list[Any]:
+    """What stands in a tree in the places of the leaves of a structure: DTensors are whole.
+
+    Raises:
+        ValueError: it has another structure.
+    """
+    found: list[Any] = dtensors.structure_of_wholes(spec).flatten_up_to(tree)
+    return found
+
+
 def key_paths(spec: optree.PyTreeSpec) -> list[tuple[Any, ...]]:
     """The keys and indices that lead to each leaf."""
     return [path[:-1] if path and path[-1] is dtensors.LOCAL else path for path in spec.paths()]

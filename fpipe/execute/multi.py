@@ -170,7 +170,6 @@ class MultiController:
         """Agree with the other ranks, and run; what can be computed meanwhile is."""
         ahead = self._ahead(call)
         try:
-            recall(self._group_name)
             agreed = self._calls.agree(call)
         except BaseException:
             if ahead is not None:
@@ -321,6 +320,7 @@ class MultiController:
         self._lines.begun += 1
         self._watch.begin(f"{self._name}/fault/{self._steps}")
         try:
+            recall(self._group_name)
             return work()
         except OtherPipeline as error:
             self._steps -= 1  # ranks that have called another one do not count it here

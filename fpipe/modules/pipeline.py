@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fpipe import pytree
 from fpipe.checkpoint.loading import Naming, reading
 from fpipe.definition import Definition
+from fpipe.dtensors import is_dtensor, local, placements_of
 from fpipe.engine import Pipeline
 from fpipe.errors import BatchError, StageError, a_type
 from fpipe.execute.controller import Gather
@@ -270,7 +271,8 @@ class ModulePipeline(Pipeline):
         group = self.definition.group
         readers = self.readers()
         own = dict(module.named_parameters())
-        held = {memory_of(parameter) for parameter in own.values()}
+        held = {memory_of(local(parameter)) for parameter in own.values()}
+        places = placements_of(pytree.structure(params))
         with torch.no_grad():
             # What is copied may be another parameter of the module, to which is copied too.
             values = [
@@ -282,7 +284,8 @@ class ModulePipeline(Pipeline):
                 if group is not None and (0, leaf) in readers:
                     source = readers[0, leaf][0]
                     value = _received(value, dtypes[source][name], source, group)
-                own[name].copy_(value)
+                place = places[leaf]
+                _copy_into(own[name], value if place is None else place.made_of(value))
             # Every rank gets the whole state of a step.
             buffers = dict(module.named_buffers())
             for name, value in buffers_of(state).items():
@@ -291,7 +294,18 @@ class ModulePipeline(Pipeline):
 
 def _in_order(params: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
     """Parameters in the order of the leaves: that in which trees are flattened, on all ranks."""
-    return [(path[0], params[path[0]]) for path in pytree.key_paths(pytree.structure(params))]
+    return [
+        (path[0], local(params[path[0]])) for path in pytree.key_paths(pytree.structure(params))
+    ]
+
+
+def _copy_into(parameter: Any, value: Any) -> None:
+    """Copy a value into a parameter, which may lie otherwise over the same mesh."""
+    if is_dtensor(parameter) and is_dtensor(value):
+        value = value.redistribute(parameter.device_mesh, parameter.placements)
+    elif is_dtensor(value):
+        value = value.full_tensor()
+    parameter.copy_(value)
 
 
 def _received(value: Tensor, dtype: torch.dtype, source: int, group: dist.ProcessGroup) -> Tensor:

@@ -138,6 +138,8 @@ class Functional(FunctionalTensorMode):
             )
 
     def _outer(self, made: Any) -> Any:
+        if isinstance(made, FunctionalTensor):
+            return made  # torch 2.11 has some operations return what they were given
         if isinstance(made, Tensor):
             return FunctionalTensor(torch._to_functional_tensor(made), self)
         if isinstance(made, list | tuple):

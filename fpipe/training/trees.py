@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import optree
-import torch
 from torch import Tensor
 
 from fpipe import pytree
+from fpipe.dtensors import Placed, local, placements_of
 from fpipe.errors import FpipeError, label_of
 from fpipe.holding import names_of
 from fpipe.training.groups import Group, group_of
-from fpipe.training.updates import Updates
+from fpipe.training.updates import Moments, Updates
 
 Trained = Callable[[optree.PyTreeSpec], Sequence[bool]]
 """Whether each leaf of parameters of this structure has a gradient."""
@@ -66,13 +66,17 @@ class LeafByLeaf:
         """Zeros in the shapes of the optimizer's state, for each leaf that is trained."""
         leaves, spec = pytree.flatten(params)
         members, flags = self._members_of(spec), self._trained(spec)
-        moments = [
-            self._updates.init(leaf, self._hyper(member, {}))
-            if flag and self._changes(member) and _has_gradient(leaf)
-            else None
-            for leaf, member, flag in zip(leaves, members, flags, strict=True)
-        ]
-        return pytree.unflatten(spec, moments)
+        places, names = placements_of(spec), names_of(spec)
+        moments: list[Any] = [None] * len(leaves)
+        each = zip(leaves, members, flags, strict=True)
+        for index, (leaf, member, flag) in enumerate(each):
+            if flag and self._changes(member) and _has_gradient(leaf):
+                hyper = self._hyper(member, {})
+                if places[index] is not None:
+                    self._updates.check_divided(names[index], leaf, hyper)
+                state = self._updates.init(leaf, hyper)
+                moments[index] = _placed(state, leaf, places[index])
+        return pytree.unflatten(pytree.structure_of_wholes(spec), moments)
 
     def update(
         self, grads: Any, moments: Any, params: Any, count: int, hyper: Mapping[str, Any]
@@ -81,6 +85,7 @@ class LeafByLeaf:
         leaves, spec = pytree.flatten(params)
         self._updates.replaced(self._updates.defaults, hyper)  # refuses those that are wrong
         values, states = list(leaves), _up_to(spec, moments, "state.moments")
+        places = placements_of(spec)
         hypers = [self._hyper(number, hyper) for number in range(len(self._groups))]
         default = self._hyper(None, hyper)
         each = zip(
@@ -89,8 +94,11 @@ class LeafByLeaf:
         for place, (leaf, grad, state, member) in enumerate(each):
             if grad is not None and state is not None:
                 own = default if member is None else hypers[member]
-                values[place], states[place] = self._updates(leaf, grad, state, own, count)
-        return pytree.unflatten(spec, values), pytree.unflatten(spec, states)
+                parts = {name: local(value) for name, value in state.items()}
+                values[place], parts = self._updates(leaf, local(grad), parts, own, count)
+                states[place] = _placed(parts, leaf, places[place])
+        moved = pytree.unflatten(pytree.structure_of_wholes(spec), states)
+        return pytree.unflatten(spec, values), moved
 
     def _hyper(self, member: int | None, step: Mapping[str, Any]) -> dict[str, Any]:
         """What a group sets wins over a step's value, and that over the default."""
@@ -139,10 +147,20 @@ class PairOfFunctions:
         updates, moments = result
         leaves, spec = pytree.flatten(params)
         moved = [
-            leaf if update is None else (leaf + update).to(leaf.dtype)
+            leaf if update is None else (leaf + local(update)).to(leaf.dtype)
             for leaf, update in zip(leaves, _up_to(spec, updates, "updates"), strict=True)
         ]
         return pytree.unflatten(spec, moved), moments
+
+
+def _placed(state: Moments, leaf: Tensor, place: Placed | None) -> Moments:
+    """The state of a parameter that is a DTensor, placed as it is where it has its shape."""
+    if place is None:
+        return state
+    return {
+        name: place.made_of(value) if value.shape == leaf.shape else value
+        for name, value in state.items()
+    }
 
 
 def _has_gradient(leaf: Tensor) -> bool:
@@ -156,12 +174,6 @@ def _up_to(spec: optree.PyTreeSpec, tree: Any, name: str) -> list[Any]:
         FpipeError: it has another structure.
     """
     try:
-        entries: list[Any] = spec.flatten_up_to(tree)
+        return pytree.entries(spec, tree)
     except ValueError as error:
         raise FpipeError(f"{name} has another structure than params: {error}") from error
-    return entries
-
-
-def detached(params: Any) -> Any:
-    """Parameters without a history: what a step returns is made from values."""
-    return pytree.tree_map(torch.Tensor.detach, params)

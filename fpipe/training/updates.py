@@ -12,9 +12,10 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fpipe.errors import FpipeError, label_of, told
+from fpipe.graph.nodes import value_of
 from fpipe.training.adafactor import Adafactor
 from fpipe.training.recording import (
     COUNT,
@@ -106,6 +107,21 @@ class Updates:
             for name, kind in zip(update.state, update.shapes, strict=True)
         }
 
+    def check_divided(self, name: str, param: Tensor, hyper: Mapping[str, Any]) -> None:
+        """Refuse to update a part of a parameter by itself, where the whole would move otherwise.
+
+        Raises:
+            FpipeError: the optimizer computes with more than the elements one by one.
+        """
+        update = self._recording(param, None, hyper, 0, numbers_of(hyper))
+        odd = [node for node in update.graph.graph.nodes if not _is_elementwise(node)]
+        if odd:
+            raise FpipeError(
+                f"optimizer={self._name} computes {odd[0].target} of the parameter {name!r}, which "
+                "is a DTensor of which this process has a part: take one that treats each element "
+                "by itself, such as AdamW, for it, with groups={...: None} for the others"
+            )
+
     def __call__(
         self,
         param: Tensor,
@@ -154,6 +170,27 @@ class Updates:
         chosen = {name: concrete(value) for name, value in hyper.items()}
         known.append(record_update(self._optimizer, chosen, param, state, count))
         return known[-1]
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    """Whether each element of an operation's result depends on its like alone, and on numbers."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    if torch.Tag.pointwise in node.target.tags or node.target in _ELEMENT_BY_ELEMENT:
+        return True
+    return not value_of(node).dim() if isinstance(node.meta.get("val"), Tensor) else False
+
+
+_ATEN: Final = torch.ops.aten
+_ELEMENT_BY_ELEMENT: Final = frozenset(
+    {
+        _ATEN.clone.default,
+        _ATEN.copy.default,
+        _ATEN.full_like.default,
+        _ATEN.index_put.default,  # where a mask says so
+        _ATEN.zeros_like.default,
+    }
+)
 
 
 def _kind(param: Tensor, state: Moments | None, hyper: Mapping[str, Any]) -> Hashable:

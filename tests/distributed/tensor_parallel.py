@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -201,3 +201,99 @@ def errors(
         assert parameter.grad is not None
         worst = max(worst, (grad - parameter.grad).abs().max().item())
     return (loss - expected).abs().item(), worst, count
+
+
+def trained(group: Any, dims: tuple[str, ...], steps: int = 3) -> dict[str, Any]:
+    """Norms and parameters after clipped steps, beside those of the whole module in one process."""
+    whole, module, mesh, batch = make("gpt", dims)
+    schedule = schedules.zb_h1(ranks=2, microbatches=2)
+    pipe = pipeline("gpt", module, schedule, mesh=mesh, compile=False)
+    trainer = fpipe.train(pipe, torch.optim.AdamW, lr=0.1, max_norm=0.1)
+    params: dict[str, Any] = dict(module.named_parameters())
+    state = trainer.init(params)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.1)
+    norms = []
+    with loss_parallel():
+        for _ in range(steps):
+            _, params, state, norm = trainer.step(params, state, batch)
+            optimizer.zero_grad()
+            surprise(whole(batch["tokens"]), batch).backward()
+            expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+            optimizer.step()
+            norms.append((norm - expected).abs().item())
+    own, worst = pipe.own(params), 0.0
+    expected_params = dict(whole.named_parameters())
+    for name, value in own.items():
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        worst = max(worst, (full - expected_params[name]).abs().max().item())
+    moments = pipe.own({name: (own or {}).get("exp_avg") for name, own in state.moments.items()})
+    placed = all(moments[name].placements == value.placements for name, value in own.items())
+    pipe.load_into(module, params)
+    target = GPT().double()
+    pipe.load_into(target, params)
+    loaded = max(
+        (value - expected_params[name]).abs().max().item()
+        for name, value in target.named_parameters()
+    )
+    parallel = dict(module.named_parameters())
+    same = max(
+        (value.full_tensor() - expected_params[name]).abs().max().item()  # type: ignore[attr-defined]
+        for name, value in parallel.items()
+    )
+    return {"norms": norms, "params": worst, "placed": placed, "loaded": loaded, "same": same}
+
+
+def saved(group: Any, path: str) -> list[Any]:
+    """Parameters that were drawn over the mesh, saved, and read again."""
+    import torch.distributed.checkpoint as dcp
+
+    whole, module, mesh, batch = make("gpt", ("pp", "tp"))
+    schedule = schedules.zb_h1(ranks=2, microbatches=2)
+    pipe = pipeline("gpt", module, schedule, mesh=mesh, compile=False)
+
+    def normal(key: Tensor, name: str, like: Tensor) -> Tensor:
+        return fpipe.random.normal(key, tuple(like.shape), like.dtype)
+
+    example = {name: value.to("meta") for name, value in batch.items()}
+    with loss_parallel():
+        params = pipe.init(normal, fpipe.random.key(0), example)
+    dcp.save(dict(pipe.own(params)), checkpoint_id=path)
+    again = pipe.load(path, example)
+    alone = fpipe.from_module(
+        whole, schedule=schedule, cuts=["blocks.0"], loss=surprise, compile=False
+    )
+    drawn = alone.init(normal, fpipe.random.key(0))
+    read = alone.load(path)
+    results = []
+    for name, value in pipe.own(params).items():
+        results.append((value.full_tensor() - drawn[name]).abs().max().item())
+        results.append((again[name].full_tensor() - drawn[name]).abs().max().item())
+        results.append((read[name] - drawn[name]).abs().max().item())
+    return results
+
+
+def refused(group: Any) -> list[Any]:
+    """Errors of parameters and optimizers that do not fit."""
+    from tests.distributed.crew import attempt
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    stages = [lambda w, x: x @ (w.full_tensor() if isinstance(w, DTensor) else w)] * 2
+    pipe = fpipe.pipeline(
+        stages, lambda y, _: y.square().mean(), schedule, mesh=mesh, compile=False
+    )
+    x, eye = torch.ones(4, 4), torch.eye(4)
+
+    def over(dim: str, placement: Any) -> Any:
+        value = DTensor.from_local(eye, mesh[dim], [placement], run_check=False)
+        return pipe.local([value, value])
+
+    divided = over("tp", Replicate())
+    muon = fpipe.train(pipe, torch.optim.Muon, lr=0.1)
+    return [
+        attempt(pipe.step, over("tp", Partial()), x),
+        attempt(pipe.step, over("pp", Replicate()), x),
+        attempt(pipe.step, divided, DTensor.from_local(x, mesh["tp"], [Replicate()])),
+        attempt(muon.init, divided),
+        attempt(pipe.step, divided, x),
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,3 +39,32 @@ def test_sequence_parallel_module_is_computed_again(crew: Crew) -> None:
 @pytest.mark.inductor
 def test_sequence_parallel_module_is_compiled(crew: Crew) -> None:
     check(crew, "gpt", PP_TP, "one_f_one_b", compile=True)
+
+
+@pytest.mark.parametrize("dims", [PP_TP, TP_PP])
+def test_divided_parameters_are_trained_clipped_and_loaded(
+    crew: Crew, dims: tuple[str, ...]
+) -> None:
+    for part in values(crew.run(tensor_parallel.trained, dims)):
+        assert max(part["norms"]) < 1e-12
+        assert part["params"] < 1e-10
+        assert part["placed"]
+        assert part["loaded"] < 1e-10
+        assert part["same"] < 1e-10
+
+
+def test_divided_parameters_are_drawn_saved_and_read_as_whole_ones(
+    crew: Crew, tmp_path: Path
+) -> None:
+    for part in values(crew.run(tensor_parallel.saved, str(tmp_path / "checkpoint"))):
+        assert part
+        assert max(part) == 0.0
+
+
+def test_what_cannot_be_divided_is_refused(crew: Crew) -> None:
+    for partial, over_pp, batch, muon, good in values(crew.run(tensor_parallel.refused)):
+        assert "a sum that is not yet taken: redistribute it to Replicate()" in partial.error.text
+        assert "the dimension 'pp' divides stages and no tensors" in over_pp.error.text
+        assert "batch is a DTensor: rows are split into microbatches" in batch.error.text
+        assert "which is a DTensor of which this process has a part" in muon.error.text
+        assert good.failure is None
