@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -297,3 +297,34 @@ def refused(group: Any) -> list[Any]:
         attempt(muon.init, divided),
         attempt(pipe.step, divided, x),
     ]
+
+
+def gathered(p: Any, x: Tensor) -> Tensor:
+    """A stage whose parameter lies in rows on several processes, or whole on one."""
+    weight = p["w"]
+    if isinstance(weight, DTensor):
+        weight = weight.full_tensor(grad_placements=[Partial()])
+    return x + torch.tanh(x @ weight)
+
+
+def sharded_over_replicas(group: Any) -> float:
+    """How far gradients of parameters in rows are from those of one process on all of the batch."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.randn(4, 4, dtype=torch.double, generator=generator) for _ in range(2)]
+    batch = torch.randn(8, 4, dtype=torch.double, generator=generator)
+    schedule = schedules.zb_h1(ranks=2, microbatches=2)
+
+    def piped(mesh: DeviceMesh | None) -> fpipe.Pipeline:
+        return fpipe.pipeline(
+            [gathered] * 2, lambda y, _: y.square().mean(), schedule, mesh=mesh, compile=False
+        )
+
+    rows = [{"w": distribute_tensor(w, mesh["dp"], [Shard(0)])} for w in params]
+    pipe = piped(mesh)
+    own = batch.chunk(2)[mesh.get_local_rank("dp")]
+    grads = pipe.step(pipe.local(rows), own).grads
+    whole = piped(None).step([{"w": w} for w in params], batch).grads
+    stage = mesh.get_local_rank("pp")
+    mean = grads[stage]["w"].full_tensor() / 2
+    return (mean - whole[stage]["w"]).abs().max().item()

@@ -68,3 +68,7 @@ def test_what_cannot_be_divided_is_refused(crew: Crew) -> None:
         assert "batch is a DTensor: rows are split into microbatches" in batch.error.text
         assert "which is a DTensor of which this process has a part" in muon.error.text
         assert good.failure is None
+
+
+def test_parameters_in_rows_over_replicas_are_gathered(crew: Crew) -> None:
+    assert max(values(crew.run(tensor_parallel.sharded_over_replicas))) < 1e-12
