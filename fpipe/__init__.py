@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from fpipe.functional.ensemble import vmap
     from fpipe.functional.pullback import vjp
     from fpipe.microbatches import Microbatches
+    from fpipe.modules.balance_table import Balance
     from fpipe.modules.balancing import balance
-    from fpipe.modules.entry import from_module
-    from fpipe.modules.pipeline import ModulePipeline
-    from fpipe.modules.shares import Balance
-    from fpipe.modules.stored import load_buffers
+    from fpipe.modules.checkpoint_names import load_buffers
+    from fpipe.modules.module_entry import from_module
+    from fpipe.modules.module_pipeline import ModulePipeline
     from fpipe.norms import Clipped, clip_by_global_norm, global_norm
     from fpipe.profiling import profile
     from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
@@ -140,10 +140,10 @@ _LAZY = {
         ("fpipe.entry", "pipeline"),
         ("fpipe.microbatches", "Microbatches"),
         ("fpipe.modules.balancing", "balance"),
-        ("fpipe.modules.entry", "from_module"),
-        ("fpipe.modules.pipeline", "ModulePipeline"),
-        ("fpipe.modules.shares", "Balance"),
-        ("fpipe.modules.stored", "load_buffers"),
+        ("fpipe.modules.module_entry", "from_module"),
+        ("fpipe.modules.module_pipeline", "ModulePipeline"),
+        ("fpipe.modules.balance_table", "Balance"),
+        ("fpipe.modules.checkpoint_names", "load_buffers"),
         ("fpipe.norms", "Clipped clip_by_global_norm global_norm"),
         ("fpipe.profiling", "profile"),
         ("fpipe.results", "ForwardAux Step StepAux StepState StepStateAux"),

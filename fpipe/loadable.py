@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fpipe import random
-from fpipe.checkpoint.loading import NO_NAMING, Naming, reading
+from fpipe.checkpoint.checkpoint_reader import NO_NAMING, Naming, reading
 from fpipe.holding import Holder, InitFn, Make, drawn, either, given, held, own, whole
 
 

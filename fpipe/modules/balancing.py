@@ -15,13 +15,13 @@ from fpipe.errors import PipelineError, StageError, check_flags, told
 from fpipe.execute.controller import Gather
 from fpipe.inputs.batch import split
 from fpipe.inputs.signature import batch_shapes
+from fpipe.modules.balance_table import Balance, StageShare
 from fpipe.modules.costs import Loads, counted, parts_of
-from fpipe.modules.declared import declared
 from fpipe.modules.division import divide
-from fpipe.modules.holding import Memory
-from fpipe.modules.loss import Loss, ModuleLoss
 from fpipe.modules.measuring import measured
-from fpipe.modules.shares import Balance, StageShare
+from fpipe.modules.module_config import declared
+from fpipe.modules.module_loss import Loss, ModuleLoss
+from fpipe.modules.stage_memory import Memory
 from fpipe.pieces.compiler import Compile
 from fpipe.schedule import Schedule
 from fpipe.schedule.arguments import plain_number

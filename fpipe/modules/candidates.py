@@ -20,7 +20,7 @@ from fpipe import pytree
 from fpipe.checks.purity import WriteGuard
 from fpipe.errors import StageError, shown
 from fpipe.inputs.signature import TreeShape
-from fpipe.modules.loss import ModuleLoss
+from fpipe.modules.module_loss import ModuleLoss
 from fpipe.trace.abstract import Abstract
 from fpipe.trace.known import Known
 

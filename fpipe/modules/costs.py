@@ -21,11 +21,11 @@ from fpipe.divide.function import FunctionTracer
 from fpipe.graph.nodes import nbytes_of
 from fpipe.graph.sources import Param, Upstream
 from fpipe.inputs.signature import TreeShape
-from fpipe.modules.buffers import shaped_buffers
 from fpipe.modules.candidates import candidates_of
-from fpipe.modules.declared import held_by
 from fpipe.modules.flops import flops_of, is_uncounted
-from fpipe.modules.loss import ModuleLoss
+from fpipe.modules.module_buffers import shaped_buffers
+from fpipe.modules.module_config import held_by
+from fpipe.modules.module_loss import ModuleLoss
 from fpipe.modules.saving import Saved, is_work, made_by, origin_of, saved_of
 from fpipe.spec.objective import Objective
 from fpipe.trace.interrupts import held_back

@@ -12,8 +12,8 @@ from fpipe.engine import Pipeline
 from fpipe.errors import StageError
 from fpipe.inputs.batch import split
 from fpipe.modules.costs import Loads, Part
-from fpipe.modules.declared import held_by, with_cuts
-from fpipe.modules.loss import ModuleLoss
+from fpipe.modules.module_config import held_by, with_cuts
+from fpipe.modules.module_loss import ModuleLoss
 from fpipe.profiling import profile
 from fpipe.schedule.forwards import all_forwards_first
 

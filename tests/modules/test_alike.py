@@ -7,7 +7,7 @@ import torch
 from fpipe.divide.function import FunctionTracer
 from fpipe.graph.sources import Param
 from fpipe.inputs.signature import TreeShape
-from fpipe.modules.loss import ModuleLoss
+from fpipe.modules.module_loss import ModuleLoss
 from fpipe.pytree import flatten
 from fpipe.spec.objective import Objective
 from tests.modules.models import CUTS, detached, language_model, make_batch

@@ -12,7 +12,7 @@ import fpipe
 from fpipe import random
 from fpipe.divide.function import FunctionTracer
 from fpipe.inputs.signature import TreeShape
-from fpipe.modules.loss import ModuleLoss
+from fpipe.modules.module_loss import ModuleLoss
 from fpipe.pytree import flatten
 from fpipe.spec.objective import Objective
 from tests.models import assert_identical

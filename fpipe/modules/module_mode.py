@@ -16,8 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fpipe.modules.lost import has_gradient_hooks, refuse_gradient_hooks
-from fpipe.modules.tracing import as_left
+from fpipe.modules.module_function import as_left
+from fpipe.modules.module_guards import has_gradient_hooks, refuse_gradient_hooks
 
 log = logging.getLogger("fpipe")
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpipe.checkpoint.loading import Naming, reading
-from fpipe.modules.buffers import is_stored
+from fpipe.checkpoint.checkpoint_reader import Naming, reading
+from fpipe.modules.module_buffers import is_stored
 
 
 def naming_of_parameters(module: nn.Module) -> Naming:

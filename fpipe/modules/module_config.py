@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from fpipe.convention import called
 from fpipe.definition import Definition
 from fpipe.errors import StageError, a_type
-from fpipe.modules.loss import Loss, ModuleLoss, modules_in
-from fpipe.modules.lost import refuse_lost
-from fpipe.modules.mode import Mode
+from fpipe.modules.module_guards import refuse_lost
+from fpipe.modules.module_loss import Loss, ModuleLoss, modules_in
+from fpipe.modules.module_mode import Mode
 from fpipe.nn import state_of
 from fpipe.schedule import Schedule
 from fpipe.spec.trainable import Trainable

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fpipe import pytree
-from fpipe.checkpoint.loading import Naming, reading
+from fpipe.checkpoint.checkpoint_reader import Naming, reading
 from fpipe.definition import Definition
 from fpipe.dtensors import is_dtensor, local, placements_of
 from fpipe.engine import Pipeline
@@ -24,11 +24,11 @@ from fpipe.execute.refusal import odd_one_out, refusal
 from fpipe.execute.sample import Sample, numbers
 from fpipe.holding import Make, whole
 from fpipe.inputs.signature import memory_of
-from fpipe.modules.buffers import real_buffers, refuse_missing
-from fpipe.modules.declared import copied
-from fpipe.modules.loss import ModuleLoss, check_state
-from fpipe.modules.shares import Balance
-from fpipe.modules.stored import naming_of_buffers, naming_of_parameters
+from fpipe.modules.balance_table import Balance
+from fpipe.modules.checkpoint_names import naming_of_buffers, naming_of_parameters
+from fpipe.modules.module_buffers import real_buffers, refuse_missing
+from fpipe.modules.module_config import copied
+from fpipe.modules.module_loss import ModuleLoss, check_state
 from fpipe.nn import buffers_of, state_of, with_buffers
 from fpipe.plan.workshop import Workshop
 from fpipe.transport.connect import device_of
