@@ -16,9 +16,8 @@ from fpipe.execute.controller import Gather
 from fpipe.inputs.batch import split
 from fpipe.inputs.signature import batch_shapes
 from fpipe.modules.balance_table import Balance, StageShare
-from fpipe.modules.costs import Loads, counted, parts_of
+from fpipe.modules.costs import Loads, counted, measured, parts_of
 from fpipe.modules.division import divide
-from fpipe.modules.measuring import measured
 from fpipe.modules.module_config import declared
 from fpipe.modules.module_loss import Loss, ModuleLoss
 from fpipe.modules.stage_memory import Memory

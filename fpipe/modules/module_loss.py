@@ -18,10 +18,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fpipe.divide.cut import cut
 from fpipe.errors import BatchError, FpipeError, StageError, a_type, few
-from fpipe.modules.aliases import refuse_aliases
 from fpipe.modules.module_buffers import refuse_missing
 from fpipe.modules.module_function import explaining, unchanged
-from fpipe.modules.module_guards import refuse_global_hooks
+from fpipe.modules.module_guards import refuse_aliases, refuse_global_hooks
 from fpipe.nn import buffers_of, call_and_note, called_with
 from fpipe.spec.returns import LOSS, Returns
 
