@@ -250,6 +250,26 @@ class _LocalEntry(optree.PyTreeEntry):
         return node
 
 
+def refuse_transformed(tree: Any, transform: str) -> None:
+    """Refuse DTensors where a transform would take their local tensors for all of them.
+
+    Args:
+        tree: what a pipeline is called with.
+        transform: how it is called in the message.
+
+    Raises:
+        BatchError: there is one.
+    """
+    # They are not taken apart: torch refuses that within its transforms.
+    if registered and any(
+        map(is_dtensor, optree.tree_leaves(tree, is_leaf=is_dtensor, namespace="fpipe"))
+    ):
+        raise BatchError(
+            f"DTensors among the arguments of {transform}, which does not know how they lie: pass "
+            "plain tensors, .full_tensor(), or call the pipeline that is not transformed"
+        )
+
+
 def refuse_placements(
     params: Sequence[optree.PyTreeSpec], batch: Sequence[optree.PyTreeSpec], paths: Any
 ) -> None:

@@ -21,8 +21,10 @@ from fpipe import pytree, random
 from fpipe.autograd.history import has_history, is_tracked, tracked_value
 from fpipe.autograd.levels import call_within, is_within
 from fpipe.autograd.outputs import NO_LOSS, tracked_forward, without_history
+from fpipe.convention import DEFERRED, PLAIN, STATE
 from fpipe.definition import ONE_BATCH, Definition
 from fpipe.draws import within_pipeline
+from fpipe.dtensors import refuse_transformed
 from fpipe.errors import BatchError, FpipeError, StageError, a_type
 from fpipe.execute.choosing import controller_of, workshop_of
 from fpipe.execute.controller import Gather
@@ -449,6 +451,8 @@ class Pipeline(Loadable):
                 "batch=None on the rank of the first stage, which gets the gradients by the batch: "
                 "pass it there, of which leaves that others read may lie on the meta device"
             )
+        if definition.convention not in (PLAIN, STATE, DEFERRED):
+            refuse_transformed(arguments, "a transform of fpipe, such as fpipe.vmap and fpipe.hvp")
         return definition.convention.enter(*arguments)
 
 

@@ -23,6 +23,7 @@ from fpipe import pytree
 from fpipe.autograd.call import Call, refuse
 from fpipe.autograd.derived import Callee, Method
 from fpipe.autograd.history import has_history, is_tracked, tracked_step, tracked_value
+from fpipe.dtensors import refuse_transformed
 from fpipe.inputs.caller_modes import refuse_modes
 from fpipe.results import Step, StepAux
 from fpipe.torch_internals import functorch, retrieve_current_functorch_interpreter
@@ -63,6 +64,7 @@ def call_within(pipe: Callee, method: Method, *arguments: Any, **options: Any) -
 def _call_within(pipe: Callee, method: Method, *arguments: Any, **options: Any) -> Any:
     if functorch.peek_interpreter_stack() is None:
         return _call_outside(pipe, method, *arguments, **options)
+    refuse_transformed(arguments, "a pipeline within a transform of torch.func")
     interpreter = retrieve_current_functorch_interpreter()
     kind, level = interpreter.key().name, interpreter.level()
     leaves, spec = pytree.flatten(arguments)

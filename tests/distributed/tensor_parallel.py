@@ -328,3 +328,128 @@ def sharded_over_replicas(group: Any) -> float:
     stage = mesh.get_local_rank("pp")
     mean = grads[stage]["w"].full_tensor() / 2
     return (mean - whole[stage]["w"]).abs().max().item()
+
+
+def running(params: Any, state: Any, batch: Any) -> Any:
+    """A linear layer whose outputs have a running mean; both may be divided by columns."""
+    x = batch["x"]
+    if isinstance(params, DTensor):
+        x = DTensor.from_local(x, params.device_mesh, [Replicate()], run_check=False)
+    y = x @ params
+    return (y - state).square().mean(), 0.9 * state + 0.1 * y.detach().mean(0)
+
+
+def with_state(group: Any) -> tuple[float, float, float, bool]:
+    """How far a step with a divided state is from that of one process, and how the state lies."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(4, 6, dtype=torch.double, generator=generator)
+    batch = {"x": torch.randn(8, 4, dtype=torch.double, generator=generator)}
+    mean = torch.zeros(6, dtype=torch.double)
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+
+    def cut(params: Any, state: Any, batch: Any) -> Any:
+        fpipe.cut(batch["x"])
+        return running(params, state, batch)
+
+    def piped(mesh: DeviceMesh | None) -> fpipe.Pipeline:
+        return fpipe.pipeline(cut, schedule=schedule, has_state=True, mesh=mesh, compile=False)
+
+    tp = mesh["tp"]
+    divided = distribute_tensor(weight, tp, [Shard(1)]), distribute_tensor(mean, tp, [Shard(0)])
+    loss, grads, state = piped(mesh).step(*divided, batch)
+    expected = piped(None).step(weight, mean, batch)
+    off = 0.0 if grads is None else (grads.full_tensor() - expected.grads).abs().max().item()
+    return (
+        (loss - expected.loss).abs().item(),
+        off,
+        (state.full_tensor() - expected.state).abs().max().item(),
+        state.placements == (Shard(0),),
+    )
+
+
+def transformed(group: Any) -> list[Any]:
+    """Errors of transforms."""
+    from tests.distributed.crew import attempt
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+    stages = [lambda w, x: x @ (w.full_tensor() if isinstance(w, DTensor) else w)] * 2
+    pipe = fpipe.pipeline(
+        stages, lambda y, _: y.square().mean(), schedule, mesh=mesh, compile=False
+    )
+    value = DTensor.from_local(torch.eye(4), mesh["tp"], [Replicate()], run_check=False)
+    members = DTensor.from_local(torch.ones(2, 4, 4), mesh["tp"], [Replicate()], run_check=False)
+    params, x = pipe.local([value, value]), torch.ones(4, 4)
+    many = pipe.local([members, members])
+
+    def mapped() -> Any:
+        return torch.func.vmap(lambda x: pipe.step(params, x).loss)(torch.ones(2, 4, 4))
+
+    return [
+        attempt(fpipe.vmap(pipe).step, many, x),
+        attempt(fpipe.hvp(pipe).step, params, x, params),
+        attempt(mapped),
+        attempt(pipe.step, params, x),
+    ]
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter, and a table that both ends read; 3 does not divide by 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 6)
+        self.base = nn.Linear(6, 3)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 3, bias=False)
+        self.back = nn.Linear(3, 6)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        h = torch.tanh(self.base(x) + self.up(self.down(x)))
+        y: Tensor = self.head(x + self.back(h))
+        return y
+
+
+def adapted(group: Any) -> tuple[float, float, int]:
+    """How far gradients of adapters, of a tied table and of uneven parts are from one process's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    torch.manual_seed(0)
+    whole, module = Adapted().double(), Adapted().double()
+    module.load_state_dict(whole.state_dict())
+    module.base.requires_grad_(False)
+    plan: dict[str, ParallelStyle] = {
+        # As DTensors, for 2 and 1 columns are not taken for 2 and 2.
+        "base": ColwiseParallel(use_local_output=False),
+        "up": ColwiseParallel(use_local_output=False),
+        "back": RowwiseParallel(),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parallelize_module(module, mesh["tp"], plan)
+    pipe = fpipe.from_module(
+        module,
+        schedule=schedules.zb_h1(ranks=2, microbatches=2),
+        cuts=["base"],
+        loss=surprise,
+        mesh=mesh,
+        compile=False,
+    )
+    tokens = torch.randint(0, 7, (4, 5))
+    batch = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
+    params: dict[str, Any] = dict(module.named_parameters())
+    loss, grads = pipe.step(params, batch)
+    expected = surprise(whole(tokens), batch)
+    expected.backward()
+    own = {name: grad for name, grad in pipe.own(grads).items() if grad is not None}
+    assert not any("base" in name for name in own)
+    worst = 0.0
+    for name, parameter in whole.named_parameters():
+        if name in own:
+            grad = own[name]
+            full = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            assert parameter.grad is not None
+            worst = max(worst, (full - parameter.grad).abs().max().item())
+    return (loss - expected).abs().item(), worst, len(own)

@@ -72,3 +72,23 @@ def test_what_cannot_be_divided_is_refused(crew: Crew) -> None:
 
 def test_parameters_in_rows_over_replicas_are_gathered(crew: Crew) -> None:
     assert max(values(crew.run(tensor_parallel.sharded_over_replicas))) < 1e-12
+
+
+def test_a_divided_state_is_threaded(crew: Crew) -> None:
+    for *differences, placed in values(crew.run(tensor_parallel.with_state)):
+        assert max(differences) < 1e-12
+        assert placed
+
+
+def test_transforms_refuse_what_is_divided(crew: Crew) -> None:
+    for *refused, good in values(crew.run(tensor_parallel.transformed)):
+        for outcome in refused:
+            assert "DTensors among the arguments of a" in outcome.error.text
+        assert good.failure is None
+
+
+def test_adapters_tied_tables_and_uneven_parts(crew: Crew) -> None:
+    for loss, gradients, count in values(crew.run(tensor_parallel.adapted)):
+        assert loss < 1e-12
+        assert gradients < 1e-12
+        assert count
