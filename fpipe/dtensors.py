@@ -146,6 +146,11 @@ def learn(mesh: DeviceMesh, pipeline: str) -> None:
     _PIPELINES[pipeline] = {_dims_of(own): own for own in (mesh[chosen] for chosen in parts)}
 
 
+def meshes_of(pipeline: str) -> list[DeviceMesh]:
+    """The meshes over which DTensors of a pipeline may lie; none if it was made without `mesh`."""
+    return list(_PIPELINES.get(pipeline, {}).values())
+
+
 def recall(pipeline: str) -> None:
     """What comes from other ranks of this pipeline lies over its mesh."""
     _MESHES.update(_PIPELINES.get(pipeline, {}))

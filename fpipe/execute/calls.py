@@ -21,6 +21,7 @@ from fpipe.execute.digests import digest, identity
 from fpipe.execute.gathering import connected, gather_objects
 from fpipe.execute.header import CALLS, HISTORY, Header, check_calls, check_keys, start_headers
 from fpipe.execute.keys import Words, as_number
+from fpipe.execute.meshes import check_meshes, compare_rows
 from fpipe.execute.offer import (
     Offer,
     check_numbers,
@@ -139,6 +140,7 @@ class Calls:
         setup: what must be the same on all ranks, as texts by name.
         prepare: gets the programs of a new plan ready to run, on all ranks at once.
         number: of the pipeline, among those of the group.
+        pipeline: the name of the process group.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class Calls:
         setup: Mapping[str, str],
         prepare: Callable[[Sequence[Program]], None],
         number: int,
+        pipeline: str,
     ) -> None:
         self._planner = planner
         self._reader = reader
@@ -164,6 +167,7 @@ class Calls:
         self._setup = {name: digest(text) for name, text in setup.items()}
         self._prepare = prepare
         self._number = number
+        self._pipeline = pipeline
         # All ranks agree on the same in the same order, and so forget the same.
         self._agreed: Latest[tuple[int, ...], _Kept] = Latest()
         # What this rank alone expects.
@@ -310,6 +314,7 @@ class Calls:
         finally:
             del problem  # as in `announce`
         assert plan is not None
+        compare_rows(signature, self._schedule)
         programs = plan.programs
         connected(lambda: self._prepare(programs))
         return plan
@@ -334,6 +339,7 @@ class Calls:
     def _planned(self, signature: Signature) -> tuple[Plan | None, str, Exception | None]:
         """The plan and its digest, or why there is none."""
         try:
+            check_meshes(signature, self._pipeline)
             plan = self._planner(signature)
             # Not how much they hold: one rank may run uncompiled, to be looked at.
             texts = [describe(program, weighed=False) for program in plan.programs]

@@ -138,6 +138,7 @@ class MultiController:
             setup=setup,
             prepare=partial(_open, self._transports),
             number=self._number,
+            pipeline=self._group_name,
         )
 
     def _connected(self, kind: type[GroupTransport], device: torch.device) -> GroupTransport:

@@ -289,12 +289,17 @@ def refused(group: Any) -> list[Any]:
         return pipe.local([value, value])
 
     divided = over("tp", Replicate())
+    foreign = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+    abroad = DTensor.from_local(eye, foreign, [Replicate()], run_check=False)
+    other = torch.ones(4 + 4 * mesh.get_local_rank("tp"), 4)
     muon = fpipe.train(pipe, torch.optim.Muon, lr=0.1)
     return [
         attempt(pipe.step, over("tp", Partial()), x),
         attempt(pipe.step, over("pp", Replicate()), x),
         attempt(pipe.step, divided, DTensor.from_local(x, mesh["tp"], [Replicate()])),
         attempt(muon.init, divided),
+        attempt(pipe.step, pipe.local([abroad, abroad]), x),
+        attempt(pipe.step, divided, other),
         attempt(pipe.step, divided, x),
     ]
 

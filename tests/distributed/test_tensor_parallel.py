@@ -62,11 +62,14 @@ def test_divided_parameters_are_drawn_saved_and_read_as_whole_ones(
 
 
 def test_what_cannot_be_divided_is_refused(crew: Crew) -> None:
-    for partial, over_pp, batch, muon, good in values(crew.run(tensor_parallel.refused)):
+    for outcomes in values(crew.run(tensor_parallel.refused)):
+        partial, over_pp, batch, muon, abroad, other, good = outcomes
         assert "a sum that is not yet taken: redistribute it to Replicate()" in partial.error.text
         assert "the dimension 'pp' divides stages and no tensors" in over_pp.error.text
         assert "batch is a DTensor: rows are split into microbatches" in batch.error.text
         assert "which is a DTensor of which this process has a part" in muon.error.text
+        assert "no part of the pipeline's mesh: make the pipeline with mesh=" in abroad.error.text
+        assert "dimension 'tp' has a batch of another shape than the others" in other.error.text
         assert good.failure is None
 
 
