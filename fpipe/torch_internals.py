@@ -1,20 +1,20 @@
 """The private names of torch that fpipe stands on, in one place.
 
 Tested on torch 2.11, 2.13 and 2.14. A new version of torch that moves one of them fails here, when
-fpipe is imported, and not within a trace.
+fpipe is imported, and not within a trace. The exceptions are the modules that import sympy, for
+half as long as torch itself takes: they are imported at the first trace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
 from torch._C import _functorch as functorch
 from torch._functorch import eager_transforms
-from torch._functorch._aot_autograd import functional_utils
 from torch._functorch.autograd_function import custom_function_call
 from torch._functorch.pyfunctorch import (
     retrieve_current_functorch_interpreter,
@@ -30,14 +30,15 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+if TYPE_CHECKING:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "FunctionalTensor",
     "FunctionalTensorMode",
-    "ShapeEnv",
     "TorchFunctionMetadataMode",
     "autograd_counter",
     "beneath_forward_mode",
@@ -54,6 +55,7 @@ __all__ = [
     "is_transformed",
     "is_within_vmap",
     "make_fx",
+    "make_shape_env",
     "new_placeholder",
     "node_of",
     "nodes_after",
@@ -66,11 +68,25 @@ __all__ = [
 ]
 
 
-to_fun: Callable[[Any], Any] = functional_utils.to_fun
-"""A tensor as a functional one, within `FunctionalTensorMode`."""
+def to_fun(value: Any) -> Any:
+    """A tensor as a functional one, within `FunctionalTensorMode`."""
+    from torch._functorch._aot_autograd import functional_utils
 
-from_fun: Callable[[Any], Any] = functional_utils.from_fun
-"""What a functional tensor stands for; any other tensor itself."""
+    return functional_utils.to_fun(value)
+
+
+def from_fun(value: Any) -> Any:
+    """The value of a functional tensor; any other tensor itself."""
+    from torch._functorch._aot_autograd import functional_utils
+
+    return functional_utils.from_fun(value)
+
+
+def make_shape_env(**options: Any) -> ShapeEnv:
+    """An environment for symbolic sizes and numbers, with the options of torch's `ShapeEnv`."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return ShapeEnv(**options)
 
 
 def autograd_counter() -> int:
@@ -179,6 +195,7 @@ def nodes_after(graph: fx.Graph, node: fx.Node | None) -> Iterable[fx.Node]:
 def symbol_of(env: ShapeEnv, name: str, value: float) -> Any:
     """A symbolic float, or integer, of this name; conditions on it are decided by `value`."""
     from torch._dynamo.source import ConstantSource  # all of dynamo, which most programs never need
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
 
     source = ConstantSource(name)
     symbol = env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)

@@ -309,13 +309,40 @@ def test_import_loads_torch_only_when_a_name_needs_it() -> None:
     """)
 
 
-def test_making_a_pipeline_imports_no_checkpoints() -> None:
-    # A second of every start.
+# Each takes between a quarter of a second and several seconds, which every start would pay.
+SLOW_IMPORTS: Final = (
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.testing",
+    "transformers",
+)
+
+
+def test_making_a_pipeline_imports_nothing_slow_before_its_first_trace() -> None:
+    run_python(f"""
+        import sys
+        import torch
+        by_torch = set(sys.modules)
+        import fpipe
+        fpipe.pipeline, fpipe.from_module
+        loaded = [name for name in {SLOW_IMPORTS!r} if name in sys.modules and name not in by_torch]
+        assert not loaded, loaded
+    """)
+
+
+def test_command_line_runs_without_torch() -> None:
     run_python("""
         import sys
-        import fpipe
-        fpipe.pipeline
-        assert "torch.distributed.checkpoint" not in sys.modules
+        from fpipe.cli import main
+        try:
+            main(["--help"])
+        except SystemExit as end:
+            assert not end.code, end.code
+        assert "torch" not in sys.modules
     """)
 
 

@@ -15,7 +15,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 
 from fpipe.errors import StageError, label_of, told
@@ -27,6 +26,7 @@ from fpipe.inputs.ambient import kernels, without_autocast
 from fpipe.pieces import lowerings
 from fpipe.pieces.piece import Piece
 from fpipe.pieces.products import blas_is_slow, with_onednn
+from fpipe.torch_internals import make_shape_env
 
 log = logging.getLogger("fpipe")
 
@@ -367,7 +367,7 @@ def _kept(examples: Sequence[Tensor]) -> list[Tensor]:
     no symbols in it.
     """
     mode = FakeTensorMode(
-        shape_env=ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        shape_env=make_shape_env(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     )
     with mode:
         return [

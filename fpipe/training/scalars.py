@@ -15,7 +15,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx
 
-from fpipe.torch_internals import ShapeEnv, node_of, symbol_of, track_symbol
+from fpipe.torch_internals import make_shape_env, node_of, symbol_of, track_symbol
 
 Guard = Callable[..., bool]
 """Of the values of the symbols, by their names."""
@@ -25,7 +25,7 @@ class Symbols:
     """Makes symbols, and knows what a recording has taken for granted of them."""
 
     def __init__(self) -> None:
-        self.env = ShapeEnv()
+        self.env = make_shape_env()
         self._names: dict[sympy.Symbol, str] = {}
         self._read = 0
 
