@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,3 +89,46 @@ def test_what_one_rank_refuses_leaves_nobody_waiting(crew: Crew) -> None:
     first, second = values(crew.run(wrong_rate, schedule, ranks=range(2)))
     assert "does not take" in second[0].error.text
     assert_same(first[1], second[1])
+
+
+def saved_and_read(group: Group, schedule: Schedule, path: str, steps: int) -> list[Any]:
+    """Train, save at once, and go on from what was read."""
+    model = actors.model_of("mlp", schedule.num_stages, 8)
+    pipe = actors.pipeline(group, model, schedule)
+    trainer = fpipe.train(pipe, torch.optim.AdamW, lr=0.1)
+    params = pipe.local(model.params)
+    state = trainer.init(params)
+    for _ in range(steps):
+        _, params, state, _ = trainer.step(params, state, model.batch)
+    trainer.save(path, params, state, step=steps)
+    return [params, state.moments]
+
+
+def read_on(group: Group, schedule: Schedule, path: str) -> list[Any]:
+    """What was saved, by other processes, and a step more."""
+    model = actors.model_of("mlp", schedule.num_stages, 8)
+    pipe = actors.pipeline(group, model, schedule)
+    trainer = fpipe.train(pipe, torch.optim.AdamW, lr=0.1)
+    params, state, step, _ = trainer.load(path)
+    return [params, state.moments, step, trainer.step(params, state, model.batch).loss]
+
+
+def by_stage(parts: Sequence[Sequence[Any]], schedule: Schedule) -> list[Any]:
+    """Each stage's own, from the rank that has it."""
+    return [parts[rank][stage] for stage, rank in enumerate(schedule.placement)]
+
+
+def test_a_run_goes_on_over_other_ranks(crew: Crew, tmp_path: Path) -> None:
+    path, saver = str(tmp_path / "last"), schedules.zbv(ranks=2, microbatches=4)
+    parts = values(crew.run(saved_and_read, saver, path, 2, ranks=range(2)))
+    params, moments = (by_stage([part[i] for part in parts], saver) for i in range(2))
+    for schedule, ranks in (
+        (schedules.one_f_one_b(ranks=4, microbatches=4), range(4)),
+        (schedules.zbv(ranks=2, microbatches=4), range(2)),
+    ):
+        read = values(crew.run(read_on, schedule, path, ranks=ranks))
+        assert_identical(by_stage([part[0] for part in read], schedule), params)
+        assert_identical(by_stage([part[1] for part in read], schedule), moments)
+        assert [part[2] for part in read] == [2] * len(ranks)
+        losses = [part[3] for part in read]
+        assert_same(losses, [read_on(None, schedule, path)[3]] * len(ranks))
