@@ -382,9 +382,11 @@ def test_attention_of_members(dtype: torch.dtype) -> None:
         heads = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return heads.transpose(1, 2).flatten(2)
 
+    torch.manual_seed(0)
     schedule = schedules.zb_h1(ranks=2, microbatches=2)
-    w, x = torch.randn(16, 48, device="cuda", dtype=dtype), torch.randn(4, 5, 16, device="cuda")
-    members, x = torch.stack([w, -w]), x.to(dtype)
+    w, x = torch.randn(16, 48), torch.randn(4, 5, 16)
+    w = w / 4  # large scores would magnify the rounding of a product
+    members, x = moved((torch.stack([w, -w]).to(dtype), x.to(dtype)), "cuda")
     pipe = fpipe.pipeline(
         [attend] * 2, lambda y, _: y.float().square().mean(), schedule, compile=False
     )
