@@ -20,6 +20,7 @@ from itertools import chain, combinations
 from typing import TYPE_CHECKING, Any, Final
 
 import optree
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -99,6 +100,10 @@ class Placed:
             stride=self.stride,
         )
 
+    def as_parameter(self, local: Any) -> Any:
+        """The DTensor with this local tensor, for `as_parameters`."""
+        return _AsParameter.apply(local, self) if isinstance(local, Tensor) else local
+
     def part_of(self, whole: Tensor) -> Tensor:
         """This process's part of a whole tensor, which every process has; a part stays as it is."""
         from torch.distributed.tensor import distribute_tensor
@@ -123,8 +128,6 @@ def _received(
 
 
 def _size(shape: Sequence[int]) -> Any:
-    import torch
-
     return torch.Size(shape)
 
 
@@ -210,6 +213,71 @@ def add_over_meshes(numbers: Tensor, places: Sequence[Placed | None]) -> Tensor:
             dist.all_reduce(part, group=mesh.get_group(dim))
         numbers[held] = part
     return numbers
+
+
+def as_parameters(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:
+    """The tree of parameters that a stage takes, whose gradients need not be sums over a mesh yet.
+
+    Where a parameter is `Replicate`, the gradient of its local tensor is this process's part of a
+    sum, so that microbatches add up without communication; `add_up_replicated` takes the sum.
+    """
+    if not registered:
+        return optree.tree_unflatten(spec, leaves)
+    pairs = zip(placements_of(spec), leaves, strict=True)
+    values = [leaf if place is None else place.as_parameter(leaf) for place, leaf in pairs]
+    return optree.tree_unflatten(structure_of_wholes(spec), values)
+
+
+def add_up_replicated(grads: Sequence[Tensor | None], places: Sequence[Placed | None]) -> None:
+    """Take the sums that `as_parameters` has put off, in place: one collective a dimension.
+
+    Every process of a mesh must call this, with gradients of the same parameters.
+
+    Args:
+        grads: gradients of local tensors, whose memory is nobody else's.
+        places: how the DTensors lie whose local tensors they are by.
+    """
+    for mesh in dict.fromkeys(place.mesh for place in places if place is not None):
+        assert mesh is not None
+        for dim in range(mesh.ndim):
+            held = [
+                grad
+                for grad, place in zip(grads, places, strict=True)
+                if grad is not None
+                and place is not None
+                and place.mesh == mesh
+                and place.placements[dim].is_replicate()
+            ]
+            for dtype in dict.fromkeys(grad.dtype for grad in held):
+                alike = [grad for grad in held if grad.dtype == dtype]
+                flat = torch.cat([grad.reshape(-1) for grad in alike])
+                dist.all_reduce(flat, group=mesh.get_group(dim))
+                for grad, part in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
+                    grad.copy_(part.view(grad.shape))
+
+
+class _AsParameter(torch.autograd.Function):
+    """A DTensor of a local tensor, whose gradient is a part of a sum where it is `Replicate`."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, place: Placed) -> Any:
+        ctx.place = place
+        return place.made_of(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Any, None]:
+        from torch.distributed.tensor import Replicate
+
+        place = ctx.place
+        wanted = [
+            target if not target.is_replicate() else (found if found.is_partial() else Replicate())
+            for target, found in zip(place.placements, grad.placements, strict=True)
+        ]
+        local = grad.redistribute(place.mesh, wanted).to_local(grad_placements=wanted)
+        for target, found, size in zip(place.placements, wanted, place.mesh.shape, strict=True):
+            if target.is_replicate() and found.is_replicate():
+                local = local / size  # the same on all of them, which are to be added
+        return local, None
 
 
 def whole(value: Any) -> Any:

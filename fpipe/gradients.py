@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fpipe import pytree
+from fpipe.dtensors import add_up_replicated, placements_of
 from fpipe.inputs.params import Parameters
 from fpipe.inputs.signature import is_differentiable
 from fpipe.plan.plan import Plan
@@ -63,6 +64,7 @@ def gradients(
                 grads.append(None)  # nobody reads it, and whoever has its data is not here
             else:
                 grads.append(torch.zeros_like(plan.sink.lifted(leaf, sum(plan.rows))))
+    add_up_replicated(grads, placements_of(params.spec))
     return grads
 
 

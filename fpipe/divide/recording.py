@@ -23,6 +23,7 @@ from fpipe.divide.dividing import Part, divide
 from fpipe.divide.keyed import draw_from_keys
 from fpipe.divide.updates import keep_changed
 from fpipe.draws import OpenAttention
+from fpipe.dtensors import as_parameters
 from fpipe.errors import StageError, label_of
 from fpipe.graph.rewrites import return_statistics
 from fpipe.graph.sources import BatchLeaf, Key, Param, Source, StateLeaf, Upstream
@@ -256,7 +257,7 @@ class Recorder:
         """What the function returns for flat arguments."""
         count = len(params.values)
         end = count + len(batch.values)
-        given = pytree.unflatten(params.spec, leaves[:count])
+        given = as_parameters(params.spec, leaves[:count])
         return self.loss_fn(
             *(given if self.returns.state else (given,)),
             pytree.unflatten(batch.spec, leaves[count:end]),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fpipe import pytree
 from fpipe.checks.explain import describe, explain
+from fpipe.dtensors import as_parameters
 from fpipe.errors import StageError
 from fpipe.graph.joint import Joint
 from fpipe.graph.nodes import is_zero
@@ -226,7 +227,7 @@ class ChainTracer:
         own = describe("params", pytree.unflatten(params.spec, params.values))
 
         def function(leaves: Sequence[Any]) -> Any:
-            p = pytree.unflatten(params.spec, leaves[:n_params])
+            p = as_parameters(params.spec, leaves[:n_params])
             value = pytree.unflatten(x.spec, leaves[n_params : n_params + n_x])
             microbatch = pytree.unflatten(batch.spec, leaves[n_params + n_x : n_params + n_x + n_b])
             arguments = (p, value, microbatch) if stage.reads_batch else (p, value)

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -13,12 +14,14 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
 from fpipe import Schedule, schedules
@@ -458,3 +461,142 @@ def adapted(group: Any) -> tuple[float, float, int]:
             assert parameter.grad is not None
             worst = max(worst, (full - parameter.grad).abs().max().item())
     return (loss - expected).abs().item(), worst, len(own)
+
+
+def reductions(group: Any, microbatches: int) -> tuple[int, float]:
+    """All-reduces of a step of which a parameter's gradient is a sum over processes; its error."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    schedule = schedules.zb_h1(ranks=2, microbatches=microbatches)
+
+    def stage(scale: Any, x: Tensor) -> Tensor:
+        if not isinstance(scale, DTensor):
+            return torch.tanh(x * scale)
+        whole: Any = DTensor.from_local(x, mesh["tp"], [Replicate()])
+        rows = whole.redistribute(None, [Shard(0)])
+        y: Any = torch.tanh(rows * scale)
+        whole_again: Tensor = y.full_tensor()
+        return whole_again
+
+    def piped(mesh: DeviceMesh | None) -> fpipe.Pipeline:
+        return fpipe.pipeline(
+            [stage] * 2, lambda y, _: y.square().mean(), schedule, mesh=mesh, compile=False
+        )
+
+    generator = torch.Generator().manual_seed(0)
+    scales = [torch.randn(3, dtype=torch.double, generator=generator) for _ in range(2)]
+    batch = torch.randn(16, 3, dtype=torch.double, generator=generator)
+    pipe = piped(mesh)
+    params = pipe.local([distribute_tensor(s, mesh["tp"], [Replicate()]) for s in scales])
+    pipe.step(params, batch)
+    counter = CommDebugMode()
+    with counter:
+        grads = pipe.step(params, batch).grads
+    counts = counter.get_comm_counts()
+    number = sum(n for op, n in counts.items() if "all_reduce" in str(op) or "allreduce" in str(op))
+    place = mesh.get_local_rank("pp")
+    expected = piped(None).step(scales, batch).grads[place]
+    return number, (grads[place].full_tensor() - expected).abs().max().item()
+
+
+class Gathered(nn.Module):
+    """A perceptron whose output is divided by columns, until `PrepareModuleOutput` gathers it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.tanh(self.up(x))
+        return y
+
+
+def crossing(group: Any, family: str) -> tuple[bool, float]:
+    """Whether a DTensor arrives as one between stages; how far gradients are from whole ones."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    schedule = schedules.get(family, ranks=2, microbatches=2)
+    torch.manual_seed(0)
+    whole, divided = Gathered().double(), Gathered().double()
+    divided.load_state_dict(whole.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, that the mesh is a slice
+        parallelize_module(divided.up, mesh["tp"], ColwiseParallel(use_local_output=False))
+        prepare = PrepareModuleOutput(
+            output_layouts=(Shard(-1),), desired_output_layouts=(Shard(0),), use_local_output=False
+        )
+        parallelize_module(divided, mesh["tp"], prepare)
+    arrived = []
+
+    def first(params: Any, x: Tensor) -> Any:
+        module = divided if isinstance(params["up.weight"], DTensor) else whole
+        return {"rows": torch.func.functional_call(module, params, (x,)), "plain": x}
+
+    def second(w: Any, values: Any) -> Tensor:
+        rows, plain = values["rows"], values["plain"]
+        if not isinstance(w, DTensor):
+            return torch.tanh(rows @ w) + plain
+        arrived.append(isinstance(rows, DTensor) and rows.placements == (Shard(0),))
+        columns = rows.redistribute(mesh["tp"], [Replicate()]) @ w  # w is divided by columns
+        whole: Any = torch.tanh(columns.redistribute(mesh["tp"], [Shard(0)]))
+        whole = DTensor.from_local(whole.to_local(), mesh["tp"], [Shard(0)])
+        y: Tensor = whole.full_tensor() + plain
+        return y
+
+    x = torch.randn(8, WIDTH, dtype=torch.double)
+    w = torch.randn(2 * WIDTH, WIDTH, dtype=torch.double)
+    plain: list[Any] = [dict(whole.named_parameters()), w]
+    own: list[Any] = [
+        dict(divided.named_parameters()),
+        distribute_tensor(w, mesh["tp"], [Shard(1)], src_data_rank=None),
+    ]
+
+    def step(params: Any, mesh: DeviceMesh | None) -> Any:
+        pipe = fpipe.pipeline(
+            [first, second],
+            lambda y, _: y.square().mean(),
+            schedule,
+            mesh=mesh,
+            compile=False,
+        )
+        return pipe.step(params if mesh is None else pipe.local(params), x)
+
+    expected, found = step(plain, None), step(own, mesh)
+    place = mesh.get_local_rank("pp")
+    wholes, grads = expected.grads[place], found.grads[place]
+    if place == 1:
+        wholes, grads = {"w": wholes}, {"w": grads}
+    worst = max((grads[n].full_tensor() - wholes[n]).abs().max().item() for n in wholes)
+    return all(arrived), max(worst, (found.loss - expected.loss).abs().item())
+
+
+class _Collectives(TorchDispatchMode):
+    """Writes down which collectives run, in which order, and over which group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: dict[str, list[str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional" and func is not _WAIT:
+            (name,) = [value for value in args if isinstance(value, str) and value.isdigit()]
+            self.ran.setdefault(name, []).append(f"{func} {tuple(args[0].shape)}")
+        return func(*args, **(kwargs or {}))
+
+
+_WAIT: Any = torch.ops._c10d_functional.wait_tensor.default
+
+
+def orders(group: Any) -> list[Any]:
+    """The collectives of a step over this process's part of ``"tp"``, of each of its processes."""
+    _, module, mesh, batch = make("gpt", ("pp", "tp"))
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    pipe = pipeline("gpt", module, schedule, mesh=mesh, compile=False)
+    params = dict(module.named_parameters())
+    with loss_parallel():
+        pipe.step(params, batch)
+        with _Collectives() as collectives:
+            pipe.step(params, batch)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, list(collectives.ran.items()), group=mesh["tp"].get_group())
+    return everyone
