@@ -36,6 +36,7 @@ Dims = tuple[tuple[str, ...] | None, tuple[int, ...]]
 
 _MESHES: dict[Dims, DeviceMesh] = {}
 _PIPELINES: dict[str, dict[Dims, DeviceMesh]] = {}
+_WHOLE: dict[str, DeviceMesh] = {}
 _kinds: list[Any] = []
 registered = False
 
@@ -144,6 +145,7 @@ def learn(mesh: DeviceMesh, pipeline: str) -> None:
     """
     importlib.import_module(_MODULE)
     register()
+    _WHOLE[pipeline] = mesh
     names = [name for name in mesh.mesh_dim_names or () if name != "pp"]
     parts = chain.from_iterable(combinations(names, n) for n in range(1, len(names) + 1))
     _PIPELINES[pipeline] = {_dims_of(own): own for own in (mesh[chosen] for chosen in parts)}
@@ -152,6 +154,11 @@ def learn(mesh: DeviceMesh, pipeline: str) -> None:
 def meshes_of(pipeline: str) -> list[DeviceMesh]:
     """The meshes over which DTensors of a pipeline may lie; none if it was made without `mesh`."""
     return list(_PIPELINES.get(pipeline, {}).values())
+
+
+def whole_mesh(pipeline: str) -> DeviceMesh | None:
+    """The mesh, with all its dimensions, that a pipeline was given; None without `mesh`."""
+    return _WHOLE.get(pipeline)
 
 
 def recall(pipeline: str) -> None:

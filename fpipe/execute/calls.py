@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 
 from fpipe import pytree
-from fpipe.errors import told
+from fpipe.dtensors import placements_of
+from fpipe.errors import PipelineError, told
 from fpipe.execute.controller import Enter, Reader
 from fpipe.execute.digests import digest, identity
 from fpipe.execute.gathering import connected, gather_objects
 from fpipe.execute.header import CALLS, HISTORY, Header, check_calls, check_keys, start_headers
 from fpipe.execute.keys import Words, as_number
-from fpipe.execute.meshes import check_meshes, compare_rows
+from fpipe.execute.meshes import Facts, Rows, check_meshes, facts_of
 from fpipe.execute.offer import (
     Offer,
     check_numbers,
@@ -120,11 +121,13 @@ class _Kept:
         plan: the same on all of them.
         proven: with which offsets it has been run to its end.
         alike: all ranks have been given the same batches so far, bit by bit, as far as is known.
+        facts: what other rows of the mesh must have alike.
     """
 
     plan: Plan
     proven: set[tuple[int, ...]]
     alike: bool
+    facts: Facts
 
 
 class Calls:
@@ -141,6 +144,8 @@ class Calls:
         prepare: gets the programs of a new plan ready to run, on all ranks at once.
         number: of the pipeline, among those of the group.
         pipeline: the name of the process group.
+        rows: of the mesh, None if it has one.
+        given_up: whether to wait no longer for processes of other rows, after so many seconds.
     """
 
     def __init__(
@@ -156,6 +161,8 @@ class Calls:
         prepare: Callable[[Sequence[Program]], None],
         number: int,
         pipeline: str,
+        rows: Rows | None,
+        given_up: Callable[[float], bool],
     ) -> None:
         self._planner = planner
         self._reader = reader
@@ -168,6 +175,9 @@ class Calls:
         self._prepare = prepare
         self._number = number
         self._pipeline = pipeline
+        self._rows = rows
+        self._given_up = given_up
+        self._divided = 0
         # All ranks agree on the same in the same order, and so forget the same.
         self._agreed: Latest[tuple[int, ...], _Kept] = Latest()
         # What this rank alone expects.
@@ -202,6 +212,19 @@ class Calls:
     def agree(self, call: Call) -> Agreed:
         """Find the plan that all ranks run, or make it if anything is new."""
         headers = call.headers()
+        if self._rows is None or not any(header.divided for header in headers):
+            return self._agree(call, headers)[0]
+        self._rows.active = True
+        try:
+            agreed, facts = self._agree(call, headers)
+        except PipelineError as problem:
+            self._rows.check(None, problem, self._given_up)
+            raise
+        self._rows.check(facts, None, self._given_up)
+        return agreed
+
+    def _agree(self, call: Call, headers: Sequence[Header]) -> tuple[Agreed, Facts]:
+        """The plan that all ranks of this row run, and what other rows must have alike."""
         check_calls(headers)
         check_keys(headers)
         given = call.given
@@ -217,7 +240,8 @@ class Calls:
             # Kept only when made: what any rank refused is refused again, by all of them.
             made = self._make_plan(signature)
             alike = same_numbers([h.numbers for h in headers])
-            self._agreed[shapes] = _Kept(made, set(), alike)
+            facts = facts_of(signature, self._schedule)
+            self._agreed[shapes] = _Kept(made, set(), alike, facts)
             self._compare_copies(made, given.params)
         kept = self._agreed[shapes]
         if kept.alike and not same_numbers([h.numbers for h in headers]):
@@ -226,7 +250,7 @@ class Calls:
         self._expected[call.kind] = kept.plan
         offsets = tuple(h.offsets for h in headers)
         records = any(h.records for h in headers)
-        return Agreed(given, kept.plan, records, offsets, kept.proven)
+        return Agreed(given, kept.plan, records, offsets, kept.proven), kept.facts
 
     def _attempt(
         self, enter: Enter, key: Callable[[], Words | None]
@@ -239,15 +263,25 @@ class Calls:
 
     def _header(self, given: Given | None, name: str) -> Header:
         if given is None:
-            return Header(1, CALLS.index(name), 0, 0, 0)
+            return Header(1, CALLS.index(name), 0, 0, 0, divided=self._divided)
         batch = 0
         if given.parts is not None:
             batch = identity((given.parts.division, given.batch))
         own = identity((*given.shapes.items(), given.held, self._planner.ambient()))
         records = int(active() is not None)
         offsets = _offsets(given) if self._device.type == "cuda" else 0
-        number = CALLS.index(name)
-        return Header(0, number, batch, own, records, as_number(given.key), offsets, given.numbers)
+        self._divided = int(any(map(any, map(placements_of, given.params.specs))))
+        return Header(
+            0,
+            CALLS.index(name),
+            batch,
+            own,
+            records,
+            as_number(given.key),
+            offsets,
+            given.numbers,
+            self._divided,
+        )
 
     def _read(self, params: Any, batch: Any, key: Words | None) -> Given:
         own = self._reader.params(params)
@@ -314,7 +348,6 @@ class Calls:
         finally:
             del problem  # as in `announce`
         assert plan is not None
-        compare_rows(signature, self._schedule)
         programs = plan.programs
         connected(lambda: self._prepare(programs))
         return plan

@@ -20,9 +20,10 @@ from fpipe.errors import PipelineError, StageError, told
 from fpipe.execute.ahead import Ahead, prelude
 from fpipe.execute.calls import Agreed, Given
 from fpipe.execute.controller import Finished
-from fpipe.execute.fault import Fault
+from fpipe.execute.fault import Fault, Torn
 from fpipe.execute.gathering import gather, gather_objects
 from fpipe.execute.loading import as_traced, load
+from fpipe.execute.meshes import Rows
 from fpipe.execute.watch import Watch
 from fpipe.inputs.batch import SplitBatch
 from fpipe.inputs.params import Parameters
@@ -47,6 +48,7 @@ class Execution:
         control: the group over which they tell each other how a step ended.
         stages: of this rank.
         device: where it computes.
+        rows: of a mesh, which may share DTensors; None without a mesh, or where it has one row.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class Execution:
         control: dist.ProcessGroup,
         stages: Sequence[int],
         device: torch.device,
+        rows: Rows | None = None,
     ) -> None:
+        self._rows = rows
         self._transport = transport
         self._first = first
         self._watch = watch
@@ -112,6 +116,8 @@ class Execution:
                 failure = self._reported()
                 drain(run, transport)
             except Exception as error:
+                if self._is_shared(plan):
+                    raise Torn(error) from error.__cause__
                 if begun and _is_torn(run, error):
                     raise error.__cause__ or error from None
                 failure = self._blame(error)
@@ -135,6 +141,13 @@ class Execution:
             if recording is not None:
                 recording.timelines.append(timeline_of(plan.schedule, aligned(everyone)))
         return Finished(given.params, plan, [run], total, given.whole)
+
+    def _is_shared(self, plan: Plan) -> bool:
+        """Whether processes of other rows wait for this one in collectives of its pieces.
+
+        Which of a piece are over when it raises is not known, so it cannot be gone through.
+        """
+        return plan.communicates and self._rows is not None and self._rows.active
 
     def _load(self, program: Program, plan: Plan, given: Given) -> Run:
         if program.bindings.batch and given.parts is None:

@@ -8,6 +8,18 @@ from dataclasses import asdict, dataclass
 from fpipe.errors import PipelineError
 
 
+class Torn(Exception):
+    """A step was left half-way: what comes next could not be told from what came before.
+
+    Attributes:
+        failure: what an action raised, if one did; its cause is this error's cause too.
+    """
+
+    def __init__(self, failure: Exception) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
 @dataclass(frozen=True)
 class Fault:
     """Why a step failed.
@@ -56,3 +68,10 @@ class Fault:
             microbatch=self.microbatch,
             action=self.action,
         )
+
+
+def is_connection_error(error: BaseException | None) -> bool:
+    """Whether an operation raised because a process at the other end is gone, or has given up."""
+    text = str(error).lower()
+    broken = ("gloo", "nccl", "connection", "aborted")
+    return isinstance(error, RuntimeError) and any(word in text for word in broken)

@@ -67,6 +67,7 @@ class Header(NamedTuple):
             differ; 0 for the most common.
         numbers: tells the numbers of its batch from those of another step, as `trace_of` makes it;
             0 where there is nothing to tell.
+        divided: 1 if its parameters have DTensors, so that rows of the mesh take the step together.
     """
 
     failed: int
@@ -77,6 +78,7 @@ class Header(NamedTuple):
     key: int = 0
     offsets: int = 0
     numbers: int = 0
+    divided: int = 0
 
 
 class OtherPipeline(PipelineError):

@@ -28,7 +28,7 @@ from fpipe.execute.ahead import Ahead
 from fpipe.execute.calls import Call, Calls
 from fpipe.execute.controller import Enter, Finished, Gather, Reader
 from fpipe.execute.execution import Execution
-from fpipe.execute.fault import Fault
+from fpipe.execute.fault import Fault, Torn, is_connection_error
 from fpipe.execute.gathering import gather_objects
 from fpipe.execute.header import (
     Addend,
@@ -41,6 +41,7 @@ from fpipe.execute.header import (
     of_number,
     sum_of,
 )
+from fpipe.execute.meshes import Rows, rows_of
 from fpipe.execute.refusal import check_problems
 from fpipe.execute.watch import Watch
 from fpipe.inputs.signature import Goal
@@ -48,7 +49,7 @@ from fpipe.plan.planner import Planner
 from fpipe.program.program import Program
 from fpipe.program.transport import ConnectionLost
 from fpipe.schedule import Schedule
-from fpipe.transport.connect import carriers, lines_of, store_to_ask
+from fpipe.transport.connect import Lines, carriers, lines_of, store_to_ask
 from fpipe.transport.group import GroupTransport
 from fpipe.transport.staged import StagedTransport, hindrances
 
@@ -103,14 +104,16 @@ class MultiController:
         # None of these refers to this object: a cycle would keep threads, connections and code
         # until the garbage collector comes by.
         asked = dist.PrefixStore("fpipe", store_to_ask())
+        rows = self._rows = rows_of(group, store, self._lines.timeout)
         self._watch = Watch(
             asked,
             members,
             self._rank,
             timeout,
-            self._lines.ring,
+            partial(_ring, self._lines, self._rows),
             f"{self._lines.name}/lost",
             hosts=dist.get_rank() == 0,
+            beside=lambda: None if rows is None else rows.topic(),
         )
         self._transports = [self._connected(GroupTransport, device)]
         hindered = False
@@ -127,6 +130,7 @@ class MultiController:
             self._control,
             schedule.stages_of(self._rank),
             device,
+            rows,
         )
         self._calls = Calls(
             planner,
@@ -139,6 +143,8 @@ class MultiController:
             prepare=partial(_open, self._transports),
             number=self._number,
             pipeline=self._group_name,
+            rows=rows,
+            given_up=self._watch.gives_up,
         )
 
     def _connected(self, kind: type[GroupTransport], device: torch.device) -> GroupTransport:
@@ -319,6 +325,8 @@ class MultiController:
         """Do it, and find out what has become of a rank that does not."""
         self._steps += 1
         self._lines.begun += 1
+        if self._rows is not None:
+            self._rows.active = False
         self._watch.begin(f"{self._name}/fault/{self._steps}")
         try:
             recall(self._group_name)
@@ -330,6 +338,12 @@ class MultiController:
             raise  # the same on every rank
         except ConnectionLost as lost:
             raise self._give_up(self._watch.culprit(lost.peer, str(lost))) from lost
+        except Torn as torn:
+            cause = torn.failure.__cause__
+            if is_connection_error(cause):
+                # A collective of a piece broke: whoever left it first knows why.
+                raise self._give_up(self._watch.culprit(None, str(cause))) from cause
+            raise self._tear(torn.failure) from cause
         except Exception as error:
             raise self._tear(error) from error
         except BaseException as error:
@@ -340,7 +354,10 @@ class MultiController:
 
     def _tear(self, error: BaseException) -> PipelineError:
         """Messages are left half-way: what comes next could not be told from what came before."""
-        fault = Fault(self._rank, f"rank {self._rank} failed: {told(error)}", breaks=True)
+        if isinstance(error, PipelineError):
+            fault = replace(Fault.of(error), breaks=True)
+        else:
+            fault = Fault(self._rank, f"rank {self._rank} failed: {told(error)}", breaks=True)
         self._broken = fault  # already, for who has interrupted this may do so again
         return self._give_up(self._watch.report(fault))
 
@@ -348,12 +365,19 @@ class MultiController:
         """The connections are lost: wake everyone, and be usable no more."""
         self._broken = replace(fault, breaks=True)
         self._lines.lost = fault.text
-        self._lines.ring()
+        _ring(self._lines, self._rows)
         for transport in self._transports:
             transport.forget()
         self._watch.linger()
         self._watch.close()
         return self._broken.error()
+
+
+def _ring(lines: Lines, rows: Rows | None) -> None:
+    """Break all groups in which a process may wait for this one."""
+    lines.ring()
+    if rows is not None:
+        rows.ring()
 
 
 def _settle(controller: weakref.ref[MultiController], goal: Goal, text: str) -> None:

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import NamedTuple, Protocol
@@ -66,6 +67,7 @@ class Watch:
         timeout: seconds of silence that make a rank faulty.
         ring: breaks the group, so that every operation that waits ends.
         lost: under which pipelines over the same group tell each other why its connections broke.
+        beside: the same for other groups that take the step together with this one, or None.
         hosts: whether this process may host the store.
     """
 
@@ -78,6 +80,7 @@ class Watch:
         ring: Callable[[], None],
         lost: str = "lost",
         hosts: bool = False,
+        beside: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -85,6 +88,7 @@ class Watch:
         self._timeout = timeout
         self._ring = ring
         self._lost_topic = lost
+        self._beside = beside
         self._beats = 0
         self._missed = 0
         self._seen: dict[int, tuple[bytes | None, float]] = {}
@@ -239,6 +243,9 @@ class Watch:
 
     def _hear(self, topic: str, fault: Fault) -> None:
         """Say that this rank knows of a fault, and see which others do."""
+        if (beside := self._beside()) is not None:
+            elsewhere = replace(fault, text=f"in another row of the mesh, {fault.text}")
+            self._store.compare_set(beside, "", elsewhere.dump())
         self._store.set(f"{topic}/heard/{self._rank}", "")
         others = [
             f"{topic}/heard/{rank}"
@@ -257,8 +264,9 @@ class Watch:
         if self._store.check([topic]):
             return Fault.load(self._store.get(topic))
         if (suspicion := self._suspects()) is not None:
-            if self._store.check([self._lost_topic]):
-                return self._tell(topic, Fault.load(self._store.get(self._lost_topic)))
+            for place in (self._lost_topic, self._beside()):
+                if place is not None and self._store.check([place]):
+                    return self._tell(topic, Fault.load(self._store.get(place)))
             silences = [(self._silence(rank), rank) for rank in range(len(self._keys))]
             ended = [(silence, rank) for silence, rank in silences if silence.seconds > DEAD]
             if ended:

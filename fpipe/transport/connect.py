@@ -144,6 +144,7 @@ class Lines:
         busy: held while a call of any pipeline over `group` is under way.
         lost: why they were given up, if they were.
         begun: how many calls have begun.
+        timeout: of the operations of the caller's group.
         owed: tell the other ranks of calls that this one has refused before it told them.
     """
 
@@ -161,12 +162,12 @@ class Lines:
         self._rank = group.rank()
         self._store = dist.PrefixStore(name, store)
         self._interfaces: Sequence[Any] = ()
-        self._timeout = dist.default_pg_timeout
+        self.timeout = dist.default_pg_timeout
         if (nccl := _nccl_of(group)) is not None:
-            self._timeout = nccl.options._timeout
+            self.timeout = nccl.options._timeout
         if carriers(group).get("cpu") == "gloo":
             options: Any = group._get_backend(torch.device("cpu")).options
-            self._timeout = options._timeout
+            self.timeout = options._timeout
             # Groups that share a lazy device wait for each other for ever.
             lazy = os.environ.get("TORCH_GLOO_LAZY_INIT") == "1"
             self._interfaces = _interfaces() if lazy else options._devices
@@ -194,18 +195,14 @@ class Lines:
             rank, size = ranks.index(self._rank), len(ranks)
             if backend == "gloo" and not self._interfaces:
                 self._interfaces = _interfaces()
-            _meet(own, rank, size, self._timeout, given_up)
-            made = connect(backend, own, rank, size, self._timeout, self._interfaces, self.device)
+            _meet(own, rank, size, self.timeout, given_up)
+            made = connect(backend, own, rank, size, self.timeout, self._interfaces, self.device)
             self._made[name] = made
         return self._made[name]
 
     def ring(self) -> None:
         """Wake every operation that waits, here and on other ranks, by breaking the groups."""
-        groups = [group for group in (self._caller(), *self._made.values()) if group is not None]
-        for group in groups:
-            if carriers(group).get("cpu") == "gloo":
-                _ring(group)
-        _abort([nccl for group in groups if (nccl := _nccl_of(group)) is not None])
+        wake([group for group in (self._caller(), *self._made.values()) if group is not None])
 
 
 _LINES: Final[WeakKeyDictionary[dist.ProcessGroup, Lines]] = WeakKeyDictionary()
@@ -232,6 +229,18 @@ def lines_of(group: dist.ProcessGroup, name: str, store: dist.Store, device: tor
             "(torch.distributed.new_group)"
         )
     return lines
+
+
+def connect_peers(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    given_up: Callable[[float], bool],
+) -> dist.ProcessGroup:
+    """A group of gloo, of processes that come to it as `Lines.make` says."""
+    _meet(store, rank, size, timeout, given_up)
+    return connect("gloo", store, rank, size, timeout)
 
 
 def _meet(
@@ -275,6 +284,14 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def wake(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Wake every operation of these groups that waits, on all of their ranks, by breaking them."""
+    for group in groups:
+        if carriers(group).get("cpu") == "gloo":
+            _ring(group)
+    _abort([nccl for group in groups if (nccl := _nccl_of(group)) is not None])
 
 
 def _ring(group: dist.ProcessGroup) -> None:

@@ -93,7 +93,7 @@ def test_what_cannot_be_divided_is_refused(crew: Crew) -> None:
         assert "batch is a DTensor: rows are split into microbatches" in batch.error.text
         assert "which is a DTensor of which this process has a part" in muon.error.text
         assert "no part of the pipeline's mesh: make the pipeline with mesh=" in abroad.error.text
-        assert "dimension 'tp' has a batch of another shape than the others" in other.error.text
+        assert "has a batch of another shape than others of the processes" in other.error.text
         assert good.failure is None
 
 
