@@ -37,14 +37,13 @@ if TYPE_CHECKING:
     from fpipe.engine import Pipeline
     from fpipe.entry import pipeline
     from fpipe.functional.ensemble import vmap
-    from fpipe.functional.pullback import vjp
+    from fpipe.functional.reverse_mode import vjp
     from fpipe.microbatches import Microbatches
     from fpipe.modules.balance_table import Balance
     from fpipe.modules.balancing import balance
     from fpipe.modules.checkpoint_names import load_buffers
     from fpipe.modules.module_entry import from_module
     from fpipe.modules.module_pipeline import ModulePipeline
-    from fpipe.norms import Clipped, clip_by_global_norm, global_norm
     from fpipe.profiling import profile
     from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
     from fpipe.spec.stage import Stage
@@ -58,7 +57,8 @@ if TYPE_CHECKING:
     from fpipe.training.trainer import Trainer, train
     from fpipe.transforms.choice import grad
     from fpipe.transforms.directional import Directional, Hvp, HvpAux, Jvp, ggnvp, hvp, jvp
-    from fpipe.transforms.rows import (
+    from fpipe.transforms.norms import Clipped, clip_by_global_norm, global_norm
+    from fpipe.transforms.per_example import (
         ExampleNorms,
         ExampleNormsAux,
         NormPipeline,
@@ -144,7 +144,7 @@ _LAZY = {
         ("fpipe.modules.module_pipeline", "ModulePipeline"),
         ("fpipe.modules.balance_table", "Balance"),
         ("fpipe.modules.checkpoint_names", "load_buffers"),
-        ("fpipe.norms", "Clipped clip_by_global_norm global_norm"),
+        ("fpipe.transforms.norms", "Clipped clip_by_global_norm global_norm"),
         ("fpipe.profiling", "profile"),
         ("fpipe.results", "ForwardAux Step StepAux StepState StepStateAux"),
         ("fpipe.divide.cut", "cut"),
@@ -157,9 +157,9 @@ _LAZY = {
         ("fpipe.transforms.choice", "grad"),
         ("fpipe.transforms.directional", "Directional Hvp HvpAux Jvp ggnvp hvp jvp"),
         ("fpipe.functional.ensemble", "vmap"),
-        ("fpipe.functional.pullback", "vjp"),
-        ("fpipe.transforms.rows", "ExampleNorms ExampleNormsAux NormPipeline"),
-        ("fpipe.transforms.rows", "per_example_grads per_example_norms"),
+        ("fpipe.functional.reverse_mode", "vjp"),
+        ("fpipe.transforms.per_example", "ExampleNorms ExampleNormsAux NormPipeline"),
+        ("fpipe.transforms.per_example", "per_example_grads per_example_norms"),
     )
     for name in names.split()
 }

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fpipe import pytree, random
+from fpipe import pytree
 from fpipe.convention import DEFERRED, PLAIN, Convention
 from fpipe.errors import (
     BatchError,
@@ -26,6 +26,7 @@ from fpipe.errors import (
 )
 from fpipe.pieces.compiler import Compile
 from fpipe.pieces.remat import Remat, named
+from fpipe.random.key_tensors import is_key
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.arguments import plain_number
 from fpipe.schedule.verifying.requires import owed_by_actions
@@ -251,7 +252,7 @@ class Definition:
         if key is None and len(arguments) == len(self.takes):
             last = arguments[-1]
             # Something else is one argument too many, where nothing reads a key.
-            if self.reads_key or last is None or random.is_key(last):
+            if self.reads_key or last is None or is_key(last):
                 return arguments[:-1], last
         return arguments, key
 

@@ -17,13 +17,12 @@ import optree
 import torch
 from torch import Tensor
 
-from fpipe import pytree, random
+from fpipe import pytree
 from fpipe.autograd.history import has_history, is_tracked, tracked_value
 from fpipe.autograd.levels import call_within, is_within
 from fpipe.autograd.outputs import NO_LOSS, tracked_forward, without_history
 from fpipe.convention import DEFERRED, PLAIN, STATE
 from fpipe.definition import ONE_BATCH, Definition
-from fpipe.draws import within_pipeline
 from fpipe.dtensors import refuse_transformed
 from fpipe.errors import BatchError, FpipeError, StageError, a_type
 from fpipe.execute.choosing import controller_of, workshop_of
@@ -37,6 +36,8 @@ from fpipe.loadable import Loadable
 from fpipe.outcome import Outcome
 from fpipe.plan.workshop import Workshop
 from fpipe.program.program import Program
+from fpipe.random.key_tensors import check_key
+from fpipe.random.keyed_mode import within_pipeline
 from fpipe.results import ForwardAux
 from fpipe.schedule import Schedule
 from fpipe.trace.apart import refuse_within
@@ -265,7 +266,7 @@ class Pipeline(Loadable):
             if last is not None and not self.definition.reads_key:
                 raise _miscounted((params, *arguments), self.definition.takes)
             if last is not None:
-                random.check_key(last)
+                check_key(last)
             return self._enter((params, *given))
 
         return self._controller.programs(enter)

@@ -21,6 +21,7 @@ from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError, a_type
 from fpipe.inputs.params import check_parts
 from fpipe.inputs.signature import in_words
+from fpipe.random.key_tensors import check_key
 
 T = TypeVar("T")
 
@@ -91,7 +92,7 @@ def drawn(init_fn: InitFn, key: Tensor) -> Make:
     Raises:
         FpipeError: `key` is no key.
     """
-    random.check_key(key)
+    check_key(key)
 
     def make(wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {

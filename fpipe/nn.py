@@ -22,8 +22,8 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from fpipe import pytree
-from fpipe.draws import keyed as keyed
 from fpipe.errors import StageError
+from fpipe.random.keyed_mode import keyed as keyed
 from fpipe.torch_internals import functorch
 
 __all__ = ["BatchStats", "batch_norm", "buffers_of", "call", "keyed", "state_of", "with_buffers"]

@@ -129,12 +129,9 @@ LAYERS: Final = (
     ("fpipe.schedules",),
     ("fpipe.cli",),
     (
-        "fpipe.draws",
         "fpipe.locks",
         "fpipe.nn",
-        "fpipe.normal_quantile",
         "fpipe.random",
-        "fpipe.threefry",
     ),
     ("fpipe.inputs",),
     ("fpipe.checkpoint",),
@@ -154,7 +151,7 @@ LAYERS: Final = (
     ("fpipe.engine", "fpipe.entry"),
     ("fpipe.profiling",),
     ("fpipe.modules",),
-    ("fpipe.current", "fpipe.norms", "fpipe.transforms"),
+    ("fpipe.current", "fpipe.transforms"),
     ("fpipe.training",),
     ("fpipe",),
 )

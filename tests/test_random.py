@@ -18,8 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fpipe import FpipeError, random
 from fpipe.functional.dual import load_rules
 from fpipe.graph.inlining import with_draws_written_out
-from fpipe.normal_quantile import normal_quantile
-from fpipe.threefry import threefry2x32, written_out
+from fpipe.random.normal_quantile import normal_quantile
+from fpipe.random.threefry import threefry2x32, written_out
 
 KEY = random.key(0)
 ONES = 0xFFFFFFFF

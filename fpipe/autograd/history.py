@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.autograd.call import Call
 from fpipe.autograd.derived import Callee, choosing
+from fpipe.autograd.operation import Call
 from fpipe.autograd.outputs import without_history
 from fpipe.definition import ARGUMENTS
 from fpipe.errors import BatchError

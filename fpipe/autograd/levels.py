@@ -20,9 +20,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from fpipe import pytree
-from fpipe.autograd.call import Call, refuse
 from fpipe.autograd.derived import Callee, Method
 from fpipe.autograd.history import has_history, is_tracked, tracked_step, tracked_value
+from fpipe.autograd.operation import Call, refuse
 from fpipe.dtensors import refuse_transformed
 from fpipe.inputs.caller_modes import refuse_modes
 from fpipe.results import Step, StepAux

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.autograd.call import Call
 from fpipe.autograd.derived import Callee, choosing, pulled
+from fpipe.autograd.operation import Call
 from fpipe.autograd.rules import check_again, refuse_redrawing
 from fpipe.convention import scaled
 from fpipe.definition import ARGUMENTS

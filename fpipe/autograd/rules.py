@@ -33,7 +33,7 @@ Trees = dict[int, Any]
 
 
 class Differentiable(Protocol):
-    """What a call is to this module: `fpipe.autograd.call.Call` says more of each."""
+    """What a call is to this module: `fpipe.autograd.operation.Call` says more of each."""
 
     pipe: Callee
     method: Method

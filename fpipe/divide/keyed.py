@@ -10,10 +10,10 @@ from __future__ import annotations
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fpipe.draws import KEYED, draws, refusal
 from fpipe.errors import StageError
 from fpipe.graph.inlining import Inliner
 from fpipe.graph.nodes import marks_of
+from fpipe.random.torch_draws import KEYED, draws, refusal
 
 
 def draw_from_keys(name: str, graph: fx.Graph, key: Tensor, mode: FakeTensorMode) -> list[fx.Node]:

@@ -22,12 +22,12 @@ from fpipe.divide.cut import noting
 from fpipe.divide.dividing import Part, divide
 from fpipe.divide.keyed import draw_from_keys
 from fpipe.divide.updates import keep_changed
-from fpipe.draws import OpenAttention
 from fpipe.dtensors import as_parameters
 from fpipe.errors import StageError, label_of
 from fpipe.graph.rewrites import return_statistics
 from fpipe.graph.sources import BatchLeaf, Key, Param, Source, StateLeaf, Upstream
 from fpipe.inputs.signature import Goal, is_differentiable
+from fpipe.random.keyed_mode import OpenAttention
 from fpipe.spec.objective import Objective
 from fpipe.spec.returns import Numbering, Returns, check_state
 from fpipe.torch_internals import FakeTensorMode

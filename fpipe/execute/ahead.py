@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fpipe.draws import generators
 from fpipe.plan.plan import Plan
 from fpipe.program.interpreter import Run
 from fpipe.program.program import Compute, Message, Program, Send, WaitRecv
 from fpipe.program.transport import Transport
+from fpipe.random.torch_draws import generators
 
 
 class HeldTransport:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fpipe import random
-from fpipe.draws import unwrapped
 from fpipe.errors import BatchError
-from fpipe.threefry import threefry2x32
+from fpipe.random.key_tensors import check_key, unwrapped
+from fpipe.random.threefry import threefry2x32
 
 Words = tuple[int, int]
 """A key as two integers."""
@@ -38,7 +37,7 @@ def read_key(key: Any, *, wanted: bool) -> Words | None:
         return None
     if key is None:
         raise BatchError("key=None, but the stages read a key: pass key=fpipe.random.key(seed)")
-    random.check_key(key)
+    check_key(key)
     if key.is_meta or isinstance(key, FakeTensor):
         raise BatchError(
             "key has a shape and no numbers, as on the meta device: make it elsewhere, or under "

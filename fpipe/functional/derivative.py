@@ -19,7 +19,7 @@ from fpipe.functional.dual import (
     load_rules,
 )
 from fpipe.functional.parts import Parts
-from fpipe.functional.transformed import each_stage, refuse_state
+from fpipe.functional.stagewise import each_stage, refuse_state
 
 
 def derivative(

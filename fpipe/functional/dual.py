@@ -23,7 +23,7 @@ from torch.func import grad, jvp
 
 from fpipe import pytree
 from fpipe.errors import label_of
-from fpipe.functional.plain import differentiable_twice
+from fpipe.functional.forward_mode import differentiable_twice
 from fpipe.inputs.signature import is_differentiable
 from fpipe.spec.returns import Returns, Taken
 from fpipe.torch_internals import beneath_forward_mode

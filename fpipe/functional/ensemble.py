@@ -14,11 +14,11 @@ from fpipe import pytree
 from fpipe.convention import COTANGENT
 from fpipe.definition import Alone, Definition
 from fpipe.errors import BatchError, StageError, check_choice
-from fpipe.functional.mapping import over
+from fpipe.functional.batching import over
+from fpipe.functional.forward_mode import batched
 from fpipe.functional.members import Members, behind
 from fpipe.functional.parts import Parts
-from fpipe.functional.plain import batched
-from fpipe.functional.transformed import (
+from fpipe.functional.stagewise import (
     RANDOMNESS,
     P,
     check_pipeline,

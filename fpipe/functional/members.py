@@ -18,7 +18,7 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.convention import PLAIN, STATE, Convention, Dual, spared
 from fpipe.errors import BatchError
-from fpipe.functional.mapping import over
+from fpipe.functional.batching import over
 from fpipe.functional.parts import Parts
 from fpipe.inputs.batch import Beneath
 from fpipe.inputs.presplit import is_dim

@@ -13,10 +13,10 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fpipe import threefry
 from fpipe.graph.nodes import marks_of, values_of
 from fpipe.graph.rewrites import copy_of
 from fpipe.inputs.signature import LeafShape
+from fpipe.random import threefry
 
 _WHOLE = torch.ops.fpipe.threefry2x32.default
 

@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
-from fpipe.draws import draws
 from fpipe.inputs.ambient import without_autocast
+from fpipe.random.torch_draws import draws
 
 aten = torch.ops.aten
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fpipe.draws import generators
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError, a_type
+from fpipe.random.torch_draws import generators
 
 
 def real_buffers(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fpipe.threefry import written_out
+from fpipe.random.threefry import written_out
 
 
 @functools.cache

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fpipe.engine import Pipeline, check_is_pipeline
 from fpipe.errors import FpipeError, a_type
-from fpipe.norms import clip_by_global_norm
 from fpipe.torch_internals import innermost_value, is_transformed
 from fpipe.training.groups import Groups, read_groups
 from fpipe.training.saving import Saved, load, save
@@ -29,6 +28,7 @@ from fpipe.training.train_step import (
 )
 from fpipe.training.trees import LeafByLeaf, PairOfFunctions, Rule
 from fpipe.training.updates import Updates
+from fpipe.transforms.norms import clip_by_global_norm
 
 Optimizer = (
     type[torch.optim.Optimizer] | tuple[Callable[[Any], Any], Callable[[Any, Any, Any], Any]]

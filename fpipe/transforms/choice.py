@@ -7,7 +7,7 @@ from typing import Any
 
 from fpipe.definition import ARGUMENTS
 from fpipe.errors import StageError
-from fpipe.functional.transformed import P, check_pipeline
+from fpipe.functional.stagewise import P, check_pipeline
 
 
 def grad(pipe: P, argnums: Any = "params") -> P:

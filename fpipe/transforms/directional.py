@@ -14,10 +14,10 @@ from fpipe.convention import Dual
 from fpipe.engine import OWN, Pipeline
 from fpipe.errors import BatchError
 from fpipe.functional.derivative import derivative
-from fpipe.functional.transformed import check_pipeline, refuse_choice
+from fpipe.functional.stagewise import check_pipeline, refuse_choice
 from fpipe.inputs.signature import Goal
 from fpipe.program.program import Program
-from fpipe.transforms.wrapping import Wrapping
+from fpipe.transforms.wrapped_pipelines import Wrapping
 
 
 class Jvp(NamedTuple):

@@ -181,7 +181,7 @@ def test_the_rule_is_that_of_torch(bound: float, numbers: list[float], dtype: to
     norm = torch.nn.utils.clip_grad_norm_(parameters, bound)
     found = fpipe.clip_by_global_norm(leaves, bound)
     expected = [parameter.grad for parameter in parameters]
-    torch.testing.assert_close(found, fpipe.norms.Clipped(expected, norm), equal_nan=True)
+    torch.testing.assert_close(found, fpipe.Clipped(expected, norm), equal_nan=True)
 
 
 def norm_of_two_dtypes(group: Group) -> torch.Tensor:

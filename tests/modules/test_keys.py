@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fpipe
 from fpipe import Schedule, random, schedules
-from fpipe.draws import KEYED
 from fpipe.nn import keyed
 from fpipe.pieces.compiler import Boxed
 from fpipe.program.program import Compute
+from fpipe.random.distributions import middles, normal_doubles, perturbed
+from fpipe.random.torch_draws import KEYED
 from tests.models import assert_identical, assert_same
 from tests.modules.dropping import CUTS, make_batch, make_module, squares, unpipelined
 from tests.modules.models import detached
@@ -179,7 +180,7 @@ MORE_DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor
     "randperm": (lambda x: torch.randperm(9), lambda key, x: random.permutation(key, 9)),
     "multinomial": (
         lambda x: torch.multinomial(x, 3),
-        lambda key, x: random.perturbed(key, x.log()).topk(3).indices,
+        lambda key, x: perturbed(key, x.log()).topk(3).indices,
     ),
     "multinomial with replacement": (
         lambda x: torch.multinomial(x, 300, replacement=True),
@@ -191,7 +192,7 @@ MORE_DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor
     ),
     "normal": (
         lambda x: torch.normal(1.0, 2.0, (3,)),
-        lambda key, x: (random.normal_doubles(key, (3,), torch.float32) * 2 + 1).float(),
+        lambda key, x: (normal_doubles(key, (3,), torch.float32) * 2 + 1).float(),
     ),
     "normal about": (
         lambda x: torch.normal(x, x[:1]),
@@ -207,11 +208,11 @@ MORE_DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor
     ),
     "cauchy_": (
         lambda x: x.clone().cauchy_(1.0, 0.5),
-        lambda key, x: torch.tan(torch.pi * (random.middles(key, (200,), x.dtype) - 0.5)) * 0.5 + 1,
+        lambda key, x: torch.tan(torch.pi * (middles(key, (200,), x.dtype) - 0.5)) * 0.5 + 1,
     ),
     "geometric_": (
         lambda x: x.clone().geometric_(0.3),
-        lambda key, x: (random.middles(key, (200,), x.dtype).log() / math.log(0.7)).floor() + 1,
+        lambda key, x: (middles(key, (200,), x.dtype).log() / math.log(0.7)).floor() + 1,
     ),
 }
 
@@ -285,7 +286,7 @@ def test_normal_numbers_of_a_deviation_are_rounded_once() -> None:
 
     x = torch.empty(500, dtype=torch.bfloat16)
     found = drawn(KEY, x)
-    doubles = random.normal_doubles(KEY, (500,), torch.bfloat16) * 0.7 + 0.3
+    doubles = normal_doubles(KEY, (500,), torch.bfloat16) * 0.7 + 0.3
     assert torch.equal(found, doubles.bfloat16())
     assert torch.equal(torch.compile(drawn)(KEY, x), found)
 
@@ -311,8 +312,8 @@ def test_torch_draws_from_keys() -> None:
         random.bernoulli(keys[1], x).double(),
         random.bernoulli(keys[2], x).float(),
         random.uniform(keys[3], (200,)) * 2 - 1,
-        (random.normal_doubles(keys[4], (200,), torch.float32) * 0.5 + 2).float(),
-        -torch.log(random.middles(keys[5], (200,), torch.float32)).float(),
+        (normal_doubles(keys[4], (200,), torch.float32) * 0.5 + 2).float(),
+        -torch.log(middles(keys[5], (200,), torch.float32)).float(),
         random.uniform(keys[6], (200,)),
         random.normal(keys[7], (200,)),
         random.uniform(keys[8], (200,), torch.float64),
@@ -377,7 +378,7 @@ def test_ops_without_a_key_are_refused() -> None:
         compile=False,
     )
     params = {f"0.{name}": value for name, value in detached(module).items()}
-    rule = r"draws with aten.poisson.default, of which there is no function of a key"
+    rule = r"draws with aten.poisson.default, for which there is no function of a key"
     with pytest.raises(fpipe.StageError, match="Sequential " + rule):
         pipe.step(params, {"input": x}, KEY)
     with pytest.raises(fpipe.FpipeError, match="the block " + rule), keyed(KEY):

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, grad_and_value, jvp, stack_module_
 
 import fpipe
 from fpipe import BatchError, StageError, pytree, schedules
-from fpipe.functional.plain import differentiable_twice
+from fpipe.functional.forward_mode import differentiable_twice
 from tests.models import assert_same
 from tests.modules.hugging_face import ARCHITECTURES, build, cross_entropy
 from tests.modules.hugging_face import make_batch as hugging_face_batch

@@ -15,7 +15,7 @@ from torch.func import grad, grad_and_value, jvp, vmap
 
 import fpipe
 from fpipe import BatchError, pytree, schedules
-from fpipe.functional.plain import differentiable_twice
+from fpipe.functional.forward_mode import differentiable_twice
 from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
 from tests.models import assert_same
 

@@ -20,9 +20,9 @@ from torch._compile import _disable_dynamo
 from fpipe import pytree
 from fpipe.autograd.derived import Callee, Method, of_members
 from fpipe.autograd.rules import pull_back, push_forward
-from fpipe.draws import generators
 from fpipe.errors import FpipeError
 from fpipe.inputs.ambient import autocasts, cast_as
+from fpipe.random.torch_draws import generators
 
 INSTEAD: Final = {
     "Vmap": "torch.func.vmap over processes: fpipe.vmap(pipe) is the pipeline of all members, on "

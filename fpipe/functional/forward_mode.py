@@ -23,8 +23,8 @@ from fpipe.functional.constants import Constants
 from fpipe.functional.formulas.cumulative import CUMULATIVE
 from fpipe.functional.formulas.embedding import EMBEDDINGS
 from fpipe.functional.formulas.linear import BATCHED_LINEAR, LINEAR, UNKNOWN
-from fpipe.functional.formulas.normalisation import NORMALISATIONS
 from fpipe.functional.formulas.quantile import QUANTILES
+from fpipe.functional.norm_formulas import NORMALISATIONS
 from fpipe.torch_internals import beneath_forward_mode, functorch
 from fpipe.trace.known import symbolic_zeros
 from fpipe.trace.overrides.recurrent import RECURRENT

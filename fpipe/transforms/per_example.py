@@ -15,9 +15,9 @@ from fpipe.convention import COTANGENT, PLAIN, Convention, spared
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError, check_choice
-from fpipe.functional.mapping import over
-from fpipe.functional.plain import batched
-from fpipe.functional.transformed import (
+from fpipe.functional.batching import over
+from fpipe.functional.forward_mode import batched
+from fpipe.functional.stagewise import (
     RANDOMNESS,
     P,
     check_pipeline,
@@ -29,7 +29,7 @@ from fpipe.inputs.signature import is_differentiable
 from fpipe.microbatches import Microbatches
 from fpipe.program.program import Program
 from fpipe.spec.sink import Sink
-from fpipe.transforms.wrapping import Wrapping
+from fpipe.transforms.wrapped_pipelines import Wrapping
 
 
 class ExampleNorms(NamedTuple):

@@ -16,7 +16,7 @@ from fpipe.dtensors import add_over_meshes, placements_of
 from fpipe.engine import Pipeline, check_is_pipeline
 from fpipe.errors import FpipeError, a_type
 from fpipe.execute.header import NORMS, Addend
-from fpipe.transforms.wrapping import Wrapping
+from fpipe.transforms.wrapped_pipelines import Wrapping
 
 
 class Clipped(NamedTuple):

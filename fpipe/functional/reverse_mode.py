@@ -21,7 +21,7 @@ from fpipe import pytree
 from fpipe.convention import COTANGENT, Convention
 from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError, label_of
-from fpipe.functional.transformed import P, check_pipeline, each_stage
+from fpipe.functional.stagewise import P, check_pipeline, each_stage
 from fpipe.inputs.presplit import is_dim
 from fpipe.inputs.signature import is_differentiable
 from fpipe.microbatches import Microbatches
