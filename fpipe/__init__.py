@@ -21,13 +21,12 @@ from fpipe import schedules
 from fpipe.errors import BatchError, FpipeError, PipelineError, ScheduleError, StageError
 from fpipe.recording import record
 from fpipe.schedule import Action, Op, Schedule
-from fpipe.schedule.bounds.lower import lower_bound
+from fpipe.schedule.bounds.makespan import lower_bound
 from fpipe.schedule.cost import Cost
-from fpipe.schedule.searching.finder import search
-from fpipe.schedule.searching.result import SearchResult
-from fpipe.schedule.timing.simulator import simulate
-from fpipe.schedule.timing.timeline import Timeline
-from fpipe.schedule.verifying.verifier import verify
+from fpipe.schedule.searching.finder import SearchResult, search
+from fpipe.schedule.simulator import simulate
+from fpipe.schedule.timeline import Timeline
+from fpipe.schedule.verifier import verify
 from fpipe.version import __version__ as __version__
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from fpipe.pieces.remat import Remat, named
 from fpipe.random.key_tensors import is_key
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.arguments import plain_number
-from fpipe.schedule.verifying.requires import owed_by_actions
-from fpipe.schedule.verifying.verifier import verify
+from fpipe.schedule.required_ops import owed_by_actions
+from fpipe.schedule.verifier import verify
 from fpipe.spec.objective import Objective
 from fpipe.spec.returns import Returns
 from fpipe.spec.sink import SUM, Sink

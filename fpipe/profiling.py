@@ -19,8 +19,8 @@ from fpipe.recording import record
 from fpipe.schedule import Action, Op
 from fpipe.schedule.arguments import plain_count
 from fpipe.schedule.cost import Cost
-from fpipe.schedule.forwards import all_forwards_first
-from fpipe.schedule.timing.timeline import Timeline
+from fpipe.schedule.families.evaluation import all_forwards_first
+from fpipe.schedule.timeline import Timeline
 
 
 def profile(

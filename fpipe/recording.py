@@ -14,8 +14,8 @@ from typing import NamedTuple
 from fpipe.errors import FpipeError
 from fpipe.schedule import Action, Schedule
 from fpipe.schedule.dependencies import chain, dependencies
-from fpipe.schedule.timing.event import Event
-from fpipe.schedule.timing.timeline import Timeline
+from fpipe.schedule.events import Event
+from fpipe.schedule.timeline import Timeline
 
 Marks = dict[Action, tuple[float, float]]
 """Start and end of actions, in seconds of the host's monotonic clock."""

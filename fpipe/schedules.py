@@ -15,22 +15,18 @@ from typing import Final
 from fpipe.errors import ScheduleError
 from fpipe.schedule.arguments import plain_counts
 from fpipe.schedule.cost import Cost
-from fpipe.schedule.families.dualpipev import dualpipev
-from fpipe.schedule.families.eager_1f1b import eager_1f1b
-from fpipe.schedule.families.forward_only import forward_only
-from fpipe.schedule.families.gpipe import gpipe
-from fpipe.schedule.families.group_1f1b import group_1f1b
-from fpipe.schedule.families.interleaved_1f1b import interleaved_1f1b
-from fpipe.schedule.families.interleaved_zero_bubble import interleaved_zero_bubble
-from fpipe.schedule.families.looped_bfs import looped_bfs
-from fpipe.schedule.families.one_f_one_b import one_f_one_b
-from fpipe.schedule.families.v_half import v_half
-from fpipe.schedule.families.v_min import v_min
-from fpipe.schedule.families.zb_auto import zb_auto
-from fpipe.schedule.families.zb_h1 import zb_h1
-from fpipe.schedule.families.zb_h2 import zb_h2
-from fpipe.schedule.families.zbv import zbv
+from fpipe.schedule.families.building_blocks import v_half, v_min
+from fpipe.schedule.families.evaluation import forward_only
+from fpipe.schedule.families.looped import (
+    group_1f1b,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
+)
+from fpipe.schedule.families.single_stage import eager_1f1b, gpipe, one_f_one_b, zb_h1, zb_h2
+from fpipe.schedule.families.v_shaped import dualpipev, zbv
 from fpipe.schedule.schedule import Schedule
+from fpipe.schedule.searching.zero_bubble import zb_auto
 
 __all__ = [
     "FAMILIES",

@@ -12,7 +12,7 @@ from fpipe.cli.parsing import Commands, add_cost, add_memory, cost_of, new
 from fpipe.errors import ScheduleError
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.timing.simulator import simulate
+from fpipe.schedule.simulator import simulate
 
 
 def add(commands: Commands[Any]) -> None:

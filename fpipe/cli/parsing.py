@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.cost import Cost
-from fpipe.schedule.exchange.cost_file import KEYS
-from fpipe.schedule.exchange.plain import is_number
+from fpipe.schedule.exchange.files import is_number
+from fpipe.schedule.exchange.json_file import KEYS
 
 
 class Parser(argparse.ArgumentParser):

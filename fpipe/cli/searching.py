@@ -12,7 +12,7 @@ from fpipe.cli import sources
 from fpipe.cli.parsing import Commands, add_cost, add_memory, cost_of, count, new
 from fpipe.cli.simulating import LEGEND, report
 from fpipe.errors import ScheduleError
-from fpipe.schedule.exchange.plain import is_number, save
+from fpipe.schedule.exchange.files import is_number, save
 from fpipe.schedule.placements import NAMES
 from fpipe.schedule.searching.finder import search
 

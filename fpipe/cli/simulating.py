@@ -9,8 +9,8 @@ from typing import Any, Final
 from fpipe.cli import sources
 from fpipe.cli.parsing import Commands, add_cost, cost_of, new
 from fpipe.errors import ScheduleError
-from fpipe.schedule.timing.simulator import simulate
-from fpipe.schedule.timing.timeline import Timeline
+from fpipe.schedule.simulator import simulate
+from fpipe.schedule.timeline import Timeline
 
 LEGEND: Final = """\
 A letter of the timeline is what a rank mostly does in that part of the time:

@@ -14,10 +14,10 @@ from fpipe import schedules
 from fpipe.cli.parsing import count
 from fpipe.errors import ScheduleError
 from fpipe.schedule.cost import Cost
-from fpipe.schedule.exchange.plain import load
+from fpipe.schedule.exchange.files import load
 from fpipe.schedule.exchange.text_form import parse_text
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.timing.timeline import Timeline
+from fpipe.schedule.timeline import Timeline
 
 SUFFIXES: Final = (".csv", ".json", ".txt")
 HELP: Final = (

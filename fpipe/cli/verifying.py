@@ -8,8 +8,8 @@ from typing import Any
 from fpipe.cli import sources
 from fpipe.cli.parsing import Commands, new
 from fpipe.errors import ScheduleError
-from fpipe.schedule.sizes import sizes
-from fpipe.schedule.verifying.verifier import verify
+from fpipe.schedule.grid import sizes
+from fpipe.schedule.verifier import verify
 
 
 def add(commands: Commands[Any]) -> None:

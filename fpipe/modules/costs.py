@@ -37,7 +37,7 @@ from fpipe.modules.module_config import held_by, with_cuts
 from fpipe.modules.module_loss import ModuleLoss
 from fpipe.modules.saving import Saved, is_work, made_by, origin_of, saved_of
 from fpipe.profiling import profile
-from fpipe.schedule.forwards import all_forwards_first
+from fpipe.schedule.families.evaluation import all_forwards_first
 from fpipe.spec.objective import Objective
 from fpipe.trace.interrupts import held_back
 

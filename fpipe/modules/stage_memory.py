@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fpipe.modules.costs import Crossing, Part
 from fpipe.schedule import Op, Schedule
-from fpipe.schedule.timing.memory import counted_as
+from fpipe.schedule.events import counted_as
 
 
 class Held(NamedTuple):

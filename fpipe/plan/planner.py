@@ -32,8 +32,8 @@ from fpipe.plan.workshop import Made, Workshop
 from fpipe.program.program import Program
 from fpipe.program.values import Codes
 from fpipe.schedule import Op, Schedule
-from fpipe.schedule.forwards import forwards_of
-from fpipe.schedule.verifying.requires import owed_by_actions
+from fpipe.schedule.families.evaluation import forwards_of
+from fpipe.schedule.required_ops import owed_by_actions
 from fpipe.spec.sink import Sink
 from fpipe.trace.apart import one_at_a_time
 from fpipe.trace.interrupts import held_back

@@ -16,8 +16,8 @@ from fpipe.schedule.arguments import (
     plain_integer,
     plain_number,
 )
-from fpipe.schedule.exchange.cost_file import format_cost, parse_cost
-from fpipe.schedule.exchange.plain import PathLike, load, save
+from fpipe.schedule.exchange.files import PathLike, load, save
+from fpipe.schedule.exchange.json_file import format_cost, parse_cost
 from fpipe.schedule.placements import plain_placement
 
 # Between these, sums and ratios of costs neither overflow nor vanish.

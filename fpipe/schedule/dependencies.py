@@ -1,12 +1,9 @@
-"""What waits for what: the graph under a schedule, and an order in which it can run.
-
-The verifier asks whether all of it can run; the text grid asks when each action could start.
-"""
+"""What each action waits for: the dependency graph of a schedule, and earliest starts."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -120,3 +117,36 @@ def dependencies(rows: Sequence[Sequence[Action]], reads: Reads) -> Dependencies
             inputs += [cotangents.get((reader, microbatch)) for reader in readers[stage]]
         needs.append(tuple(number for number in inputs if number is not None))
     return Dependencies(actions, starts, tuple(needs))
+
+
+def earliest_starts(
+    rows: Sequence[Sequence[Action]], num_stages: int, lengths: Mapping[str, float]
+) -> list[list[float]] | None:
+    """Per rank, the start of each action, once its rank is free and its inputs are there.
+
+    Args:
+        rows: the actions of each rank.
+        num_stages: number of stages.
+        lengths: the time that an op takes, in a unit of one's own; 0 for those that are not named.
+            Sending takes none.
+
+    Returns:
+        The starts in the order of the rows; None where some of them can never be.
+
+    Example:
+        >>> rows = [[Action.parse("0F0"), Action.parse("0B0")], [Action.parse("1F0")]]
+        >>> earliest_starts(rows, 2, {"F": 1, "B": 2})
+        [[0.0, 1.0], [1.0]]
+    """
+    if any(not 0 <= action.stage < num_stages for row in rows for action in row):
+        return None
+    graph = dependencies(rows, chain(num_stages))
+    ends = [0.0] * len(graph.actions)
+    starts: list[list[float]] = [[] for _ in rows]
+    for number in graph.run_order():
+        rank, position = graph.place(number)
+        free = ends[number - 1] if position else 0.0
+        start = max([free, *(ends[need] for need in graph.needs[number])])
+        ends[number] = start + lengths.get(graph.actions[number].op, 0)
+        starts[rank].append(start)
+    return starts if sum(map(len, starts)) == len(ends) else None

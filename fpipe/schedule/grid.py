@@ -9,7 +9,35 @@ from typing import Final, Protocol
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.arguments import plain_integer
-from fpipe.schedule.earliest import earliest_starts
+from fpipe.schedule.dependencies import earliest_starts
+
+
+def sizes(ranks: int, stages: int, microbatches: int) -> str:
+    """How many ranks, stages and microbatches there are.
+
+    Example:
+        >>> sizes(1, 2, 8)
+        '1 rank, 2 stages, 8 microbatches'
+    """
+    return ", ".join(
+        f"{number} {noun if number == 1 else plural}"
+        for number, noun, plural in (
+            (ranks, "rank", "ranks"),
+            (stages, "stage", "stages"),
+            (microbatches, "microbatch", "microbatches"),
+        )
+    )
+
+
+def one_line(name: str) -> str:
+    """A name as it stands within a line; in quotes, with escapes, where it would not stay in it.
+
+    Example:
+        >>> one_line("zb_h1"), one_line("two\\nlines")
+        ('zb_h1', "'two\\\\nlines'")
+    """
+    return name if name.isprintable() else repr(name)
+
 
 WIDTH: Final = 80  # what every terminal has
 BANDS: Final = 6
@@ -52,7 +80,7 @@ def text_grid(schedule: Rows, *, width: int | None = WIDTH, bands: int | None = 
         ScheduleError: `width` is less than 1 or `bands` less than 2, or one is no integer.
 
     Example:
-        >>> from fpipe.schedule.families.one_f_one_b import one_f_one_b
+        >>> from fpipe.schedule.families.single_stage import one_f_one_b
         >>> print(text_grid(one_f_one_b(ranks=3, microbatches=4)))
         time    0              5              10
         rank 0  F0 F1 F2       B0 F3 B1    B2    B3

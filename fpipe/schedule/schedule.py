@@ -12,12 +12,11 @@ from fpipe.errors import ScheduleError, a_type
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.arguments import is_several, plain_integer
 from fpipe.schedule.exchange.csv_file import format_csv, parse_csv
+from fpipe.schedule.exchange.files import PathLike, load, save
 from fpipe.schedule.exchange.json_file import format_json, parse_json
-from fpipe.schedule.exchange.plain import PathLike, load, save
 from fpipe.schedule.exchange.text_form import format_text, parse_text
-from fpipe.schedule.grid import text_grid
+from fpipe.schedule.grid import one_line, sizes, text_grid
 from fpipe.schedule.placements import stages_on
-from fpipe.schedule.sizes import one_line, sizes
 
 _NUMBERS: Final = (int, type(None))  # what numbers the microbatch of nearly every action
 LARGEST_SHOWN: Final = 20_000  # actions in a notebook's picture: about two megabytes
@@ -215,7 +214,7 @@ class Schedule:
             >>> fpipe.schedules.zbv(ranks=2, microbatches=4).to_svg().startswith("<svg")
             True
         """
-        from fpipe.schedule.picture.clock import unit_chart
+        from fpipe.schedule.picture.chart import unit_chart
         from fpipe.schedule.picture.svg import svg
 
         return save(path, svg([unit_chart(self, self.name)], width=width))
@@ -225,7 +224,7 @@ class Schedule:
 
         Times, arguments, result and errors are those of `to_svg`.
         """
-        from fpipe.schedule.picture.clock import unit_chart
+        from fpipe.schedule.picture.chart import unit_chart
         from fpipe.schedule.picture.page import page
 
         return save(path, page([unit_chart(self, self.name)]))
@@ -235,7 +234,7 @@ class Schedule:
 
         Times, arguments, result and errors are those of `to_svg`.
         """
-        from fpipe.schedule.picture.clock import unit_chart
+        from fpipe.schedule.picture.chart import unit_chart
         from fpipe.schedule.picture.trace import trace
 
         return save(path, trace(unit_chart(self, self.name)))

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 import fpipe
 from fpipe import Schedule, schedules
-from fpipe.schedule.forwards import all_forwards_first
+from fpipe.schedule.families.evaluation import all_forwards_first
 from tests.distributed import actors
 from tests.distributed.actors import Output, model_of
 from tests.distributed.crew import Crew, values

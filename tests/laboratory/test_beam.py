@@ -8,7 +8,7 @@ import pytest
 
 import fpipe
 from fpipe import Cost, search, simulate
-from fpipe.schedule.bounds.lower import Objective
+from fpipe.schedule.bounds.makespan import Objective
 from fpipe.schedule.placements import linear, looped, vee
 from fpipe.schedule.searching.beam import beams
 from fpipe.schedule.searching.evaluator import make_evaluator

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fpipe import Cost, lower_bound, search
-from fpipe.schedule.bounds.diagram import walk
-from fpipe.schedule.bounds.lower import memory_limits
-from fpipe.schedule.bounds.part import part_of
+from fpipe.schedule.bounds.decision_diagram import walk
+from fpipe.schedule.bounds.makespan import memory_limits
+from fpipe.schedule.bounds.subpipeline import part_of
 from fpipe.schedule.placements import linear, looped, vee
 from tests.laboratory.exhaustive import best
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fpipe import Cost, ScheduleError
-from fpipe.schedule.exchange.cost_file import KEYS
+from fpipe.schedule.exchange.json_file import KEYS
 
 
 def test_a_number_is_for_a_rank_and_a_stage_takes_its_part() -> None:

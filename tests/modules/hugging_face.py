@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 import fpipe
-from fpipe.schedule.forwards import all_forwards_first
+from fpipe.schedule.families.evaluation import all_forwards_first
 from tests.modules.models import detached, unpipelined
 
 LIBRARY: Any = transformers  # its configurations are typed by what they happen to need

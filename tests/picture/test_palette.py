@@ -7,7 +7,7 @@ from math import dist
 
 import pytest
 
-from fpipe.schedule.picture.palette import COLOURS, ink, luminance, shade
+from fpipe.schedule.picture.legend import COLOURS, ink, luminance, shade
 
 # Machado, Oliveira and Fernandes, "A Physiologically-based Model for Simulation of Color Vision
 # Deficiency" (2009): full severity, in linear RGB.

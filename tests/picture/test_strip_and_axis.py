@@ -7,7 +7,7 @@ from textwrap import dedent
 import pytest
 
 from fpipe import Cost, Schedule, ScheduleError, Timeline, schedules, simulate
-from fpipe.schedule.picture.axis import readable_unit, short, ticks
+from fpipe.schedule.picture.captions import readable_unit, short, ticks
 
 
 def test_strip_of_one_f_one_b() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import fpipe
 from fpipe import ScheduleError, schedules
-from fpipe.schedule.families.row import numbered, weave
+from fpipe.schedule.families.rows import numbered, weave
 from tests.schedule.brute import run
 
 FAMILIES = list(schedules.FAMILIES)

@@ -11,8 +11,7 @@ from typing import Final
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import COMPUTE_OPS, Action, Op
-from fpipe.schedule.exchange.placing import implied_placement
-from fpipe.schedule.exchange.plain import Cell, Plain
+from fpipe.schedule.exchange.files import Cell, Plain, implied_placement
 
 MESSAGES: Final = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 _OVERLAP: Final = re.compile(r"\(([^()]*)\)OVERLAP_F_B")

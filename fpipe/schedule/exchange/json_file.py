@@ -1,18 +1,18 @@
-"""JSON of our own: placement, actions and name, nothing lost."""
+"""JSON of schedules and of costs, nothing lost."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action
-from fpipe.schedule.exchange.plain import Plain, load_json
+from fpipe.schedule.exchange.files import Plain, load_json
 
 FORMAT: Final = "fpipe.schedule"
 VERSION: Final = 1
-_KEYS: Final = ("format", "version", "name", "placement", "actions")
+_SCHEDULE_KEYS: Final = ("format", "version", "name", "placement", "actions")
 
 
 def format_json(placement: Sequence[int], actions: Sequence[Sequence[Action]], name: str) -> str:
@@ -66,10 +66,12 @@ def parse_json(text: str, *, source: str = "json") -> Plain:
             f"{source}: version={found.get('version')!r:.60} is not {VERSION}, which is all that "
             "this fpipe reads: take the fpipe that wrote the file, or a newer one"
         )
-    for key in (*_KEYS, *found):
-        if key not in found or key not in _KEYS:
+    for key in (*_SCHEDULE_KEYS, *found):
+        if key not in found or key not in _SCHEDULE_KEYS:
             fault = "lacks the key" if key not in found else "has an unknown key"
-            raise ScheduleError(f"{source}: {fault} {key!r:.60}: the keys are {', '.join(_KEYS)}")
+            raise ScheduleError(
+                f"{source}: {fault} {key!r:.60}: the keys are {', '.join(_SCHEDULE_KEYS)}"
+            )
     name, placement, actions = found["name"], found["placement"], found["actions"]
     _check("name", name, str, "a string", source)
     _check("placement", placement, list, "a list of ranks", source)
@@ -95,3 +97,48 @@ def _action(word: str, rank: int, at: int, source: str) -> Action:
         return Action.parse(word)
     except ScheduleError as error:
         raise ScheduleError(f"{source}: actions[{rank}], word {at + 1}: {error}") from error
+
+
+NEEDED: Final = ("f", "i", "w")
+KEYS: Final = (*NEEDED, "comm", "b", "activation", "freed_by_i", "sizes")
+
+
+def format_cost(values: Mapping[str, Any]) -> str:
+    """Write the arguments of a cost as a JSON object, one line for each that is given.
+
+    Example:
+        >>> print(format_cost({"f": (1, 2), "i": 1, "w": 1, "b": None}), end="")
+        {
+          "f": [1, 2],
+          "i": 1,
+          "w": 1
+        }
+    """
+    given = {key: values[key] for key in KEYS if values.get(key) is not None}
+    lines = ",\n".join(f'  "{key}": {json.dumps(value)}' for key, value in given.items())
+    return f"{{\n{lines}\n}}\n"
+
+
+def parse_cost(text: str, *, source: str = "json") -> dict[str, Any]:
+    """Read what `format_cost` writes, or what people write: f, i and w, and of the rest any.
+
+    Args:
+        text: the text of the file.
+        source: what the text is called in errors, such as its path.
+
+    Raises:
+        ScheduleError: the text is not JSON (with line and column), or is no such object.
+
+    Example:
+        >>> parse_cost('{"f": [1, 2], "i": 1, "w": 1}')
+        {'f': [1, 2], 'i': 1, 'w': 1}
+    """
+    found = load_json(text, source)
+    if not isinstance(found, dict) or not set(NEEDED) <= found.keys() <= set(KEYS):
+        unknown = sorted(found.keys() - set(KEYS)) if isinstance(found, dict) else []
+        which = f", for it has {', '.join(unknown):.60}" if unknown else ""
+        raise ScheduleError(
+            f"{source}: not a cost{which}: it must be an object with f, i and w, and of "
+            f"{', '.join(KEYS[len(NEEDED) :])} what you wish"
+        )
+    return found

@@ -10,8 +10,7 @@ from typing import Final
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action
-from fpipe.schedule.exchange.placing import implied_placement
-from fpipe.schedule.exchange.plain import Cell, Plain, is_number
+from fpipe.schedule.exchange.files import Cell, Plain, implied_placement, is_number
 
 _RANK: Final = re.compile(r"\s*rank\s+(\d{1,18})\s*:", re.ASCII)
 _PRINTED: Final = re.compile(r": \d+ ranks?, \d+ stages?, \d+ microbatch(es)?$")

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from fpipe.errors import ScheduleError
-from fpipe.schedule.action import Action
+from fpipe.schedule.action import Action, Op
 from fpipe.schedule.cost import Cost
+from fpipe.schedule.dependencies import earliest_starts
+from fpipe.schedule.events import Event, Events, Hop, Position, Steps, Wait, held, waits_of
+from fpipe.schedule.grid import Rows
 from fpipe.schedule.placements import stages_on
-from fpipe.schedule.timing.critical import Events, Hop, Position, Wait, waits_of
-from fpipe.schedule.timing.memory import Steps, held
 
 
 class Box(NamedTuple):
@@ -150,3 +152,35 @@ def _turns(placement: Sequence[int]) -> list[int]:
         turns.append(seen.get(rank, 0))
         seen[rank] = turns[-1] + 1
     return turns
+
+
+def unit_chart(schedule: Rows, name: str) -> Chart:
+    """The chart of a schedule as if F, I and W took one unit each per rank, and sending none.
+
+    A schedule that cannot run is drawn as its plain rows, and a note says so.
+
+    Example:
+        >>> from fpipe.schedule.families.single_stage import gpipe
+        >>> unit_chart(gpipe(ranks=2, microbatches=4), "gpipe").makespan
+        15.0
+    """
+    rows, stages = schedule.actions, len(schedule.placement)
+    share = len(rows) / stages  # of a rank's unit that a stage takes
+    # Other ops take no time.
+    lengths: dict[str, float] = {Op.F: share, Op.I: share, Op.W: share, Op.B: 2 * share}
+    starts, note = earliest_starts(rows, stages, lengths), "unit costs"
+    runs = starts is not None
+    if starts is None:
+        note = "cannot run as it stands: fpipe.verify says why"
+        starts = [
+            list(accumulate((lengths.get(action.op, 0) for action in row), initial=0.0))[:-1]
+            for row in rows
+        ]
+    events = [
+        [
+            Event(rank, action, start, start + lengths.get(action.op, 0))
+            for action, start in zip(row, times, strict=True)
+        ]
+        for rank, (row, times) in enumerate(zip(rows, starts, strict=True))
+    ]
+    return draw_up(name, schedule.placement, events, Cost(f=1, i=1, w=1), note=note, waits=runs)

@@ -9,11 +9,9 @@ from importlib.resources import files
 from typing import Any
 
 from fpipe.schedule.action import Op
-from fpipe.schedule.picture.axis import readable_unit
+from fpipe.schedule.picture.captions import facts, idle, marked_up, readable_unit, stage_names
 from fpipe.schedule.picture.chart import Chart
-from fpipe.schedule.picture.labels import facts, idle, marked_up, stage_names
-from fpipe.schedule.picture.legend import entries
-from fpipe.schedule.picture.palette import MEANING, ink, shade
+from fpipe.schedule.picture.legend import MEANING, entries, ink, shade
 
 
 def page(charts: Sequence[Chart]) -> str:

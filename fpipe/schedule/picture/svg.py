@@ -7,15 +7,31 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import quantiles
 from typing import Final, NamedTuple
+from unicodedata import east_asian_width
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.arguments import plain_number
-from fpipe.schedule.picture.axis import readable_unit, short, ticks
+from fpipe.schedule.picture.captions import (
+    BETWEEN,
+    facts,
+    idle,
+    marked_up,
+    readable_unit,
+    short,
+    stage_names,
+    ticks,
+)
 from fpipe.schedule.picture.chart import Box, Chart
-from fpipe.schedule.picture.labels import idle, marked_up, stage_names
-from fpipe.schedule.picture.legend import FONT, legend
-from fpipe.schedule.picture.palette import IDLE, MEMORY_FILL, ink, shade
-from fpipe.schedule.picture.title import LINE, title
+from fpipe.schedule.picture.legend import (
+    CAPITAL,
+    FONT,
+    IDLE,
+    LETTER,
+    MEMORY_FILL,
+    ink,
+    legend,
+    shade,
+)
 
 BOX: Final = 14.0  # how wide an ordinary box is where there is room: two digits fit
 NARROWEST, WIDEST = 420.0, 3200.0  # of the lanes
@@ -81,7 +97,7 @@ def svg(charts: Sequence[Chart], *, width: float | None = None) -> str:
     key, above = legend(charts, LEFT + lanes / size + RIGHT)
     y = above * size
     for chart in charts:
-        lines = title(chart, lanes / size + RIGHT - EDGE)
+        lines = title_lines(chart, lanes / size + RIGHT - EDGE)
         top = y + (HEAD + LINE * (len(lines) - 1)) * size
         scale = Scale(lanes / length if length else 1.0, lanes, top, size)
         body += _title(lines, scale)
@@ -216,3 +232,62 @@ def _size(box: Box, drawn: float, digits: int, scale: float) -> float:
 def _n(value: float) -> str:
     """A coordinate, to a hundredth of a pixel."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+LINE: Final = 15.0
+_BOLD: Final = 1.35  # by which the name is wider than other text: it is bigger, and bold
+_GAP: Final = 10.0  # between name and facts
+_WIDE: Final = 11.0  # a letter that takes a square
+
+
+def title_lines(chart: Chart, room: float) -> list[list[str]]:
+    """The name and the facts of a chart, in lines that `room` pixels at type of 11 hold.
+
+    Returns:
+        Per line, what of the name and what of the facts is on it, as tspans.
+    """
+    name = broken_lines([chart.name], room / _BOLD, "")
+    told = broken_lines(facts(chart).split(BETWEEN), room, BETWEEN)
+    bold = [
+        f'<tspan font-weight="bold" font-size="1.2em">{marked_up(line)}</tspan>' for line in name
+    ]
+    if len(told) == 1 and text_width(name[-1]) * _BOLD + _GAP + text_width(told[0]) <= room:
+        plain = f'<tspan dx="10" fill="#555">{marked_up(told[0])}</tspan>'
+        return [*([line] for line in bold[:-1]), [bold[-1], plain]]
+    return [
+        *([line] for line in bold),
+        *([f'<tspan fill="#555">{marked_up(line)}</tspan>'] for line in told),
+    ]
+
+
+def broken_lines(parts: list[str], room: float, between: str) -> list[str]:
+    """Text in lines of at most `room` pixels, broken_lines between parts, else words, else letters.
+
+    Example:
+        >>> broken_lines(["4 ranks, 8 stages", "recorded", "as it was"], 120, " · ")
+        ['4 ranks, 8 stages', 'recorded · as it was']
+    """
+    lines: list[str] = []
+    for part in parts:
+        if lines and text_width(lines[-1] + between + part) <= room:
+            lines[-1] += between + part
+            continue
+        lines.append("")
+        for word in part.split(" "):
+            joined = f"{lines[-1]} {word}" if lines[-1] else word
+            if text_width(joined) <= room:
+                lines[-1] = joined
+                continue
+            if lines[-1]:
+                lines.append("")
+            for letter in word:
+                if lines[-1] and text_width(lines[-1] + letter) > room:
+                    lines.append("")
+                lines[-1] += letter
+    return lines
+
+
+def text_width(text: str) -> float:
+    """A generous text_width of text, in pixels at type of 11."""
+    wide = sum(east_asian_width(letter) in "WF" for letter in text)
+    return len(text) * LETTER + sum(map(str.isupper, text)) * CAPITAL + wide * (_WIDE - LETTER)

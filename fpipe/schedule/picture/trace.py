@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from fpipe.schedule.picture.chart import Chart
-from fpipe.schedule.picture.palette import MEANING
+from fpipe.schedule.picture.legend import MEANING
 
 _MICROSECONDS: Final[Mapping[str, float]] = MappingProxyType(
     {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0}

@@ -8,9 +8,8 @@ from itertools import product
 from random import Random
 from typing import Final, NamedTuple, TypeAlias
 
-from fpipe.schedule.bounds.diagram import undominated
-from fpipe.schedule.bounds.part import Part, part_of
-from fpipe.schedule.bounds.steps import (
+from fpipe.schedule.bounds.decision_diagram import undominated
+from fpipe.schedule.bounds.states import (
     FORWARD,
     GRADIENT,
     WEIGHT,
@@ -23,6 +22,7 @@ from fpipe.schedule.bounds.steps import (
     sums_of,
     work_left,
 )
+from fpipe.schedule.bounds.subpipeline import Part, part_of
 from fpipe.schedule.searching.evaluator import Evaluator
 from fpipe.schedule.searching.portfolio import Phase, Standing, Step
 from fpipe.schedule.searching.problem import Candidate, Order, Problem, by_size

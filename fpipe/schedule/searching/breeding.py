@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from random import Random
 from typing import Final, NamedTuple
 
-from fpipe.schedule.searching.list_scheduler import list_schedule
-from fpipe.schedule.searching.policy import Policy, known_policies, mutated, random_policy
+from fpipe.schedule.searching.list_scheduler import (
+    Policy,
+    known_policies,
+    list_schedule,
+    mutated,
+    random_policy,
+)
 from fpipe.schedule.searching.portfolio import Phase, Standing, Step
 from fpipe.schedule.searching.problem import LARGE, Candidate, Order, Problem
 

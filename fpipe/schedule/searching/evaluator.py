@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from fpipe.schedule.bounds.steps import FORWARD, GRADIENT, WEIGHT
+from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT
 from fpipe.schedule.searching.problem import Order, Problem
 
 _NOT_YET = -1.0

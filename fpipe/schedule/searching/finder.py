@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from random import Random
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.arguments import plain_counts, plain_integer, plain_number
-from fpipe.schedule.bounds.lower import Memory, Objective
+from fpipe.schedule.bounds.makespan import Memory, Objective
 from fpipe.schedule.cost import Cost, check_cost
 from fpipe.schedule.placements import (
     PlacementName,
@@ -23,13 +24,11 @@ from fpipe.schedule.placements import (
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.annealing import annealings
 from fpipe.schedule.searching.beam import beams
-from fpipe.schedule.searching.bounding import bounding
 from fpipe.schedule.searching.breeding import breeding, reduced
 from fpipe.schedule.searching.evaluator import make_evaluator
-from fpipe.schedule.searching.list_scheduler import list_schedule
+from fpipe.schedule.searching.list_scheduler import list_schedule, plain_policy
 from fpipe.schedule.searching.patterns import patterns
-from fpipe.schedule.searching.policy import plain_policy
-from fpipe.schedule.searching.portfolio import Entry, Meter, Standing, run, uncollected
+from fpipe.schedule.searching.portfolio import Entry, Meter, Standing, bounding, run, uncollected
 from fpipe.schedule.searching.problem import (
     LARGE,
     Candidate,
@@ -37,11 +36,48 @@ from fpipe.schedule.searching.problem import (
     make_problem,
     to_schedule,
 )
-from fpipe.schedule.searching.result import SearchResult
 from fpipe.schedule.searching.seeds import GUESSED, order_of, seeds
 from fpipe.schedule.searching.tightening import tightening
-from fpipe.schedule.timing.simulator import simulate
-from fpipe.schedule.verifying.verifier import check_schedule, verify
+from fpipe.schedule.simulator import simulate
+from fpipe.schedule.timeline import Timeline
+from fpipe.schedule.verifier import check_schedule, verify
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best schedule that `fpipe.search` found.
+
+    Attributes:
+        schedule: the schedule.
+        timeline: its simulation under the cost that was searched.
+        objective: "makespan" or "span".
+        bound: no schedule of the placements that were searched goes below it, in this memory.
+        iterations: work done (see `fpipe.search`).
+    """
+
+    schedule: Schedule
+    timeline: Timeline
+    objective: Objective
+    bound: float
+    iterations: int
+
+    @property
+    def value(self) -> float:
+        """The makespan or the span, as the objective says."""
+        return self.timeline.span if self.objective == "span" else self.timeline.makespan
+
+    @property
+    def gap(self) -> float:
+        """How far `value` is above `bound`, as a part of it; at 0 there is nothing better."""
+        gap = self.value / self.bound - 1 if self.bound else 0.0
+        return gap if gap > 1e-9 else 0.0
+
+    def __repr__(self) -> str:
+        return (
+            f"<SearchResult {self.objective} {self.value:g}, bound {self.bound:g}, "
+            f"gap {self.gap:.1%}, {self.iterations} iterations>"
+        )
+
 
 _LEAST_EFFORT = 2_000  # of a bound: what `timeline.bound` takes
 _END = 1.2  # of the time that it takes to play a policy: that of making the result

@@ -22,7 +22,7 @@ from heapq import nsmallest
 from random import Random
 from typing import Final, NamedTuple
 
-from fpipe.schedule.bounds.steps import FORWARD, GRADIENT, WEIGHT
+from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT
 from fpipe.schedule.searching.evaluator import Evaluator, make_evaluator
 from fpipe.schedule.searching.portfolio import Phase, Step
 from fpipe.schedule.searching.problem import LARGE, Candidate, Order, Problem

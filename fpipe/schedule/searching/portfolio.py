@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from fpipe.schedule.searching.problem import Candidate, Problem
 
@@ -181,3 +181,23 @@ def run(entries: Sequence[Entry], standing: Standing, meter: Meter) -> None:
         if step is not None:
             used[at] += (step.cost if step.cost or step.found else _IDLE) / share
             meter.spent += 0.0 if free else step.cost
+
+
+_LOOKS: Final = 40  # states that take about as long as an iteration
+
+
+def bounding(problems: Sequence[Problem], standing: Standing, efforts: Sequence[int]) -> Phase:
+    """Bounds of each placement that may hold something better, with more and more effort.
+
+    Args:
+        problems: one per placement.
+        standing: learns of the bounds.
+        efforts: as `fpipe.lower_bound` takes them.
+    """
+    for effort in efforts:
+        for problem in problems:
+            if not standing.hopeless(problem):
+                # Paid for before, so that a short search does not spend all it has on one bound.
+                for _ in range(round(effort / _LOOKS)):
+                    yield Step(1.0)
+                standing.raise_bound(problem, problem.examined(effort).bound)

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fpipe.schedule.action import Action, Op
-from fpipe.schedule.bounds.lower import Memory, Objective, lower_bound, memory_limits
-from fpipe.schedule.bounds.steps import GRADIENT, WEIGHT
+from fpipe.schedule.bounds.makespan import Memory, Objective, lower_bound, memory_limits
+from fpipe.schedule.bounds.states import GRADIENT, WEIGHT
 from fpipe.schedule.cost import Cost, StageCosts, alike
 from fpipe.schedule.placements import stages_by_rank
 from fpipe.schedule.schedule import Schedule

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import islice, product
 from typing import Any, NamedTuple
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
-from fpipe.schedule.bounds.lower import Memory
+from fpipe.schedule.bounds.makespan import Memory
 from fpipe.schedule.cost import StageCosts
-from fpipe.schedule.families.dualpipev import dualpipev
-from fpipe.schedule.families.eager_1f1b import eager_1f1b
-from fpipe.schedule.families.gpipe import gpipe
-from fpipe.schedule.families.group_1f1b import group_1f1b, group_size
-from fpipe.schedule.families.interleaved_1f1b import interleaved_1f1b
-from fpipe.schedule.families.interleaved_zero_bubble import interleaved_zero_bubble
-from fpipe.schedule.families.looped_bfs import looped_bfs
-from fpipe.schedule.families.one_f_one_b import one_f_one_b
-from fpipe.schedule.families.v_half import v_half
-from fpipe.schedule.families.v_min import v_min
-from fpipe.schedule.families.zb_auto import zb_auto
-from fpipe.schedule.families.zb_h1 import zb_h1
-from fpipe.schedule.families.zb_h2 import zb_h2
-from fpipe.schedule.families.zbv import zbv
+from fpipe.schedule.families.building_blocks import v_half, v_min
+from fpipe.schedule.families.looped import (
+    group_1f1b,
+    group_size,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
+)
+from fpipe.schedule.families.single_stage import eager_1f1b, gpipe, one_f_one_b, zb_h1, zb_h2
+from fpipe.schedule.families.v_shaped import dualpipev, zbv
 from fpipe.schedule.placements import linear, looped, vee
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.searching.arranging import arrangements
+from fpipe.schedule.searching.evaluator import Evaluator, make_evaluator
+from fpipe.schedule.searching.list_scheduler import known_policies, list_schedule
 from fpipe.schedule.searching.portfolio import Phase, Step, uncollected
-from fpipe.schedule.searching.problem import Candidate, Order, Problem, to_order
-from fpipe.schedule.timing.simulator import run_rows
+from fpipe.schedule.searching.problem import Candidate, Order, Problem, by_size, to_order
+from fpipe.schedule.searching.zero_bubble import zb_auto
+from fpipe.schedule.simulator import run_rows
 
 GUESSED = 100_000  # actions: above it, families are compared on fewer microbatches
 _MADE = 2  # of them, in full
@@ -207,3 +207,62 @@ def _peak(row: Sequence[Action], costs: StageCosts, sizes: Sequence[float]) -> f
         if held > peak:
             peak = held
     return peak
+
+
+_FEW = 4  # orders whose microbatches change places
+_PLAIN = 4  # policies that are played with microbatches arranged by size
+_PLAYED = 300_000  # actions of each placement, in so doing: half a second
+
+
+def arrangements(candidates: Sequence[Candidate]) -> Phase:
+    """Candidates with their microbatches arranged by size: the best, and those of plain policies,
+    which fit whatever memory there is; of large problems few."""
+    few = sorted(candidates, key=lambda candidate: candidate.value)[:_FEW]
+    for problem, order in few:
+        for other in arranged(make_evaluator(problem), order):
+            yield Step(problem.scale, Candidate(problem, other))
+    for problem in {id(own.problem): own.problem for own in candidates}.values():
+        turns = (problem.turn, *map(tuple, by_size(problem.sizes, problem.turn)))
+        ways = product(known_policies(problem)[:_PLAIN], turns)
+        for policy, turn in islice(ways, max(2, _PLAYED // problem.actions)):
+            played = list_schedule(problem, replace(policy, turn=turn))
+            yield Step(problem.scale, None if played is None else Candidate(problem, played))
+
+
+def turn_of(problem: Problem, order: Order) -> tuple[int, ...]:
+    """The microbatches as the first stage takes them."""
+    count = problem.microbatches
+    return tuple(action for action in order.rows[problem.placement[0]] if action < count)
+
+
+def arranged(evaluator: Evaluator, order: Order) -> Iterator[Order]:
+    """An order with its microbatches arranged by size, where that fits the memory.
+
+    Args:
+        evaluator: of the problem.
+        order: as it is.
+    """
+    problem = evaluator.problem
+    turn = turn_of(problem, order)
+    for chosen in by_size(problem.sizes, turn):
+        own = renamed(problem, order, dict(zip(turn, chosen, strict=True)))
+        if (found := valued(evaluator, own)) is not None:
+            yield found
+
+
+def renamed(problem: Problem, order: Order, names: dict[int, int]) -> Order:
+    """An order with other microbatches in the places of some, and no value yet."""
+    count = problem.microbatches
+    own = [names.get(microbatch, microbatch) for microbatch in range(count)]
+    kinds = range(0, 3 * len(problem.placement) * count, count)
+    table = [first + other for first in kinds for other in own]
+    rows = [[table[action] for action in row] for row in order.rows]
+    return Order(float("inf"), rows, frozenset(table[action] for action in order.fused))
+
+
+def valued(evaluator: Evaluator, order: Order) -> Order | None:
+    """The order with its value, or None where it does not fit the memory."""
+    if not evaluator.fits_all(order):
+        return None
+    value, _ = evaluator.times(order.rows, order.fused)
+    return replace(order, value=value)

@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Final
 
-from fpipe.schedule.bounds.steps import GRADIENT, WEIGHT
+from fpipe.schedule.bounds.states import GRADIENT, WEIGHT
 from fpipe.schedule.searching.evaluator import Evaluator
 from fpipe.schedule.searching.portfolio import Phase, Standing, Step
 from fpipe.schedule.searching.problem import Candidate, Order

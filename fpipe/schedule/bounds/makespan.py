@@ -14,10 +14,14 @@ from fpipe.schedule.arguments import (
     plain_integer,
     plain_number,
 )
-from fpipe.schedule.bounds.area import area_bound, area_of
-from fpipe.schedule.bounds.rank import RankProblem, rank_problem
-from fpipe.schedule.bounds.scarce import scarce_bound
-from fpipe.schedule.bounds.turns import turns_bound
+from fpipe.schedule.bounds.decision_diagram import scarce_bound
+from fpipe.schedule.bounds.rank_bounds import (
+    RankProblem,
+    area_bound,
+    area_of,
+    rank_problem,
+    turns_bound,
+)
 from fpipe.schedule.cost import (
     MOST,
     Cost,

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Final
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Op
 from fpipe.schedule.arguments import plain_integer
-from fpipe.schedule.bounds.lower import lower_bound
+from fpipe.schedule.bounds.makespan import lower_bound
 from fpipe.schedule.cost import Cost, StageCosts, check_cost
-from fpipe.schedule.exchange.plain import PathLike, save
+from fpipe.schedule.events import Event, Steps, Transfer, critical_path, held, transfers
+from fpipe.schedule.exchange.files import PathLike, save
+from fpipe.schedule.grid import one_line
 from fpipe.schedule.schedule import LARGEST_SHOWN, Schedule
-from fpipe.schedule.sizes import one_line
-from fpipe.schedule.timing.critical import Transfer, critical_path, transfers
-from fpipe.schedule.timing.event import Event
-from fpipe.schedule.timing.memory import Steps, held
-from fpipe.schedule.verifying.verifier import check_schedule
+from fpipe.schedule.verifier import check_schedule
 
 if TYPE_CHECKING:
     from fpipe.schedule.picture.chart import Chart
@@ -335,7 +333,7 @@ class Timeline:
         return f"{self!r}\n{self.to_text()}"
 
     def __repr__(self) -> str:
-        from fpipe.schedule.picture.axis import timed
+        from fpipe.schedule.picture.captions import timed
 
         # Recorded times are seconds; those of a cost have no name, and are exact.
         makespan, span = (

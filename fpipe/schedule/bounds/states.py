@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
 
-from fpipe.schedule.bounds.part import Part
+from fpipe.schedule.bounds.subpipeline import Part
 
 # How many F, I and W each stage has done, a B as both: what a rank holds, and what is left, follow.
 Counts: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""Prove that a schedule is whole and can run."""
+"""Prove that a schedule is complete and can run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from functools import cache
 
 from fpipe.errors import ScheduleError, a_type
 from fpipe.schedule.action import COMPUTE_OPS, WHOLE_STAGE_OPS, Action, Op
-from fpipe.schedule.dependencies import chain, dependencies
+from fpipe.schedule.dependencies import Dependencies, chain, dependencies
+from fpipe.schedule.required_ops import LEGAL, Owed, Requires, owed_by_stage
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.verifying.deadlock import check_order
-from fpipe.schedule.verifying.requires import LEGAL, Owed, Requires, owed_by_stage
-from fpipe.schedule.verifying.whole_stage import check_whole_stage
 
 
 def verify(schedule: Schedule, requires: Requires | None = None) -> None:
@@ -166,3 +164,110 @@ def _excess(
 
 def _listed(ops: Collection[str]) -> str:
     return "+".join(op for op in "FBIW" if op in ops) or "nothing"
+
+
+def check_whole_stage(rank: int, row: Sequence[Action], owed: Owed) -> None:
+    """Check the whole-stage actions of a rank's row, whose actions are well formed.
+
+    Args:
+        rank: number of the rank, for the error text.
+        row: its actions, in order.
+        owed: per stage, what the schedule owes.
+
+    Raises:
+        ScheduleError: UNSHARD and RESHARD of a stage do not alternate, a stage that has any
+            computes while it is not unsharded, or REDUCE_GRAD comes twice, before the last W or B
+            of its stage, or where no W is owed.
+
+    Example:
+        >>> row = [Action.parse(text) for text in "0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD".split()]
+        >>> check_whole_stage(0, row, (frozenset("FIW"),))
+    """
+    whole = [action for action in row if action.op in WHOLE_STAGE_OPS]
+    if not whole:
+        return
+    unsharded = {stage: False for stage, op, _ in whole if op != Op.REDUCE_GRAD}
+    reduced: dict[int, int] = {}  # stage -> position of its REDUCE_GRAD
+    for position, action in enumerate(row):
+        stage, op, _ = action
+        if op == Op.UNSHARD and unsharded[stage]:
+            fault = f"follows another {action} with no {stage}RESHARD between: leave one out"
+        elif op == Op.RESHARD and not unsharded[stage]:
+            fault = f"has no {stage}UNSHARD before it: add one, or leave it out"
+        elif op == Op.REDUCE_GRAD and stage in reduced:
+            fault = f"repeats actions[{rank}][{reduced[stage]}]: gradients are reduced once"
+        elif op == Op.REDUCE_GRAD and Op.W not in owed[stage]:
+            fault = f"has nothing to reduce, for stage {stage} owes no W: leave it out"
+        elif op in (Op.B, Op.W) and stage in reduced:
+            fault = (
+                f"comes after {stage}REDUCE_GRAD (actions[{rank}][{reduced[stage]}]), which would "
+                f"miss its gradient: move {stage}REDUCE_GRAD behind the last W or B of the stage"
+            )
+        elif op not in WHOLE_STAGE_OPS and not unsharded.get(stage, True):
+            fault = (
+                f"computes while stage {stage} is resharded: move {stage}UNSHARD before it, or "
+                "leave out all UNSHARD and RESHARD of the stage"
+            )
+        else:
+            if op in (Op.UNSHARD, Op.RESHARD):
+                unsharded[stage] = op == Op.UNSHARD
+            elif op == Op.REDUCE_GRAD:
+                reduced[stage] = position
+            continue
+        raise ScheduleError(f"{action} (actions[{rank}][{position}], rank {rank}) {fault}")
+
+
+def check_order(graph: Dependencies) -> None:
+    """Refuse rows that cannot run to their end because ranks wait for each other in a circle.
+
+    Raises:
+        ScheduleError: naming every action of the circle, its rank and what it waits for. A circle
+            of one rank is an action that stands before one whose result it reads.
+
+    Example:
+        >>> from fpipe.schedule.action import Action
+        >>> from fpipe.schedule.dependencies import chain, dependencies
+        >>> rows = [[Action.parse("0B0"), Action.parse("0F0")]]
+        >>> check_order(dependencies(rows, chain(1)))
+        Traceback (most recent call last):
+        ...
+        fpipe.errors.ScheduleError: rank 0 runs 0B0 (actions[0][0]) before 0F0 (actions[0][1]), \
+whose result it reads: move 0F0 before it
+    """
+    ran = bytearray(len(graph.actions))
+    for number in graph.run_order():
+        ran[number] = 1
+    if all(ran):
+        return
+    # Each stuck rank waits for an action of a stuck rank, so whoever follows them comes round.
+    stuck = next(number for number, done in enumerate(ran) if not done)
+    seen: dict[int, int] = {}  # an action at which a rank is stuck -> what it waits for
+    while stuck not in seen:
+        seen[stuck] = next(need for need in graph.needs[stuck] if not ran[need])
+        rank, _ = graph.place(seen[stuck])
+        stuck = ran.index(0, graph.starts[rank])
+    raise ScheduleError(_circle(graph, list(seen.items())[list(seen).index(stuck) :]))
+
+
+def _circle(graph: Dependencies, waits: Sequence[tuple[int, int]]) -> str:
+    """The error text for actions that wait for each other, each with what it waits for."""
+
+    def at(number: int) -> str:
+        rank, position = graph.place(number)
+        return f"{graph.actions[number]} (actions[{rank}][{position}])"
+
+    if len(waits) == 1:
+        action, need = waits[0]
+        return (
+            f"rank {graph.place(action)[0]} runs {at(action)} before {at(need)}, whose result it "
+            f"reads: move {graph.actions[need]} before it"
+        )
+    steps = [
+        f"rank {graph.place(action)[0]} stops at {at(action)}, which reads {at(need)}"
+        for action, need in waits
+    ]
+    return (
+        "the ranks wait for each other in a circle, so none can go on: "
+        + "; ".join(steps)
+        + ". Move one of the actions that are read before the one at which its rank stops"
+    )

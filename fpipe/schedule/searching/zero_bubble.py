@@ -9,8 +9,7 @@ from fpipe.schedule.arguments import plain_counts
 from fpipe.schedule.cost import Cost, check_cost
 from fpipe.schedule.placements import linear
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.searching.list_scheduler import list_schedule
-from fpipe.schedule.searching.policy import UNLIMITED, Policy, plain_policy
+from fpipe.schedule.searching.list_scheduler import UNLIMITED, Policy, list_schedule, plain_policy
 from fpipe.schedule.searching.problem import make_problem, to_schedule
 
 

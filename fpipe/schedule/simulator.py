@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.cost import Cost, StageCosts, check_cost
+from fpipe.schedule.events import Event
+from fpipe.schedule.required_ops import owed_by_actions
 from fpipe.schedule.schedule import Schedule
-from fpipe.schedule.timing.event import Event
-from fpipe.schedule.timing.timeline import Timeline
-from fpipe.schedule.verifying.requires import owed_by_actions
-from fpipe.schedule.verifying.verifier import check_schedule, verify
+from fpipe.schedule.timeline import Timeline
+from fpipe.schedule.verifier import check_schedule, verify
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Timeline:

@@ -1,1 +1,0 @@
-"""When what runs, and what a rank holds then."""

@@ -1,1 +1,0 @@
-"""Whether a schedule is whole and can run."""
