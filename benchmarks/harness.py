@@ -21,7 +21,7 @@ from typing import Final
 
 import torch
 
-from fpipe.cli.parsing import count
+from fpipe.cli.options import count
 
 WARMUP: Final = 3
 

@@ -1,20 +1,25 @@
-"""The command `fpipe`: reads its arguments, runs a part, says in one line what is wrong."""
+"""The command `fpipe`: reads its arguments, runs a subcommand, says in one line what is wrong."""
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
+import shutil
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
-from fpipe.cli import comparing, searching, showing, simulating, verifying
-from fpipe.cli.parsing import Parser
+from fpipe.cli import sources
+from fpipe.cli.comparing import add_compare
+from fpipe.cli.options import Commands, Parser, new_parser
+from fpipe.cli.reporting import add_search, add_simulate
 from fpipe.errors import ScheduleError
+from fpipe.schedule.grid import WIDTH, sizes, text_grid
+from fpipe.schedule.verifier import verify
 from fpipe.version import __version__
 
 BAD_INPUT: Final = 2  # the exit code of every error of the user's, as in argparse
-_PARTS: Final = (showing, simulating, comparing, searching, verifying)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"fpipe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for part in _PARTS:
-        part.add(commands)
+    for add in (_add_show, add_simulate, add_compare, add_search, _add_verify):
+        add(commands)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         commands.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -76,3 +81,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _refuse(command: str, reason: str) -> int:
     print(f"fpipe {command}: error: {' '.join(reason.split())}", file=sys.stderr)
     return BAD_INPUT
+
+
+def _add_show(commands: Commands[Any]) -> None:
+    parser = new_parser(
+        commands,
+        "show",
+        "print a schedule as a grid, or write it as a picture or in another form",
+        "fpipe show zbv --ranks 4 --microbatches 8 --svg zbv.svg\n\n"
+        "A column of the grid is a unit of time. F0 is the forward of microbatch 0, 2F0 that of\n"
+        "stage 2; B is a full backward, I the gradient of a stage's input, W that of its weights.\n"
+        f"\n{sources.described_families()}",
+    )
+    parser.add_argument("schedule", metavar="SCHEDULE", help=sources.HELP)
+    sources.add_size(parser)
+    parser.add_argument(
+        "--all", action="store_true", help="print the whole of a long grid, with nothing left out"
+    )
+    sources.add_outputs(parser, (*sources.PICTURES, *sources.FILES))
+    parser.set_defaults(run=_show)
+
+
+def _show(options: argparse.Namespace) -> None:
+    schedule = sources.schedule_of(options.schedule, sources.size_of(options))
+    if not sources.write_outputs(options, (*sources.PICTURES, *sources.FILES), schedule):
+        width = shutil.get_terminal_size((WIDTH, 24)).columns
+        print(schedule.summary)
+        bands = {"bands": None} if options.all else {}
+        print(text_grid(schedule, width=max(width, WIDTH), **bands))
+
+
+def _add_verify(commands: Commands[Any]) -> None:
+    parser = new_parser(
+        commands,
+        "verify",
+        "prove that schedules in files are whole and can run; exit with 2 at the first that is not",
+        "fpipe verify best.csv",
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a .csv, .json or .txt file")
+    parser.add_argument(
+        "--requires",
+        metavar="OPS[,OPS...]",
+        help="what each stage owes: F, FI, FW or FIW, once for all or for each stage "
+        "(default: FIW; a schedule of evaluation needs F)",
+    )
+    parser.set_defaults(run=_verify)
+
+
+def _verify(options: argparse.Namespace) -> None:
+    requires = None
+    if options.requires is not None:
+        words = options.requires.split(",")
+        requires = words[0] if len(words) == 1 else words
+    for path in options.files:
+        schedule = sources.read(path)
+        try:
+            verify(schedule, requires)
+        except ScheduleError as error:
+            raise ScheduleError(f"{path}: {error}") from error
+        size = sizes(schedule.num_ranks, schedule.num_stages, schedule.num_microbatches)
+        print(f"{path}: can run: {size}")

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 from fpipe import schedules
 from fpipe.cli import sources
-from fpipe.cli.parsing import Commands, add_cost, add_memory, cost_of, new
+from fpipe.cli.options import Commands, add_cost, add_memory, cost_of, new_parser
 from fpipe.errors import ScheduleError
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.simulator import simulate
 
 
-def add(commands: Commands[Any]) -> None:
-    """Add the command."""
-    parser = new(
+def add_compare(commands: Commands[Any]) -> None:
+    """Add the command `compare`."""
+    parser = new_parser(
         commands,
         "compare",
         "simulate schedules and print a table of them, the fastest first",
@@ -37,7 +37,7 @@ def add(commands: Commands[Any]) -> None:
     sources.add_size(parser)
     add_cost(parser)
     add_memory(parser)
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_compare)
 
 
 class Row(NamedTuple):
@@ -53,7 +53,7 @@ class Row(NamedTuple):
     held: tuple[float, ...]  # the peak of each rank
 
 
-def _run(options: argparse.Namespace) -> None:
+def _compare(options: argparse.Namespace) -> None:
     cost, size = cost_of(options), sources.size_of(options)
     rows: list[Row] = []
     refused: list[str] = []

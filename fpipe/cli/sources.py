@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import inspect
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from textwrap import fill
 from typing import Any, Final, NamedTuple
 
 from fpipe import schedules
-from fpipe.cli.parsing import count
+from fpipe.cli.options import count
 from fpipe.errors import ScheduleError
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.exchange.files import load
@@ -42,19 +42,13 @@ class Size(NamedTuple):
     stages_per_rank: int | None
 
 
-def told_families() -> str:
-    """A line for each family, with what it is."""
+def described_families() -> str:
+    """A line for each family: its name, and the first line of its docstring."""
     lines = ["families:"]
     for family in _MAKERS:
-        told = (sys.modules[family.__module__].__doc__ or "").partition("\n")[0]
-        lines.append(
-            fill(
-                f"{family.__name__:25}{told}",
-                width=80,
-                initial_indent="  ",
-                subsequent_indent=" " * 27,
-            )
-        )
+        summary = (inspect.getdoc(family) or "").partition("\n")[0]
+        text = f"{family.__name__:25}{summary}"
+        lines.append(fill(text, width=80, initial_indent="  ", subsequent_indent=" " * 27))
     return "\n".join(lines)
 
 

@@ -18,14 +18,9 @@ from fpipe.schedule.bounds.makespan import Objective
 from fpipe.schedule.placements import linear, looped, vee
 from fpipe.schedule.searching import seeds
 from fpipe.schedule.searching.annealing import anneal
+from fpipe.schedule.searching.breeding import mutated, random_policy
 from fpipe.schedule.searching.evaluator import make_evaluator
-from fpipe.schedule.searching.list_scheduler import (
-    Policy,
-    list_schedule,
-    mutated,
-    plain_policy,
-    random_policy,
-)
+from fpipe.schedule.searching.list_scheduler import Policy, list_schedule, plain_policy
 from fpipe.schedule.searching.problem import make_problem, to_order, to_schedule
 from tests.laboratory import random_schedules
 from tests.laboratory.exhaustive import best

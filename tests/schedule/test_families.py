@@ -13,7 +13,7 @@ import pytest
 
 import fpipe
 from fpipe import ScheduleError, schedules
-from fpipe.schedule.families.rows import numbered, weave
+from fpipe.schedule.families.rows import alternate, numbered
 from tests.schedule.brute import run
 
 FAMILIES = list(schedules.FAMILIES)
@@ -156,7 +156,7 @@ def test_get_helps_with_unknown_names(name: str, hint: str) -> None:
 
 def test_row_words() -> None:
     backwards = [[(0, fpipe.Op.B)]] * 2
-    row = weave([0, 0], backwards, warmup=5)
+    row = alternate([0, 0], backwards, warmup=5)
     assert " ".join(map(str, numbered(row, 1))) == "0F0 0B0"
 
 

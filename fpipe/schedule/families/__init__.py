@@ -1,0 +1,1 @@
+"""Generators of published schedules, by placement. `fpipe.schedules` has their public names."""

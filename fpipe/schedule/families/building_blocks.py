@@ -11,8 +11,10 @@ from fpipe.schedule.schedule import Schedule
 
 
 def v_min(*, ranks: int, microbatches: int) -> Schedule:
-    """V-Min (Qi et al., Pipeline Parallelism with Controllable Memory,
-    https://arxiv.org/abs/2405.15362), built anew from the paper's building block.
+    """V-Min: a third of the memory of 1F1B, on the V.
+
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory,
+    https://arxiv.org/abs/2405.15362, built anew from the paper's building block.
 
     A microbatch moves on one rank in each slot, all the way down the V and up and back: the
     shortest life that an activation can have. A rank holds at most (p+4)//3 microbatches, counting
@@ -28,7 +30,7 @@ def v_min(*, ranks: int, microbatches: int) -> Schedule:
         A schedule of F, I and W actions.
 
     Raises:
-        ScheduleError: an argument is no integer or is less than 1.
+        ScheduleError: an argument is not an integer or is less than 1.
 
     Example:
         >>> for row in v_min(ranks=2, microbatches=2).actions:
@@ -45,8 +47,10 @@ def v_min(*, ranks: int, microbatches: int) -> Schedule:
 
 
 def v_half(*, ranks: int, microbatches: int) -> Schedule:
-    """V-Half (Qi et al., Pipeline Parallelism with Controllable Memory,
-    https://arxiv.org/abs/2405.15362), built anew from the paper's building block.
+    """V-Half: half the memory of 1F1B, on the V.
+
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory,
+    https://arxiv.org/abs/2405.15362, built anew from the paper's building block.
 
     A microbatch takes two slots from rank to rank down the V and one up, forward and backward. A
     rank holds at most (p+2)//2 microbatches, counting a stage's as one half, for every p and m.
@@ -62,7 +66,7 @@ def v_half(*, ranks: int, microbatches: int) -> Schedule:
         A schedule of F, I and W actions.
 
     Raises:
-        ScheduleError: an argument is no integer or is less than 1.
+        ScheduleError: an argument is not an integer or is less than 1.
 
     Example:
         >>> for row in v_half(ranks=3, microbatches=1).actions:
@@ -90,20 +94,19 @@ def repeat_block(
     turns: tuple[int, int, int],
     name: str,
 ) -> Schedule:
-    """Repeat a building block, as "Pipeline Parallelism with Controllable Memory" teaches it
-    (Qi et al., https://arxiv.org/abs/2405.15362).
+    """Repeat the building block of a microbatch, one period after the other.
 
-    A microbatch goes four times along the ranks: F down the V, F up, I down, I up. `hops` says how
-    many slots it takes from rank to rank on each of the ways, so the sum of two ways is the life of
-    an activation and the choice of hops the memory of the schedule. The next microbatch follows
-    `PERIOD` slots later; W's take the slots that are left. Here only the order is kept: what could
-    start earlier, in the fill above all, does.
+    A microbatch passes along the ranks four times: F down the V, F up, I down, I up. `hops` says
+    how many slots it takes from rank to rank on each pass, so the sum of two passes is the life of
+    an activation, and the choice of hops sets the memory of the schedule. The next microbatch
+    follows `PERIOD` slots later; W's take the slots that are left. Only the order is kept: an
+    action that can start earlier, as in the fill, does.
 
     Args:
         ranks: p, 1 or more.
         microbatches: m, 1 or more.
-        hops: slots from one rank to the next, on each of the four ways.
-        turns: slots lost where a way ends and the next begins, such that no rank has two actions
+        hops: slots from one rank to the next, on each of the four passes.
+        turns: slots lost where a pass ends and the next begins, such that no rank has two actions
             in one slot (mod `PERIOD`).
         name: of the schedule.
 
@@ -116,32 +119,29 @@ def repeat_block(
     """
     rows = []
     for rank, block in enumerate(_block(ranks, hops, turns)):
+        up = 2 * ranks - 1 - rank
+        words = (rank, Op.F), (up, Op.F), (up, Op.I), (rank, Op.I), (up, Op.W), (rank, Op.W)
         slots = (
-            (slot + PERIOD * microbatch, Action(*_stage_and_op(rank, ranks, way), microbatch))
+            (slot + PERIOD * microbatch, Action(stage, op, microbatch))
             for microbatch in range(microbatches)
-            for way, slot in enumerate(block)
+            for slot, (stage, op) in zip(block, words, strict=True)
         )
         rows.append([action for _, action in sorted(slots)])
     return Schedule(vee(ranks), rows, name=name)
-
-
-def _stage_and_op(rank: int, ranks: int, way: int) -> tuple[int, Op]:
-    up = 2 * ranks - 1 - rank
-    return ((rank, Op.F), (up, Op.F), (up, Op.I), (rank, Op.I), (up, Op.W), (rank, Op.W))[way]
 
 
 def _block(
     ranks: int, hops: tuple[int, int, int, int], turns: tuple[int, int, int]
 ) -> Iterator[list[int]]:
     """Per rank, the slots of F down, F up, I down, I up, and of W of its last and first stage."""
-    there, back = range(ranks), range(ranks)[::-1]
+    down, up = range(ranks), range(ranks)[::-1]
     slot = 0
-    ways: list[dict[int, int]] = []
-    for way, (hop, order) in enumerate(zip(hops, (there, back, there, back), strict=True)):
-        ways.append({rank: slot + hop * step for step, rank in enumerate(order)})
-        slot = ways[-1][order[-1]] + 1 + (turns[way] if way < 3 else 0)
-    for rank in there:
-        slots = [way[rank] for way in ways]
+    passes: list[dict[int, int]] = []
+    for hop, order, lost in zip(hops, (down, up, down, up), (*turns, 0), strict=True):
+        passes.append({rank: slot + hop * step for step, rank in enumerate(order)})
+        slot = passes[-1][order[-1]] + 1 + lost
+    for rank in down:
+        slots = [each[rank] for each in passes]
         free = set(range(PERIOD)) - {slot % PERIOD for slot in slots}
         yield [*slots, *_weights(slots[2], slots[3], free)]
 

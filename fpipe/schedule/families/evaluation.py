@@ -17,11 +17,12 @@ def forward_only(
     stages_per_rank: int = 1,
     placement: Sequence[int] | None = None,
 ) -> Schedule:
-    """Forwards alone, for evaluation: a rank takes what is there, of its last stages first.
+    """Forward only: evaluation, on whatever placement the training has.
 
-    Late stages first lets a microbatch leave as soon as it can, so few are under way at a time.
-    With f the time of a rank's whole forward of one microbatch, the bubble is (p−1)f/v on looped
-    stages where p divides m, for every m where v = 1, and (p−1)f on the V.
+    A rank runs a forward as soon as its input is there, and of several the one of its last stage.
+    So a microbatch leaves as soon as it can, and few are under way at a time. The greedy rule is
+    our own. With f the time of a rank's whole forward of one microbatch, the bubble is (p−1)f/v on
+    looped stages where p divides m, for every m where v = 1, and (p−1)f on the V.
 
     Args:
         ranks: p, 1 or more.
@@ -34,8 +35,8 @@ def forward_only(
         A schedule of F actions. `fpipe.verify` takes it with ``requires="F"``.
 
     Raises:
-        ScheduleError: an argument is no integer or is less than 1, or the placement names a rank
-            that does not exist.
+        ScheduleError: an argument is not an integer or is less than 1, or the placement names a
+            rank that does not exist.
 
     Example:
         >>> for row in forward_only(ranks=2, microbatches=2, stages_per_rank=2).actions:
@@ -79,13 +80,13 @@ def all_forwards_first(
     The last of the `ranks` may have no stage; None for as many as the placement names.
     """
     rows = []
+    backward = (Op.I, Op.W) if split else (Op.B,)
+    numbers = range(microbatches)
     for rank in range(ranks or max(placement) + 1):
-        own = stages_on(placement, rank)
-        numbers = range(microbatches)
-        row = [Action(stage, Op.F, m) for stage in own for m in numbers]
-        for stage in reversed(own):
-            for m in numbers:
-                ops = (Op.I, Op.W) if split else (Op.B,)
-                row += [Action(stage, op, m) for op in ops]
+        stages = stages_on(placement, rank)
+        row = [Action(stage, Op.F, m) for stage in stages for m in numbers]
+        row += [
+            Action(stage, op, m) for stage in reversed(stages) for m in numbers for op in backward
+        ]
         rows.append(row)
     return Schedule(placement, rows, name="all forwards first")

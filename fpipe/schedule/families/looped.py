@@ -5,20 +5,21 @@ from __future__ import annotations
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.arguments import plain_counts
-from fpipe.schedule.families.rows import full, numbered, round_size, rounds, split, weave
+from fpipe.schedule.families.rows import equal_rounds, one_forward_one_backward
 from fpipe.schedule.placements import looped
 from fpipe.schedule.schedule import Schedule
 
 
 def looped_bfs(*, ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Breadth-first pipeline (Lamy-Poirier, https://arxiv.org/abs/2211.05953).
+    """Looped BFS: several stages per rank, each of which takes all microbatches at once.
+
+    Source: Lamy-Poirier, Breadth-First Pipeline Parallelism, https://arxiv.org/abs/2211.05953.
 
     A rank runs all microbatches through a stage before it turns to its next: what a rank gathers
     or reduces per stage (sharded parameters, gradients) is done once. With f, b the time of a
     rank's whole forward and backward of one microbatch, the bubble is (p−1)(f+b)/v where m ≥ p,
     and (v−1)(p−m)(f+b)/v more where m < p; a rank holds all m microbatches at its peak. The
-    backward takes the microbatches last first, so the activation that was made last is the first
-    to be freed.
+    backward takes the microbatches last first, so the newest activation is the first to be freed.
 
     Args:
         ranks: p, 1 or more.
@@ -29,7 +30,7 @@ def looped_bfs(*, ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sc
         A schedule of F and B actions.
 
     Raises:
-        ScheduleError: an argument is no integer or is less than 1.
+        ScheduleError: an argument is not an integer or is less than 1.
 
     Example:
         >>> for row in looped_bfs(ranks=2, microbatches=2, stages_per_rank=2).actions:
@@ -44,15 +45,16 @@ def looped_bfs(*, ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sc
     rows = []
     for rank in range(ranks):
         stages = range(rank, len(placement), ranks)
-        order = range(microbatches)
-        forwards = [Action(stage, Op.F, microbatch) for stage in stages for microbatch in order]
+        forwards = [Action(stage, Op.F, m) for stage in stages for m in range(microbatches)]
         backwards = [Action(a.stage, Op.B, a.microbatch) for a in reversed(forwards)]
         rows.append(forwards + backwards)
     return Schedule(placement, rows, name="looped_bfs")
 
 
 def interleaved_1f1b(*, ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Interleaved 1F1B (Narayanan et al., https://arxiv.org/abs/2104.04473), with flexible rounds.
+    """Interleaved 1F1B: several stages per rank, which divide the bubble by their number.
+
+    Source: Narayanan et al., https://arxiv.org/abs/2104.04473, with flexible rounds.
 
     A rank's stages take turns of g = m / rounds microbatches, rounds = max(1, m // p): "depth
     first". With f, b the time of a rank's whole forward and backward of one microbatch, the bubble
@@ -69,7 +71,7 @@ def interleaved_1f1b(*, ranks: int, microbatches: int, stages_per_rank: int = 2)
         A schedule of F and B actions.
 
     Raises:
-        ScheduleError: an argument is no integer or is less than 1, or m is not such a multiple.
+        ScheduleError: an argument is not an integer or is less than 1, or m is no such multiple.
 
     Example:
         >>> for row in interleaved_1f1b(ranks=2, microbatches=2, stages_per_rank=2).actions:
@@ -80,22 +82,21 @@ def interleaved_1f1b(*, ranks: int, microbatches: int, stages_per_rank: int = 2)
     ranks, microbatches, stages_per_rank = plain_counts(
         ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
     )
-    size = round_size(ranks=ranks, microbatches=microbatches)
-    placement = looped(ranks, stages_per_rank)
-    rows = []
-    for rank in range(ranks):
-        stages = range(rank, len(placement), ranks)
-        words = weave(
-            rounds(stages, size, microbatches),
-            full(rounds(stages[::-1], size, microbatches)),
-            warmup=(stages_per_rank - 1) * size + 2 * (ranks - 1 - rank),
-        )
-        rows.append(numbered(words, microbatches))
-    return Schedule(placement, rows, name="interleaved_1f1b")
+    return one_forward_one_backward(
+        "interleaved_1f1b",
+        ranks=ranks,
+        microbatches=microbatches,
+        stages_per_rank=stages_per_rank,
+        round_size=equal_rounds(ranks=ranks, microbatches=microbatches),
+        ahead=2,
+    )
 
 
 def interleaved_zero_bubble(*, ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """ZB1P of https://arxiv.org/abs/2401.10241 on looped stages, as torch's InterleavedZeroBubble.
+    """Interleaved zero bubble: several stages per rank, and weight gradients that fill the bubble.
+
+    Source: ZB1P of https://arxiv.org/abs/2401.10241, on looped stages as torch's
+    InterleavedZeroBubble.
 
     The stages of a rank take turns as in `interleaved_1f1b`, with p−1−r forwards ahead (and a
     round for each further stage); rank r holds back r weight gradients. With f, i, w the times of a
@@ -112,7 +113,7 @@ def interleaved_zero_bubble(*, ranks: int, microbatches: int, stages_per_rank: i
         A schedule of F, I and W actions.
 
     Raises:
-        ScheduleError: an argument is no integer or is less than 1, or m is not such a multiple.
+        ScheduleError: an argument is not an integer or is less than 1, or m is no such multiple.
 
     Example:
         >>> for row in interleaved_zero_bubble(ranks=2, microbatches=2, stages_per_rank=2).actions:
@@ -123,25 +124,23 @@ def interleaved_zero_bubble(*, ranks: int, microbatches: int, stages_per_rank: i
     ranks, microbatches, stages_per_rank = plain_counts(
         ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
     )
-    size = round_size(ranks=ranks, microbatches=microbatches)
-    placement = looped(ranks, stages_per_rank)
-    rows = []
-    for rank in range(ranks):
-        stages = range(rank, len(placement), ranks)
-        words = weave(
-            rounds(stages, size, microbatches),
-            split(rounds(stages[::-1], size, microbatches), lag=rank),
-            warmup=(stages_per_rank - 1) * size + ranks - 1 - rank,
-        )
-        rows.append(numbered(words, microbatches))
-    return Schedule(placement, rows, name="interleaved_zero_bubble")
+    return one_forward_one_backward(
+        "interleaved_zero_bubble",
+        ranks=ranks,
+        microbatches=microbatches,
+        stages_per_rank=stages_per_rank,
+        round_size=equal_rounds(ranks=ranks, microbatches=microbatches),
+        ahead=1,
+        lag=1,
+    )
 
 
 def group_1f1b(
     *, ranks: int, microbatches: int, stages_per_rank: int = 2, group: int | None = None
 ) -> Schedule:
-    """Interleaved 1F1B in groups of g microbatches (Wan et al., PipeOffload,
-    https://arxiv.org/abs/2503.01328).
+    """Group 1F1B: interleaved stages whose rounds are shorter than the pipeline, to save memory.
+
+    Source: Wan et al., PipeOffload, https://arxiv.org/abs/2503.01328.
 
     A rank's stages take turns of g microbatches; rank r runs (v−1)g + p−1−r forwards ahead, then F,
     I and W in turn. A rank holds at most ((v−1)g + p)/v microbatches, and at most m, counting a
@@ -161,8 +160,8 @@ def group_1f1b(
         A schedule of F, I and W actions.
 
     Raises:
-        ScheduleError: an argument is no integer or is less than 1, or g is less than
-            p//2 or does not divide m.
+        ScheduleError: an argument is not an integer or is less than 1, or g is less than p//2 or
+            does not divide m.
 
     Example:
         >>> for row in group_1f1b(ranks=2, microbatches=2, group=1).actions:
@@ -185,21 +184,19 @@ def group_1f1b(
             f"group={size} must be at least ranks // 2 = {ranks // 2}: with smaller groups the "
             "ranks would wait for each other in a circle"
         )
-    placement = looped(ranks, stages_per_rank)
-    rows = []
-    for rank in range(ranks):
-        stages = range(rank, len(placement), ranks)
-        words = weave(
-            rounds(stages, size, microbatches),
-            split(rounds(stages[::-1], size, microbatches), lag=0),
-            warmup=(stages_per_rank - 1) * size + ranks - 1 - rank,
-        )
-        rows.append(numbered(words, microbatches))
-    return Schedule(placement, rows, name="group_1f1b")
+    return one_forward_one_backward(
+        "group_1f1b",
+        ranks=ranks,
+        microbatches=microbatches,
+        stages_per_rank=stages_per_rank,
+        round_size=size,
+        ahead=1,
+        lag=0,
+    )
 
 
 def group_size(*, ranks: int, microbatches: int) -> int:
-    """The group that `group_1f1b` takes where none is told.
+    """The default group of `group_1f1b`.
 
     Example:
         >>> group_size(ranks=4, microbatches=6), group_size(ranks=4, microbatches=7)

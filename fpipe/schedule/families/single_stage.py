@@ -1,16 +1,18 @@
-"""Schedules with one stage per rank: GPipe, 1F1B, Eager 1F1B, ZB-H1, ZB-H2."""
+"""Schedules with one stage per rank: GPipe, 1F1B, Eager 1F1B, ZB-H1 and ZB-H2."""
 
 from __future__ import annotations
 
 from fpipe.schedule.action import Op
 from fpipe.schedule.arguments import plain_counts
-from fpipe.schedule.families.rows import full, numbered, split, weave
+from fpipe.schedule.families.rows import numbered, one_forward_one_backward
 from fpipe.schedule.placements import linear
 from fpipe.schedule.schedule import Schedule
 
 
 def gpipe(*, ranks: int, microbatches: int) -> Schedule:
-    """GPipe (Huang et al., https://arxiv.org/abs/1811.06965): all forwards, then all backwards.
+    """GPipe: all forwards, then all backwards.
+
+    Source: Huang et al., https://arxiv.org/abs/1811.06965.
 
     With p ranks, m microbatches and f, b the time of a forward and a backward, the bubble is
     (p−1)(f+b) and a rank holds m microbatches at its peak, for every p and m.
@@ -23,7 +25,7 @@ def gpipe(*, ranks: int, microbatches: int) -> Schedule:
         A schedule of F and B actions.
 
     Raises:
-        ScheduleError: an argument is no integer or is less than 1.
+        ScheduleError: an argument is not an integer or is less than 1.
 
     Example:
         >>> for row in gpipe(ranks=2, microbatches=2).actions:
@@ -40,12 +42,14 @@ def gpipe(*, ranks: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(*, ranks: int, microbatches: int) -> Schedule:
-    """1F1B (PipeDream-Flush, https://arxiv.org/abs/2006.09503; the default of Megatron-LM).
+    """1F1B: one forward, one backward, so that a rank holds no more than p microbatches.
+
+    Source: PipeDream-Flush, https://arxiv.org/abs/2006.09503; the default of Megatron-LM.
 
     Rank r runs p−1−r forwards ahead, then one forward and one backward in turn. With f, b the time
     of a forward and a backward, the bubble is (p−1)(f+b) and rank 0, the fullest, holds min(p, m)
     microbatches at its peak, for every p and m (also m < p). Every round trip between neighbours
-    is in the critical path, so latency costs more here than in `eager_1f1b`.
+    is on the critical path, so latency costs more here than in `eager_1f1b`.
 
     Args:
         ranks: p, 1 or more; one stage per rank, stage s on rank s.
@@ -55,7 +59,7 @@ def one_f_one_b(*, ranks: int, microbatches: int) -> Schedule:
         A schedule of F and B actions.
 
     Raises:
-        ScheduleError: an argument is no integer or is less than 1.
+        ScheduleError: an argument is not an integer or is less than 1.
 
     Example:
         >>> for row in one_f_one_b(ranks=2, microbatches=3).actions:
@@ -64,16 +68,13 @@ def one_f_one_b(*, ranks: int, microbatches: int) -> Schedule:
         1F0 1B0 1F1 1B1 1F2 1B2
     """
     ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
-    rows = []
-    for rank in range(ranks):
-        stages = [rank] * microbatches
-        words = weave(stages, full(stages), warmup=ranks - 1 - rank)
-        rows.append(numbered(words, microbatches))
-    return Schedule(linear(ranks), rows, name="one_f_one_b")
+    return one_forward_one_backward("one_f_one_b", ranks=ranks, microbatches=microbatches, ahead=1)
 
 
 def eager_1f1b(*, ranks: int, microbatches: int) -> Schedule:
-    """Eager 1F1B (AlpaComm, https://arxiv.org/abs/2211.05322; also in JaxPP).
+    """Eager 1F1B: 1F1B that runs twice as far ahead, to hide the latency between ranks.
+
+    Source: AlpaComm, https://arxiv.org/abs/2211.05322; also in JaxPP.
 
     As `one_f_one_b`, but rank r runs 2(p−1−r) forwards ahead, so that a message has a whole turn
     to travel. The bubble without latency is the same (p−1)(f+b); rank 0 holds min(2p−1, m)
@@ -87,7 +88,7 @@ def eager_1f1b(*, ranks: int, microbatches: int) -> Schedule:
         A schedule of F and B actions.
 
     Raises:
-        ScheduleError: an argument is no integer or is less than 1.
+        ScheduleError: an argument is not an integer or is less than 1.
 
     Example:
         >>> for row in eager_1f1b(ranks=2, microbatches=3).actions:
@@ -96,16 +97,13 @@ def eager_1f1b(*, ranks: int, microbatches: int) -> Schedule:
         1F0 1B0 1F1 1B1 1F2 1B2
     """
     ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
-    rows = []
-    for rank in range(ranks):
-        stages = [rank] * microbatches
-        words = weave(stages, full(stages), warmup=2 * (ranks - 1 - rank))
-        rows.append(numbered(words, microbatches))
-    return Schedule(linear(ranks), rows, name="eager_1f1b")
+    return one_forward_one_backward("eager_1f1b", ranks=ranks, microbatches=microbatches, ahead=2)
 
 
 def zb_h1(*, ranks: int, microbatches: int) -> Schedule:
-    """ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, https://arxiv.org/abs/2401.10241).
+    """ZB-H1: 1F1B whose weight gradients fill the bubble, at the memory of 1F1B.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, https://arxiv.org/abs/2401.10241.
 
     Forwards and input gradients go as in `one_f_one_b`; rank r holds back r weight gradients, which
     is the memory that 1F1B leaves free there, and runs them while it would wait. With f, i, w the
@@ -120,7 +118,7 @@ def zb_h1(*, ranks: int, microbatches: int) -> Schedule:
         A schedule of F, I and W actions.
 
     Raises:
-        ScheduleError: an argument is no integer or is less than 1.
+        ScheduleError: an argument is not an integer or is less than 1.
 
     Example:
         >>> for row in zb_h1(ranks=2, microbatches=3).actions:
@@ -129,22 +127,19 @@ def zb_h1(*, ranks: int, microbatches: int) -> Schedule:
         1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
     """
     ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
-    rows = []
-    for rank in range(ranks):
-        stages = [rank] * microbatches
-        words = weave(stages, split(stages, lag=rank), warmup=ranks - 1 - rank)
-        rows.append(numbered(words, microbatches))
-    return Schedule(linear(ranks), rows, name="zb_h1")
+    return one_forward_one_backward("zb_h1", ranks=ranks, microbatches=microbatches, ahead=1, lag=1)
 
 
 def zb_h2(*, ranks: int, microbatches: int) -> Schedule:
-    """ZB-H2 (Qi et al., Zero Bubble Pipeline Parallelism, https://arxiv.org/abs/2401.10241).
+    """ZB-H2: no bubble between a rank's first and last action, at twice the memory of 1F1B.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, https://arxiv.org/abs/2401.10241.
 
     Rank r runs 2(p−1−r) forwards ahead and holds back 2r weight gradients, so that every rank is
     busy from its first action to its last. With f, i, w the times of F, I and W, the longest rank's
-    own time (first start to last end) is longer than its work by max(0, (p−1)(f+i−2w)), where
-    m ≥ 2p−1 and w is no longer than f or i. A rank holds min(2p−1, m) microbatches at its peak.
-    With fewer microbatches it runs, without that promise.
+    span (first start to last end) is longer than its work by max(0, (p−1)(f+i−2w)), where m ≥ 2p−1
+    and w is no longer than f or i. A rank holds min(2p−1, m) microbatches at its peak. With fewer
+    microbatches it runs, without that promise.
 
     The ranks end one after the other, as they start, so a step that ends in a barrier (an
     optimizer that needs the norm of all gradients) sees the bubble again.
@@ -157,7 +152,7 @@ def zb_h2(*, ranks: int, microbatches: int) -> Schedule:
         A schedule of F, I and W actions.
 
     Raises:
-        ScheduleError: an argument is no integer or is less than 1.
+        ScheduleError: an argument is not an integer or is less than 1.
 
     Example:
         >>> for row in zb_h2(ranks=2, microbatches=3).actions:
@@ -166,9 +161,4 @@ def zb_h2(*, ranks: int, microbatches: int) -> Schedule:
         1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
     """
     ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
-    rows = []
-    for rank in range(ranks):
-        stages = [rank] * microbatches
-        words = weave(stages, split(stages, lag=2 * rank), warmup=2 * (ranks - 1 - rank))
-        rows.append(numbered(words, microbatches))
-    return Schedule(linear(ranks), rows, name="zb_h2")
+    return one_forward_one_backward("zb_h2", ranks=ranks, microbatches=microbatches, ahead=2, lag=2)

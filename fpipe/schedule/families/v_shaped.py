@@ -10,7 +10,9 @@ from fpipe.schedule.schedule import Schedule
 
 
 def zbv(*, ranks: int, microbatches: int) -> Schedule:
-    """ZB-V (Qi et al., https://arxiv.org/abs/2405.15362; order as torch's ZBVZeroBubble).
+    """ZB-V: the stages go down the ranks and up again, and no rank waits between first and last.
+
+    Source: Qi et al., https://arxiv.org/abs/2405.15362; the order is that of torch's ZBVZeroBubble.
 
     Each rank holds two stages, one of the way down and one of the way up, so rank 0 has both the
     input and the loss. With the times of F, I and W equal (f of a rank's two stages together) and
@@ -26,7 +28,7 @@ def zbv(*, ranks: int, microbatches: int) -> Schedule:
         A schedule of F, I and W actions.
 
     Raises:
-        ScheduleError: an argument is no integer or is less than 1.
+        ScheduleError: an argument is not an integer or is less than 1.
 
     Example:
         >>> for row in zbv(ranks=2, microbatches=3).actions:
@@ -62,8 +64,10 @@ def _zbv_row(rank: int, ranks: int, microbatches: int) -> list[Word]:
 
 
 def dualpipev(*, ranks: int, microbatches: int) -> Schedule:
-    """DualPipeV (DeepSeek-AI, https://github.com/deepseek-ai/DualPipe; the V form of DualPipe,
-    https://arxiv.org/abs/2412.19437).
+    """DualPipeV: on the V, a forward and a full backward side by side through the steady state.
+
+    Source: DeepSeek-AI, https://github.com/deepseek-ai/DualPipe, the V form of DualPipe,
+    https://arxiv.org/abs/2412.19437.
 
     In the steady state a rank runs the forward of one of its stages together with the full backward
     of the other, so that the communication inside the one (experts, tensor parallelism) hides
@@ -80,7 +84,7 @@ def dualpipev(*, ranks: int, microbatches: int) -> Schedule:
         A schedule of F, B, I and W actions.
 
     Raises:
-        ScheduleError: an argument is no integer or is less than 1.
+        ScheduleError: an argument is not an integer or is less than 1.
 
     Example:
         >>> for row in dualpipev(ranks=2, microbatches=4).actions:

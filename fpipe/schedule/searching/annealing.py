@@ -8,11 +8,11 @@ from random import Random
 from typing import Final, NamedTuple
 
 from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT
+from fpipe.schedule.searching.breeding import random_policy
 from fpipe.schedule.searching.evaluator import Evaluator
-from fpipe.schedule.searching.list_scheduler import list_schedule, random_policy
+from fpipe.schedule.searching.list_scheduler import list_schedule
 from fpipe.schedule.searching.portfolio import Phase, Standing, Step
-from fpipe.schedule.searching.problem import Candidate, Order
-from fpipe.schedule.searching.seeds import renamed
+from fpipe.schedule.searching.problem import Candidate, Order, renamed
 
 _MOVES: Final = 2_000  # of the first cycles
 _SLOWER: Final = 4  # so many cycles later they are longer by as much

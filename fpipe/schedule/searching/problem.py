@@ -252,3 +252,13 @@ def by_size(sizes: Sequence[float], turn: Sequence[int]) -> Iterator[list[int]]:
     # The longest in the second half, the shortest around.
     quarter = len(rising) // 4
     yield [*rising[:quarter], *rising[2 * quarter :], *rising[quarter : 2 * quarter]]
+
+
+def renamed(problem: Problem, order: Order, names: dict[int, int]) -> Order:
+    """An order with other microbatches in the places of some, and no value yet."""
+    count = problem.microbatches
+    own = [names.get(microbatch, microbatch) for microbatch in range(count)]
+    kinds = range(0, 3 * len(problem.placement) * count, count)
+    table = [first + other for first in kinds for other in own]
+    rows = [[table[action] for action in row] for row in order.rows]
+    return Order(float("inf"), rows, frozenset(table[action] for action in order.fused))

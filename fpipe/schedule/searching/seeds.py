@@ -24,10 +24,11 @@ from fpipe.schedule.families.single_stage import eager_1f1b, gpipe, one_f_one_b,
 from fpipe.schedule.families.v_shaped import dualpipev, zbv
 from fpipe.schedule.placements import linear, looped, vee
 from fpipe.schedule.schedule import Schedule
+from fpipe.schedule.searching.breeding import known_policies
 from fpipe.schedule.searching.evaluator import Evaluator, make_evaluator
-from fpipe.schedule.searching.list_scheduler import known_policies, list_schedule
+from fpipe.schedule.searching.list_scheduler import list_schedule
 from fpipe.schedule.searching.portfolio import Phase, Step, uncollected
-from fpipe.schedule.searching.problem import Candidate, Order, Problem, by_size, to_order
+from fpipe.schedule.searching.problem import Candidate, Order, Problem, by_size, renamed, to_order
 from fpipe.schedule.searching.zero_bubble import zb_auto
 from fpipe.schedule.simulator import run_rows
 
@@ -248,16 +249,6 @@ def arranged(evaluator: Evaluator, order: Order) -> Iterator[Order]:
         own = renamed(problem, order, dict(zip(turn, chosen, strict=True)))
         if (found := valued(evaluator, own)) is not None:
             yield found
-
-
-def renamed(problem: Problem, order: Order, names: dict[int, int]) -> Order:
-    """An order with other microbatches in the places of some, and no value yet."""
-    count = problem.microbatches
-    own = [names.get(microbatch, microbatch) for microbatch in range(count)]
-    kinds = range(0, 3 * len(problem.placement) * count, count)
-    table = [first + other for first in kinds for other in own]
-    rows = [[table[action] for action in row] for row in order.rows]
-    return Order(float("inf"), rows, frozenset(table[action] for action in order.fused))
 
 
 def valued(evaluator: Evaluator, order: Order) -> Order | None:

@@ -1,4 +1,4 @@
-"""The automatic zero-bubble schedule: made for given costs, within a given memory."""
+"""The automatic zero-bubble schedule: the list scheduler under the paper's rules."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ def zb_auto(
     memory: float | Iterable[float] | None = None,
     cost: Cost | None = None,
 ) -> Schedule:
-    """A schedule by the heuristic of Qi et al., Zero Bubble Pipeline Parallelism, section 3.1
-    (https://arxiv.org/abs/2401.10241), told anew; with memory p their ZB-1p, with 2p their ZB-2p.
+    """The automatic zero-bubble schedule: made for given costs, within a given memory.
+
+    Source: the heuristic of Qi et al., Zero Bubble Pipeline Parallelism, section 3.1
+    (https://arxiv.org/abs/2401.10241), written anew; with memory p their ZB-1p, with 2p their
+    ZB-2p.
 
     Every rank runs forwards until gradients come back, then forwards and input gradients in turn. A
     weight gradient runs where the rank would wait for longer than it takes, or where only it can

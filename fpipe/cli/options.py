@@ -22,7 +22,9 @@ class Parser(argparse.ArgumentParser):
 Commands = argparse._SubParsersAction  # what `add_subparsers` returns, which argparse does not name
 
 
-def new(commands: Commands[Any], name: str, purpose: str, example: str) -> argparse.ArgumentParser:
+def new_parser(
+    commands: Commands[Any], name: str, purpose: str, example: str
+) -> argparse.ArgumentParser:
     """A parser for a part of the command, whose help ends in an example."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
