@@ -10,7 +10,7 @@ from fpipe.errors import ScheduleError
 
 
 class Op(StrEnum):
-    """What an action does. An `Op` equals its own text: ``Op.F == "F"``.
+    """The operation of an action. An `Op` equals its text: ``Op.F == "F"``.
 
     The names are those of torch.distributed.pipelining, so that files can be exchanged.
     """
@@ -23,15 +23,15 @@ class Op(StrEnum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
-    UNSHARD = "UNSHARD"  # whole-stage: gather the parameters, and make of them what all read
-    RESHARD = "RESHARD"  # whole-stage: let the gathered parameters go
+    UNSHARD = "UNSHARD"  # whole-stage: gather the parameters
+    RESHARD = "RESHARD"  # whole-stage: free the gathered parameters
     REDUCE_GRAD = "REDUCE_GRAD"  # whole-stage: reduce the gradients over data-parallel ranks
 
 
 COMPUTE_OPS: Final = frozenset({Op.F, Op.B, Op.I, Op.W})
 WHOLE_STAGE_OPS: Final = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 
-# Python reads no number of some thousand digits, and there is no such stage.
+# Python does not parse numbers of thousands of digits, and no stage has such a number.
 _TEXT = re.compile(r"(\d{1,18})([A-Z]+(?:_[A-Z]+)?)(\d{0,18})", re.ASCII)
 
 

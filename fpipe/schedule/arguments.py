@@ -1,4 +1,4 @@
-"""What callers give, as Python's own values: integers, counts, numbers, several of them."""
+"""Integers, counts, numbers and sequences of callers, as Python's own types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fpipe.errors import ScheduleError, a_type
 def plain_integer(value: object) -> int | None:
     """An integer of any type, such as numpy's, as an int; None for anything else.
 
-    What is an int of some kind, as a bool is, stays what it is.
+    A subclass of int, such as bool, stays as it is.
 
     Example:
         >>> plain_integer(3), plain_integer(3.0), plain_integer("3")
@@ -43,19 +43,19 @@ def plain_counts(**counts: int | None) -> tuple[int, ...]:
     """The counts as Python's own integers, in their order; the keyword is the name to report.
 
     Raises:
-        ScheduleError: one is no integer, a bool or less than 1.
+        ScheduleError: one is not an integer, is a bool, or is less than 1.
 
     Example:
         >>> plain_counts(ranks=4, microbatches=8)
         (4, 8)
     """
-    found = []
+    checked = []
     for name, count in counts.items():
         plain = plain_count(count)
         if plain is None:
             raise ScheduleError(f"{name}={count!r:.60} must be an integer, 1 or more")
-        found.append(plain)
-    return tuple(found)
+        checked.append(plain)
+    return tuple(checked)
 
 
 def plain_number(value: object) -> float | None:
@@ -76,7 +76,7 @@ def plain_number(value: object) -> float | None:
 
 
 def is_several(value: object) -> TypeGuard[Iterable[Any]]:
-    """Whether a value can be gone through; an array of no dimension has the method and cannot."""
+    """Whether a value is iterable; a 0-dimensional array has ``__iter__`` and is not."""
     try:
         iter(value)  # type: ignore[call-overload]
     except TypeError:
@@ -85,16 +85,13 @@ def is_several(value: object) -> TypeGuard[Iterable[Any]]:
 
 
 def check_ordered(name: str, values: object, of: str, otherwise: str) -> None:
-    """Refuse several values whose order says nothing.
+    """Raise a `ScheduleError` if `values` is a mapping or a set, which has no useful order.
 
     Args:
-        name: of the argument, for messages.
+        name: of the argument, for the error.
         values: one for each `of`.
         of: ``"stage"``, ``"rank"`` or ``"microbatch"``.
-        otherwise: what may be given instead of several.
-
-    Raises:
-        ScheduleError: they are a mapping or a set.
+        otherwise: the alternative to a sequence, for the error.
     """
     if isinstance(values, Mapping | Set):
         raise ScheduleError(

@@ -1,4 +1,4 @@
-"""What actions cost: times, latencies and activations, per stage."""
+"""The cost of actions: times, latencies and activations, per stage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from fpipe.errors import ScheduleError, a_type
 from fpipe.schedule.arguments import (
@@ -22,6 +22,7 @@ from fpipe.schedule.placements import plain_placement
 
 # Between these, sums and ratios of costs neither overflow nor vanish.
 LEAST, MOST = 1e-100, 1e100
+_PER_STAGE: Final = ("f", "i", "w", "b", "activation", "freed_by_i")
 
 PerStage: TypeAlias = float | tuple[float, ...]
 Latency: TypeAlias = float | tuple[tuple[float, ...], ...]
@@ -29,11 +30,11 @@ Latency: TypeAlias = float | tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class Cost:
-    """What each action of a schedule costs. Units are yours; times share one, activations another.
+    """The cost of each action of a schedule. Times share one unit, activations another.
 
-    A plain number is per rank and microbatch, that is for 1/p of the model: a stage takes 1/v of
-    it (v stages per rank), so that schedules with different v compare fairly. A sequence gives each
-    stage its own value, which is taken as it is.
+    A number is per rank and microbatch, that is for 1/p of the model: a stage takes 1/v of it (v
+    stages per rank), so that schedules with different v compare fairly. A sequence has the value of
+    each stage.
 
     Attributes:
         f: time of a forward.
@@ -43,14 +44,14 @@ class Cost:
             with ``comm[a][b]`` the latency from rank a to rank b. Between stages of one rank it is
             0. A hop delays its reader and occupies no rank.
         b: time of a full backward; None means i + w.
-        activation: what F keeps until B or W ends (bytes, or units of your own).
-        freed_by_i: the part of `activation` that I already frees, 0 by default. Negative where I
+        activation: what F keeps until B or W ends, in bytes or any unit.
+        freed_by_i: the share of `activation` that I already frees, 0 by default. Negative where I
             hands more to W than it frees.
         sizes: of the microbatches, such as those of sequences of different lengths; None where all
-            are alike. All other numbers are of a microbatch of size 1: times and activations of
-            microbatch k are ``sizes[k]`` times as large. `comm` is not.
+            are equal. All other numbers are for a microbatch of size 1: times and activations of
+            microbatch k are ``sizes[k]`` times as large, and `comm` is not.
 
-    Any real number will do, those of numpy too; a number is kept as Python's own.
+    Numbers of any real type are taken, also those of numpy, and kept as Python's int or float.
 
     Raises:
         ScheduleError: a value is not finite, is negative (other than `freed_by_i`), or is further
@@ -111,27 +112,27 @@ class Cost:
 
     @classmethod
     def from_json(cls, path: PathLike) -> Cost:
-        """Read a file of `to_json`, or one that people write: f, i and w, and of the rest any.
+        """Read a file that `to_json` or a person wrote: f, i and w, and any of the others.
 
         Raises:
-            ScheduleError: the file is no such object, or a value is out of range.
+            ScheduleError: the file is not such an object, or a value is out of range.
             OSError: it cannot be opened.
         """
         return cls(**parse_cost(load(path), source=str(path)))
 
     def merged(self, stages: int) -> Cost:
-        """The cost where so many stages in a row are made one.
+        """The cost after every `stages` consecutive stages are merged into one.
 
-        So what was measured of the stages of one schedule tells what another with fewer would take.
-        Times and activations of the merged are added up, which for activations is at most a little
-        too much: what one hands to the next may then be kept once. Numbers that are alike for all
-        stages are of a share of the model, and stay.
+        So costs measured on the stages of one schedule serve another with fewer stages. Times and
+        activations of merged stages are summed, which for activations may be a little too much: a
+        value between two of them may then be kept once. A number for all stages is for a share of
+        the model, and stays.
 
         Args:
             stages: how many become one; a divisor of the number of stages.
 
         Raises:
-            ScheduleError: `stages` is none.
+            ScheduleError: `stages` is not such a divisor.
 
         Example:
             >>> from fpipe import Cost, schedules, simulate
@@ -154,31 +155,30 @@ class Cost:
                 )
             return tuple(sum(value[at : at + count]) for at in range(0, len(value), count))
 
-        names = ("f", "i", "w", "b", "activation", "freed_by_i")
-        return replace(self, **{name: merge(name) for name in names})
+        return replace(self, **{name: merge(name) for name in _PER_STAGE})
 
     def on(self, placement: Sequence[int], ranks: int | None = None) -> StageCosts:
         """The cost of each stage under a placement (stage → rank).
 
         Args:
             placement: the rank of each stage.
-            ranks: how many there are, where the last of them have no stage.
+            ranks: number of ranks, if the last of them have no stage.
 
         Raises:
-            ScheduleError: `placement` is none, `ranks` are too few for it, a sequence does not have
-                one value per stage, `comm` has no row for a rank, or I would free more than F
+            ScheduleError: `placement` is invalid, `ranks` are too few for it, a sequence does not
+                have one value per stage, `comm` has no row for a rank, or I would free more than F
                 keeps.
         """
         placement = plain_placement(placement)
         stages, p = len(placement), max(placement) + 1
         if ranks is not None:
-            (wanted,) = plain_counts(ranks=ranks)
-            if wanted < p:
+            (count,) = plain_counts(ranks=ranks)
+            if count < p:
                 raise ScheduleError(
-                    f"ranks={wanted} are too few for a placement that uses rank {p - 1}: leave "
+                    f"ranks={count} are too few for a placement that uses rank {p - 1}: leave "
                     "ranks out, or give more"
                 )
-            p = wanted
+            p = count
 
         def each(name: str, value: PerStage) -> tuple[float, ...]:
             if not isinstance(value, tuple):
@@ -216,10 +216,10 @@ class Cost:
         )
 
     def sizes_of(self, microbatches: int) -> tuple[float, ...]:
-        """The size of each of so many microbatches.
+        """The size of each microbatch.
 
         Raises:
-            ScheduleError: `sizes` are of another number of microbatches.
+            ScheduleError: `sizes` has another number of values.
 
         Example:
             >>> from fpipe import Cost
@@ -239,7 +239,7 @@ class Cost:
         """Latency from one rank to another; 0 from a rank to itself.
 
         Raises:
-            ScheduleError: `source` or `target` is no number of a rank, or `comm` is a table
+            ScheduleError: `source` or `target` is not the number of a rank, or `comm` is a table
                 without them.
         """
         for name, rank in (("source", source), ("target", target)):
@@ -258,28 +258,18 @@ class Cost:
 
 
 def alike(cost: Cost, size: float) -> Cost:
-    """The cost of microbatches that are all of one size; with the smallest none takes longer."""
+    """The cost of microbatches that are all of one size."""
 
-    def scaled(value: PerStage) -> PerStage:
-        return tuple(x * size for x in value) if isinstance(value, tuple) else value * size
+    def scaled(value: PerStage | None) -> PerStage | None:
+        if isinstance(value, tuple):
+            return tuple(x * size for x in value)
+        return None if value is None else value * size
 
-    return Cost(
-        f=scaled(cost.f),
-        i=scaled(cost.i),
-        w=scaled(cost.w),
-        comm=cost.comm,
-        b=None if cost.b is None else scaled(cost.b),
-        activation=scaled(cost.activation),
-        freed_by_i=scaled(cost.freed_by_i),
-    )
+    return replace(cost, sizes=None, **{name: scaled(getattr(cost, name)) for name in _PER_STAGE})
 
 
 def check_cost(cost: object) -> None:
-    """Refuse what is no `Cost`.
-
-    Raises:
-        ScheduleError: says how one is made.
-    """
+    """Raise a `ScheduleError` unless `cost` is a `Cost`."""
     if not isinstance(cost, Cost):
         raise ScheduleError(
             f"cost={cost!r:.60} is {a_type(cost)}: make one with fpipe.Cost(f=1, i=1, w=1)"
@@ -295,9 +285,9 @@ class StageCosts:
         down: latency from stage s to stage s + 1, at index s.
         up: latency from stage s + 1 to stage s, at index s.
         activation: what F keeps.
-        freed_by_i: what of it I frees; the rest goes with B or W.
-        sizes: of each microbatch, by which times and activations are multiplied; None where all are
-            alike.
+        freed_by_i: the share of it that I frees; B or W frees the rest.
+        sizes: of each microbatch; times and activations are multiplied by it. None where all are
+            equal.
     """
 
     f: tuple[float, ...]
@@ -316,27 +306,27 @@ class StageCosts:
         return tuple(min(b, i + w) for b, i, w in zip(self.b, self.i, self.w, strict=True))
 
     @cached_property
-    def handover(self) -> tuple[float, ...]:
+    def gradient(self) -> tuple[float, ...]:
         """The least time until each stage's backward hands its gradient on: that of I, or of B."""
         return tuple(map(min, self.b, self.i))
 
     @cached_property
     def deferred(self) -> tuple[float, ...]:
-        """What each stage holds between I and W."""
+        """The memory that each stage holds between I and W."""
         pairs = zip(self.activation, self.freed_by_i, strict=True)
         return tuple(max(0.0, kept - freed) for kept, freed in pairs)
 
     @cached_property
-    def lone(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """When a microbatch that is alone reaches each stage, and when its gradient does.
+    def earliest(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """When a microbatch can reach each stage, and its gradient, at the earliest.
 
-        No microbatch of any schedule is sooner, counted from its own start.
+        Both count from the start of the microbatch, as if it were the only one.
         """
         starts = [0.0]
         for forward, hop in zip(self.f, self.down, strict=False):
             starts.append(starts[-1] + forward + hop)
         returns = [starts[-1] + self.f[-1]]
-        for gradient, hop in zip(self.handover[:0:-1], self.up[::-1], strict=True):
+        for gradient, hop in zip(self.gradient[:0:-1], self.up[::-1], strict=True):
             returns.append(returns[-1] + gradient + hop)
         return tuple(starts), tuple(returns[::-1])
 

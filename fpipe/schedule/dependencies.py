@@ -24,13 +24,13 @@ def chain(num_stages: int) -> Reads:
 
 @dataclass(frozen=True)
 class Dependencies:
-    """The actions of all ranks in one list, rank after rank, and what each needs to have run.
+    """The actions of all ranks in one list, rank after rank, and the actions that each one needs.
 
     Attributes:
-        actions: all actions; the position in this list is the number that `needs` speaks of.
+        actions: all actions; `needs` refers to positions in this tuple.
         starts: per rank, the number of its first action; one more entry closes the last rank.
         needs: per action, the numbers of the actions whose results it reads. Inputs that no action
-            of the schedule makes are left out: whether one is missing is another question.
+            of the schedule makes are left out; the verifier looks for those.
     """
 
     actions: tuple[Action, ...]
@@ -38,9 +38,9 @@ class Dependencies:
     needs: tuple[tuple[int, ...], ...]
 
     def run_order(self) -> Iterator[int]:
-        """Number the actions in an order in which they can run; it ends early where all are stuck.
+        """The numbers of the actions in an order in which they can run; shorter if ranks deadlock.
 
-        Each rank runs its own actions in order, and a result is there for every reader once it is
+        Each rank runs its actions in order, and a result is there for every reader once it is
         made: sends do not block, and a message that comes early is kept. Each rank is run until it
         is blocked and taken up again by the action that it waits for, so the whole takes time
         linear in actions and needs.
@@ -71,12 +71,11 @@ class Dependencies:
 
 
 def dependencies(rows: Sequence[Sequence[Action]], reads: Reads) -> Dependencies:
-    """Draw the graph of a schedule's rows.
+    """The dependency graph of the rows of a schedule.
 
     A forward needs the forwards that its stage reads. A backward needs the forward of its stage and
-    the backwards of all stages that read it, whose sum is its cotangent. W needs I, which hands it
-    over; where a stage has W and no I, W is itself the backward. Whole-stage actions need nothing
-    but their turn.
+    the backwards of all stages that read it, whose sum is its cotangent. W needs I; where a stage
+    has W and no I, W is itself the backward. Whole-stage actions need nothing.
 
     Args:
         rows: the actions of each rank.
@@ -97,7 +96,7 @@ def dependencies(rows: Sequence[Sequence[Action]], reads: Reads) -> Dependencies
             readers[stage].append(reader)
 
     forwards: dict[tuple[int, int | None], int] = {}
-    cotangents: dict[tuple[int, int | None], int] = {}  # made by B or I
+    cotangents: dict[tuple[int, int | None], int] = {}  # outputs of B or I
     for number, (stage, op, microbatch) in enumerate(actions):
         if op == Op.F:
             forwards[stage, microbatch] = number
@@ -112,7 +111,7 @@ def dependencies(rows: Sequence[Sequence[Action]], reads: Reads) -> Dependencies
         elif op == Op.W and (stage, microbatch) in cotangents:
             inputs = [cotangents[stage, microbatch]]
         elif op in (Op.B, Op.I, Op.W):
-            # The input of the own rank first: an error then names the nearest fault.
+            # The input of the same rank first: an error then names the nearest fault.
             inputs = [forwards.get((stage, microbatch))]
             inputs += [cotangents.get((reader, microbatch)) for reader in readers[stage]]
         needs.append(tuple(number for number in inputs if number is not None))
@@ -127,11 +126,10 @@ def earliest_starts(
     Args:
         rows: the actions of each rank.
         num_stages: number of stages.
-        lengths: the time that an op takes, in a unit of one's own; 0 for those that are not named.
-            Sending takes none.
+        lengths: the time of each op, in any unit; 0 for an op that is missing. Sending takes none.
 
     Returns:
-        The starts in the order of the rows; None where some of them can never be.
+        The starts in the order of the rows; None if some action can never start.
 
     Example:
         >>> rows = [[Action.parse("0F0"), Action.parse("0B0")], [Action.parse("1F0")]]

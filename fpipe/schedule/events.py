@@ -1,4 +1,4 @@
-"""Actions with their times: what each waited for, and what its rank held."""
+"""Actions with their times: what each of them waited for, and the memory of a rank over time."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Steps: TypeAlias = tuple[tuple[float, float], ...]  # a time, and the amount hel
 
 
 def counted_as(actions: Sequence[Action]) -> list[Op | None]:
-    """What each action does to what its stage holds of a microbatch, as the op that does so.
+    """The op that each action counts as for the memory of its stage.
 
-    Where a microbatch has no I or no W of a stage, the other is all of its backward, as B is. None
-    for what holds nothing: an F of a stage without a backward, and what computes nothing.
+    Where a microbatch has no I or no W of a stage, the other is its whole backward, as B is. None
+    for an action that changes nothing: an F of a stage without a backward, or a whole-stage action.
 
     Args:
-        actions: all of the stages that they name.
+        actions: all actions of the stages that they name.
 
     Example:
         >>> counted_as([Action.parse(word) for word in "0F0 0I0 0W0 1F0 1W0 2F0".split()])
@@ -53,13 +53,13 @@ def counted_as(actions: Sequence[Action]) -> list[Op | None]:
 def held(row: Sequence[Event], costs: StageCosts) -> Steps:
     """The activations that a rank holds over time.
 
-    F takes its activation when it starts; I frees its part, and B or W the rest, when it ends.
+    F takes its activation when it starts; I frees `freed_by_i`, and B or W the rest, when it ends.
     Where a microbatch has no I or no W of a stage, the other frees all; where a stage has no
     backward, F keeps none.
 
     Args:
-        row: what the rank ran, in order.
-        costs: what F keeps of each stage, and I frees, for a microbatch of size 1.
+        row: the events of the rank, in order.
+        costs: the activations of each stage, for a microbatch of size 1.
 
     Example:
         >>> from fpipe import Cost
@@ -75,16 +75,13 @@ def held(row: Sequence[Event], costs: StageCosts) -> Steps:
             continue
         size = 1 if costs.sizes is None or microbatch is None else costs.sizes[microbatch]
         kept, freed = costs.activation[stage] * size, costs.freed_by_i[stage] * size
-        if op == Op.F:
-            change = kept
-        elif op == Op.I:
-            change = -freed
-        elif op == Op.W:
-            change = freed - kept
-        else:
-            change = -kept
         times.append(start if op == Op.F else end)
-        changes.append(change)
+        if op == Op.F:
+            changes.append(kept)
+        elif op == Op.I:
+            changes.append(-freed)
+        else:
+            changes.append(freed - kept if op == Op.W else -kept)
     # Sums of thirds and the like drift; a peak of 2.9999999999999996 reads as a defect.
     largest = max(changes, default=0)
     digits = 12 - math.floor(math.log10(largest)) if 0 < largest < 1 else 12
@@ -97,11 +94,11 @@ Events: TypeAlias = Sequence[Sequence[Event]]  # per rank, in the order in which
 
 
 class Wait(NamedTuple):
-    """What an action waited for last.
+    """The last thing that an action waited for.
 
     Attributes:
-        source: the action; None where it waited for nothing.
-        ready: when that was there: its end, and the way to this rank.
+        source: the action that it waited for; None for none.
+        ready: when the output of that action was there: its end plus the latency.
     """
 
     source: Position | None
@@ -109,20 +106,20 @@ class Wait(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """A value that crosses from one rank to another: the actions that make and read it."""
+    """A value that goes from one rank to another: the actions that make and read it."""
 
     source: Position
     target: Position
 
 
 class Transfer(NamedTuple):
-    """A value that crosses from one rank to another, and its times.
+    """A value that goes from one rank to another, and its times.
 
     Attributes:
-        source: the action that made it.
+        source: the action that makes it.
         target: the action that reads it.
-        source_rank: where it was made.
-        target_rank: where it is read.
+        source_rank: the rank of the source.
+        target_rank: the rank of the target.
         sent: when its source ended.
         arrives: when its reader may start; without a cost, when its reader did start.
     """
@@ -138,27 +135,27 @@ class Transfer(NamedTuple):
 def waits_of(
     events: Events, num_stages: int, cost: Cost | None
 ) -> tuple[list[list[Wait]], list[Hop]]:
-    """Per rank what each action waited for, and every value that crosses ranks.
+    """The wait of each action per rank, and every value that goes from rank to rank.
 
     An action waits for the end of the one before it on its rank, and for its inputs to arrive. On a
-    tie it waited for its own rank: a path of such waits shows the work that fills the time. What
-    took no time and was over before an input was there, has not read it: in a real step it had
+    tie it waited for its rank: a path of such waits shows the work that fills the time. An action
+    that took no time and was over before an input arrived has not read it: in a real step it had
     nothing to compute.
 
     Args:
-        events: what each rank ran.
+        events: the events of each rank.
         num_stages: number of stages.
-        cost: latencies between ranks; None where they are unknown, and taken as 0.
+        cost: latencies between ranks; None if unknown, which counts as 0.
 
     Returns:
         The waits in the order of the rows; the messages in the order of their readers.
     """
     graph = dependencies([[event.action for event in row] for row in events], chain(num_stages))
     begun = min((row[0].start for row in events if row), default=0.0)
-    found: list[list[Wait]] = []
+    waits: list[list[Wait]] = []
     messages: list[Hop] = []
     for rank, row in enumerate(events):
-        found.append([])
+        waits.append([])
         for at in range(len(row)):
             source: Position | None = None
             ready = begun
@@ -174,8 +171,8 @@ def waits_of(
                     arrival += cost.hop(place[0], rank) if cost is not None else 0.0
                 if source is None or arrival > ready:
                     source, ready = place, arrival
-            found[-1].append(Wait(source, ready))
-    return found, messages
+            waits[-1].append(Wait(source, ready))
+    return waits, messages
 
 
 def critical_path(events: Events, num_stages: int, cost: Cost | None) -> list[Position]:
@@ -183,20 +180,20 @@ def critical_path(events: Events, num_stages: int, cost: Cost | None) -> list[Po
     ends = [(row[-1].end, -rank) for rank, row in enumerate(events) if row]
     if not ends:
         return []
-    found, _ = waits_of(events, num_stages, cost)
+    waits, _ = waits_of(events, num_stages, cost)
     rank = -max(ends)[1]
     here: Position | None = (rank, len(events[rank]) - 1)
     path: list[Position] = []
     while here is not None:
         path.append(here)
-        here = found[here[0]][here[1]].source
+        here = waits[here[0]][here[1]].source
     return path[::-1]
 
 
 def transfers(events: Events, num_stages: int, cost: Cost | None) -> Iterator[Transfer]:
     """Every value that crosses ranks, in the order of its readers, rank by rank."""
     for source, target in waits_of(events, num_stages, cost)[1]:
-        source_rank, made, _, sent = events[source[0]][source[1]]
-        target_rank, read, start, _ = events[target[0]][target[1]]
+        source_rank, maker, _, sent = events[source[0]][source[1]]
+        target_rank, reader, start, _ = events[target[0]][target[1]]
         arrives = start if cost is None else sent + cost.hop(source_rank, target_rank)
-        yield Transfer(made, read, source_rank, target_rank, sent, arrives)
+        yield Transfer(maker, reader, source_rank, target_rank, sent, arrives)

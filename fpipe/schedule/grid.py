@@ -13,7 +13,7 @@ from fpipe.schedule.dependencies import earliest_starts
 
 
 def sizes(ranks: int, stages: int, microbatches: int) -> str:
-    """How many ranks, stages and microbatches there are.
+    """The numbers of ranks, stages and microbatches, in words.
 
     Example:
         >>> sizes(1, 2, 8)
@@ -30,7 +30,7 @@ def sizes(ranks: int, stages: int, microbatches: int) -> str:
 
 
 def one_line(name: str) -> str:
-    """A name as it stands within a line; in quotes, with escapes, where it would not stay in it.
+    """A name for use within a line: in quotes, with escapes, if it has unprintable characters.
 
     Example:
         >>> one_line("zb_h1"), one_line("two\\nlines")
@@ -45,7 +45,7 @@ FIVE: Final = 5  # every fifth column is numbered, and a band ends before a numb
 
 
 class Rows(Protocol):
-    """As much of a `Schedule` as a grid reads."""
+    """The attributes of a `Schedule` that a grid reads."""
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -60,24 +60,24 @@ def text_grid(schedule: Rows, *, width: int | None = WIDTH, bands: int | None = 
     """Draw a schedule: a line for each rank, a column for each unit of time, blank where it waits.
 
     Every action takes one unit and starts as soon as its rank is free and its inputs are there. So
-    B is drawn as short as F, and sending takes no time: the grid shows the order and who waits for
-    whom, not seconds. A cell is ``F0`` (op, microbatch) where every rank has the stage of its own
+    B is drawn as short as F, and sending takes no time: the grid shows the order and the waits, not
+    seconds. A cell is ``F0`` (op, microbatch) where every rank has the stage of its own
     number alone, else ``2F0`` (stage, op, microbatch). Every fifth column is numbered.
 
     A schedule that cannot run (`fpipe.verify` says why) is drawn as its plain rows, without time.
 
     Args:
-        schedule: any schedule, or what has its `placement` and `actions`.
+        schedule: any schedule, or any object with its `placement` and `actions`.
         width: characters in a line. A longer grid is wrapped into bands, one below the other, of as
             many times five columns as fit, and five at least. None for no limit.
-        bands: how many bands at most, 2 or more. Of a longer grid the first and the last are drawn,
-            and a line between them says what is left out. None for no limit.
+        bands: the most bands, 2 or more. A longer grid is drawn without its middle, and a line says
+            what is left out. None for no limit.
 
     Returns:
         The lines, joined by newlines, none of which ends in a space.
 
     Raises:
-        ScheduleError: `width` is less than 1 or `bands` less than 2, or one is no integer.
+        ScheduleError: `width` is less than 1 or `bands` less than 2, or one is not an integer.
 
     Example:
         >>> from fpipe.schedule.families.single_stage import one_f_one_b
@@ -89,11 +89,13 @@ def text_grid(schedule: Rows, *, width: int | None = WIDTH, bands: int | None = 
     """
     width = _limit("width", width, 1)
     bands = _limit("bands", bands, 2)
-    times = _times(schedule)
+    starts = earliest_starts(schedule.actions, len(schedule.placement), dict.fromkeys(Op, 1))
     lines = []
-    if times is None:
+    if starts is None:
         lines.append("(cannot run as it stands, so there is no time in it; fpipe.verify says why)")
-        times = [range(len(row)) for row in schedule.actions]
+        times: list[Sequence[int]] = [range(len(row)) for row in schedule.actions]
+    else:
+        times = [list(map(int, row)) for row in starts]
     labels = ["place" if lines else "time", *(f"rank {rank}" for rank in range(len(times)))]
     margin = max(map(len, labels))
     plain = _is_plain(schedule)
@@ -125,12 +127,6 @@ def _limit(name: str, value: int | None, least: int) -> int | None:
     return limit
 
 
-def _times(schedule: Rows) -> list[Sequence[int]] | None:
-    """When each action of each rank starts; None where some of it can never start."""
-    starts = earliest_starts(schedule.actions, len(schedule.placement), dict.fromkeys(Op, 1))
-    return None if starts is None else [list(map(int, row)) for row in starts]
-
-
 def _is_plain(schedule: Rows) -> bool:
     """Whether each rank runs the stage of its own number and no other."""
     return schedule.placement == tuple(range(len(schedule.actions))) and all(
@@ -143,10 +139,10 @@ def _in_words(action: Action, plain: bool) -> str:
 
 
 def _widths(schedule: Rows, times: Sequence[Sequence[int]], plain: bool) -> list[int]:
-    """Of each column, as wide as its number and its cells.
+    """The width of each column, for its number and its cells.
 
-    Of all that a grid is made of this alone is done for each action, and nothing for each cell, of
-    which there may be a thousand times as many.
+    Only this visits every action, and nothing visits every cell: there may be a thousand times as
+    many.
     """
     count = max((row[-1] + 1 for row in times if row), default=0)
     widths = [len(str(time)) if time % FIVE == 0 else 0 for time in range(count)]
@@ -159,7 +155,7 @@ def _widths(schedule: Rows, times: Sequence[Sequence[int]], plain: bool) -> list
 def _cells(
     schedule: Rows, times: Sequence[Sequence[int]], plain: bool, span: range
 ) -> Iterator[list[str]]:
-    """What each rank does in each unit of a span of time."""
+    """The cells of each rank in a span of time."""
     for row, starts in zip(schedule.actions, times, strict=True):
         cells = [""] * len(span)
         for at in range(bisect_left(starts, span.start), bisect_left(starts, span.stop)):
@@ -171,7 +167,7 @@ def _cuts(widths: Sequence[int], width: int | None) -> Iterator[tuple[int, int]]
     """Cut the columns into bands of at most `width`, each from a first column up to an end."""
     start = used = 0
     for five in range(0, len(widths), FIVE):
-        needed = sum(own + 1 for own in widths[five : five + FIVE])
+        needed = sum(cell + 1 for cell in widths[five : five + FIVE])
         if width is not None and five > start and used + needed + 1 > width:
             yield start, five
             start, used = five, 0

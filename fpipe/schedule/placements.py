@@ -56,16 +56,16 @@ def waves(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
 
 
 def named_placement(name: str, ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
-    """The placement of a name, ``"linear"``, ``"looped"``, ``"v"`` or ``"wave"``.
+    """The placement called ``"linear"``, ``"looped"``, ``"v"`` or ``"wave"``.
 
     Args:
         name: of the placement.
         ranks: number of ranks.
-        stages_per_rank: number of stages on each; None for 1 of linear, 2 of looped and V, and 4 of
-            wave.
+        stages_per_rank: number of stages on each rank; None for 1 (linear), 2 (looped and V) or 4
+            (wave).
 
     Raises:
-        ScheduleError: there is none of this name, or it has another number of stages per rank.
+        ScheduleError: the name is unknown, or it has another number of stages per rank.
 
     Example:
         >>> named_placement("v", 3)
@@ -110,7 +110,7 @@ def stages_by_rank(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def plain_placement(placement: Sequence[int]) -> tuple[int, ...]:
-    """A placement that a caller gives, its ranks as Python's own integers.
+    """The placement of a caller, with Python integers as ranks.
 
     Raises:
         ScheduleError: it does not name a rank for each of one stage or more.

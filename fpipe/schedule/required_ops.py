@@ -1,4 +1,4 @@
-"""Which of F, I and W a schedule owes to each stage."""
+"""The ops that a schedule must run for each stage: F, with or without I and W."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ LEGAL: Final[Mapping[frozenset[str], tuple[frozenset[str], ...]]] = MappingProxy
         frozenset("FIW"): (frozenset("FB"), frozenset("FIW")),
     }
 )
-"""What a stage owes, and the ops on one microbatch that pay it. `fpipe.verify` says why."""
+"""Required ops of a stage, and the ops on one microbatch that satisfy them; see `fpipe.verify`."""
 
 
 def owed_by_stage(requires: Requires | None, reads: Reads) -> Owed:
-    """Read `requires` into one set of ops per stage.
+    """`requires` as one set of ops per stage.
 
     Args:
         requires: as `fpipe.verify` takes it.
         reads: per stage, the stages whose output it reads.
 
     Raises:
-        ScheduleError: `requires` is no sequence or has another length than there are stages, an
-            entry is not F with or without I and W, or a stage owes a gradient that no stage after
-            it passes back.
+        ScheduleError: `requires` is not a sequence with one entry per stage, an entry is not F
+            with or without I and W, or a stage owes a gradient that no stage after it passes back.
 
     Example:
         >>> [" ".join(sorted(owed)) for owed in owed_by_stage(["F", "FW"], ((), (0,)))]
@@ -69,7 +68,7 @@ def owed_by_stage(requires: Requires | None, reads: Reads) -> Owed:
 
 
 def owed_by_actions(schedule: Schedule) -> list[str]:
-    """What each stage seems to owe, by the ops that it has, as `verify` takes it."""
+    """The required ops of each stage, inferred from its actions, as `fpipe.verify` takes them."""
     ops: defaultdict[tuple[int, int | None], set[str]] = defaultdict(set)
     for row in schedule.actions:
         for stage, op, microbatch in row:
@@ -79,9 +78,9 @@ def owed_by_actions(schedule: Schedule) -> list[str]:
         forms[stage].add("B" if Op.B in has else "".join(op for op in "IW" if op in has))
     owed = []
     passed = False  # whether the stage before owes a gradient, which this one then passes back
-    for found in forms:
-        # What one microbatch shows: beside I alone, B is no more, and nor are I and W beside W.
-        halves = found & {"I", "W"} or found & {"B", "IW"}
+    for form in forms:
+        # One microbatch with I alone shows that B elsewhere stands for I; the same holds for W.
+        halves = form & {"I", "W"} or form & {"B", "IW"}
         i = passed or any(half != "W" for half in halves)
         w = any(half != "I" for half in halves)
         passed = i or w

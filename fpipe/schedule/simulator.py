@@ -1,4 +1,4 @@
-"""Run a schedule on paper: exact start and end of every action under a cost."""
+"""Simulate a schedule: exact start and end of every action under a cost."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from fpipe.schedule.verifier import check_schedule, verify
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Timeline:
-    """When every action of `schedule` starts and ends, if each takes what `cost` says.
+    """The start and end of every action of `schedule` under `cost`.
 
-    Exact: a rank runs its actions in order, one at a time, and each starts as soon as the rank is
-    free and its input has arrived. A value travels for ``cost.comm`` after its action ends, and
-    travelling occupies no rank. Whole-stage actions take no time. Linear in the number of actions:
-    a million take a few seconds.
+    A rank runs its actions in order, one at a time, and each starts as soon as the rank is free and
+    its input has arrived. A value travels for ``cost.comm`` after its action ends, and occupies no
+    rank meanwhile. Whole-stage actions take no time. A million actions take a few seconds.
 
     Args:
-        schedule: any schedule that `fpipe.verify` accepts. Which of I and W a stage owes is read
-            off its actions, so a schedule for evaluation (F alone) or for frozen stages will do.
+        schedule: any schedule that `fpipe.verify` accepts, also one for evaluation (F alone) or
+            for frozen stages: the required ops of a stage are inferred from its actions.
         cost: times, latencies and activations.
 
     Returns:
         The timeline, which computes makespan, span, bubbles, peaks and the critical path on demand.
 
     Raises:
-        ScheduleError: the schedule is none or cannot run (the error of `fpipe.verify`), or the cost
-            is none or does not fit its placement.
+        ScheduleError: the schedule cannot run (the error of `fpipe.verify`), or the cost does not
+            fit its placement.
 
     Example:
         >>> import fpipe
@@ -47,15 +46,19 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
     check_schedule(schedule)
     check_cost(cost)
     numbers = {number for row in schedule.actions for _, _, number in row}
-    if _misplaced(schedule) or any(number is not None and number < 0 for number in numbers):
+    misplaced = any(
+        not {stage for stage, _, _ in row} <= set(schedule.stages_of(rank))
+        for rank, row in enumerate(schedule.actions)
+    )
+    if misplaced or any(number is not None and number < 0 for number in numbers):
         verify(schedule)
     if schedule.num_microbatches > len(numbers):
-        # Some have no action. Their tables might be larger than the memory of the machine.
+        # Some microbatches have no action. Their tables could be larger than the machine's memory.
         verify(schedule, owed_by_actions(schedule))
     costs = cost.on(schedule.placement, schedule.num_ranks)
     run = run_rows(schedule.actions, costs, cost.sizes_of(schedule.num_microbatches))
     if not run.whole or None in numbers:
-        # The run has seen that something is amiss; the verifier knows how to say what.
+        # The run has seen a fault; the verifier names it.
         verify(schedule, owed_by_actions(schedule))
     events = tuple(
         tuple(map(Event, repeat(rank, len(row)), row, run.starts[rank], run.ends[rank]))
@@ -65,7 +68,7 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
 
 
 class Times(NamedTuple):
-    """What `run_rows` found.
+    """The result of `run_rows`.
 
     Attributes:
         starts: per row, the start of each action.
@@ -82,13 +85,8 @@ class Times(NamedTuple):
 def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequence[float]) -> Times:
     """Starts and ends of the actions of each row, in its order.
 
-    A row that waits for an input that never comes, or that repeats an action or does it too early,
-    is cut short there: this is how a search sees, at no extra price, that an order cannot run.
-
-    Args:
-        rows: of each rank.
-        costs: of each stage, for a microbatch of size 1.
-        sizes: of each microbatch.
+    A row ends early at an action whose input never comes, or that is repeated or out of order.
+    `costs` are for a microbatch of size 1.
     """
     microbatches = len(sizes)
     f, i, w, b, down, up = costs.f, costs.i, costs.w, costs.b, costs.down, costs.up
@@ -164,16 +162,8 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequenc
     whole = microbatches > 0 and all(
         len(row) == len(done_at) for row, done_at in zip(rows, ends, strict=True)
     )
-    # Every stage has done as much with one microbatch as with another, and not nothing.
+    # Every stage has done the same work on every microbatch, and some.
     for at in range(0, len(state), max(1, microbatches)):
         done = state[at]
         whole = whole and done > 0 and state.count(done, at, at + microbatches) == microbatches
     return Times(starts, ends, whole)
-
-
-def _misplaced(schedule: Schedule) -> bool:
-    """Whether a rank runs a stage that is not its own."""
-    return any(
-        not {stage for stage, _, _ in row} <= set(schedule.stages_of(rank))
-        for rank, row in enumerate(schedule.actions)
-    )

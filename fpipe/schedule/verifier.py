@@ -14,41 +14,38 @@ from fpipe.schedule.schedule import Schedule
 
 
 def verify(schedule: Schedule, requires: Requires | None = None) -> None:
-    """Prove that a schedule does all that it owes, each action once, in an order that can run.
+    """Prove that a schedule runs every required action once, in an order without deadlock.
 
-    Every stage takes the microbatches 0 to m−1, where m−1 is the greatest that is named. On each of
-    them it owes a forward and, as `requires` says, its gradients, all on the rank that the
-    placement names. The order must let every rank run its row from left to right, where F of a
-    stage reads F of the stage before, B and I read F of their stage and B or I of the stage after,
-    and W reads I (or, where a stage has none, what I would read). Sends never block and a message
-    that comes early is kept, so a schedule can run if and only if no ranks wait for each other in
-    a circle.
+    Every stage takes the microbatches 0 to m−1, where m−1 is the greatest that is named. For each
+    of them it must run a forward and, as `requires` says, its gradients, all on the rank of the
+    placement. Every rank runs its row from left to right. F of a stage reads F of the stage before,
+    B and I read F of their stage and B or I of the stage after, and W reads I (or, where a stage
+    has no I, what I would read). Sends never block and a message that comes early is kept, so a
+    schedule can run if and only if no ranks wait for each other in a circle.
 
     UNSHARD and RESHARD of a stage must alternate, UNSHARD first; a stage that has any computes only
     while it is unsharded. REDUCE_GRAD of a stage comes at most once, after its last W or B.
 
-    The time is linear in the number of actions: some microseconds for each.
+    It takes some microseconds per action.
 
     Args:
-        schedule: any schedule, made by a family or by hand. SEND_* and RECV_* have no place in it:
-            they are inserted when it is lowered.
-        requires: per stage, which of F, I (input gradient) and W (weight gradient) are owed: one of
-            "F", "FI", "FW", "FIW", or the same as a set of ops; or one string for all stages. None
-            owes all three everywhere. What may stand for it:
+        schedule: any schedule without SEND_* and RECV_*, which fpipe inserts when it lowers it.
+        requires: per stage, which of F, I (input gradient) and W (weight gradient) are required:
+            one of "F", "FI", "FW", "FIW", or the same as a set of ops; or one string for all
+            stages. None requires all three everywhere. These ops satisfy it:
 
             - "FIW": F, then B, or I and W.
             - "FI" (frozen, with trained stages before it): F, then I or B.
             - "FW" (the first trained stage): F, then W, or B, or I and W. Its I sends nothing; it
-              does the part of the backward that does not wait for memory.
+              computes what of the backward W does not.
             - "F" (frozen, nothing before it is trained; or inference): F alone.
 
-            B is thus "the whole backward of what the stage owes", and the same schedule serves a
-            model with more or fewer trained parameters.
+            So B is the whole required backward of a stage, and one schedule serves a model with
+            more or fewer trained parameters.
 
     Raises:
-        ScheduleError: `schedule` is none, or a rule is broken. The text names the action, its rank,
-            its place in `schedule.actions` and the rule; for ranks that wait for each other, all of
-            them.
+        ScheduleError: `schedule` is not a schedule, or breaks a rule. The text names the action,
+            its rank, its place in `schedule.actions` and the rule; for a deadlock, all ranks in it.
 
     Example:
         >>> parse = lambda text: [Action.parse(word) for word in text.split()]
@@ -74,11 +71,7 @@ whose result it reads: move 1F0 before it
 
 
 def check_schedule(schedule: object) -> None:
-    """Refuse what is no `Schedule`.
-
-    Raises:
-        ScheduleError: says how one is made.
-    """
+    """Raise a `ScheduleError` unless `schedule` is a `Schedule`."""
     if not isinstance(schedule, Schedule):
         raise ScheduleError(
             f"schedule={schedule!r:.60} is {a_type(schedule)}: it must be a "
@@ -87,7 +80,7 @@ def check_schedule(schedule: object) -> None:
 
 
 def _fault(action: Action, rank: int, placement: Sequence[int]) -> str | None:
-    """What is wrong with an action by itself, as the end of a sentence."""
+    """The fault of an action by itself, as the end of a sentence; None if there is none."""
     stage, op, microbatch = action
     if not 0 <= stage < len(placement):
         return f"has stage={stage!r:.60}: it must be a number from 0 to {len(placement) - 1}"
@@ -108,7 +101,7 @@ def _fault(action: Action, rank: int, placement: Sequence[int]) -> str | None:
 
 
 def _check_work(schedule: Schedule, owed: Owed) -> None:
-    """Each stage does on each microbatch what it owes: no less, no more, nothing twice."""
+    """Check that each stage runs the required ops on each microbatch, all and no others, once."""
     if schedule.num_microbatches == 0:
         raise ScheduleError(
             "actions names no microbatch: a schedule runs at least one, such as 0F0 0B0"
@@ -122,7 +115,7 @@ def _check_work(schedule: Schedule, owed: Owed) -> None:
                 continue
             before = done[stage, microbatch]
             now = _with(before, op)
-            # Only what can still become legal goes on, so the last loop has to look for gaps alone.
+            # Everything that passes here can still become legal, so the last loop looks for gaps.
             if op in before or not any(now <= whole for whole in legal[stage]):
                 raise ScheduleError(
                     f"{action} (actions[{rank}][{position}]) "
@@ -148,7 +141,7 @@ def _with(ops: frozenset[str], op: str) -> frozenset[str]:
 def _excess(
     action: Action, before: frozenset[str], row: Sequence[Action], rank: int, owed: frozenset[Op]
 ) -> str:
-    """Why an action is one too many, as the end of a sentence."""
+    """The reason why an action is one too many, as the end of a sentence."""
     if action.op in before:
         return f"repeats actions[{rank}][{row.index(action)}]: each action runs once, leave one out"
     if any(action.op in whole for whole in LEGAL[owed]):
@@ -167,12 +160,7 @@ def _listed(ops: Collection[str]) -> str:
 
 
 def check_whole_stage(rank: int, row: Sequence[Action], owed: Owed) -> None:
-    """Check the whole-stage actions of a rank's row, whose actions are well formed.
-
-    Args:
-        rank: number of the rank, for the error text.
-        row: its actions, in order.
-        owed: per stage, what the schedule owes.
+    """Check UNSHARD, RESHARD and REDUCE_GRAD in the row of a rank.
 
     Raises:
         ScheduleError: UNSHARD and RESHARD of a stage do not alternate, a stage that has any
@@ -218,11 +206,11 @@ def check_whole_stage(rank: int, row: Sequence[Action], owed: Owed) -> None:
 
 
 def check_order(graph: Dependencies) -> None:
-    """Refuse rows that cannot run to their end because ranks wait for each other in a circle.
+    """Raise if the rows deadlock: if ranks wait for each other in a circle.
 
     Raises:
-        ScheduleError: naming every action of the circle, its rank and what it waits for. A circle
-            of one rank is an action that stands before one whose result it reads.
+        ScheduleError: names every action of the circle, its rank and the action that it waits for.
+            A circle of one rank is an action that stands before one whose result it reads.
 
     Example:
         >>> from fpipe.schedule.action import Action
@@ -239,9 +227,9 @@ whose result it reads: move 0F0 before it
         ran[number] = 1
     if all(ran):
         return
-    # Each stuck rank waits for an action of a stuck rank, so whoever follows them comes round.
+    # Each stuck rank waits for an action of a stuck rank, so following them leads into a circle.
     stuck = next(number for number, done in enumerate(ran) if not done)
-    seen: dict[int, int] = {}  # an action at which a rank is stuck -> what it waits for
+    seen: dict[int, int] = {}  # an action at which a rank is stuck -> the action it waits for
     while stuck not in seen:
         seen[stuck] = next(need for need in graph.needs[stuck] if not ran[need])
         rank, _ = graph.place(seen[stuck])
@@ -250,7 +238,7 @@ whose result it reads: move 0F0 before it
 
 
 def _circle(graph: Dependencies, waits: Sequence[tuple[int, int]]) -> str:
-    """The error text for actions that wait for each other, each with what it waits for."""
+    """The error for a circle of pairs: an action, and the action that it waits for."""
 
     def at(number: int) -> str:
         rank, position = graph.place(number)

@@ -19,19 +19,19 @@ from fpipe.schedule.searching.problem import (
     make_problem,
     to_schedule,
 )
-from tests.laboratory.phases import run_alone, standing_of
+from tests.laboratory.phases import incumbents_of, run_alone
 
 UNEVEN = Cost(10, 12, 8, comm=1)
 
 
 def found(problem: Problem, best: float = float("inf"), iterations: int = 2_000) -> Order | None:
     """What beams find that is better than `best`; it must be what it says."""
-    standing = standing_of(problem)
+    incumbents = incumbents_of(problem)
     if best < float("inf"):
-        standing.offer(Candidate(problem, Order(best, [], frozenset())))
-    phase = beams(make_evaluator(problem), standing, Random(0))
-    run_alone(phase, standing, iterations)
-    order = standing.best.order if standing.value < best else None
+        incumbents.offer(Candidate(problem, Order(best, [], frozenset())))
+    phase = beams(make_evaluator(problem), incumbents, Random(0))
+    run_alone(phase, incumbents, iterations)
+    order = incumbents.best.order if incumbents.value < best else None
     if order is not None:
         schedule = to_schedule(problem, order, "beam")
         fpipe.verify(schedule)

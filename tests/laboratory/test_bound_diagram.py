@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fpipe import Cost, lower_bound, search
 from fpipe.schedule.bounds.decision_diagram import walk
 from fpipe.schedule.bounds.makespan import memory_limits
-from fpipe.schedule.bounds.subpipeline import part_of
+from fpipe.schedule.bounds.subpipeline import cut_subpipeline
 from fpipe.schedule.placements import linear, looped, vee
 from tests.laboratory.exhaustive import best
 
@@ -59,7 +59,7 @@ def bound_of(
     width: int,
 ) -> tuple[float, bool]:
     costs = cost.on(placement)
-    part = part_of(costs, placement, memory_limits(memory, placement, costs), ranks)
+    part = cut_subpipeline(costs, placement, memory_limits(memory, placement, costs), ranks)
     diagram = walk(part, microbatches, width, MANY)
     return diagram.bound, diagram.exact
 
@@ -100,7 +100,7 @@ def test_microbatches_on_a_v_take_what_trying_all_orders_says(microbatches: int)
 
 def test_a_walk_that_would_take_too_long_is_given_up_early() -> None:
     costs = Cost(1, 1, 1).on(looped(8, 2))
-    part = part_of(costs, looped(8, 2), (8.0,) * 8, (0,))
+    part = cut_subpipeline(costs, looped(8, 2), (8.0,) * 8, (0,))
     diagram = walk(part, 64, 4, 2_000)
     assert diagram.bound == 0 and not diagram.exact
     assert diagram.states < 2_000

@@ -11,18 +11,18 @@ from fpipe import Cost, search, simulate
 from fpipe.schedule.placements import looped, vee, waves
 from fpipe.schedule.searching.patterns import patterns
 from fpipe.schedule.searching.problem import Order, Problem, make_problem, to_schedule
-from tests.laboratory.phases import run_alone, standing_of
+from tests.laboratory.phases import incumbents_of, run_alone
 
 UNEVEN = Cost(10, 12, 8, comm=1)
 
 
 def best_of(problem: Problem, iterations: int = 500) -> Order | None:
     """What patterns come to; it must be what it says."""
-    standing = standing_of(problem)
-    run_alone(patterns(problem, Random(0)), standing, iterations)
-    if not standing.candidates:
+    incumbents = incumbents_of(problem)
+    run_alone(patterns(problem, Random(0)), incumbents, iterations)
+    if not incumbents.candidates:
         return None
-    order = standing.best.order
+    order = incumbents.best.order
     schedule = to_schedule(problem, order, "pattern")
     fpipe.verify(schedule)
     timeline = simulate(schedule, problem.cost)

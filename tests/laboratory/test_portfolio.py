@@ -10,7 +10,7 @@ import pytest
 
 from fpipe import Cost, search
 from fpipe.schedule.placements import vee
-from fpipe.schedule.searching.portfolio import Entry, Meter, Standing, Step, run
+from fpipe.schedule.searching.portfolio import Entry, Incumbents, Meter, Step, run
 from fpipe.schedule.searching.problem import Candidate, Order, make_problem
 
 PROBLEM = make_problem([0], 1, Cost(1, 1, 1), None, "makespan")
@@ -66,26 +66,26 @@ def test_phases_share_the_work_by_its_cost() -> None:
             taken.append(name)
             yield Step(cost)
 
-    standing, meter = Standing(bounds={(0,): 0.0}), Meter(0, 30)
-    run([Entry(2.0, phase("a", 1.0)), Entry(1.0, phase("b", 2.0))], standing, meter)
+    incumbents, meter = Incumbents(bounds={(0,): 0.0}), Meter(0, 30)
+    run([Entry(2.0, phase("a", 1.0)), Entry(1.0, phase("b", 2.0))], incumbents, meter)
     assert meter.spent == 30
     assert (taken.count("a"), taken.count("b")) == (20, 5)
     again, begun = Meter(0, 12), taken.copy()
     taken.clear()
-    run([Entry(2.0, phase("a", 1.0)), Entry(1.0, phase("b", 2.0))], standing, again)
+    run([Entry(2.0, phase("a", 1.0)), Entry(1.0, phase("b", 2.0))], incumbents, again)
     assert taken == begun[: len(taken)]
 
 
 def test_the_first_of_equals_stays_the_best() -> None:
-    standing = Standing(bounds={(0,): 1.0})
+    incumbents = Incumbents(bounds={(0,): 1.0})
     first, other = of_value(3.0), of_value(3.0)
     for candidate in (of_value(5.0), first, other, of_value(4.0)):
-        standing.offer(candidate)
-    assert standing.best is first
-    assert [each.value for each in standing.candidates] == [3, 4, 5]
-    assert not standing.solved
-    standing.raise_bound(PROBLEM, 3.0)
-    assert standing.solved and standing.hopeless(PROBLEM)
+        incumbents.offer(candidate)
+    assert incumbents.best is first
+    assert [each.value for each in incumbents.candidates] == [3, 4, 5]
+    assert not incumbents.solved
+    incumbents.raise_bound(PROBLEM, 3.0)
+    assert incumbents.solved and incumbents.hopeless(PROBLEM)
 
 
 def test_a_search_by_the_clock_takes_the_time_that_it_is_given() -> None:

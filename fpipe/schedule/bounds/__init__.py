@@ -1,1 +1,1 @@
-"""What no schedule beats, for a placement, a cost and a memory."""
+"""Lower bounds on the time of a step. Import `lower_bound` from `bounds.makespan`."""

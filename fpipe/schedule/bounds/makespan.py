@@ -1,4 +1,4 @@
-"""A time that no schedule beats, for a placement, a cost and a memory."""
+"""The greatest lower bound on the makespan or the span, for a placement, a cost and a memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fpipe.schedule.bounds.rank_bounds import (
     RankProblem,
     area_bound,
     area_of,
-    rank_problem,
+    idle_bound,
     turns_bound,
 )
 from fpipe.schedule.cost import (
@@ -31,7 +31,7 @@ from fpipe.schedule.cost import (
 )
 from fpipe.schedule.placements import plain_placement, stages_by_rank
 
-# Where microbatches differ: the bounds that are taken, and how many sizes are told apart.
+# Where microbatches differ: how many bounds are taken, and how many sizes are distinguished.
 _COUNTS: Final = 16
 _SIZES: Final = 256
 
@@ -50,8 +50,7 @@ def lower_bound(
 ) -> float:
     """A time below which no schedule of this placement can finish, split backward or not.
 
-    The greatest of five bounds. Four are formulas, of each rank with every other rank taken as
-    unlimited:
+    The greatest of five bounds. Four are formulas for each rank, with every other rank unlimited:
 
     - *start*: before the first gradient comes back to a rank, the rank can run only as many
       forwards as its memory holds;
@@ -60,14 +59,14 @@ def lower_bound(
       forward, only the backwards of what it holds, while that forward makes its round trip. Start
       and end, plus all work in between, add up;
     - *area*: each microbatch holds its activation for at least one round trip, and memory times
-      time must have room for all of them (see `bounds.area`);
+      time must have room for all of them (see `area_bound`);
     - *turns*: where memory holds K microbatches, number K waits for a whole round trip of number 0,
-      and so on to the last (see `bounds.turns`).
+      and so on to the last (see `turns_bound`).
 
-    The fifth is for scarce memory, which leaves few ways to go on, so that one can try them all:
+    The fifth is for scarce memory, which leaves so few schedules that one can try them all:
 
-    - *states*: the best schedule of one rank, or of a few together, with the others taken as
-      unlimited; or less than that where its states are too many (see `bounds.diagram`).
+    - *states*: the best schedule of one rank, or of a few together, with the others unlimited; or
+      a time below it where there are too many states (see `bounds.decision_diagram`).
 
     Valid for every cost; tight where one rank limits the pipeline (ZB-H1 and unsplit schedules
     without latency meet it), and the best there is where *states* gets through all ranks exactly;
@@ -77,13 +76,14 @@ def lower_bound(
 
     Args:
         placement: the rank of each stage.
-        microbatches: their number, at least 1.
+        microbatches: number of microbatches, at least 1.
         cost: times, latencies and activations.
         memory: the most activations a rank may hold, in the unit of ``cost.activation``: a number,
             one per rank, or None for no limit.
-        objective: "makespan", or "span" for the longest rank's own time.
-        effort: about how many states to look at, some 30 microseconds each; fewer where they show
-            early that they will be too many. With 0 the bound is that of the formulas.
+        objective: "makespan", or "span": the longest time from the first start to the last end
+            of one rank.
+        effort: about how many states to visit, some 30 microseconds each; fewer where they turn out
+            to be too many. With 0 the bound is that of the formulas.
 
     Returns:
         The bound, in the cost's unit of time.
@@ -103,8 +103,8 @@ def lower_bound(
     (microbatches,) = plain_counts(microbatches=microbatches)
     check_cost(cost)
     placement = plain_placement(placement)
-    looks = plain_integer(effort)
-    if looks is None or looks < 0:
+    states = plain_integer(effort)
+    if states is None or states < 0:
         raise ScheduleError(f"effort={effort!r:.60} must be an integer, 0 or more")
     span = objective == "span"
     if cost.sizes is not None:
@@ -122,7 +122,7 @@ def lower_bound(
                 alike(cost, sizes[count - 1]),
                 memory,
                 objective=objective,
-                effort=looks // len(counts),
+                effort=states // len(counts),
             )
             for count in counts
         ]
@@ -133,17 +133,18 @@ def lower_bound(
     scarce = False
     for rank, (limit, stages) in enumerate(zip(limits, stages_by_rank(placement), strict=True)):
         if stages:
-            problem = rank_problem(costs, stages, microbatches, limit)
-            bound = max(rule(problem, span) for rule in (_idle_bound, area_bound, turns_bound))
-            scarce = scarce or not problem.all_fit
+            problem = RankProblem(costs, stages, microbatches, limit)
+            bound = max(rule(problem, span) for rule in (idle_bound, area_bound, turns_bound))
+            held = microbatches * sum(costs.activation[stage] for stage in stages)
+            scarce = scarce or held > limit * (1 + 1e-9)
             if bound > best:
                 best, likely = bound, rank
-    if not scarce or not looks:
+    if not scarce or not states:
         return best
-    states = scarce_bound(
-        costs, placement, microbatches, limits, span=span, likely=likely, effort=looks
+    bound = scarce_bound(
+        costs, placement, microbatches, limits, span=span, likely=likely, effort=states
     )
-    return max(best, states)
+    return max(best, bound)
 
 
 def memory_limits(memory: Memory, placement: Sequence[int], costs: StageCosts) -> tuple[float, ...]:
@@ -163,12 +164,12 @@ def memory_limits(memory: Memory, placement: Sequence[int], costs: StageCosts) -
             f"memory has {len(limits)} values for {ranks} ranks: give one per rank, or one number"
         )
     checked = []
-    for rank, (given, stages) in enumerate(zip(limits, stages_by_rank(placement), strict=True)):
-        limit = plain_number(given)
+    for rank, (value, stages) in enumerate(zip(limits, stages_by_rank(placement), strict=True)):
+        limit = plain_number(value)
         least = sum(costs.activation[stage] for stage in stages)
         # A rank that keeps nothing, or has no stage, can do with no memory.
         if limit is None or not (limit > 0 or limit == least == 0):
-            raise ScheduleError(f"memory={given!r:.60} of rank {rank} must be a number above 0")
+            raise ScheduleError(f"memory={value!r:.60} of rank {rank} must be a number above 0")
         if limit < least * (1 - 1e-9):
             raise ScheduleError(
                 f"memory={limit:g} of rank {rank} admits no schedule: the first backward needs one "
@@ -186,41 +187,23 @@ def _uneven_bound(
     limits: Sequence[float],
     span: bool,
 ) -> float:
-    """The work of each rank, and what it holds for how long, until which it can begin.
+    """The bound of each rank by its work and by the area of its activations.
 
-    Args:
-        placement: the rank of each stage.
-        cost: of a microbatch of size 1.
-        sizes: of all microbatches, falling.
-        limits: the memory of each rank.
-        span: bound the longest rank's own time.
+    `cost` is of a microbatch of size 1; `sizes` are of all microbatches, falling.
     """
-    costs, (starts, _) = cost.on(placement), alike(cost, sizes[-1]).on(placement).lone
-    step = -(-len(sizes) // _SIZES)  # of so many the least stands for all
+    costs, (starts, _) = cost.on(placement), alike(cost, sizes[-1]).on(placement).earliest
+    step = -(-len(sizes) // _SIZES)  # the least of so many stands for all
     groups: Counter[float] = Counter()
     for at in range(0, len(sizes), step):
-        some = sizes[at : at + step]
-        groups[some[-1]] += len(some)
-    apart = [(alike(cost, size).on(placement), count) for size, count in groups.items()]
+        group = sizes[at : at + step]
+        groups[group[-1]] += len(group)
+    by_size = [(alike(cost, size).on(placement), count) for size, count in groups.items()]
     best = 0.0
     for stages, limit in zip(stages_by_rank(placement), limits, strict=True):
         if stages:
             work = sum(sizes) * sum(costs.f[stage] + costs.backward[stage] for stage in stages)
             if limit < float("inf"):
-                area = sum(count * area_of(own, stages) for own, count in apart)
+                area = sum(count * area_of(each, stages) for each, count in by_size)
                 work = max(work, area / limit if area else 0.0)
             best = max(best, (0.0 if span else starts[stages[0]]) + work)
     return best
-
-
-def _idle_bound(problem: RankProblem, span: bool) -> float:
-    head = max(0.0, problem.first_return - problem.forward_fill)
-    after_gradient = 0.0 if span else max(0.0, problem.tail - problem.deferred_fill)
-    last_trip = problem.own_last_trip if span else problem.last_trip
-    after_forward = max(0.0, last_trip - problem.backward_fill)
-    if problem.all_fit:
-        # Every forward may run before the first gradient: the two windows may be one and the same.
-        idle = max(head + after_gradient, after_forward)
-    else:
-        idle = head + max(after_gradient, after_forward)
-    return float((0.0 if span else problem.release) + problem.work + idle)

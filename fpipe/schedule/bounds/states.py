@@ -1,10 +1,10 @@
-"""How a part of a pipeline goes on, one action at a time: the states of all its schedules.
+"""The states of all schedules of a subpipeline, one action at a time.
 
-A state is a row of times, and to be earlier in any of them is no worse: when the last gradient has
-travelled on to the first stage of the pipeline; when each rank is free, and no earlier than the
-start of the last action; when the inputs arrive that are made and not read, of forwards stage after
-stage, then of gradients. Counts say how many of them there are, so that states of equal counts are
-rows of equal length.
+A state is a tuple of times, and to be earlier in any of them is no worse: when the last gradient
+reaches the first stage of the pipeline; when each rank is free, and no earlier than the start of
+the last action; when the inputs arrive that are made and not yet read, of forwards stage after
+stage, then of gradients. Counts say how many of them there are, so states of equal counts are
+tuples of equal length.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
 
-from fpipe.schedule.bounds.subpipeline import Part
+from fpipe.schedule.bounds.subpipeline import Subpipeline
 
-# How many F, I and W each stage has done, a B as both: what a rank holds, and what is left, follow.
+# How many F, I and W each stage has done, a B as both: memory held and work left follow.
 Counts: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 State: TypeAlias = tuple[float, ...]
 
@@ -28,14 +28,14 @@ class Step(NamedTuple):
 
     Attributes:
         kind: of the action.
-        at: the index of its stage in the part.
-        rank: the index of its rank in the part.
+        at: the index of its stage.
+        rank: the index of its rank.
         duration: its time.
         early: it delays nothing and frees memory where its rank has nothing else to do.
-        takes: where the arrival that it waits for stands in the state, or -1.
-        makes: where among the arrivals its own output comes to stand once that is gone, or -1.
+        takes: the place in the state of the arrival that it waits for, or -1.
+        makes: the place of its output among the arrivals once that one is gone, or -1.
         delay: from its end to the arrival of its output.
-        owners: of the arrivals in the states after it, the index of the rank of each.
+        owners: the index of the rank of each arrival in the states after it.
         tail: from its end to the end of the step, if it is the last gradient; else negative.
         counts: after it.
     """
@@ -53,42 +53,42 @@ class Step(NamedTuple):
     counts: Counts
 
 
-def sums_of(sizes: Sequence[float]) -> tuple[float, ...]:
-    """The size of the first k microbatches together, for each k, as the functions here want it."""
+def prefix_sums(sizes: Sequence[float]) -> tuple[float, ...]:
+    """The size of the first k microbatches together, for each k from 0."""
     return tuple(accumulate(sizes, initial=0.0))
 
 
-def beginning(part: Part) -> tuple[Counts, State]:
+def initial_state(pipe: Subpipeline) -> tuple[Counts, State]:
     """The state before the first action, and its counts."""
-    none = (0,) * len(part.stages)
-    return (none, none, none), (0.0,) * (1 + len(part.memory))
+    none = (0,) * len(pipe.stages)
+    return (none, none, none), (0.0,) * (1 + len(pipe.memory))
 
 
-def work_left(part: Part, counts: Counts, sums: Sequence[float]) -> list[float]:
-    """What each rank of the part has still to compute."""
-    took, returned, closed = counts
-    total, (forward, _, weight, _), full = sums[-1], part.durations, part.full
+def work_left(pipe: Subpipeline, counts: Counts, sums: Sequence[float]) -> list[float]:
+    """The time that each rank has still to compute."""
+    f_done, i_done, w_done = counts
+    total, (forward, _, weight, _), full = sums[-1], pipe.durations, pipe.full
     return [
         sum(
-            (total - sums[took[at]]) * forward[at]
-            + (total - sums[returned[at]]) * full[at]
-            + (sums[returned[at]] - sums[closed[at]]) * weight[at]
-            for at in own
+            (total - sums[f_done[at]]) * forward[at]
+            + (total - sums[i_done[at]]) * full[at]
+            + (sums[i_done[at]] - sums[w_done[at]]) * weight[at]
+            for at in stages
         )
-        for own in part.own
+        for stages in pipe.stages_of
     ]
 
 
-def possible(part: Part, counts: Counts, sums: Sequence[float]) -> list[Step]:
-    """The actions for which the counts leave room: results are made, memory is there.
+def possible_steps(pipe: Subpipeline, counts: Counts, sums: Sequence[float]) -> list[Step]:
+    """The actions for which the counts leave room: inputs are made, memory is there.
 
     Forwards that would lead into a dead end are left out. Every stage takes the microbatches in
     their order.
     """
-    took, returned, closed = counts
-    ranks, last, rank_of = len(part.memory), len(took) - 1, part.rank_of
-    forwards = [0, *(before - here for before, here in pairwise(took))]
-    gradients = [*(later - here for here, later in pairwise(returned)), took[-1] - returned[-1]]
+    f_done, i_done, w_done = counts
+    ranks, last, rank_of = len(pipe.memory), len(f_done) - 1, pipe.rank_of
+    forwards = [0, *(before - here for before, here in pairwise(f_done))]
+    gradients = [*(later - here for here, later in pairwise(i_done)), f_done[-1] - i_done[-1]]
     # Where the arrivals of each stage begin, and which rank each is for.
     offsets = list(accumulate(forwards + gradients, initial=0))
     owners = [
@@ -99,23 +99,23 @@ def possible(part: Part, counts: Counts, sums: Sequence[float]) -> list[Step]:
     ]
     held = [0.0] * ranks
     for at, rank in enumerate(rank_of):
-        over = sums[closed[at]]
-        held[rank] += part.kept[at] * (sums[took[at]] - over)
-        held[rank] -= part.freed[at] * (sums[returned[at]] - over)
+        over = sums[w_done[at]]
+        held[rank] += pipe.kept[at] * (sums[f_done[at]] - over)
+        held[rank] -= pipe.freed[at] * (sums[i_done[at]] - over)
     steps = []
 
     def add(kind: int, at: int, done: int, takes: int, makes: int, delay: float) -> None:
         """Append a step; `takes` and `makes` are places among the arrivals."""
-        left, after = owners, counts
+        left, following = owners, counts
         if takes >= 0:
             left = [*left[:takes], *left[takes + 1 :]]
         if makes >= 0:
             reader = at - 1 if kind != FORWARD else min(at + 1, last)
             left = [*left[:makes], rank_of[reader], *left[makes:]]
         for row in _ROWS[kind]:
-            each = after[row]
+            each = following[row]
             each = (*each[:at], each[at] + 1, *each[at + 1 :])
-            after = (*after[:row], each, *after[row + 1 :])  # type: ignore[assignment]
+            following = (*following[:row], each, *following[row + 1 :])  # type: ignore[assignment]
         size = sums[done + 1] - sums[done]
         closes = kind in (GRADIENT, WHOLE) and at == 0 and done == len(sums) - 2
         steps.append(
@@ -123,77 +123,77 @@ def possible(part: Part, counts: Counts, sums: Sequence[float]) -> list[Step]:
                 kind,
                 at,
                 rank_of[at],
-                part.durations[kind][at] * size,
-                kind in (WEIGHT, WHOLE) or (kind == GRADIENT and part.eager[at]),
+                pipe.durations[kind][at] * size,
+                kind in (WEIGHT, WHOLE) or (kind == GRADIENT and pipe.eager[at]),
                 takes + 1 + ranks if takes >= 0 else -1,
                 makes,
                 delay,
                 tuple(left),
-                part.tail if closes else -1.0,
-                after,
+                pipe.tail if closes else -1.0,
+                following,
             )
         )
 
     for at, rank in enumerate(rank_of):
-        limit = part.memory[rank] * (1 + 1e-9)
-        back = returned[at]
+        limit = pipe.memory[rank] * (1 + 1e-9)
+        back = i_done[at]
         if gradients[at]:
             takes = offsets[last + 1 + at]
             size = sums[back + 1] - sums[back]
-            for kind in part.backwards[at]:
-                if kind == WHOLE or held[rank] - part.freed[at] * size <= limit:
-                    add(kind, at, back, takes, takes if at else -1, part.backward_delay[at])
-        if closed[at] < back:
-            add(WEIGHT, at, closed[at], -1, -1, 0.0)
-        here = took[at]
+            for kind in pipe.backwards[at]:
+                if kind == WHOLE or held[rank] - pipe.freed[at] * size <= limit:
+                    add(kind, at, back, takes, takes if at else -1, pipe.backward_delay[at])
+        if w_done[at] < back:
+            add(WEIGHT, at, w_done[at], -1, -1, 0.0)
+        here = f_done[at]
         if forwards[at] if at else here < len(sums) - 1:
             size = sums[here + 1] - sums[here]
-            if held[rank] + part.kept[at] * size <= limit and (
-                len(own := part.own[rank]) == 1
-                or needed_later(own, part.kept, took, at, sums) <= limit
+            if held[rank] + pipe.kept[at] * size <= limit and (
+                len(stages := pipe.stages_of[rank]) == 1
+                or needed_later(stages, pipe.kept, f_done, at, sums) <= limit
             ):
                 makes = offsets[at + 2 if at < last else 2 * last + 2] - (at > 0)
-                add(FORWARD, at, here, offsets[at] if at else -1, makes, part.forward_delay[at])
+                add(FORWARD, at, here, offsets[at] if at else -1, makes, pipe.forward_delay[at])
     return steps
 
 
 def needed_later(
-    own: Sequence[int],
+    stages: Sequence[int],
     kept: Sequence[float],
-    took: Sequence[int],
+    f_done: Sequence[int],
     at: int,
     sums: Sequence[float],
 ) -> float:
-    """What a rank must hold some time after a forward of one of its stages, in any schedule.
+    """The memory that a rank needs some time after a forward, in any schedule.
 
     When the first microbatch that lacks the rank's last forward comes to it, it holds an activation
     of every stage, and so do all younger ones of the stages that they have been through, because no
-    gradient comes back before. What is older frees all of its memory in time.
+    gradient comes back before. Older microbatches free all of their memory in time.
 
     Args:
-        own: the rank's stages, in order.
+        stages: the stages of the rank, in order.
         kept: per stage, what F keeps.
-        took: per stage, how many F are done.
+        f_done: per stage, how many F are done.
         at: the stage of the forward.
         sums: of the sizes of the microbatches.
     """
-    oldest = min(took[own[-1]] + (at == own[-1]), len(sums) - 2)
+    oldest = min(f_done[stages[-1]] + (at == stages[-1]), len(sums) - 2)
     since = sums[oldest]
     return sum(
-        kept[each] * (sums[max(oldest + 1, took[each] + (at == each))] - since) for each in own
+        kept[each] * (sums[max(oldest + 1, f_done[each] + (at == each))] - since) for each in stages
     )
 
 
-def after(ranks: int, state: State, steps: list[Step]) -> Iterator[tuple[int, State]]:
-    """The index of each of the steps that are `possible`, and the state after it.
+def successors(ranks: int, state: State, steps: list[Step]) -> Iterator[tuple[int, State]]:
+    """The index of each possible step, and the state after it.
 
     Actions are taken in the order of their starts. A backward that delays nothing and would be over
     before another action starts goes first, so nothing is lost.
 
     Args:
-        ranks: of the part.
-        state: where it stands.
-        steps: what can be done.
+        ranks: number of ranks of the subpipeline.
+        state: the state to go on from.
+        steps: the possible steps of its counts.
     """
     clocks = state[1 : ranks + 1]
     choices = []
@@ -215,13 +215,7 @@ def after(ranks: int, state: State, steps: list[Step]) -> Iterator[tuple[int, St
             rest = (*rest[:makes], ends + step.delay, *rest[makes:])
         free = [clock if clock > start else start for clock in clocks]
         free[step.rank] = ends
-        # What arrives before its rank is free might as well arrive then: so states come to agree.
+        # An arrival before its rank is free might as well come then: so states come to agree.
         floors = [free[owner] for owner in step.owners]
-        yield (
-            nth,
-            (
-                ends + step.tail if step.tail >= 0 else state[0],
-                *free,
-                *map(max, rest, floors),
-            ),
-        )
+        gradient = ends + step.tail if step.tail >= 0 else state[0]
+        yield nth, (gradient, *free, *map(max, rest, floors))

@@ -1,4 +1,4 @@
-"""A part of the ranks of a pipeline, as if all the others had nothing else to do."""
+"""A few ranks of a pipeline, as if all the others had nothing else to do."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from fpipe.schedule.cost import StageCosts
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a part of the ranks computes, keeps and waits for. Lists are per stage of the part.
+class Subpipeline:
+    """Some ranks of a pipeline: what they compute, keep and wait for. Tuples are per stage.
 
-    What the other ranks do is a delay: the least time from an action of the part to the next that
-    reads its result. With every rank in the part, it is the whole problem.
+    The other ranks are delays: the least time from an action here to the next that reads its
+    result. With every rank, it is the whole pipeline.
 
     Attributes:
-        stages: the numbers of its stages in the pipeline, in order.
-        rank_of: of each stage, the index of its rank in the part.
-        own: per rank of the part, the indices of its stages.
+        stages: the numbers of the stages in the pipeline, in order.
+        rank_of: the index of each stage's rank here.
+        stages_of: per rank, the indices of its stages.
         durations: of F, I, W and B, per stage.
-        backwards: per stage, the kinds of its backward that are worth a try: I, with W apart, or B.
-        free: nothing that is of use is left out of `backwards`.
-        full: per stage, the least time of a whole backward by those.
-        eager: per stage, whether an I in a gap is never worse than what could come later.
-        forward_delay: from the end of F to when the next stage of the part can run F; for the last
-            stage, to when it can run I itself.
+        backwards: the kinds of backward that are worth a try: I, with W apart, or B.
+        complete: `backwards` leaves out nothing that is of use.
+        full: the least time of a whole backward by those.
+        eager: whether an I in a gap is never worse than what could come later.
+        forward_delay: from the end of F to when the next stage can run F; for the last stage, to
+            when it can run I itself.
         backward_delay: from the end of I to when the stage before can run I; 0 for the first.
         kept: what F keeps.
-        freed: what of it I frees.
-        memory: the limit of each rank of the part.
+        freed: the share of it that I frees.
+        memory: the limit of each rank.
         release: when the first stage can begin.
         tail: from the end of the first stage's last I to the end of the step.
     """
 
     stages: tuple[int, ...]
     rank_of: tuple[int, ...]
-    own: tuple[tuple[int, ...], ...]
+    stages_of: tuple[tuple[int, ...], ...]
     durations: tuple[tuple[float, ...], ...]
     backwards: tuple[tuple[int, ...], ...]
-    free: bool
+    complete: bool
     full: tuple[float, ...]
     eager: tuple[bool, ...]
     forward_delay: tuple[float, ...]
@@ -52,30 +52,28 @@ class Part:
     tail: float
 
 
-def part_of(
+def cut_subpipeline(
     costs: StageCosts,
     placement: Sequence[int],
     memory: Sequence[float],
     ranks: Sequence[int],
     *,
     kinds: tuple[int, ...] | None = None,
-) -> Part:
+) -> Subpipeline:
     """Cut `ranks` out of a pipeline.
 
-    On the ranks that are left out every backward hands on after the lesser of I and B, so that the
-    part never takes longer than the pipeline.
+    On the ranks that are left out, every backward hands its gradient on after the lesser of I and
+    B, so that the subpipeline never takes longer than the pipeline.
 
     Args:
         costs: of all stages.
         placement: the rank of each stage.
         memory: the limit of each rank.
-        ranks: those of the part.
-        kinds: of backwards that the part may take, (1,) for I and W, (3,) for B; None for whatever
-            is of use.
+        ranks: the ranks to keep.
+        kinds: of backwards to take, (1,) for I and W, (3,) for B; None for all that are of use.
     """
     stages = tuple(stage for stage, rank in enumerate(placement) if rank in ranks)
-    hand, full = costs.handover, costs.backward
-    starts, returns = costs.lone
+    starts, returns = costs.earliest
     last, first = stages[-1], stages[0]
     pairs = list(pairwise(stages))
     rank_of = tuple(ranks.index(placement[stage]) for stage in stages)
@@ -83,38 +81,37 @@ def part_of(
         tuple(row[stage] for stage in stages)
         for row in (costs.f, costs.i, costs.w, costs.b, costs.freed_by_i)
     )
+    numbers = range(len(stages))
     backwards = tuple(
-        kinds or ((1,) if b[at] >= i[at] + w[at] and freed[at] >= 0 else (1, 3))
-        for at in range(len(stages))
+        kinds or ((1,) if b[at] >= i[at] + w[at] and freed[at] >= 0 else (1, 3)) for at in numbers
     )
-    return Part(
+    gradient, tail = costs.gradient, 0.0
+    if first:
+        tail = returns[0] + costs.backward[0] - returns[first] - gradient[first]
+    return Subpipeline(
         stages=stages,
         rank_of=rank_of,
-        own=tuple(
-            tuple(at for at, owner in enumerate(rank_of) if owner == rank)
-            for rank in range(len(ranks))
+        stages_of=tuple(
+            tuple(at for at in numbers if rank_of[at] == rank) for rank in range(len(ranks))
         ),
         durations=(f, i, w, b),
         backwards=backwards,
-        free=kinds is None,
+        complete=kinds is None,
         full=tuple(
-            min(i[at] + w[at] if kind == 1 else b[at] for kind in ways)
-            for at, ways in enumerate(backwards)
+            min(i[at] + w[at] if kind == 1 else b[at] for kind in backwards[at]) for at in numbers
         ),
-        eager=tuple(
-            freed[at] >= 0 and (ways == (1,) or w[at] <= b[at]) for at, ways in enumerate(backwards)
-        ),
+        eager=tuple(freed[at] >= 0 and (backwards[at] == (1,) or w[at] <= b[at]) for at in numbers),
         forward_delay=(
             *(starts[after] - starts[stage] - costs.f[stage] for stage, after in pairs),
             returns[last] - starts[last] - costs.f[last],
         ),
         backward_delay=(
             0.0,
-            *(returns[stage] - returns[after] - hand[after] for stage, after in pairs),
+            *(returns[stage] - returns[after] - gradient[after] for stage, after in pairs),
         ),
         kept=tuple(costs.activation[stage] for stage in stages),
         freed=freed,
         memory=tuple(memory[rank] for rank in ranks),
         release=starts[first],
-        tail=returns[0] + full[0] - returns[first] - hand[first] if first else 0.0,
+        tail=tail,
     )

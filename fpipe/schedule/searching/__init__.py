@@ -1,1 +1,1 @@
-"""The search for good schedules: policies, a list scheduler, and local search on orders."""
+"""The search for good schedules. Import `search` and `SearchResult` from `searching.finder`."""

@@ -1,4 +1,4 @@
-"""Simulated annealing on orders: move actions that the makespan waits for."""
+"""Simulated annealing on orders: move actions of the critical path."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT
 from fpipe.schedule.searching.breeding import random_policy
 from fpipe.schedule.searching.evaluator import Evaluator
 from fpipe.schedule.searching.list_scheduler import list_schedule
-from fpipe.schedule.searching.portfolio import Phase, Standing, Step
-from fpipe.schedule.searching.problem import Candidate, Order, renamed
+from fpipe.schedule.searching.portfolio import Incumbents, Phase, Step
+from fpipe.schedule.searching.problem import Candidate, Order, rename_microbatches
 
-_MOVES: Final = 2_000  # of the first cycles
-_SLOWER: Final = 4  # so many cycles later they are longer by as much
+_MOVES: Final = 2_000  # of each of the first cycles
+_SLOWER: Final = 4  # after so many cycles they are longer by as much
 _BATCH: Final = 50  # moves of a step
 _COST: Final = 0.015  # of a move, in iterations
 _HEATS: Final = (0.5, 1.0, 2.0)  # by how much an order may get worse at first, in mean times
-_COLD: Final = 0.05  # of the heat that is left in the end
+_COLD: Final = 0.05  # the share of the heat that is left in the end
 
 
 def annealings(
-    evaluators: Mapping[tuple[int, ...], Evaluator], standing: Standing, random: Random
+    evaluators: Mapping[tuple[int, ...], Evaluator], incumbents: Incumbents, random: Random
 ) -> Phase:
-    """Cycle after cycle of annealing: of the best order, of others among the best, of new ones.
+    """Cycle after cycle of annealing: from the best order, from other good ones, from new ones.
 
     Args:
-        evaluators: by placement, of what is to be scheduled.
-        standing: where to find orders to start from.
-        random: of all choices.
+        evaluators: by placement.
+        incumbents: orders to start from.
+        random: draws orders, moves and heats.
     """
     nth = 0
     while True:
         open_to = [
             each
-            for each in standing.candidates
-            if each.problem.placement in evaluators and not standing.hopeless(each.problem)
+            for each in incumbents.candidates
+            if each.problem.placement in evaluators and not incumbents.hopeless(each.problem)
         ]
         if not open_to:
             yield Step(0.0)
@@ -59,13 +59,13 @@ def annealings(
 def anneal(
     evaluator: Evaluator, order: Order, random: Random, moves: int, heat: float = 0.0
 ) -> Phase:
-    """Improve an order by moves of actions of its critical path; better ones are found on the way.
+    """Improve an order by moves of actions of its critical path; yield each better one.
 
     Args:
         evaluator: of the problem.
-        order: where to start.
-        random: of all choices.
-        moves: to try.
+        order: the order to start from.
+        random: draws the moves.
+        moves: number of moves to try.
         heat: how much worse an order may get at first, in mean times of an action.
     """
     problem = evaluator.problem
@@ -100,19 +100,19 @@ _FUSED: Final = 0.2  # of moves of backwards, where a B is not what its halves a
 
 
 class Move(NamedTuple):
-    """What an order becomes."""
+    """The rows and the fused gradients of a changed order."""
 
     rows: list[list[int]]
     fused: frozenset[int]
 
 
 def moved(evaluator: Evaluator, order: Order, action: int, random: Random) -> Move | None:
-    """An order after one move of `action`, or None where that is not allowed.
+    """Move `action` in its row; None where that is not allowed.
 
     The action moves some places to the left or right in its row, never past one that it depends on.
     Where memory forbids that, others move along: weight gradients that make room for a forward, or
-    forwards for which a backward that now comes later has made room. An action on another rank that
-    is left without input makes the order impossible, which its evaluation finds. Where a full
+    forwards for which a backward that now comes later made room. The move may leave an action on
+    another rank without input; the evaluation then rejects the order. Where a full
     backward does not cost what its halves cost, a move may also fuse or split one. Where
     microbatches differ in size, two may change places.
     """
@@ -131,8 +131,8 @@ def moved(evaluator: Evaluator, order: Order, action: int, random: Random) -> Mo
         to = min(len(row) - 1, at + step) if random.random() < 0.5 else max(0, at - step)
         passed = row[at + 1 : to + 1] if to > at else row[to:at]
         base = action - kind * problem.microbatches
-        own = (base, base + problem.microbatches, base + 2 * problem.microbatches)
-        if to == at or any(other in passed for other in own):
+        same = (base, base + problem.microbatches, base + 2 * problem.microbatches)
+        if to == at or any(other in passed for other in same):
             return None
         changed = row.copy()
         changed.insert(to, changed.pop(at))
@@ -156,7 +156,7 @@ def _with_row(order: Order, rank: int, row: list[int], fused: frozenset[int]) ->
 def _with_room(
     evaluator: Evaluator, order: Order, rank: int, row: list[int], at: int
 ) -> Move | None:
-    """After weight gradients that can make room for the forward at `at` have moved before it."""
+    """Move weight gradients that can make room for the forward at `at` before it."""
     count = evaluator.problem.microbatches
     done = set(row[:at])
     late = (w for w in row[at + 1 :] if w // count % 3 == WEIGHT and w - count in done)
@@ -172,7 +172,7 @@ def _with_room(
 def _with_less(
     evaluator: Evaluator, order: Order, rank: int, row: list[int], at: int, passed: Sequence[int]
 ) -> Move | None:
-    """After forwards that stood behind the backward at `at` have moved behind it again."""
+    """Move forwards that the backward at `at` has passed behind it again."""
     count = evaluator.problem.microbatches
     forwards = [action for action in passed if action // count % 3 == FORWARD]
     for forward in forwards[: -1 - _HELPERS : -1]:
@@ -185,20 +185,19 @@ def _with_less(
 
 
 def _exchanged(evaluator: Evaluator, order: Order, microbatch: int, random: Random) -> Move | None:
-    """After a microbatch has changed places with one of another size."""
+    """Exchange a microbatch with one of another size."""
     problem = evaluator.problem
     other = random.randrange(problem.microbatches)
     if problem.sizes[other] == problem.sizes[microbatch]:
         return None
-    found = renamed(problem, order, {microbatch: other, other: microbatch})
-    return Move(found.rows, found.fused) if evaluator.fits_all(found) else None
+    changed = rename_microbatches(problem, order, {microbatch: other, other: microbatch})
+    return Move(changed.rows, changed.fused) if evaluator.fits_all(changed) else None
 
 
 def _fused_or_split(
     row: list[int], gradient: int, count: int, fused: frozenset[int], random: Random
 ) -> tuple[list[int], frozenset[int]]:
-    """After a B is split and its W has moved to a later place, or an I and its W are fused, at the
-    place of either."""
+    """Split a B and move its W to a later place, or fuse an I and its W at the place of either."""
     row, weight = row.copy(), gradient + count
     if gradient in fused:
         at = row.index(gradient) + 1 + int(random.expovariate(0.5))

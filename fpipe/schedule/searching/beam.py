@@ -1,8 +1,9 @@
-"""Beam search: all ways to go on, as far as they promise most. Where memory is scarce, all."""
+"""Beam search over the states of all ranks: the most promising ones, or all of them if few."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from heapq import nsmallest
 from itertools import product
 from random import Random
@@ -16,30 +17,30 @@ from fpipe.schedule.bounds.states import (
     WHOLE,
     Counts,
     State,
-    after,
-    beginning,
-    possible,
-    sums_of,
+    initial_state,
+    possible_steps,
+    prefix_sums,
+    successors,
     work_left,
 )
-from fpipe.schedule.bounds.subpipeline import Part, part_of
+from fpipe.schedule.bounds.subpipeline import Subpipeline, cut_subpipeline
 from fpipe.schedule.searching.evaluator import Evaluator
-from fpipe.schedule.searching.portfolio import Phase, Standing, Step
+from fpipe.schedule.searching.portfolio import Incumbents, Phase, Step
 from fpipe.schedule.searching.problem import Candidate, Order, Problem, by_size
 
 _WIDTHS: Final = (4, 16, 64, 256, 1024, 4096, 16_384)
 _TURNS: Final = 32  # orders of unequal microbatches that the narrowest beam tries
 _COST: Final = 0.01, 0.004  # of a state, and of each of its stages, in iterations
-# What a beam goes by is when each rank would be done, were there no more waiting, and how much a W
-# that is done, and an I, are worth beside it, in parts of the mean time of an action: a state that
-# has kept its W's for later can fill waits, and one with more I's has less to wait for.
+# A beam ranks states by when each rank would be done if it never waited again, plus a weight for
+# each W and each I that is done, in mean times of an action: a state that keeps its W's for later
+# can fill waits, and one with more I's has less to wait for.
 _GUIDES: Final = ((0.0, 0.0), (0.6, 0.0), (0.0, -0.4))
 
 Trail: TypeAlias = tuple["Trail", int, int] | None  # kinds and stages up to here, last first
 
 
 class _Scored(NamedTuple):
-    """A state by what it promises."""
+    """A state and its score."""
 
     score: float
     last: float
@@ -48,59 +49,60 @@ class _Scored(NamedTuple):
     trail: Trail
 
 
-def beams(evaluator: Evaluator, standing: Standing, random: Random) -> Phase:
+def beams(evaluator: Evaluator, incumbents: Incumbents, random: Random) -> Phase:
     """Beams of growing width.
 
-    A beam goes through the states of all ranks as the bound does (see `bounds.diagram`), but where
-    that merges what is too much, this keeps the states in which the ranks will be done soonest, if
-    none waits any more. A beam that nothing falls out of has found the best schedule of all.
+    A beam visits the states of all ranks as the bound does (see `bounds.decision_diagram`). If
+    there are too many, it does not merge them, but keeps those in which the ranks will be done
+    soonest. A beam that drops no state finds the best schedule of all.
 
-    Where microbatches differ in size, each beam takes them in one turn on all stages; the wider the
-    beams, the fewer the turns that they try. Where a full backward is not what its halves are,
-    there are beams of full backwards alone.
+    Where microbatches differ in size, a beam takes them in one order on all stages; the wider the
+    beams, the fewer orders they try. Where a full backward differs from I and W, some beams take
+    full backwards alone.
 
     Args:
-        evaluator: of what is to be scheduled.
-        standing: where to look up what is known already.
-        random: for the turns that are tried.
+        evaluator: of the problem.
+        incumbents: of all phases.
+        random: draws orders of microbatches.
     """
     problem = evaluator.problem
-    parts, cost = _parts(problem), _COST[0] + _COST[1] * len(problem.placement)
+    pipes, cost = _subpipelines(problem), _COST[0] + _COST[1] * len(problem.placement)
     turns = _turns(problem, random)
     # A beam with the first guide comes before narrower ones with others.
     pairs = [(at, other) for at in range(len(_WIDTHS)) for other in range(len(_GUIDES))]
     for at, other in sorted(pairs, key=lambda pair: (sum(pair), pair[1])):
         values: dict[tuple[int, ...], float] = {}
-        for part, turn in product(parts, turns[: max(1, len(turns) >> at)]):
-            for looked, found in _walk(problem, part, turn, _WIDTHS[at], _GUIDES[other], standing):
-                if found is None:
-                    yield Step(cost * looked)
+        for pipe, turn in product(pipes, turns[: max(1, len(turns) >> at)]):
+            width, guide = _WIDTHS[at], _GUIDES[other]
+            for visited, order in _walk(problem, pipe, turn, width, guide, incumbents):
+                if order is None:
+                    yield Step(cost * visited)
                     continue
-                value, _ = evaluator.times(found.rows, found.fused)
+                value, _ = evaluator.times(order.rows, order.fused)
                 values[turn] = min(value, values.get(turn, value))
-                yield Step(1.0, Candidate(problem, Order(value, found.rows, found.fused)))
-            if standing.hopeless(problem):
+                yield Step(1.0, Candidate(problem, replace(order, value=value)))
+            if incumbents.hopeless(problem):
                 return
         turns.sort(key=lambda turn: values.get(turn, float("inf")))
 
 
-def _parts(problem: Problem) -> list[Part]:
-    """All ranks, with the ways to take backwards that are worth beams of their own."""
-    ways: list[tuple[int, ...] | None] = [None]
+def _subpipelines(problem: Problem) -> list[Subpipeline]:
+    """All ranks, for each choice of backwards that is worth a beam."""
+    choices: list[tuple[int, ...] | None] = [None]
     if problem.fuses and not problem.uneven:
-        ways.append((WHOLE,))
+        choices.append((WHOLE,))
     elif problem.fuses:
         # W's of unequal microbatches and B's do not go together: counts do not tell what is left.
-        ways = [(WHOLE,)] if problem.grows else [(GRADIENT,), (WHOLE,)]
+        choices = [(WHOLE,)] if problem.grows else [(GRADIENT,), (WHOLE,)]
     ranks = range(problem.ranks)
     return [
-        part_of(problem.costs, problem.placement, problem.memory, ranks, kinds=kinds)
-        for kinds in ways
+        cut_subpipeline(problem.costs, problem.placement, problem.memory, ranks, kinds=kinds)
+        for kinds in choices
     ]
 
 
 def _turns(problem: Problem, random: Random) -> list[tuple[int, ...]]:
-    """Ways to order the microbatches: one where they are alike, else by size, and some others."""
+    """Orders of the microbatches: one where they are alike, else by size, and some at random."""
     turns = {problem.turn: None}
     if problem.uneven:
         turns |= dict.fromkeys(map(tuple, by_size(problem.sizes, problem.turn)))
@@ -116,30 +118,30 @@ def _turns(problem: Problem, random: Random) -> list[tuple[int, ...]]:
 
 def _walk(
     problem: Problem,
-    part: Part,
+    pipe: Subpipeline,
     turn: Sequence[int],
     width: int,
     guide: tuple[float, float],
-    standing: Standing,
+    incumbents: Incumbents,
 ) -> Iterator[tuple[int, Order | None]]:
-    """One beam, layer by layer: how many states it looked at, and what it found in the end.
+    """One beam, layer by layer: yields the number of states visited, and the best order at the end.
 
-    A beam from which nothing has fallen tells the standing that there is nothing better.
+    A beam that drops no state raises the bound to the value of its order.
     """
-    counts, state = beginning(part)
-    sums, ranks = sums_of([problem.sizes[k] for k in turn]), len(part.memory)
+    counts, state = initial_state(pipe)
+    sums, ranks = prefix_sums([problem.sizes[k] for k in turn]), len(pipe.memory)
     weights = [each * problem.mean_time for each in guide]
     # By how many F, I and W are done: a B is two of them.
     layers: list[dict[Counts, dict[State, Trail]]] = [
-        {} for _ in range(3 * len(part.stages) * len(turn) + 2)
+        {} for _ in range(3 * len(pipe.stages) * len(turn) + 2)
     ]
     layers[0][counts] = {state: None}
-    whole = True
+    complete = True
     for nth in range(len(layers) - 2):
-        limit = float("inf") if problem.objective == "span" else standing.value * (1 - 1e-12)
+        limit = float("inf") if problem.objective == "span" else incumbents.value * (1 - 1e-12)
         scored: list[_Scored] = []
         for counts, reached in layers[nth].items():
-            left = work_left(part, counts, sums)
+            left = work_left(pipe, counts, sums)
             bonus = weights[0] * sum(counts[2]) + weights[1] * sum(counts[1])
             for state in undominated(reached):
                 done = [clock + rest for clock, rest in zip(state[1:], left, strict=False)]
@@ -149,18 +151,18 @@ def _walk(
                     scored.append(_Scored(score, last, state, counts, reached[state]))
         layers[nth] = {}
         if len(scored) > width:
-            whole = False
+            complete = False
             scored = nsmallest(width, scored)
         kept: dict[Counts, list[_Scored]] = {}
         for one in scored:
             kept.setdefault(one.counts, []).append(one)
         for counts, ones in kept.items():
-            steps = possible(part, counts, sums)
+            steps = possible_steps(pipe, counts, sums)
             targets = [
                 layers[nth + 1 + (step.kind == WHOLE)].setdefault(step.counts, {}) for step in steps
             ]
             for one in ones:
-                for at, following in after(ranks, one.state, steps):
+                for at, following in successors(ranks, one.state, steps):
                     step = steps[at]
                     targets[at].setdefault(following, (one.trail, step.kind, step.at))
         yield len(scored), None
@@ -169,14 +171,14 @@ def _walk(
         for states in layers[-2].values()
         for state, trail in states.items()
     ]
-    if whole and part.free and not problem.uneven and problem.objective == "makespan":
-        standing.raise_bound(problem, min([standing.value, *(end for end, _ in ends)]))
+    if complete and pipe.complete and not problem.uneven and problem.objective == "makespan":
+        incumbents.raise_bound(problem, min([incumbents.value, *(end for end, _ in ends)]))
     if ends:
         yield 0, _order(problem, turn, min(ends, key=lambda end: end[0])[1])
 
 
 def _order(problem: Problem, turn: Sequence[int], trail: Trail) -> Order:
-    """The actions of a trail as the search numbers them."""
+    """The order of the actions of a trail."""
     steps: list[tuple[int, int]] = []
     while trail is not None:
         trail, kind, at = trail

@@ -14,7 +14,7 @@ from fpipe.schedule.searching.list_scheduler import (
     list_schedule,
     plain_policy,
 )
-from fpipe.schedule.searching.portfolio import Phase, Standing, Step
+from fpipe.schedule.searching.portfolio import Incumbents, Phase, Step
 from fpipe.schedule.searching.problem import LARGE, Candidate, Order, Problem, by_size
 
 _KEPT: Final = 8
@@ -28,7 +28,7 @@ class Bred(NamedTuple):
     order: Order
 
 
-def breeding(problems: Sequence[Problem], standing: Standing, random: Random) -> Phase:
+def breeding(problems: Sequence[Problem], incumbents: Incumbents, random: Random) -> Phase:
     """Play the known policies on each placement, then random ones and mutants in turn.
 
     A child takes its parent's place if it is no worse. Policies of large problems are compared on
@@ -36,8 +36,8 @@ def breeding(problems: Sequence[Problem], standing: Standing, random: Random) ->
 
     Args:
         problems: one per placement.
-        standing: what is known already.
-        random: of all choices.
+        incumbents: of all phases.
+        random: draws the policies.
     """
     full = {problem.placement: problem for problem in problems}
     small = reduced(problems)
@@ -47,7 +47,7 @@ def breeding(problems: Sequence[Problem], standing: Standing, random: Random) ->
     plays, since, draws = 0, 0.0, 0
     while True:
         plays += 1
-        open_to = [problem for problem in small if not standing.hopeless(full[problem.placement])]
+        open_to = [problem for problem in small if not incumbents.hopeless(full[problem.placement])]
         if not open_to:
             return
         parent = None
@@ -83,7 +83,7 @@ def breeding(problems: Sequence[Problem], standing: Standing, random: Random) ->
         if since >= wanted and id(best.policy) not in tried:
             tried.add(id(best.policy))
             since = 0.0
-            stop = standing.value if whole.objective == "makespan" else float("inf")
+            stop = incumbents.value if whole.objective == "makespan" else float("inf")
             played = list_schedule(whole, best.policy, stop)
             yield Step(whole.scale, None if played is None else Candidate(whole, played))
 
@@ -118,7 +118,7 @@ def turning_policy(stages: int, eager: int) -> Policy:
 
 
 def known_policies(problem: Problem) -> list[Policy]:
-    """What to try before anything random."""
+    """The policies to try before random ones."""
     stages = len(problem.placement)
     known = [
         plain_policy(stages, eager=True),
@@ -162,7 +162,7 @@ def random_policy(random: Random, problem: Problem) -> Policy:
 
 
 def _random_turn(random: Random, problem: Problem) -> tuple[int, ...]:
-    """The problem's own, one by size, or any."""
+    """The default order, one by size, or any."""
     kind = random.randrange(4)
     if kind == 0:
         return problem.turn

@@ -1,4 +1,4 @@
-"""Evaluate an order quickly: its makespan or span, and whether its memory fits."""
+"""Evaluate an order quickly: its makespan or span, and whether it fits the memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Evaluator:
         source: the action whose output it reads, or -1.
         delay: the latency from there.
         change: of the memory held.
-        after: the least time that must follow its end before the step ends.
+        after: the least time from its end to the end of the step.
     """
 
     problem: Problem
@@ -48,10 +48,10 @@ class Evaluator:
             size = len(row)
             while at < size:
                 action = row[at]
-                if (made := source[action]) >= 0:
-                    arrival = ends[made]
+                if (reads := source[action]) >= 0:
+                    arrival = ends[reads]
                     if arrival < 0:
-                        waiting[made] = rank
+                        waiting[reads] = rank
                         break
                     arrival += delay[action]
                     if arrival > now:
@@ -73,7 +73,7 @@ class Evaluator:
         return max(clocks), ends
 
     def durations(self, fused: AbstractSet[int]) -> list[float]:
-        """Of each action, where those of `fused` are B."""
+        """The time of each action, where those of `fused` are B."""
         if not fused:
             return self.duration
         durations, count = self.duration.copy(), self.problem.microbatches
@@ -83,7 +83,7 @@ class Evaluator:
         return durations
 
     def changes(self, fused: AbstractSet[int]) -> list[float]:
-        """Of the memory held, by each action, where those of `fused` are B."""
+        """The change of the memory by each action, where those of `fused` are B."""
         if not fused:
             return self.change
         changes, count = self.change.copy(), self.problem.microbatches
@@ -109,7 +109,7 @@ class Evaluator:
         return all(self.fits(rank, row, order.fused) for rank, row in enumerate(order.rows))
 
     def critical(self, order: Order, ends: list[float]) -> list[int]:
-        """The actions that the value of the order waits for, last to first."""
+        """The critical path of the order, last action to first."""
         duration = self.durations(order.fused)
         before = {
             action: earlier
@@ -143,13 +143,13 @@ def make_evaluator(problem: Problem) -> Evaluator:
     delay: list[float] = []
     change: list[float] = []
     after: list[float] = []
-    starts, returns = costs.lone
-    hand = costs.handover
+    starts, returns = costs.earliest
+    hand = costs.gradient
     end = returns[0] + hand[0]
     for stage in range(stages):
         first = stage * 3 * count
         kept, freed = costs.activation[stage], costs.freed_by_i[stage]
-        # Of what is left to do after F and after I, latencies, which do not grow with a microbatch.
+        # The latencies after F and after I, which do not grow with a microbatch.
         back = sum(costs.up[:stage])
         way = sum(costs.down[stage:]) + sum(costs.up)
         for kind, time, holds, rest, hops in (
@@ -161,14 +161,13 @@ def make_evaluator(problem: Problem) -> Evaluator:
             change += [holds * size for size in sizes]
             after += [hops + (rest - hops) * size for size in sizes]
             if kind == FORWARD:
-                made, late = first - 3 * count, costs.down[stage - 1] if stage else 0.0
-                has = stage > 0
+                reads, latency = (first - 3 * count, costs.down[stage - 1]) if stage else (-1, 0.0)
             elif kind == WEIGHT:
-                made, late, has = first + GRADIENT * count, 0.0, True
+                reads, latency = first + GRADIENT * count, 0.0
             elif stage < stages - 1:
-                made, late, has = first + (3 + GRADIENT) * count, costs.up[stage], True
+                reads, latency = first + (3 + GRADIENT) * count, costs.up[stage]
             else:
-                made, late, has = first, 0.0, True
-            source += [made + microbatch if has else -1 for microbatch in range(count)]
-            delay += [late] * count
+                reads, latency = first, 0.0
+            source += range(reads, reads + count) if reads >= 0 else [-1] * count
+            delay += [latency] * count
     return Evaluator(problem, duration, source, delay, change, after)

@@ -1,4 +1,4 @@
-"""The search: what it is asked, which phases it is made of, what comes of them."""
+"""`fpipe.search`: checks the arguments, composes the phases, returns the best schedule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fpipe.schedule.searching.breeding import breeding, reduced
 from fpipe.schedule.searching.evaluator import make_evaluator
 from fpipe.schedule.searching.list_scheduler import list_schedule, plain_policy
 from fpipe.schedule.searching.patterns import patterns
-from fpipe.schedule.searching.portfolio import Entry, Meter, Standing, bounding, run, uncollected
+from fpipe.schedule.searching.portfolio import Entry, Incumbents, Meter, bounding, run, without_gc
 from fpipe.schedule.searching.problem import (
     LARGE,
     Candidate,
@@ -45,13 +45,13 @@ from fpipe.schedule.verifier import check_schedule, verify
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best schedule that `fpipe.search` found.
+    """The result of `fpipe.search`: the best schedule, and how far it can be from the best of all.
 
     Attributes:
         schedule: the schedule.
-        timeline: its simulation under the cost that was searched.
+        timeline: its simulation under the cost of the search.
         objective: "makespan" or "span".
-        bound: no schedule of the placements that were searched goes below it, in this memory.
+        bound: a lower bound for all placements of the search, in this memory.
         iterations: work done (see `fpipe.search`).
     """
 
@@ -68,7 +68,7 @@ class SearchResult:
 
     @property
     def gap(self) -> float:
-        """How far `value` is above `bound`, as a part of it; at 0 there is nothing better."""
+        """How far `value` is above `bound`, as a fraction of it; at 0 there is nothing better."""
         gap = self.value / self.bound - 1 if self.bound else 0.0
         return gap if gap > 1e-9 else 0.0
 
@@ -79,12 +79,12 @@ class SearchResult:
         )
 
 
-_LEAST_EFFORT = 2_000  # of a bound: what `timeline.bound` takes
-_END = 1.2  # of the time that it takes to play a policy: that of making the result
-_BROAD = 8  # times LARGE: what can be tightened
-_EFFORTS = (5_000, 10_000, 20_000, 60_000)  # of better ones, in the course of the search
-_AT_ONCE = 1_000_000  # actions, for which nobody is asked whether there is time
-_ACTIONS_A_SECOND = 20_000  # that are made and compared, before the search begins
+_LEAST_EFFORT = 2_000  # of a bound, as that of `timeline.bound`
+_END = 1.2  # the time of making the result, in runs of the list scheduler
+_BROAD = 8  # times LARGE: the largest problem that is tightened
+_EFFORTS = (5_000, 10_000, 20_000, 60_000)  # of better bounds, in the course of the search
+_AT_ONCE = 1_000_000  # actions: smaller searches may take longer than `seconds`
+_ACTIONS_A_SECOND = 20_000  # that are made and compared before the search begins
 
 
 def search(
@@ -100,23 +100,22 @@ def search(
     seed: int = 0,
     iterations: int | None = None,
 ) -> SearchResult:
-    """The best schedule that can be found for these costs within this memory.
+    """Search for the best schedule for these costs within this memory.
 
-    Starts from every family that fits, so it is never worse than the best of them. Then several
-    methods work side by side and build on what the others find: beams go through the states that
-    can be, and find the best of all where these are few; policies of a list scheduler are drawn and
-    mutated; actions move into the gaps that orders leave; orders are annealed; and the bound is
-    examined more closely. None of them knows how long the search lasts: a search is the beginning
-    of any longer one, so more iterations never give a worse answer. It ends early when it meets the
+    It starts from every family that fits, so the result is never worse than the best of them. Then
+    several methods work side by side and build on each other's results: beam search, which finds
+    the best schedule of all where states are few; a list scheduler whose policies are drawn and
+    mutated; moves of actions into the gaps that orders leave; simulated annealing; patterns of one
+    microbatch that are repeated (modulo scheduling), on linear, looped, V and wave placements; and
+    closer lower bounds. None of them knows how long the search lasts: a search is the beginning of
+    any longer one, so more iterations never give a worse answer. It ends early when it meets the
     lower bound, which proves that there is nothing better.
 
     Large cases (more than some ten thousand actions) are tuned on fewer microbatches, and the best
-    policies are played in full; above 100,000 actions it takes the few families that take least by
-    what they take with fewer microbatches. Where every pass of a microbatch goes along all ranks,
-    as on linear, looped, V and wave placements, a pattern of one microbatch that fits the memory is
-    repeated.
+    policies are run in full; above 100,000 actions the search makes the few families that take
+    least with fewer microbatches.
 
-    Where microbatches differ in size (``cost.sizes``) it also looks for the order in which they
+    Where microbatches differ in size (``cost.sizes``) it also searches for the order in which they
     come: the schedule names them as you do, and takes them in that order. Large cases are tuned on
     microbatches of the mean size.
 
@@ -130,33 +129,34 @@ def search(
             stages per rank), ``"wave"`` (down and up again twice, four stages per rank); None to
             choose among the first three. A cost with a value per stage says how many stages there
             are, and narrows the choice to placements of as many.
-        start: a schedule of your own to be bettered: what is found is never worse. Its placement is
-            the one that is searched. Whole-stage actions are left out.
+        start: a schedule of your own to improve: the result is never worse. The search keeps its
+            placement, and leaves its whole-stage actions out.
         seconds: time to search, all included: processor time of the calling thread, which on an
-            idle machine is the time on the wall. Searches by the clock may find different
-            schedules: see `iterations`.
-        objective: "makespan", or "span" for the longest rank's own time.
+            idle machine is wall time. Searches by the clock may find different schedules: see
+            `iterations`.
+        objective: "makespan", or "span": the longest time from the first start to the last end of
+            one rank.
         seed: of all random choices.
         iterations: work to do, in place of `seconds`: then the result depends on the arguments
-            alone, not on the machine, and is the same on all ranks of a group. One is about as much
-            as it takes to play a policy, or to try some dozen small changes of an order.
+            alone, not on the machine, and is the same on all ranks of a group. An iteration is
+            about one run of the list scheduler, or some dozen small changes of an order.
 
     Returns:
         The schedule, its timeline, the lower bound and the gap to it.
 
     Raises:
         ScheduleError: an argument is out of range, the cost does not fit a placement, the memory
-            admits no schedule, or `start` cannot run, is of another size or does not fit
-            the memory; or there are more than a million actions (three for each stage and
+            admits no schedule, or `start` cannot run, has another size or does not fit the
+            memory; or there are more than a million actions (three for each stage and
             microbatch), and not a second for every 20,000 of them.
 
     Example:
         >>> import fpipe
-        >>> found = fpipe.search(
+        >>> result = fpipe.search(
         ...     ranks=4, microbatches=12, cost=fpipe.Cost(f=1, i=1, w=1, comm=0.5), memory=4,
         ...     placement=[0, 1, 2, 3], iterations=200,
         ... )
-        >>> found.value, found.gap  # no schedule is better
+        >>> result.value, result.gap  # no schedule is better
         (45.0, 0.0)
     """
     if start is not None:
@@ -165,33 +165,41 @@ def search(
         microbatches = start.num_microbatches if microbatches is None else microbatches
     ranks, microbatches = plain_counts(ranks=ranks, microbatches=microbatches)
     check_cost(cost)
-    seed, iterations = _plain_seed(seed), _plain_budget(seconds, iterations)
+    iterations = _checked_budget(seconds, iterations)
+    if (plain := plain_integer(seed)) is None:
+        raise ScheduleError(f"seed={seed!r:.60} must be an integer")
     if isinstance(placement, str):
         placement = named_placement(placement, ranks, _stages_per_rank(ranks, cost))
     if start is not None:
         placement = _check_start(start, microbatches, placement)
     _refuse_endless(ranks, microbatches, cost, placement, seconds)
     problems = _problems(ranks, microbatches, cost, memory, placement, objective)
-    meter, standing = Meter(seconds, iterations), Standing()
+    meter, incumbents = Meter(seconds, iterations), Incumbents()
     for problem in problems:
-        standing.raise_bound(problem, problem.bound)
-    if iterations is None and (large := max(problems, key=lambda own: own.actions)).scale > 1:
+        incumbents.raise_bound(problem, problem.bound)
+    if iterations is None and (large := max(problems, key=lambda each: each.actions)).scale > 1:
         small = reduced([large])[0]
         begun = time.thread_time()
         list_schedule(small, plain_policy(len(small.placement)))
         meter.step = (time.thread_time() - begun) * large.actions / small.actions
         meter.end = _END * meter.step
     if start is not None:
-        standing.offer(_started(problems[0], start))
-    run(_phases(problems, standing, seed), standing, meter)
-    best = standing.best
-    with uncollected():
+        order = order_of(problems[0], start)
+        if order is None:
+            raise ScheduleError(
+                f"start={start.name!r:.60} holds more than the memory of a rank: give more, or "
+                "another schedule (timeline.peak of fpipe.simulate says what it holds)"
+            )
+        incumbents.offer(Candidate(problems[0], order))
+    run(_phases(problems, incumbents, plain), incumbents, meter)
+    best = incumbents.best
+    with without_gc():
         schedule = to_schedule(best.problem, best.order, name=f"searched_{objective}")
         return SearchResult(
             schedule=schedule,
             timeline=simulate(schedule, cost),
             objective=objective,
-            bound=standing.bound,
+            bound=incumbents.bound,
             iterations=round(meter.spent),
         )
 
@@ -214,18 +222,8 @@ def _check_start(
     return start.placement
 
 
-def _started(problem: Problem, start: Schedule) -> Candidate:
-    order = order_of(problem, start)
-    if order is None:
-        raise ScheduleError(
-            f"start={start.name!r:.60} holds more than the memory of a rank: give more, or another "
-            "schedule (timeline.peak of fpipe.simulate says what it holds)"
-        )
-    return Candidate(problem, order)
-
-
-def _phases(problems: list[Problem], standing: Standing, seed: int) -> list[Entry]:
-    """All there is, each with its share of the work, and with random numbers of its own."""
+def _phases(problems: list[Problem], incumbents: Incumbents, seed: int) -> list[Entry]:
+    """All phases, each with its share of the work and its own random numbers."""
 
     def random(name: str) -> Random:
         return Random(f"{seed} {name}")
@@ -235,7 +233,7 @@ def _phases(problems: list[Problem], standing: Standing, seed: int) -> list[Entr
         for problem in problems
         if problem.actions <= LARGE
     }
-    # What is larger can be tightened, but not annealed.
+    # Larger problems can be tightened, but not annealed.
     broad = {
         problem.placement: make_evaluator(problem)
         for problem in problems
@@ -245,35 +243,29 @@ def _phases(problems: list[Problem], standing: Standing, seed: int) -> list[Entr
     first = 4.0 if any(problem.actions > GUESSED for problem in problems) else math.inf
     return [
         Entry(first, seeds(problems), free=True),
-        Entry(first, bounding(problems, standing, (_LEAST_EFFORT,)), free=True),
-        Entry(0.5, bounding(problems, standing, _EFFORTS)),
-        Entry(2.0, tightening(broad, standing)),
+        Entry(first, bounding(problems, incumbents, (_LEAST_EFFORT,)), free=True),
+        Entry(0.5, bounding(problems, incumbents, _EFFORTS)),
+        Entry(2.0, tightening(broad, incumbents)),
         Entry(
             1.0 if evaluators else 40.0,
             chain.from_iterable(
                 patterns(problem, random(f"patterns {nth}")) for nth, problem in enumerate(problems)
             ),
         ),
-        Entry(2.0, breeding(problems, standing, random("breeding"))),
+        Entry(2.0, breeding(problems, incumbents, random("breeding"))),
         *(
-            # Beams find the best of what is small.
+            # Beams find the best schedules of small problems.
             Entry(
-                max(0.5, 6.0 * min(1.0, 300 / own.problem.actions) / len(evaluators)),
-                beams(own, standing, random(f"beams {nth}")),
+                max(0.5, 6.0 * min(1.0, 300 / evaluator.problem.actions) / len(evaluators)),
+                beams(evaluator, incumbents, random(f"beams {nth}")),
             )
-            for nth, own in enumerate(evaluators.values())
+            for nth, evaluator in enumerate(evaluators.values())
         ),
-        Entry(3.0, annealings(evaluators, standing, random("annealing"))),
+        Entry(3.0, annealings(evaluators, incumbents, random("annealing"))),
     ]
 
 
-def _plain_seed(seed: int) -> int:
-    if (plain := plain_integer(seed)) is None:
-        raise ScheduleError(f"seed={seed!r:.60} must be an integer")
-    return plain
-
-
-def _plain_budget(seconds: float, iterations: int | None) -> int | None:
+def _checked_budget(seconds: float, iterations: int | None) -> int | None:
     if (time := plain_number(seconds)) is None or not 0 <= time < math.inf:
         raise ScheduleError(f"seconds={seconds!r:.60} must be a finite number, 0 or more")
     if iterations is None:
@@ -290,11 +282,7 @@ def _refuse_endless(
     placement: Sequence[int] | None,
     seconds: float,
 ) -> None:
-    """Refuse a search whose families alone take far more time than there is.
-
-    Raises:
-        ScheduleError: says how much they take.
-    """
+    """Refuse a search whose families alone take far more time than there is."""
     per_rank = _stages_per_rank(ranks, cost) if placement is None else None
     stages = (per_rank or 2) * ranks if placement is None else len(plain_placement(placement))
     actions = 3 * stages * microbatches

@@ -1,4 +1,4 @@
-"""A list scheduler: whenever a rank is free, it runs what its policy likes best."""
+"""A list scheduler: a free rank runs the action that its policy prefers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Policy:
         patience: of F, of I and of W: how readily they wait for something more urgent that is
             known to arrive before they would end. 0 never waits; at 1 a wait may be as long as the
             delay that it avoids.
-        pace: the least time between the starts of microbatches, as a part of the busiest rank's
-            work on one. Scarce memory goes further when the microbatches do not come in a bunch.
-        bunch: microbatches that come together all the same, before a pause of as many paces:
-            memory that is handed on in turns wants this.
+        pace: the least time between the starts of microbatches, as a share of the busiest
+            rank's work on one. Scarce memory goes further when microbatches do not come in a bunch.
+        bunch: microbatches that come together all the same, before a pause of as many paces; it
+            suits memory that is handed on in turns.
         fused: run B, never I and W.
         turn: the microbatches in the order in which they are taken; None for the problem's.
     """
@@ -95,14 +95,14 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
     gradients: list[list[float]] = [[] for _ in placement]
     before = list(accumulate(size, initial=0.0))
     inputs[0] = [pace * before[k - k % policy.bunch] for k in range(count)]
-    # Per rank: memory held, the part of it that waits for W alone, when it is free, when it means
+    # Per rank: memory held, the share of it that waits for W alone, when it is free, when it means
     # to wake (never while it is busy), work and actions left, and its first start.
     held, owed = [0.0] * len(stages_of), [0.0] * len(stages_of)
     free, wake = [0.0] * len(stages_of), [UNLIMITED] * len(stages_of)
     backward = b if policy.fused else tuple(map(add, i, w))  # as planned
-    left = [total * sum(f[s] + backward[s] for s in own) for own in stages_of]
+    left = [total * sum(f[s] + backward[s] for s in stages) for stages in stages_of]
     begun: list[float | None] = [None] * len(stages_of)
-    todo = [count * len(own) * 3 for own in stages_of]
+    todo = [count * len(stages) * 3 for stages in stages_of]
     rows: list[list[int]] = [[] for _ in stages_of]
     fused: set[int] = set()
     heap = [(0.0, rank) for rank in range(len(stages_of))]
@@ -114,12 +114,12 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
             continue
         if now + left[rank] > limit:
             return None
-        own, memory = stages_of[rank], problem.memory[rank] * (1 + 1e-9)
+        stages, memory = stages_of[rank], problem.memory[rank] * (1 + 1e-9)
         best, chosen, kind, duration = -UNLIMITED, -1, FORWARD, 0.0
         whole = False  # whether the gradient that is chosen is a B
         coming: list[tuple[float, float]] = []  # what will arrive, and how much it is wanted
         crowded = False  # a forward is there, and waits for memory that a W would free
-        for stage in own:
+        for stage in stages:
             took, returned = done_f[stage], done_i[stage]
             if returned < took and returned < len(gradients[stage]):
                 arrival = gradients[stage][returned]
@@ -136,7 +136,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
                 arrival = inputs[stage][took]
                 need = held[rank] + kept[stage] * size[took]
                 if need - owed[rank] > memory or (
-                    len(own) > 1 and needed_later(own, kept, done_f, stage, before) > memory
+                    len(stages) > 1 and needed_later(stages, kept, done_f, stage, before) > memory
                 ):
                     continue
                 if need > memory:
@@ -147,7 +147,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
                     best, chosen, kind = prefer_f[stage], stage, FORWARD
                     duration = f[stage] * size[took]
         if crowded and kind != GRADIENT:
-            for stage in own:
+            for stage in stages:
                 if late[stage] and later[stage] > 0:
                     best, chosen, kind = UNLIMITED, stage, WEIGHT
                     duration = w[stage] * size[late[stage][0]]

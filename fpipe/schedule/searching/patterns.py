@@ -1,12 +1,12 @@
 """Patterns: every microbatch does the same, one period after the other (modulo scheduling).
 
-What a microbatch does when, told from its first forward on, is a pattern; the next microbatch does
-it a period later. On a rank, the actions of a pattern must not overlap where times are taken modulo
-the period, which can be no less than the rank's work on a microbatch; and the longer activations
-live, as a multiple of the period, the more memory they take. "Pipeline Parallelism with
-Controllable Memory" (Qi et al., https://arxiv.org/abs/2405.15362) builds V-Min and V-Half by hand
-from such blocks. Here they are made for any costs and memory, on placements of which every pass
-goes along all ranks, up or down.
+A pattern says when a microbatch does what, from its first forward on; the next microbatch does the
+same a period later. On a rank, the actions of a pattern must not overlap modulo the period, which
+can be no less than the rank's work on a microbatch; and the longer activations live, as a multiple
+of the period, the more memory they take. "Pipeline Parallelism with Controllable Memory" (Qi et
+al., https://arxiv.org/abs/2405.15362) builds V-Min and V-Half by hand from such blocks. This module
+builds them for any costs and memory, on placements whose every pass goes along all ranks, up or
+down.
 
 A rank and its neighbour fit together or not, whatever the others do. So patterns grow rank by rank,
 all passes at once, and a beam keeps those in which the microbatch waits least between ranks.
@@ -44,12 +44,12 @@ _COST: Final = 2.0  # of placing an action, in what it takes to schedule one
 
 
 class Pattern(NamedTuple):
-    """When a microbatch does what, in ticks.
+    """When a microbatch does what, in ticks (see `_ticks`).
 
     Attributes:
         period: from one microbatch to the next.
         starts: of F, I and W of each stage, in the order of their numbers (stage * 3 + kind).
-        excess: by how much it exceeds the memory of the rank where it does most, in parts of that.
+        excess: by how much it exceeds the memory of a rank, at most, as a share of that.
     """
 
     period: int
@@ -58,7 +58,7 @@ class Pattern(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """The way of a microbatch along all ranks: stages by rank, F or I, up the ranks or down."""
+    """A pass of a microbatch along all ranks: stages by rank, F or I, up the ranks or down."""
 
     stages: tuple[int, ...]
     kind: int
@@ -82,12 +82,8 @@ class _Grown(NamedTuple):
 def patterns(problem: Problem, random: Random) -> Phase:
     """Search patterns of short periods that fit the memory.
 
-    One that does not quite fit is repeated with holes: where a microbatch is left out now and then,
-    and the others are that much later, fewer are there at a time.
-
-    Args:
-        problem: what is to be scheduled, with microbatches that are alike.
-        random: of all choices.
+    A pattern that does not quite fit is repeated with holes: now and then a microbatch is left out
+    and the others come that much later, so fewer are there at a time.
     """
     passes = _passes(problem)
     if passes is None or problem.microbatches < _LEAST * problem.ranks:
@@ -120,21 +116,21 @@ def patterns(problem: Problem, random: Random) -> Phase:
 
 
 def unrolled(evaluator: Evaluator, pattern: Pattern, hole: float) -> Order | None:
-    """The order in which all microbatches do what a pattern says, or None if it does not fit.
+    """The order that repeats a pattern for all microbatches, or None if it does not fit the memory.
 
     Args:
         evaluator: of the problem.
         pattern: what each microbatch does.
-        hole: after so many microbatches one is left out.
+        hole: the number of microbatches after which one is left out.
     """
     problem = evaluator.problem
     count, period = problem.microbatches, pattern.period
     begins = [period * (k + int(k // hole)) for k in range(count)]
     rows: list[list[int]] = []
-    for own in problem.stages:
+    for stages in problem.stages:
         timed = [
             (pattern.starts[number] + begin, number * count + microbatch)
-            for stage in own
+            for stage in stages
             for number in range(3 * stage, 3 * stage + 3)
             for microbatch, begin in enumerate(begins)
         ]
@@ -220,9 +216,9 @@ def _sweep(
                     following[same] = added
         grown = nsmallest(width, following.values(), key=lambda one: (one.waits, one.places))
         yield Step(price * (placed + width))
-    found = [_whole(problem, passes, one, period) for one in grown[:_ENDS]]
-    yield Step(price * len(passes) * ranks * len(found))
-    return min(found, key=lambda one: one.excess)
+    complete = [_whole(problem, passes, one, period) for one in grown[:_ENDS]]
+    yield Step(price * len(passes) * ranks * len(complete))
+    return min(complete, key=lambda one: one.excess)
 
 
 def _begun(
@@ -232,7 +228,7 @@ def _begun(
     period: int,
     random: Random,
 ) -> _Grown:
-    """A pattern of the last rank: a pass that comes back at once waits little, others anyhow."""
+    """A pattern of the last rank: a pass that comes back at once waits little, others at random."""
     ring = _Ring(period, [*durations, *weights])
     places: list[int] = []
     waits = 0
@@ -269,7 +265,7 @@ def _ways(
 
 
 def _whole(problem: Problem, passes: Sequence[_Pass], grown: _Grown, period: int) -> Pattern:
-    """The pattern that has grown, with its W's and its peak."""
+    """The whole pattern, with its W's and its excess."""
     ticks, placement = _ticks(problem), problem.placement
     times = ticks.times
     places: list[tuple[int, ...]] = []
@@ -290,30 +286,32 @@ def _whole(problem: Problem, passes: Sequence[_Pass], grown: _Grown, period: int
             else:
                 ready += ticks.up[stage - 1] if stage else 0
     excess = -math.inf
-    for rank, own in enumerate(problem.stages):
+    for rank, stages in enumerate(problem.stages):
         peaks = []
         # Either the W's of the stages whose I's come last, or those of the others, choose first.
         for last in (True, False):
-            ring = _Ring(period, [row[stage] for stage in own for row in times])
-            for stage in own:
+            ring = _Ring(period, [row[stage] for stage in stages for row in times])
+            for stage in stages:
                 for kind in (FORWARD, GRADIENT):
                     ring.put(starts[3 * stage + kind], times[kind][stage], 1)
-            ends = {stage: starts[3 * stage + GRADIENT] + times[GRADIENT][stage] for stage in own}
+            ends = {
+                stage: starts[3 * stage + GRADIENT] + times[GRADIENT][stage] for stage in stages
+            }
             for end, stage in sorted(((end, stage) for stage, end in ends.items()), reverse=last):
                 wait = ring.put(end, times[WEIGHT][stage], 1)
                 starts[3 * stage + WEIGHT] = end + wait
-            placed = [starts[3 * stage + WEIGHT] for stage in own]
-            peaks.append((_peak(problem, times, own, starts, period), placed))
+            placed = [starts[3 * stage + WEIGHT] for stage in stages]
+            peaks.append((_peak(problem, times, stages, starts, period), placed))
         peak, placed = min(peaks)
-        for stage, start in zip(own, placed, strict=True):
+        for stage, start in zip(stages, placed, strict=True):
             starts[3 * stage + WEIGHT] = start
         excess = max(excess, peak / problem.memory[rank] - 1 - 1e-9)
     return Pattern(period, tuple(starts), excess)
 
 
 class _Ticks(NamedTuple):
-    """Times of F, I and W and latencies of each stage, where the work of the busiest rank is a
-    million: what is equal is so to the digit, and fits to the digit."""
+    """Times of F, I and W and latencies of each stage, as integers, so that equal times are equal
+    and sums are exact. The work of the busiest rank is `_WORK` ticks."""
 
     times: tuple[tuple[int, ...], ...]
     down: tuple[int, ...]
@@ -332,13 +330,13 @@ def _ticks(problem: Problem) -> _Ticks:
 def _peak(
     problem: Problem,
     times: Sequence[Sequence[int]],
-    own: Sequence[int],
+    stages: Sequence[int],
     starts: Sequence[int],
     period: int,
 ) -> float:
     """The most that a rank holds in the steady state."""
     held: list[tuple[int, int, float]] = []  # from when until when, and how much
-    for stage in own:
+    for stage in stages:
         begin, gradient, weight = starts[3 * stage : 3 * stage + 3]
         freed, kept = problem.costs.freed_by_i[stage], problem.costs.activation[stage]
         held.append((begin, gradient + times[GRADIENT][stage], freed))
@@ -346,12 +344,12 @@ def _peak(
     return max(
         # Microbatches that have begun by now, and not ended.
         sum(((at - begin) // period - (at - end) // period) * much for begin, end, much in held)
-        for at in (starts[3 * stage] for stage in own)
+        for at in (starts[3 * stage] for stage in stages)
     )
 
 
 class _Ring:
-    """The time of a rank modulo the period: what is free, and for which actions it must do."""
+    """The time of a rank modulo the period: its gaps, and the actions that they must still hold."""
 
     def __init__(self, period: int, durations: Sequence[int]) -> None:
         self.period = period
@@ -359,7 +357,7 @@ class _Ring:
         self.left = sorted(filter(None, durations))
 
     def put(self, ready: int, duration: int, sign: int, skip: bool = False) -> int:
-        """Take the room for an action that is next to `ready` and leaves room for all others.
+        """Place an action next to `ready`, so that there is room left for all others.
 
         Args:
             ready: a time.
@@ -409,12 +407,12 @@ class _Ring:
 
 @lru_cache(maxsize=4096)
 def _sums(durations: tuple[int, ...]) -> tuple[int, ...]:
-    """All sums of some of the durations, if they are not too many."""
-    found = {0}
+    """The sums of subsets of the durations, up to about a hundred."""
+    sums = {0}
     for duration in durations:
-        if len(found) < 64:
-            found |= {total + duration for total in found}
-    return tuple(sorted(found))
+        if len(sums) < 64:
+            sums |= {total + duration for total in sums}
+    return tuple(sorted(sums))
 
 
 @lru_cache(maxsize=65_536)

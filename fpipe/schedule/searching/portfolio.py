@@ -1,9 +1,8 @@
 """A portfolio of phases that search side by side, none of which knows how long the search lasts.
 
-A phase is an iterator: each of its steps does a little work and says what that cost and what it
-found. The steps of all phases are taken in an order that depends on their costs alone. So a search
-is the beginning of any longer one, and more time never gives a worse answer; and who watches the
-time is one loop.
+A phase is an iterator: each step does a little work, and yields its cost and perhaps a candidate.
+The order of the steps of all phases depends on their costs alone. So a search is the beginning of
+any longer one, and more time never gives a worse answer. One loop watches the time.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Final, NamedTuple, TypeAlias
 from fpipe.schedule.searching.problem import Candidate, Problem
 
 _KEPT = 16  # candidates that phases may start from
-_LATE = 0.15  # of the time that is given: a step may end so much after it
+_LATE = 0.15  # how far a step may end after the time limit, as a share of it
 _IDLE = 5.0  # iterations for which a phase that waits is left alone
 
 
@@ -27,24 +26,24 @@ class Step(NamedTuple):
     """A little work of a phase.
 
     Attributes:
-        cost: in iterations; one is about what it takes to play a policy.
-        found: what it came to, whether it is better than others or not.
+        cost: in iterations; one is about the time of one run of the list scheduler.
+        candidate: the result, whether it is better than others or not.
     """
 
     cost: float
-    found: Candidate | None = None
+    candidate: Candidate | None = None
 
 
 Phase: TypeAlias = Iterator[Step]
 
 
 @dataclass
-class Standing:
-    """What all phases know of each other: the best candidates, and what cannot be better.
+class Incumbents:
+    """The best candidates of all phases, and the bounds of each placement.
 
     Attributes:
         candidates: the best, of different values, the very best first.
-        bounds: per placement, what none of its orders is below.
+        bounds: per placement, a lower bound of its orders.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
@@ -52,26 +51,26 @@ class Standing:
 
     @property
     def best(self) -> Candidate:
-        """The very best."""
+        """The best candidate."""
         return self.candidates[0]
 
     @property
     def value(self) -> float:
-        """Of the best; infinite where there is none."""
+        """The value of the best candidate; infinite where there is none."""
         return self.candidates[0].value if self.candidates else math.inf
 
     @property
     def bound(self) -> float:
-        """Below which no candidate of any placement is."""
+        """A lower bound of every placement."""
         return min(self.bounds.values())
 
-    def offer(self, found: Candidate) -> None:
+    def offer(self, candidate: Candidate) -> None:
         """Keep a candidate if it is among the best; of equal ones the first."""
         at = len(self.candidates)
-        while at and found.value < self.candidates[at - 1].value:
+        while at and candidate.value < self.candidates[at - 1].value:
             at -= 1
-        if not at or self.candidates[at - 1].value < found.value:
-            self.candidates.insert(at, found)
+        if not at or self.candidates[at - 1].value < candidate.value:
+            self.candidates.insert(at, candidate)
             del self.candidates[_KEPT:]
 
     def raise_bound(self, problem: Problem, bound: float) -> None:
@@ -90,18 +89,18 @@ class Standing:
 
 @dataclass
 class Meter:
-    """How much of a search is used up.
+    """The budget of a search, in seconds or in iterations.
 
-    The time is that of the processor in the searching thread, so that a busy machine takes nothing
-    away; on an idle one it is the time on the wall.
+    Seconds are processor time of the searching thread, so a busy machine takes nothing away; on an
+    idle one they are wall time.
 
     Attributes:
         seconds: how long to search, where `iterations` is None.
         iterations: how much work to do; the clock then plays no part.
         spent: work done.
-        step: how long a step of a phase may take of which none is known, in seconds.
-        end: how long it takes to make the result when the phases are over.
-        start: what the clock showed at the beginning.
+        step: the time to expect of the first step of a phase, in seconds.
+        end: the time that it takes to make the result when the phases are over.
+        start: the clock at the beginning.
     """
 
     seconds: float
@@ -113,7 +112,7 @@ class Meter:
 
     @property
     def counts(self) -> bool:
-        """Whether it counts work, and knows no time."""
+        """Whether the budget is in iterations."""
         return self.iterations is not None
 
     def allows(self, more: float, free: bool = False) -> bool:
@@ -125,9 +124,9 @@ class Meter:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Without garbage collection, which takes half of the time in which a million actions are made
-    and finds nothing: they are in no circles."""
+def without_gc() -> Iterator[None]:
+    """Turn garbage collection off: it takes half of the time of making a million actions, and finds
+    no cycles among them."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -142,8 +141,8 @@ class Entry(NamedTuple):
 
     Attributes:
         share: of two phases, the one with twice the share does twice the work.
-        phase: the phase. If it is free, it depends on nothing that others find.
-        free: its work is not counted, and where iterations are, it comes to its end.
+        phase: the phase. If it is free, it does not depend on the candidates of others.
+        free: its work is not counted, and a budget in iterations lets it run to its end.
     """
 
     share: float
@@ -151,23 +150,23 @@ class Entry(NamedTuple):
     free: bool = False
 
 
-def run(entries: Sequence[Entry], standing: Standing, meter: Meter) -> None:
-    """Take steps of the phases, until nothing can be better, none is left, or the meter stops it.
+def run(entries: Sequence[Entry], incumbents: Incumbents, meter: Meter) -> None:
+    """Take steps of the phases, until nothing can be better, none is left, or the budget is spent.
 
-    A phase whose step costs nothing and finds nothing waits for others to find something.
+    A phase whose step costs nothing and has no candidate waits for candidates of others.
 
     Args:
         entries: the phases.
-        standing: where to put what they find.
-        meter: is asked before each step; where it knows time, once there is a candidate at all.
+        incumbents: receives their candidates.
+        meter: allows each step; with a budget in seconds, from the first candidate on.
     """
     used = [0.0] * len(entries)
     longest = [meter.step] * len(entries)
     left = set(range(len(entries)))
-    while left and not standing.solved:
+    while left and not incumbents.solved:
         at = min(left, key=lambda at: (used[at], at))
         share, phase, free = entries[at]
-        begins = meter.counts or standing.candidates
+        begins = meter.counts or incumbents.candidates
         if begins and not meter.allows(longest[at], free=free):
             left = {other for other in left if entries[other].free} if meter.counts else set()
             continue
@@ -176,28 +175,22 @@ def run(entries: Sequence[Entry], standing: Standing, meter: Meter) -> None:
         longest[at] = max(longest[at], time.thread_time() - begun)
         if step is None:
             left.remove(at)
-        elif step.found is not None:
-            standing.offer(step.found)
+        elif step.candidate is not None:
+            incumbents.offer(step.candidate)
         if step is not None:
-            used[at] += (step.cost if step.cost or step.found else _IDLE) / share
+            used[at] += (step.cost if step.cost or step.candidate else _IDLE) / share
             meter.spent += 0.0 if free else step.cost
 
 
 _LOOKS: Final = 40  # states that take about as long as an iteration
 
 
-def bounding(problems: Sequence[Problem], standing: Standing, efforts: Sequence[int]) -> Phase:
-    """Bounds of each placement that may hold something better, with more and more effort.
-
-    Args:
-        problems: one per placement.
-        standing: learns of the bounds.
-        efforts: as `fpipe.lower_bound` takes them.
-    """
+def bounding(problems: Sequence[Problem], incumbents: Incumbents, efforts: Sequence[int]) -> Phase:
+    """Raise the bound of each placement that may hold something better, with growing `efforts`."""
     for effort in efforts:
         for problem in problems:
-            if not standing.hopeless(problem):
+            if not incumbents.hopeless(problem):
                 # Paid for before, so that a short search does not spend all it has on one bound.
                 for _ in range(round(effort / _LOOKS)):
                     yield Step(1.0)
-                standing.raise_bound(problem, problem.examined(effort).bound)
+                incumbents.raise_bound(problem, problem.examined(effort).bound)

@@ -1,4 +1,4 @@
-"""What is searched: a placement, its costs, its limits, and how good an order could be."""
+"""The problem of a search, one placement with costs and limits, and orders that solve it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fpipe.schedule.cost import Cost, StageCosts, alike
 from fpipe.schedule.placements import stages_by_rank
 from fpipe.schedule.schedule import Schedule
 
-# In the search's own, quick form of a schedule an action is the number
+# In an `Order`, the quick form of a schedule that the search uses, an action is the number
 # (stage * 3 + kind) * microbatches + microbatch, with kind FORWARD, GRADIENT or WEIGHT; GRADIENT is
 # I, or B where it is fused with W.
 
@@ -28,15 +28,15 @@ class Problem:
     Attributes:
         placement: the rank of each stage.
         microbatches: their number.
-        cost: as the user gave it, without sizes where all are one.
+        cost: the cost of the user, without sizes where all are one.
         costs: the same per stage.
         memory: the limit of each rank.
-        objective: what to make small.
-        bound: what no schedule can go below; by formulas alone, unless `examined`.
+        objective: "makespan" or "span".
+        bound: a lower bound; by formulas alone, unless `examined`.
         stages: the stages of each rank.
         work: the busiest rank's work on one microbatch, of the mean size where they differ.
-        sizes: of the microbatches, by which times and activations are multiplied.
-        turn: the microbatches in the order in which they are taken where nothing else orders them.
+        sizes: of the microbatches; times and activations are multiplied by them.
+        turn: the default order in which stages take the microbatches.
     """
 
     placement: tuple[int, ...]
@@ -57,13 +57,13 @@ class Problem:
         return len(set(self.sizes)) > 1
 
     def parts(self, action: int) -> tuple[int, int, int]:
-        """The stage, kind and microbatch that an action's number stands for."""
+        """The stage, kind and microbatch of the number of an action."""
         rest, microbatch = divmod(action, self.microbatches)
         return *divmod(rest, 3), microbatch
 
     @cached_property
     def mean_time(self) -> float:
-        """Of an action."""
+        """The mean time of an action."""
         costs = self.costs
         total = sum(map(sum, (costs.f, costs.i, costs.w))) * sum(self.sizes)
         return total / self.actions
@@ -75,12 +75,12 @@ class Problem:
 
     @property
     def scale(self) -> float:
-        """By how much it is larger than what is not large: what a step costs grows with it."""
+        """The size in multiples of `LARGE`, at least 1: the cost of a step grows with it."""
         return max(1.0, self.actions / LARGE)
 
     @property
     def slack(self) -> float:
-        """A difference of times that is rounding, in the unit of the costs."""
+        """A difference of times that may be rounding, in the unit of the costs."""
         return 1e-9 * self.work
 
     @property
@@ -90,12 +90,12 @@ class Problem:
 
     @cached_property
     def grows(self) -> bool:
-        """Whether an I hands on more than it frees, which a full backward does not."""
+        """Whether an I leaves W more memory than it frees, which a full backward does not."""
         return min(self.costs.freed_by_i) < 0
 
     @cached_property
     def fuses(self) -> bool:
-        """Whether a full backward is anything but its two halves, in time or in memory."""
+        """Whether a full backward differs from I and W, in time or in memory."""
         costs = self.costs
         return self.grows or any(
             abs(b - i - w) > 1e-9 * b for b, i, w in zip(costs.b, costs.i, costs.w, strict=True)
@@ -128,7 +128,7 @@ class Problem:
         return alike(self.cost, sum(self.sizes) / self.microbatches)
 
     def examined(self, effort: int) -> Problem:
-        """The same with the best bound that can be had for so much effort (see `lower_bound`)."""
+        """The same with the best bound for this effort (see `lower_bound`)."""
         bound = lower_bound(
             self.placement,
             self.microbatches,
@@ -142,7 +142,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Order:
-    """A schedule in the search's own form.
+    """A schedule as rows of action numbers.
 
     Attributes:
         value: its makespan or span.
@@ -163,7 +163,7 @@ class Candidate(NamedTuple):
 
     @property
     def value(self) -> float:
-        """Of the order."""
+        """The value of the order."""
         return self.order.value
 
 
@@ -174,7 +174,7 @@ def make_problem(
     memory: Memory,
     objective: Objective,
 ) -> Problem:
-    """Check the arguments and work out what the search keeps asking for.
+    """Check the arguments and compute what the search needs all the time.
 
     Raises:
         ScheduleError: the cost does not fit the placement, or the memory admits no schedule.
@@ -185,7 +185,7 @@ def make_problem(
     costs = cost.on(placement)
     limits = memory_limits(memory, placement, alike(cost, max(sizes)).on(placement))
     stages = stages_by_rank(placement)
-    work = max(sum(costs.f[s] + costs.backward[s] for s in own) for own in stages)
+    work = max(sum(costs.f[s] + costs.backward[s] for s in row) for row in stages)
     problem = Problem(
         placement=tuple(placement),
         microbatches=microbatches,
@@ -203,7 +203,7 @@ def make_problem(
 
 
 def to_schedule(problem: Problem, order: Order, name: str) -> Schedule:
-    """The schedule that an order stands for."""
+    """The schedule of an order."""
     plain, fused = (Op.F, Op.I, Op.W), order.fused
     rows = []
     for row in order.rows:
@@ -217,7 +217,7 @@ def to_schedule(problem: Problem, order: Order, name: str) -> Schedule:
 
 
 def to_order(problem: Problem, schedule: Schedule, value: float) -> Order:
-    """A schedule in the search's form. B's become I and W where that costs nothing."""
+    """The order of a schedule. B's become I and W where that costs nothing."""
     rows: list[list[int]] = []
     fused = set()
     for actions in schedule.actions:
@@ -254,11 +254,11 @@ def by_size(sizes: Sequence[float], turn: Sequence[int]) -> Iterator[list[int]]:
     yield [*rising[:quarter], *rising[2 * quarter :], *rising[quarter : 2 * quarter]]
 
 
-def renamed(problem: Problem, order: Order, names: dict[int, int]) -> Order:
+def rename_microbatches(problem: Problem, order: Order, names: dict[int, int]) -> Order:
     """An order with other microbatches in the places of some, and no value yet."""
     count = problem.microbatches
-    own = [names.get(microbatch, microbatch) for microbatch in range(count)]
+    renamed = [names.get(microbatch, microbatch) for microbatch in range(count)]
     kinds = range(0, 3 * len(problem.placement) * count, count)
-    table = [first + other for first in kinds for other in own]
+    table = [first + other for first in kinds for other in renamed]
     rows = [[table[action] for action in row] for row in order.rows]
     return Order(float("inf"), rows, frozenset(table[action] for action in order.fused))

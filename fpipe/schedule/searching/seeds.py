@@ -1,4 +1,4 @@
-"""The families as seeds of a search: those whose placement, and whose memory, fit."""
+"""Seeds of a search: the families that fit the placement and the memory."""
 
 from __future__ import annotations
 
@@ -27,13 +27,20 @@ from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.breeding import known_policies
 from fpipe.schedule.searching.evaluator import Evaluator, make_evaluator
 from fpipe.schedule.searching.list_scheduler import list_schedule
-from fpipe.schedule.searching.portfolio import Phase, Step, uncollected
-from fpipe.schedule.searching.problem import Candidate, Order, Problem, by_size, renamed, to_order
+from fpipe.schedule.searching.portfolio import Phase, Step, without_gc
+from fpipe.schedule.searching.problem import (
+    Candidate,
+    Order,
+    Problem,
+    by_size,
+    rename_microbatches,
+    to_order,
+)
 from fpipe.schedule.searching.zero_bubble import zb_auto
 from fpipe.schedule.simulator import run_rows
 
 GUESSED = 100_000  # actions: above it, families are compared on fewer microbatches
-_MADE = 2  # of them, in full
+_BEST = 2  # families that are made in full then
 _GUESS = 8.0  # cost of a comparison, in iterations
 
 
@@ -54,17 +61,12 @@ def makers(problem: Problem) -> list[Maker]:
 
     The last is one microbatch after the other: the slowest, and possible wherever anything is.
     """
-    families = _families(problem)
-    return [*families, Maker(lambda count: _one_by_one(problem.placement, count))]
-
-
-def _families(problem: Problem) -> list[Maker]:
     ranks, placement, count = problem.ranks, problem.placement, problem.microbatches
     stages = len(placement) // ranks
-    found: list[Maker] = []
+    families: list[Maker] = []
 
     def add(family: Callable[..., Schedule], step: int = 1, **arguments: Any) -> None:
-        found.append(
+        families.append(
             Maker(lambda count: family(ranks=ranks, microbatches=count, **arguments), step)
         )
 
@@ -74,7 +76,7 @@ def _families(problem: Problem) -> list[Maker]:
         add(zb_auto)
         # For these costs, in all the memory there is and in the usual: more is not always better.
         for memory in (problem.memory, None):
-            found.append(Maker(partial(_made_for, problem, memory)))
+            families.append(Maker(partial(_zb_auto_for, problem, memory)))
     if placement == vee(ranks):
         for family in (zbv, v_half, v_min, dualpipev):
             add(family)
@@ -86,11 +88,11 @@ def _families(problem: Problem) -> list[Maker]:
         groups = [size for size in range(max(1, ranks // 2), ranks + 1) if count % size == 0]
         for size in sorted({*groups, group_size(ranks=ranks, microbatches=count)}):
             add(group_1f1b, step=size, stages_per_rank=stages, group=size)
-    return found
+    return [*families, Maker(partial(_one_by_one, placement))]
 
 
-def _made_for(problem: Problem, memory: Memory, microbatches: int) -> Schedule:
-    """`zb_auto` for the cost of a problem; of fewer microbatches all are of the mean size."""
+def _zb_auto_for(problem: Problem, memory: Memory, microbatches: int) -> Schedule:
+    """`zb_auto` for the cost of a problem; fewer microbatches all have the mean size."""
     return zb_auto(
         ranks=problem.ranks,
         microbatches=microbatches,
@@ -101,25 +103,25 @@ def _made_for(problem: Problem, memory: Memory, microbatches: int) -> Schedule:
 
 def seeds(problems: Sequence[Problem]) -> Phase:
     """The orders of the families that exist for these problems and fit their memory; where
-    microbatches differ in size, with these arranged by size, too.
+    microbatches differ in size, also with the microbatches arranged by size.
 
-    In large problems only those that promise to be among the best: the time of a periodic schedule
-    grows evenly with the microbatches, so two smaller sizes tell what the full one will take.
+    In large problems only the most promising ones: the time of a periodic schedule grows evenly
+    with the microbatches, so two smaller sizes predict the time of the full one.
     """
-    made: list[Candidate] = []
-    for step in _made_of(problems):
-        if step.found is not None:
-            made.append(step.found)
+    candidates: list[Candidate] = []
+    for step in _family_steps(problems):
+        if step.candidate is not None:
+            candidates.append(step.candidate)
         yield step
     if problems[0].uneven:
-        yield from arrangements(made)
+        yield from arrangements(candidates)
 
 
-def _made_of(problems: Sequence[Problem]) -> Phase:
+def _family_steps(problems: Sequence[Problem]) -> Phase:
     pairs = [(problem, maker) for problem in problems for maker in makers(problem)]
     if all(problem.actions <= GUESSED for problem in problems):
         for problem, maker in pairs:
-            order = _made(problem, maker)
+            order = _family_order(problem, maker)
             yield Step(problem.scale, None if order is None else Candidate(problem, order))
         return
     guesses = []
@@ -129,22 +131,22 @@ def _made_of(problems: Sequence[Problem]) -> Phase:
     guesses.sort()
     yielded, best = 0, 0.0
     for guess, at in guesses:
-        if yielded == _MADE or (yielded and guess > 1.01 * best):
+        if yielded == _BEST or (yielded and guess > 1.01 * best):
             return
-        # A family may be there, and fit, in the smaller sizes alone.
+        # A family may exist, and fit, in the smaller sizes alone.
         problem, maker = pairs[at]
-        if (order := _made(problem, maker)) is not None:
+        if (order := _family_order(problem, maker)) is not None:
             yielded, best = yielded + 1, best or guess
             yield Step(problem.scale, Candidate(problem, order))
 
 
 def _one_by_one(placement: tuple[int, ...], microbatches: int) -> Schedule:
     rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
-    there = list(enumerate(placement))
+    stages = list(enumerate(placement))
     for microbatch in range(microbatches):
-        for stage, rank in there:
+        for stage, rank in stages:
             rows[rank].append(Action(stage, Op.F, microbatch))
-        for stage, rank in reversed(there):
+        for stage, rank in reversed(stages):
             rows[rank].append(Action(stage, Op.B, microbatch))
     return Schedule(placement, rows, name="one_by_one")
 
@@ -157,7 +159,7 @@ def _guess(problem: Problem, maker: Maker) -> float:
         sizes = (problem.microbatches,) * 2
     values = []
     for size in dict.fromkeys(sizes):
-        order = _made(problem.resized(size), maker)
+        order = _family_order(problem.resized(size), maker)
         if order is None:
             return float("inf")
         values.append(order.value)
@@ -167,9 +169,9 @@ def _guess(problem: Problem, maker: Maker) -> float:
     return values[1] + slope * (problem.microbatches - sizes[1])
 
 
-def _made(problem: Problem, maker: Maker) -> Order | None:
-    """The family's schedule in the search's form, or None where it does not exist or fit."""
-    with uncollected():
+def _family_order(problem: Problem, maker: Maker) -> Order | None:
+    """The order of a family's schedule, or None where it does not exist or fit."""
+    with without_gc():
         try:
             schedule = maker.make(problem.microbatches)
         except ScheduleError:
@@ -178,7 +180,7 @@ def _made(problem: Problem, maker: Maker) -> Order | None:
 
 
 def order_of(problem: Problem, schedule: Schedule) -> Order | None:
-    """A schedule that can run in the search's form, or None where it does not fit the memory."""
+    """The order of a schedule that can run, or None where it does not fit the memory."""
     # Not by `simulate`, whose timeline would cost more than all the rest.
     costs = problem.cost.on(problem.placement)
     for row, limit in zip(schedule.actions, problem.memory, strict=True):
@@ -216,13 +218,13 @@ _PLAYED = 300_000  # actions of each placement, in so doing: half a second
 
 
 def arrangements(candidates: Sequence[Candidate]) -> Phase:
-    """Candidates with their microbatches arranged by size: the best, and those of plain policies,
-    which fit whatever memory there is; of large problems few."""
+    """The best candidates with their microbatches arranged by size, and the orders of plain
+    policies, which fit any memory; fewer in large problems."""
     few = sorted(candidates, key=lambda candidate: candidate.value)[:_FEW]
     for problem, order in few:
         for other in arranged(make_evaluator(problem), order):
             yield Step(problem.scale, Candidate(problem, other))
-    for problem in {id(own.problem): own.problem for own in candidates}.values():
+    for problem in {id(each.problem): each.problem for each in candidates}.values():
         turns = (problem.turn, *map(tuple, by_size(problem.sizes, problem.turn)))
         ways = product(known_policies(problem)[:_PLAIN], turns)
         for policy, turn in islice(ways, max(2, _PLAYED // problem.actions)):
@@ -230,30 +232,17 @@ def arrangements(candidates: Sequence[Candidate]) -> Phase:
             yield Step(problem.scale, None if played is None else Candidate(problem, played))
 
 
-def turn_of(problem: Problem, order: Order) -> tuple[int, ...]:
-    """The microbatches as the first stage takes them."""
-    count = problem.microbatches
-    return tuple(action for action in order.rows[problem.placement[0]] if action < count)
-
-
 def arranged(evaluator: Evaluator, order: Order) -> Iterator[Order]:
     """An order with its microbatches arranged by size, where that fits the memory.
 
-    Args:
-        evaluator: of the problem.
-        order: as it is.
+    Any two microbatches may change places on all ranks at once: all dependencies stay as they were.
     """
     problem = evaluator.problem
-    turn = turn_of(problem, order)
+    # The microbatches as the first stage takes them.
+    first, count = order.rows[problem.placement[0]], problem.microbatches
+    turn = tuple(action for action in first if action < count)
     for chosen in by_size(problem.sizes, turn):
-        own = renamed(problem, order, dict(zip(turn, chosen, strict=True)))
-        if (found := valued(evaluator, own)) is not None:
-            yield found
-
-
-def valued(evaluator: Evaluator, order: Order) -> Order | None:
-    """The order with its value, or None where it does not fit the memory."""
-    if not evaluator.fits_all(order):
-        return None
-    value, _ = evaluator.times(order.rows, order.fused)
-    return replace(order, value=value)
+        changed = rename_microbatches(problem, order, dict(zip(turn, chosen, strict=True)))
+        if evaluator.fits_all(changed):
+            value, _ = evaluator.times(changed.rows, changed.fused)
+            yield replace(changed, value=value)

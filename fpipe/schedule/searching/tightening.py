@@ -1,10 +1,10 @@
-"""Tightening: every action into the first gap that it fits, and weight gradients where others wait.
+"""Tightening: move every action into the first gap that it fits, and W's to where ranks wait.
 
-An order that repeats a pattern wastes time where it fills and drains: the gaps there are as in the
-steady state, though nobody needs them. "Pipeline Parallelism with Controllable Memory" (Qi et al.,
-https://arxiv.org/abs/2405.15362) moves actions of equal length into free slots of its pattern
-before it runs it. Here the same is done to any order, in the time that actions take, as long as it
-helps.
+An order that repeats a pattern wastes time where it fills and drains: it keeps the gaps of the
+steady state, though no action needs them there. "Pipeline Parallelism with
+Controllable Memory" (Qi et al., https://arxiv.org/abs/2405.15362) moves actions of equal length
+into free slots of its pattern. This does the same to any order, with the times of the actions, as
+long as it helps.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from typing import Final
 
 from fpipe.schedule.bounds.states import GRADIENT, WEIGHT
 from fpipe.schedule.searching.evaluator import Evaluator
-from fpipe.schedule.searching.portfolio import Phase, Standing, Step
+from fpipe.schedule.searching.portfolio import Incumbents, Phase, Step
 from fpipe.schedule.searching.problem import Candidate, Order
 
-# How much of a weight gradient must fit into a wait, for it to run there.
-_PARTS: Final = (1.0, 0.5, 0.01, 2.0)
-_PATIENCE: Final = 3  # rounds that bring nothing
+# The share of a weight gradient that must fit into a wait, for it to run there.
+_SHARES: Final = (1.0, 0.5, 0.01, 2.0)
+_PATIENCE: Final = 3  # rounds without a better value
 _COST: Final = 2.0  # of a round, in evaluations
 _NONE: Final[frozenset[int]] = frozenset()
 
 
-def tightening(evaluators: Mapping[tuple[int, ...], Evaluator], standing: Standing) -> Phase:
+def tightening(evaluators: Mapping[tuple[int, ...], Evaluator], incumbents: Incumbents) -> Phase:
     """Tighten the candidates, the best first, and those that others find later.
 
     Args:
-        evaluators: by placement, of what is to be scheduled.
-        standing: where the candidates stand.
+        evaluators: by placement.
+        incumbents: the candidates.
     """
     seen: dict[int, Order] = {}  # by identity, which lasts as long as they are kept
     begun: list[Phase] = []  # the last on top
     while True:
-        for problem, order in standing.candidates:
+        for problem, order in incumbents.candidates:
             if id(order) not in seen and problem.placement in evaluators:
                 # The best is first, and whatever was begun goes on after it.
-                if not begun or order is standing.best.order:
+                if not begun or order is incumbents.best.order:
                     seen[id(order)] = order
                     begun.append(tighten(evaluators[problem.placement], order))
                 break
@@ -47,47 +47,42 @@ def tightening(evaluators: Mapping[tuple[int, ...], Evaluator], standing: Standi
         if step is None:
             begun.pop()
             continue
-        if step.found is not None:
-            seen[id(step.found.order)] = step.found.order
+        if step.candidate is not None:
+            seen[id(step.candidate.order)] = step.candidate.order
         yield step
 
 
 def tighten(evaluator: Evaluator, order: Order) -> Phase:
-    """Tighten an order round by round, until that brings nothing; each step is a round.
-
-    Args:
-        evaluator: of the problem.
-        order: where to start.
-    """
+    """Tighten an order round by round, until that brings nothing; each step is a round."""
     best, fused, problem = order.value, order.fused, evaluator.problem
-    # In which what is fused costs what it does.
+    # Tables in which a fused gradient costs what B does.
     tables = replace(
         evaluator, duration=evaluator.durations(fused), change=evaluator.changes(fused)
     )
-    for part in _PARTS:
+    for share in _SHARES:
         rows, fruitless = order.rows, 0
         while fruitless < _PATIENCE:
-            rows = _lazily(tables, _sooner(tables, rows), fused, part)
+            rows = _delay_weights(tables, _move_earlier(tables, rows), fused, share)
             value, _ = tables.times(rows, _NONE)
             fruitless += 1
-            found = None
+            candidate = None
             if value < best * (1 - 1e-12):
                 best, fruitless = value, 0
-                found = Candidate(problem, Order(value, rows, fused))
-            yield Step(_COST * problem.scale, found)
+                candidate = Candidate(problem, Order(value, rows, fused))
+            yield Step(_COST * problem.scale, candidate)
             if problem.solved(best):
                 return
 
 
-def _sooner(evaluator: Evaluator, rows: list[list[int]]) -> list[list[int]]:
-    """Each action, first to last, in the first gap of its rank after its input has arrived that is
-    long enough, if the memory allows."""
+def _move_earlier(evaluator: Evaluator, rows: list[list[int]]) -> list[list[int]]:
+    """Move each action, first to last, into the first gap of its rank after its input has arrived
+    that is long enough, if the memory allows."""
     duration, change, problem = evaluator.duration, evaluator.change, evaluator.problem
     slack = problem.slack
     rows = [row.copy() for row in rows]
     _, ends = evaluator.times(rows, _NONE)
     starts = [end - time for end, time in zip(ends, duration, strict=True)]
-    # Of each rank, those that have had their turn stand first, and hold so much in the end.
+    # Per rank, how many actions at its front are settled, and the memory after them.
     done, held = [0] * len(rows), [0.0] * len(rows)
     for action in sorted((action for row in rows for action in row), key=starts.__getitem__):
         rank = problem.placement[action // (3 * problem.microbatches)]
@@ -100,16 +95,16 @@ def _sooner(evaluator: Evaluator, rows: list[list[int]]) -> list[list[int]]:
             continue
         row = rows[rank]
         least = _first_that_fits(evaluator, rank, row, here, before) if change[action] > 0 else 0
-        found = None
+        gap = None
         for at in range(here, least - 1, -1):
             free = ends[row[at - 1]] if at else 0.0
             start = max(free, ready)
             if start + duration[action] <= (starts[row[at]] if at < here else ends[action]) + slack:
-                found = at, start
+                gap = at, start
             if free <= ready:
                 break
-        if found is not None and found[1] < starts[action] - slack:
-            at, start = found
+        if gap is not None and gap[1] < starts[action] - slack:
+            at, start = gap
             row.insert(at, row.pop(here))
             starts[action], ends[action] = start, start + duration[action]
     return rows
@@ -129,17 +124,17 @@ def _first_that_fits(
     return at if held + change[row[here]] <= most else at + 1
 
 
-def _lazily(
-    evaluator: Evaluator, rows: list[list[int]], fused: AbstractSet[int], part: float
+def _delay_weights(
+    evaluator: Evaluator, rows: list[list[int]], fused: AbstractSet[int], share: float
 ) -> list[list[int]]:
-    """The same order of forwards and input gradients; a weight gradient runs where so much of it
-    fits into a wait, or where only it makes room for what comes next, oldest first, or at the
+    """Keep the order of forwards and input gradients. A weight gradient runs where this share of it
+    fits into a wait, or where only it makes room for the next action, oldest first, or at the
     end."""
     duration, change, source = evaluator.duration, evaluator.change, evaluator.source
     problem = evaluator.problem
     count, memory = problem.microbatches, problem.memory
     todo = [[action for action in row if action // count % 3 != WEIGHT] for row in rows]
-    made: list[list[int]] = [[] for _ in rows]
+    result: list[list[int]] = [[] for _ in rows]
     owed: list[list[int]] = [[] for _ in rows]  # weight gradients, the oldest last
     ends: dict[int, float] = {}
     clocks, places, held = [0.0] * len(rows), [0] * len(rows), [0.0] * len(rows)
@@ -147,7 +142,7 @@ def _lazily(
     def run(rank: int, action: int, start: float) -> None:
         clocks[rank] = ends[action] = start + duration[action]
         held[rank] += change[action]
-        made[rank].append(action)
+        result[rank].append(action)
 
     waiting: dict[int, int] = {}
     ready = list(range(len(rows)))
@@ -162,7 +157,7 @@ def _lazily(
                     waiting[needed] = rank
                     break
                 arrival = ends[needed] + evaluator.delay[action]
-            while late and clocks[rank] + part * duration[late[-1]] <= arrival:
+            while late and clocks[rank] + share * duration[late[-1]] <= arrival:
                 run(rank, late.pop(), clocks[rank])
             while late and change[action] > 0 and held[rank] + change[action] > most:
                 run(rank, late.pop(), clocks[rank])
@@ -172,4 +167,4 @@ def _lazily(
             places[rank] += 1
             if action in waiting:
                 ready.append(waiting.pop(action))
-    return [[*done, *reversed(late)] for done, late in zip(made, owed, strict=True)]
+    return [[*done, *reversed(late)] for done, late in zip(result, owed, strict=True)]
