@@ -260,7 +260,7 @@ class Cost:
 def alike(cost: Cost, size: float) -> Cost:
     """The cost of microbatches that are all of one size."""
 
-    def scaled(value: PerStage | None) -> PerStage | None:
+    def scaled(value: PerStage | None) -> Any:
         if isinstance(value, tuple):
             return tuple(x * size for x in value)
         return None if value is None else value * size

@@ -18,7 +18,7 @@ from fpipe.schedule.exchange.text_form import format_text, parse_text
 from fpipe.schedule.grid import one_line, sizes, text_grid
 from fpipe.schedule.placements import stages_on
 
-_NUMBERS: Final = (int, type(None))  # what numbers the microbatch of nearly every action
+_NUMBERS: Final = (int, type(None))  # the usual types of a microbatch
 LARGEST_SHOWN: Final = 20_000  # actions in a notebook's picture: about two megabytes
 
 
@@ -33,13 +33,13 @@ class Schedule:
     Attributes:
         placement: the rank of each stage, so ``len(placement)`` is the number of stages.
         actions: one tuple of `Action` per rank, in the order in which that rank runs them. Integers
-            of any type will do, here and in `placement`; Python's own are kept.
-        name: for people; takes no part in equality or hash.
+            of any type, here and in `placement`, become Python's int.
+        name: for people; equality and hash ignore it.
 
     Raises:
         ScheduleError: there is no rank or no stage, a placement names a rank that does not exist,
-            an entry is not an `Action` of a number, an op and a number or None, `name` is no text,
-            or an argument is no sequence.
+            an entry is not an `Action` of a number, an op and a number or None, `name` is not text,
+            or an argument is not a sequence.
 
     Example:
         >>> from fpipe.schedule import Action, Schedule
@@ -69,10 +69,9 @@ class Schedule:
             raise ScheduleError(f"name={name!r:.60} is {a_type(name)}: it must be text")
         ranks = tuple(map(_plain, ranks))
         _check_form(ranks, rows)
+        rows = tuple(_plain_row(rank, row) for rank, row in enumerate(rows))
         object.__setattr__(self, "placement", ranks)
-        object.__setattr__(
-            self, "actions", tuple(_plain_row(rank, row) for rank, row in enumerate(rows))
-        )
+        object.__setattr__(self, "actions", rows)
         object.__setattr__(self, "name", name)
 
     @property
@@ -107,14 +106,14 @@ class Schedule:
         Args:
             path: the file to write; None to write none.
             overlap: write an F and the B of another stage that follows it directly as a pair that
-                torch overlaps, ``(0F5;3B2)OVERLAP_F_B``, as DualPipeV wants it. A schedule does not
-                say what overlaps, so every such pair is written; reading gives its parts again.
+                torch overlaps, ``(0F5;3B2)OVERLAP_F_B``, as DualPipeV needs it. Every such pair is
+                written, because a schedule does not say what overlaps; reading splits it again.
 
         Returns:
-            What the file holds. `fpipe.schedule.exchange.csv_file` tells of the form.
+            The text of the file; `fpipe.schedule.exchange.csv_file` describes the form.
 
         Raises:
-            ScheduleError: the placement does not follow from the rows, which is all that CSV has.
+            ScheduleError: the placement does not follow from the rows; CSV has no place for it.
         """
         return save(path, format_csv(self.placement, self.actions, overlap=overlap))
 
@@ -124,7 +123,7 @@ class Schedule:
 
         Args:
             path: the file.
-            name: the schedule's name; None for that of the file, without its suffix.
+            name: of the schedule; None for the name of the file without its suffix.
 
         Raises:
             ScheduleError: the file is malformed; the text names row, column and reason.
@@ -143,10 +142,10 @@ class Schedule:
         return cls(*parse_csv(text, name=name, source=str(path)))
 
     def to_json(self, path: PathLike | None = None) -> str:
-        """Write placement, actions and name as JSON, nothing lost; None for `path` writes no file.
+        """Write placement, actions and name as JSON; None for `path` writes no file.
 
         Returns:
-            What the file holds. `fpipe.schedule.exchange.json_file` tells of the form.
+            The text of the file; `fpipe.schedule.exchange.json_file` describes the form.
         """
         return save(path, format_json(self.placement, self.actions, self.name))
 
@@ -161,19 +160,19 @@ class Schedule:
         return cls(*parse_json(load(path), source=str(path)))
 
     def to_text(self, path: PathLike | None = None) -> str:
-        """Write the schedule as lines that people read; None for `path` writes no file.
+        """Write the schedule as text for people; None for `path` writes no file.
 
         Returns:
-            What the file holds. `fpipe.schedule.exchange.text_form` tells of the form.
+            The text of the file; `fpipe.schedule.exchange.text_form` describes the form.
         """
         return save(path, format_text(self.placement, self.actions, self.name))
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:
-        r"""Read lines as `to_text` writes them, or as one types them: a line per rank.
+        r"""Read lines that `to_text` or a person wrote: a line per rank.
 
         Raises:
-            ScheduleError: the text is malformed or none; the error names line, column and reason.
+            ScheduleError: the text is malformed; the error names line, column and reason.
 
         Example:
             >>> import fpipe
@@ -193,18 +192,17 @@ class Schedule:
     # Pictures are imported when one is drawn, so that `import fpipe` stays quick.
 
     def to_svg(self, path: PathLike | None = None, *, width: float | None = None) -> str:
-        """Draw the schedule as SVG, as if F, I and W took one unit of time each, and B two.
+        """Draw the schedule as SVG, with one unit of time for each of F, I and W, and two for B.
 
-        `fpipe.simulate` gives a timeline of other costs, which draws itself the same way. A
-        schedule that cannot run is drawn as its plain rows.
+        For other costs draw the timeline of `fpipe.simulate`. A schedule that cannot run is drawn
+        as its plain rows.
 
         Args:
             path: the file to write; None to write none.
-            width: in pixels; None for what makes the numbers of the microbatches fit, within
-                limits.
+            width: in pixels; None for a width in which microbatch numbers fit, within limits.
 
         Returns:
-            What the file holds.
+            The text of the file.
 
         Raises:
             ScheduleError: an action is of a stage that does not exist, or `width` is too small.
@@ -240,9 +238,8 @@ class Schedule:
         return save(path, trace(unit_chart(self, self.name)))
 
     def _repr_svg_(self) -> str | None:
-        """What a notebook shows; None, for the text form, where a picture would be too large."""
-        small = sum(map(len, self.actions)) <= LARGEST_SHOWN
-        return self.to_svg() if small else None
+        """The picture in a notebook; None if it would be too large, for text instead."""
+        return self.to_svg() if sum(map(len, self.actions)) <= LARGEST_SHOWN else None
 
     @cached_property
     def _hash(self) -> int:
@@ -252,7 +249,7 @@ class Schedule:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What is kept stays here: another process hashes text differently.
+        # The cached hash is left out: another process hashes text differently.
         return type(self), (self.placement, self.actions, self.name)
 
     def __repr__(self) -> str:
@@ -264,13 +261,13 @@ class Schedule:
 
     @property
     def summary(self) -> str:
-        """Its name and how large it is, in one line."""
+        """Name and size in one line."""
         counts = sizes(self.num_ranks, self.num_stages, self.num_microbatches)
         return f"{one_line(self.name)}: {counts}"
 
 
 def _in_order(name: str, values: Iterable[Any], of: str) -> tuple[Any, ...]:
-    """Values as a tuple, if they are several, in an order that says what each is of."""
+    """Ordered values as a tuple."""
     if isinstance(values, Mapping | Set) or not is_several(values):
         raise ScheduleError(
             f"{name}={values!r:.60} is {a_type(values)}: it must be a sequence with {of}, "
@@ -294,17 +291,13 @@ def _check_form(placement: Sequence[int], actions: Sequence[Sequence[Action]]) -
 
 
 def _plain(number: Any) -> Any:
-    """A number of numpy's, say, as Python's own; whatever is no integer is left to be refused."""
+    """An integer of any type, such as numpy's, as an int; other values stay, for the checks."""
     plain = plain_integer(number)
     return number if plain is None else int(plain)  # a bool is an integer that prints as a word
 
 
 def _plain_row(rank: int, row: tuple[Action, ...]) -> tuple[Action, ...]:
-    """A row of actions whose stage and microbatch are Python's own integers.
-
-    Raises:
-        ScheduleError: an entry is no action, or one of its fields is of another type.
-    """
+    """A row of actions whose stage and microbatch are Python integers."""
     if all(
         type(action) is Action
         and type(action[0]) is int

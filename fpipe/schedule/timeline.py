@@ -1,4 +1,4 @@
-"""When each action ran: the one value that simulations and recorded runs share."""
+"""The timeline of a step, simulated or recorded: makespan, bubble, peak, critical path."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Timeline:
     Attributes:
         schedule: the schedule that ran.
         events: one tuple per rank, in the order in which the rank ran them.
-        cost: what the times were simulated with; None for a recorded run whose costs are unknown.
+        cost: the cost of the simulation; None for a recorded run whose costs are unknown.
 
     Raises:
-        ScheduleError: `schedule` or `cost` is none, there is not one row of events per rank, or the
-            cost is of another number of microbatches.
+        ScheduleError: `schedule` or `cost` has another type, there is not one row of events per
+            rank, or the cost is for another number of microbatches.
 
     Example:
         >>> import fpipe
@@ -84,29 +84,29 @@ class Timeline:
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
-        """Each rank's own time: from its first start to its last end."""
+        """The span of each rank: from its first start to its last end."""
         return tuple(float(row[-1].end - row[0].start) if row else 0.0 for row in self.events)
 
     @property
     def span(self) -> float:
-        """The longest rank's own time, which the zero-bubble papers report."""
+        """The longest span, which the zero-bubble papers report."""
         return max(self.spans)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Time that each rank spends in actions."""
+        """The time that each rank spends in actions."""
         return tuple(float(sum(event.end - event.start for event in row)) for row in self.events)
 
     @cached_property
     def bubble(self) -> tuple[float, ...]:
-        """Time of the makespan that each rank spends idle."""
+        """The time of the makespan that each rank spends idle."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     def idle(self, rank: int) -> tuple[tuple[float, float], ...]:
-        """When `rank` runs nothing while others do: pairs of a start and an end, in order.
+        """The idle times of `rank` within the makespan: pairs of a start and an end, in order.
 
-        Their lengths add up to ``bubble[rank]``. They are what other work may fill, such as that of
-        an optimizer (Osawa et al., PipeFisher, https://arxiv.org/abs/2211.14133).
+        Their lengths add up to ``bubble[rank]``. Other work may fill them, such as that of an
+        optimizer (Osawa et al., PipeFisher, https://arxiv.org/abs/2211.14133).
 
         Raises:
             ScheduleError: there is no such rank.
@@ -127,8 +127,8 @@ class Timeline:
     def peak(self) -> tuple[float, ...]:
         """The most activations that each rank holds at one time.
 
-        In the unit of ``cost.activation``; without a cost, 1 is what F keeps of one microbatch on
-        1/p of the model.
+        In the unit of ``cost.activation``; without a cost, the unit is the activation of one
+        microbatch on 1/p of the model.
         """
         return tuple(
             max((amount for _, amount in self.memory(rank)), default=0)
@@ -138,9 +138,9 @@ class Timeline:
     def memory(self, rank: int) -> Steps:
         """The activations on `rank` over time: pairs of a time and the amount held from then on.
 
-        F takes its activation when it starts; I frees its part, and B or W the rest, when it ends.
-        Where a microbatch has no I or no W of a stage, the other frees all; where a stage has no
-        backward, F keeps none.
+        F takes its activation when it starts; I frees ``cost.freed_by_i``, and B or W the rest,
+        when it ends. Where a microbatch has no I or no W of a stage, the other frees all; where a
+        stage has no backward, F keeps none.
 
         Raises:
             ScheduleError: there is no such rank.
@@ -149,7 +149,7 @@ class Timeline:
 
     @cached_property
     def _each(self) -> StageCosts:
-        """What each stage costs, 1 where that is unknown."""
+        """The cost of each stage, 1 where it is unknown."""
         cost = self.cost or Cost(1, 1, 1)
         return cost.on(self.schedule.placement, self.schedule.num_ranks)
 
@@ -160,22 +160,22 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[Event, ...]:
-        """The chain of actions, in order of time, that the makespan waits for.
+        """The actions that determine the makespan, in order of time.
 
         Each starts when the one before it ends, on the same rank, or when the output of the one
-        before it arrives. In a recorded run each is what its successor waited for last.
+        before it arrives. In a recorded run, each is the last that its successor waited for.
         """
         path = critical_path(self.events, self.schedule.num_stages, self.cost)
         return tuple(self.events[rank][at] for rank, at in path)
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Every value that crosses from rank to rank: what made it, what reads it, its arrival."""
+        """Every value that goes from rank to rank: its source, its target, its arrival."""
         return tuple(transfers(self.events, self.schedule.num_stages, self.cost))
 
     @cached_property
     def bound(self) -> float:
-        """A time that no schedule of this placement beats, holding no more than `peak` per rank.
+        """A lower bound for all schedules of this placement that hold at most `peak` per rank.
 
         Raises:
             ScheduleError: the timeline has no cost, or its schedule leaves gradients out, as those
@@ -190,35 +190,25 @@ class Timeline:
         halves = [0] * len(placement)  # of backwards
         for stage, op, _ in chain.from_iterable(self.schedule.actions):
             halves[stage] += _HALVES.get(op, 0)
-        for stage in range(len(placement)):
-            # The bound counts the whole backward of every microbatch: of less it would prove too
-            # much.
-            if halves[stage] < 2 * self.schedule.num_microbatches:
+        for stage, count in enumerate(halves):
+            # The bound counts a whole backward of every microbatch: less would need a lower one.
+            if count < 2 * self.schedule.num_microbatches:
                 raise ScheduleError(
                     f"stage {stage} of {self.schedule.name} has no whole backward, and the bound "
                     "is of steps in which every stage has B, or I and W, of every microbatch"
                 )
-        ranks = max(placement) + 1  # what comes after has no stage
-        each = self._each
-        cost = Cost(
-            f=each.f,
-            i=each.i,
-            w=each.w,
-            comm=self.cost.comm,
-            b=each.b,
-            activation=each.activation,
-            freed_by_i=each.freed_by_i,
-            sizes=each.sizes,
-        )
+        names = ("f", "i", "w", "b", "activation", "freed_by_i", "sizes")
+        per_stage = {name: getattr(self._each, name) for name in names}
+        cost = Cost(comm=self.cost.comm, **per_stage)
+        ranks = max(placement) + 1  # the ranks after it have no stage
         return lower_bound(placement, self.schedule.num_microbatches, cost, self.peak[:ranks])
 
     @property
     def gap(self) -> float:
-        """How far the makespan is above `bound`, as a part of it: 0.02 is two percent.
+        """How far the makespan is above `bound`, as a fraction of it: 0.02 is two percent.
 
-        A gap of 0 is a certificate: no schedule of this placement is faster in which no
-        rank holds more. It is negative where a recorded run was faster than its cost allows, which
-        then is not that of the run.
+        A gap of 0 is a certificate: every faster schedule of this placement needs more memory on
+        some rank. A negative gap shows that the cost is not that of the recorded run.
 
         Raises:
             ScheduleError: as for `bound`.
@@ -231,7 +221,7 @@ class Timeline:
     def to_text(self, *, width: int = 80) -> str:
         """Draw the timeline to scale in lines of at most `width` characters.
 
-        `fpipe.schedule.picture.strip` tells what the letters mean. Every other picture shows more.
+        `fpipe.schedule.picture.strip` explains the letters. Every other picture shows more.
 
         Raises:
             ScheduleError: `width` is less than 50.
@@ -256,23 +246,22 @@ class Timeline:
         unit: str | None = None,
         beside: Sequence[Timeline] = (),
     ) -> str:
-        """Draw the timeline as SVG: lanes of coloured boxes, with what each rank holds beneath.
+        """Draw the timeline as SVG: lanes of coloured boxes, with the memory of each rank beneath.
 
         Args:
             path: the file to write; None to write none.
-            width: in pixels; None for what makes the numbers of the microbatches fit, within
-                limits.
+            width: in pixels; None for a width in which microbatch numbers fit, within limits.
             unit: of time, for the axis, such as "ms"; None for seconds where this timeline or one
                 beside it was recorded, and none where all were simulated.
-            beside: more timelines, drawn below this one on the same scale of time, such as a
-                recorded one below the simulated. Their times must be in the same unit.
+            beside: more timelines, drawn below this one on the same time scale, such as a recorded
+                one below the simulated. Their times must be in the same unit.
 
         Returns:
-            What the file holds.
+            The text of the file.
 
         Raises:
-            ScheduleError: `width` is too small, `unit` is no text, or `beside` is no sequence of
-                timelines.
+            ScheduleError: `width` is too small, `unit` is not text, or `beside` is not a sequence
+                of timelines.
         """
         from fpipe.schedule.picture.svg import svg
 
@@ -287,8 +276,8 @@ class Timeline:
     ) -> str:
         """Draw the timeline as one HTML file to look around in: hover, zoom, move.
 
-        Over an action it tells start, end and what the action waited for. Arguments, result and
-        errors are those of `to_svg`.
+        Over an action it shows start, end and wait. Arguments, result and errors are those of
+        `to_svg`.
         """
         from fpipe.schedule.picture.page import page
 
@@ -297,7 +286,7 @@ class Timeline:
     def to_trace(self, path: PathLike | None = None, *, unit: str | None = None) -> str:
         """Write the timeline as a trace for https://ui.perfetto.dev or chrome://tracing.
 
-        `fpipe.schedule.picture.trace` tells what is in it. Times are exact where `unit` is "s",
+        `fpipe.schedule.picture.trace` describes its content. Times are exact where `unit` is "s",
         "ms" or "us", or where the timeline was recorded; else a unit is shown as 1 ms. Arguments
         and result are those of `to_svg`.
         """
@@ -306,11 +295,11 @@ class Timeline:
         return save(path, trace(self._chart(unit)))
 
     def _repr_svg_(self) -> str | None:
-        """What a notebook shows; None, for the text form, where a picture would be too large."""
+        """The picture in a notebook; None if it would be too large, for text instead."""
         return self.to_svg() if sum(map(len, self.events)) <= LARGEST_SHOWN else None
 
     def _chart(self, unit: str | None, *, waits: bool = True) -> Chart:
-        """What pictures are drawn from; without waits and messages in a fraction of the time."""
+        """The chart of the pictures; much faster without waits and messages."""
         from fpipe.schedule.picture.chart import draw_up
 
         name, placement = self.schedule.name, self.schedule.placement
@@ -325,7 +314,7 @@ class Timeline:
             )
         timelines = (self, *beside)
         if unit is None and any(timeline.cost is None for timeline in timelines):
-            unit = "s"  # that of all, for they are on one scale
+            unit = "s"  # of all, because they are on one scale
         return [timeline._chart(unit) for timeline in timelines]
 
     def __str__(self) -> str:

@@ -61,7 +61,7 @@ def scarce_bound(
         spent += round(diagram.states * weight)
         return diagram.bound, diagram.exact
 
-    single = {
+    single: dict[tuple[int, ...], tuple[float, bool]] = {
         (rank,): bound((rank,), _WIDTH, effort // 4)
         for rank in sorted({likely, ranks[0], ranks[-1]})
     }

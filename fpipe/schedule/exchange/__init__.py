@@ -1,4 +1,4 @@
-"""Schedules as files: CSV as torch reads and writes it, JSON of our own, and text for people.
+"""Schedules and costs as files: CSV as torch reads and writes it, JSON, and text for people.
 
-The modules know the parts of a schedule (`plain.Plain`), not `Schedule`, which delegates to them.
+`Schedule` and `Cost` import these modules, which know only the content of a file (`files.Plain`).
 """

@@ -28,8 +28,8 @@ def format_csv(
     Args:
         placement: the rank of each stage.
         actions: the actions of each rank.
-        overlap: write an F and the B of another stage that comes next as one cell of torch's, such
-            as ``(0F5;3B2)OVERLAP_F_B``.
+        overlap: write an F and the B of another stage that comes next as one cell, such as
+            ``(0F5;3B2)OVERLAP_F_B``.
 
     Returns:
         The text of the file, whose lines end in ``"\r\n"`` as those of Python's `csv` do.
@@ -62,7 +62,7 @@ def format_csv(
 
 
 def _overlapped(row: Sequence[Action]) -> list[str]:
-    """The cells of a row in which what can run at the same time shares one."""
+    """The cells of a row, with an F and the B of another stage after it in one cell."""
     cells: list[str] = []
     rest = iter(range(len(row)))
     for at in rest:
@@ -84,8 +84,8 @@ def parse_csv(text: str, *, name: str = "custom", source: str = "csv") -> Plain:
     """Read what torch's ``_dump_csv`` writes, in its compute-only format or with messages.
 
     Empty cells (torch's idle steps) are skipped. ``(0F5;3B2)OVERLAP_F_B`` is read as its parts, in
-    order: fpipe overlaps what does not depend on each other without being told. SEND_* and RECV_*
-    are left out, because lowering a schedule inserts them.
+    order: fpipe overlaps independent actions anyway. SEND_* and RECV_* are left out, because fpipe
+    inserts them when it lowers a schedule.
 
     Args:
         text: the text of the file.
@@ -96,8 +96,8 @@ def parse_csv(text: str, *, name: str = "custom", source: str = "csv") -> Plain:
         The parts of the schedule; its placement is what the rows imply.
 
     Raises:
-        ScheduleError: a cell is no action, a row is empty, or the rows imply no placement. The text
-            names row and column, counted from 1, and the reason.
+        ScheduleError: a cell is not an action, a row is empty, or the rows imply no placement. The
+            text names row and column, counted from 1, and the reason.
 
     Example:
         >>> plain = parse_csv("0F0,,0B0\\n1RECV_F0,1F0,1B0\\n")
@@ -144,8 +144,8 @@ def _read(cell: str) -> Iterator[Action]:
             f"text={cell!r:.60} is not an action: what is in brackets must be actions with ';' "
             "between and OVERLAP_F_B behind, such as '(0F5;3B2)OVERLAP_F_B'"
         )
-    for part in match[1].split(";"):
-        action = Action.parse(part)
+    for word in match[1].split(";"):
+        action = Action.parse(word)
         if action.op not in COMPUTE_OPS:
             raise ScheduleError(f"text={cell!r:.60} overlaps {action}, which does not compute")
         yield action

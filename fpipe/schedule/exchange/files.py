@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -15,7 +16,7 @@ PathLike: TypeAlias = str | os.PathLike[str]
 
 
 class Plain(NamedTuple):
-    """What a reader found: the arguments of `Schedule`, in its order."""
+    """The content of a schedule file: the arguments of `Schedule`, in its order."""
 
     placement: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
@@ -23,7 +24,7 @@ class Plain(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """An action, and the column of its file where it stands, counted from 1."""
+    """An action, and its column in the file, counted from 1."""
 
     action: Action
     column: int
@@ -33,7 +34,7 @@ def load(path: PathLike) -> str:
     """The text of a file, which must be UTF-8; line ends stay as they are.
 
     Raises:
-        ScheduleError: `path` is none, or the file holds something other than text.
+        ScheduleError: `path` is not a path, or the file is not text.
         OSError: it cannot be opened.
     """
     file = _file(path)
@@ -65,24 +66,23 @@ def _file(path: Any) -> Path:
 
 
 def is_number(word: str) -> bool:
-    """Whether a word numbers a rank. Python reads none of some thousand digits."""
+    """Whether a word is the number of a rank, short enough for Python to parse."""
     return word.isascii() and word.isdigit() and len(word) <= 18
 
 
 def load_json(text: str, source: str) -> Any:
-    """What a JSON text holds.
+    """Parse a JSON text.
 
     Raises:
-        ScheduleError: it is not JSON, or an object has a key twice, of which readers keep one.
+        ScheduleError: it is not JSON, or an object has a key twice.
     """
 
     def entries(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
+        names = [name for name, _ in pairs]
+        twice = next((name for name, count in Counter(names).items() if count > 1), None)
+        if twice is not None:
             raise ScheduleError(f"{source}: has the key {twice!r:.60} twice: leave one out")
-        return found
+        return dict(pairs)
 
     try:
         return json.loads(text, object_pairs_hook=entries)
@@ -92,19 +92,19 @@ def load_json(text: str, source: str) -> Any:
         raise ScheduleError(f"{source}: not JSON: nested too deeply") from error
     except ScheduleError:
         raise
-    except ValueError as error:  # of a number of thousands of digits
+    except ValueError as error:  # a number of thousands of digits
         raise ScheduleError(f"{source}: a number in it is too long to read") from error
 
 
 def save(path: PathLike | None, text: str) -> str:
-    """Write `text` to `path` as it is, unless `path` is None, and hand it back.
+    """Write `text` to `path`, unless `path` is None, and return it.
 
-    A name may hold what is no character, as that of a file that is not named in UTF-8 does. In the
-    file a question mark stands for it.
+    A name may hold lone surrogates, as that of a file whose name is not UTF-8 does. The file has a
+    question mark instead.
 
     Raises:
         ScheduleError: `path` is neither a path nor None.
-        OSError: the file cannot be written; it always names the file.
+        OSError: the file cannot be written; the error names the file.
     """
     if path is not None:
         file = _file(path)
@@ -120,11 +120,11 @@ def save(path: PathLike | None, text: str) -> str:
 def implied_placement(
     rows: Sequence[Sequence[Cell]], where: Callable[[int, int], str]
 ) -> tuple[int, ...]:
-    """The rank of each stage, read off the rows.
+    """The placement that the rows imply: the rank of a stage is the one that runs it.
 
     Args:
         rows: the actions of each rank.
-        where: says a place in the file, given a rank and a column; for the error text.
+        where: names a place in the file, by rank and column, for the error.
 
     Raises:
         ScheduleError: two ranks run the same stage, or no rank runs a stage below the greatest.

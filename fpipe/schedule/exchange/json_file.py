@@ -49,30 +49,30 @@ def parse_json(text: str, *, source: str = "json") -> Plain:
 
     Raises:
         ScheduleError: the text is not JSON (with line and column), is of another format or version,
-            lacks a key or has one too many, or an entry is no action (with its row and position).
+            lacks a key or has one too many, or an entry is not an action (with row and position).
 
     Example:
         >>> parse_json(format_json([0], [[Action.parse("0F0")]], "tiny")).name
         'tiny'
     """
-    found = load_json(text, source)
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    content = load_json(text, source)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ScheduleError(
             f'{source}: not a schedule: it must be an object with "format": "{FORMAT}", as '
             "schedule.to_json writes it"
         )
-    if found.get("version") != VERSION:
+    if content.get("version") != VERSION:
         raise ScheduleError(
-            f"{source}: version={found.get('version')!r:.60} is not {VERSION}, which is all that "
+            f"{source}: version={content.get('version')!r:.60} is not {VERSION}, which is all that "
             "this fpipe reads: take the fpipe that wrote the file, or a newer one"
         )
-    for key in (*_SCHEDULE_KEYS, *found):
-        if key not in found or key not in _SCHEDULE_KEYS:
-            fault = "lacks the key" if key not in found else "has an unknown key"
+    for key in (*_SCHEDULE_KEYS, *content):
+        if key not in content or key not in _SCHEDULE_KEYS:
+            fault = "lacks the key" if key not in content else "has an unknown key"
             raise ScheduleError(
                 f"{source}: {fault} {key!r:.60}: the keys are {', '.join(_SCHEDULE_KEYS)}"
             )
-    name, placement, actions = found["name"], found["placement"], found["actions"]
+    name, placement, actions = content["name"], content["placement"], content["actions"]
     _check("name", name, str, "a string", source)
     _check("placement", placement, list, "a list of ranks", source)
     _check("actions", actions, list, "a list of strings, one per rank", source)
@@ -104,7 +104,7 @@ KEYS: Final = (*NEEDED, "comm", "b", "activation", "freed_by_i", "sizes")
 
 
 def format_cost(values: Mapping[str, Any]) -> str:
-    """Write the arguments of a cost as a JSON object, one line for each that is given.
+    """Write the arguments of a cost as a JSON object, one line for each that is not None.
 
     Example:
         >>> print(format_cost({"f": (1, 2), "i": 1, "w": 1, "b": None}), end="")
@@ -114,31 +114,31 @@ def format_cost(values: Mapping[str, Any]) -> str:
           "w": 1
         }
     """
-    given = {key: values[key] for key in KEYS if values.get(key) is not None}
-    lines = ",\n".join(f'  "{key}": {json.dumps(value)}' for key, value in given.items())
+    present = {key: values[key] for key in KEYS if values.get(key) is not None}
+    lines = ",\n".join(f'  "{key}": {json.dumps(value)}' for key, value in present.items())
     return f"{{\n{lines}\n}}\n"
 
 
 def parse_cost(text: str, *, source: str = "json") -> dict[str, Any]:
-    """Read what `format_cost` writes, or what people write: f, i and w, and of the rest any.
+    """Read an object that `format_cost` or a person wrote: f, i and w, and any of the others.
 
     Args:
         text: the text of the file.
         source: what the text is called in errors, such as its path.
 
     Raises:
-        ScheduleError: the text is not JSON (with line and column), or is no such object.
+        ScheduleError: the text is not JSON (with line and column), or not such an object.
 
     Example:
         >>> parse_cost('{"f": [1, 2], "i": 1, "w": 1}')
         {'f': [1, 2], 'i': 1, 'w': 1}
     """
-    found = load_json(text, source)
-    if not isinstance(found, dict) or not set(NEEDED) <= found.keys() <= set(KEYS):
-        unknown = sorted(found.keys() - set(KEYS)) if isinstance(found, dict) else []
+    content = load_json(text, source)
+    if not isinstance(content, dict) or not set(NEEDED) <= content.keys() <= set(KEYS):
+        unknown = sorted(content.keys() - set(KEYS)) if isinstance(content, dict) else []
         which = f", for it has {', '.join(unknown):.60}" if unknown else ""
         raise ScheduleError(
             f"{source}: not a cost{which}: it must be an object with f, i and w, and of "
             f"{', '.join(KEYS[len(NEEDED) :])} what you wish"
         )
-    return found
+    return content

@@ -38,20 +38,19 @@ def format_text(placement: Sequence[int], actions: Sequence[Sequence[Action]], n
 
 
 def parse_text(text: str, *, source: str = "text") -> Plain:
-    """Read what `format_text` writes, or what a person types.
+    """Read text that `format_text` or a person wrote.
 
-    The lines ``schedule NAME`` and ``placement R R R`` (the rank of each stage) may be left out:
-    the placement is then what the rows imply. So may ``rank N:``, where the rows stand in order.
-    Blank lines are skipped, and so is what follows a ``#``; a name with one stands in quotes, as in
-    JSON.
+    The lines ``schedule NAME`` and ``placement R R R`` (the rank of each stage) are optional: the
+    rows imply a placement. So is ``rank N:``, because the rows are in order. Blank lines are
+    skipped, and so is the text after a ``#``; a name with a ``#`` is in quotes, as in JSON.
 
     Args:
         text: the lines.
         source: what the text is called in errors, such as its path.
 
     Raises:
-        ScheduleError: a word is no action, a line is out of order or a second of its kind, or there
-            is no row. The text names line and column, counted from 1, and the reason.
+        ScheduleError: a word is not an action, a line is out of order or a second of its kind, or
+            there is no row. The text names line and column, counted from 1, and the reason.
 
     Example:
         >>> plain = parse_text("0F0 0B0  # first rank\\n1F0 1B0")
@@ -59,7 +58,7 @@ def parse_text(text: str, *, source: str = "text") -> Plain:
         ((0, 1), '1F0', '1B0')
     """
     name, placement = "custom", None
-    told: set[str] = set()
+    seen: set[str] = set()
     rows: list[list[Cell]] = []
     numbers: list[int] = []  # the line of each row
     for number, whole in enumerate(text.splitlines(), 1):
@@ -68,10 +67,10 @@ def parse_text(text: str, *, source: str = "text") -> Plain:
         head, rest = (*line.split(maxsplit=1), "", "")[:2]
         if not head:
             continue
-        if head in told:
+        if head in seen:
             raise ScheduleError(f"{source}: line {number}: a second {head}: leave one out")
         if head in ("schedule", "placement"):
-            told.add(head)
+            seen.add(head)
         if head == "schedule":
             name = _unquoted(quoted[1]) if quoted else rest.strip() or name
         elif head == "placement":

@@ -1,5 +1,5 @@
-"""Schedules and timelines as pictures: SVG, a page to look around in, a trace, text.
+"""Pictures of schedules and timelines: SVG, an HTML page, a trace, text.
 
-Every picture is drawn from a `chart.Chart`: `clock` gives a schedule its times, a timeline has its
-own. The modules know neither `Schedule` nor `Timeline`, which delegate to them.
+Every picture is drawn from a `chart.Chart`. `Schedule` and `Timeline` import these modules, which
+know neither.
 """
