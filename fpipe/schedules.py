@@ -1,7 +1,7 @@
-"""The schedules that fpipe can make: one pure function per family, and `get` by name.
+"""The schedule generators: one pure function per family, and `get` by name.
 
-Every family takes keyword arguments, ``ranks`` and ``microbatches`` (and ``stages_per_rank``, 2
-unless given, where a rank may hold any number of stages), and returns a `fpipe.Schedule`.
+Every family takes the keyword arguments ``ranks`` and ``microbatches`` (and ``stages_per_rank``, 2
+by default, if a rank may hold any number of stages), and returns a `fpipe.Schedule`.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ FAMILIES: Final[Mapping[str, Callable[..., Schedule]]] = MappingProxyType(
         )
     }
 )
-"""Every family of training schedules by its name, from the oldest to the newest idea. A new family
-joins here. `forward_only`, for evaluation, is apart: it owes no gradients."""
+"""Every family of training schedules by its name, from the oldest to the newest idea. Add new ones
+here. `forward_only`, for evaluation, is not one of them: it has no gradients."""
 
 # The names of torch.distributed.pipelining that differ from ours by more than case and "_".
 _TORCH_NAMES: Final = MappingProxyType({"1F1B": "one_f_one_b", "ZBVZeroBubble": "zbv"})
@@ -90,7 +90,7 @@ def get(
     memory: float | Iterable[float] | None = None,
     cost: Cost | None = None,
 ) -> Schedule:
-    """Make a schedule by the name of its family, such as one that a configuration file gives.
+    """Make a schedule by the name of its family, such as the value of a configuration file.
 
     Args:
         name: a name of `FAMILIES`, or torch's name for it (GPipe, 1F1B, Interleaved1F1B, LoopedBFS,
@@ -98,16 +98,16 @@ def get(
             and ``-`` do not matter.
         ranks: number of ranks, 1 or more.
         microbatches: number of microbatches, 1 or more.
-        stages_per_rank: stages on each rank; None for what the family takes unless told. A family
-            whose number is fixed accepts that number only.
-        memory: for a family that is made within it, as `zb_auto` is; others refuse it.
-        cost: for a family that is made for it; others refuse it.
+        stages_per_rank: stages on each rank; None for the default of the family. A family with a
+            fixed number accepts that number only.
+        memory: the memory limit, for `zb_auto`; other families refuse it.
+        cost: the cost, for `zb_auto`; other families refuse it.
 
     Returns:
-        What the family returns.
+        The schedule of the family.
 
     Raises:
-        ScheduleError: there is no such family, or the family refuses an argument.
+        ScheduleError: the family is unknown, or refuses an argument.
 
     Example:
         >>> get("ZBVZeroBubble", ranks=2, microbatches=4)
@@ -115,21 +115,21 @@ def get(
     """
     family = _find(name)
     options = {"memory": memory, "cost": cost}
-    given = {option: value for option, value in options.items() if value is not None}
-    for option in given:
+    extra = {option: value for option, value in options.items() if value is not None}
+    for option in extra:
         if not takes(name, option):
             raise ScheduleError(
                 f"{option} is not for name={name!r}, which is the same for every {option}: leave "
-                f"it out, or take {', '.join(own for own in FAMILIES if takes(own, option))}"
+                f"it out, or take {', '.join(other for other in FAMILIES if takes(other, option))}"
             )
     if stages_per_rank is None:
-        return family(ranks=ranks, microbatches=microbatches, **given)
+        return family(ranks=ranks, microbatches=microbatches, **extra)
     if takes(name, "stages_per_rank"):
         return family(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-    (wanted,) = plain_counts(stages_per_rank=stages_per_rank)
-    schedule = family(ranks=ranks, microbatches=microbatches, **given)
+    (count,) = plain_counts(stages_per_rank=stages_per_rank)
+    schedule = family(ranks=ranks, microbatches=microbatches, **extra)
     fixed = schedule.num_stages // schedule.num_ranks
-    if wanted != fixed:
+    if count != fixed:
         raise ScheduleError(
             f"stages_per_rank={stages_per_rank!r} does not fit name={name!r}: {schedule.name} has "
             f"{fixed} per rank; leave it out, or take interleaved_1f1b, looped_bfs, "
@@ -156,21 +156,21 @@ def takes(name: str, argument: str) -> bool:
 
 
 def _find(name: str) -> Callable[..., Schedule]:
-    known = {_plain(own): own for own in FAMILIES}
-    known |= {_plain(torch): own for torch, own in _TORCH_NAMES.items()}
+    known = {_plain(family): family for family in FAMILIES}
+    known |= {_plain(torch): family for torch, family in _TORCH_NAMES.items()}
     plain = _plain(str(name))
-    for found in (plain, plain.removeprefix("schedule")):  # as torch's classes are named
-        if found in known:
-            return FAMILIES[known[found]]
+    for key in (plain, plain.removeprefix("schedule")):  # as torch's classes are named
+        if key in known:
+            return FAMILIES[known[key]]
     if plain == _plain(forward_only.__name__):
         raise ScheduleError(
             f"name={name!r} is not a family of training schedules, for it owes no gradients: call "
             "fpipe.schedules.forward_only, which takes the placement of the training's schedule"
         )
     close = difflib.get_close_matches(plain, known, n=1)
-    # A part of several names is close to the shortest.
+    # A substring of several names is close to the shortest only.
     close += [other for other in known if len(plain) > 3 and plain in other and other not in close]
-    named = [repr(own) for own in dict.fromkeys(known[other] for other in close)]
+    named = [repr(family) for family in dict.fromkeys(known[other] for other in close)]
     hint = f" Did you mean {' or '.join(named)}?" if named else ""
     raise ScheduleError(
         f"name={name!r:.60} is not a schedule family.{hint} The families are "

@@ -41,7 +41,7 @@ def add_compare(commands: Commands[Any]) -> None:
 
 
 class Row(NamedTuple):
-    """What is compared of a schedule."""
+    """The figures of a schedule in the table."""
 
     makespan: float
     peak: float
@@ -77,7 +77,7 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _within(memory: float | tuple[float, ...], rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-    """The rows for which there is memory, and what is said of the others."""
+    """The rows that fit the memory, and a line on each of the others."""
     if not all(limit > 0 for limit in (memory if isinstance(memory, tuple) else (memory,))):
         raise ScheduleError(f"--memory {memory} must be a number above 0, or one for each rank")
     kept, above = [], []
@@ -105,27 +105,27 @@ def _measured(
     cost: Cost,
     memory: float | tuple[float, ...] | None,
 ) -> tuple[list[Row], list[str]]:
-    """The schedules, measured; a file, where there is one, tells the families their size.
+    """A row for each schedule, and a line on each family that does not fit the cost.
 
-    Of several, what is said of families of other placements than the cost has values for.
+    If there is a file, the families have its size.
     """
     rows: list[Row] = []
     refused: list[str] = []
     files = [name for name in names if sources.is_file(name)]
     families = [name for name in names if not sources.is_file(name)]
     # Stages per rank are for the families, where there are any.
-    asked = size._replace(stages_per_rank=None) if families else size
+    expected = size._replace(stages_per_rank=None) if families else size
     for name in files:
-        schedule = sources.schedule_of(name, asked)
-        # Before a family is made of its size, which only a schedule that can run really has.
+        schedule = sources.schedule_of(name, expected)
+        # Simulate it before a family takes its size, which is only reliable if it can run.
         rows.append(_measured_one(name, schedule, cost))
-        found = schedule.num_ranks, schedule.num_microbatches
-        if name != files[0] and found != size[:2]:
+        shape = schedule.num_ranks, schedule.num_microbatches
+        if name != files[0] and shape != size[:2]:
             raise ScheduleError(
-                f"{name} has {found[0]} ranks and {found[1]} microbatches, and {files[0]} has "
+                f"{name} has {shape[0]} ranks and {shape[1]} microbatches, and {files[0]} has "
                 f"{size.ranks} and {size.microbatches}: compare schedules of one size"
             )
-        size = size._replace(ranks=found[0], microbatches=found[1])
+        size = size._replace(ranks=shape[0], microbatches=shape[1])
     for name in families:
         try:
             schedule = sources.schedule_of(name, size, cost, memory)

@@ -25,7 +25,7 @@ Commands = argparse._SubParsersAction  # what `add_subparsers` returns, which ar
 def new_parser(
     commands: Commands[Any], name: str, purpose: str, example: str
 ) -> argparse.ArgumentParser:
-    """A parser for a part of the command, whose help ends in an example."""
+    """A parser for a subcommand, whose help ends in an example."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=purpose,
@@ -53,7 +53,7 @@ def numbers(text: str) -> tuple[float, ...]:
         (10.0, 12.5)
     """
     try:
-        return tuple(float(part) for part in text.split(","))
+        return tuple(float(word) for word in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r:.60} must be a number, or several with a comma between"
@@ -62,8 +62,8 @@ def numbers(text: str) -> tuple[float, ...]:
 
 def memory(text: str) -> float | tuple[float, ...]:
     """A number for all ranks, or one for each."""
-    found = numbers(text)
-    return found[0] if len(found) == 1 else found
+    values = numbers(text)
+    return values[0] if len(values) == 1 else values
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
@@ -111,9 +111,9 @@ def cost_of(options: argparse.Namespace) -> Cost:
 def _cost_numbers(text: str) -> dict[str, Any]:
     rule = "three or four numbers F,I,W[,B], such as 10,12,8, or a .json file"
     try:
-        found = numbers(text)
+        values = numbers(text)
     except argparse.ArgumentTypeError:
         raise ScheduleError(f"--cost {text!r:.60} must be {rule}") from None
-    if len(found) not in (3, 4):
-        raise ScheduleError(f"--cost {text!r:.60} has {len(found)} numbers: it must be {rule}")
-    return dict(zip(("f", "i", "w", "b"), found, strict=False))
+    if len(values) not in (3, 4):
+        raise ScheduleError(f"--cost {text!r:.60} has {len(values)} numbers: it must be {rule}")
+    return dict(zip(("f", "i", "w", "b"), values, strict=False))

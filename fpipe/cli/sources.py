@@ -25,7 +25,7 @@ HELP: Final = (
     "writes it, .json or .txt as fpipe does"
 )
 MOST: Final = 10**8
-"""Microbatches of all stages, each of which takes some hundred bytes at least."""
+"""The most actions of one kind, each of which takes a hundred bytes or more."""
 _EVALUATION: Final = "forward_only"  # no family of `schedules.get`, for it owes no gradients
 _MAKERS: Final = (*schedules.FAMILIES.values(), schedules.forward_only)
 FAMILIES: Final = (
@@ -35,7 +35,7 @@ FAMILIES: Final = (
 
 
 class Size(NamedTuple):
-    """How large a family is to be made; None where nothing was said."""
+    """The size of a schedule of a family; None for an option that is absent."""
 
     ranks: int | None
     microbatches: int | None
@@ -53,7 +53,7 @@ def described_families() -> str:
 
 
 def add_size(parser: argparse.ArgumentParser) -> None:
-    """Add the options that a family needs and a file does not."""
+    """Add the options for the size of a family."""
     parser.add_argument("-p", "--ranks", type=count, metavar="P", help="number of ranks")
     parser.add_argument(
         "-m", "--microbatches", type=count, metavar="M", help="number of microbatches"
@@ -68,22 +68,18 @@ def add_size(parser: argparse.ArgumentParser) -> None:
 
 
 def size_of(options: argparse.Namespace) -> Size:
-    """What the options of `add_size` say."""
+    """The values of the options of `add_size`."""
     return Size(options.ranks, options.microbatches, options.stages_per_rank)
 
 
 def check_room(ranks: int, microbatches: int, stages_per_rank: int | None = None) -> None:
-    """Refuse what would fill the memory of any machine, before it begins to.
-
-    Raises:
-        MemoryError: so many actions have no room.
-    """
+    """Raise a `MemoryError` early if so many actions would fill the memory of any machine."""
     if ranks * microbatches * (stages_per_rank or 1) > MOST:
         raise MemoryError
 
 
 def is_file(source: str) -> bool:
-    """Whether a schedule is named by a file."""
+    """Whether the source of a schedule is a file."""
     return source.lower().endswith(SUFFIXES) or "/" in source
 
 
@@ -110,17 +106,17 @@ def schedule_of(
     cost: Cost | None = None,
     memory: float | tuple[float, ...] | None = None,
 ) -> Schedule:
-    """The schedule that a name or a file stands for.
+    """The schedule of a family or a file.
 
     Args:
-        source: the name or the file.
-        size: how large a family is to be made.
-        cost: for a family that is made for one.
-        memory: for a family that is made within it.
+        source: the name of the family, or the file.
+        size: for a family; a file must agree with it.
+        cost: for `zb_auto`.
+        memory: for `zb_auto`.
 
     Raises:
-        ScheduleError: there is no such family, the family lacks a size or refuses it, a file has
-            another size than was asked for, or it is malformed.
+        ScheduleError: the family is unknown, lacks a size or refuses it, or the file is malformed
+            or has another size.
         OSError: a file cannot be opened.
     """
     if not is_file(source):
@@ -129,18 +125,18 @@ def schedule_of(
     stages = Counter(schedule.placement)
     numbers = {stages[rank] for rank in range(schedule.num_ranks)}
     has = (schedule.num_ranks, schedule.num_microbatches, " or ".join(map(str, sorted(numbers))))
-    for name, asked, found in zip(Size._fields, size, has, strict=True):
-        if asked is not None and str(asked) != str(found):
+    for name, expected, value in zip(Size._fields, size, has, strict=True):
+        if expected is not None and str(expected) != str(value):
             option = "--" + name.replace("_", "-")
             raise ScheduleError(
-                f"{source} has {found} {name.replace('_', ' ')} and {option} is {asked}: leave the "
-                "option out, or take another file"
+                f"{source} has {value} {name.replace('_', ' ')} and {option} is {expected}: "
+                "leave the option out, or take another file"
             )
     return schedule
 
 
-def _family(name: str, size: Size, suited: Mapping[str, Any]) -> Schedule:
-    # An unknown name is the greater fault: it is told first, whatever the size.
+def _family(name: str, size: Size, extra: Mapping[str, Any]) -> Schedule:
+    # An unknown name is the greater fault: it comes first, whatever the size.
     ranks, microbatches, stages = size
     evaluates = name.lower().replace("-", "_") in (_EVALUATION, _EVALUATION.replace("_", ""))
     if ranks is None or microbatches is None:
@@ -152,9 +148,9 @@ def _family(name: str, size: Size, suited: Mapping[str, Any]) -> Schedule:
         return schedules.forward_only(
             ranks=ranks, microbatches=microbatches, stages_per_rank=stages or 1
         )
-    given = {option: value for option, value in suited.items() if schedules.takes(name, option)}
+    accepted = {key: value for key, value in extra.items() if schedules.takes(name, key)}
     return schedules.get(
-        name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages, **given
+        name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages, **accepted
     )
 
 
@@ -171,19 +167,19 @@ def add_outputs(parser: argparse.ArgumentParser, forms: tuple[str, ...]) -> None
 def write_outputs(
     options: argparse.Namespace, forms: tuple[str, ...], drawn: Schedule | Timeline
 ) -> bool:
-    """Write each form that was asked for, and say so; whether there was any.
+    """Write each form that has an option; return whether there was any.
 
     Raises:
         OSError: a file cannot be written.
     """
-    asked = [(form, path) for form in forms if (path := getattr(options, form)) is not None]
-    for form, path in asked:
+    chosen = [(form, path) for form in forms if (path := getattr(options, form)) is not None]
+    for form, path in chosen:
         text = getattr(drawn, f"to_{form}")(None if path == "-" else path)
         if path == "-":
             print(text, end="")
         else:
             print(f"wrote {path}")
-    return bool(asked)
+    return bool(chosen)
 
 
 PICTURES: Final = ("svg", "html", "trace")

@@ -51,7 +51,7 @@ def timed(time: float, unit: str) -> str:
 
 
 def readable_unit(length: float, unit: str) -> tuple[float, str]:
-    """The unit in which times up to `length` read well, and what to multiply them by.
+    """The factor and the unit that make times up to `length` read well.
 
     Seconds become ms or µs where they are short; any other unit stays as it is.
 
@@ -64,15 +64,14 @@ def readable_unit(length: float, unit: str) -> tuple[float, str]:
     return 1.0, unit
 
 
-# What XML 1.0 has no place for, written in whatever way: a viewer would refuse the whole file.
+# Characters that XML 1.0 forbids, escaped or not: a viewer would refuse the whole file.
 _NO_CHARACTER: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
-BETWEEN: Final = " · "
-"""What stands between two facts."""
+BETWEEN: Final = " · "  # between two facts
 
 
 def marked_up(text: str) -> str:
-    """Text as it stands in SVG and HTML; the sign for it where there is no such character.
+    """Text escaped for SVG and HTML, with U+FFFD for characters that XML forbids.
 
     Example:
         >>> marked_up("a < b")
@@ -82,17 +81,17 @@ def marked_up(text: str) -> str:
 
 
 def facts(chart: Chart) -> str:
-    """The size of a schedule, how long it takes, and what must be known about its times."""
-    parts = [
+    """The size and the makespan of a schedule, and the note on its times."""
+    texts = [
         sizes(len(chart.rows), len(chart.placement), chart.microbatches),
         f"makespan {timed(chart.makespan, chart.unit)}",
         *([chart.note] if chart.note else []),
     ]
-    return BETWEEN.join(parts)
+    return BETWEEN.join(texts)
 
 
 def stage_names(chart: Chart, rank: int) -> str:
-    """The stages of a rank; nothing where the rank has the stage of its own number alone."""
+    """The stages of a rank in words; empty if it runs only the stage of the same number."""
     stages = chart.stages_of(rank)
     if stages == (rank,):
         return ""
@@ -103,5 +102,5 @@ def stage_names(chart: Chart, rank: int) -> str:
 
 
 def idle(chart: Chart, rank: int) -> str:
-    """How much of the time a rank does nothing."""
+    """The idle share of a rank, in percent."""
     return f"idle {100 * chart.idle(rank):.1f} %"

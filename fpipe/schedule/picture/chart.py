@@ -1,4 +1,4 @@
-"""What a picture shows, whatever its form: timed boxes, who waited for whom, memory."""
+"""The content of a picture in any form: timed boxes, waits, messages, memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Box(NamedTuple):
     """An action as it is drawn. Times count from the first start.
 
     Attributes:
-        action: what ran.
-        start: when it started.
-        end: when it ended.
+        action: the action.
+        start: its start.
+        end: its end.
         turn: place of its stage among the stages of the rank, from 0; it chooses the shade.
-        waited: the action that it waited for last; None where it waited for nothing.
-        ready: when that was there (its end, and the way to this rank).
+        waited: the action that it waited for last; None for none.
+        ready: when the output of that action was there: its end plus the latency.
     """
 
     action: Action
@@ -39,18 +39,18 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Chart:
-    """A timeline with all that its pictures need.
+    """The data of all pictures of a timeline.
 
     Attributes:
-        name: the schedule's.
+        name: of the schedule.
         placement: the rank of each stage.
-        rows: the boxes of each rank, in the order in which it ran them.
+        rows: the boxes of each rank, in order.
         memory: per rank, pairs of a time and the activations held from then on.
-        messages: every value that crosses ranks.
-        unit: of time, such as "s"; "" for a unit of one's own.
-        note: what a reader must know about the times; "" for nothing.
-        counts_microbatches: activations are in microbatches on 1/p of the model, for want of a
-            cost that has them in a unit of its own.
+        messages: every value that goes from rank to rank.
+        unit: of time, such as "s"; "" for no name.
+        note: on the times, for the reader; "" for none.
+        counts_microbatches: activations are in microbatches on 1/p of the model, because there is
+            no cost with another unit.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Chart:
         return max((number for number in named if number is not None), default=-1) + 1
 
     def idle(self, rank: int) -> float:
-        """The part of the makespan, from 0 to 1, in which `rank` runs nothing."""
+        """The fraction of the makespan in which `rank` runs nothing."""
         busy = sum(box.end - box.start for box in self.rows[rank])
         return max(0.0, 1 - busy / self.makespan) if self.makespan else 0.0
 
@@ -98,22 +98,20 @@ def draw_up(
     note: str = "",
     waits: bool = True,
 ) -> Chart:
-    """The chart of what ran.
+    """The chart of the events of all ranks.
 
     Args:
-        name: the schedule's.
+        name: of the schedule.
         placement: the rank of each stage.
-        events: per rank, rank, action, start and end of what it ran, in order.
-        cost: latencies and activations; None where they are unknown: a value then arrives when its
-            maker ends, and F keeps one microbatch's share of 1/p of the model.
+        events: the events of each rank, in order.
+        cost: latencies and activations; None if unknown: a value then arrives when its source
+            ends, and F keeps one microbatch on 1/p of the model.
         unit: of time; None for seconds without a cost, and no name with one.
         note: shown beside the name.
-        waits: whether to tell what actions waited for, which those of a schedule that cannot run do
-            in a circle.
+        waits: compute waits and messages. Those of a schedule that cannot run would be circular.
 
     Raises:
-        ScheduleError: `unit` is no text, or an action is of a stage that the placement does not
-            have.
+        ScheduleError: `unit` is not text, or the placement lacks the stage of an action.
     """
     if unit is None:
         unit = "s" if cost is None else ""
@@ -135,9 +133,9 @@ def draw_up(
     rows = tuple(
         tuple(
             Box(action, start - zero, end - zero, turns[action.stage], source, ready - zero)
-            for (_, action, start, end), (source, ready) in zip(row, own, strict=True)
+            for (_, action, start, end), (source, ready) in zip(row, row_waits, strict=True)
         )
-        for row, own in zip(events, waited, strict=True)
+        for row, row_waits in zip(events, waited, strict=True)
     )
     costs = (cost or Cost(1, 1, 1)).on(placement, len(events))
     memory = (tuple((time - zero, amount) for time, amount in held(row, costs)) for row in events)
@@ -155,9 +153,9 @@ def _turns(placement: Sequence[int]) -> list[int]:
 
 
 def unit_chart(schedule: Rows, name: str) -> Chart:
-    """The chart of a schedule as if F, I and W took one unit each per rank, and sending none.
+    """The chart of a schedule with one unit of time for each of F, I and W per rank, two for B.
 
-    A schedule that cannot run is drawn as its plain rows, and a note says so.
+    Sending takes none. A schedule that cannot run is drawn as its plain rows, with a note.
 
     Example:
         >>> from fpipe.schedule.families.single_stage import gpipe
@@ -165,8 +163,7 @@ def unit_chart(schedule: Rows, name: str) -> Chart:
         15.0
     """
     rows, stages = schedule.actions, len(schedule.placement)
-    share = len(rows) / stages  # of a rank's unit that a stage takes
-    # Other ops take no time.
+    share = len(rows) / stages  # the unit of a rank, divided by its stages; other ops take no time
     lengths: dict[str, float] = {Op.F: share, Op.I: share, Op.W: share, Op.B: 2 * share}
     starts, note = earliest_starts(rows, stages, lengths), "unit costs"
     runs = starts is not None

@@ -15,8 +15,8 @@ COLOURS: Final[Mapping[Op, str]] = MappingProxyType(
 )
 """Sky blue, vermilion, yellow and green of Okabe and Ito, "Color Universal Design" (2008).
 
-Of all fours of their colours this one keeps its distances best, for the three kinds of colour
-blindness, when the colours are lightened as `shade` does.
+These four of their colours stay most distinct for the three kinds of colour blindness, when `shade`
+lightens them.
 """
 
 OTHER: Final = "#888888"  # any other op
@@ -32,9 +32,9 @@ def shade(op: Op, turn: int, turns: int) -> str:
     """The fill of an action: its op's colour, the lighter the later its stage is on the rank.
 
     Args:
-        op: what it does.
-        turn: the place of its stage among those of the rank, from 0.
-        turns: how many stages the rank has.
+        op: of the action.
+        turn: the place of its stage among the stages of the rank, from 0.
+        turns: number of stages of the rank.
 
     Example:
         >>> shade(Op.F, 0, 2), shade(Op.F, 1, 2)
@@ -42,8 +42,8 @@ def shade(op: Op, turn: int, turns: int) -> str:
     """
     white = _LIGHTEST * turn / (turns - 1) if turns > 1 else 0.0
     colour = COLOURS.get(op, OTHER)
-    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
+    channels = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(value + (255 - value) * white):02x}" for value in channels)
 
 
 def ink(fill: str) -> str:
@@ -58,9 +58,9 @@ def ink(fill: str) -> str:
 
 def luminance(colour: str) -> float:
     """Relative luminance of a colour such as "#0072b2", from 0 (black) to 1, as WCAG 2.1 has it."""
-    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    channels = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
     red, green, blue = (
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
     )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
@@ -74,7 +74,7 @@ _LINE: Final = 20.0
 
 
 class Entry(NamedTuple):
-    """A line of the legend: what is said, and the swatches before it."""
+    """An entry of the legend: its text, and the swatches before it."""
 
     text: str
     fills: tuple[str, ...]
@@ -86,21 +86,21 @@ class Entry(NamedTuple):
 
 
 def entries(charts: Sequence[Chart]) -> list[Entry]:
-    """What a reader must know: every op that occurs, with its shades; idle time; memory."""
+    """The entries of a legend: every op that occurs, with its shades; idle time; memory."""
     ops = {box.action.op for chart in charts for row in chart.rows for box in row}
     turns = max(len(chart.stages_of(rank)) for chart in charts for rank in range(len(chart.rows)))
-    found = [
+    ops_shown = [
         Entry(f"{op} {MEANING[op]}", tuple(shade(op, turn, turns) for turn in range(turns)))
         for op in COLOURS
         if op in ops
     ]
     if turns > 1:
-        found.append(Entry("(lighter: a later stage of the rank)", ()))
+        ops_shown.append(Entry("(lighter: a later stage of the rank)", ()))
     if others := sorted(op for op in ops if op not in COLOURS):
-        found.append(Entry(", ".join(others), (OTHER,)))
+        ops_shown.append(Entry(", ".join(others), (OTHER,)))
     first, *more = _amounts(charts)
     return [
-        *found,
+        *ops_shown,
         Entry("idle", (IDLE,)),
         Entry(f"activations held, 0 to {first}", (MEMORY_FILL,)),
         *(Entry(f"or 0 to {amounts}", ()) for amounts in more),
@@ -108,29 +108,29 @@ def entries(charts: Sequence[Chart]) -> list[Entry]:
 
 
 def _amounts(charts: Sequence[Chart]) -> list[str]:
-    """The most that each chart's memory reaches, with the units where they are not the same."""
+    """The peak of each chart, with its unit where units differ."""
     units = {True: "microbatches", False: "in the unit of its cost"}
-    told = []
+    texts = []
     for counts, unit in units.items():
-        own = [chart for chart in charts if chart.counts_microbatches == counts]
-        tops = sorted({max(chart.peaks, default=0.0) for chart in own})
-        if own:
-            mixed = len(own) < len(charts)
-            told.append(" or ".join(map(short, tops)) + (f" {unit}" if mixed else ""))
-    return told
+        alike = [chart for chart in charts if chart.counts_microbatches == counts]
+        tops = sorted({max(chart.peaks, default=0.0) for chart in alike})
+        if alike:
+            mixed = len(alike) < len(charts)
+            texts.append(" or ".join(map(short, tops)) + (f" {unit}" if mixed else ""))
+    return texts
 
 
 def legend(charts: Sequence[Chart], width: float) -> tuple[list[str], float]:
-    """The legend in as many lines as `width` pixels need, and how high it is, in pixels."""
-    parts: list[str] = []
+    """The legend, wrapped to `width` pixels, and its height in pixels."""
+    elements: list[str] = []
     x, y = _MARGIN, 10.0
     for entry in entries(charts):
         if x > _MARGIN and x + entry.width > width:
             x, y = _MARGIN, y + _LINE
         start = x
         for fill in entry.fills:
-            parts.append(f'<rect x="{x:g}" y="{y:g}" width="13" height="12" fill="{fill}"/>')
+            elements.append(f'<rect x="{x:g}" y="{y:g}" width="13" height="12" fill="{fill}"/>')
             x += 14
-        parts.append(f'<text x="{x + 4:g}" y="{y + 10:g}">{entry.text}</text>')
+        elements.append(f'<text x="{x + 4:g}" y="{y + 10:g}">{entry.text}</text>')
         x = round(start + entry.width + _GAP, 1)
-    return parts, y + _LINE
+    return elements, y + _LINE

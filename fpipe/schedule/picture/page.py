@@ -18,32 +18,32 @@ def page(charts: Sequence[Chart]) -> str:
     """Write charts as an interactive page, below each other on one scale of time.
 
     The page draws on a canvas, so that a schedule of many thousand actions stays quick. Over an
-    action it tells start, end and what the action waited for; wheel, mouse and keys zoom and move;
+    action it shows start, end and wait; wheel, mouse and keys zoom and move;
     messages and the critical path can be switched on.
 
     Args:
-        charts: what to draw, at least one.
+        charts: the charts, at least one.
 
     Returns:
         The text of an HTML file, with script, style and data within.
     """
     content = {
         "@TITLE@": marked_up(", ".join(chart.name for chart in charts)),
-        "@STYLE@": _part("page.css"),
-        "@SCRIPT@": _part("page.js"),
-        # No "</script>" of a name can end the element early.
+        "@STYLE@": _resource("page.css"),
+        "@SCRIPT@": _resource("page.js"),
+        # A "</script>" in a name must not end the element early.
         "@DATA@": json.dumps(_data(charts), separators=(",", ":")).replace("<", "\\u003c"),
     }
-    # All at once: a name that reads like a mark stays a name.
-    return re.sub("|".join(content), lambda mark: content[mark[0]], _part("page.html"))
+    # All at once: a name that looks like a mark stays a name.
+    return re.sub("|".join(content), lambda mark: content[mark[0]], _resource("page.html"))
 
 
-def _part(name: str) -> str:
+def _resource(name: str) -> str:
     return files("fpipe.schedule.picture").joinpath(name).read_text("utf-8")
 
 
 def _data(charts: Sequence[Chart]) -> dict[str, Any]:
-    """All that the script reads; ops and styles are numbered, for they come many times over."""
+    """The data of the script; ops and styles are numbered, because they occur many times."""
     ops: dict[Op, int] = {}
     styles: dict[str, int] = {}
     return {

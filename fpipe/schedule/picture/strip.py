@@ -24,7 +24,7 @@ def strip(chart: Chart, *, width: int = 80) -> str:
     or W, in small letters for the later stages of the rank; "-" for another op, "." for nothing.
 
     Args:
-        chart: what to draw.
+        chart: the chart.
         width: characters in a line, 50 or more.
 
     Raises:
@@ -69,16 +69,16 @@ def _axis(length: float, columns: int) -> str:
     return line
 
 
-def _letters(row: Sequence[Box], part: float, columns: int) -> list[str]:
-    """What fills most of each column, which is `part` of time wide."""
+def _letters(row: Sequence[Box], span: float, columns: int) -> list[str]:
+    """What fills most of each column, which spans `span` of time."""
     fills: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(columns)]
     for box in row:
-        at = min(int(box.start / part), columns - 1) if part else 0
-        while at < columns and at * part < box.end:
-            inside = min(box.end, (at + 1) * part) - max(box.start, at * part)
+        at = min(int(box.start / span), columns - 1) if span else 0
+        while at < columns and at * span < box.end:
+            inside = min(box.end, (at + 1) * span) - max(box.start, at * span)
             fills[at][_letter(box)] += inside
             at += 1
-    return [_most(fill, part) for fill in fills]
+    return [_most(fill, span) for fill in fills]
 
 
 def _letter(box: Box) -> str:
@@ -87,7 +87,7 @@ def _letter(box: Box) -> str:
     return box.action.op.lower() if box.turn else str(box.action.op)
 
 
-def _most(fill: Mapping[str, float], part: float) -> str:
-    idle = part - sum(fill.values())
+def _most(fill: Mapping[str, float], span: float) -> str:
+    idle = span - sum(fill.values())
     letter, most = max(fill.items(), key=lambda item: item[1], default=(IDLE, 0))
     return letter if most > idle else IDLE

@@ -48,10 +48,7 @@ EDGE: Final = 8.0  # free at the end of a title
 
 
 class Scale(NamedTuple):
-    """Where things are in the picture: `pixels` per unit of time, lanes from `top` down.
-
-    All else is in units of `size` pixels.
-    """
+    """Coordinates: `pixels` per unit of time, lanes from `top` down, all else in `size` pixels."""
 
     pixels: float
     width: float
@@ -69,11 +66,11 @@ def svg(charts: Sequence[Chart], *, width: float | None = None) -> str:
     """Draw charts below each other, on one scale of time.
 
     Each rank is a lane of boxes, coloured by op and lighter for the later stages of the rank, with
-    the number of the microbatch where it fits. Hatched is where the rank is idle. Beneath a lane
-    is what the rank holds over time, on the same scale for all ranks of a chart.
+    the number of the microbatch where it fits. Idle time is hatched. Beneath a lane is the memory
+    of the rank over time, on the same scale for all ranks of a chart.
 
     Args:
-        charts: what to draw, at least one.
+        charts: the charts, at least one.
         width: of the whole picture, in pixels; None for as wide as the boxes need to be numbered,
             within limits. Viewers scale it down where there is less room.
 
@@ -81,7 +78,7 @@ def svg(charts: Sequence[Chart], *, width: float | None = None) -> str:
         The text of an SVG 1.1 file, the same for the same charts.
 
     Raises:
-        ScheduleError: `width` leaves no room for the lanes, or is no width at all.
+        ScheduleError: `width` leaves no room for the lanes, or is not a number.
     """
     length = max(chart.makespan for chart in charts)
     lanes = _room(charts, length) if width is None else (plain_number(width) or 0) - LEFT - RIGHT
@@ -124,7 +121,7 @@ def svg(charts: Sequence[Chart], *, width: float | None = None) -> str:
 
 
 def _room(charts: Sequence[Chart], length: float) -> float:
-    """As wide as lets an ordinary box (of the shortest tenth) be numbered, within limits."""
+    """The width in which an ordinary box (of the shortest tenth) has room for a number, limited."""
     lengths = [box.end - box.start for chart in charts for row in chart.rows for box in row]
     lengths = [value for value in lengths if value > 0]
     if not lengths:
@@ -244,23 +241,23 @@ def title_lines(chart: Chart, room: float) -> list[list[str]]:
     """The name and the facts of a chart, in lines that `room` pixels at type of 11 hold.
 
     Returns:
-        Per line, what of the name and what of the facts is on it, as tspans.
+        The tspans of each line.
     """
     name = broken_lines([chart.name], room / _BOLD, "")
-    told = broken_lines(facts(chart).split(BETWEEN), room, BETWEEN)
+    lines = broken_lines(facts(chart).split(BETWEEN), room, BETWEEN)
     bold = [
         f'<tspan font-weight="bold" font-size="1.2em">{marked_up(line)}</tspan>' for line in name
     ]
-    if len(told) == 1 and text_width(name[-1]) * _BOLD + _GAP + text_width(told[0]) <= room:
-        plain = f'<tspan dx="10" fill="#555">{marked_up(told[0])}</tspan>'
+    if len(lines) == 1 and text_width(name[-1]) * _BOLD + _GAP + text_width(lines[0]) <= room:
+        plain = f'<tspan dx="10" fill="#555">{marked_up(lines[0])}</tspan>'
         return [*([line] for line in bold[:-1]), [bold[-1], plain]]
     return [
         *([line] for line in bold),
-        *([f'<tspan fill="#555">{marked_up(line)}</tspan>'] for line in told),
+        *([f'<tspan fill="#555">{marked_up(line)}</tspan>'] for line in lines),
     ]
 
 
-def broken_lines(parts: list[str], room: float, between: str) -> list[str]:
+def broken_lines(texts: list[str], room: float, between: str) -> list[str]:
     """Text in lines of at most `room` pixels, broken_lines between parts, else words, else letters.
 
     Example:
@@ -268,12 +265,12 @@ def broken_lines(parts: list[str], room: float, between: str) -> list[str]:
         ['4 ranks, 8 stages', 'recorded · as it was']
     """
     lines: list[str] = []
-    for part in parts:
-        if lines and text_width(lines[-1] + between + part) <= room:
-            lines[-1] += between + part
+    for text in texts:
+        if lines and text_width(lines[-1] + between + text) <= room:
+            lines[-1] += between + text
             continue
         lines.append("")
-        for word in part.split(" "):
+        for word in text.split(" "):
             joined = f"{lines[-1]} {word}" if lines[-1] else word
             if text_width(joined) <= room:
                 lines[-1] = joined

@@ -13,20 +13,20 @@ from fpipe.schedule.picture.legend import MEANING
 _MICROSECONDS: Final[Mapping[str, float]] = MappingProxyType(
     {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0}
 )
-_UNNAMED: Final = 1e3  # a unit of one's own is shown as a millisecond
+_UNNAMED: Final = 1e3  # a unit without a name is shown as a millisecond
 
 
 def trace(chart: Chart) -> str:
     """Write a chart in the Trace Event Format, as a JSON object.
 
-    A process per rank (its pid), a slice per action (``2F0``), an arrow from the end of what makes
-    a value to the start of what reads it, and a counter of the activations that the rank holds.
+    A process per rank (its pid), a slice per action (``2F0``), an arrow from the end of a value's
+    source to the start of its reader, and a counter of the activations that the rank holds.
     Times are microseconds where the chart's unit is "s", "ms" or "us"; a time in any other unit is
     shown as so many milliseconds.
 
     Arrows bind to the slices that are open at their times, hence ``bp``; all events of a rank are
-    on one thread, and nothing overlaps there. The tests hold every event to what Perfetto's
-    importer asks for, for its own trace processor does not come with Python's package.
+    on one thread, and do not overlap there. The tests check every event against the rules of
+    Perfetto's importer.
 
     The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
@@ -73,12 +73,12 @@ def _slices(chart: Chart) -> Iterator[TraceEvent]:
 
 def _arrows(chart: Chart) -> Iterator[TraceEvent]:
     for number, (source, target) in enumerate(chart.messages):
-        made, read = chart.rows[source[0]][source[1]], chart.rows[target[0]][target[1]]
+        maker, reader = chart.rows[source[0]][source[1]], chart.rows[target[0]][target[1]]
         # An arrow belongs to the slice that is open at its time; at its end a slice is closed.
-        sent = made.end - (made.end - made.start) / 100
+        sent = maker.end - (maker.end - maker.start) / 100
         common = {"name": "sends", "cat": "message", "id": number, "tid": 0}
         yield {"ph": "s", **common, "pid": source[0], "ts": _time(chart, sent)}
-        yield {"ph": "f", "bp": "e", **common, "pid": target[0], "ts": _time(chart, read.start)}
+        yield {"ph": "f", "bp": "e", **common, "pid": target[0], "ts": _time(chart, reader.start)}
 
 
 def _memory(chart: Chart) -> Iterator[TraceEvent]:
