@@ -1,4 +1,4 @@
-"""What each action waits for: the dependency graph of a schedule, and earliest starts."""
+"""The dependency graph of a schedule, and the earliest start of each action."""
 
 from __future__ import annotations
 

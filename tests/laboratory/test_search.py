@@ -25,6 +25,7 @@ from fpipe.schedule.searching.problem import make_problem, to_order, to_schedule
 from tests.laboratory import random_schedules
 from tests.laboratory.exhaustive import best
 from tests.laboratory.phases import last_found
+from tests.schedule.rows import parse_row
 
 UNIT = Cost(f=1, i=1, w=1)
 UNEVEN = Cost(f=10, i=12, w=8, comm=1)
@@ -445,7 +446,7 @@ def test_a_start_that_no_search_would_find() -> None:
 def test_a_start_with_actions_of_whole_stages() -> None:
     # They were taken for weight gradients, which free memory.
     rows = ["0UNSHARD 0F0 0F1 0F2 0I0 0I1 0I2 0W0 0W1 0W2 0REDUCE_GRAD"]
-    start = fpipe.Schedule([0], [[fpipe.Action.parse(word) for word in rows[0].split()]])
+    start = fpipe.Schedule([0], [parse_row(rows[0])])
     options: dict[str, Any] = {"ranks": 1, "microbatches": 3, "cost": UNIT, "start": start}
     found = search(memory=3, iterations=0, **options)
     assert found.value == 9

@@ -11,12 +11,9 @@ from hypothesis import strategies as st
 import fpipe
 from fpipe import Action, Cost, Op, Schedule, ScheduleError, simulate
 from tests.laboratory.random_schedules import costs, schedules, tick_by_tick
+from tests.schedule.rows import parse_row
 
 UNIT = Cost(f=1, i=1, w=1)
-
-
-def row(text: str) -> list[Action]:
-    return [Action.parse(word) for word in text.split()]
 
 
 @settings(max_examples=150)
@@ -54,24 +51,24 @@ def test_latency_delays_the_reader_and_occupies_nobody() -> None:
 
 
 def test_latency_of_each_pair_and_none_on_one_rank() -> None:
-    schedule = Schedule([0, 1, 1, 0], [row("0F0 3F0 3B0 0B0"), row("1F0 2F0 2B0 1B0")])
+    schedule = Schedule([0, 1, 1, 0], [parse_row("0F0 3F0 3B0 0B0"), parse_row("1F0 2F0 2B0 1B0")])
     timeline = simulate(schedule, Cost(2, 2, 2, comm=[[0, 10], [20, 0]]))
     assert [event.start for event in timeline.events[1]] == [11, 12, 46, 48]
     assert [event.start for event in timeline.events[0]] == [0, 33, 34, 70]
 
 
 def test_whole_stage_actions_take_no_time() -> None:
-    plain = Schedule([0], [row("0F0 0B0")])
-    whole = Schedule([0], [row("0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD")])
+    plain = Schedule([0], [parse_row("0F0 0B0")])
+    whole = Schedule([0], [parse_row("0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD")])
     assert simulate(whole, UNIT).makespan == simulate(plain, UNIT).makespan == 3
     assert simulate(whole, UNIT).peak == (1,)
 
 
 def test_stages_that_owe_less_run_too() -> None:
-    evaluation = Schedule([0, 1], [row("0F0 0F1"), row("1F0 1F1")])
+    evaluation = Schedule([0, 1], [parse_row("0F0 0F1"), parse_row("1F0 1F1")])
     assert simulate(evaluation, UNIT).makespan == 3
     # Stage 0 is the first that is trained: its W is its whole backward and waits for stage 1.
-    frozen = Schedule([0, 1], [row("0F0 0W0"), row("1F0 1I0 1W0")])
+    frozen = Schedule([0, 1], [parse_row("0F0 0W0"), parse_row("1F0 1I0 1W0")])
     timeline = simulate(frozen, Cost(1, 1, 1, comm=2))
     assert [event.start for event in timeline.events[0]] == [0, 7]
     assert timeline.peak == (1, 1)
@@ -98,13 +95,13 @@ def test_stages_that_owe_less_run_too() -> None:
 )
 def test_what_cannot_run_is_refused_with_the_verifiers_words(rows: list[str], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
-        simulate(Schedule([0, 1], [row(text) for text in rows]), UNIT)
+        simulate(Schedule([0, 1], [parse_row(text) for text in rows]), UNIT)
 
 
 def test_a_rank_without_a_stage_counts_wherever_it_is() -> None:
     """A plain number is for 1/p of the model, and p counted no rank behind the last stage."""
-    last = Schedule([0, 1], [row("0F0 0B0"), row("1F0 1B0"), []])
-    middle = Schedule([0, 2], [row("0F0 0B0"), [], row("1F0 1B0")])
+    last = Schedule([0, 1], [parse_row("0F0 0B0"), parse_row("1F0 1B0"), []])
+    middle = Schedule([0, 2], [parse_row("0F0 0B0"), [], parse_row("1F0 1B0")])
     first, second = (simulate(schedule, UNIT) for schedule in (last, middle))
     assert first.makespan == second.makespan == 9
     assert first.peak == (1.5, 1.5, 0) and second.peak == (1.5, 0, 1.5)
@@ -112,20 +109,23 @@ def test_a_rank_without_a_stage_counts_wherever_it_is() -> None:
 
 
 def test_a_frozen_stage_may_have_an_i_of_one_microbatch_and_a_b_of_another() -> None:
-    schedule = Schedule([0, 1], [row("0F0 0F1 0B0 0B1"), row("1F0 1I0 1F1 1B1")])
+    schedule = Schedule([0, 1], [parse_row("0F0 0F1 0B0 0B1"), parse_row("1F0 1I0 1F1 1B1")])
     fpipe.verify(schedule, requires=["FIW", "FI"])
     assert simulate(schedule, UNIT).makespan == 8
 
 
 def test_whole_stage_actions_may_stand_beside_backwards_of_any_form() -> None:
-    rows = [row("0UNSHARD 0F0 0F1 0F2 0W0 0I1 0W1 0B2 0RESHARD"), row("1F0 1B0 1F1 1B1 1F2 1B2")]
+    rows = [
+        parse_row("0UNSHARD 0F0 0F1 0F2 0W0 0I1 0W1 0B2 0RESHARD"),
+        parse_row("1F0 1B0 1F1 1B1 1F2 1B2"),
+    ]
     fpipe.verify(Schedule([0, 1], rows), requires=["FW", "FIW"])
     assert simulate(Schedule([0, 1], rows), UNIT).makespan == 12
 
 
 def test_a_circle_of_forwards_is_refused_as_a_circle() -> None:
     # Rank 0 wants stage 2 of microbatch 0 first, which waits for its own stage 0.
-    circle = Schedule([0, 1, 0], [row("2F0 0F0"), row("1F0")])
+    circle = Schedule([0, 1, 0], [parse_row("2F0 0F0"), parse_row("1F0")])
     with pytest.raises(ScheduleError, match="2F0"):
         simulate(circle, UNIT)
 

@@ -11,14 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fpipe
-from fpipe import Action, Cost, Schedule, ScheduleError, Timeline, simulate
+from fpipe import Cost, Schedule, ScheduleError, Timeline, simulate
 from tests.laboratory.random_schedules import costs, schedules
+from tests.schedule.rows import parse_row
 
 UNIT = Cost(f=1, i=1, w=1)
-
-
-def row(text: str) -> list[Action]:
-    return [Action.parse(word) for word in text.split()]
 
 
 def test_span_is_a_ranks_own_time_and_bubble_what_it_idles() -> None:
@@ -45,20 +42,22 @@ def test_idle_is_the_bubble_in_its_parts(family: str) -> None:
 
 
 def test_idle_of_ranks_that_run_nothing() -> None:
-    timeline = simulate(Schedule([0, 2], [row("0F0 0B0"), [], row("1F0 1B0")]), UNIT)
+    timeline = simulate(Schedule([0, 2], [parse_row("0F0 0B0"), [], parse_row("1F0 1B0")]), UNIT)
     assert timeline.idle(1) == ((0.0, timeline.makespan),)
     assert Timeline(Schedule([0], [[]]), ((),)).idle(0) == ()
 
 
 def test_memory_rises_with_f_and_falls_with_b() -> None:
-    timeline = simulate(Schedule([0], [row("0F0 0F1 0B0 0I1 0W1")]), Cost(1, 1, 1, activation=10))
+    timeline = simulate(
+        Schedule([0], [parse_row("0F0 0F1 0B0 0I1 0W1")]), Cost(1, 1, 1, activation=10)
+    )
     assert timeline.memory(0) == ((0, 10), (1, 20), (4, 10), (5, 10), (6, 0))
     assert timeline.peak == (20,)
 
 
 def test_each_microbatch_may_have_its_backward_in_another_form() -> None:
     # A stage that owes no I. What W alone frees was less wherever another microbatch had an I.
-    schedule = Schedule([0], [row("0F0 0I0 0W0 0F1 0W1 0F2 0B2")])
+    schedule = Schedule([0], [parse_row("0F0 0I0 0W0 0F1 0W1 0F2 0B2")])
     fpipe.verify(schedule, requires="FW")
     timeline = simulate(schedule, Cost(1, 1, 1, activation=10, freed_by_i=4))
     assert timeline.memory(0) == ((0, 10), (2, 6), (3, 0), (3, 10), (5, 0), (5, 10), (8, 0))
@@ -73,7 +72,7 @@ def test_memory_may_be_in_any_unit() -> None:
 
 
 def test_i_frees_its_part_or_holds_more() -> None:
-    schedule = Schedule([0], [row("0F0 0I0 0W0")])
+    schedule = Schedule([0], [parse_row("0F0 0I0 0W0")])
     frees = simulate(schedule, Cost(1, 1, 1, activation=10, freed_by_i=4))
     assert frees.memory(0) == ((0, 10), (2, 6), (3, 0))
     holds = simulate(schedule, Cost(1, 1, 1, activation=10, freed_by_i=-2))
@@ -113,14 +112,14 @@ def test_transfers_cross_ranks_and_take_the_latency() -> None:
 
 def test_a_weight_gradient_alone_waits_for_the_stage_after() -> None:
     # It was taken for one that its own I precedes, which waits for no other rank.
-    schedule = Schedule([0, 1], [row("0F0 0W0"), row("1F0 1B0")])
+    schedule = Schedule([0, 1], [parse_row("0F0 0W0"), parse_row("1F0 1B0")])
     timeline = simulate(schedule, Cost(1, 1, 1, comm=4))
     assert [str(event.action) for event in timeline.critical_path] == ["0F0", "1F0", "1B0", "0W0"]
     assert [str(transfer.source) for transfer in timeline.transfers] == ["1B0", "0F0"]
 
 
 def test_stages_of_one_rank_transfer_nothing() -> None:
-    assert simulate(Schedule([0, 0], [row("0F0 1F0 1B0 0B0")]), UNIT).transfers == ()
+    assert simulate(Schedule([0, 0], [parse_row("0F0 1F0 1B0 0B0")]), UNIT).transfers == ()
 
 
 def test_a_recorded_run_is_a_timeline_without_a_cost() -> None:
@@ -152,7 +151,7 @@ def test_gap_is_zero_where_a_schedule_cannot_be_beaten() -> None:
 
 
 def test_evaluation_has_no_training_bound() -> None:
-    timeline = simulate(Schedule([0], [row("0F0")]), UNIT)
+    timeline = simulate(Schedule([0], [parse_row("0F0")]), UNIT)
     with pytest.raises(ScheduleError, match=r"stage 0 of .* has no whole backward"):
         _ = timeline.bound
 
@@ -185,13 +184,13 @@ def test_an_empty_timeline_took_no_time() -> None:
     ],
 )
 def test_a_schedule_of_frozen_stages_has_no_training_bound(rows: list[str]) -> None:
-    timeline = simulate(Schedule([0, 1], [row(text) for text in rows]), UNIT)
+    timeline = simulate(Schedule([0, 1], [parse_row(text) for text in rows]), UNIT)
     with pytest.raises(ScheduleError, match=r"stage [01] of .* no whole backward, and the bound"):
         _ = timeline.gap
 
 
 def test_ranks_without_a_stage_do_not_keep_a_timeline_from_its_bound() -> None:
-    rows = [row("0F0 0B0"), row("1F0 1B0")]
+    rows = [parse_row("0F0 0B0"), parse_row("1F0 1B0")]
     full = simulate(Schedule([0, 1], rows), UNIT)
     for placement, spread in (([0, 2], [rows[0], [], rows[1]]), ([0, 1], [*rows, []])):
         sparse = simulate(Schedule(placement, spread), Cost(f=[1, 1], i=[1, 1], w=[1, 1]))
@@ -201,7 +200,7 @@ def test_ranks_without_a_stage_do_not_keep_a_timeline_from_its_bound() -> None:
 def test_a_stage_without_a_backward_keeps_nothing() -> None:
     evaluation = simulate(fpipe.schedules.forward_only(ranks=2, microbatches=5), UNIT)
     assert evaluation.peak == (0, 0)
-    frozen = Schedule([0, 1], [row("0F0 0F1"), row("1F0 1B0 1F1 1B1")])
+    frozen = Schedule([0, 1], [parse_row("0F0 0F1"), parse_row("1F0 1B0 1F1 1B1")])
     assert simulate(frozen, UNIT).peak == (0, 1)
 
 

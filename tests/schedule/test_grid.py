@@ -9,12 +9,11 @@ import pytest
 
 from fpipe import Action, Op, Schedule, ScheduleError, schedules
 from fpipe.schedule.grid import text_grid
+from tests.schedule.rows import parse_row
 
 
 def read(*rows: str) -> Schedule:
-    return Schedule(
-        range(len(rows)), [[Action.parse(word) for word in row.split()] for row in rows]
-    )
+    return Schedule(range(len(rows)), [parse_row(row) for row in rows])
 
 
 def drawn(text: str) -> str:

@@ -8,11 +8,12 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from fpipe import Action, Op, Schedule, ScheduleError, schedules, verify
+from tests.schedule.rows import parse_row
 
 
 def read(*rows: str, placement: Sequence[int] | None = None) -> Schedule:
     """A schedule from one text per rank; stage s is on rank s unless told otherwise."""
-    actions = [[Action.parse(word) for word in row.split()] for row in rows]
+    actions = [parse_row(row) for row in rows]
     return Schedule(range(len(rows)) if placement is None else placement, actions)
 
 

@@ -70,7 +70,7 @@ def _axis(length: float, columns: int) -> str:
 
 
 def _letters(row: Sequence[Box], span: float, columns: int) -> list[str]:
-    """What fills most of each column, which spans `span` of time."""
+    """The letter that fills most of each column of `span` time units."""
     fills: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(columns)]
     for box in row:
         at = min(int(box.start / span), columns - 1) if span else 0

@@ -80,7 +80,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
     total = sum(size)
     stages_of, last = problem.stages, len(placement) - 1
     f, i, w, b, down, up = costs.f, costs.i, costs.w, costs.b, costs.down, costs.up
-    # What F keeps, what of it I frees, and what that leaves for W.
+    # F keeps `kept`, I frees `freed` of it, and W frees the rest.
     kept, freed = costs.activation, costs.freed_by_i
     later = [has - frees for has, frees in zip(kept, freed, strict=True)]
     prefer_f, prefer_i, prefer_w = policy.priorities

@@ -147,7 +147,7 @@ class Order:
     Attributes:
         value: its makespan or span.
         rows: per rank, the numbers of its actions.
-        fused: the gradients that are B, with no W of their own.
+        fused: the gradients that are B, and have no W.
     """
 
     value: float
