@@ -32,7 +32,7 @@ from fpipe.version import __version__ as __version__
 if TYPE_CHECKING:
     from fpipe import nn, random
     from fpipe.current import step, use
-    from fpipe.divide.cut import cut
+    from fpipe.divide.cuts import cut
     from fpipe.engine import Pipeline
     from fpipe.entry import pipeline
     from fpipe.functional.ensemble import vmap
@@ -146,7 +146,7 @@ _LAZY = {
         ("fpipe.transforms.norms", "Clipped clip_by_global_norm global_norm"),
         ("fpipe.profiling", "profile"),
         ("fpipe.results", "ForwardAux Step StepAux StepState StepStateAux"),
-        ("fpipe.divide.cut", "cut"),
+        ("fpipe.divide.cuts", "cut"),
         ("fpipe.spec.stage", "Stage"),
         (
             "fpipe.training.train_step",

@@ -31,9 +31,8 @@ from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.arguments import plain_number
 from fpipe.schedule.required_ops import owed_by_actions
 from fpipe.schedule.verifier import verify
-from fpipe.spec.objective import Objective
+from fpipe.spec.objective import SUM, Objective, Sink
 from fpipe.spec.returns import Returns
-from fpipe.spec.sink import SUM, Sink
 from fpipe.spec.stage import Stage
 from fpipe.spec.trainable import ALL, Trainable
 from fpipe.transport.connect import device_of

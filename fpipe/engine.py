@@ -40,7 +40,7 @@ from fpipe.random.key_tensors import check_key
 from fpipe.random.keyed_mode import within_pipeline
 from fpipe.results import ForwardAux
 from fpipe.schedule import Schedule
-from fpipe.trace.apart import refuse_within
+from fpipe.trace.isolation import refuse_within
 
 T = TypeVar("T")
 

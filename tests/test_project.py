@@ -135,7 +135,7 @@ LAYERS: Final = (
     ),
     ("fpipe.inputs",),
     ("fpipe.checkpoint",),
-    ("fpipe.trace.overrides.seeing", "fpipe.trace.overrides.standin"),
+    ("fpipe.trace.overrides.standin",),
     ("fpipe.checks",),
     ("fpipe.graph",),
     ("fpipe.pieces", "fpipe.spec", "fpipe.trace.overrides"),

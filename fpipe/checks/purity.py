@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fpipe.checks.closure_names import name_in_closure
 from fpipe.checks.explain import ImpureError, Untraceable, impure
-from fpipe.checks.names import name_in_closure
 from fpipe.inputs.signature import memory_of
 from fpipe.torch_internals import FakeTensor, FunctionalTensor
-from fpipe.trace.overrides.seeing import Seeing
+from fpipe.trace.overrides.standin import Seeing
 
 _LITERAL = torch.ops.aten.lift_fresh.default
 

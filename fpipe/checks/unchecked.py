@@ -15,7 +15,7 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.checks.explain import Untraceable
 from fpipe.inputs.signature import memory_of
-from fpipe.trace.overrides.seeing import Seeing
+from fpipe.trace.overrides.standin import Seeing
 
 aten = torch.ops.aten
 

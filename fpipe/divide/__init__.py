@@ -1,1 +1,1 @@
-"""One loss function with cuts: recorded whole, and divided into stages."""
+"""Records one loss function with cuts, and divides it; `function_tracer` is the entrance."""

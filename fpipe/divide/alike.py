@@ -13,9 +13,8 @@ from torch import Tensor, fx
 
 from fpipe.divide.dividing import Part
 from fpipe.graph.fingerprint import fingerprint, places_of
-from fpipe.graph.joint import Joint
+from fpipe.graph.joint import Constant, Joint, Param, Source, SumSoFar
 from fpipe.graph.nodes import CHECKPOINT
-from fpipe.graph.sources import Constant, Param, Source, SumSoFar
 
 _LITERAL = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 

@@ -19,12 +19,10 @@ import torch
 from torch import Tensor, fx
 
 from fpipe.checks.explain import Untraceable
-from fpipe.divide.assigning import assign, homes
-from fpipe.divide.backward import Backward, is_forward
-from fpipe.graph.joint import Cotangent
+from fpipe.divide.assigning import Backward, assign, homes, is_forward
+from fpipe.graph.joint import Cotangent, Source, Upstream
 from fpipe.graph.layouts import memory_order
 from fpipe.graph.nodes import TURN, ancestors, is_random, is_view, value_of
-from fpipe.graph.sources import Source, Upstream
 from fpipe.torch_internals import FakeTensorMode
 from fpipe.trace.labels import Edge, Labels, Turn
 

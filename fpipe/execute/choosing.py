@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from fpipe.definition import Definition
-from fpipe.divide.function import FunctionTracer
+from fpipe.divide.function_tracer import FunctionTracer
 from fpipe.execute.controller import Controller, Reader
 from fpipe.execute.keys import read_key
 from fpipe.execute.multi import MultiController

@@ -27,7 +27,7 @@ from fpipe.functional.stagewise import (
 )
 from fpipe.microbatches import Microbatches
 from fpipe.schedule.arguments import plain_integer
-from fpipe.spec.sink import Sink
+from fpipe.spec.objective import Sink
 
 
 def vmap(

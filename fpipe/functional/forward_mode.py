@@ -26,7 +26,7 @@ from fpipe.functional.formulas.linear import BATCHED_LINEAR, LINEAR, UNKNOWN
 from fpipe.functional.formulas.quantile import QUANTILES
 from fpipe.functional.norm_formulas import NORMALISATIONS
 from fpipe.torch_internals import beneath_forward_mode, functorch
-from fpipe.trace.known import symbolic_zeros
+from fpipe.trace.constant_propagation import symbolic_zeros
 from fpipe.trace.overrides.recurrent import RECURRENT
 from fpipe.trace.overrides.standin import Instead
 

@@ -1,1 +1,1 @@
-"""The fx graphs of a stage: what can be asked of nodes, and passes over them."""
+"""The fx graphs of a stage: questions about nodes, and passes over graphs."""

@@ -24,8 +24,7 @@ from fpipe.modules.stage_memory import Memory
 from fpipe.pieces.compiler import Compile
 from fpipe.schedule import Schedule
 from fpipe.schedule.arguments import plain_number
-from fpipe.trace.apart import one_at_a_time
-from fpipe.trace.uncompiled import uncompiled
+from fpipe.trace.isolation import one_at_a_time, uncompiled
 
 INTENSITY = 10
 """FLOPs that a machine does while it moves a byte, unless told."""

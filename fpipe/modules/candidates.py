@@ -22,7 +22,7 @@ from fpipe.errors import StageError, shown
 from fpipe.inputs.signature import TreeShape
 from fpipe.modules.module_loss import ModuleLoss
 from fpipe.trace.abstract import Abstract
-from fpipe.trace.known import Known
+from fpipe.trace.constant_propagation import Known
 
 
 def candidates_of(

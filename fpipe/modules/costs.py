@@ -24,11 +24,11 @@ from torch.utils.flop_counter import (
 from fpipe import pytree, random
 from fpipe.definition import Definition
 from fpipe.divide.dividing import Part as Recorded
-from fpipe.divide.function import FunctionTracer
+from fpipe.divide.function_tracer import FunctionTracer
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError
+from fpipe.graph.joint import Param, Upstream
 from fpipe.graph.nodes import nbytes_of
-from fpipe.graph.sources import Param, Upstream
 from fpipe.inputs.batch import split
 from fpipe.inputs.signature import TreeShape
 from fpipe.modules.candidates import candidates_of

@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.definition import Definition
-from fpipe.divide.cut import cut
+from fpipe.divide.cuts import cut
 from fpipe.errors import StageError, a_type, check_flags
 from fpipe.modules.balance_table import Balance
 from fpipe.modules.balancing import chosen

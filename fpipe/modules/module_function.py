@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from fpipe.checks.explain import Untraceable, told_apart
-from fpipe.checks.frames import place
+from fpipe.checks.explain import Untraceable, place, told_apart
 from fpipe.errors import StageError, a_type, told
 from fpipe.locks import Turns
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fpipe.divide.cut import cut
+from fpipe.divide.cuts import cut
 from fpipe.errors import BatchError, FpipeError, StageError, a_type, few
 from fpipe.modules.module_buffers import refuse_missing
 from fpipe.modules.module_function import explaining, unchanged

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from fpipe.divide.dividing import Part
+from fpipe.graph.joint import Param
 from fpipe.graph.nodes import base_of, is_product, is_view, nbytes_of
-from fpipe.graph.sources import Param
 
 aten = torch.ops.aten
 

@@ -23,9 +23,9 @@ from fpipe.graph.layouts import Layout, lay_out, layouts_of, unlike
 from fpipe.graph.nodes import value_of
 from fpipe.graph.rewrites import copy_of, free_views_of_layout, with_uniform_draws
 from fpipe.inputs.ambient import kernels, without_autocast
-from fpipe.pieces import lowerings
+from fpipe.pieces import inductor_lowerings
+from fpipe.pieces.onednn_products import blas_is_slow, with_onednn
 from fpipe.pieces.piece import Piece
-from fpipe.pieces.products import blas_is_slow, with_onednn
 from fpipe.torch_internals import make_shape_env
 
 log = logging.getLogger("fpipe")
@@ -266,7 +266,7 @@ def _by_inductor(
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    lowerings.register()
+    inductor_lowerings.register()
     captured: list[Any] = []
     others: list[int] = []
     misplaced: list[int] = []

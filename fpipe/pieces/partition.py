@@ -9,17 +9,26 @@
 Each is a backward slice that stops at values which some earlier piece has made available. Which
 forward values are available to the backward is the remat policy's choice, and the only thing it
 chooses.
+
+Values that no microbatch goes into are computed once a step, before the first piece that reads
+them.
+
+    params ──► cast, merged, normalised weights ──► every F, B, I and W of the stage
+
+A stage that casts its weights (autocast does), adds an adapter to them or normalises them would
+otherwise do so for each microbatch, and keep the result of each until its backward.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from fpipe.graph.joint import Cotangent, Joint
+from fpipe.graph.joint import Constant, Cotangent, Joint, Param, Source, Upstream
 from fpipe.graph.nodes import (
     CHECKPOINT,
     Checkpointed,
@@ -31,9 +40,7 @@ from fpipe.graph.nodes import (
     is_zero,
     nbytes_of,
 )
-from fpipe.graph.sources import Source, Upstream
 from fpipe.pieces.piece import PREPARE, Piece, piece_of, reads_of, sliced
-from fpipe.pieces.preparing import unchanging
 from fpipe.pieces.remat import Policy
 
 
@@ -225,3 +232,50 @@ def _can_hold(node: fx.Node) -> bool:
     """
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.layout is torch.strided and not is_view(node)
+
+
+class Unchanging(NamedTuple):
+    """The values of a stage that no microbatch goes into.
+
+    Attributes:
+        prepared: depend on parameters and constants, and are read by what does not; none is an
+            output or a gradient, since what leaves a stage leaves its F, B or W.
+        cheap: are made of nothing, such as masks and positions, which cost less to make than to
+            keep.
+    """
+
+    prepared: list[fx.Node]
+    cheap: set[fx.Node]
+
+
+def unchanging(joint: Joint, live: Collection[fx.Node]) -> Unchanging:
+    """Find what no microbatch goes into.
+
+    Args:
+        joint: the traced stage.
+        live: the nodes that its pieces may run.
+    """
+    leaving = {joint.nodes[name] for name in (*joint.outputs, *joint.gradients.values())}
+    # What returns several, one of which leaves, is run where that leaves from.
+    leaving |= {node.all_input_nodes[0] for node in leaving if node.target is operator.getitem}
+    fixed: set[fx.Node] = set()
+    cheap: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        inputs = node.all_input_nodes
+        if isinstance(joint.sources.get(node.name), Param | Constant):
+            fixed.add(node)
+        elif node.op != "call_function" or node in leaving or is_random(node) or node.is_impure():
+            continue
+        elif cheap.issuperset(inputs) and not is_product(node):
+            cheap.add(node)
+        elif all(n in fixed or n in cheap for n in inputs):
+            fixed.add(node)
+    read = {
+        base_of(value)
+        for node in live
+        if node not in fixed and node not in cheap
+        for value in node.all_input_nodes
+        if value in fixed
+    }
+    prepared = [n for n in joint.graph.nodes if n in read and n.op != "placeholder" and n in fixed]
+    return Unchanging(prepared, cheap)

@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fpipe.graph.sources import BatchLeaf, Param, Seed, Source, Upstream
+from fpipe.graph.joint import BatchLeaf, Param, Seed, Source, Upstream
 from fpipe.inputs.signature import Spec
-from fpipe.pieces.code import StageCode
 from fpipe.pieces.compiler import Compiler
 from fpipe.pieces.partition import forward_pieces, live_cotangents, live_gradients, partition
 from fpipe.pieces.piece import Piece
 from fpipe.pieces.remat import Policy
+from fpipe.pieces.stage_code import StageCode
 from fpipe.trace.chain import Chain
 
 

@@ -17,8 +17,8 @@ from fpipe.plan.total import Total
 from fpipe.program.interpreter import Run
 from fpipe.program.program import Program
 from fpipe.schedule import Schedule
+from fpipe.spec.objective import Sink
 from fpipe.spec.returns import Numbering
-from fpipe.spec.sink import Sink
 
 
 @dataclass(frozen=True, eq=False)

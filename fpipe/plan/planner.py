@@ -25,7 +25,7 @@ from fpipe.inputs.signature import (
     is_differentiable,
     refuse_without_data,
 )
-from fpipe.pieces.code import StageCode
+from fpipe.pieces.stage_code import StageCode
 from fpipe.plan.latest import Latest
 from fpipe.plan.plan import Plan
 from fpipe.plan.workshop import Made, Workshop
@@ -34,9 +34,9 @@ from fpipe.program.values import Codes
 from fpipe.schedule import Op, Schedule
 from fpipe.schedule.families.evaluation import forwards_of
 from fpipe.schedule.required_ops import owed_by_actions
-from fpipe.spec.sink import Sink
-from fpipe.trace.apart import one_at_a_time
+from fpipe.spec.objective import Sink
 from fpipe.trace.interrupts import held_back
+from fpipe.trace.isolation import one_at_a_time
 
 log = logging.getLogger("fpipe")
 

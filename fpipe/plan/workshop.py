@@ -12,18 +12,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fpipe.divide.function import FunctionTracer
+from fpipe.divide.function_tracer import FunctionTracer
 from fpipe.errors import StageError
+from fpipe.graph.joint import Source
 from fpipe.graph.nodes import may_draw
-from fpipe.graph.sources import Source
 from fpipe.inputs.signature import Signature, TreeShape, in_words
-from fpipe.pieces.code import StageCode
 from fpipe.pieces.compiler import Compiler
 from fpipe.pieces.piece import Piece
 from fpipe.pieces.remat import Policies
+from fpipe.pieces.stage_code import StageCode
 from fpipe.plan.codes import codes_of_stages, live_leaves
 from fpipe.trace.chain import Chain, ChainTracer
-from fpipe.trace.uncompiled import uncompiled
+from fpipe.trace.isolation import uncompiled
 
 Trained = tuple[frozenset[Source], ...]
 

@@ -16,7 +16,7 @@ from fpipe.program.tied import tie
 from fpipe.program.values import Codes, Resolver
 from fpipe.program.weaving import DIRECT, Windows, weave
 from fpipe.schedule import Schedule
-from fpipe.spec.sink import SUM, Sink
+from fpipe.spec.objective import SUM, Sink
 
 
 def lower(

@@ -26,7 +26,7 @@ from fpipe.program.program import (
 from fpipe.program.values import Codes
 from fpipe.program.weaving import Windows
 from fpipe.schedule import Schedule
-from fpipe.spec.sink import SUM, Sink
+from fpipe.spec.objective import SUM, Sink
 
 Place = tuple[int, int]
 """A rank and the index of one of its instructions."""

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fpipe.graph.sources import BatchLeaf, Param, Source
+from fpipe.graph.joint import BatchLeaf, Param, Source
 from fpipe.inputs.signature import Spec
-from fpipe.pieces.code import StageCode
 from fpipe.pieces.compiler import Boxed
 from fpipe.pieces.piece import PREPARE
+from fpipe.pieces.stage_code import StageCode
 from fpipe.program.values import Codes, Computed, Resolver, SumValue, Value
 from fpipe.schedule import Action, Op, Schedule
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from fpipe.graph.joint import Sum
-from fpipe.graph.sources import Param
+from fpipe.graph.joint import Param, Sum
 from fpipe.inputs.signature import Spec
 from fpipe.program.tasks import Task, Tasks, adding
 from fpipe.program.values import Codes, Computed, SumValue, Value
 from fpipe.schedule import Schedule
-from fpipe.spec.sink import Sink
+from fpipe.spec.objective import Sink
 
 Gradient = tuple[int, int]
 """A leaf and a microbatch, -1 for the sum over all."""

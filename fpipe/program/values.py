@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from fpipe.graph.sources import (
+from fpipe.graph.joint import (
     BatchLeaf,
     Constant,
     Key,
@@ -20,8 +20,8 @@ from fpipe.graph.sources import (
     SumSoFar,
     Upstream,
 )
-from fpipe.pieces.code import StageCode
 from fpipe.pieces.piece import PREPARE
+from fpipe.pieces.stage_code import StageCode
 
 Codes = Callable[[int, int], StageCode]
 """From stage and microbatch to the code that runs it."""

@@ -1,1 +1,1 @@
-"""A function becomes a joint graph of its forward and backward."""
+"""Turns a function into a joint graph of its forward and backward; `chain` is the entrance."""

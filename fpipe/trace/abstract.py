@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fpipe.graph.sources import Source
+from fpipe.graph.joint import Source
 from fpipe.inputs.ambient import current
 from fpipe.inputs.signature import TreeShape, device_of_keys
 

@@ -18,9 +18,8 @@ from fpipe import pytree
 from fpipe.checks.explain import describe, explain
 from fpipe.dtensors import as_parameters
 from fpipe.errors import StageError
-from fpipe.graph.joint import Joint
+from fpipe.graph.joint import BatchLeaf, Joint, Key, Param, Source, Upstream
 from fpipe.graph.nodes import is_zero
-from fpipe.graph.sources import BatchLeaf, Key, Param, Source, Upstream
 from fpipe.inputs.ambient import ambient
 from fpipe.inputs.signature import Goal, TreeShape
 from fpipe.spec.objective import Objective

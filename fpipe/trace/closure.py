@@ -8,9 +8,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from fpipe.checks.names import name_in_closure
+from fpipe.checks.closure_names import name_in_closure
 from fpipe.errors import StageError, a_type
-from fpipe.graph.sources import Constant, Source
+from fpipe.graph.joint import Constant, Source
 from fpipe.torch_internals import FakeTensor, from_fun, functorch
 
 

@@ -26,7 +26,7 @@ from fpipe.torch_internals import (
     node_of,
     nodes_after,
 )
-from fpipe.trace.overrides.seeing import Seeing
+from fpipe.trace.overrides.standin import Seeing
 
 
 class Edge(NamedTuple):

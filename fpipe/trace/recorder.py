@@ -19,14 +19,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from fpipe.checks.drawing import undrawn
+from fpipe.checks.closure_names import name_in_closure, refuse_mapped
 from fpipe.checks.explain import SPARSE, Untraceable, explain
-from fpipe.checks.names import name_in_closure, refuse_mapped
 from fpipe.checks.purity import WriteGuard
-from fpipe.checks.seeding import unseeded
+from fpipe.checks.randomness import undrawn, unseeded
 from fpipe.checks.unchecked import Unchecked
 from fpipe.errors import FpipeError, StageError
-from fpipe.graph.sources import Source
+from fpipe.graph.joint import Source
 from fpipe.inputs.ambient import without_autocast
 from fpipe.torch_internals import (
     FakeTensorMode,
@@ -39,11 +38,11 @@ from fpipe.torch_internals import (
     to_fun,
 )
 from fpipe.trace.abstract import Leaves
+from fpipe.trace.constant_propagation import Known
 from fpipe.trace.functional import Functional
-from fpipe.trace.known import Known
+from fpipe.trace.isolation import tracing
 from fpipe.trace.labels import Labels
 from fpipe.trace.overrides.checkpointed import Marks
-from fpipe.trace.setting import tracing
 
 
 @dataclass(frozen=True)

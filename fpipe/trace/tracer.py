@@ -20,10 +20,18 @@ from torch import Tensor, fx
 from fpipe import pytree
 from fpipe.checks.purity import refuse_writes
 from fpipe.errors import StageError, a_type
-from fpipe.graph.joint import Cotangent, Joint, Sum
+from fpipe.graph.joint import (
+    BatchLeaf,
+    Constant,
+    Cotangent,
+    Joint,
+    Param,
+    Source,
+    Sum,
+    SumSoFar,
+    add_sums,
+)
 from fpipe.graph.simplify import simplify
-from fpipe.graph.sources import BatchLeaf, Constant, Param, Source, SumSoFar
-from fpipe.graph.sums import add_sums
 from fpipe.inputs.signature import is_differentiable
 from fpipe.spec.objective import Objective
 from fpipe.torch_internals import FakeTensorMode

@@ -28,7 +28,7 @@ from fpipe.functional.stagewise import (
 from fpipe.inputs.signature import is_differentiable
 from fpipe.microbatches import Microbatches
 from fpipe.program.program import Program
-from fpipe.spec.sink import Sink
+from fpipe.spec.objective import Sink
 from fpipe.transforms.wrapped_pipelines import Wrapping
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fpipe.divide.function import FunctionTracer
-from fpipe.graph.sources import Param
+from fpipe.divide.function_tracer import FunctionTracer
+from fpipe.graph.joint import Param
 from fpipe.inputs.signature import TreeShape
 from fpipe.modules.module_loss import ModuleLoss
 from fpipe.pytree import flatten

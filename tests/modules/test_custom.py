@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe import random
-from fpipe.divide.function import FunctionTracer
+from fpipe.divide.function_tracer import FunctionTracer
 from fpipe.inputs.signature import TreeShape
 from fpipe.modules.module_loss import ModuleLoss
 from fpipe.pytree import flatten

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import fpipe
 from fpipe import StageError, schedules
-from fpipe.trace.uncompiled import uncompiled
+from fpipe.trace.isolation import uncompiled
 from tests.models import assert_same, check, gpt, mlp, plain_pipeline, unpipelined
 
 MODEL = mlp(2, 4)

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
-from fpipe.divide.function import FunctionTracer
+from fpipe.divide.function_tracer import FunctionTracer
 from fpipe.inputs.signature import TreeShape
 from fpipe.pieces.compiler import Compiler
 from fpipe.pieces.piece import Piece

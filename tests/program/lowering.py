@@ -14,9 +14,9 @@ from fpipe import Schedule
 from fpipe.inputs.batch import SplitBatch, split
 from fpipe.inputs.params import Parameters
 from fpipe.inputs.signature import TreeShape
-from fpipe.pieces.code import StageCode
 from fpipe.pieces.compiler import Boxed, Compiler
 from fpipe.pieces.remat import Policy, save_all
+from fpipe.pieces.stage_code import StageCode
 from fpipe.plan.codes import codes_of_stages, live_leaves
 from fpipe.program.interpreter import Run
 from fpipe.program.lower import lower

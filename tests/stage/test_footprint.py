@@ -11,8 +11,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe.pieces.compiler import Compiler
-from fpipe.pieces.footprint import footprint
-from fpipe.pieces.piece import Piece
+from fpipe.pieces.piece import Piece, footprint
 from tests.meter import Meter
 from tests.models import MODELS
 from tests.program.lowering import codes_of

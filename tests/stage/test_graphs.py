@@ -14,9 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe import StageError
 from fpipe.graph.fingerprint import fingerprint, places_of
+from fpipe.graph.joint import Param, add_sums
 from fpipe.graph.simplify import simplify
-from fpipe.graph.sources import Param
-from fpipe.graph.sums import add_sums
 from fpipe.pieces.remat import policies, save_all, save_nothing
 from tests.models import rand
 

@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
 import fpipe
-from fpipe.pieces import products
-from fpipe.pieces.products import blas_is_slow, with_onednn
+from fpipe.pieces import onednn_products
+from fpipe.pieces.onednn_products import blas_is_slow, with_onednn
 
 needs_onednn = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="needs a build of torch with oneDNN"
@@ -176,14 +176,14 @@ def elsewhere(
     def pretend(information: str, avx512: bool) -> None:
         capability = "AVX512" if avx512 else "AVX2"
         (tmp_path / "cpuinfo").write_text(information)
-        monkeypatch.setattr(products, "_PROCESSORS", tmp_path / "cpuinfo")
+        monkeypatch.setattr(onednn_products, "_PROCESSORS", tmp_path / "cpuinfo")
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-        products._is_intel.cache_clear()
+        onednn_products._is_intel.cache_clear()
 
     yield pretend
     monkeypatch.undo()
-    products._is_intel.cache_clear()
+    onednn_products._is_intel.cache_clear()
 
 
 AMD, INTEL = "vendor_id\t: AuthenticAMD\n", "vendor_id\t: GenuineIntel\n"

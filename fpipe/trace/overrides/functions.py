@@ -5,12 +5,17 @@ or the pipeline's, `torch.func` wants ``setup_context`` beside ``forward``, or a
 one Function stands for all that have it combined: its forward runs theirs with a ctx that
 remembers, and returns what that has kept beside what is returned; its setup_context saves it; its
 backward runs theirs with a ctx that gives it back.
+
+torch makes a Function of the backward that ``register_autograd`` was given too, as hand-written
+kernels have one. `torch.func` refuses it in reverse mode, because its forward takes ctx, and in
+forward mode silently treats its result as constant.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -18,7 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._library.autograd import make_autograd_impl
 from torch.autograd.forward_ad import unpack_dual
+from torch.autograd.function import _SingleLevelFunction
 
 from fpipe import pytree
 from fpipe.checks.explain import Untraceable
@@ -26,12 +33,12 @@ from fpipe.errors import a_type
 from fpipe.inputs.signature import is_differentiable
 from fpipe.torch_internals import (
     custom_function_call,
+    enable_single_level_autograd_function,
     functorch,
     innermost_transform,
     is_within_vmap,
 )
 from fpipe.trace.overrides.checkpointed import called_plainly
-from fpipe.trace.overrides.registered import apply_at_one_level, is_registered, without_forward_mode
 from fpipe.trace.overrides.standin import StandIn
 
 _MODULE: Any = torch.autograd.function
@@ -356,3 +363,46 @@ def check_returned(function: Any, returned: Any) -> None:
                 "torch.autograd.Function",
                 "autograd knows no gradient of them; return a tensor, or a tuple of tensors",
             )
+
+
+def without_forward_mode() -> AbstractContextManager[None]:
+    """Within it such an operation on what is differentiated in a direction is refused."""
+    return _GRADIENT_QUERIES.active()
+
+
+def is_registered(function: Any) -> bool:
+    """Whether torch has made this Function of a backward that was registered."""
+    return bool(function.__module__ == make_autograd_impl.__module__)
+
+
+def apply_at_one_level(function: Any, *args: Any) -> Any:
+    """Call such a Function within the innermost transform of `torch.func`, a derivative."""
+    with enable_single_level_autograd_function():
+        return _of_one_level(function).apply(*args)
+
+
+@functools.cache
+def _of_one_level(function: Any) -> Any:
+    """The same Function for one transform alone, which calls the operation of the next.
+
+    It is called there with gradients, as its caller has called it, and not without as a forward is.
+    """
+    forward = torch.enable_grad()(function.forward)
+    own = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
+    return type(function.__name__, (_SingleLevelFunction,), own)
+
+
+def _any_requires_grad(*args: Any, **options: Any) -> bool:
+    """What torch asks before it calls such a Function, at each transform."""
+    if _GRADIENT_QUERIES.is_active and innermost_transform() == "Jvp":
+        for value in (*args, *options.values()):
+            if isinstance(value, Tensor) and unpack_dual(value, level=0).tangent is not None:
+                raise Untraceable(
+                    "calls an operation of torch.library with a registered backward, within a "
+                    "derivative in a direction (jvp)",
+                    "torch knows no such derivative of it; compute it in plain operations",
+                )
+    return bool(_GRADIENT_QUERIES.own(torch._C)(*args, **options))
+
+
+_GRADIENT_QUERIES = StandIn("_any_requires_grad", {torch._C: _any_requires_grad})

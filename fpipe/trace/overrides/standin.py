@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.locks import Turns
 
@@ -105,3 +106,15 @@ class StandIn:
 
 def _is_among(one: Any, others: Iterable[Any]) -> bool:
     return any(one is other for other in others)
+
+
+class Seeing(TorchDispatchMode):
+    """A dispatch mode within which nothing is compiled.
+
+    torch keeps Dynamo out of every call of a mode anew, which takes longer than most of what ours
+    do. Tracing is kept from it as a whole.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fpipe import pytree
 from fpipe.inputs.signature import memory_of
 from fpipe.trace.interrupts import let_through
-from fpipe.trace.overrides.seeing import Seeing
+from fpipe.trace.overrides.standin import Seeing
 
 _MOST = 2**20
 """Elements of a value that is kept: bigger ones are masks of long sequences, and cost time."""

@@ -1,7 +1,14 @@
-"""A function that seeds torch's generator: it would do so while it is traced, and not in a step."""
+"""Refuse functions that seed torch's generator, or draw from that of Python or numpy.
+
+A seed would be set while the function is traced, and not in a step. A number that it draws would
+be kept in the trace: all microbatches of all steps would get the same, and each rank another.
+"""
 
 from __future__ import annotations
 
+import logging
+import pickle
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -83,3 +90,52 @@ def _refusal() -> Untraceable:
 
 _CALLS: ContextVar[list[int] | None] = ContextVar("fpipe.seeds", default=None)
 _SEEDS = StandIn("manual_seed", {module: _refusing(module) for module in (torch, torch.random)})
+
+
+log = logging.getLogger("fpipe")
+
+_INSTEAD: Final = (
+    "what the trace draws would be drawn in every step, the same for all microbatches; draw with "
+    "torch (from a key, with has_key=True), or draw before the step and pass it in the batch"
+)
+
+
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Refuse what leaves one of these generators in another state, which is put back.
+
+    Other threads, which load data for one, may draw meanwhile: while there are such, nothing is
+    refused or put back, and the log has a warning.
+
+    Raises:
+        Untraceable: it was drawn from, or seeded.
+    """
+    python, alone = random.getstate(), not others()
+    numpy: Any = sys.modules.get("numpy")
+    before = _state_of(numpy)
+    drew: list[str] = []
+    try:
+        yield
+    finally:
+        alone = alone and not others()
+        if random.getstate() != python:
+            drew.append("Python's random")
+            if alone:
+                random.setstate(python)
+        if _state_of(numpy) != before:
+            drew.append("numpy.random")
+            if alone:
+                numpy.random.set_state(pickle.loads(before))
+    if drew and alone:
+        raise Untraceable(f"draws from {drew[0]}", _INSTEAD)
+    if drew:
+        log.warning(
+            "%s was drawn from while a stage was traced, by the stage or by another thread; if by "
+            "the stage: %s",
+            drew[0],
+            _INSTEAD,
+        )
+
+
+def _state_of(numpy: Any) -> bytes:
+    return b"" if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))

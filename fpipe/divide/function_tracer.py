@@ -20,17 +20,16 @@ from torch import Tensor, fx
 from fpipe import pytree
 from fpipe.divide.alike import likeness, seen_from
 from fpipe.divide.dividing import Part
-from fpipe.divide.moved import move
-from fpipe.divide.recording import Recorded, Recorder
-from fpipe.divide.updates import updates_of
+from fpipe.divide.function_recorder import Recorded, Recorder
+from fpipe.divide.state_updates import updates_of
 from fpipe.errors import StageError
 from fpipe.graph.inlining import Inliner
-from fpipe.graph.joint import Joint
+from fpipe.graph.joint import BatchLeaf, Joint, Param, Source
 from fpipe.graph.nodes import value_of
-from fpipe.graph.propagate import propagate
-from fpipe.graph.sources import BatchLeaf, Param, Source
+from fpipe.graph.rewrites import propagate
 from fpipe.inputs.signature import Goal, TreeShape, is_differentiable
 from fpipe.spec.objective import Objective
+from fpipe.torch_internals import FakeTensorMode
 from fpipe.trace.abstract import Abstract, Places
 from fpipe.trace.chain import Chain
 from fpipe.trace.tracer import StageGraph, Traced, contiguous_like, finish
@@ -230,3 +229,53 @@ class FunctionTracer:
 
 def _reads_parameters(part: Part) -> bool:
     return any(isinstance(source, Param) for source in part.sources.values())
+
+
+def move(
+    module: fx.GraphModule,
+    home: torch.device,
+    device: torch.device,
+    mode: FakeTensorMode,
+    original: Callable[[Tensor], Tensor],
+) -> Callable[[Tensor], Tensor]:
+    """Let a graph run on another device.
+
+    Args:
+        module: changed in place; its placeholders are brought to the device.
+        home: where it was recorded.
+        device: where it is to run.
+        mode: the fake-tensor mode of its values.
+        original: of an attribute of the module the tensor that the function closes over.
+
+    Returns:
+        The same for the attributes that the module has then, which are copies.
+    """
+    names = (home, torch.device(home.type))
+    texts = tuple(map(str, names))
+    copies: list[tuple[Tensor, Tensor]] = []
+
+    def place(value: Any) -> Any:
+        # A name stands for a device too, and a device of no number for the current one.
+        if isinstance(value, torch.device) and value in names:
+            return device
+        return str(device) if isinstance(value, str) and value in texts else value
+
+    for node in module.graph.nodes:
+        if node.op == "placeholder" and node.meta["val"].device == home:
+            with mode:
+                node.meta["val"] = node.meta["val"].to(device)
+        elif node.op == "get_attr":
+            value = getattr(module, node.target)
+            if isinstance(value, Tensor) and value.device == home:
+                copies.append((value.to(device), original(value)))
+                name = f"{node.target}_{len(copies)}".replace(".", "_")
+                module.register_buffer(name, copies[-1][0])
+                node.target = name
+                with mode:
+                    node.meta["val"] = node.meta["val"].to(device)
+    propagate(module.graph, mode, place)
+
+    def of(value: Tensor) -> Tensor:
+        return next((own for copy, own in copies if copy is value), original(value))
+
+    return of

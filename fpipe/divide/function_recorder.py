@@ -3,6 +3,11 @@
     loss_fn(params, batch) ── record ──► joint graph ── divide ──► a part for each stage
 
 The function runs once, under autograd, from the first stage to the loss and back.
+
+A function without a key may draw from keys what it would draw from torch's generator. Each drawing
+op becomes the plain tensor operations of `fpipe.random`, on a key that comes in as an argument of
+its own. So layers of one kind stay alike, and draws are computed where they are read, again or not,
+as the remat policy likes.
 """
 
 from __future__ import annotations
@@ -18,16 +23,18 @@ from torch import Tensor, fx
 from fpipe import pytree
 from fpipe.checks.explain import Untraceable, describe, explain
 from fpipe.divide.alike import merge_constants
-from fpipe.divide.cut import noting
+from fpipe.divide.cuts import noting
 from fpipe.divide.dividing import Part, divide
-from fpipe.divide.keyed import draw_from_keys
-from fpipe.divide.updates import keep_changed
+from fpipe.divide.state_updates import keep_changed
 from fpipe.dtensors import as_parameters
 from fpipe.errors import StageError, label_of
+from fpipe.graph.inlining import Inliner
+from fpipe.graph.joint import BatchLeaf, Key, Param, Source, StateLeaf, Upstream
+from fpipe.graph.nodes import marks_of
 from fpipe.graph.rewrites import return_statistics
-from fpipe.graph.sources import BatchLeaf, Key, Param, Source, StateLeaf, Upstream
 from fpipe.inputs.signature import Goal, is_differentiable
 from fpipe.random.keyed_mode import OpenAttention
+from fpipe.random.torch_draws import KEYED, draws, refusal
 from fpipe.spec.objective import Objective
 from fpipe.spec.returns import Numbering, Returns, check_state
 from fpipe.torch_internals import FakeTensorMode
@@ -276,3 +283,32 @@ class Recorder:
             spec = params.spec.children()[1]
             flat += check_state(subject, params.values[-states:], spec, taken.state)
         return flat, numbering
+
+
+def draw_from_keys(name: str, graph: fx.Graph, key: Tensor, mode: FakeTensorMode) -> list[fx.Node]:
+    """Replace the ops that draw.
+
+    Args:
+        name: the function in messages.
+        graph: changed in place.
+        key: a fake one.
+        mode: the fake-tensor mode of the graph's values.
+
+    Returns:
+        The placeholder of the key of each op that drew, in their order; they follow the others.
+
+    Raises:
+        StageError: an op draws that has no function of a key.
+    """
+    drawing = [node for node in graph.nodes if draws(node.target, node.args, node.kwargs)]
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    inline = Inliner(mode)
+    keys: list[fx.Node] = []
+    for node in drawing:
+        if node.target not in KEYED:
+            raise StageError(f"{name} {refusal(node.target)}")
+        with graph.inserting_after(keys[-1] if keys else last):
+            keys.append(graph.placeholder(f"key_{len(keys)}"))
+        keys[-1].meta |= {"val": key} | marks_of(node)
+        inline(node, KEYED[node.target], keys[-1])
+    return keys

@@ -10,7 +10,7 @@ from torch import fx
 
 from fpipe.divide.dividing import Part
 from fpipe.errors import StageError
-from fpipe.graph.sources import StateLeaf, Upstream
+from fpipe.graph.joint import StateLeaf, Upstream
 
 _COPIES = frozenset(
     {torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default}

@@ -11,8 +11,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from fpipe.graph.joint import Cotangent, Sum
-from fpipe.graph.sources import Source, Upstream
+from fpipe.graph.joint import Cotangent, Source, Sum, Upstream
 from fpipe.inputs.signature import Spec
 from fpipe.pieces.compiler import Boxed, Compiler
 from fpipe.pieces.piece import PREPARE, Piece

@@ -1,0 +1,171 @@
+"""Isolate a trace from the caller's hooks and modes, from compiled code and from other threads.
+
+Functions that torch.compile or torch.jit has compiled are called as they were written. torch
+refuses to trace the first. After some calls TorchScript runs an optimised graph with gradients
+disabled and a backward of its own, of which a recorded graph knows nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.utils.parametrize as parametrize
+from torch._C import _autograd
+
+from fpipe.checks.explain import Untraceable, unreported
+from fpipe.locks import Turns
+from fpipe.torch_internals import FakeTensorMode
+from fpipe.trace.data_independent import without_peeking
+from fpipe.trace.overrides.functions import with_contexts
+from fpipe.trace.overrides.standin import StandIn
+
+one_at_a_time = Turns()
+"""Within it no other thread traces: torch cannot do so in two at one time."""
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Within it nothing of the caller's is called or filled that is not about what is traced.
+
+    Those are hooks on saved tensors, such as `torch.utils.checkpoint` has around what it calls; and
+    the cache of parametrized tensors, which would hold abstract ones from then on.
+    """
+    token = _TRACING.set(True)
+    try:
+        with _without_saving(), _with_own_cache():
+            yield
+    finally:
+        _TRACING.reset(token)
+
+
+def refuse_within() -> None:
+    """Refuse a call of a pipeline in what is traced.
+
+    Raises:
+        Untraceable: this thread is tracing.
+    """
+    if _TRACING.get():
+        raise Untraceable(
+            "calls a pipeline",
+            "a stage is a function that is traced, and a pipeline runs what was: call the "
+            "functions that it was made of",
+        )
+
+
+_TRACING: ContextVar[bool] = ContextVar("fpipe.tracing", default=False)
+
+
+@contextmanager
+def _without_saving() -> Iterator[None]:
+    pairs: list[Any] = []
+    while (top := _autograd._top_saved_tensors_default_hooks(False)) is not None:
+        pairs.append(top)
+        _autograd._pop_saved_tensors_default_hooks()
+    disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()
+    if disabled is not None:  # as torch.func.grad does
+        _autograd._saved_tensors_hooks_enable()
+    try:
+        yield
+    finally:
+        if disabled is not None:
+            _autograd._saved_tensors_hooks_disable(disabled)
+        for pair in reversed(pairs):
+            _autograd._push_saved_tensors_default_hooks(*pair)
+
+
+@contextmanager
+def _with_own_cache() -> Iterator[None]:
+    # It is one for all threads, of which others may begin and end their use of it meanwhile.
+    users, kept = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = 0, {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled += users
+        parametrize._cache = kept if parametrize._cache_enabled else {}
+
+
+@contextmanager
+def tracing(mode: FakeTensorMode) -> Iterator[None]:
+    """Within it functions run on abstract tensors, and neither see nor change what is outside.
+
+    Args:
+        mode: of the abstract tensors.
+    """
+    with (
+        unreported(),
+        apart(),
+        mode,
+        _differentiable(),
+        with_contexts(),
+        as_written(),
+        without_peeking(),
+    ):
+        yield
+
+
+@contextmanager
+def _differentiable() -> Iterator[None]:
+    """Within it autograd records, whatever the caller has disabled."""
+    # To torch 2.11 inference mode means no derivatives even where gradients are enabled again.
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Within it what the caller has compiled is called as it was written, in other threads too.
+
+    torch refuses to trace it otherwise, and what is traced is compiled with its stage.
+    """
+    frames: Any = torch._dynamo.eval_frame
+    own = frames.DynamoStance("force_eager")
+    # The caller may be compiled itself, and what runs in it may not set a stance.
+    caller = torch._C._dynamo.eval_frame.set_eval_frame(None)
+    before = frames._set_stance(own)
+    try:
+        with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+            yield
+    finally:
+        if frames._stance is own:
+            frames._set_stance(before)
+        # Another thread that has set its own meanwhile comes back to this one.
+        for name, value in vars(before).items():
+            object.__setattr__(own, name, value)
+        torch._C._dynamo.eval_frame.set_eval_frame(caller)
+
+
+def as_written() -> AbstractContextManager[None]:
+    """Within it a compiled function is the Python function that it was made of.
+
+    So it is to `torch.compile`. Of a compiled module there is none: its methods are refused. Calls
+    in other threads are as before.
+    """
+    return _CALLS.active()
+
+
+def _looking(kind: Any) -> Any:
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        if not _CALLS.is_active:
+            return _CALLS.own(kind)(self, *arguments, **options)
+        # Set by torch.jit, for torch.compile.
+        written = getattr(self, "_torchdynamo_inline", None)
+        if written is None:
+            raise Untraceable(
+                f"calls {self.name!r}, which torch.jit has compiled",
+                "its derivative is not recorded; use the function or module that torch.jit.trace "
+                "or torch.jit.script was given, which fpipe compiles by itself (compile=)",
+            )
+        return written(*arguments, **options)
+
+    return call
+
+
+_CALLS = StandIn(
+    "__call__",
+    {kind: _looking(kind) for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)},
+)
