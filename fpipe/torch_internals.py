@@ -136,7 +136,7 @@ def innermost_transform() -> str | None:
 
 
 def innermost_value(value: Tensor) -> Tensor:
-    """What a tensor holds beneath all transforms of `torch.func`, with their dimensions."""
+    """The tensor beneath all transforms of `torch.func`, with their dimensions."""
     while is_transformed(value):
         value = functorch.get_unwrapped(value)
     return value

@@ -1,1 +1,1 @@
-"""What a stage may not do, found while it is traced, and how the user is told."""
+"""Refuses what a stage may not do while it is traced, and explains it to the user."""

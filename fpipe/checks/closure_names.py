@@ -1,4 +1,4 @@
-"""What a user calls a tensor that a function closes over, for messages."""
+"""Name tensors that a function closes over as its user does, for messages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def refuse_mapped(origin: Any) -> None:
 
 
 def _reached(origin: Any) -> Iterator[tuple[str, Any]]:
-    """What functions reach, each with a name, the shortest way first."""
+    """All objects that functions reach, each with a name, the shortest way first."""
     waiting: deque[tuple[str, Any]] = deque(("", one) for one in _several(origin))
     seen: set[int] = set()
     while waiting and len(seen) < _MOST:
@@ -75,7 +75,7 @@ def _several(origin: Any) -> tuple[Any, ...]:
 
 
 def _within(name: str, found: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, each with its name."""
+    """The objects within an object, each with its name."""
     if isinstance(found, Tensor | str | bytes | type | ModuleType):
         return
     if isinstance(found, partial):
@@ -114,5 +114,5 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _of(found: Any) -> str:
-    """What to call an object that has no name."""
+    """A name for an object that has none."""
     return type(found).__name__

@@ -40,7 +40,7 @@ class ImpureError(Exception):
 
 
 class Untraceable(Exception):
-    """What a function does that a trace would lose.
+    """A function does something that a trace would lose.
 
     Attributes:
         deed: the end of a sentence about the function.
@@ -57,7 +57,7 @@ SPARSE: Final = (
     "has a sparse gradient",
     "gradients are summed as dense tensors; of an embedding, say sparse=False",
 )
-"""Of `Untraceable`: of what."""
+"""The deed and the advice of an `Untraceable`."""
 
 
 _SHAPED_BY_DATA: Final = {
@@ -161,7 +161,7 @@ def _refusal(name: str, error: Exception, given: str, called: str) -> StageError
     return StageError(f"{name} cannot be traced on {given}{at}: {told(error, text)}")
 
 
-# What a function raises that takes its arguments for others.
+# Errors of a function that mistakes its arguments for others.
 _OF_ARGUMENTS: Final = (TypeError, KeyError, IndexError, AttributeError)
 _HIGHER_ORDER = re.compile(r"no rule registered for HigherOrderOperator (\w+)")
 

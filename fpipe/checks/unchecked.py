@@ -1,4 +1,4 @@
-"""What torch refuses when it runs, but not on abstract tensors, refused where it is written.
+"""Refuse calls that torch refuses on real tensors, but not on abstract ones.
 
 Without this the trace would succeed, and the first action of the step would fail, or compute
 another thing than was written.

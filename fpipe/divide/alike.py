@@ -53,7 +53,7 @@ def likeness(part: Part) -> Hashable:
 
 
 def _checkpoints(graph: fx.Graph) -> tuple[tuple[int, bool] | None, ...]:
-    """Of each node, which call of checkpoint it is in, and whether it is saved."""
+    """For each node the call of checkpoint that it is in, and whether it is saved."""
     calls = [node.meta.get(CHECKPOINT) for node in graph.nodes]
     numbers = {call.number: 0 for call in calls if call is not None}
     numbers = {number: index for index, number in enumerate(numbers)}

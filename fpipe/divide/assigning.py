@@ -213,7 +213,7 @@ def _views_made_again(
 
 
 def _total(edge: Edge, handed: Sequence[Handed], taken: set[fx.Node]) -> fx.Node:
-    """What comes of the gradients along an edge, added up in the order in which they came.
+    """Find the sum of the gradients along an edge, added up in the order in which they came.
 
     Args:
         edge: where they meet.
@@ -242,7 +242,7 @@ def _turn_of(node: fx.Node) -> int | None:
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads a value, or another form of it."""
+    """The readers of a value, or of another form of it."""
     for user in node.users:
         yield user
         if TURN in user.meta and user.meta[TURN].adding and user.target is not aten.add.Tensor:
@@ -250,7 +250,7 @@ def _users(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """What was added up, of which torch may have made another form first."""
+    """The value that was added up, of which torch may have made another form first."""
     while TURN in node.meta and node.meta[TURN].adding and node.target is not aten.add.Tensor:
         node = node.all_input_nodes[0]
     return node

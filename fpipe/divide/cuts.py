@@ -39,7 +39,7 @@ def cut(x: T) -> T:
         >>> torch.equal(loss, loss_fn(params, torch.ones(4, 3))), sorted(grads)
         (True, ['decode', 'encode'])
     """
-    # What torch.compile makes has no stages, and it cannot read a context variable.
+    # Code of torch.compile has no stages, and cannot read a context variable.
     note = None if torch.compiler.is_dynamo_compiling() else _NOTE.get()
     if note is not None:
         note()

@@ -1,4 +1,4 @@
-"""What each stage of a recorded function reads, computes and puts out.
+"""Find the values that each stage of a recorded function reads, computes and puts out.
 
 Demand goes from the results back to where each value comes from. A value of an earlier stage that
 a later one reads crosses; a gradient that stages share crosses back.
@@ -33,7 +33,7 @@ class Output(NamedTuple):
 
 @dataclass
 class StageNeeds:
-    """What a stage needs, and then what it is made of.
+    """The values and gradients that a stage reads, computes and puts out.
 
     Attributes:
         arguments: the placeholders of the whole graph that it reads.
@@ -201,7 +201,7 @@ class Demand:
 
 
 def _constants(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """What depends on what the function closes over alone: any stage can make it."""
+    """Nodes that depend only on closed-over tensors: any stage can compute them."""
     found: set[fx.Node] = set()
     for node in nodes:
         made = node.op == "call_function" and not is_random(node)

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What one stage runs.
+    """The graph that one stage runs, and how it is connected.
 
     Attributes:
         graph: returns two lists, outputs and gradients.
@@ -218,7 +218,7 @@ class _StageBuilder:
         return node
 
     def _as_recorded(self, node: fx.Node, like: Tensor) -> fx.Node:
-        """What came in, with its dimensions where they were when it was recorded."""
+        """A received value, with its dimensions where they were when it was recorded."""
         order = _order(like)
         if order is None:
             self._is_stale = True

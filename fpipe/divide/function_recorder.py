@@ -96,7 +96,7 @@ class Recorder:
 
     @property
     def returns(self) -> Returns:
-        """What the function returns."""
+        """The declared results of the function."""
         return self.objective.returns
 
     def num_states(self, spec: optree.PyTreeSpec) -> int:
@@ -218,7 +218,7 @@ class Recorder:
         merge_constants(recording.module)
         count = len(params.values)
         changed = keep_changed(graph, recording.arguments[:count], self.num_states(params.spec))
-        # What never changes is read like a parameter, in any stage.
+        # State that never changes is read like a parameter, in any stage.
         origins: list[Source] = [
             *(StateLeaf(leaf) if leaf in changed else Param(leaf) for leaf in range(count)),
             *(BatchLeaf(number) for number in range(len(batch.values))),
@@ -261,7 +261,7 @@ class Recorder:
         return self.returns.call.replace("batch)", "batch, key=key)" if self.has_key else "batch)")
 
     def _called(self, params: Abstract, batch: Abstract, leaves: Sequence[Tensor]) -> Any:
-        """What the function returns for flat arguments."""
+        """Call the function with flat arguments."""
         count = len(params.values)
         end = count + len(batch.values)
         given = as_parameters(params.spec, leaves[:count])
@@ -272,7 +272,7 @@ class Recorder:
         )
 
     def _taken(self, value: Any, params: Abstract, goal: Goal) -> tuple[list[Tensor], Numbering]:
-        """What it returned as flat tensors, the new state last, and how the others are numbered."""
+        """Flatten the results, the new state last, and say how the others are numbered."""
         subject = f"{self.name} returns"
         taken = self.returns.take(subject, self.returns.call, value, self.objective.loss_shape)
         if goal == "value":

@@ -162,7 +162,7 @@ class FunctionTracer:
         return frozen | {(0, leaf) for leaf in range(count - states, count)}
 
     def parts(self, params: TreeShape, microbatch: TreeShape) -> tuple[Part, ...]:
-        """What is between the cuts, forward only, to be measured."""
+        """The stages between the cuts, forward only, to be measured."""
         own, batch = (Abstract.of(shape, self._mode) for shape in (params, microbatch))
         count = len(own.values) - self._record.num_states(own.spec)
         trained = [n < count and is_differentiable(value) for n, value in enumerate(own.values)]

@@ -40,7 +40,7 @@ def keep_changed(graph: fx.Graph, given: Sequence[fx.Node], states: int) -> list
 
 
 def _copied(node: Any) -> Any:
-    """What `node` is a copy of, itself if it is none."""
+    """The node that `node` is a copy of, itself if it is none."""
     while isinstance(node, fx.Node) and node.target in _COPIES:
         node = node.args[0]
     return node

@@ -16,7 +16,7 @@ def fingerprint(graph: fx.Graph) -> str:
     """A key that two graphs share only if they compute the same on the same kind of inputs.
 
     Node names do not count; ops, their arguments and the placeholders' shapes, strides and dtypes
-    do. Of devices and process groups it counts which are the same, and not their numbers: ranks
+    do. Devices and process groups count by which are the same, and not by their numbers: ranks
     that have a device each, and each a group for its own part of a layer, compute the same.
     """
     number = {node: f"%{index}" for index, node in enumerate(graph.nodes)}

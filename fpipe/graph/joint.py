@@ -219,6 +219,6 @@ def add_sums(
 
 
 def _sum_type(gradient: fx.Node, dtype: torch.dtype | None) -> torch.dtype:
-    """What a gradient is summed in where `dtype` is asked for."""
+    """The dtype to sum a gradient in, if the user chose `dtype`."""
     own = value_of(gradient).dtype
     return own if dtype is None or dtype.is_complex != own.is_complex else dtype

@@ -48,7 +48,7 @@ UNLISTED_PRODUCTS = frozenset(
         aten.mkldnn_rnn_layer_backward,
     }
 )
-"""What libraries compute as well, and torch's table of FLOPs lacks."""
+"""Further ops that libraries compute, which torch's table of FLOPs lacks."""
 
 # Namespaces of operations of which it is known whether they draw.
 _KNOWN = frozenset({"aten", "prims", "fpipe"})

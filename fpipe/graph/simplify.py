@@ -26,7 +26,7 @@ aten = torch.ops.aten
 # Identity ops that tracing leaves behind: the value is the argument.
 _IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default})
 
-# What ops that look only at the shape of their argument fill memory with.
+# The fill values of ops that read only the shape of their argument.
 _FILLS: Final[dict[Any, Callable[[fx.Node], Any]]] = {
     aten.zeros_like.default: lambda node: 0,
     aten.new_zeros.default: lambda node: 0,

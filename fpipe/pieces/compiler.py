@@ -49,7 +49,7 @@ _OPTIONS = {
 
 
 _CUT_SHORT: Final = ("file too short", "invalid ELF header")
-"""What the loader says of a library that was not written to its end."""
+"""The loader's messages for a library that was not written to its end."""
 
 
 class Compiler:

@@ -81,7 +81,7 @@ def with_onednn(graph: fx.Graph) -> fx.Graph:
 
 
 def _other_term(product: fx.Node) -> Any:
-    """What is added to a product that nobody else reads."""
+    """The term added to a product that nobody else reads."""
     if len(product.users) != 1:
         return None
     (total,) = product.users

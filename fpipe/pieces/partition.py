@@ -256,7 +256,7 @@ def unchanging(joint: Joint, live: Collection[fx.Node]) -> Unchanging:
         live: the nodes that its pieces may run.
     """
     leaving = {joint.nodes[name] for name in (*joint.outputs, *joint.gradients.values())}
-    # What returns several, one of which leaves, is run where that leaves from.
+    # An op with several results, one of which leaves, runs where that one leaves from.
     leaving |= {node.all_input_nodes[0] for node in leaving if node.target is operator.getitem}
     fixed: set[fx.Node] = set()
     cheap: set[fx.Node] = set()

@@ -219,7 +219,7 @@ def _memory(nodes: Collection[fx.Node], fuses: bool) -> dict[fx.Node, frozenset[
 
 
 def _made_by(node: fx.Node) -> frozenset[fx.Node]:
-    """What an op writes: itself, or its elements if it returns several."""
+    """The values that an op writes: itself, or its elements if it returns several."""
     elements = [user for user in node.users if user.target is operator.getitem]
     return frozenset(elements or [node])
 

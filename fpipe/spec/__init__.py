@@ -1,1 +1,1 @@
-"""What a user declares of stages, of parameters and of what a loss returns."""
+"""The user's declarations of stages, of parameters and of the results of a loss."""

@@ -1,4 +1,4 @@
-"""What stages are differentiated for, and how the gradients of parameters are collected."""
+"""The arguments to differentiate by, and how gradients of parameters are collected."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Sink:
     everywhere: bool = False
 
     def lifted(self, leaf: Tensor, rows: int) -> Tensor:
-        """What the gradient of a leaf is taken by, for a microbatch of so many rows."""
+        """The tensor to differentiate by in place of a leaf, for a microbatch of `rows` rows."""
         return leaf if self.lift is None else self.lift(leaf, rows)
 
     def folded(self, gradient: Tensor) -> Tensor:
-        """What is kept of the gradient of a microbatch."""
+        """Reduce the gradient of a microbatch to what is kept."""
         return gradient if self.fold is None else self.fold(gradient)
 
 
@@ -46,7 +46,7 @@ SUM = Sink()
 
 @dataclass(frozen=True)
 class Objective:
-    """What is differentiated, by what, and how the gradients are collected.
+    """The function's results, the arguments to differentiate by, and the gradient reduction.
 
     Attributes:
         returns: what the loss function returns.

@@ -1,4 +1,4 @@
-"""What a loss function returns beside the loss: declared by the user, never guessed."""
+"""The results of a loss function beside the loss: declared by the user, never guessed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Numbering(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a loss function returned, taken apart.
+    """The results of a loss function, taken apart.
 
     Attributes:
         heads: the loss, or the sum and its weight.
@@ -51,7 +51,7 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True)
 class Returns:
-    """What a loss function returns, as it was declared.
+    """The declared results of a loss function.
 
     Attributes:
         weighted: ``(sum, weight)`` in place of the loss.
@@ -143,9 +143,9 @@ class Returns:
         return Taken(heads, state, aux)
 
     def with_tensors(self, value: Any) -> Any:
-        """What a loss function returned, with a tensor for a weight that is a number of Python's.
+        """The results of a loss function, with a tensor for a weight that is a Python number.
 
-        What it is not, `take` refuses.
+        Other values stay as they are, for `take` to refuse.
         """
         several = isinstance(value, tuple | list) and bool(value)
         pair = value[0] if self.beside and several else value
@@ -219,7 +219,7 @@ def _is_real(value: Tensor) -> bool:
 
 
 def _found(value: Any) -> str:
-    """What a value is, for messages."""
+    """Describe a value, for messages."""
     if isinstance(value, Tensor):
         return describe("it", value).removeprefix("it: ")
     size = f" of {len(value)}" if isinstance(value, tuple | list) else ""

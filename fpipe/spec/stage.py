@@ -1,4 +1,4 @@
-"""What a user writes: a stage is a pure function."""
+"""Stages, the pure functions that a user writes."""
 
 from __future__ import annotations
 

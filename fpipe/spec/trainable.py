@@ -74,7 +74,7 @@ class Trainable:
         )
 
     def requires(self, stages: int) -> list[str] | None:
-        """What a schedule owes to each stage, as `fpipe.verify` takes it.
+        """The ops that a schedule must contain for each stage, as `fpipe.verify` takes them.
 
         None where that cannot be told before the parameters are there.
         """

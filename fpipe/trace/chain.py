@@ -73,7 +73,7 @@ NEXT = -1
 
 
 class _Given(NamedTuple):
-    """What a stage is traced on.
+    """The arguments that a stage is traced on.
 
     Attributes:
         params: its parameters.
@@ -269,7 +269,7 @@ class ChainTracer:
             objective,
             differentiate=differentiate,
             origin=(stage.fn, self._loss) if with_loss else stage.fn,
-            # Of what comes with the loss the loss alone is differentiated.
+            # Only the loss is differentiated, and not what comes with it.
             readers=lambda leaf: () if with_loss and leaf else (NEXT,),
             rows=given.rows,
         )

@@ -37,7 +37,7 @@ _SHAPED: Final = frozenset(
         torch.ops.aten._unique2.default,
     }
 )
-"""What has as many elements as a value says: of one that is known it is known."""
+"""Ops whose results have as many elements as a value says: constant if the value is."""
 
 _SELECT: Final = torch.ops.aten.masked_select.default
 _INDEX: Final = torch.ops.aten.index.Tensor
@@ -48,7 +48,7 @@ _INDEXING: Final = frozenset(
         torch.ops.aten.index_put_.default,
     }
 )
-"""What takes masks, which select as many elements as they say."""
+"""Ops that take masks, whose values decide how many elements are selected."""
 
 _ZEROS = torch.ops.aten._efficientzerotensor.default
 _SYMBOLIC: ContextVar[bool] = ContextVar("fpipe.symbolic_zeros", default=False)

@@ -25,7 +25,7 @@ from fpipe.trace.overrides.standin import Instead, StandIn
 
 
 @contextmanager
-def without_peeking() -> Iterator[None]:
+def without_data_checks() -> Iterator[None]:
     """Within it torch does not check the values of arguments.
 
     Indices of `one_hot` that are no class give rows of zeros, as on CUDA under torch.compile; in
@@ -180,7 +180,7 @@ _WITHOUT: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.retain_grad: _refuse_grad,
     torch._is_all_true: lambda _: True,  # what distributions ask of a check
 }
-"""What stands for each."""
+"""The replacement of each function."""
 
 
 def _unlooked(kind: type) -> Callable[[Any, Tensor], Any]:

@@ -52,7 +52,7 @@ class Functional(FunctionalTensorMode):
         return False  # tracing is kept from Dynamo as a whole
 
     def original(self, value: Tensor) -> Tensor:
-        """What the function closes over, of which the graph has an alias."""
+        """The tensor that the function closes over, of which the graph has an alias."""
         return self._origin.get(value, value)
 
     def made_functional(self, value: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class _Raised(BaseException):
-    """What a handler has raised, on its way through those who explain errors of a trace."""
+    """Carries an error of a handler past the code that explains errors of a trace."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()

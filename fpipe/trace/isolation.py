@@ -19,7 +19,7 @@ from torch._C import _autograd
 from fpipe.checks.explain import Untraceable, unreported
 from fpipe.locks import Turns
 from fpipe.torch_internals import FakeTensorMode
-from fpipe.trace.data_independent import without_peeking
+from fpipe.trace.data_independent import without_data_checks
 from fpipe.trace.overrides.functions import with_contexts
 from fpipe.trace.overrides.standin import StandIn
 
@@ -103,7 +103,7 @@ def tracing(mode: FakeTensorMode) -> Iterator[None]:
         _differentiable(),
         with_contexts(),
         as_written(),
-        without_peeking(),
+        without_data_checks(),
     ):
         yield
 
@@ -142,7 +142,7 @@ def uncompiled() -> Iterator[None]:
 def as_written() -> AbstractContextManager[None]:
     """Within it a compiled function is the Python function that it was made of.
 
-    So it is to `torch.compile`. Of a compiled module there is none: its methods are refused. Calls
+    So it is to `torch.compile`. A compiled module has none: its methods are refused. Calls
     in other threads are as before.
     """
     return _CALLS.active()

@@ -223,7 +223,7 @@ class _Trace:
             return list(map(from_fun, outputs)), list(map(from_fun, gradients))
 
     def recording(self, module: fx.GraphModule, lost: dict[int, StageError]) -> Recording:
-        """What has been recorded; the cotangents follow the arguments."""
+        """The finished recording; the cotangents follow the arguments."""
         nodes = iter(list(module.graph.nodes))
         arguments = [next(nodes) for _ in self._leaves.values]
         last = arguments[-1] if arguments else None

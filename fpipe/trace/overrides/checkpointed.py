@@ -55,7 +55,7 @@ class Marks:
             _MARKS.reset(token)
 
     def change(self, call: Checkpointed | None) -> None:
-        """What is recorded from here on belongs to this call."""
+        """Let all that is recorded from here on belong to this call."""
         mode = get_proxy_mode()
         if mode is not None:
             graph = mode.tracer.graph
@@ -129,7 +129,7 @@ class _Plainly:
 
 
 def _generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """What runs before and after the function of a checkpoint that is not reentrant."""
+    """Runs before and after the function of a checkpoint that is not reentrant."""
     own = _GENERATORS.own(checkpoint)
     if not _GENERATORS.is_active:
         yield from own(*args, **kwargs)

@@ -37,7 +37,7 @@ def ctc_loss(
     reduction: str | int = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """What `torch.ctc_loss` and that of `torch.nn.functional` return."""
+    """The loss, as `torch.ctc_loss` and `torch.nn.functional.ctc_loss` return it."""
     inputs, symbols = (
         torch.as_tensor(lengths).reshape(-1) for lengths in (input_lengths, target_lengths)
     )

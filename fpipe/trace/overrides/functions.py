@@ -176,7 +176,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Form:
-    """What a forward has done, but for the tensors.
+    """Everything that a forward has done, except for the tensors.
 
     Attributes:
         count: how many values it has returned.
@@ -393,7 +393,7 @@ def _of_one_level(function: Any) -> Any:
 
 
 def _any_requires_grad(*args: Any, **options: Any) -> bool:
-    """What torch asks before it calls such a Function, at each transform."""
+    """torch calls this before it calls such a Function, at each transform."""
     if _GRADIENT_QUERIES.is_active and innermost_transform() == "Jvp":
         for value in (*args, *options.values()):
             if isinstance(value, Tensor) and unpack_dual(value, level=0).tangent is not None:

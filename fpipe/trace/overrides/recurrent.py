@@ -112,7 +112,7 @@ RECURRENT: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = MappingProxy
         torch.gru_cell: _gru_cell,
     }
 )
-"""What computes the same, by the functions of torch that it stands for."""
+"""Functions that compute the same, by the functions of torch that they replace."""
 
 
 def _where_it_lies(func: Callable[..., Any]) -> Callable[..., Any]:

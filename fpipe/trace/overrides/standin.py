@@ -1,4 +1,4 @@
-"""What stands in for functions of torch while something is traced."""
+"""Replace functions of torch in this thread while something is traced."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StandIn:
         return self._within.get()
 
     def own(self, kind: Any) -> Any:
-        """What stands in a class or module, or stood there when it was replaced."""
+        """The current attribute of a class or module, or the one that was replaced."""
         return self._found[kind]
 
     @contextmanager
