@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from fpipe.functional.ensemble import vmap
     from fpipe.functional.reverse_mode import vjp
     from fpipe.microbatches import Microbatches
-    from fpipe.modules.balance_table import Balance
     from fpipe.modules.balancing import balance
-    from fpipe.modules.checkpoint_names import load_buffers
+    from fpipe.modules.module_buffers import load_buffers
     from fpipe.modules.module_entry import from_module
     from fpipe.modules.module_pipeline import ModulePipeline
+    from fpipe.modules.stage_shares import Balance
     from fpipe.profiling import profile
     from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
     from fpipe.spec.stage import Stage
@@ -141,8 +141,8 @@ _LAZY = {
         ("fpipe.modules.balancing", "balance"),
         ("fpipe.modules.module_entry", "from_module"),
         ("fpipe.modules.module_pipeline", "ModulePipeline"),
-        ("fpipe.modules.balance_table", "Balance"),
-        ("fpipe.modules.checkpoint_names", "load_buffers"),
+        ("fpipe.modules.module_buffers", "load_buffers"),
+        ("fpipe.modules.stage_shares", "Balance"),
         ("fpipe.transforms.norms", "Clipped clip_by_global_norm global_norm"),
         ("fpipe.profiling", "profile"),
         ("fpipe.results", "ForwardAux Step StepAux StepState StepStateAux"),

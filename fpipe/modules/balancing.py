@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any
 
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from fpipe import pytree, random
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import PipelineError, StageError, check_flags, told
 from fpipe.execute.controller import Gather
 from fpipe.inputs.batch import split
 from fpipe.inputs.signature import batch_shapes
-from fpipe.modules.balance_table import Balance, StageShare
-from fpipe.modules.costs import Loads, counted, measured, parts_of
 from fpipe.modules.division import divide
-from fpipe.modules.module_config import declared
-from fpipe.modules.module_loss import Loss, ModuleLoss
-from fpipe.modules.stage_memory import Memory
+from fpipe.modules.module_loss import Loss, ModuleLoss, declared, held_by, with_cuts
+from fpipe.modules.module_parts import Part, parts_of
+from fpipe.modules.stage_shares import Balance, Memory, StageShare
 from fpipe.pieces.compiler import Compile
+from fpipe.profiling import profile
 from fpipe.schedule import Schedule
 from fpipe.schedule.arguments import plain_number
+from fpipe.schedule.families.evaluation import all_forwards_first
 from fpipe.trace.isolation import one_at_a_time, uncompiled
+
+log = logging.getLogger("fpipe")
+
+Loads = Callable[[Sequence[Part]], Sequence[float]]
+"""What each part is taken to cost, all in one unit: `counted`, or `measured`."""
 
 INTENSITY = 10
 """FLOPs that a machine does while it moves a byte, unless told."""
@@ -266,3 +274,55 @@ def _divided(
         parts=tuple((part.name, load) for part, load in zip(parts, weighed, strict=True)),
         unit=unit,
     )
+
+
+def counted(intensity: float) -> Loads:
+    """Loads in FLOPs: those of a part, and so many for each byte that it reads or writes."""
+
+    def loads(parts: Sequence[Part]) -> Sequence[float]:
+        if uncounted := sorted(frozenset().union(*(part.uncounted for part in parts))):
+            log.warning(
+                "fpipe.balance counts no FLOPs for %s: measure=True balances times instead",
+                ", ".join(uncounted),
+            )
+        return [part.flops + intensity * part.moved for part in parts]
+
+    return loads
+
+
+def measured(definition: Definition, batch: Any) -> Loads:
+    """Loads in seconds: forward and backward of a part, of one microbatch.
+
+    The parts run as the stages of a pipeline in this process, one after the other, compiled as the
+    definition says.
+
+    Args:
+        definition: of the module, which is not cut; its schedule says how `batch` is split.
+        batch: real tensors, as is the module.
+
+    Raises:
+        StageError: a parameter or a leaf of the batch has no data.
+    """
+    assert isinstance(definition.loss, ModuleLoss)
+    held = held_by(definition)
+    for name, value in (("batch", batch), ("module", held[0])):
+        leaves, spec = pytree.flatten(value)
+        for path, leaf in zip(pytree.paths(spec), leaves, strict=True):
+            if leaf.is_meta:
+                raise StageError(
+                    f"measure=True runs the module, but {name}{path} is on the meta device: give "
+                    "real tensors, or count with measure=False"
+                )
+    parts = split(batch, definition.in_dims, definition.schedule.num_microbatches)
+    biggest = parts.biggest()
+    microbatch = pytree.unflatten(parts.specs[biggest], parts.leaves[biggest])
+
+    def loads(parts: Sequence[Part]) -> Sequence[float]:
+        cut = with_cuts(definition, [part.name for part in parts[:-1]])
+        one = all_forwards_first((0,) * len(parts), 1, split=False)
+        key = random.key(0) if definition.reads_key else None
+        probe = Pipeline(replace(cut, schedule=one, group=None, devices=None))
+        cost = profile(probe, *held, microbatch, key=key).on(one.placement)
+        return [forward + backward for forward, backward in zip(cost.f, cost.b, strict=True)]
+
+    return loads

@@ -17,12 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from fpipe.definition import Definition
 from fpipe.divide.cuts import cut
 from fpipe.errors import StageError, a_type, check_flags
-from fpipe.modules.balance_table import Balance
 from fpipe.modules.balancing import chosen
 from fpipe.modules.module_buffers import real_buffers, refuse_elsewhere, refuse_missing
-from fpipe.modules.module_config import declared, with_buffers, with_cuts
-from fpipe.modules.module_loss import Loss
+from fpipe.modules.module_loss import Loss, declared, with_buffers, with_cuts
 from fpipe.modules.module_pipeline import ModulePipeline
+from fpipe.modules.stage_shares import Balance
 from fpipe.pieces.compiler import Compile
 from fpipe.pieces.remat import Remat
 from fpipe.placing import group_of, placed

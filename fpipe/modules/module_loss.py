@@ -6,6 +6,7 @@ params, batch ── called_with ──► output ── output.loss | loss(outp
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,13 +17,22 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from fpipe.convention import called
+from fpipe.definition import Definition
 from fpipe.divide.cuts import cut
 from fpipe.errors import BatchError, FpipeError, StageError, a_type, few
-from fpipe.modules.module_buffers import refuse_missing
-from fpipe.modules.module_function import explaining, unchanged
-from fpipe.modules.module_guards import refuse_aliases, refuse_global_hooks
-from fpipe.nn import buffers_of, call_and_note, called_with
+from fpipe.modules.module_buffers import check_state, refuse_missing
+from fpipe.modules.module_forward import (
+    explaining,
+    refuse_aliases,
+    refuse_global_hooks,
+    unchanged,
+)
+from fpipe.modules.module_mode import Mode, refuse_lost
+from fpipe.nn import buffers_of, call_and_note, called_with, state_of
+from fpipe.schedule import Schedule
 from fpipe.spec.returns import LOSS, Returns
+from fpipe.spec.trainable import Trainable
 
 Loss = Callable[[Any, Any], Any]
 
@@ -278,36 +288,6 @@ class ModuleLoss:
         return found
 
 
-def check_state(module: nn.Module, state: Any) -> None:
-    """Refuse a state that `fpipe.nn.state_of` could not have made of the module, or a part of it.
-
-    Raises:
-        BatchError: it is no dict of buffers, or a name or a shape differs.
-    """
-    if not isinstance(state, Mapping):
-        raise BatchError(
-            f"state is {a_type(state)}: the state of a module is a dict of its buffers, "
-            "fpipe.nn.state_of(module)"
-        )
-    own = dict(module.named_buffers())
-    every = dict(module.named_buffers(remove_duplicate=False))
-    for name, buffer in buffers_of(state).items():
-        if name not in own and name in every:
-            first = next(known for known, other in own.items() if other is every[name])
-            raise BatchError(
-                f"the buffers {first!r} and {name!r} of {type(module).__name__} are one tensor, "
-                "but in a state each has numbers of its own: give one of them a tensor of its own "
-                "(.clone()), or share the whole layer"
-            )
-        if name not in own or own[name].shape != buffer.shape:
-            found = f"has shape {tuple(own[name].shape)}" if name in own else "does not exist"
-            raise BatchError(
-                f"state has the buffer {name!r} of shape {tuple(buffer.shape)}, which in "
-                f"{type(module).__name__} {found}: pass fpipe.nn.state_of(module), or what a step "
-                "of a pipeline of such a module has returned"
-            )
-
-
 def modules_in(*traced: Any) -> list[nn.Module]:
     """The modules among what is traced."""
     return [one for one in traced if isinstance(one, nn.Module)]
@@ -337,3 +317,82 @@ def _nearest(name: str, known: set[str]) -> str:
 
     found = get_close_matches(name, sorted(known), n=3)
     return f" (near it: {', '.join(map(repr, found))})" if found else ""
+
+
+def parameters_of(module: nn.Module) -> dict[str, Tensor]:
+    """``dict(module.named_parameters())`` without autograd history: tied parameters come once."""
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def declared(
+    module: Any,
+    loss: Loss | None,
+    schedule: Schedule,
+    *,
+    batch_norm: str = "microbatch",
+    is_compiling: bool = False,
+    **options: Any,
+) -> Definition:
+    """The definition of a pipeline of a module that is not cut yet.
+
+    Args:
+        module: its parameters that require no gradient are frozen.
+        loss: as for `ModuleLoss`.
+        schedule: of the pipeline.
+        batch_norm: as for `fpipe.pipeline`.
+        is_compiling: as for `ModuleLoss`.
+        options: other fields of the definition.
+
+    Raises:
+        ScheduleError: the schedule cannot run.
+        StageError: an argument is wrong.
+    """
+    if not isinstance(module, nn.Module):
+        raise StageError(
+            f"module={module!r:.60} is {a_type(module)}: from_module takes a "
+            "torch.nn.Module; fpipe.pipeline takes functions"
+        )
+    refuse_lost(module)
+    trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    definition = Definition(
+        stages=(),
+        loss=ModuleLoss(module, (), loss),
+        function=True,
+        trainable=Trainable(None if all(trained.values()) else trained),
+        schedule=schedule,
+        convention=called(options.get("has_state") is True, batch_norm),
+        modes=Mode(*modules_in(module, loss)),
+        **options,
+    )
+    own = ModuleLoss(module, (), loss, definition.returns, is_compiling=is_compiling)
+    return replace(definition, loss=own)
+
+
+def held_by(definition: Definition) -> tuple[Any, ...]:
+    """What the module of a definition holds, as a step takes it: parameters, and a state."""
+    assert isinstance(definition.loss, ModuleLoss)
+    module = definition.loss.module
+    params = parameters_of(module)
+    return (params, state_of(module)) if definition.has_state else (params,)
+
+
+def with_cuts(definition: Definition, cuts: Sequence[str] | None) -> Definition:
+    """The definition of a pipeline of a module with its cuts.
+
+    Raises:
+        StageError: one of them names no submodule.
+    """
+    assert isinstance(definition.loss, ModuleLoss)
+    return replace(definition, loss=definition.loss.with_cuts(cuts))
+
+
+def copied(definition: Definition, memo: dict[int, Any]) -> Definition:
+    """The definition of a pipeline of the copy of a module, as `copy.deepcopy` makes it."""
+    loss, modes = copy.deepcopy((definition.loss, definition.modes), memo)
+    return replace(definition, loss=loss, modes=modes)
+
+
+def with_buffers(definition: Definition, buffers: Mapping[str, Tensor]) -> Definition:
+    """The definition of a pipeline of a module with other buffers than the module's own."""
+    assert isinstance(definition.loss, ModuleLoss)
+    return replace(definition, loss=definition.loss.with_buffers(buffers))

@@ -16,8 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fpipe.modules.module_function import as_left
-from fpipe.modules.module_guards import has_gradient_hooks, refuse_gradient_hooks
+from fpipe.errors import StageError, a_type
+from fpipe.modules.module_forward import as_left
 
 log = logging.getLogger("fpipe")
 
@@ -205,3 +205,83 @@ def _hooks(part: nn.Module) -> Iterator[Any]:
     ):
         yield from hooks.values()
         yield None
+
+
+# By name: some of their modules take a second to import.
+_WRAPPERS = {
+    "OptimizedModule": ("_orig_mod", "fpipe compiles the stages itself (compile=)"),
+    "DataParallel": ("module", "a pipeline of a module has a process for each device"),
+    "DistributedDataParallel": (
+        "module",
+        "it cannot average the gradients of a step: do so yourself (docs/distributed.md)",
+    ),
+}
+
+# What modules are given by torch.distributed._composable: hooks around their forward.
+_COMPOSED = "torch.distributed._composable"
+
+_SHARDED = frozenset({"FSDPModule", "FullyShardedDataParallel"})
+_WHOLE = (
+    "pass the module as it is before it is sharded: a pipeline divides it by layers, and "
+    "parallelize_module may divide the layers (docs/distributed.md)"
+)
+
+
+def refuse_lost(module: nn.Module) -> None:
+    """Refuse wrappers around a module, sharded parameters, and hooks on parameters.
+
+    Raises:
+        StageError: it has some; names it.
+    """
+    for path, part in module.named_modules():
+        kind = type(part).__name__
+        where = f"module.get_submodule({path!r})" if path else "module"
+        sharded = {base.__name__ for base in type(part).__mro__}.intersection(_SHARDED)
+        if sharded:
+            as_what = "" if kind in sharded else f", a {sharded.pop()}"
+            raise StageError(f"{where} is a {kind}{as_what}: {_WHOLE}")
+        inner, why = _WRAPPERS.get(kind, ("", ""))
+        if inner in part._modules and type(part).__module__.startswith("torch."):
+            raise StageError(
+                f"{where} is {a_type(part)} around {a_type(part._modules[inner])}: take what is "
+                f"within, .{inner}; {why}"
+            )
+        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+            if (maker := str(getattr(hook, "__module__", ""))).startswith(_COMPOSED):
+                raise StageError(
+                    f"{where} has a hook of {maker}: pass the module as it is before that: a step "
+                    "averages no gradients (do so yourself: docs/distributed.md), and computes "
+                    "forwards again by remat= or torch.utils.checkpoint"
+                )
+    refuse_gradient_hooks(module.named_modules())
+
+
+def refuse_gradient_hooks(parts: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse hooks on the parameters of a module: a step takes other tensors in their place.
+
+    Args:
+        parts: as ``module.named_modules()`` gives them.
+
+    Raises:
+        StageError: there is one; names where.
+    """
+    for path, part in parts:
+        for name, own in part._parameters.items():
+            if _has_hooks(own):
+                where = f"module.get_parameter({'.'.join(filter(None, (path, name)))!r})"
+                raise StageError(
+                    f"{where} has hooks on its gradient, which a step does not run, for it returns "
+                    "gradients: remove the hooks, and change what step returns; those of modules "
+                    "(register_full_backward_hook) run"
+                )
+
+
+def has_gradient_hooks(part: nn.Module) -> bool:
+    """Whether a submodule has a parameter of its own with a hook on its gradient."""
+    return any(map(_has_hooks, part._parameters.values()))
+
+
+def _has_hooks(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and bool(
+        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )

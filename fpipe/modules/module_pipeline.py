@@ -24,11 +24,15 @@ from fpipe.execute.refusal import odd_one_out, refusal
 from fpipe.execute.sample import Sample, numbers
 from fpipe.holding import Make, whole
 from fpipe.inputs.signature import memory_of
-from fpipe.modules.balance_table import Balance
-from fpipe.modules.checkpoint_names import naming_of_buffers, naming_of_parameters
-from fpipe.modules.module_buffers import real_buffers, refuse_missing
-from fpipe.modules.module_config import copied
-from fpipe.modules.module_loss import ModuleLoss, check_state
+from fpipe.modules.module_buffers import (
+    check_state,
+    naming_of_buffers,
+    naming_of_parameters,
+    real_buffers,
+    refuse_missing,
+)
+from fpipe.modules.module_loss import ModuleLoss, copied
+from fpipe.modules.stage_shares import Balance
 from fpipe.nn import buffers_of, state_of, with_buffers
 from fpipe.plan.workshop import Workshop
 from fpipe.transport.connect import device_of

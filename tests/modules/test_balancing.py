@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
-from fpipe.modules.stage_memory import held_at_once
+from fpipe.modules.stage_shares import held_at_once
 from tests.modules.models import LanguageModel, detached, language_model, make_batch, unpipelined
 
 ROWS = 8

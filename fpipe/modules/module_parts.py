@@ -6,42 +6,41 @@ nothing is computed, and parameters may lie on the meta device.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
-from torch.utils.flop_counter import (
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-    shape_wrapper,
-)
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fpipe import pytree, random
+from fpipe import pytree
+from fpipe.checks.purity import WriteGuard
 from fpipe.definition import Definition
 from fpipe.divide.dividing import Part as Recorded
 from fpipe.divide.function_tracer import FunctionTracer
-from fpipe.engine import Pipeline
-from fpipe.errors import StageError
+from fpipe.errors import StageError, shown
 from fpipe.graph.joint import Param, Upstream
 from fpipe.graph.nodes import nbytes_of
-from fpipe.inputs.batch import split
 from fpipe.inputs.signature import TreeShape
-from fpipe.modules.candidates import candidates_of
 from fpipe.modules.module_buffers import shaped_buffers
-from fpipe.modules.module_config import held_by, with_cuts
-from fpipe.modules.module_loss import ModuleLoss
-from fpipe.modules.saving import Saved, is_work, made_by, origin_of, saved_of
-from fpipe.profiling import profile
-from fpipe.schedule.families.evaluation import all_forwards_first
+from fpipe.modules.module_loss import ModuleLoss, held_by
+from fpipe.modules.operation_costs import (
+    Saved,
+    flops_of,
+    is_uncounted,
+    is_work,
+    made_by,
+    origin_of,
+    saved_of,
+)
 from fpipe.spec.objective import Objective
+from fpipe.trace.abstract import Abstract
+from fpipe.trace.constant_propagation import Known
 from fpipe.trace.interrupts import held_back
-
-log = logging.getLogger("fpipe")
 
 _CPU = torch.device("cpu")
 
@@ -93,10 +92,6 @@ class Part:
     reads: frozenset[Crossing]
     saves: frozenset[Crossing]
     width: int
-
-
-Loads = Callable[[Sequence[Part]], Sequence[float]]
-"""What each part is taken to cost, all in one unit: `counted`, or `measured`."""
 
 
 @held_back()
@@ -164,58 +159,6 @@ def parts_of(
     )
 
 
-def counted(intensity: float) -> Loads:
-    """Loads in FLOPs: those of a part, and so many for each byte that it reads or writes."""
-
-    def loads(parts: Sequence[Part]) -> Sequence[float]:
-        if uncounted := sorted(frozenset().union(*(part.uncounted for part in parts))):
-            log.warning(
-                "fpipe.balance counts no FLOPs for %s: measure=True balances times instead",
-                ", ".join(uncounted),
-            )
-        return [part.flops + intensity * part.moved for part in parts]
-
-    return loads
-
-
-def measured(definition: Definition, batch: Any) -> Loads:
-    """Loads in seconds: forward and backward of a part, of one microbatch.
-
-    The parts run as the stages of a pipeline in this process, one after the other, compiled as the
-    definition says.
-
-    Args:
-        definition: of the module, which is not cut; its schedule says how `batch` is split.
-        batch: real tensors, as is the module.
-
-    Raises:
-        StageError: a parameter or a leaf of the batch has no data.
-    """
-    assert isinstance(definition.loss, ModuleLoss)
-    held = held_by(definition)
-    for name, value in (("batch", batch), ("module", held[0])):
-        leaves, spec = pytree.flatten(value)
-        for path, leaf in zip(pytree.paths(spec), leaves, strict=True):
-            if leaf.is_meta:
-                raise StageError(
-                    f"measure=True runs the module, but {name}{path} is on the meta device: give "
-                    "real tensors, or count with measure=False"
-                )
-    parts = split(batch, definition.in_dims, definition.schedule.num_microbatches)
-    biggest = parts.biggest()
-    microbatch = pytree.unflatten(parts.specs[biggest], parts.leaves[biggest])
-
-    def loads(parts: Sequence[Part]) -> Sequence[float]:
-        cut = with_cuts(definition, [part.name for part in parts[:-1]])
-        one = all_forwards_first((0,) * len(parts), 1, split=False)
-        key = random.key(0) if definition.reads_key else None
-        probe = Pipeline(replace(cut, schedule=one, group=None, devices=None))
-        cost = profile(probe, *held, microbatch, key=key).on(one.placement)
-        return [forward + backward for forward, backward in zip(cost.f, cost.b, strict=True)]
-
-    return loads
-
-
 def _reads(
     stage: Recorded, stages: Sequence[Recorded], saved: Sequence[Saved]
 ) -> dict[Crossing, fx.Node]:
@@ -245,80 +188,133 @@ def _moved(node: fx.Node) -> int:
     return nbytes_of(node) + sum(map(nbytes_of, node.all_input_nodes)) if is_work(node) else 0
 
 
-# FLOPs of a recorded operation: torch's own formulas, and those that its counter lacks. The counter
-# knows attention by the kernels of devices; what is recorded on the CPU calls another one.
+def candidates_of(
+    loss: ModuleLoss,
+    named: Sequence[str] | None,
+    fewest: int,
+    given: TreeShape,
+    microbatch: TreeShape,
+    *,
+    has_state: bool,
+) -> list[str]:
+    """Submodules behind which the module may be cut, in the order in which they end.
 
-aten = torch.ops.aten
+    Args:
+        loss: of the module, which is not cut.
+        named: submodules to choose from. None takes the children of the outermost `ModuleList`s and
+            `Sequential`s; where these make fewer than `fewest` places for a cut, those of the lists
+            within them too, and then submodules of any kind, the outer ones first.
+        fewest: places that are wanted.
+        given: shapes of the parameters, and of the state where the module has one.
+        microbatch: shapes of the keyword arguments of its forward.
+        has_state: `given` is the pair of both.
 
-_Shape = Sequence[int]
+    Returns:
+        Those that are called once; of several that end at the same place, the outermost.
 
-# Others' operations, and of torch's those that are neither products nor passes over their elements.
-_OPAQUE = (
-    "aten._cdist_forward",
-    "aten._cudnn_rnn",
-    "aten._fft_",
-    "aten._linalg_",
-    "aten._thnn_fused_",
-    "aten._trilinear",
-    "aten.linalg_",
-    "aten.miopen_",
-)
-_KNOWN = ("aten.", "prims.", "fpipe.")
-
-
-def flops_of(node: fx.Node) -> int:
-    """FLOPs of what a node computes; 0 if there is no formula."""
-    packet = getattr(node.target, "overloadpacket", None)
-    formula = flop_registry.get(packet) or _WRAPPED.get(packet)
-    if formula is None:
-        return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
-
-
-def is_uncounted(node: fx.Node) -> bool:
-    """Whether a node may be heavy and has no formula."""
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet is None or packet in flop_registry or packet in _FORMULAS:
-        return False
-    name = str(packet)
-    return name.startswith(_OPAQUE) or not name.startswith(_KNOWN)
-
-
-def _attention(query: _Shape, key: _Shape, value: _Shape, *_: Any, **options: Any) -> int:
-    return int(sdpa_flop_count(query, *_as_many_heads(query, key, value)))
-
-
-def _attention_backward(
-    grad: _Shape, query: _Shape, key: _Shape, value: _Shape, *_: Any, **options: Any
-) -> int:
-    return int(sdpa_backward_flop_count(grad, query, *_as_many_heads(query, key, value)))
+    Raises:
+        StageError: there is none.
+    """
+    given_names = None if named is None else list(named)
+    if isinstance(named, str) or not all(isinstance(name, str) for name in given_names or ()):
+        raise StageError(
+            f"candidates={shown(named)} must be a list of names of submodules, as those of "
+            "module.named_modules()"
+        )
+    order: list[str] = []
+    for names in _choices(loss.module) if given_names is None else [given_names]:
+        order, places = _called_once(loss, names, given, microbatch, has_state=has_state)
+        if places >= fewest:
+            break
+    if not order:
+        raise StageError(
+            f"{type(loss.module).__name__} has no submodule, of those that may be candidates, that "
+            "its forward calls once (a layer that is called again and again is no place for a "
+            "cut): name others with candidates=, or call fpipe.cut, in a function for "
+            "fpipe.pipeline"
+        )
+    return order
 
 
-def _as_many_heads(query: _Shape, *others: _Shape) -> list[_Shape]:
-    """Keys and values of grouped queries, as each query sees them; older torch has no such case."""
-    return [(batch, query[1], *rest) for batch, _, *rest in others]
+def _choices(module: nn.Module) -> Iterator[list[str]]:
+    """Names to choose from, ever more of them."""
+    listed: list[str] = []
+    for depth in count(1):
+        deeper = _in_lists(module, depth)
+        if len(deeper) == len(listed):
+            break
+        yield (listed := deeper)
+    names = [name for name, _ in module.named_modules() if name]
+    for depth in sorted({name.count(".") for name in names}):
+        yield [name for name in names if name in listed or name.count(".") <= depth]
 
 
-def _product(left: _Shape, right: _Shape, *_: Any, **options: Any) -> int:
-    """A product whose rows, columns or terms may be divided into groups."""
-    groups = left[0] if len(left) == len(right) == 3 else 1
-    return int(2 * groups * left[-2] * left[-1] * right[-1])
+def _in_lists(module: nn.Module, depth: int) -> list[str]:
+    """The children of `ModuleList`s and `Sequential`s that lie in fewer than `depth` others."""
+    found: list[str] = []
+    lists: list[str] = []
+    for name, submodule in module.named_modules():
+        around = sum(not outer or name.startswith(f"{outer}.") for outer in lists)
+        if isinstance(submodule, nn.ModuleList | nn.Sequential) and around < depth:
+            lists.append(name)
+            prefix = f"{name}." if name else ""
+            found += [prefix + child for child, _ in submodule.named_children()]
+    return found
 
 
-def _recurrent(given: _Shape, inner: _Shape, hidden: _Shape, *_: Any, **options: Any) -> int:
-    """A layer in one direction: at each place of each sequence, both matrices."""
-    return 2 * prod(given[:-1]) * (prod(inner) + prod(hidden))
+class _Operations(TorchDispatchMode):
+    """Counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
-_FORMULAS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    aten._grouped_mm: _product,
-    aten._scaled_grouped_mm: _product,
-    aten._int_mm: _product,
-    aten.mkldnn_rnn_layer: _recurrent,
-}
-_WRAPPED: dict[Any, Callable[..., int]] = {
-    packet: shape_wrapper(formula) for packet, formula in _FORMULAS.items()
-}
+def _called_once(
+    loss: ModuleLoss,
+    names: Sequence[str],
+    given: TreeShape,
+    microbatch: TreeShape,
+    *,
+    has_state: bool,
+) -> tuple[list[str], int]:
+    """Those of `names` that are called once, and how many of them end before the module does."""
+    loss.with_cuts(names)  # names the one that does not exist
+    operations = _Operations()
+    ended: list[tuple[str, int]] = []
+    handles = [
+        loss.module.get_submodule(name).register_forward_hook(
+            lambda _, __, ___, name=name: ended.append((name, operations.count))
+        )
+        for name in ("", *names)
+    ]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        own, batch = Abstract.of(given, mode), Abstract.of(microbatch, mode)
+        params = pytree.unflatten(own.spec, own.values)
+        # Without the guard a buffer on the CPU would really be written to.
+        with mode, torch.no_grad(), WriteGuard({}, loss), Known(), operations:
+            loss(
+                *(params if has_state else (params,)),
+                pytree.unflatten(batch.spec, batch.values),
+            )
+    except Exception:
+        # It is said, with its place, when the module is recorded.
+        return list(names), len(names)
+    finally:
+        for handle in handles:
+            handle.remove()
+    times = Counter(name for name, _ in ended)
+    last = {place: name for name, place in ended if name and place and times[name] == 1}
+    end = max((place for name, place in ended if not name), default=operations.count)
+    return [last[place] for place in sorted(last)], sum(place < end for place in last)

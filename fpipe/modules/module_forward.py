@@ -1,9 +1,13 @@
-"""The forward of a module while it is traced, and the module left as it was afterwards."""
+"""Trace the forward of a module: explain errors, restore the module, and refuse what would be lost.
+
+Hooks of all modules would stay in the trace. A state is threaded as a value, so a write to a buffer
+is not seen through another tensor in the same memory.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -12,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.nn.modules import module as modules
 
 from fpipe.checks.explain import Untraceable, place, told_apart
 from fpipe.errors import StageError, a_type, told
@@ -176,3 +181,94 @@ def _differ(one: Any, other: Any) -> bool:
     if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
         return any(a is not b for a, b in zip(one, other, strict=True))
     return one is not other
+
+
+def refuse_global_hooks(name: str) -> None:
+    """Refuse hooks of all modules while one is traced, in which they would stay.
+
+    Args:
+        name: of the module's class.
+
+    Raises:
+        StageError: there are some.
+    """
+    for kind, hooks in (
+        ("forward pre-hook", modules._global_forward_pre_hooks),
+        ("forward hook", modules._global_forward_hooks),
+        ("backward pre-hook", modules._global_backward_pre_hooks),
+        ("backward hook", modules._global_backward_hooks),
+    ):
+        if hooks:
+            raise StageError(
+                f"{name} is traced while a {kind} of all modules is registered ("
+                f"{next(iter(hooks.values()))!r:.100}), as torch's counter of FLOPs has one: make "
+                "the first call without it; later ones, for which nothing is traced, do not call it"
+            )
+
+
+def refuse_aliases(module: nn.Module, written: Collection[str]) -> None:
+    """Refuse a module that has another tensor in the memory of a buffer that changes.
+
+    One tensor that is registered as several buffers is one buffer.
+
+    Args:
+        module: holds its own buffers.
+        written: the names of buffers to which its forward writes.
+
+    Raises:
+        Untraceable: names both.
+    """
+    for name in written:
+        buffer = module.get_buffer(name)
+        for other, value, is_buffer in _tensors(module):
+            if not (is_buffer and value is buffer) and _overlap(buffer, value):
+                raise Untraceable(
+                    f"writes to its buffer {name!r}, and has {other!r} in the same memory",
+                    "with has_state=True a buffer is a value, and what is written to it is seen "
+                    "nowhere else: make the other of the buffer in the forward, or give it memory "
+                    "of its own, .clone()",
+                )
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """Every buffer and plain attribute, and what lists, tuples and dicts among those hold."""
+    for prefix, part in module.named_modules():
+        start = f"{prefix}." if prefix else ""
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                yield start + name, buffer, True
+        for name, value in vars(part).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                for place, found in _held(value):
+                    yield start + name + place, found, False
+
+
+def _held(value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield "", value
+    elif isinstance(value, list | tuple):
+        for index, entry in enumerate(value):
+            if isinstance(entry, Tensor):
+                yield f"[{index}]", entry
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            if isinstance(entry, Tensor):
+                yield f"[{key!r}]", entry
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether both reach into the same stretch of one memory."""
+    first, second = _reach(one), _reach(other)
+    if first is None or second is None or first[0] != second[0]:
+        return False
+    return first[1] < second[2] and second[1] < first[2]
+
+
+def _reach(value: Tensor) -> tuple[int, int, int] | None:
+    """The address of its memory, and of its first byte and of the one after its last."""
+    plain = type(value) in (Tensor, nn.Parameter, nn.Buffer)
+    if not plain or value.is_meta or value.layout != torch.strided or not value.numel():
+        return None
+    last = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+    begin = value.data_ptr()
+    return value.untyped_storage().data_ptr(), begin, begin + (last + 1) * value.itemsize
