@@ -1,1 +1,1 @@
-"""Tensors in files, of which each process reads its own."""
+"""Read checkpoints: each process reads the tensors that it holds."""

@@ -102,7 +102,7 @@ def save(
 
 def load(pipe: Pipeline, path: str | PathLike[str], example: tuple[Any, ...], like: Any) -> Saved:
     """Read them; arguments and errors are those of `Trainer.load`."""
-    from fpipe.checkpoint.distributed import DistributedDirectory
+    from fpipe.checkpoint.checkpoint_files import DistributedDirectory
 
     source = Path(path)
     if not source.exists():

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from fpipe import Schedule, pytree, random, schedules
-from fpipe.checkpoint import safetensors_files
+from fpipe.checkpoint import checkpoint_files
 from fpipe.nn import buffers_of, state_of
 from tests import keyed_model, state_model
 from tests.distributed.crew import Crew, Outcome, attempt, values
@@ -210,7 +210,7 @@ def test_own_parameters_of_a_nested_tree(crew: Crew) -> None:
 
 def note_reads(patch: pytest.MonkeyPatch, read: list[str]) -> None:
     """Note the names of tensors that are read from files of either kind."""
-    really, opened = dcp.FileSystemReader.read_data, safetensors_files._opened
+    really, opened = dcp.FileSystemReader.read_data, checkpoint_files._opened
 
     def read_data(reader: Any, plan: Any, planner: Any) -> Any:
         read.extend(item.dest_index.fqn for item in plan.items)
@@ -227,7 +227,7 @@ def note_reads(patch: pytest.MonkeyPatch, read: list[str]) -> None:
             return value
 
     patch.setattr(dcp.FileSystemReader, "read_data", read_data)
-    patch.setattr(safetensors_files, "_opened", Noted)
+    patch.setattr(checkpoint_files, "_opened", Noted)
 
 
 @pytest.mark.parametrize("kind", ["key", "safetensors", "distributed"])

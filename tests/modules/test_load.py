@@ -16,10 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fpipe
-from fpipe.checkpoint import safetensors_files
-from fpipe.checkpoint.distributed import DistributedDirectory
-from fpipe.checkpoint.safetensors_files import SafetensorsFiles
-from fpipe.checkpoint.source import Source
+from fpipe.checkpoint import checkpoint_files
+from fpipe.checkpoint.checkpoint_files import DistributedDirectory, SafetensorsFiles, Source
 from tests.modules.hugging_face import build
 from tests.modules.models import LanguageModel, detached, language_model, make_batch, unpipelined
 
@@ -127,13 +125,13 @@ def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     wanted = {"blocks.1.norm.bias": torch.empty(8, dtype=torch.float32, device="meta")}
     read: list[str] = []
     files: list[Path] = []
-    really = safetensors_files._opened
+    really = checkpoint_files._opened
 
     def opened(file: Path) -> Any:
         files.append(file)
         return Recorded(really(file), read)
 
-    monkeypatch.setattr(safetensors_files, "_opened", opened)
+    monkeypatch.setattr(checkpoint_files, "_opened", opened)
     source: Source = SafetensorsFiles.indexed(tmp_path / "model.safetensors.index.json")
     assert files == []
     found = source.read(wanted)
