@@ -20,11 +20,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.functional.constants import Constants
-from fpipe.functional.formulas.cumulative import CUMULATIVE
 from fpipe.functional.formulas.embedding import EMBEDDINGS
-from fpipe.functional.formulas.linear import BATCHED_LINEAR, LINEAR, UNKNOWN
-from fpipe.functional.formulas.quantile import QUANTILES
+from fpipe.functional.formulas.linear import LINEAR
 from fpipe.functional.norm_formulas import NORMALISATIONS
+from fpipe.functional.refusals import REFUSED
 from fpipe.torch_internals import beneath_forward_mode, functorch
 from fpipe.trace.constant_propagation import symbolic_zeros
 from fpipe.trace.overrides.recurrent import RECURRENT
@@ -167,13 +166,10 @@ def _sinc(input: Tensor) -> Tensor:
     return torch.where(small, series, away.sin() / away)
 
 
-def _refused(func: Callable[..., Any], instead: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            f"the second derivative of {func.__name__} would be wrong; {instead}"
-        )
-
-    return refuse
+def _lerp_(input: Tensor, end: Tensor, weight: Any) -> Tensor:
+    # The abstract kernel of the update in place looks for an overload, and prints its arguments for
+    # each that does not fit. That fails within a jvp, and so does every jvp of the thread after it.
+    return input.copy_(torch.lerp(input.clone(), end, weight))
 
 
 _BATCHED: Mapping[Callable[..., Any], Callable[..., Any]] = {
@@ -183,7 +179,7 @@ _BATCHED: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.group_norm: _group_norm,
     **EMBEDDINGS,
     **RECURRENT,
-    **BATCHED_LINEAR,
+    **LINEAR,
 }
 
 _SMOOTH: Mapping[Callable[..., Any], Callable[..., Any]] = {
@@ -195,8 +191,7 @@ _SMOOTH: Mapping[Callable[..., Any], Callable[..., Any]] = {
     **RECURRENT,
     **NORMALISATIONS,
     **EMBEDDINGS,
-    **CUMULATIVE,
-    **QUANTILES,
-    **LINEAR,
-    **{func: _refused(func, instead) for func, instead in UNKNOWN.items()},
+    Tensor.lerp_: _lerp_,
+    torch.linalg.lu_solve: LINEAR[torch.linalg.lu_solve],
+    **REFUSED,
 }
