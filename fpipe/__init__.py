@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fpipe.engine import Pipeline
     from fpipe.entry import pipeline
     from fpipe.functional.ensemble import vmap
-    from fpipe.functional.reverse_mode import vjp
+    from fpipe.functional.pullback import vjp
     from fpipe.microbatches import Microbatches
     from fpipe.modules.balancing import balance
     from fpipe.modules.module_buffers import load_buffers
@@ -54,16 +54,16 @@ if TYPE_CHECKING:
         TrainStepStateAux,
     )
     from fpipe.training.trainer import Trainer, train
-    from fpipe.transforms.choice import grad
     from fpipe.transforms.directional import Directional, Hvp, HvpAux, Jvp, ggnvp, hvp, jvp
-    from fpipe.transforms.norms import Clipped, clip_by_global_norm, global_norm
-    from fpipe.transforms.per_example import (
+    from fpipe.transforms.mapped import (
         ExampleNorms,
         ExampleNormsAux,
         NormPipeline,
         per_example_grads,
         per_example_norms,
     )
+    from fpipe.transforms.norms import Clipped, clip_by_global_norm, global_norm
+    from fpipe.transforms.reverse_mode import grad
 
 __all__ = [
     "Action",
@@ -153,12 +153,12 @@ _LAZY = {
             "TrainState TrainStep TrainStepAux TrainStepState TrainStepStateAux",
         ),
         ("fpipe.training.trainer", "Trainer train"),
-        ("fpipe.transforms.choice", "grad"),
+        ("fpipe.transforms.reverse_mode", "grad"),
         ("fpipe.transforms.directional", "Directional Hvp HvpAux Jvp ggnvp hvp jvp"),
         ("fpipe.functional.ensemble", "vmap"),
-        ("fpipe.functional.reverse_mode", "vjp"),
-        ("fpipe.transforms.per_example", "ExampleNorms ExampleNormsAux NormPipeline"),
-        ("fpipe.transforms.per_example", "per_example_grads per_example_norms"),
+        ("fpipe.functional.pullback", "vjp"),
+        ("fpipe.transforms.mapped", "ExampleNorms ExampleNormsAux NormPipeline"),
+        ("fpipe.transforms.mapped", "per_example_grads per_example_norms"),
     )
     for name in names.split()
 }

@@ -21,7 +21,7 @@ from fpipe import pytree
 from fpipe.definition import ARGUMENTS, Alone, Definition
 from fpipe.functional.derivative import derivative
 from fpipe.functional.ensemble import ensemble
-from fpipe.functional.reverse_mode import pullback
+from fpipe.functional.pullback import pullback
 from fpipe.plan.workshop import Workshop
 from fpipe.torch_internals import temporarily_clear_interpreter_stack
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from fpipe.definition import Definition
 from fpipe.errors import StageError
-from fpipe.functional.direction import Direction
 from fpipe.functional.dual import (
     Takes,
     dual_function,
@@ -18,6 +17,7 @@ from fpipe.functional.dual import (
     gauss_newton_loss,
     load_rules,
 )
+from fpipe.functional.dual_arguments import Direction
 from fpipe.functional.parts import Parts
 from fpipe.functional.stagewise import each_stage, refuse_state
 

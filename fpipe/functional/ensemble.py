@@ -15,8 +15,8 @@ from fpipe.convention import COTANGENT
 from fpipe.definition import Alone, Definition
 from fpipe.errors import BatchError, StageError, check_choice
 from fpipe.functional.batching import over
+from fpipe.functional.ensemble_arguments import Members, behind
 from fpipe.functional.forward_mode import batched
-from fpipe.functional.members import Members, behind
 from fpipe.functional.parts import Parts
 from fpipe.functional.stagewise import (
     RANDOMNESS,

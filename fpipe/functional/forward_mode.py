@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fpipe.functional.constants import Constants
 from fpipe.functional.formulas.embedding import EMBEDDINGS
 from fpipe.functional.formulas.linear import LINEAR
-from fpipe.functional.norm_formulas import NORMALISATIONS
 from fpipe.functional.refusals import REFUSED
+from fpipe.functional.smooth_formulas import NORMALISATIONS
 from fpipe.torch_internals import beneath_forward_mode, functorch
 from fpipe.trace.constant_propagation import symbolic_zeros
 from fpipe.trace.overrides.recurrent import RECURRENT
