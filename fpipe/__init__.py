@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from fpipe.divide.cuts import cut
     from fpipe.engine import Pipeline
     from fpipe.entry import pipeline
-    from fpipe.functional.ensemble import vmap
-    from fpipe.functional.pullback import vjp
     from fpipe.microbatches import Microbatches
     from fpipe.modules.balancing import balance
     from fpipe.modules.module_buffers import load_buffers
@@ -61,9 +59,10 @@ if TYPE_CHECKING:
         NormPipeline,
         per_example_grads,
         per_example_norms,
+        vmap,
     )
     from fpipe.transforms.norms import Clipped, clip_by_global_norm, global_norm
-    from fpipe.transforms.reverse_mode import grad
+    from fpipe.transforms.reverse_mode import grad, vjp
 
 __all__ = [
     "Action",
@@ -153,12 +152,10 @@ _LAZY = {
             "TrainState TrainStep TrainStepAux TrainStepState TrainStepStateAux",
         ),
         ("fpipe.training.trainer", "Trainer train"),
-        ("fpipe.transforms.reverse_mode", "grad"),
+        ("fpipe.transforms.reverse_mode", "grad vjp"),
         ("fpipe.transforms.directional", "Directional Hvp HvpAux Jvp ggnvp hvp jvp"),
-        ("fpipe.functional.ensemble", "vmap"),
-        ("fpipe.functional.pullback", "vjp"),
         ("fpipe.transforms.mapped", "ExampleNorms ExampleNormsAux NormPipeline"),
-        ("fpipe.transforms.mapped", "per_example_grads per_example_norms"),
+        ("fpipe.transforms.mapped", "per_example_grads per_example_norms vmap"),
     )
     for name in names.split()
 }

@@ -209,7 +209,6 @@ WHOLE_ROOMS: Final = (
     "fpipe.schedule.families",
     "fpipe.schedule.picture",
     "fpipe.schedule.searching",
-    "fpipe.functional.formulas",
 )
 
 

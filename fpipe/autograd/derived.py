@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fpipe import pytree
 from fpipe.definition import ARGUMENTS, Alone, Definition
-from fpipe.functional.derivative import derivative
+from fpipe.functional.dual import derivative
 from fpipe.functional.ensemble import ensemble
 from fpipe.functional.pullback import pullback
 from fpipe.plan.workshop import Workshop

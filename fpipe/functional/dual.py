@@ -1,20 +1,25 @@
-"""Dual stages: a stage that computes its output and the output's derivative in a direction.
+"""The definition of a pipeline's derivative in a direction: every stage becomes its dual.
 
     (p, v), (x, ẋ)  ──►  (y, ẏ),   ẏ = ∂y/∂p · v + ∂y/∂x · ẋ
 
-A chain of them, and a loss that is taken the same way, computes a loss and its directional
-derivative. The gradient of that derivative by v is the gradient of the loss, and by p the Hessian's
-product with v: one backward gives both.
+A chain of duals and a loss that is taken the same way compute a loss and its directional
+derivative. The gradient of that derivative by v is the gradient of the loss, and its gradient by p
+is the product of the Hessian with v: one backward gives both (Pearlmutter, 1994, "Fast exact
+multiplication by the Hessian").
 
-Where the derivative is cut off from p (``stop``), the second one is J'Hv through the first output
-alone, which is the Gauss–Newton product.
+If the derivative is cut off from p, what is left is J'Hv through the output alone, the Gauss–Newton
+product (Schraudolph, 2002, "Fast curvature matrix-vector products for second-order gradient
+descent").
+
+`fpipe.functional.dual_arguments` pairs the arguments with their directions.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import wraps
+from dataclasses import replace
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +27,94 @@ from torch import Tensor
 from torch.func import grad, jvp
 
 from fpipe import pytree
-from fpipe.errors import label_of
+from fpipe.definition import Definition
+from fpipe.errors import StageError, label_of
+from fpipe.functional.dual_arguments import DualArguments
 from fpipe.functional.forward_mode import differentiable_twice
+from fpipe.functional.stagewise import Parts, each_stage, refuse_state
 from fpipe.inputs.signature import is_differentiable
 from fpipe.spec.returns import Returns, Taken
 from fpipe.torch_internals import beneath_forward_mode
+
+
+def derivative(
+    name: str, definition: Definition, along: tuple[str, ...], *, gauss_newton: bool = False
+) -> Definition:
+    """The definition of a pipeline of dual stages.
+
+    Args:
+        name: of the transform, for messages.
+        definition: of the pipeline whose derivative is taken.
+        along: the arguments that may move, ``"params"`` and ``"batch"``. The result takes a vector
+            for each of them after the batch, None for one that stays.
+        gauss_newton: cut the second derivative of the stages off.
+
+    Returns:
+        A definition whose losses come with their derivatives, and whose gradients are those by the
+        arguments and by the vectors.
+
+    Raises:
+        StageError: there is no such derivative; says why.
+    """
+    refuse_state(name, definition, "what a state owes to the parameters has no derivative")
+    if definition.convention.vectors:
+        raise StageError(
+            f"fpipe.{name} of a pipeline that takes a vector already would be a third derivative: "
+            "take one derivative in a direction, and fpipe.vmap it for several at once"
+        )
+    if definition.sink.everywhere:
+        raise StageError(
+            f"fpipe.{name} of a pipeline that returns norms would mix those of two products: take "
+            "it of the pipeline itself"
+        )
+    if gauss_newton:
+        _check_gauss_newton(name, definition)
+    load_rules()
+    batch_moves = "batch" in along
+
+    def dual(function: Callable[..., Any], first: bool) -> Callable[..., Any]:
+        return _dual_stage(function, first=first, batch_moves=batch_moves, cut_off=gauss_newton)
+
+    loss_form = _LossForm(definition.returns, definition.loss_shape)
+    if gauss_newton:
+        loss = _gauss_newton_loss(definition.loss, loss_form)
+    else:
+        make_loss = _dual_function if definition.function else _dual_loss
+        loss = make_loss(definition.loss, loss_form, batch_moves=batch_moves)
+    return replace(
+        definition,
+        stages=each_stage(definition.stages, dual),
+        loss=loss,
+        in_dims=(definition.in_dims,) * 2 if batch_moves else definition.in_dims,
+        loss_shape=(*definition.loss_shape, 2),
+        loss_cotangent=(0.0, 1.0),
+        convention=DualArguments(
+            definition.convention,
+            Parts.of(definition),
+            definition.trainable,
+            along,
+            weighable=not gauss_newton,
+            is_partial=definition.group is not None,
+        ).convention,
+        # A stage's parameters come before their direction.
+        trainable=replace(definition.trainable, within=(0, *definition.trainable.within)),
+        alone=None,
+    )
+
+
+def _check_gauss_newton(name: str, definition: Definition) -> None:
+    if definition.loss_shape:
+        after = "vmap" if definition.sink.join is None else "per_example_grads"
+        raise StageError(
+            f"fpipe.{name} needs one loss, but this pipeline has several: transform first, and "
+            f"stack afterwards, as in fpipe.{after}(fpipe.{name}(pipe))"
+        )
+    if definition.function:
+        raise StageError(
+            f"fpipe.{name} is about what the last stage returns and the loss of that, but this "
+            "pipeline is one function, which returns the loss alone: pass the stages as functions, "
+            "fpipe.pipeline([stage, ...], loss, schedule); fpipe.hvp takes one function as well"
+        )
 
 
 def load_rules() -> None:
@@ -38,39 +126,102 @@ def load_rules() -> None:
         jvp(torch.sin, (zero,), (zero,))
 
 
-def dual_stage(
-    function: Callable[..., Any], *, first: bool, moves: bool, stop: bool
+# ── stages ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _dual_stage(
+    function: Callable[..., Any], *, first: bool, batch_moves: bool, cut_off: bool
 ) -> Callable[..., Any]:
     """The dual of a stage function.
 
     Args:
         function: ``(params, x)`` or ``(params, x, microbatch)`` to ``y``.
         first: whether it is the first stage's, whose input is the microbatch.
-        moves: a microbatch comes with its direction; otherwise it has none.
-        stop: cut the derivative off from parameters and inputs.
+        batch_moves: whether a microbatch comes with its direction.
+        cut_off: cut the derivative off from parameters and inputs.
     """
 
     @wraps(function)
     def stage(packed: Any, value: Any, *microbatch: Any, **key: Tensor) -> Any:
-        inputs = [value if moves or not first else (value, None)]
-        inputs += [own if moves else (own, None) for own in microbatch]
+        inputs = [value if batch_moves or not first else (value, None)]
+        inputs += [pair if batch_moves else (pair, None) for pair in microbatch]
         arguments, directions = zip(packed, *inputs, strict=True)
 
-        def run(*own: Any) -> Any:
-            return function(*own, **key)
+        def run(*values: Any) -> Any:
+            return function(*values, **key)
 
         with differentiable_twice():
-            if not stop:
-                return _push(run, arguments, directions)
+            if not cut_off:
+                return _push_forward(run, arguments, directions)
             y = run(*arguments)
-            fixed = pytree.tree_map(torch.Tensor.detach, arguments)
-            return y, _push(run, fixed, directions)[1]
+            constants = pytree.tree_map(torch.Tensor.detach, arguments)
+            return y, _push_forward(run, constants, directions)[1]
 
     return stage
 
 
-class Takes(NamedTuple):
-    """How what a loss function returns is taken apart.
+def _push_forward(
+    function: Callable[..., Any], arguments: tuple[Any, ...], directions: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """The output of `function`, and its derivative, which has None for leaves without one.
+
+    Args:
+        function: from pytrees to a pytree.
+        arguments: its arguments.
+        directions: of each argument, with None for a leaf that has none, or for all of them.
+    """
+    leaves, spec = pytree.flatten(arguments)
+    aligned = [d for pair in zip(arguments, directions, strict=True) for d in _aligned(*pair)]
+    moving = [index for index, direction in enumerate(aligned) if direction is not None]
+    tangents = tuple(direction for direction in aligned if direction is not None)
+    out_spec: Any = None
+    is_smooth: list[bool] = []
+
+    def flat(*values: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        nonlocal out_spec
+        outputs, out_spec = pytree.flatten(
+            function(*pytree.unflatten(spec, _with_values(leaves, moving, values)))
+        )
+        is_smooth[:] = [is_differentiable(leaf) for leaf in outputs]
+        smooth = [leaf for leaf in outputs if is_differentiable(leaf)]
+        return smooth, [leaf for leaf in outputs if not is_differentiable(leaf)]
+
+    if moving:
+        primals = tuple(leaves[index] for index in moving)
+        pushed: Any = jvp(flat, primals, tangents, has_aux=True)
+        smooth, derivatives, others = pushed
+    else:
+        smooth, others = flat()
+        derivatives = [torch.zeros_like(leaf) for leaf in smooth]
+    leaves_by_kind = {True: iter(smooth), False: iter(others)}
+    outputs = [next(leaves_by_kind[flag]) for flag in is_smooth]
+    remaining = iter(derivatives)
+    tangent = [next(remaining) if flag else None for flag in is_smooth]
+    return pytree.unflatten(out_spec, outputs), pytree.unflatten(out_spec, tangent)
+
+
+def _aligned(value: Any, direction: Any) -> list[Tensor | None]:
+    """The direction of each leaf, None for one that has none."""
+    leaves = pytree.flatten_prefix(value)
+    tangents = [None] * len(leaves) if direction is None else pytree.flatten_prefix(direction)
+    return [d for leaf, d in zip(leaves, tangents, strict=True) if leaf is not None]
+
+
+def _with_values(
+    leaves: Sequence[Tensor], places: Sequence[int], values: Sequence[Tensor]
+) -> list[Tensor]:
+    """The leaves, with values in place of those at `places`."""
+    replaced = list(leaves)
+    for place, value in zip(places, values, strict=True):
+        replaced[place] = value
+    return replaced
+
+
+# ── losses ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class _LossForm(NamedTuple):
+    """The form of what a loss function returns.
 
     Attributes:
         returns: what it declares.
@@ -80,147 +231,93 @@ class Takes(NamedTuple):
     returns: Returns
     shape: tuple[int | None, ...]
 
+    def take(self, function: Callable[[Any, Any], Any], y: Any, microbatch: Any) -> Taken:
+        """Call a loss function of an output, and take its results apart."""
+        results = function(y, microbatch)
+        return self.returns.take("the loss is", "loss(y, microbatch)", results, self.shape)
+
     def paired(self, taken: Taken, derivative: Tensor) -> Any:
-        """What the function returns, with the derivative beside the loss."""
+        """The results of the function, with the derivative beside the loss in a last dimension."""
         pair = torch.stack([taken.heads[0], derivative], -1)
         return self.returns.written(taken._replace(heads=(pair, *taken.heads[1:])))
 
 
-def dual_loss(
-    function: Callable[[Any, Any], Any], takes: Takes, *, moves: bool
+def _dual_loss(
+    function: Callable[[Any, Any], Any], form: _LossForm, *, batch_moves: bool
 ) -> Callable[[Any, Any], Any]:
-    """The loss and its directional derivative, along a new last dimension; the rest stays.
-
-    The arguments are those of `dual_stage`, and what the function declares.
-    """
+    """The loss of an output, and its directional derivative, along a new last dimension."""
 
     @wraps(function)
     def loss(value: Any, microbatch: Any) -> Any:
-        inputs = microbatch if moves else (microbatch, None)
+        inputs = microbatch if batch_moves else (microbatch, None)
         arguments, directions = zip(value, inputs, strict=True)
         with differentiable_twice():
-            taken, derivatives = _push(
-                lambda *own: _taken(function, takes, *own), arguments, directions
-            )
-        return takes.paired(taken, derivatives.heads[0])
+            taken, derivatives = _push_forward(partial(form.take, function), arguments, directions)
+        return form.paired(taken, derivatives.heads[0])
 
     return loss
 
 
-def _taken(function: Callable[[Any, Any], Any], takes: Takes, y: Any, microbatch: Any) -> Taken:
-    found = function(y, microbatch)
-    return takes.returns.take("the loss is", "loss(y, microbatch)", found, takes.shape)
+def _dual_function(
+    function: Callable[..., Any], form: _LossForm, *, batch_moves: bool
+) -> Callable[..., Any]:
+    """One function of the whole model, and its directional derivative, as `_dual_loss`.
 
-
-def dual_function(function: Callable[..., Any], takes: Takes, *, moves: bool) -> Callable[..., Any]:
-    """A whole loss function and its directional derivative, along a new last dimension.
-
-    It is the first stage of a chain, and what it returns is the loss already; the rest stays. The
-    arguments are those of `dual_loss`.
+    It is taken as a first stage, which returns the loss already.
     """
-    name, returns = label_of(function), takes.returns
+    name, returns = label_of(function), form.returns
 
     def run(params: Any, microbatch: Any, **key: Tensor) -> Taken:
-        found = function(params, microbatch, **key)
-        return returns.take(f"{name} returns", returns.call, found, takes.shape)
+        results = function(params, microbatch, **key)
+        return returns.take(f"{name} returns", returns.call, results, form.shape)
 
-    pair = dual_stage(run, first=True, moves=moves, stop=False)
+    dual = _dual_stage(run, first=True, batch_moves=batch_moves, cut_off=False)
 
     @wraps(function)
     def loss(packed: Any, microbatch: Any, **key: Tensor) -> Any:
-        taken, derivatives = pair(packed, microbatch, **key)
-        return takes.paired(taken, derivatives.heads[0])
+        taken, derivatives = dual(packed, microbatch, **key)
+        return form.paired(taken, derivatives.heads[0])
 
     return loss
 
 
-def gauss_newton_loss(
-    function: Callable[[Any, Any], Any], takes: Takes
+def _gauss_newton_loss(
+    function: Callable[[Any, Any], Any], form: _LossForm
 ) -> Callable[[Any, Any], Any]:
-    """What `dual_loss` returns, with other gradients: of y the product with the loss's Hessian.
+    """The results of `_dual_loss`, with another gradient by y: Hẏ, H the second derivative by y.
 
-    The gradient by ẏ is that of the loss, and the gradient by y is Hẏ, H the second derivative of
-    the loss by y.
+    The gradient by ẏ is the gradient of the loss.
     """
 
     @wraps(function)
     def loss(value: Any, microbatch: Any) -> Any:
         y, y_dot = value
         leaves, spec = pytree.flatten(y)
-        chosen = [index for index, leaf in enumerate(leaves) if is_differentiable(leaf)]
-        point = tuple(leaves[index] for index in chosen)
+        smooth = [index for index, leaf in enumerate(leaves) if is_differentiable(leaf)]
+        point = tuple(leaves[index] for index in smooth)
         tangents = tuple(pytree.flatten(y_dot)[0])
 
-        def taken(*own: Tensor) -> Taken:
-            full = list(leaves)
-            for index, leaf in zip(chosen, own, strict=True):
-                full[index] = leaf
-            return _taken(function, takes, pytree.unflatten(spec, full), microbatch)
+        def take(*values: Tensor) -> Taken:
+            output = pytree.unflatten(spec, _with_values(leaves, smooth, values))
+            return form.take(function, output, microbatch)
 
         with differentiable_twice():
-            here = tuple(leaf.detach() for leaf in point)
-            bent: Any = jvp(
-                grad(lambda *own: taken(*own).heads[0], tuple(range(len(here)))),
-                here,
+            constants = tuple(leaf.detach() for leaf in point)
+            pushed: Any = jvp(
+                grad(lambda *values: take(*values).heads[0], tuple(range(len(constants)))),
+                constants,
                 tuple(t.detach() for t in tangents),
             )
-            slopes, products = bent
+            slopes, products = pushed
             derivative = _dot(slopes, tangents)
-            # Nothing in value, but the gradient by y.
-            bend = _dot(products, point)
-            return takes.paired(taken(*point), derivative + bend - bend.detach())
+            # It adds nothing to the value, and the product to the gradient by y.
+            curvature = _dot(products, point)
+            return form.paired(take(*point), derivative + curvature - curvature.detach())
 
     return loss
 
 
-def _push(
-    function: Callable[..., Any], arguments: tuple[Any, ...], directions: tuple[Any, ...]
-) -> tuple[Any, Any]:
-    """`function` of pytrees, and its derivative in a direction, None for leaves without one.
-
-    Args:
-        function: from pytrees to a pytree.
-        arguments: its arguments.
-        directions: of each argument, with None for a leaf that has none, or for all of them.
-    """
-    leaves, spec = pytree.flatten(arguments)
-    along = [d for own in zip(arguments, directions, strict=True) for d in _aligned(*own)]
-    chosen = [index for index, direction in enumerate(along) if direction is not None]
-    tangents = [direction for direction in along if direction is not None]
-    made: list[Any] = []
-
-    def flat(*own: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        full = list(leaves)
-        for index, leaf in zip(chosen, own, strict=True):
-            full[index] = leaf
-        outputs, structure = pytree.flatten(function(*pytree.unflatten(spec, full)))
-        made[:] = [structure, [is_differentiable(leaf) for leaf in outputs]]
-        smooth = [leaf for leaf in outputs if is_differentiable(leaf)]
-        return smooth, [leaf for leaf in outputs if not is_differentiable(leaf)]
-
-    if chosen:
-        primals = tuple(leaves[index] for index in chosen)
-        pushed: Any = jvp(flat, primals, tuple(tangents), has_aux=True)
-        smooth, derivatives, plain = pushed
-    else:
-        smooth, plain = flat()
-        derivatives = [torch.zeros_like(leaf) for leaf in smooth]
-    structure, flags = made
-    sides = {True: iter(smooth), False: iter(plain)}
-    outputs = [next(sides[flag]) for flag in flags]
-    rest = iter(derivatives)
-    tangent = [next(rest) if flag else None for flag in flags]
-    return pytree.unflatten(structure, outputs), pytree.unflatten(structure, tangent)
-
-
-def _aligned(value: Any, direction: Any) -> list[Tensor | None]:
-    """The direction of each leaf, None for one that has none."""
-    leaves = pytree.flatten_prefix(value)
-    found = [None] * len(leaves) if direction is None else pytree.flatten_prefix(direction)
-    return [d for leaf, d in zip(leaves, found, strict=True) if leaf is not None]
-
-
 def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
     """The real inner product of two lists of tensors."""
-    parts = [(a.conj() * b).sum().real for a, b in zip(left, right, strict=True)]
-    return torch.stack(parts).sum()
+    products = [(a.conj() * b).sum().real for a, b in zip(left, right, strict=True)]
+    return torch.stack(products).sum()

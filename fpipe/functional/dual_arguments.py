@@ -1,4 +1,8 @@
-"""Arguments paired with a direction: what dual functions take, made of a caller's vectors."""
+"""Arguments of a directional derivative: each with its direction, as dual stages take them.
+
+A caller passes vectors after the batch: a direction of the parameters, or of the batch, in its
+structure. Here each vector is checked against its argument, and paired with it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.convention import Convention, Dual
 from fpipe.errors import BatchError
-from fpipe.functional.parts import Parts
+from fpipe.functional.stagewise import Parts
 from fpipe.inputs.signature import is_differentiable
 from fpipe.spec.trainable import Trainable
 
@@ -21,7 +25,7 @@ HINT = "the gradients that step returns have the structure of a vector"
 
 
 @dataclass(frozen=True)
-class Direction:
+class DualArguments:
     """How arguments and vectors are paired.
 
     A vector may be None: its argument does not move, and has no gradient by its direction.
@@ -31,8 +35,8 @@ class Direction:
         parts: of the pipeline's parameters.
         trainable: which of them are trained; the others have no direction.
         along: for each vector the argument along which it points, ``"params"`` or ``"batch"``.
-        weighable: the derivative is that of the loss, so that it can be differentiated again.
-        apart: other processes may have what a vector lacks here, as the gradients of a step do.
+        weighable: the derivative is that of the loss, so it can be differentiated again.
+        is_partial: a vector may lack parts that other processes have, as gradients of a step do.
     """
 
     inner: Convention
@@ -40,11 +44,11 @@ class Direction:
     trainable: Trainable
     along: tuple[str, ...]
     weighable: bool
-    apart: bool = False
+    is_partial: bool = False
 
     @property
     def convention(self) -> Convention:
-        """This pairing as a convention."""
+        """The convention of the pipeline of dual stages."""
         return Convention(
             enter=self.enter,
             loss=self.loss,
@@ -56,145 +60,168 @@ class Direction:
             weigh=self.inner.weigh if self.weighable else None,
         )
 
+    # ── from the caller to the stages ───────────────────────────────────────────────────────────
+
     def enter(self, params: Any, batch: Any, *vectors: Any) -> tuple[Any, Any]:
         """Give every stage its parameters and the microbatch, each with its direction."""
         names = ["vector"] if len(vectors) == 1 else [f"vector[{n}]" for n in range(len(vectors))]
         named = dict(zip(self.along, zip(names, vectors, strict=True), strict=True))
         moving = {argument for argument, (_, vector) in named.items() if vector is not None}
-        filled, filled_batch = params, batch
+        towards_params, towards_batch = params, batch
         if "params" in moving:
-            filled = self._vector(params, *named["params"])
+            towards_params = self._params_direction(params, *named["params"])
         if "batch" in moving and batch is not None:
             leaves, _ = pytree.tensors("batch", batch, HINT)
             flags = [is_differentiable(leaf) for leaf in leaves]
-            filled_batch = _filled(("batch", batch), named["batch"], flags)
-        # What happens to the arguments on the way to the stages happens to their direction too.
-        params, own_batch = self.inner.enter(params, batch)
-        towards, towards_batch = self.inner.enter(filled, filled_batch)
-        directions = self.parts.split(towards)
-        trained = self._trained(directions, self.trainable)
-        flags_of = [[own and "params" in moving for own in part] for part in trained]
-        pairs = zip(self.parts.split(params), map(_chosen, directions, flags_of), strict=True)
-        packed = self.parts.join(list(pairs), params)
+            towards_batch = _direction(("batch", batch), named["batch"], flags)
+        # A direction goes through the inner convention as its argument does.
+        params, member_batch = self.inner.enter(params, batch)
+        towards_params, towards_batch = self.inner.enter(towards_params, towards_batch)
+        directions = self.parts.split(towards_params)
+        flags_of = [
+            [flag and "params" in moving for flag in flags]
+            for flags in self._have_direction(directions, self.trainable)
+        ]
+        chosen = map(_chosen, directions, flags_of)
+        pairs = list(zip(self.parts.split(params), chosen, strict=True))
+        packed = self.parts.join(pairs, params)
         if "batch" not in self.along or batch is None:
-            return packed, own_batch
-        flags = [is_differentiable(leaf) for leaf in pytree.flatten(towards_batch)[0]]
-        flags = [own and "batch" in moving for own in flags]
-        return packed, (own_batch, _chosen(towards_batch, flags))
+            return packed, member_batch
+        flags = [
+            is_differentiable(leaf) and "batch" in moving
+            for leaf in pytree.flatten(towards_batch)[0]
+        ]
+        return packed, (member_batch, _chosen(towards_batch, flags))
 
-    def _vector(self, params: Any, name: str, vector: Any) -> Any:
+    def _params_direction(self, params: Any, name: str, vector: Any) -> Any:
         """The vector of the parameters in their structure, and checked against them."""
-        pairs = [self.parts.read(*pair) for pair in (("params", params), (name, vector))]
-        flags = self._trained([part for _, part in pairs[0]], replace(self.trainable, within=()))
-        filled = [
-            _filled(own, other, trained, self.apart)
-            for own, other, trained in zip(*pairs, flags, strict=True)
+        pairs = [self.parts.named(*pair) for pair in (("params", params), (name, vector))]
+        trainable = replace(self.trainable, within=())
+        flags_of = self._have_direction([part for _, part in pairs[0]], trainable)
+        directions = [
+            _direction(params_part, vector_part, flags, self.is_partial)
+            for params_part, vector_part, flags in zip(*pairs, flags_of, strict=True)
         ]
-        return self.parts.join(filled, params)
+        return self.parts.join(directions, params)
 
-    def _trained(self, parts: Sequence[Any], trainable: Trainable) -> list[list[bool]]:
+    def _have_direction(self, parts: Sequence[Any], trainable: Trainable) -> list[list[bool]]:
         """For each leaf of each part, whether it has a direction."""
-        trees = [pytree.flatten(part) for part in parts]
-        flags = trainable.flags([spec for _, spec in trees], shared=self.parts.stages is None)
+        flat = [pytree.flatten(part) for part in parts]
+        flags_of = trainable.flags([spec for _, spec in flat], shared=self.parts.stages is None)
         return [
-            [flag and is_differentiable(leaf) for flag, leaf in zip(own, leaves, strict=True)]
-            for own, (leaves, _) in zip(flags, trees, strict=True)
+            [flag and is_differentiable(leaf) for flag, leaf in zip(flags, leaves, strict=True)]
+            for flags, (leaves, _) in zip(flags_of, flat, strict=True)
         ]
+
+    # ── from the stages to the caller ───────────────────────────────────────────────────────────
 
     def loss(self, loss: Tensor) -> Dual:
-        """The loss and its derivative lie side by side in the last dimension."""
+        """The loss and its derivative, which lie side by side in the last dimension."""
         return Dual(*map(self.inner.loss, loss.unbind(-1)))
 
     def grads(self, grads: Any) -> Dual:
-        """Gradients by the parameters, and by the vector in the structure of the former."""
+        """Gradients by the parameters, and by the vector in the structure of the parameters."""
         pairs = [(None, None) if part is None else part for part in self.parts.split(grads)]
         sides = (list(side) for side in zip(*pairs, strict=True))
         return Dual(*(self.inner.grads(self.parts.join(side, grads)) for side in sides))
 
     def batch(self, grads: Any) -> Dual:
-        """The same of the batch; without a direction it has no gradient by it."""
-        own, direction = grads if "batch" in self.along else (grads, None)
-        return Dual(self.inner.batch(own), self.inner.batch(direction))
+        """Gradients by the batch, and by its direction, if it has one."""
+        by_batch, by_direction = grads if "batch" in self.along else (grads, None)
+        return Dual(self.inner.batch(by_batch), self.inner.batch(by_direction))
 
     def out_dims(self, out_dims: Any) -> Any:
-        """The same for an output and its derivative."""
+        """The dimensions of an output, and the same for its derivative."""
         return (self.inner.out_dims(out_dims),) * 2
 
 
 def _chosen(part: Any, flags: Sequence[bool]) -> Any:
-    """The part with None in place of the leaves that are not chosen."""
+    """The part with None in place of the leaves whose flag is False."""
     leaves, spec = pytree.flatten(part)
     chosen = [leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)]
     return pytree.unflatten(spec, chosen)
 
 
-def _filled(
-    own: tuple[str, Any], other: tuple[str, Any], trained: Sequence[bool], apart: bool = False
+def _direction(
+    argument: tuple[str, Any],
+    vector: tuple[str, Any],
+    flags: Sequence[bool],
+    is_partial: bool = False,
 ) -> Any:
-    """The vector's part in the structure of that of the parameters, and checked against it.
+    """The vector in the structure of its argument, and checked against it.
+
+    Leaves without a direction stand for themselves; the vector's are not read.
 
     Args:
-        own: the part of the parameters, after its name.
-        other: that of the vector.
-        trained: whether each leaf of the parameters has a direction. Whatever the vector has for
-            one that has none is not read.
-        apart: what is None has no data here, and must not be read here.
+        argument: its name and value.
+        vector: its name and value.
+        flags: whether each leaf of the argument has a direction.
+        is_partial: where the vector has None, this process has no data, and reads none.
+
+    Raises:
+        BatchError: they do not fit.
     """
-    (name, params), (vector_name, vector) = own, other
-    if params is None:
+    (name, value), (vector_name, vector_value) = argument, vector
+    if value is None:
         return None
-    leaves, spec = pytree.tensors(name, params, HINT)
-    given, given_spec = pytree.tensors(vector_name, vector, HINT)
-    if given_spec != spec:
-        owed = [False] * len(leaves) if apart else trained
-        along = _along(pytree.unflatten(given_spec, given), params, owed)
-        if along is None:
+    leaves, spec = pytree.tensors(name, value, HINT)
+    tangents, vector_spec = pytree.tensors(vector_name, vector_value, HINT)
+    if vector_spec != spec:
+        required = [False] * len(leaves) if is_partial else flags
+        aligned = _aligned(pytree.unflatten(vector_spec, tangents), value, required)
+        if aligned is None:
             raise BatchError(
-                f"{_compared(vector_name, given_spec, name, spec)}: a vector has the structure "
+                f"{_difference(vector_name, vector_spec, name, spec)}: a vector has the structure "
                 f"of what it is a direction of, or None for what is not trained; {HINT}"
             )
-        given = [
-            torch.empty_like(leaf, device="meta") if own is None else own
-            for leaf, own in zip(leaves, along, strict=True)
+        tangents = [
+            torch.empty_like(leaf, device="meta") if tangent is None else tangent
+            for leaf, tangent in zip(leaves, aligned, strict=True)
         ]
-    for path in _misfits(leaves, given, trained, pytree.paths(spec)):
+    for path in _misfits(leaves, tangents, flags, pytree.paths(spec)):
         raise BatchError(f"{vector_name}{path}: the two must agree")
-    filled = [own if flag else leaf for leaf, own, flag in zip(leaves, given, trained, strict=True)]
-    return pytree.unflatten(spec, filled)
+    triples = zip(leaves, tangents, flags, strict=True)
+    return pytree.unflatten(spec, [tangent if flag else leaf for leaf, tangent, flag in triples])
 
 
-def _compared(vector: str, given: PyTreeSpec, name: str, spec: PyTreeSpec) -> str:
-    """How two structures differ: by some of their leaves, if by these."""
-    own, other = pytree.paths(given), pytree.paths(spec)
-    missing, extra = sorted({*other} - {*own}), sorted({*own} - {*other})
-    if "" in (*own, *other) or not (missing or extra):
-        return f"{vector} is {given!s:.200}, but {name} is {spec!s:.200}"
-    found = [f"lacks {', '.join(missing[:3])} of {name}"] if missing else []
-    found += [f"has {', '.join(extra[:3])}, which {name} has not"] if extra else []
-    return f"{vector} {' and '.join(found)}"
+def _aligned(vector: Any, value: Any, required: Sequence[bool]) -> list[Tensor | None] | None:
+    """The direction of each leaf, of a vector with None for leaves, or for whole subtrees.
 
-
-def _along(vector: Any, params: Any, owed: Sequence[bool]) -> list[Tensor | None] | None:
-    """The direction of each leaf of a vector with None for leaves, or for whole subtrees.
+    Args:
+        vector: of which `value` has the structure, but for these.
+        value: the argument.
+        required: whether each leaf of the argument must have a direction.
 
     Returns:
-        None for a leaf that is not owed, and in place of all if the vector does not fit.
+        The leaves; None in place of all if the vector does not fit.
     """
     try:
-        along = pytree.broadcast_prefix("vector", vector, params, "params")
+        aligned = pytree.broadcast_prefix("vector", vector, value, "params")
     except BatchError:
         return None
-    once = len(pytree.flatten(vector)[0]) == sum(own is not None for own in along)
-    missing = any(flag and own is None for own, flag in zip(along, owed, strict=True))
-    return along if once and not missing else None
+    once = len(pytree.flatten(vector)[0]) == sum(tangent is not None for tangent in aligned)
+    lacking = any(flag and leaf is None for leaf, flag in zip(aligned, required, strict=True))
+    return aligned if once and not lacking else None
+
+
+def _difference(vector_name: str, vector_spec: PyTreeSpec, name: str, spec: PyTreeSpec) -> str:
+    """How two structures differ: by some of their leaves, if these tell."""
+    vector_paths, paths = pytree.paths(vector_spec), pytree.paths(spec)
+    missing, extra = sorted({*paths} - {*vector_paths}), sorted({*vector_paths} - {*paths})
+    if "" in (*vector_paths, *paths) or not (missing or extra):
+        return f"{vector_name} is {vector_spec!s:.200}, but {name} is {spec!s:.200}"
+    differences = [f"lacks {', '.join(missing[:3])} of {name}"] if missing else []
+    differences += [f"has {', '.join(extra[:3])}, which {name} has not"] if extra else []
+    return f"{vector_name} {' and '.join(differences)}"
 
 
 def _misfits(
-    leaves: list[Tensor], given: list[Tensor], trained: Sequence[bool], paths: list[str]
+    leaves: list[Tensor], tangents: list[Tensor], flags: Sequence[bool], paths: list[str]
 ) -> Iterator[str]:
-    for leaf, own, flag, path in zip(leaves, given, trained, paths, strict=True):
-        if flag and (own.shape, own.dtype) != (leaf.shape, leaf.dtype):
+    """The path of each leaf whose direction has another shape or dtype, with both."""
+    for leaf, tangent, flag, path in zip(leaves, tangents, flags, paths, strict=True):
+        if flag and (tangent.shape, tangent.dtype) != (leaf.shape, leaf.dtype):
             yield (
-                f"{path} is {own.dtype} of shape {tuple(own.shape)}, but it is a direction of "
-                f"{leaf.dtype} of shape {tuple(leaf.shape)}"
+                f"{path} is {tangent.dtype} of shape {tuple(tangent.shape)}, but it is a direction "
+                f"of {leaf.dtype} of shape {tuple(leaf.shape)}"
             )

@@ -1,8 +1,8 @@
-"""Members of an ensemble: from the caller's stacked arguments to those of the stages, and back.
+"""Arguments of an ensemble: stacked by the caller, and as its stages take them.
 
-Inside, every mapped dimension is the first one. Every stage (or the one function) gets, beside its
-parameters, a tensor without elements whose first dimension is the number of members, so that a
-stage without parameters that reads a shared batch still knows how many there are.
+For the stages every mapped dimension is the first one. Beside its parameters every stage gets a
+tensor without elements, whose first dimension is the number of members: so a stage without
+parameters that reads a shared batch has something to be mapped over.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.convention import PLAIN, STATE, Convention, Dual, spared
 from fpipe.errors import BatchError
-from fpipe.functional.batching import over
-from fpipe.functional.parts import Parts
+from fpipe.functional.batching import vmap_pytrees
+from fpipe.functional.stagewise import Parts
 from fpipe.inputs.batch import Beneath
 from fpipe.inputs.presplit import is_dim
 
@@ -27,7 +27,7 @@ HINT = "torch.stack makes one of the members' values"
 
 
 @dataclass(frozen=True)
-class Members:
+class EnsembleArguments:
     """How the arguments of an ensemble are stacked.
 
     Attributes:
@@ -35,7 +35,7 @@ class Members:
         inner: convention of one member's pipeline.
         parts: of the pipeline's parameters.
         has_state: whether there is a state.
-        size: how many there are, None where the arguments tell.
+        size: the number of members; None where the arguments tell it.
     """
 
     in_dims: tuple[Any, ...]
@@ -46,7 +46,7 @@ class Members:
 
     @property
     def convention(self) -> Convention:
-        """These members as a convention."""
+        """The convention of the ensemble's pipeline."""
         return Convention(
             enter=self.enter,
             loss=self.loss,
@@ -59,26 +59,27 @@ class Members:
             state=self.state if self.has_state else self.inner.state,
         )
 
+    # ── from the caller to the stages ───────────────────────────────────────────────────────────
+
     def enter(self, params: Any, *arguments: Any) -> tuple[Any, Any]:
         """Move the mapped dimensions to the front, and give every stage the number of members."""
-        (state, batch, vectors), (state_dims, batch_dims, vector_dims) = map(
-            self._apart, (arguments, self.in_dims[1:])
-        )
+        states, batch, vectors = self._after_params(arguments)
+        state_dims, batch_dims, vector_dims = self._after_params(self.in_dims[1:])
         names = ("params", *(f"vectors[{number}]" for number in range(len(vectors))))
-        kinds, given = ("params", *self.inner.vectors), (params, *vectors)
-        stacked = list(map(self._read, names, kinds, given, (self.in_dims[0], *vector_dims)))
-        states = [_Stacked.read("state", *pair) for pair in zip(state, state_dims, strict=True)]
-        shared = _Stacked.read("batch", batch, batch_dims)
-        entries = [*(entry for parts in stacked for entry in parts), *states, shared]
+        kinds, trees = ("params", *self.inner.vectors), (params, *vectors)
+        parts_of = list(map(self._read, names, kinds, trees, (self.in_dims[0], *vector_dims)))
+        stacked_states = [_Stacked.read("state", *p) for p in zip(states, state_dims, strict=True)]
+        stacked_batch = _Stacked.read("batch", batch, batch_dims)
+        entries = [*(part for parts in parts_of for part in parts), *stacked_states, stacked_batch]
         size = _count(entries, self.size)
         packed, *directions = (
-            self._joined(kind, [entry.moved(size) for entry in parts], own)
-            for kind, parts, own in zip(kinds, stacked, given, strict=True)
+            self._joined(kind, [part.fronted(size) for part in parts], tree)
+            for kind, parts, tree in zip(kinds, parts_of, trees, strict=True)
         )
-        batch = shared.moved(None)
+        batch = stacked_batch.fronted(None)
         if self.inner is not PLAIN:
-            more = [state.moved(size) for state in states]
-            packed, batch = self._enter_one([packed, *more], batch, directions, shared.dims)
+            before = [packed, *(state.fronted(size) for state in stacked_states)]
+            packed, batch = self._enter_member(before, batch, directions, stacked_batch.dims)
         members = torch.empty(size, 0, dtype=torch.bool, device=_device(entries))
         if self.has_state:
             # The state stays beside the parameters, however many levels of members there are.
@@ -89,104 +90,131 @@ class Members:
     def dims(self, arguments: Sequence[Any]) -> list[int | None]:
         """The mapped dimension of each flat leaf of parameters, batch and vectors."""
         kinds = ("params", "batch", *self.inner.vectors)
-        read = map(self._read, kinds, kinds, arguments, self.in_dims)
-        return [dim for parts in read for entry in parts for dim in entry.dims]
+        parts_of = map(self._read, kinds, kinds, arguments, self.in_dims)
+        return [dim for parts in parts_of for part in parts for dim in part.dims]
 
-    def _apart(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[Any]]:
-        """What comes after the parameters: the state, if there is one, the batch, the vectors."""
+    def _after_params(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[Any]]:
+        """The state, if there is one; the batch; and the vectors."""
         return values[: self.has_state], values[self.has_state], values[self.has_state + 1 :]
 
     def _read(self, name: str, kind: str, value: Any, prefix: Any) -> list[_Stacked]:
-        """The parts of an argument that has the structure of the one that `kind` names."""
+        """The parts of an argument.
+
+        Args:
+            name: of the argument, in messages.
+            kind: the argument whose structure it has, ``"params"`` or ``"batch"``.
+            value: the argument.
+            prefix: its ``in_dims``.
+        """
         if value is None or kind == "batch":
             return [_Stacked.read(name, value, prefix)]
-        named, prefixes = self.parts.read(name, value), self.parts.prefixes(prefix)
+        named, prefixes = self.parts.named(name, value), self.parts.prefixes(prefix)
         return [
-            _Stacked.read(own, part, dims)
-            for (own, part), dims in zip(named, prefixes, strict=True)
+            _Stacked.read(part_name, part, dims)
+            for (part_name, part), dims in zip(named, prefixes, strict=True)
         ]
 
     def _joined(self, kind: str, parts: Sequence[Any], like: Any) -> Any:
         """The inverse of `_read`."""
         return parts[0] if like is None or kind == "batch" else self.parts.join(parts, like)
 
-    def _enter_one(
+    def _enter_member(
         self, before: Sequence[Any], batch: Any, vectors: Sequence[Any], dims: Sequence[int | None]
     ) -> tuple[Any, Any]:
-        """The convention of one member, for all members at once; `before` comes before the batch.
+        """Apply the convention of one member, for all members at once.
 
-        The leaves of the batch are mapped along `dims`, all others along their first dimension:
-        so is the direction of the batch, if it comes with one.
+        The leaves of the batch are mapped where `dims` has a dimension; all other leaves are mapped
+        along their first dimension, the direction of the batch included.
+
+        Args:
+            before: the arguments before the batch.
+            batch: with the members in front.
+            vectors: the arguments after the batch.
+            dims: for each leaf of the batch, the caller's dimension of the members.
         """
-        moves = "batch" in self.inner.vectors and batch is not None
+        batch_has_direction = "batch" in self.inner.vectors and batch is not None
         leaves, spec = pytree.flatten((tuple(before), tuple(vectors), batch))
-        mapped = tuple(None if dim is None else 0 for dim in dims)
+        batch_dims = tuple(None if dim is None else 0 for dim in dims)
         specs: list[optree.PyTreeSpec] = []
 
-        def one(*values: Tensor) -> tuple[tuple[Any, ...], ...]:
-            own, own_vectors, own_batch = pytree.unflatten(spec, values)
-            entered, own_batch = self.inner.enter(*own, own_batch, *own_vectors)
-            packed = [pytree.flatten(e) for e in (entered, *(own_batch if moves else [own_batch]))]
-            specs[:] = [made for _, made in packed]
-            return tuple(tuple(found) for found, _ in packed)
+        def enter(*values: Tensor) -> tuple[tuple[Any, ...], ...]:
+            member_before, member_vectors, member_batch = pytree.unflatten(spec, values)
+            params, member_batch = self.inner.enter(*member_before, member_batch, *member_vectors)
+            batches = member_batch if batch_has_direction else [member_batch]
+            flat = [pytree.flatten(tree) for tree in (params, *batches)]
+            specs[:] = [flat_spec for _, flat_spec in flat]
+            return tuple(tuple(tree_leaves) for tree_leaves, _ in flat)
 
-        in_dims = (*(0 for _ in leaves[: len(leaves) - len(mapped)]), *mapped)
-        own, shown, *moving = torch.vmap(one, in_dims=in_dims)(*leaves)
-        # Not by out_dims=None, which torch refuses of what a vmap around this one has mapped.
-        fronts = zip(shown, mapped, strict=True)
-        packed = own, [leaf if dim == 0 else leaf[0] for leaf, dim in fronts], *moving
-        params, *batches = (pytree.unflatten(s, own) for s, own in zip(specs, packed, strict=True))
-        return params, tuple(batches) if moves else batches[0]
+        in_dims = (*(0 for _ in leaves[: len(leaves) - len(batch_dims)]), *batch_dims)
+        params_leaves, batch_leaves, *directions = torch.vmap(enter, in_dims=in_dims)(*leaves)
+        # out_dims=None would say that a leaf is shared, but torch refuses it where a vmap around
+        # this one has mapped the leaf.
+        fronts = zip(batch_leaves, batch_dims, strict=True)
+        shared_once = [leaf if dim == 0 else leaf[0] for leaf, dim in fronts]
+        trees = zip(specs, (params_leaves, shared_once, *directions), strict=True)
+        params, *batches = (pytree.unflatten(tree_spec, flat) for tree_spec, flat in trees)
+        return params, tuple(batches) if batch_has_direction else batches[0]
+
+    # ── from the stages to the caller ───────────────────────────────────────────────────────────
 
     def loss(self, loss: Tensor) -> Any:
-        """One member's view of the loss, stacked."""
-        return loss if self.inner is PLAIN else over(self.inner.loss, [loss], [0])
+        """Each member's loss as its own pipeline returns it, stacked."""
+        return loss if self.inner is PLAIN else vmap_pytrees(self.inner.loss, [loss], [0])
 
     def grads(self, grads: Any) -> Any:
-        """Drop the tensors that told the number, and put the members where the caller has them."""
+        """Drop the tensors that tell the number, and put the members where the caller has them."""
         packed: Any
         if self.has_state:
-            (_, own), state = grads
-            packed = own, state
+            (_, params_grads), state_grads = grads
+            packed = params_grads, state_grads
         else:
             packed = self.parts.join(
                 [None if part is None else part[1] for part in self.parts.split(grads)], grads
             )
         if self.inner is not PLAIN:
-            packed = over(self.inner.grads, [packed], [0])
-        return self._restore(packed)
+            packed = vmap_pytrees(self.inner.grads, [packed], [0])
+        return self._restored(packed)
 
-    def _restore(self, grads: Any) -> Any:
+    def _restored(self, grads: Any) -> Any:
+        """The gradients, with the members along the caller's dimensions."""
         if isinstance(grads, Dual):
-            return Dual(*map(self._restore, grads))
-        pairs = zip(self.parts.split(grads), self.parts.prefixes(self.in_dims[0]), strict=True)
-        return self.parts.join([_restored(part, prefix) for part, prefix in pairs], grads)
+            return Dual(*map(self._restored, grads))
+        parts = []
+        for part, dims in self._with_dims(grads):
+            leaves, spec = pytree.flatten(part)
+            pairs = zip(leaves, dims, strict=True)
+            moved = [leaf.movedim(0, dim or 0) for leaf, dim in pairs]
+            parts.append(None if part is None else pytree.unflatten(spec, moved))
+        return self.parts.join(parts, grads)
+
+    def _with_dims(self, grads: Any) -> Iterator[tuple[Any, list[int | None]]]:
+        """Each part of gradients by the parameters, with the dimension of each of its leaves."""
+        prefixes = self.parts.prefixes(self.in_dims[0])
+        for part, prefix in zip(self.parts.split(grads), prefixes, strict=True):
+            if part is None:
+                yield part, []
+            else:
+                yield part, pytree.broadcast_prefix("in_dims[0]", prefix, part, "params")
 
     def weigh(self, grads: Any, cotangent: Tensor) -> Any:
         """The gradients of a sum of all members' losses, each with its weight."""
         assert self.inner.weigh is not None
         leaves, spec = pytree.flatten(grads)
-        dims = [
-            dim
-            for part, prefix in zip(
-                self.parts.split(grads), self.parts.prefixes(self.in_dims[0]), strict=True
-            )
-            for dim in _dims_of(part, prefix)
-        ]
+        dims = [dim for _, part_dims in self._with_dims(grads) for dim in part_dims]
         fronted = [leaf.movedim(dim or 0, 0) for leaf, dim in zip(leaves, dims, strict=True)]
         each = spared(pytree.unflatten(spec, fronted), cotangent)
-        own = over(self.inner.weigh, [each, cotangent], [0, 0])
+        weighed = vmap_pytrees(self.inner.weigh, [each, cotangent], [0, 0])
         summed = [
             leaf.sum(0) if dim is None else leaf.movedim(0, dim)
-            for leaf, dim in zip(pytree.flatten(own)[0], dims, strict=True)
+            for leaf, dim in zip(pytree.flatten(weighed)[0], dims, strict=True)
         ]
         return pytree.unflatten(spec, summed)
 
     def state(self, state: Any) -> Any:
         """The state of each member, with the members where the caller had them."""
-        own = state if self.inner is STATE else over(self.inner.state, [state], [0])
-        leaves, spec = pytree.flatten(own)
-        dims = pytree.broadcast_prefix("in_dims[1]", self.in_dims[1], own, "state")
+        states = state if self.inner is STATE else vmap_pytrees(self.inner.state, [state], [0])
+        leaves, spec = pytree.flatten(states)
+        dims = pytree.broadcast_prefix("in_dims[1]", self.in_dims[1], states, "state")
         moved = [leaf.movedim(0, dim or 0) for leaf, dim in zip(leaves, dims, strict=True)]
         return pytree.unflatten(spec, moved)
 
@@ -199,9 +227,9 @@ class Members:
         dims = pytree.broadcast_prefix(f"in_dims[{place}]", prefix, grads, "batch")
         if all(dim is None for dim in dims):
             return self.inner.batch(grads)
-        mapped = pytree.prefix_map(lambda dim: None if dim is None else 0, prefix)
-        leaves, spec = pytree.flatten(over(self.inner.batch, [grads], [mapped]))
-        # What members share has come out once for each of them.
+        fronts = pytree.prefix_map(lambda dim: None if dim is None else 0, prefix)
+        leaves, spec = pytree.flatten(vmap_pytrees(self.inner.batch, [grads], [fronts]))
+        # A leaf that the members share has come out once for each of them.
         moved = [
             leaf[0] if dim is None else leaf.movedim(0, dim)
             for leaf, dim in zip(leaves, dims, strict=True)
@@ -209,12 +237,23 @@ class Members:
         return pytree.unflatten(spec, moved)
 
     def out_dims(self, out_dims: Any) -> Any:
-        """Beneath the dimension of the members."""
+        """The dimensions of outputs, beneath that of the members."""
         return pytree.prefix_map(_beneath, self.inner.out_dims(out_dims))
 
     def aux_dims(self, out_dims: Any) -> Any:
-        """Beneath the dimension of the members."""
+        """The dimensions of aux, beneath that of the members."""
         return pytree.prefix_map(_beneath, self.inner.aux_dims(out_dims))
+
+
+def behind_members(dims: Any) -> Any:
+    """Dimensions of one member's tensors, as dimensions of tensors with the members in front."""
+    return pytree.prefix_map(lambda dim: dim + 1 if type(dim) is int and dim >= 0 else dim, dims)
+
+
+def _beneath(dim: Any) -> Any:
+    if isinstance(dim, Beneath):
+        return Beneath(dim.levels + 1, dim.dim)
+    return Beneath(1, dim) if type(dim) is int else dim
 
 
 class _Stacked(NamedTuple):
@@ -241,39 +280,47 @@ class _Stacked(NamedTuple):
         return cls(name, leaves, spec, dims)
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """The members of each mapped leaf."""
+        """The name and the number of members of each mapped leaf."""
         for path, leaf, dim in zip(pytree.paths(self.spec), self.leaves, self.dims, strict=True):
             if dim is not None:
                 yield f"{self.name}{path}", leaf.shape[dim]
 
-    def moved(self, size: int | None) -> Any:
-        """The argument with its mapped dimensions in front; `size` gives shared leaves one too."""
-        return pytree.unflatten(
-            self.spec,
-            [
-                leaf.movedim(dim, 0)
-                if dim is not None
-                else leaf
-                if size is None
-                else leaf.expand(size, *leaf.shape)
-                for leaf, dim in zip(self.leaves, self.dims, strict=True)
-            ],
-        )
+    def fronted(self, size: int | None) -> Any:
+        """The argument with its mapped dimensions in front.
+
+        Args:
+            size: the number of members, to which shared leaves are expanded; None keeps these.
+        """
+        leaves = []
+        for leaf, dim in zip(self.leaves, self.dims, strict=True):
+            if dim is not None:
+                leaves.append(leaf.movedim(dim, 0))
+            else:
+                leaves.append(leaf if size is None else leaf.expand(size, *leaf.shape))
+        return pytree.unflatten(self.spec, leaves)
 
 
 def _count(entries: Sequence[_Stacked], size: int | None) -> int:
-    """The number of members, which all mapped leaves must have: `size`, if it is known."""
-    found = [pair for entry in entries for pair in entry.sizes()]
+    """The number of members, which all mapped leaves must have.
+
+    Args:
+        entries: all arguments.
+        size: the number, if the caller has said it.
+
+    Raises:
+        BatchError: no leaf is mapped, or two have other numbers, or there are no members.
+    """
+    sizes = [pair for entry in entries for pair in entry.sizes()]
     if size is not None:
-        found.insert(0, ("axis_size", size))
-    if not found:
+        sizes.insert(0, ("axis_size", size))
+    if not sizes:
         raise BatchError(
             "in_dims maps no leaf of the arguments, so the number of members is unknown: stack one "
             "at least, or pass fpipe.vmap its axis_size; so do all ranks of a group, if one of "
             "them has nothing that is stacked"
         )
-    first, expected = found[0]
-    for path, other in found:
+    first, expected = sizes[0]
+    for path, other in sizes:
         if other != expected:
             raise BatchError(
                 f"{path} has {other} members along its mapped dimension, but {first} has "
@@ -286,32 +333,6 @@ def _count(entries: Sequence[_Stacked], size: int | None) -> int:
 
 
 def _device(entries: Sequence[_Stacked]) -> torch.device:
-    """Where the first leaf lies that has data: those that another process reads may have none."""
-    found = [leaf.device for entry in entries for leaf in entry.leaves]
-    return next((d for d in found if d.type != "meta"), (*found, torch.empty(0).device)[0])
-
-
-def _restored(part: Any, prefix: Any) -> Any:
-    if part is None:
-        return None
-    leaves, spec = pytree.flatten(part)
-    dims = _dims_of(part, prefix)
-    return pytree.unflatten(
-        spec, [leaf.movedim(0, dim or 0) for leaf, dim in zip(leaves, dims, strict=True)]
-    )
-
-
-def _dims_of(part: Any, prefix: Any) -> list[int | None]:
-    """The mapped dimension of every leaf of a stage's gradients."""
-    return [] if part is None else pytree.broadcast_prefix("in_dims[0]", prefix, part, "params")
-
-
-def _beneath(dim: Any) -> Any:
-    if isinstance(dim, Beneath):
-        return Beneath(dim.levels + 1, dim.dim)
-    return Beneath(1, dim) if type(dim) is int else dim
-
-
-def behind(dims: Any) -> Any:
-    """Dimensions of one member's tensors as dimensions of the stacked ones, members first."""
-    return pytree.prefix_map(lambda dim: dim + 1 if type(dim) is int and dim >= 0 else dim, dims)
+    """The device of the first leaf that has data; leaves of other processes may have none."""
+    devices = [leaf.device for entry in entries for leaf in entry.leaves]
+    return next((d for d in devices if d.type != "meta"), (*devices, torch.empty(0).device)[0])

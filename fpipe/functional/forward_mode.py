@@ -1,30 +1,31 @@
-"""What stands for operations of torch whose kernels do not go through a transform, or do wrongly.
+"""The context in which stages are differentiated in a direction, and differentiated again.
 
-Whole kinds of them lie in `formulas`. Of the others, fused attention has no forward-mode rule
-anywhere, and no batching rule on the CPU, where `vmap` would run it member by member; for a query
-that may look at no key its plain mathematics have no finite one. A gated unit has no derivative of
-its forward-mode rule, a leaky unit whose slope is drawn no batching rule, and what `vmap` makes of
-``select_scatter`` has another gradient.
+Within it functions of torch are replaced by formulas whose derivatives are right
+(`fpipe.functional.smooth_formulas`), kernels whose derivatives would be wrong are refused
+(`fpipe.functional.refusals` names more of them), and constants of autograd are constants.
+
+Autograd, differentiated twice, takes the results of ``torch.no_grad()`` for constants in both
+derivatives. Forward mode does not look at the grad mode. Here it does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fpipe.functional.constants import Constants
-from fpipe.functional.formulas.embedding import EMBEDDINGS
-from fpipe.functional.formulas.linear import LINEAR
+from fpipe.checks.explain import Untraceable
+from fpipe.functional.batching import lu_solve
 from fpipe.functional.refusals import REFUSED
-from fpipe.functional.smooth_formulas import NORMALISATIONS
-from fpipe.torch_internals import beneath_forward_mode, functorch
+from fpipe.functional.smooth_formulas import SMOOTH_FORMULAS
+from fpipe.torch_internals import beneath_forward_mode, is_within_vmap, transforms
 from fpipe.trace.constant_propagation import symbolic_zeros
 from fpipe.trace.overrides.recurrent import RECURRENT
 from fpipe.trace.overrides.standin import Instead
@@ -33,35 +34,31 @@ aten = torch.ops.aten
 
 
 @contextmanager
-def batched(devices: Collection[str]) -> Iterator[None]:
-    """The context in which `vmap` runs over values on devices of these types."""
-    # A mapped tensor does not say that it is differentiated, so the other kernels of CUDA do not
-    # keep what their backward reads.
-    flash = "cpu" not in devices and torch.backends.cuda.flash_sdp_enabled()
-    kernels = [SDPBackend.MATH, *[SDPBackend.FLASH_ATTENTION] * flash]
-    with sdpa_kernel(kernels), Instead(_BATCHED):
-        yield
-
-
-@contextmanager
 def differentiable_twice() -> Iterator[None]:
-    """The context in which forward-mode derivatives are taken that are differentiated again."""
-    kernels, constants = _Kernels(under_vmap=_under_vmap()), Constants()
-    with beneath_forward_mode(), sdpa_kernel(SDPBackend.MATH), kernels, Instead(_SMOOTH), constants:
+    """The context in which `torch.func.jvp` runs a stage.
+
+    Raises:
+        Untraceable: the stage writes to ``x.data``.
+    """
+    kernels, constants = _KernelCheck(under_vmap=is_within_vmap()), _NoGradConstants()
+    with beneath_forward_mode(), sdpa_kernel(SDPBackend.MATH), kernels, Instead(_RULES), constants:
         yield
     constants.check()
 
 
-def _under_vmap() -> bool:
-    levels = functorch.get_interpreter_stack() or []
-    return any(level.key() == functorch.TransformType.Vmap for level in levels)
+_RULES: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = {
+    **SMOOTH_FORMULAS,
+    **RECURRENT,
+    torch.linalg.lu_solve: lu_solve,
+    **REFUSED,
+}
 
 
-class _Kernels(TorchDispatchMode):
-    """Refuses the kernels whose second derivative would be wrong without a word.
+class _KernelCheck(TorchDispatchMode):
+    """Refuses kernels whose second derivative would be wrong.
 
     Args:
-        under_vmap: make the zeros that stand for a missing direction in full, as a tracer does.
+        under_vmap: give memory to the zeros that stand for a missing tangent, as a tracer does.
     """
 
     def __init__(self, *, under_vmap: bool) -> None:
@@ -75,6 +72,11 @@ class _Kernels(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Call `func`.
+
+        Raises:
+            NotImplementedError: its derivative would be wrong.
+        """
         if func.overloadpacket in _WRONG:
             raise NotImplementedError(
                 f"the second derivative of {func} would be wrong; call torch.nn.functional.{{layer,"
@@ -91,7 +93,7 @@ class _Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_WRONG = frozenset(
+_WRONG: Final = frozenset(
     {
         aten.native_layer_norm,
         aten.native_batch_norm,
@@ -104,94 +106,62 @@ _WRONG = frozenset(
 
 
 # Their tangent of products is zero.
-_REDUCTIONS = frozenset({aten.scatter_reduce.two, aten.scatter_reduce_.two})
+_REDUCTIONS: Final = frozenset({aten.scatter_reduce.two, aten.scatter_reduce_.two})
+
+_DATA: Final = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
-def _glu(input: Tensor, dim: int = -1) -> Tensor:
-    left, gate = input.chunk(2, dim)
-    return left * gate.sigmoid()
+class _NoGradConstants(TorchFunctionMode):
+    """Within it the results of ``torch.no_grad()`` have no derivative in a direction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._levels_outside = _jvp_levels()
+        self._data: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`.
+
+        Raises:
+            Untraceable: the function takes a derivative in a direction itself, without gradients.
+        """
+        options = kwargs or {}
+        if func == _DATA:
+            self._data.append(func(*args, **options))
+            return self._data[-1]
+        with self._forward_mode():
+            return func(*args, **options)
+
+    def _forward_mode(self) -> AbstractContextManager[Any]:
+        if torch.is_grad_enabled():
+            return nullcontext()
+        if _jvp_levels() > self._levels_outside + 1:
+            raise Untraceable(
+                "takes a derivative in a direction within torch.no_grad()",
+                "in a derivative of the pipeline it would be a constant of one derivative and not "
+                "of the other; take it outside of no_grad, and detach it",
+            )
+        return forward_ad._set_fwd_grad_enabled(False)
+
+    def check(self) -> None:
+        """Refuse writes that forward mode does not follow.
+
+        Raises:
+            Untraceable: the function has written to ``x.data``.
+        """
+        if any(data._version for data in self._data):
+            raise Untraceable(
+                "writes to x.data within a derivative in a direction or a second derivative",
+                "forward mode does not follow it; write to a copy, x.detach().clone()",
+            )
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    *rest: Any,
-    **options: Any,
-) -> Tensor:
-    if attn_mask is None:
-        return F.scaled_dot_product_attention(query, key, value, None, *rest, **options)
-    # The output for a query that may look at no key is 0, and so is its derivative.
-    if attn_mask.dtype == torch.bool:
-        alone = (~attn_mask).all(-1, keepdim=True)
-        mask = attn_mask | alone
-    else:
-        alone = (attn_mask == -torch.inf).all(-1, keepdim=True)
-        mask = attn_mask.masked_fill(alone, 0.0)
-    found = F.scaled_dot_product_attention(query, key, value, mask, *rest, **options)
-    return found.masked_fill(alone, 0.0)
-
-
-def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
-    size = input.shape[dim]
-    chosen = torch.arange(size, device=input.device) == index % size
-    after = input.dim() - 1 - dim % input.dim()
-    return torch.where(chosen.view(-1, *(1 for _ in range(after))), src.unsqueeze(dim), input)
-
-
-def _rrelu(
-    input: Tensor,
-    lower: float = 1.0 / 8,
-    upper: float = 1.0 / 3,
-    training: bool = False,
-    inplace: bool = False,
-) -> Tensor:
-    if training:
-        return F.rrelu(input, lower, upper, training, inplace)
-    return F.leaky_relu(input, (lower + upper) / 2, inplace)
-
-
-def _group_norm(input: Tensor, num_groups: int, *rest: Any, **options: Any) -> Tensor:
-    # Its rules take a view of channels and places, which in channels_last lie apart.
-    return F.group_norm(input.contiguous(), num_groups, *rest, **options)
-
-
-def _sinc(input: Tensor) -> Tensor:
-    # By its series about 0, where the rule divides by it.
-    angle = torch.pi * (input if input.is_floating_point() or input.is_complex() else input.float())
-    small = angle.abs() < 0.05
-    away, near = torch.where(small, 1, angle), torch.where(small, angle, 0).square()
-    series = 1 - near / 6 * (1 - near / 20 * (1 - near / 42))
-    return torch.where(small, series, away.sin() / away)
-
-
-def _lerp_(input: Tensor, end: Tensor, weight: Any) -> Tensor:
-    # The abstract kernel of the update in place looks for an overload, and prints its arguments for
-    # each that does not fit. That fails within a jvp, and so does every jvp of the thread after it.
-    return input.copy_(torch.lerp(input.clone(), end, weight))
-
-
-_BATCHED: Mapping[Callable[..., Any], Callable[..., Any]] = {
-    torch.select_scatter: _select_scatter,
-    Tensor.select_scatter: _select_scatter,
-    F.rrelu: _rrelu,
-    F.group_norm: _group_norm,
-    **EMBEDDINGS,
-    **RECURRENT,
-    **LINEAR,
-}
-
-_SMOOTH: Mapping[Callable[..., Any], Callable[..., Any]] = {
-    F.glu: _glu,
-    F.scaled_dot_product_attention: _attention,
-    torch.sinc: _sinc,
-    Tensor.sinc: _sinc,
-    torch.special.sinc: _sinc,
-    **RECURRENT,
-    **NORMALISATIONS,
-    **EMBEDDINGS,
-    Tensor.lerp_: _lerp_,
-    torch.linalg.lu_solve: LINEAR[torch.linalg.lu_solve],
-    **REFUSED,
-}
+def _jvp_levels() -> int:
+    """How many derivatives in a direction are being taken."""
+    return transforms().count("Jvp")

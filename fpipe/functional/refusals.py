@@ -1,10 +1,12 @@
-"""Functions of torch that a derivative in a direction must not go through.
+"""Functions of torch that no direction may go through: their second derivatives would be wrong.
 
-torch differentiates their forward-mode rules wrongly, or not at all. The solution of a system and
-the determinant keep the factors of the matrix for their rules, which take them for constants. The
-rule of ``cholesky_inverse`` is wrong before it is differentiated, that of ``logcumsumexp`` loses
-its digits, those of eigenvectors divide by infinity, and that of ``cumprod`` by zeros. A quantile
-is interpolated by an update in place, whose abstract kernel fails within a `jvp`.
+- Solutions and determinants: their forward-mode rules take the factors of the matrix for constants.
+- ``cholesky_inverse``: its rule is wrong before it is differentiated.
+- ``logcumsumexp``: its rule subtracts sums, and loses its digits.
+- Eigenvectors and ``cumprod``: their rules divide by infinity and by zeros.
+- Quantiles: they interpolate by ``lerp_``, whose abstract kernel fails within a `jvp`.
+
+A refused function still takes constants, but for a quantile.
 """
 
 from __future__ import annotations
@@ -20,46 +22,16 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.torch_internals import functorch, retrieve_current_functorch_interpreter
 
-
-def _is_moving(value: Tensor) -> bool:
-    """Whether a tensor has a tangent at any level of `torch.func`."""
-    if functorch.peek_interpreter_stack() is None:
-        return False
-    interpreter = retrieve_current_functorch_interpreter()
-    is_jvp = interpreter.key() == functorch.TransformType.Jvp
-    if is_jvp and forward_ad.unpack_dual(value, level=0).tangent is not None:
-        return True
-    if functorch.maybe_get_level(value) == interpreter.level():
-        value = functorch.get_unwrapped(value)
-    with interpreter.lower():
-        return _is_moving(value)
-
-
-def _refusal(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """The function, which refuses arguments that have a direction."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        leaves = pytree.flatten((args, kwargs))[0]
-        moving = any(isinstance(leaf, Tensor) and _is_moving(leaf) for leaf in leaves)
-        if moving or function in _QUANTILES:
-            raise NotImplementedError(f"the second derivative of {function.__name__} {reason}")
-        return function(*args, **kwargs)
-
-    return call
-
-
-_LU = (
+_LU: Final = (
     "would be wrong; call torch.linalg.lu_solve(*torch.linalg.lu_factor(A), B), with "
     "B.unsqueeze(-1) for a vector"
 )
-_DETERMINANT = (
+_DETERMINANT: Final = (
     "would be wrong; take it of d = torch.linalg.lu_factor(A)[0].diagonal(dim1=-2, dim2=-1): "
     "d.prod(-1) is the determinant up to its sign, d.abs().log().sum(-1) the logarithm"
 )
-_TRIANGULAR = "would be wrong; call torch.linalg.solve_triangular twice, with L and then with L.mH"
-
-# Their abstract kernel fails within a jvp, and then every later jvp of the thread fails too.
-_QUANTILES = (torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile)
+# After the abstract kernel of lerp_ has failed within a jvp, every later jvp of the thread fails.
+_QUANTILES: Final = (torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile)
 
 _REASONS: Final[Mapping[tuple[Callable[..., Any], ...], str]] = MappingProxyType(
     {
@@ -67,7 +39,9 @@ _REASONS: Final[Mapping[tuple[Callable[..., Any], ...], str]] = MappingProxyType
         (torch.linalg.det, torch.det, Tensor.det): _DETERMINANT,
         (torch.linalg.slogdet, torch.slogdet, Tensor.slogdet): _DETERMINANT,
         (torch.logdet, Tensor.logdet): _DETERMINANT,
-        (torch.cholesky_solve, Tensor.cholesky_solve): _TRIANGULAR,
+        (torch.cholesky_solve, Tensor.cholesky_solve): (
+            "would be wrong; call torch.linalg.solve_triangular twice, with L and then with L.mH"
+        ),
         (torch.cholesky_inverse, Tensor.cholesky_inverse): (
             "would be wrong; call torch.linalg.inv(L @ L.mH)"
         ),
@@ -98,12 +72,42 @@ _REASONS: Final[Mapping[tuple[Callable[..., Any], ...], str]] = MappingProxyType
         ),
     }
 )
+"""By functions of torch: the end of a sentence about the second derivative, and a way round."""
+
+
+def _refusing(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """The function, which refuses arguments that have a direction."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leaves = pytree.flatten((args, kwargs))[0]
+        moves = any(isinstance(leaf, Tensor) and _has_tangent(leaf) for leaf in leaves)
+        if moves or function in _QUANTILES:
+            raise NotImplementedError(f"the second derivative of {function.__name__} {reason}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _has_tangent(value: Tensor) -> bool:
+    """Whether a tensor has a tangent at any level of `torch.func`."""
+    if functorch.peek_interpreter_stack() is None:
+        return False
+    interpreter = retrieve_current_functorch_interpreter()
+    is_jvp = interpreter.key() == functorch.TransformType.Jvp
+    if is_jvp and forward_ad.unpack_dual(value, level=0).tangent is not None:
+        return True
+    # Other transforms hide the tangents of the levels beneath them.
+    if functorch.maybe_get_level(value) == interpreter.level():
+        value = functorch.get_unwrapped(value)
+    with interpreter.lower():
+        return _has_tangent(value)
+
 
 REFUSED: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = MappingProxyType(
     {
-        function: _refusal(function, why)
-        for functions, why in _REASONS.items()
+        function: _refusing(function, reason)
+        for functions, reason in _REASONS.items()
         for function in functions
     }
 )
-"""By function of torch: the same, for arguments without a direction alone."""
+"""By function of torch: the same, which refuses arguments that have a direction."""

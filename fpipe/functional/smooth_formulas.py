@@ -1,9 +1,15 @@
-"""Normalisations in their plain mathematics.
+"""Operations in plain mathematics, where torch has no right rule for a derivative in a direction.
 
-They have forward-mode rules, but the derivative of those by the input is silently wrong (pytorch
-#196699 and #196700: the saved mean and deviation are taken for constants), and that of group
-normalisation takes no fake input that has no tangent, such as a batch. Weight normalisation has no
-such rule, and the derivative of its backward is wrong.
+- Normalisations: torch takes the saved mean and deviation for constants, so the second derivative
+  by the input is wrong (pytorch #196699 and #196700). The rule of group normalisation fails on a
+  fake input without a tangent, such as a batch.
+- Weight normalisation and fused attention have no forward-mode rule. The plain mathematics of
+  attention have no finite derivative for a query that may look at no key.
+- ``glu``: its forward-mode rule cannot be differentiated again.
+- ``sinc``: its rule divides by 0 at 0.
+- ``lerp_``: its abstract kernel fails within a `jvp`, and so does every later `jvp` of the thread.
+- Embeddings: no gradient comes from the padding, but the rule of torch moves it in forward mode,
+  and under `torch.func.vmap` it keeps that of all members but the first.
 """
 
 from __future__ import annotations
@@ -15,6 +21,10 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fpipe.checks.explain import SPARSE, Untraceable
+
+# ── normalisations ──────────────────────────────────────────────────────────────────────────────
 
 
 def _layer_norm(
@@ -41,11 +51,11 @@ def _batch_norm(
     shape = (1, -1, *(1 for _ in input.shape[2:]))
     if training or running_mean is None or running_var is None:
         _refuse_running(running_mean)
-        found = _normalized(input, [0, *range(2, input.dim())], eps)
+        normalized = _normalized(input, [0, *range(2, input.dim())], eps)
     else:
         mean, variance = running_mean.view(shape), running_var.view(shape)
-        found = (input - mean) * (variance + eps).rsqrt()
-    return _scaled(found, input, _viewed(weight, shape), _viewed(bias, shape))
+        normalized = (input - mean) * (variance + eps).rsqrt()
+    return _scaled(normalized, input, _viewed(weight, shape), _viewed(bias, shape))
 
 
 def _instance_norm(
@@ -62,8 +72,8 @@ def _instance_norm(
         return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     _refuse_running(running_mean)
     shape = (1, -1, *(1 for _ in input.shape[2:]))
-    found = _normalized(input, list(range(2, input.dim())), eps)
-    return _scaled(found, input, _viewed(weight, shape), _viewed(bias, shape))
+    normalized = _normalized(input, list(range(2, input.dim())), eps)
+    return _scaled(normalized, input, _viewed(weight, shape), _viewed(bias, shape))
 
 
 def _group_norm(
@@ -74,9 +84,9 @@ def _group_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     groups = input.unflatten(1, (num_groups, -1))
-    found = _normalized(groups, list(range(2, groups.dim())), eps).flatten(1, 2)
+    normalized = _normalized(groups, list(range(2, groups.dim())), eps).flatten(1, 2)
     shape = (1, -1, *(1 for _ in input.shape[2:]))
-    return _scaled(found, input, _viewed(weight, shape), _viewed(bias, shape))
+    return _scaled(normalized, input, _viewed(weight, shape), _viewed(bias, shape))
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -99,24 +109,121 @@ def _normalized(input: Tensor, dims: list[int], eps: float) -> Tensor:
     return x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()
 
 
-def _scaled(found: Tensor, like: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    found = found if weight is None else found * weight
-    found = found if bias is None else found + bias
+def _scaled(
+    normalized: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    scaled = normalized if weight is None else normalized * weight
+    shifted = scaled if bias is None else scaled + bias
     # Under autocast the kernels return single precision.
-    return found if torch.is_autocast_enabled(like.device.type) else found.to(like.dtype)
+    return shifted if torch.is_autocast_enabled(input.device.type) else shifted.to(input.dtype)
 
 
 def _viewed(value: Tensor | None, shape: Sequence[int]) -> Tensor | None:
     return None if value is None else value.view(shape)
 
 
-NORMALISATIONS: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = MappingProxyType(
+# ── embeddings ──────────────────────────────────────────────────────────────────────────────────
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    if sparse:
+        raise Untraceable(*SPARSE)
+    rows = F.embedding(input, weight, None, max_norm, norm_type, scale_grad_by_freq)
+    if padding_idx is None:
+        return rows
+    return _without_padding(rows, input, padding_idx % len(weight))
+
+
+def _torch_embedding(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    if sparse:
+        raise Untraceable(*SPARSE)
+    rows = torch.embedding(weight, indices, -1, scale_grad_by_freq)
+    return rows if padding_idx < 0 else _without_padding(rows, indices, padding_idx)
+
+
+def _without_padding(rows: Tensor, indices: Tensor, padding_idx: int) -> Tensor:
+    """The rows, of which those of the padding are constants."""
+    return torch.where((indices == padding_idx).unsqueeze(-1), rows.detach(), rows)
+
+
+EMBEDDINGS: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = MappingProxyType(
+    {F.embedding: _embedding, torch.embedding: _torch_embedding}
+)
+"""By function of torch: an equal one, right under `torch.func.vmap` and in forward mode."""
+
+
+# ── attention, gates and others ─────────────────────────────────────────────────────────────────
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *rest: Any,
+    **options: Any,
+) -> Tensor:
+    if attn_mask is None:
+        return F.scaled_dot_product_attention(query, key, value, None, *rest, **options)
+    # The output for a query that may look at no key is 0, and so is its derivative.
+    if attn_mask.dtype == torch.bool:
+        sees_nothing = (~attn_mask).all(-1, keepdim=True)
+        mask = attn_mask | sees_nothing
+    else:
+        sees_nothing = (attn_mask == -torch.inf).all(-1, keepdim=True)
+        mask = attn_mask.masked_fill(sees_nothing, 0.0)
+    output = F.scaled_dot_product_attention(query, key, value, mask, *rest, **options)
+    return output.masked_fill(sees_nothing, 0.0)
+
+
+def _glu(input: Tensor, dim: int = -1) -> Tensor:
+    left, gate = input.chunk(2, dim)
+    return left * gate.sigmoid()
+
+
+def _sinc(input: Tensor) -> Tensor:
+    # Near 0 by its series.
+    angle = torch.pi * (input if input.is_floating_point() or input.is_complex() else input.float())
+    is_small = angle.abs() < 0.05
+    large, small_square = torch.where(is_small, 1, angle), torch.where(is_small, angle, 0).square()
+    series = 1 - small_square / 6 * (1 - small_square / 20 * (1 - small_square / 42))
+    return torch.where(is_small, series, large.sin() / large)
+
+
+def _lerp_(input: Tensor, end: Tensor, weight: Any) -> Tensor:
+    # The abstract kernel of the update in place looks for an overload, and prints its arguments for
+    # each that does not fit, which is what fails within a jvp.
+    return input.copy_(torch.lerp(input.clone(), end, weight))
+
+
+SMOOTH_FORMULAS: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = MappingProxyType(
     {
         F.layer_norm: _layer_norm,
         F.batch_norm: _batch_norm,
         F.instance_norm: _instance_norm,
         F.group_norm: _group_norm,
         torch._weight_norm: _weight_norm,
+        **EMBEDDINGS,
+        F.scaled_dot_product_attention: _attention,
+        F.glu: _glu,
+        torch.sinc: _sinc,
+        Tensor.sinc: _sinc,
+        torch.special.sinc: _sinc,
+        Tensor.lerp_: _lerp_,
     }
 )
-"""What computes the same, by the functions of torch that it stands for."""
+"""By function of torch: an equal one, whose derivatives in a direction are right, twice."""

@@ -1,31 +1,114 @@
-"""What every transform takes: something that was made from a definition."""
+"""Apply a transform stage by stage, and divide arguments by stage.
+
+A transform replaces the function of every stage, and changes the arguments of every stage. A
+pipeline of one function has no stages before it is traced: there the function, and the arguments as
+a whole, take the place of the only stage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fpipe.definition import Definition
-from fpipe.errors import StageError, a_type
+from fpipe.errors import BatchError, StageError
+from fpipe.inputs.params import check_parts, contained
 from fpipe.spec.stage import Stage
 
-
-class Transformed(Protocol):
-    """A pipeline of any kind: it is made from its definition alone."""
-
-    definition: Definition
-
-    def __init__(self, definition: Definition) -> None: ...
-
-
-P = TypeVar("P", bound=Transformed)
-
 RANDOMNESS = ("error", "different", "same")
+"""The choices of ``randomness``, as `torch.func.vmap` has them."""
 
 
-def refuse_choice(transform: str, definition: Definition, instead: str) -> None:
-    """Refuse a pipeline whose gradients are taken by the batch; `instead` names the way round.
+def each_stage(
+    stages: Iterable[Stage], wrap: Callable[[Callable[..., Any], bool], Callable[..., Any]]
+) -> tuple[Stage, ...]:
+    """The stages with their functions wrapped.
+
+    Stages that share a function still share one afterwards, so it is traced once.
+
+    Args:
+        stages: of the pipeline.
+        wrap: takes a stage function, and whether it is the first stage's.
+    """
+    wrapped: dict[tuple[int, bool], Callable[..., Any]] = {}
+    results = []
+    for index, stage in enumerate(stages):
+        key = id(stage.fn), index == 0
+        if key not in wrapped:
+            wrapped[key] = wrap(stage.fn, index == 0)
+        results.append(replace(stage, fn=wrapped[key]))
+    return tuple(results)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How parameters, vectors and gradients are divided by stage.
+
+    Attributes:
+        stages: the number of stages, each with one part; None for one function, whose only part is
+            the whole.
+    """
+
+    stages: int | None
+
+    @classmethod
+    def of(cls, definition: Definition) -> Parts:
+        """The parts of the parameters of a pipeline with this definition."""
+        return cls(None if definition.function else len(definition.stages))
+
+    def split(self, value: Any) -> Sequence[Any]:
+        """The parts of a value with the structure of the parameters."""
+        return [value] if self.stages is None else value
+
+    def join(self, parts: Sequence[Any], like: Any) -> Any:
+        """The inverse of `split`.
+
+        Args:
+            parts: one for each stage.
+            like: a list or tuple; the result is of its type.
+        """
+        return parts[0] if self.stages is None else contained(parts, like)
+
+    def named(self, name: str, value: Any) -> list[tuple[str, Any]]:
+        """The parts of an argument of the caller's, each with its name.
+
+        Raises:
+            BatchError: there is not one for each stage.
+        """
+        if self.stages is None:
+            return [(name, value)]
+        check_parts(name, value, self.stages)
+        return [(f"{name}[{stage}]", part) for stage, part in enumerate(value)]
+
+    def prefixes(self, prefix: Any) -> Sequence[Any]:
+        """The pytree prefix of each part.
+
+        Args:
+            prefix: for the whole, as the caller gave it.
+
+        Raises:
+            BatchError: it cannot be divided.
+        """
+        if self.stages is None:
+            return [prefix]
+        if isinstance(prefix, list | tuple) and len(prefix) == self.stages:
+            return prefix
+        if isinstance(prefix, int) or prefix is None:
+            return [prefix] * self.stages
+        raise BatchError(
+            f"in_dims[0]={prefix!r:.60} must be an int, None, or a list with one pytree prefix for "
+            f"each of the {self.stages} stages"
+        )
+
+
+def refuse_argnums(transform: str, definition: Definition, instead: str) -> None:
+    """Refuse a pipeline whose gradients are not by the parameters alone.
+
+    Args:
+        transform: the name of the transform, such as ``"vmap"``.
+        definition: of the pipeline.
+        instead: what to call instead.
 
     Raises:
         StageError: names the transform.
@@ -38,7 +121,12 @@ def refuse_choice(transform: str, definition: Definition, instead: str) -> None:
 
 
 def refuse_state(transform: str, definition: Definition, why: str) -> None:
-    """Refuse a pipeline that threads a state; `why` says what the state would come to.
+    """Refuse a pipeline with ``has_state``.
+
+    Args:
+        transform: the name of the transform.
+        definition: of the pipeline.
+        why: why a transformed state has no meaning.
 
     Raises:
         StageError: names the transform.
@@ -49,33 +137,3 @@ def refuse_state(transform: str, definition: Definition, why: str) -> None:
             "state with the parameters or the batch, and evaluate with it (training=False, "
             "module.eval())"
         )
-
-
-def check_pipeline(transform: str, pipe: Any) -> None:
-    """Refuse what is no pipeline.
-
-    Raises:
-        StageError: names the transform.
-    """
-    if not isinstance(getattr(pipe, "definition", None), Definition):
-        raise StageError(
-            f"pipe={pipe!r:.60} is {a_type(pipe)}: fpipe.{transform} takes a pipeline, "
-            "which fpipe.pipeline(...) makes, and gives another"
-        )
-
-
-def each_stage(
-    stages: Iterable[Stage], wrap: Callable[[Callable[..., Any], bool], Callable[..., Any]]
-) -> tuple[Stage, ...]:
-    """The stages with their functions wrapped; `wrap` is told whether it is the first stage.
-
-    Stages of one function stay stages of one function, so that they are traced once.
-    """
-    made: dict[tuple[int, bool], Callable[..., Any]] = {}
-    wrapped = []
-    for index, stage in enumerate(stages):
-        key = id(stage.fn), index == 0
-        if key not in made:
-            made[key] = wrap(stage.fn, index == 0)
-        wrapped.append(replace(stage, fn=made[key]))
-    return tuple(wrapped)

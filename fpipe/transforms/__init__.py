@@ -1,1 +1,1 @@
-"""Transforms: from a pipeline to a pipeline, by transforming its stages."""
+"""Public transforms: from a pipeline to a pipeline, by the definitions of `fpipe.functional`."""

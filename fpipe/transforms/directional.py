@@ -13,11 +13,11 @@ from fpipe.autograd.outputs import OF_DUALS, without_history
 from fpipe.convention import Dual
 from fpipe.engine import OWN, Pipeline
 from fpipe.errors import BatchError
-from fpipe.functional.derivative import derivative
-from fpipe.functional.stagewise import check_pipeline, refuse_choice
+from fpipe.functional.dual import derivative
+from fpipe.functional.stagewise import refuse_argnums
 from fpipe.inputs.signature import Goal
 from fpipe.program.program import Program
-from fpipe.transforms.wrapped_pipelines import Wrapping
+from fpipe.transforms.wrapped_pipelines import Wrapping, check_pipeline
 
 
 class Jvp(NamedTuple):
@@ -25,7 +25,7 @@ class Jvp(NamedTuple):
 
     Attributes:
         loss: as `Pipeline.value` returns it.
-        jvp: the derivative, of the same shape.
+        jvp: the derivative, of the same shape and dtype.
     """
 
     loss: Tensor
@@ -38,7 +38,7 @@ class Hvp(NamedTuple):
     Attributes:
         loss: as `Pipeline.step` returns it.
         grads: as `Pipeline.step` returns them.
-        hvp: the product, in the structure of the gradients.
+        hvp: the product, in the structure, shapes and dtypes of the gradients.
     """
 
     loss: Tensor
@@ -47,7 +47,7 @@ class Hvp(NamedTuple):
 
 
 class HvpAux(NamedTuple):
-    """The same where ``has_aux=True`` was declared.
+    """An `Hvp` with aux, where ``has_aux=True`` was declared.
 
     Attributes:
         loss: as in `Hvp`.
@@ -63,11 +63,11 @@ class HvpAux(NamedTuple):
 
 
 class Directional(Wrapping):
-    """A pipeline whose methods take a vector beside parameters and batch; `fpipe.hvp` makes one.
+    """A pipeline whose methods take a vector after the batch; `fpipe.hvp` makes one.
 
     A vector has the structure, shapes and dtypes of the parameters, or of the gradients, which have
-    None for what has no derivative. What it has for a parameter that is not trained is not read:
-    the direction of that is 0. Of a pipeline with other ``argnums`` it has the structure of these:
+    None for leaves without a derivative. Its leaves for parameters that are not trained are not
+    read: their direction is 0. If the pipeline has other ``argnums``, a vector has their structure:
     a direction of the batch, or a tuple of both, with None in place of one that does not move.
 
     Attributes:
@@ -85,24 +85,27 @@ class Directional(Wrapping):
             key: as in `Pipeline.step`.
 
         Returns:
-            An `Hvp`; with ``has_aux`` an `HvpAux`. Both gradients and products are by what
-            ``argnums`` names; what does not move has None for a gradient, but a product.
+            An `Hvp`; with ``has_aux`` an `HvpAux`. Both gradients and products are by ``argnums``;
+            an argument that does not move has None for a gradient, but a product.
 
         Raises:
             BatchError: as in `Pipeline.step`, or `vector` does not fit what it is a direction of.
-            StageError: a stage cannot be traced; an op may lack a forward-mode rule.
+            StageError: a stage cannot be traced; an operation has no right rule in forward mode.
             PipelineError: an action failed.
         """
-        vectors = self._told("step", vector)
+        vectors = self._vectors_of_call("step", vector)
         loss, duals, *aux = self.pipeline.run_step(params, batch, *vectors, key=key)
-        sides = map(_sides, self.definition.for_each(duals), vectors)
-        grads, products = map(self.definition.asked, zip(*sides, strict=True))
-        found = Hvp(loss.primal, grads, products)
-        return HvpAux(*found, *aux) if aux else found
+        pairs = map(_grad_and_product, self.definition.for_each(duals), vectors)
+        grads, products = map(self.definition.asked, zip(*pairs, strict=True))
+        results = Hvp(loss.primal, grads, products)
+        return HvpAux(*results, *aux) if aux else results
 
     def value(self, params: Any, batch: Any, vector: Any, key: Tensor | None = None) -> Jvp:
-        """The loss and its derivative in the direction of `vector`; runs forward only."""
-        vectors = self._told("value", vector)
+        """The loss and its derivative in the direction of `vector`; runs forward only.
+
+        Arguments and errors are those of `step`.
+        """
+        vectors = self._vectors_of_call("value", vector)
         loss: Dual = self.pipeline.run_value(params, batch, *vectors, key=key)
         return Jvp(*loss)
 
@@ -115,28 +118,29 @@ class Directional(Wrapping):
         *,
         out_dims: Any = OWN,
     ) -> Any:
-        """The last stage's output and its derivative, a pair; otherwise as `Pipeline.forward`.
+        """The last stage's output and its derivative, a pair; runs forward only.
 
-        The derivative has None for leaves of an integer dtype. Of one function it is the loss, as
-        `value` returns it, and aux.
+        The derivative has None for leaves of an integer dtype. A pipeline of one function returns a
+        `ForwardAux`: the loss, as `value` returns it, and aux. Arguments and errors are those of
+        `step`, and ``out_dims`` is that of `Pipeline.forward`.
         """
-        vectors = self._told("forward", vector)
+        vectors = self._vectors_of_call("forward", vector)
         dims = self.definition.out_dims if out_dims is OWN else out_dims
-        found = self.pipeline.run_forward(params, batch, *vectors, key=key, out_dims=dims)
+        outputs = self.pipeline.run_forward(params, batch, *vectors, key=key, out_dims=dims)
         leaves = pytree.flatten((params, batch, vectors))[0]
         if not is_within() and is_tracked(leaves):
-            found = without_history(found, leaves, OF_DUALS)
-        return found._replace(loss=Jvp(*found.loss)) if self.definition.function else found
+            outputs = without_history(outputs, leaves, OF_DUALS)
+        return outputs._replace(loss=Jvp(*outputs.loss)) if self.definition.function else outputs
 
     def programs(self, params: Any, batch: Any, vector: Any) -> tuple[Program, ...]:
-        """As `Pipeline.programs`."""
+        """The program of each rank, as `Pipeline.programs` returns them."""
         return self.pipeline.programs(params, batch, *self._vectors(vector))
 
-    def _told(self, goal: Goal, vector: Any) -> tuple[Any, ...]:
+    def _vectors_of_call(self, goal: Goal, vector: Any) -> tuple[Any, ...]:
+        """The direction of each argument that may move; if they are wrong, on every rank."""
         return self.pipeline.told(goal, lambda: self._vectors(vector))
 
     def _vectors(self, vector: Any) -> tuple[Any, ...]:
-        """The direction of each argument that may move."""
         wanted = self.definition.wanted
         vectors = self.definition.for_each(vector)
         if not isinstance(vectors, tuple) or len(vectors) != len(wanted):
@@ -144,15 +148,15 @@ class Directional(Wrapping):
                 f"vector={vector!r:.60} must be a tuple of {len(wanted)}, one direction for each "
                 f"of ({', '.join(wanted)}), or None for one that does not move"
             )
-        # A process that has no part of the batch has no direction of it either.
-        alone = self.pipeline.rank is None or "batch" not in wanted
-        if alone and all(own is None for own in vectors):
+        # A process without a part of the batch has no direction of it either.
+        has_all = self.pipeline.rank is None or "batch" not in wanted
+        if has_all and all(direction is None for direction in vectors):
             raise BatchError(f"vector={vector!r} moves nothing: give one direction at least")
         return vectors
 
 
-def _sides(dual: Dual | None, vector: Any) -> tuple[Any, Any]:
-    """Gradient and product by an argument; nothing where another process has them."""
+def _grad_and_product(dual: Dual | None, vector: Any) -> tuple[Any, Any]:
+    """Gradient and product by an argument; None for both where another process has them."""
     if dual is None:
         return None, None
     return None if vector is None else dual.tangent, dual.primal
@@ -161,20 +165,22 @@ def _sides(dual: Dual | None, vector: Any) -> tuple[Any, Any]:
 def jvp(pipe: Pipeline) -> Directional:
     """Derivatives of the loss in a direction, forward only: ``jvp(pipe).value``.
 
-    Every stage is taken as ``((p, v), (x, ẋ)) -> (y, ẏ)``, through `torch.func.jvp`, and so is the
-    loss. No backward runs and no residual is kept. Fused attention has no forward-mode rule: it is
-    traced as plain mathematics.
+    Every stage becomes ``((p, v), (x, ẋ)) -> (y, ẏ)``, by `torch.func.jvp`, and so does the loss:
+    forward-mode differentiation (Wengert, 1964, "A simple automatic derivative evaluation
+    program"). No backward runs and no residual is kept. Fused attention has no forward-mode rule:
+    it is traced as plain mathematics.
 
     Args:
-        pipe: a pipeline, such as `fpipe.pipeline` or `fpipe.vmap` makes; of one that `fpipe.grad`
-            makes, what it names is what may move.
+        pipe: a pipeline, such as `fpipe.pipeline` or `fpipe.vmap` makes. The parameters may
+            move, or the ``argnums`` of `fpipe.grad`.
 
     Returns:
         A `Directional`: ``value(params, batch, vector)`` returns ``(loss, jvp)`` and ``forward``
-        the output with its derivative. It is that of `fpipe.hvp`.
+        the output with its derivative. It is the same as that of `fpipe.hvp`.
 
     Raises:
-        StageError: `pipe` is no pipeline, takes a vector already, or has a state.
+        StageError: `pipe` is no pipeline, takes a vector already, or has a state. When it is
+            called: an operation has no right rule in forward mode; says what to call instead.
 
     Example:
         >>> import torch, fpipe
@@ -194,10 +200,11 @@ def hvp(pipe: Pipeline) -> Directional:
     """Products of the loss's Hessian with a vector: ``hvp(pipe).step``.
 
     One backward of the directional derivative gives the product, and the gradient with it
-    (Pearlmutter, 1994). The schedule, the split backward and the sums over microbatches are those
-    of any other step. Fused attention has no forward-mode rule: it is traced as plain mathematics.
+    (Pearlmutter, 1994, "Fast exact multiplication by the Hessian"). The schedule, the split
+    backward and the sums over microbatches are those of any other step. Fused attention has no
+    forward-mode rule: it is traced as plain mathematics.
 
-    Of a pipeline that `fpipe.grad` makes it is the Hessian by what that names, mixed derivatives
+    If `fpipe.grad` has made the pipeline, it is the Hessian by its ``argnums``, mixed derivatives
     included: how the gradient by the parameters changes with the batch, and the other way round.
 
     Args:
@@ -228,8 +235,9 @@ def ggnvp(pipe: Pipeline) -> Directional:
     """Products of the generalised Gauss–Newton matrix with a vector: ``ggnvp(pipe).step``.
 
     The matrix is J'HJ, with J the derivative of the last stage's output by the parameters and H the
-    second derivative of the loss by that output (Schraudolph, 2002): positive semidefinite wherever
-    the loss is convex. Each stage runs a second time for its derivative.
+    second derivative of the loss by that output (Schraudolph, 2002, "Fast curvature matrix-vector
+    products for second-order gradient descent"): positive semidefinite wherever the loss is convex.
+    Each stage runs a second time for its derivative.
 
     Args:
         pipe: a pipeline whose loss is one number.
@@ -253,7 +261,7 @@ def ggnvp(pipe: Pipeline) -> Directional:
         [tensor(18.), tensor(12.)]
     """
     check_pipeline("ggnvp", pipe)
-    refuse_choice(
+    refuse_argnums(
         "ggnvp", pipe.definition, "fpipe.hvp(fpipe.grad(pipe, argnums)) is of the Hessian"
     )
     return Directional(derivative("ggnvp", pipe.definition, ("params",), gauss_newton=True))

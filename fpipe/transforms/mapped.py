@@ -1,43 +1,103 @@
-"""per_example_grads, per_example_norms: every row of the batch is a batch of its own."""
+"""vmap, per_example_grads, per_example_norms: a pipeline mapped over members, or over examples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial, wraps
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from fpipe import pytree
-from fpipe.convention import COTANGENT, PLAIN, Convention, spared
-from fpipe.definition import Definition
+from fpipe.definition import Alone
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError, check_choice
-from fpipe.functional.batching import over
-from fpipe.functional.forward_mode import batched
-from fpipe.functional.stagewise import (
-    RANDOMNESS,
-    P,
-    check_pipeline,
-    each_stage,
-    refuse_choice,
-    refuse_state,
-)
-from fpipe.inputs.signature import is_differentiable
-from fpipe.microbatches import Microbatches
+from fpipe.functional.ensemble import ensemble
+from fpipe.functional.example_rows import norms_of_rows, rows_as_examples
+from fpipe.functional.stagewise import RANDOMNESS, refuse_argnums
 from fpipe.program.program import Program
-from fpipe.spec.objective import Sink
-from fpipe.transforms.wrapped_pipelines import Wrapping
+from fpipe.schedule.arguments import plain_integer
+from fpipe.transforms.wrapped_pipelines import P, Wrapping, check_pipeline
+
+
+def vmap(
+    pipe: P, in_dims: Any = None, *, randomness: str = "error", axis_size: int | None = None
+) -> P:
+    """A pipeline of an ensemble: every stage, or the one function, computes all members at once.
+
+    The members are stacked along a dimension of the parameters and, if wanted, of the batch and of
+    a state; the number of members is read from the arguments of each call. The first of the two
+    values of ``torch.func.stack_module_state`` can be passed as it is. Every stage becomes
+    `torch.func.vmap` of itself. Attention on the CPU is traced as plain mathematics, because its
+    fused kernel would run member by member.
+
+    Args:
+        pipe: the pipeline of one member. Its own ``in_dims`` describe one member's batch.
+        in_dims: one entry for each argument of ``pipe.step``, a pytree prefix as in
+            `torch.func.vmap`: the dimension that holds the members, or None for leaves that they
+            share. A mapped batch leaf may be one number per member: a temperature, a weight. With
+            ``has_state`` there are three, such as ``(0, 0, None)``, as there are where a vector
+            follows the batch. By default ``(0, None)``: all are stacked but the batch, and so are
+            a state and a vector.
+        randomness: ``"different"`` or ``"same"`` for all members; ``"error"`` refuses random ops.
+        axis_size: the number of members, as in ``jax.vmap``, where the arguments need not tell it:
+            over a process group, a rank whose stages have no stacked parameter.
+
+    Returns:
+        A pipeline of the same kind. ``step`` returns a loss per member, shape ``(members,)``, and
+        gradients, and a state, stacked as the parameters and the state are (along dimension 0 where
+        those are shared); ``value`` the losses; ``forward`` outputs, and ``step`` aux, with the
+        members along dimension 0, ``out_dims`` counting a member's own dimensions. Where the loss
+        function returns a sum and its weight, each member's loss is over its own weights.
+
+    Raises:
+        StageError: `pipe` is no pipeline, or an argument is wrong.
+        BatchError: `in_dims` does not fit the pipeline's own; or, when the pipeline is called, the
+            arguments.
+
+    Example:
+        >>> import torch, fpipe
+        >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+        >>> stages = [lambda w, x: x * w, lambda w, x: x + w]
+        >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+        >>> members = [torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3)]
+        >>> loss, grads = fpipe.vmap(pipe).step(members, torch.tensor([1.0, 3.0]))
+        >>> loss.tolist(), grads[0].tolist(), grads[1].tolist()
+        ([2.0, 4.0, 6.0], [2.0, 2.0, 2.0], [1.0, 1.0, 1.0])
+    """
+    check_pipeline("vmap", pipe)
+    definition = pipe.definition
+    refuse_argnums(
+        "vmap", definition, "choose argnums last, as in fpipe.grad(fpipe.vmap(pipe), argnums)"
+    )
+    usual = tuple(None if name == "batch" else 0 for name in definition.takes)
+    dims = usual if in_dims is None else in_dims
+    _check_vmap(dims, randomness, definition.takes, usual)
+    size = None if isinstance(axis_size, bool) else plain_integer(axis_size)
+    if axis_size is not None and (size is None or size < 1):
+        raise StageError(f"axis_size={axis_size!r:.60} must be a number of members, 1 or more")
+    return type(pipe)(ensemble(Alone(definition, tuple(dims), randomness, size)))
+
+
+def _check_vmap(
+    in_dims: Any, randomness: str, takes: Sequence[str], usual: tuple[Any, ...]
+) -> None:
+    if not isinstance(in_dims, list | tuple) or len(in_dims) != len(takes):
+        raise StageError(
+            f"in_dims={in_dims!r:.60} must be a tuple of {len(takes)}, one entry for each of "
+            f"({', '.join(takes)}), such as {usual}; a key, which members share, has no entry"
+        )
+    check_choice("randomness", randomness, RANDOMNESS)
+
+
+# ── single examples ─────────────────────────────────────────────────────────────────────────────
 
 
 class ExampleNorms(NamedTuple):
     """Losses and gradient norms of examples.
 
     Attributes:
-        loss: the loss of each example alone.
-        norms: the Euclidean norm of each example's gradient, over all parameters of all stages.
+        loss: the loss of each example alone, shape ``(rows,)``.
+        norms: the Euclidean norm of each example's gradient, over all parameters of all stages, of
+            the same shape, in float32 at least.
     """
 
     loss: Tensor
@@ -45,7 +105,7 @@ class ExampleNorms(NamedTuple):
 
 
 class ExampleNormsAux(NamedTuple):
-    """The same where ``has_aux=True`` was declared.
+    """Losses and gradient norms of examples, with aux, where ``has_aux=True`` was declared.
 
     Attributes:
         loss: as in `ExampleNorms`.
@@ -79,20 +139,21 @@ class NormPipeline(Wrapping):
         return ExampleNormsAux(loss, norms, *aux) if aux else ExampleNorms(loss, norms)
 
     def value(self, params: Any, batch: Any, key: Tensor | None = None) -> Tensor:
-        """The loss of each example; runs forward only."""
+        """The loss of each example; runs forward only. Arguments are those of `step`."""
         return self.pipeline.value(params, batch, key)
 
     def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
-        """As `Pipeline.programs`."""
+        """The program of each rank, as `Pipeline.programs` returns them."""
         return self.pipeline.programs(params, batch)
 
 
 def per_example_grads(pipe: P, *, randomness: str = "error") -> P:
     """A pipeline that gives the loss and the gradient of every example.
 
-    Each row of the batch runs as a batch of one, all rows of a microbatch at once; its loss and
-    gradient are those of that row alone, without any weight. Every stage's parameters are read as
-    if each row had its own copy (no memory is spent on that), so their gradients come apart by row.
+    Each row of the batch runs as a batch of one, all rows of a microbatch at once, by
+    `torch.func.vmap`; its loss and gradient are those of that row alone, without any weight. Every
+    stage's parameters are read as if each row had its own copy (no memory is spent on that), so
+    their gradients come apart by row.
 
     Args:
         pipe: a pipeline, such as `fpipe.pipeline`, `fpipe.vmap` or `fpipe.hvp` makes.
@@ -120,15 +181,18 @@ def per_example_grads(pipe: P, *, randomness: str = "error") -> P:
         ([6.0, 60.0, 600.0], [3.0, 30.0, 300.0])
     """
     check_pipeline("per_example_grads", pipe)
-    return type(pipe)(_by_rows("per_example_grads", pipe.definition, randomness))
+    return type(pipe)(rows_as_examples("per_example_grads", pipe.definition, randomness))
 
 
 def per_example_norms(pipe: Pipeline, *, randomness: str = "error") -> NormPipeline:
     """A pipeline that gives the loss of every example and the norm of its gradient.
 
-    It is `fpipe.per_example_grads` of which each stage keeps the sums of squares alone: the
-    gradients of one stage and one microbatch exist at a time. Those of a parameter that several
-    stages of one function read are added up first, so they wait until the last stage has its part.
+    It is what differentially private training clips by (Goodfellow, 2015, "Efficient per-example
+    gradient computations"; Lee and Kifer, 2021, "Scaling up differentially private deep learning
+    with fast per-example gradient clipping"). The gradients are those of `fpipe.per_example_grads`,
+    of which each stage keeps the sums of squares alone: the gradients of one stage and one
+    microbatch exist at a time. The gradients of a parameter that several stages of one function
+    read are added up first, so they wait until the last stage has its part.
 
     Args:
         pipe: a pipeline, such as `fpipe.pipeline` or `fpipe.vmap` makes.
@@ -152,149 +216,4 @@ def per_example_norms(pipe: Pipeline, *, randomness: str = "error") -> NormPipel
         [5.0, 50.0, 500.0]
     """
     check_pipeline("per_example_norms", pipe)
-    definition = pipe.definition
-    if definition.convention.vectors:
-        raise StageError(
-            "fpipe.per_example_norms of a pipeline that takes a vector would mix the norms of two "
-            "products: take fpipe.per_example_grads of it, or the norms of the pipeline itself"
-        )
-    kept = 1 + len(definition.loss_shape)
-    by_rows = _by_rows("per_example_norms", definition, randomness)
-    squared = replace(
-        by_rows,
-        sink=replace(by_rows.sink, fold=partial(_squares, kept), everywhere=True),
-        convention=by_rows.convention._replace(grads=_norms, weigh=None),
-    )
-    return NormPipeline(squared)
-
-
-def _squares(kept: int, gradient: Tensor) -> Tensor:
-    """The sum of squares over all dimensions but the first `kept`, in single precision at least."""
-    g = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
-    squares = (g.conj() * g).real if g.is_complex() else g.square()
-    return squares.flatten(kept).sum(kept) if squares.dim() > kept else squares
-
-
-def _norms(squares: list[Tensor]) -> Tensor:
-    return torch.stack(squares).sum(0).sqrt()
-
-
-def _by_rows(name: str, definition: Definition, randomness: str) -> Definition:
-    if definition.sink.join is not None:
-        raise StageError(f"fpipe.{name} of a pipeline that goes by rows already: apply it once")
-    if COTANGENT in definition.convention.vectors:
-        raise StageError(
-            f"fpipe.{name} of fpipe.vjp(pipe) is not defined: a loss of single examples is that of "
-            "the pipeline itself"
-        )
-    refuse_choice(
-        name, definition, 'fpipe.grad(pipe, "batch") has the gradient by a row in that row already'
-    )
-    refuse_state(name, definition, "rows that are batches of one would each leave another state")
-    check_choice("randomness", randomness, RANDOMNESS)
-    in_dims = definition.in_dims
-
-    def rowwise(function: Callable[..., Any], first: bool) -> Callable[..., Any]:
-        return _stage(function, in_dims, randomness, first=first)
-
-    if definition.function:  # a first stage that returns the loss already
-        loss = rowwise(definition.loss, True)
-    else:
-        loss = _loss(definition.loss, in_dims, randomness)
-    inner = definition.convention
-    out_dims = _first_of(inner.out_dims)
-    aux_dims = _first_of(inner.aux_dims)
-    convention = inner._replace(out_dims=out_dims, aux_dims=aux_dims, weigh=_weigh(inner))
-    if inner is not PLAIN:
-        convention = Convention(
-            enter=inner.enter,
-            loss=lambda loss: over(inner.loss, [loss], [0]),
-            grads=lambda grads: over(inner.grads, [grads], [0]),
-            out_dims=out_dims,
-            aux_dims=aux_dims,
-            vectors=inner.vectors,
-            weigh=_weigh(inner),
-        )
-    return replace(
-        definition,
-        stages=each_stage(definition.stages, rowwise),
-        loss=loss,
-        loss_shape=(None, *definition.loss_shape),
-        sink=Sink(lift=_repeat, join=0),
-        convention=convention,
-        alone=None,
-    )
-
-
-def _weigh(inner: Convention) -> Callable[[Any, Tensor], Any] | None:
-    """The gradients of a sum of all rows' losses, each with its weight."""
-    one = inner.weigh
-    if one is None:
-        return None
-    return lambda grads, weights: pytree.tree_map(
-        lambda leaf: leaf.sum(0), over(one, [spared(grads, weights), weights], [0, 0])
-    )
-
-
-def _stage(
-    function: Callable[..., Any], in_dims: Any, randomness: str, *, first: bool
-) -> Callable[..., Any]:
-    """A stage function over all rows of a microbatch, whose parameters have a first dimension."""
-
-    @wraps(function)
-    def stage(params: Any, x: Any, *microbatch: Any, **key: Tensor) -> Any:
-        def one(own: Any, value: Any, *row: Any) -> Any:
-            value = _whole(value, in_dims) if first else value
-            return function(own, value, *(_whole(r, in_dims) for r in row), **key)
-
-        dims = pytree.tree_map(lambda leaf: 0 if is_differentiable(leaf) else None, params)
-        devices = {leaf.device.type for leaf in pytree.flatten((params, x))[0]}
-        with batched(devices):
-            return over(
-                one,
-                [params, x, *microbatch],
-                [dims, in_dims if first else 0, *(in_dims for _ in microbatch)],
-                randomness,
-            )
-
-    return stage
-
-
-def _loss(function: Callable[..., Any], in_dims: Any, randomness: str) -> Callable[..., Any]:
-    """The losses of all rows of a microbatch."""
-
-    @wraps(function)
-    def loss(y: Any, microbatch: Any) -> Any:
-        return over(
-            lambda own, row: function(own, _whole(row, in_dims)),
-            [y, microbatch],
-            [0, in_dims],
-            randomness,
-        )
-
-    return loss
-
-
-def _whole(row: Any, in_dims: Any) -> Any:
-    """One row of a microbatch as a microbatch of one."""
-    leaves, spec = pytree.flatten(row)
-    dims = pytree.broadcast_prefix("in_dims", in_dims, row, "the microbatch")
-    return pytree.unflatten(
-        spec,
-        [v if dim is None else v.unsqueeze(dim) for v, dim in zip(leaves, dims, strict=True)],
-    )
-
-
-def _repeat(leaf: Tensor, rows: int) -> Tensor:
-    # Forward mode lays a tangent out as its primal, and copies it there where it is laid out
-    # otherwise: not to where all rows are one.
-    return leaf.contiguous().expand(rows, *leaf.shape)
-
-
-def _first_of(dims_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Outputs are stacked along a first dimension, whatever they are made of."""
-    return lambda dims: pytree.prefix_map(_first, dims_of(dims))
-
-
-def _first(dim: Any) -> Any:
-    return dim if dim is None or dim is Microbatches else 0
+    return NormPipeline(norms_of_rows("per_example_norms", pipe.definition, randomness))

@@ -1,16 +1,41 @@
-"""What runs another pipeline and returns something else."""
+"""Pipelines as transforms take them, and pipelines that run another one and return other things."""
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from fpipe.definition import Definition
 from fpipe.engine import Pipeline
+from fpipe.errors import StageError, a_type
 from fpipe.schedule import Schedule
 
 
+class Transformable(Protocol):
+    """A pipeline of any kind: a transform makes another one of a definition alone."""
+
+    definition: Definition
+
+    def __init__(self, definition: Definition) -> None: ...
+
+
+P = TypeVar("P", bound=Transformable)
+
+
+def check_pipeline(transform: str, pipe: Any) -> None:
+    """Refuse what is no pipeline.
+
+    Raises:
+        StageError: names the transform.
+    """
+    if not isinstance(getattr(pipe, "definition", None), Definition):
+        raise StageError(
+            f"pipe={pipe!r:.60} is {a_type(pipe)}: fpipe.{transform} takes a pipeline, "
+            "which fpipe.pipeline(...) makes, and gives another"
+        )
+
+
 class Wrapping:
-    """A pipeline whose methods return something else than `Pipeline`'s do.
+    """A pipeline whose methods return something else than those of `Pipeline`.
 
     Args:
         definition: as for `Pipeline`.
@@ -19,8 +44,8 @@ class Wrapping:
     Attributes:
         definition: all that it was made from.
         pipeline: the pipeline that it runs.
-        schedule: as of that.
-        rank: as of that.
+        schedule: the schedule of that.
+        rank: the rank of that.
     """
 
     def __init__(self, definition: Definition, pipeline: Pipeline | None = None) -> None:
@@ -37,5 +62,5 @@ class Wrapping:
         return type(self)(pipe.definition, pipe)
 
     def local(self, params: Any) -> Any:
-        """As `Pipeline.local`, of parameters or a vector."""
+        """Parameters, or a vector, without those of other processes, as `Pipeline.local`."""
         return self.pipeline.local(params)

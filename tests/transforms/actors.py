@@ -1,4 +1,4 @@
-"""What the ranks do with transformed pipelines; called as ``function(group, *arguments)``."""
+"""Calls of transformed pipelines for each rank to make: ``function(group, *arguments)``."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def make_ensemble(group: dist.ProcessGroup | None, schedule: Schedule) -> Any:
 
 
 def wrong_vector(group: dist.ProcessGroup) -> list[Any]:
-    """What comes of a vector that is wrong on rank 1, and of a right one afterwards."""
+    """The errors of a vector that is wrong on rank 1, and the results of a right one afterwards."""
     model = mlp(2, 4)
     schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
     pipe = fpipe.hvp(fpipe.pipeline(model.stages, model.loss, schedule, group=group, compile=False))
@@ -155,7 +155,7 @@ def norm_of_product(group: dist.ProcessGroup | None) -> Tensor:
 
 
 def outputs_by_row(group: dist.ProcessGroup | None) -> list[Any]:
-    """What the last stage returns of each row, of one model and of two members."""
+    """The output of the last stage for each row, of one model and of two members."""
     model = mlp(2, 5)
     schedule = schedules.zb_h1(ranks=2, microbatches=3)
     pipe = fpipe.pipeline(model.stages, model.loss, schedule, group=group, compile=False)
@@ -190,7 +190,7 @@ def freeze(group: dist.ProcessGroup | None) -> list[tuple[bool, Tensor, Any]]:
 
 
 def unknown_derivatives(group: dist.ProcessGroup) -> list[Any]:
-    """What comes of derivatives that only rank 0 asks for, and of another pipeline afterwards."""
+    """The errors of derivatives that rank 0 alone asks for, and results of another pipeline."""
     model = conv(2, 4)
     schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
     batch = {**model.batch, "pixels": model.batch["pixels"].double() / 255}

@@ -1,4 +1,4 @@
-"""What the tests of transforms share."""
+"""Fixtures of the tests of transforms."""
 
 from __future__ import annotations
 

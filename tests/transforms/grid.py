@@ -28,7 +28,7 @@ BASES = {
 
 
 class Given(NamedTuple):
-    """What the calls take; over a process group without the parts of other ranks."""
+    """Arguments of the calls; over a process group without the parts of other ranks."""
 
     params: Any
     members: Any
@@ -289,14 +289,14 @@ def run(
     make: Callable[[int, int], Model] = mlp,
     compile: bool = False,
 ) -> tuple[Any, ...]:
-    """What a transform gives on a schedule; in one process without a group."""
+    """The results of a transform on a schedule; in one process without a group."""
     pipe, args = made(name, make, schedule.num_stages, compile, group)
     return called(name, pipe.with_schedule(schedule), args)
 
 
 @cache
 def expected(name: str, make: Callable[[int, int], Model], num_stages: int) -> tuple[Any, ...]:
-    """What torch.func gives of the unpipelined model."""
+    """The results of torch.func on the unpipelined model."""
     load_rules()
     model = make(num_stages, ROWS)
     return tuple(TRANSFORMS[name].plain(model, given(model)))

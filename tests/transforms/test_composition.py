@@ -50,12 +50,12 @@ def composed(chain: Sequence[str]) -> Any:
 
 
 def expected(chain: Sequence[str], model: Model, vector: Any) -> Any:
-    """What ``composed(chain).step`` must return."""
+    """The results that ``composed(chain).step`` must return."""
     if not chain:
         return tuple(unpipelined(*model))
     name, *rest = chain
     if name in DERIVATIVES:
-        # Of several losses at once it is that of each, so it may as well be taken last.
+        # The transform of several losses is that of each loss, so it may as well be taken last.
         return expected([*rest, name], model, vector) if rest else derivative(name, model, vector)
     if name == "vmap":
         alone = [

@@ -103,7 +103,7 @@ def test_per_example(family: str) -> None:
 
 @every_schedule
 def test_gradients_by_the_batch(family: str) -> None:
-    """Of inputs that two stages read."""
+    """Two stages read the inputs."""
     found = moved(by_both, family).step(WEIGHTS, ROWS)
     by_params, by_batch = grad(network, (0, 1))(WEIGHTS, ROWS)
     assert_same(tuple(found), (network(WEIGHTS, ROWS), (by_batch, by_params)))

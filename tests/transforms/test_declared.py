@@ -445,7 +445,7 @@ def test_members_with_a_state_and_frozen_parameters(trainable: Any) -> None:
 
 
 def test_an_ensemble_of_modules_with_batch_norm() -> None:
-    """What `torch.func.stack_module_state` returns is accepted as it is, its buffers too."""
+    """The parameters and buffers of `torch.func.stack_module_state` are accepted as they are."""
     torch.manual_seed(0)
     modules = [
         nn.Sequential(

@@ -197,7 +197,7 @@ def test_an_ensemble_of_products() -> None:
 
 
 def test_a_mapped_batch() -> None:
-    """What has no direction is mapped too."""
+    """Arguments without a direction are mapped too."""
     model = mlp(4, 6)
     pipe = fpipe.hvp(pipe_of(model, schedules.zbv(ranks=2, microbatches=2)))
     batch = pytree.tree_map(lambda leaf: torch.stack([leaf, leaf.flip(0) * 2]), model.batch)
@@ -321,7 +321,7 @@ def test_sinc_at_zero() -> None:
     """It was no number; torch's second derivative is 0 there, where -π²/3 is right."""
     x = torch.tensor([0.0, 1e-9, 0.5], dtype=torch.float64)
     found = hvp_of(torch.sinc, x)
-    # Of y² it is 2 y'² + 2 y y''.
+    # The second derivative of y² is 2 y'² + 2 y y''.
     assert_same(found[:2], torch.full((2,), -2 * torch.pi**2 / 3, dtype=torch.float64), 1e-9)
     assert_same(found[2:], hvp_of(lambda x: (torch.pi * x).sin() / (torch.pi * x), x[2:]), 1e-9)
 
@@ -335,7 +335,7 @@ def test_group_norm_of_channels_last() -> None:
 
 
 def test_group_norm_of_a_batch() -> None:
-    """What is not differentiated by has no tangent, which its rule takes for one without memory."""
+    """A batch has no tangent, which the rule takes for a tangent without memory."""
 
     def norm(p: Any, x: Tensor) -> Tensor:
         return F.group_norm(x, 2, p["scale"], p["shift"])
@@ -666,13 +666,13 @@ def test_refuses_operations_whose_derivative_would_be_wrong(name: str) -> None:
         with refused:
             fpipe.hvp(fpipe.pipeline(loss, schedule=schedule, compile=False)).step(p, p, p)
         return
-    # Of what does not move the number is right.
+    # Constants are not refused, and the numbers are right.
     still = fpipe.pipeline(loss, schedule=schedule, compile=False)
     assert_same(fpipe.hvp(still).step(p, p, p).grads, grad(loss)(p, p))
 
 
 def test_operations_of_constants_are_not_refused() -> None:
-    """Of integers, within no_grad, and by the batch in a derivative by the parameters."""
+    """Integers of the batch, and values that are computed within no_grad."""
     schedule = schedules.gpipe(ranks=1, microbatches=1)
     counts = fpipe.pipeline(
         lambda x, batch: (x * torch.cumprod(batch, 0)).sum(), schedule=schedule, compile=False

@@ -97,7 +97,7 @@ def test_two_ranks(pair: Crew, name: str) -> None:
 
 # With B and with I and W; of four stages, so that what `test_compiled` has compiled serves both.
 COMPILED_OVER_RANKS = ["interleaved_1f1b", "zbv"]
-# Of two kinds: kernels know no ranks, and all run over ranks in `test_two_ranks`.
+# Two kinds: kernels know no ranks, and all run over ranks in `test_two_ranks`.
 KINDS = ["per_example_grads", "hvp"]
 
 
@@ -123,7 +123,7 @@ def dropping(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def ensembles(group: dist.ProcessGroup | None, randomness: str) -> list[tuple[Tensor, list[Any]]]:
-    """Of two equal members, and on every schedule, their losses and the products ⟨grads, params⟩.
+    """Losses and products ⟨grads, params⟩ of two equal members on every schedule.
 
     The model is linear in the parameters of each stage, so such a product is the loss, if the same
     numbers were drawn forwards and backwards.

@@ -88,7 +88,7 @@ def test_by_the_batch() -> None:
                 pytree.tree_map(lambda g: 3 * g, GRADS))  # fmt: skip
     (by_batch,) = fpipe.grad(PIPE, ("batch",)).step(MODEL.params, MODEL.batch).grads
     assert_same(pytree.tree_map(lambda leaf: leaf.grad / 3, leaves), by_batch)
-    # What was chosen for step does not matter here.
+    # The argnums of step do not matter here.
     alone = tracked()
     fpipe.grad(PIPE, "batch").value(alone, MODEL.batch).backward()
     assert_same(pytree.tree_map(lambda leaf: leaf.grad, alone), GRADS)

@@ -93,7 +93,7 @@ def test_first_derivatives_go_over_ranks_and_no_others(pair: Crew) -> None:
         torch.testing.assert_close(found, expected)
 
 
-# Of each matrix the stages that read it, by the number of all stages.
+# The stages that read each matrix, by the number of all stages.
 READERS = {2: {"a": (0, 1), "b": (0, 1)}, 4: {"a": (0, 3), "b": (1, 2)}}
 
 
@@ -118,7 +118,7 @@ def test_a_cut_function_on_every_schedule(pair: Crew, transform: str) -> None:
 
 
 def test_outputs_by_row(pair: Crew) -> None:
-    """Of a loss that a forward does not have, the shape by rows was asked for."""
+    """A forward has no loss, whose shape by rows was read."""
     first, last = values(pair.run(outputs_by_row))
     assert first == [None] * 3
     assert_identical(last, outputs_by_row(None))

@@ -218,7 +218,7 @@ def test_a_call_in_a_checkpoint() -> None:
 
 
 def test_forward_mode_without_torch_func() -> None:
-    # What it needs is traced within the level, of which torch.func.jvp would be a second one.
+    # The derived pipeline is traced within this level; torch.func.jvp would be a second one.
     pipe = fpipe.pipeline(MODEL.stages, MODEL.loss, SCHEDULE, compile=False)
     with forward_ad.dual_level():
         params = pytree.tree_map(forward_ad.make_dual, PARAMS, ALONG)

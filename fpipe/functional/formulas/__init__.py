@@ -1,1 +1,0 @@
-"""Operations of torch written out by others, which go through transforms rightly."""
