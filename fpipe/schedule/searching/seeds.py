@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
-from fpipe.schedule.bounds.makespan import Memory
 from fpipe.schedule.cost import StageCosts
 from fpipe.schedule.families.building_blocks import v_half, v_min
 from fpipe.schedule.families.looped import (
@@ -26,6 +25,7 @@ from fpipe.schedule.placements import linear, looped, vee
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.breeding import known_policies
 from fpipe.schedule.searching.evaluator import Evaluator, make_evaluator
+from fpipe.schedule.searching.greedy_v import greedy_v
 from fpipe.schedule.searching.list_scheduler import list_schedule
 from fpipe.schedule.searching.portfolio import Phase, Step, without_gc
 from fpipe.schedule.searching.problem import (
@@ -35,8 +35,9 @@ from fpipe.schedule.searching.problem import (
     by_size,
     rename_microbatches,
     to_order,
+    to_schedule,
 )
-from fpipe.schedule.searching.zero_bubble import zb_auto
+from fpipe.schedule.searching.zero_bubble import automatic_order, zb_auto
 from fpipe.schedule.simulator import run_rows
 
 GUESSED = 100_000  # actions: above it, families are compared on fewer microbatches
@@ -48,11 +49,11 @@ class Maker(NamedTuple):
     """A family on a placement, as a function of the number of microbatches alone.
 
     Attributes:
-        make: the function.
+        make: the function; it returns None, or raises a `ScheduleError`, where there is none.
         step: it makes a schedule of the same kind only of multiples of that many microbatches.
     """
 
-    make: Callable[[int], Schedule]
+    make: Callable[[int], Schedule | None]
     step: int = 1
 
 
@@ -75,11 +76,12 @@ def makers(problem: Problem) -> list[Maker]:
             add(family)
         add(zb_auto)
         # For these costs, in all the memory there is and in the usual: more is not always better.
-        for memory in (problem.memory, None):
-            families.append(Maker(partial(_zb_auto_for, problem, memory)))
+        families.append(Maker(partial(_in_all_memory, problem)))
+        families.append(Maker(partial(_in_usual_memory, problem)))
     if placement == vee(ranks):
         for family in (zbv, v_half, v_min, dualpipev):
             add(family)
+        families.append(Maker(partial(_greedy_v_for, problem)))
     if placement == looped(ranks, stages):
         if stages > 1:  # with one stage they are `zb_h1` and `eager_1f1b`
             add(interleaved_zero_bubble, stages_per_rank=stages)
@@ -91,14 +93,23 @@ def makers(problem: Problem) -> list[Maker]:
     return [*families, Maker(partial(_one_by_one, placement))]
 
 
-def _zb_auto_for(problem: Problem, memory: Memory, microbatches: int) -> Schedule:
+def _in_all_memory(problem: Problem, microbatches: int) -> Schedule:
+    """`zb_auto` for the cost, the memory and the objective of a problem."""
+    problem = problem.resized(microbatches)
+    return to_schedule(problem, automatic_order(problem), name="zb_auto")
+
+
+def _in_usual_memory(problem: Problem, microbatches: int) -> Schedule:
     """`zb_auto` for the cost of a problem; fewer microbatches all have the mean size."""
-    return zb_auto(
-        ranks=problem.ranks,
-        microbatches=microbatches,
-        memory=memory,
-        cost=problem.cost_of(microbatches),
-    )
+    cost = problem.cost_of(microbatches)
+    return zb_auto(ranks=problem.ranks, microbatches=microbatches, cost=cost)
+
+
+def _greedy_v_for(problem: Problem, microbatches: int) -> Schedule | None:
+    """`greedy_v` for a problem of so many microbatches."""
+    problem = problem.resized(microbatches)
+    order = greedy_v(problem)
+    return None if order is None else to_schedule(problem, order, name="greedy_v")
 
 
 def seeds(problems: Sequence[Problem]) -> Phase:
@@ -176,7 +187,7 @@ def _family_order(problem: Problem, maker: Maker) -> Order | None:
             schedule = maker.make(problem.microbatches)
         except ScheduleError:
             return None
-        return order_of(problem, schedule)
+        return None if schedule is None else order_of(problem, schedule)
 
 
 def order_of(problem: Problem, schedule: Schedule) -> Order | None:

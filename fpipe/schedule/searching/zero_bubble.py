@@ -10,7 +10,7 @@ from fpipe.schedule.cost import Cost, check_cost
 from fpipe.schedule.placements import linear
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.list_scheduler import UNLIMITED, Policy, list_schedule, plain_policy
-from fpipe.schedule.searching.problem import make_problem, to_schedule
+from fpipe.schedule.searching.problem import Order, Problem, make_problem, to_schedule
 
 
 def zb_auto(
@@ -63,19 +63,26 @@ def zb_auto(
         most = sum(sorted(cost.sizes_of(microbatches))[-ranks:])
         memory = [most * size for size in cost.on(linear(ranks)).activation]
     problem = make_problem(linear(ranks), microbatches, cost, memory, "makespan")
+    return to_schedule(problem, automatic_order(problem), name="zb_auto")
+
+
+def automatic_order(problem: Problem) -> Order:
+    """The best order by the rules of `zb_auto`, for the objective of the problem."""
     # Tried out on the first microbatches where there are many: the rest repeats what they do.
-    trial = problem.resized(min(microbatches, 8 * ranks))
-    policies = list(_policies(ranks))
+    trial = problem.resized(min(problem.microbatches, 8 * problem.ranks))
+    policies = list(_policies(len(problem.placement)))
     value, chosen = UNLIMITED, policies[0]
     for policy in policies:
-        order = list_schedule(trial, policy, limit=value)
+        order = list_schedule(
+            trial, policy, limit=value if problem.objective == "makespan" else UNLIMITED
+        )
         if order is not None and order.value < value:
             value, chosen = order.value, policy
             if trial.solved(value):
                 break
     best = list_schedule(problem, chosen)
     assert best is not None, "a list scheduler that has no limit ends"
-    return to_schedule(problem, best, name="zb_auto")
+    return best
 
 
 def _policies(ranks: int) -> Iterator[Policy]:
