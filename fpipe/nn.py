@@ -1,11 +1,11 @@
-"""Layers with running statistics as pure functions: what they keep comes in and goes out as state.
+"""Layers with running statistics as pure functions: the statistics come in and go out as a state.
 
     y, stats = batch_norm(x, stats, weight, bias)            one layer
     y, state = call(module, params, state, x)                any module with buffers
     with keyed(key): y = module(x)                           any module that draws
 
-A step whose statistics are those of the whole batch (``batch_norm="deferred"``) opens every
-`BatchStats` of the state before the first microbatch and closes it after the last:
+A step with the statistics of the whole batch (``batch_norm="deferred"``) opens every `BatchStats`
+of the state before the first microbatch, and closes it after the last:
 
     BatchStats ── opened ──► Deferred ── each microbatch ──► Deferred ── closed ──► BatchStats
 """
@@ -34,7 +34,7 @@ def __dir__() -> list[str]:
 
 
 class BatchStats(NamedTuple):
-    """Running statistics of a batch normalisation: a part of a state.
+    """Running statistics of a batch normalisation, in a state.
 
     Attributes:
         mean: of each channel, shape ``(channels,)``.
@@ -46,14 +46,14 @@ class BatchStats(NamedTuple):
 
 
 class Deferred(NamedTuple):
-    """Running statistics with those of the batch so far, which have not gone into them yet.
+    """Running statistics, and beside them the statistics of the batch so far.
 
     Attributes:
         mean: as in `BatchStats`.
         var: as in `BatchStats`.
-        elements: of each channel that the microbatches so far had.
-        batch_mean: their mean.
-        squares: the sum of their squared distances from it.
+        elements: the number of elements per channel in the microbatches so far.
+        batch_mean: the mean of these elements.
+        squares: the sum of their squared distances from their mean.
         momentum: the weight of the batch in the running statistics.
     """
 
@@ -77,22 +77,22 @@ def batch_norm(
 ) -> tuple[Tensor, Any]:
     """Batch normalisation that returns its running statistics instead of writing to them.
 
-    In training `x` is normalised by its own mean and variance, that is by those of the microbatch
-    (Ioffe and Szegedy, arXiv 1502.03167; torchgpipe's deferred batch normalisation,
-    arXiv 2004.09910, does the same), and the statistics move towards them by `momentum`; in
-    evaluation `x` is normalised by the statistics, which stay.
+    In training `x` is normalised by the mean and variance of the microbatch (Ioffe and Szegedy,
+    arXiv 1502.03167; torchgpipe's deferred batch normalisation, arXiv 2004.09910, does the same),
+    and the running statistics move towards them by `momentum`. In evaluation `x` is normalised by
+    the running statistics, which stay.
 
     Args:
         x: shape ``(rows, channels, ...)``, floating-point.
         stats: `BatchStats`, as a state holds them.
         weight: scale of each channel, shape ``(channels,)``, None for 1.
         bias: shift of each channel, shape ``(channels,)``, None for 0.
-        training: as above.
-        momentum: as in `torch.nn.BatchNorm2d`.
+        training: True for training, False for evaluation.
+        momentum: the weight of the microbatch in the new statistics, as in `torch.nn.BatchNorm2d`.
         eps: added to the variance.
 
     Returns:
-        The normalised `x`, and the new statistics, in the form in which they came.
+        The normalised `x`, of its shape and dtype, and the new statistics, of the type of `stats`.
 
     Example:
         >>> stats = BatchStats(torch.zeros(1), torch.ones(1))
@@ -106,7 +106,7 @@ def batch_norm(
         y = F.batch_norm(x, None, None, weight, bias, True, momentum, eps)
         return y, _joined(stats, x.detach(), momentum)
     if functorch.is_batchedtensor(stats.mean):
-        # Under vmap the kernel would write to views of what all members share.
+        # Under vmap the kernel would write to views of statistics that all members share.
         y = F.batch_norm(x, None, None, weight, bias, True, momentum, eps)
         var, mean = torch.var_mean(x.detach().to(stats.mean.dtype), [0, *range(2, x.dim())])
         return y, stats._replace(
@@ -127,13 +127,14 @@ def call(
     """Call a module with its parameters and buffers as arguments, and get its buffers back.
 
     Args:
-        module: it stays as it is. Batch normalisation must have a momentum.
+        module: it is not changed. Its batch normalisations must have a momentum.
         params: as ``dict(module.named_parameters())``.
-        state: as `state_of` makes it.
-        arguments: of the module's forward, as are `options`.
+        state: as `state_of` returns it.
+        arguments: positional arguments of the module's forward.
+        options: keyword arguments of the module's forward.
 
     Returns:
-        What the forward returns, and the new state.
+        The output of the forward, and the new state.
 
     Raises:
         StageError: the forward assigns to a buffer that is not in `state`.
@@ -155,22 +156,22 @@ def call_and_note(
     arguments: tuple[Any, ...],
     options: Mapping[str, Any],
 ) -> tuple[Any, dict[str, Any], list[str]]:
-    """The same as `call`, and the names of the buffers that it has written to.
+    """Call a module as `call` does, and note the names of the buffers that the forward wrote to.
 
-    Within `torch.func.functionalize`, where writes are no longer seen, only of those assigned to.
+    Within `torch.func.functionalize`, which hides writes, only buffers count that it assigned to.
     """
     stats = {name: part for name, part in state.items() if not isinstance(part, Tensor)}
     clones = {name: part.clone() for name, part in state.items() if isinstance(part, Tensor)}
     buffers = dict(clones)
-    given = {**params, **buffers_of(stats)}
+    tensors = {**params, **buffers_of(stats)}
     with _Statistics(stats):
-        output = called_with(module, given, buffers, arguments, options)
-    written = [n for n, own in clones.items() if buffers.get(n) is not own or own._version]
+        output = called_with(module, tensors, buffers, arguments, options)
+    written = [n for n, clone in clones.items() if buffers.get(n) is not clone or clone._version]
     written += buffers_of({n: part for n, part in stats.items() if part is not state[n]})
     for name, part in state.items():
         count = _joined_name(name, "num_batches_tracked")
         if isinstance(part, Deferred) and count in buffers:
-            # A batch counts once, whatever it is split into.
+            # A batch counts once, however it is split.
             first = part.elements == 0
             buffers[count] = torch.where(first, buffers[count], state[count])
     return output, {name: stats.get(name, buffers.get(name)) for name in state}, written
@@ -178,27 +179,27 @@ def call_and_note(
 
 def called_with(
     module: nn.Module,
-    given: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     buffers: dict[str, Tensor],
     arguments: tuple[Any, ...],
     options: Mapping[str, Any],
 ) -> Any:
-    """`torch.func.functional_call`, after which the module holds what it held before.
+    """Call a module with other tensors; afterwards it holds its own again.
 
-    By itself that function would leave behind what was passed in, in submodules that have two
-    names, and the new value of a buffer that the forward assigns to.
+    `torch.func.functional_call` alone leaves the tensors that were passed in submodules with two
+    names, and the new values of buffers that the forward assigns to.
 
     Args:
         module: called with the arguments and options.
-        given: parameters and buffers by their names, in place of the module's own.
-        buffers: others that are given; those that the forward assigns to are brought up to date.
+        tensors: parameters and buffers by their names, in place of the module's own.
+        buffers: more of these; those that the forward assigns to get their new values here.
 
     Raises:
         StageError: the forward assigns to another buffer.
     """
-    own = dict(module.named_buffers())
-    held = {**dict(module.named_parameters()), **own}
-    chosen = {**own, **given, **buffers}
+    held_buffers = dict(module.named_buffers())
+    held = {**dict(module.named_parameters()), **held_buffers}
+    chosen = {**held_buffers, **tensors, **buffers}
     values = {id(tensor): (name, chosen[name]) for name, tensor in held.items() if name in chosen}
     places = {
         _joined_name(prefix, name): values[id(tensor)]
@@ -210,7 +211,7 @@ def called_with(
     passed |= {name: chosen[name] for name in chosen.keys() - held.keys()}
     output = functional_call(module, passed, arguments, dict(options), tie_weights=False)
     for place, (name, value) in places.items():
-        if passed[place] is value:  # torch writes into it what the module has in the end
+        if passed[place] is value:  # torch puts the tensors of the end of the call there
             continue
         if name not in buffers:
             raise StageError(
@@ -223,11 +224,11 @@ def called_with(
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """The buffers of a module as a state: those of a batch normalisation together as `BatchStats`.
+    """The buffers of a module as a state, with `BatchStats` for each batch normalisation.
 
     Returns:
-        `BatchStats` by the name of each submodule that has them, and the other buffers by their own
-        names. They are the module's own tensors.
+        `BatchStats` by the name of each submodule with running statistics, and the other buffers by
+        their own names. They are the module's own tensors, not copies.
 
     Example:
         >>> module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -247,33 +248,38 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 
 
 def buffers_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The inverse of `state_of`: buffers by their names in the module."""
-    found: dict[str, Tensor] = {}
+    """The buffers of a state, by their names in the module: the inverse of `state_of`.
+
+    Example:
+        >>> sorted(buffers_of(state_of(nn.BatchNorm1d(1))))
+        ['num_batches_tracked', 'running_mean', 'running_var']
+    """
+    buffers: dict[str, Tensor] = {}
     for name, part in state.items():
         if isinstance(part, Tensor):
-            found[name] = part
+            buffers[name] = part
         else:
-            found |= {_joined_name(name, f): getattr(part, own) for own, f in _FIELDS.items()}
-    return found
+            buffers |= {_joined_name(name, b): getattr(part, f) for f, b in _FIELDS.items()}
+    return buffers
 
 
 def with_buffers(state: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> dict[str, Any]:
-    """A state with other numbers.
+    """A state with other buffers.
 
     Args:
-        state: as `state_of` makes it.
-        buffers: by their names in the module; what is not among them stays.
+        state: as `state_of` returns it.
+        buffers: by their names in the module; the others stay.
 
     Example:
         >>> state = state_of(nn.BatchNorm1d(1))
         >>> with_buffers(state, {"running_mean": torch.ones(1)})[""].mean
         tensor([1.])
     """
-    own = {**buffers_of(state), **buffers}
+    values = {**buffers_of(state), **buffers}
     return {
-        name: own[name]
+        name: values[name]
         if isinstance(part, Tensor)
-        else part._replace(**{f: own[_joined_name(name, b)] for f, b in _FIELDS.items()})
+        else part._replace(**{f: values[_joined_name(name, b)] for f, b in _FIELDS.items()})
         for name, part in state.items()
     }
 
@@ -286,10 +292,10 @@ def _joined_name(module: str, buffer: str) -> str:
 
 
 class _Statistics(TorchFunctionMode):
-    """Sends batch normalisations whose statistics are known to `batch_norm`.
+    """Sends batch normalisations whose statistics are in a state to `batch_norm`.
 
     Args:
-        stats: by name; brought up to date.
+        stats: by name; replaced by the new ones.
     """
 
     def __init__(self, stats: dict[str, Any]) -> None:
@@ -334,12 +340,12 @@ class _Statistics(TorchFunctionMode):
 
 
 def opened(state: Any) -> Any:
-    """A state whose `BatchStats` are ready to take the statistics of a batch part by part."""
+    """A state whose `BatchStats` can take the statistics of a batch, one microbatch at a time."""
     return pytree.map_nodes(_opened, state, BatchStats)
 
 
 def closed(state: Any) -> Any:
-    """The inverse of `opened`: the statistics of the batch have gone into the running ones."""
+    """The inverse of `opened`: the running statistics take in those of the batch."""
     return pytree.map_nodes(_closed, state, Deferred)
 
 
@@ -350,18 +356,18 @@ def _opened(stats: BatchStats) -> Deferred:
 
 
 def _joined(stats: Deferred, x: Tensor, momentum: float) -> Deferred:
-    """The statistics with those of one more microbatch (Chan, Golub and LeVeque, 1979)."""
+    """Add the statistics of one more microbatch (Chan, Golub and LeVeque, 1979)."""
     x = x.to(stats.mean.dtype)
     count = x.numel() // x.shape[1]
     var, mean = torch.var_mean(x, [0, *range(2, x.dim())], correction=0)
     total = stats.elements + count
-    away = mean - stats.batch_mean
+    delta = mean - stats.batch_mean
     return Deferred(
         stats.mean,
         stats.var,
         total,
-        stats.batch_mean + away * (count / total),
-        stats.squares + var * count + away.square() * (stats.elements * count / total),
+        stats.batch_mean + delta * (count / total),
+        stats.squares + var * count + delta.square() * (stats.elements * count / total),
         torch.full_like(stats.momentum, momentum),
     )
 

@@ -1,17 +1,17 @@
-"""Divide a chain of parts into stages: for the shortest step, under memory, on any placement.
+"""Divide a chain of parts into stages: for the shortest step, within memory, on any placement.
 
-Parts come in a row and stages are runs of them. A rank runs all its stages for each microbatch, so
-the busiest rank sets the pace of a step; until all ranks keep that pace, a microbatch goes from one
-to the next, each time held up by the slowest stage at most:
+A stage is a run of adjacent parts. A rank runs all its stages for each microbatch, so the busiest
+rank sets the pace of a step; before all ranks keep that pace, a microbatch goes from one to the
+next, each time held up by the slowest stage at most:
 
     time = microbatches * busiest rank + (ranks - 1) * slowest stage
 
-With one stage a rank that is (m + p - 1) times the slowest stage, what GPipe and 1F1B take; with
-several that are even it is what interleaving promises (Narayanan et al., arXiv 2104.04473).
+With one stage per rank that is (m + p - 1) times the slowest stage, the time of GPipe and 1F1B;
+with several even stages per rank it is that of interleaving (Narayanan et al., arXiv 2104.04473).
 
-A label of the search stands for one way to take the first few stages; of two that end at the same
-part, one that is as good in everything makes the other needless. Where each rank has one stage this
-is the textbook's dynamic programming.
+A label of the search stands for one way to choose the first few stages. Of two labels that end at
+the same part, one that is as good in every respect makes the other needless. With one stage per
+rank this is the textbook's dynamic programming.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from typing import NamedTuple
 from fpipe.errors import StageError
 
 Memory = Callable[[int, int, int], float]
-"""``(stage, first, end)`` to what a stage of these parts needs on its rank."""
+"""From ``(stage, first, end)`` to the bytes that a stage of these parts needs on its rank."""
 
 WIDTH = 32
 """Labels that are kept for each part at which a stage may end, where ranks have several stages.
-Fewer are needed on chains of some ten parts, so that the search is exact there too."""
+Chains of about ten parts need fewer, so that the search is exact there too."""
 
 WIDEST = 16 * WIDTH
-"""As many, at most, where none of the fewer that were kept fits into memory."""
+"""Labels that are kept at most, where none of `WIDTH` labels fits into memory."""
 
 
 class Division(NamedTuple):
-    """A chain that was divided.
+    """The stages of a chain.
 
     Attributes:
-        ends: for each stage, how many parts it and all before it have.
+        ends: for each stage, how many parts it and all stages before it have.
         slowest: the biggest load of a stage.
         busiest: the biggest load of a rank.
         time: of a step, as above.
-        crossing: what crosses the boundaries between stages on different ranks.
+        crossing: bytes that cross the boundaries between stages on different ranks.
     """
 
     ends: tuple[int, ...]
@@ -72,22 +72,23 @@ def divide(
 ) -> Division:
     """The division whose step is shortest; among those, the one with the narrowest boundaries.
 
-    One part may be so dear that the others can be divided in many ways that are as good: then they
-    are divided evenly.
+    One part may be so expensive that many divisions of the others are equally good: then the
+    others are divided evenly.
 
     Args:
-        loads: of each part.
-        widths: what crosses the boundary after each part but the last.
-        placement: the rank of each stage. Every stage has at least one part, and what crosses
-            between two stages on one rank costs nothing.
-        microbatches: of a step.
-        memory: what a stage needs.
-        least: never more than `memory`, which it is unless told. Of this, parts need together at
-            most what they need one by one, and the stage that needs least for some of them needs
-            least for all: so there is a least that any division needs of the parts that are left.
-        limit: of the memory of a rank.
-        slack: how much longer than necessary the step may be, as a fraction, if boundaries are
-            narrower then.
+        loads: the load of each part.
+        widths: bytes that cross the boundary after each part but the last.
+        placement: the rank of each stage. Every stage has at least one part, and crossing between
+            two stages on one rank costs nothing.
+        microbatches: their number in a step.
+        memory: the memory that a stage needs.
+        least: a lower bound of `memory`, None for `memory` itself. In this bound, parts need
+            together at most what they need one by one, and the stage that needs least for some
+            parts needs least for all parts; so there is a minimum that any division needs for the
+            parts that are left.
+        limit: bytes of memory of each rank.
+        slack: by how much the step may be longer than the shortest, as a fraction, for the sake of
+            narrower boundaries.
 
     Raises:
         StageError: there are fewer parts than stages, or no division stays within the limit.
@@ -108,18 +109,18 @@ def divide(
             f"{none} keeps every rank within memory={limit:.4g}: allow more, or take more ranks or "
             "more candidates"
         )
-    found = search.within(Want.NARROWEST, fastest.time * (1 + slack)) or fastest
-    found = min(found, fastest, key=lambda division: (division.crossing, division.time))
-    evenest = search.within(Want.EVENEST, *found.figures) or found
-    return min(evenest, found, key=search.squares)
+    narrowest = search.within(Want.NARROWEST, fastest.time * (1 + slack)) or fastest
+    narrowest = min(narrowest, fastest, key=lambda division: (division.crossing, division.time))
+    evenest = search.within(Want.EVENEST, *narrowest.figures) or narrowest
+    return min(evenest, narrowest, key=search.squares)
 
 
 class _Search:
-    """A chain that is to be divided; the arguments are those of `divide`.
+    """The search for a division; its arguments are those of `divide`.
 
     Attributes:
         width: how many labels are kept for each part at which a stage may end.
-        has_left_out: whether there were more in the last search.
+        has_left_out: whether the last search dropped labels because there were more.
     """
 
     def __init__(
@@ -149,21 +150,21 @@ class _Search:
         """The division whose step is shortest."""
         whole = self._before[-1]
         most = self._time(whole, whole)
-        # A bound close to the optimum leaves few labels: it starts at the least there can be.
+        # A bound close to the optimum leaves few labels: start at the least that is possible.
         least = self._time(*self._at_least(0.0, 0.0, whole, len(self._placement), self._ranks))
         spare = 0.1
         while (bound := min(least * (1 + spare), most)) < most:
-            if (found := self.within(Want.FASTEST, bound)) is not None:
-                return found
+            if (division := self.within(Want.FASTEST, bound)) is not None:
+                return division
             spare *= 3
         while (
-            (found := self.within(Want.FASTEST, most)) is None
+            (division := self.within(Want.FASTEST, most)) is None
             and self.has_left_out
             and self.width < WIDEST
         ):
             # One that was left out may have fitted into memory.
             self.width = min(4 * self.width, WIDEST)
-        return found
+        return division
 
     def squares(self, division: Division) -> float:
         """The sum of squares of the loads of its stages."""
@@ -178,7 +179,7 @@ class _Search:
         busiest: float = inf,
         crossing: float = inf,
     ) -> Division | None:
-        """The best division each of whose figures is within these."""
+        """The best division within these limits."""
         stages, count = len(self._placement), len(self._before) - 1
         nothing = (0.0,) * self._ranks
         self.has_left_out = False
@@ -197,11 +198,11 @@ class _Search:
                         if is_within(label, time, slowest, busiest, crossing)
                     )
             reached = {}
-            for end, found in following.items():
-                if found:
-                    reached[end], left_out = kept(found, want, self.width)
+            for end, labels in following.items():
+                if labels:
+                    reached[end], left_out = _useful(labels, want, self.width)
                     self.has_left_out |= left_out
-        whole = best(reached.get(count, []), want)
+        whole = min(reached.get(count, []), key=_BEST[want], default=None)
         if whole is None:
             return None
         return Division(whole.ends, whole.slowest, whole.busiest, whole.time, whole.crossing)
@@ -209,7 +210,7 @@ class _Search:
     def _further(
         self, labels: Iterable[Label], stage: int, first: int, end: int
     ) -> Iterable[Label]:
-        """Labels with one stage more, of the parts from `first` to `end`."""
+        """Labels with one more stage, of the parts from `first` to `end`."""
         rank, later = self._placement[stage], self._placement[stage + 1 :]
         again, open_ranks = rank in later, len(set(later))
         hop = self._widths[end - 1] if later and later[0] != rank else 0.0
@@ -217,20 +218,20 @@ class _Search:
         rest = self._before[-1] - self._before[end]
         need = self._memory(stage, first, end) if self._limit < inf else 0.0
         for label in labels:
-            used, own = label.memory[rank] + need, label.loads[rank] + load
+            used, rank_load = label.memory[rank] + need, label.loads[rank] + load
             if used > self._limit:
                 continue
             slowest, busiest = max(label.slowest, load), label.busiest
             loads, memory = label.loads, label.memory
             if again or loads[rank] or memory[rank]:
-                loads = (*loads[:rank], own * again, *loads[rank + 1 :])
+                loads = (*loads[:rank], rank_load * again, *loads[rank + 1 :])
                 memory = (*memory[:rank], used * again, *memory[rank + 1 :])
-            # What is left must fit into the ranks that come again, but for a rounding error.
+            # The parts that are left must fit into the ranks that come again, up to rounding.
             if sum(memory) + self._left[stage][end] > open_ranks * self._limit * (1 + 1e-12):
                 continue
             if not again:
-                busiest = max(busiest, own)
-            # What is left goes to the ranks that come again, at best so that they are even.
+                busiest = max(busiest, rank_load)
+            # The parts that are left go to the ranks that come again, at best evenly.
             least = self._at_least(slowest, busiest, rest, len(later), open_ranks, sum(loads))
             time = self._time(least[0], max(least[1], *loads))
             yield Label(
@@ -245,7 +246,7 @@ class _Search:
             )
 
     def _least_memory(self) -> list[list[float]]:
-        """For each stage, and each part where it may end: what the parts that are left need."""
+        """For each stage, and each part where it may end: the bytes that the parts behind need."""
         stages, count = len(self._placement), len(self._before) - 1
         left = [[0.0] * (count + 1) for _ in range(stages)]
         if self._limit < inf:
@@ -265,7 +266,7 @@ class _Search:
         ranks: int,
         held: float = 0.0,
     ) -> tuple[float, float]:
-        """The slowest stage and the busiest rank, at least, with so much left for so many."""
+        """Lower bounds of the slowest stage and the busiest rank, with `rest` left to divide."""
         if not stages:
             return slowest, busiest
         slowest = max(slowest, self._biggest, rest / stages)
@@ -276,7 +277,7 @@ class _Search:
 
 
 class Want(Enum):
-    """What is best among the divisions within a bound."""
+    """The aim of a search among the divisions within a bound."""
 
     FASTEST = "the shortest step"
     NARROWEST = "the narrowest boundaries"
@@ -284,16 +285,16 @@ class Want(Enum):
 
 
 class Label(NamedTuple):
-    """One way to take the first few stages.
+    """One way to choose the first few stages.
 
     Attributes:
-        crossing: over the boundaries so far.
-        time: at least, whatever follows.
+        crossing: bytes that cross the boundaries so far.
+        time: a lower bound of the time of a step, whatever stages follow.
         slowest: the biggest load of a stage so far.
         busiest: the biggest load of a rank that does not come again.
-        loads: of each rank that comes again.
-        memory: likewise.
-        squares: of the loads of the stages, their sum.
+        loads: the load of each rank that comes again.
+        memory: the memory of each rank that comes again.
+        squares: the sum of squares of the loads of the stages.
         ends: as in `Division`.
     """
 
@@ -308,12 +309,15 @@ class Label(NamedTuple):
 
 
 def exceeds(figure: float, limit: float) -> bool:
-    """Whether it does by more than a rounding error, for a limit is what another way has taken."""
+    """Whether a figure exceeds a limit by more than a rounding error.
+
+    A limit is a figure of another division, added up in another order.
+    """
     return figure > limit * (1 + 1e-12)
 
 
 def is_within(label: Label, time: float, slowest: float, busiest: float, crossing: float) -> bool:
-    """Whether no figure of a label exceeds these."""
+    """Whether a label stays within these limits."""
     return not (
         exceeds(label.time, time)
         or exceeds(label.slowest, slowest)
@@ -322,28 +326,23 @@ def is_within(label: Label, time: float, slowest: float, busiest: float, crossin
     )
 
 
-def best(labels: Sequence[Label], want: Want) -> Label | None:
-    """The best of labels of all stages."""
-    return min(labels, key=_BEST[want], default=None)
-
-
-def kept(labels: Sequence[Label], want: Want, width: float) -> tuple[list[Label], bool]:
-    """The labels without those that others make needless, not more than so many.
+def _useful(labels: Sequence[Label], want: Want, width: float) -> tuple[list[Label], bool]:
+    """The labels that no other makes needless, at most `width`.
 
     Returns:
-        Them, the most promising first, and whether any were left out because there are too many.
+        The labels, the most promising first, and whether there were more than `width`.
     """
-    found: list[Label] = []
+    useful: list[Label] = []
     for label in sorted(labels, key=_ORDER[want]):
-        if not any(_covers(other, label, want) for other in found):
-            if len(found) >= width:
-                return found, True
-            found.append(label)
-    return found, False
+        if not any(_covers(other, label, want) for other in useful):
+            if len(useful) >= width:
+                return useful, True
+            useful.append(label)
+    return useful, False
 
 
 def _by_time(label: Label) -> tuple[float, ...]:
-    # Of equal ones, those first whose ranks are even so far.
+    # Among equal ones, those come first whose ranks are even so far.
     return label.time, sum(load * load for load in label.loads)
 
 
@@ -355,7 +354,7 @@ def _by_squares(label: Label) -> tuple[float, ...]:
     return label.squares, *_by_width(label)
 
 
-# In which order labels are kept, and which of the whole ones is the best.
+# The order in which labels are kept; and the order of complete ones, the best first.
 _ORDER: dict[Want, Callable[[Label], tuple[float, ...]]] = {
     Want.FASTEST: _by_time,
     Want.NARROWEST: _by_width,
@@ -369,10 +368,10 @@ _BEST: dict[Want, Callable[[Label], tuple[float, ...]]] = {
 
 
 def _covers(one: Label, other: Label, want: Want) -> bool:
-    """Whether `one` is as good as `other`, however they go on."""
+    """Whether `one` is as good as `other`, whatever stages follow."""
     if not (all(map(le, one.loads, other.loads)) and all(map(le, one.memory, other.memory))):
         return False
-    if want == Want.EVENEST:  # of those that are no worse in all else
+    if want == Want.EVENEST:  # the other figures are within limits already
         return one.squares <= other.squares and one.crossing <= other.crossing
     return (
         one.slowest <= other.slowest

@@ -1,8 +1,9 @@
-"""Buffers of a module that was built on the meta device, where they have shapes and no numbers.
+"""Where the buffers of a module get their numbers: from the user, the module, or a checkpoint.
 
-Parameters are the caller's, but buffers are constants of the trace, so they need their numbers. A
-buffer that ``state_dict`` leaves out is computed from the module's configuration alone; the method
-that modules have for it, for just this case, is asked to do so again.
+Parameters come with each call, but buffers are constants of the trace, which need their numbers;
+those of a module that was built on the meta device have shapes alone. A buffer that ``state_dict``
+leaves out depends on the configuration of the module alone: the method that modules have for this
+purpose computes it anew. The others a checkpoint has, by their names.
 """
 
 from __future__ import annotations
@@ -26,63 +27,63 @@ from fpipe.random.torch_draws import generators
 
 def real_buffers(
     module: nn.Module,
-    given: Mapping[str, Tensor] | None,
+    buffers: Mapping[str, Tensor] | None,
     device: torch.device,
     *,
     stored: bool = False,
 ) -> dict[str, Tensor]:
-    """What takes the place of a module's own buffers: those given, and those that it makes anew.
+    """The buffers in place of a module's own: those of the user, and those made anew.
 
     Args:
         module: it is not changed.
-        given: by the names of ``module.named_buffers()``.
-        device: where those are made that are not given.
-        stored: make those anew too that ``state_dict`` has, for which a checkpoint may have others.
+        buffers: of the user, by the names of ``module.named_buffers()``.
+        device: of the buffers that are made anew.
+        stored: also make the buffers anew that ``state_dict`` has, and so a checkpoint may have.
 
     Raises:
-        StageError: one that is given is no buffer or has another shape.
+        StageError: the user names no buffer of the module, or gives one of another shape.
     """
-    own = dict(module.named_buffers())
-    if given is not None and not isinstance(given, Mapping):
+    held = dict(module.named_buffers())
+    if buffers is not None and not isinstance(buffers, Mapping):
         raise StageError(
-            f"buffers={given!r:.60} is {a_type(given)}: it must be a dict of tensors by "
+            f"buffers={buffers!r:.60} is {a_type(buffers)}: it must be a dict of tensors by "
             "the names of module.named_buffers()"
         )
-    found = dict(given or {})
-    for name, value in found.items():
-        if name not in own:
+    numbers = dict(buffers or {})
+    for name, value in numbers.items():
+        if name not in held:
             raise StageError(
                 f"buffers names {name!r}, which is no buffer of {type(module).__name__}; "
                 "module.named_buffers() lists them"
             )
-        if not isinstance(value, Tensor) or value.shape != own[name].shape or value.is_meta:
+        if not isinstance(value, Tensor) or value.shape != held[name].shape or value.is_meta:
             raise StageError(
-                f"buffers[{name!r}] must be a tensor of shape {tuple(own[name].shape)} with data, "
+                f"buffers[{name!r}] must be a tensor of shape {tuple(held[name].shape)} with data, "
                 f"not on the meta device: it is {_in_words(value)}"
             )
-    for name, buffer in own.items():
-        wanted = buffer.is_meta and name not in found
-        if wanted and (stored or not is_stored(module, name)):
-            made = _made(module, name, device)
-            if made is not None:
-                found[name] = made
-    return found
+    for name, buffer in held.items():
+        is_missing = buffer.is_meta and name not in numbers
+        if is_missing and (stored or not _is_stored(module, name)):
+            remade = _made_anew(module, name, device)
+            if remade is not None:
+                numbers[name] = remade
+    return numbers
 
 
-def is_stored(module: nn.Module, name: str) -> bool:
+def _is_stored(module: nn.Module, name: str) -> bool:
     """Whether ``module.state_dict()`` has a buffer."""
-    path, _, own = name.rpartition(".")
-    return own not in module.get_submodule(path)._non_persistent_buffers_set
+    path, _, attribute = name.rpartition(".")
+    return attribute not in module.get_submodule(path)._non_persistent_buffers_set
 
 
-def refuse_missing(module: nn.Module, given: Container[str]) -> None:
-    """Refuse a module with buffers that have no data, and for which nothing is given.
+def refuse_missing(module: nn.Module, replaced: Container[str]) -> None:
+    """Refuse a module with buffers that have no data, and that nothing replaces.
 
     Raises:
         StageError: names the first.
     """
     for name, buffer in module.named_buffers():
-        if buffer.is_meta and name not in given:
+        if buffer.is_meta and name not in replaced:
             raise StageError(
                 f"the buffer {name!r} of {type(module).__name__} lies on the meta device and has "
                 "no data, and no _init_weights or reset_parameters of the module makes it anew: "
@@ -93,14 +94,16 @@ def refuse_missing(module: nn.Module, given: Container[str]) -> None:
             )
 
 
-def refuse_elsewhere(module: nn.Module, given: Mapping[str, Tensor], device: torch.device) -> None:
+def refuse_elsewhere(
+    module: nn.Module, replaced: Mapping[str, Tensor], device: torch.device
+) -> None:
     """Refuse buffers that do not lie on the device on which a module is traced.
 
     Raises:
         StageError: names the first.
     """
-    for name, own in module.named_buffers():
-        buffer = given.get(name, own)
+    for name, held in module.named_buffers():
+        buffer = replaced.get(name, held)
         if buffer.dim() and buffer.device not in (device, torch.device("meta")):
             raise StageError(
                 f"the buffer {name!r} of {type(module).__name__} lies on {buffer.device}, but the "
@@ -119,20 +122,22 @@ def shaped_buffers(module: nn.Module, device: torch.device) -> dict[str, Tensor]
     }
 
 
-def _made(module: nn.Module, name: str, device: torch.device) -> Tensor | None:
-    """The buffer as the module itself makes it; None if it does not."""
-    path, _, own = name.rpartition(".")
+def _made_anew(module: nn.Module, name: str, device: torch.device) -> Tensor | None:
+    """The buffer as the module itself initializes it; None if it does not."""
+    path, _, attribute = name.rpartition(".")
     owner = module.get_submodule(path)
-    for make in _makers(module, path):
-        # Whatever was there before, a buffer that has been made is the same.
-        first, second = (_once(owner, own, fill, device, make) for fill in (0, 1))
+    for initialize in _initializers(module, path):
+        # The module has set the buffer if its numbers do not depend on those before.
+        first, second = (
+            _initialized(owner, attribute, fill, device, initialize) for fill in (0, 1)
+        )
         if first is not None and second is not None and torch.equal(first, second):
             return first
     return None
 
 
-def _makers(module: nn.Module, path: str) -> Iterator[Callable[[Any], object]]:
-    """What fills a submodule with its first numbers, the nearest first."""
+def _initializers(module: nn.Module, path: str) -> Iterator[Callable[[Any], object]]:
+    """Functions that initialize a submodule, the nearest first."""
     owner: Any = module.get_submodule(path)
     if hasattr(owner, "reset_parameters"):
         yield lambda copied: copied.reset_parameters()
@@ -143,47 +148,51 @@ def _makers(module: nn.Module, path: str) -> Iterator[Callable[[Any], object]]:
             yield init
 
 
-def _once(
+def _initialized(
     owner: nn.Module,
     name: str,
     fill: int,
     device: torch.device,
-    make: Callable[[Any], object],
+    initialize: Callable[[Any], object],
 ) -> Tensor | None:
-    """The buffer as it is made in a copy of its submodule, without the data of other tensors."""
+    """The buffer of a copy of its submodule that was initialized, from buffers filled with `fill`.
+
+    The copy has the shapes of parameters, and not their data.
+    """
     memo: dict[int, object] = {}
     for tensor in (*owner.parameters(), *owner.buffers()):
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-    for part in owner.modules():  # a copy of its pipeline would be another of the process group
-        memo |= {id(own): own for own in vars(part).values() if isinstance(own, Pipeline)}
+    for part in owner.modules():  # a copy of a pipeline would be a new one of the process group
+        pipes = [value for value in vars(part).values() if isinstance(value, Pipeline)]
+        memo |= {id(pipe): pipe for pipe in pipes}
     for buffer in owner._buffers.values():
         if buffer is not None:
             memo[id(buffer)] = torch.full_like(buffer, fill, device=device)
     try:
-        # Numbers that are drawn differ by the seed, and so are not taken.
+        # Random numbers depend on the seed, and so are not taken.
         with torch.no_grad(), _seeded(device, fill):
-            other = copy.deepcopy(owner, memo)
-            make(other)
+            copied = copy.deepcopy(owner, memo)
+            initialize(copied)
     except Exception:
-        # It was written for something else: the buffer is then asked for by name.
+        # The method has another purpose: the user is asked for the buffer by name.
         return None
-    value = other._buffers[name]
+    value = copied._buffers[name]
     return None if value is None or value.is_meta else value
 
 
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Within it what draws on a device draws by a seed; no generator is left in another state."""
-    own = generators([device])
-    states = [generator.get_state() for generator in own]
+    """Seed the generators of a device, and restore their states at the end of the context."""
+    seeded = generators([device])
+    states = [generator.get_state() for generator in seeded]
     try:
-        for generator in own:
+        for generator in seeded:
             generator.manual_seed(seed)
         yield
     finally:
-        for generator, state in zip(own, states, strict=True):
+        for generator, state in zip(seeded, states, strict=True):
             generator.set_state(state)
 
 
@@ -194,7 +203,7 @@ def _in_words(value: object) -> str:
 
 
 def check_state(module: nn.Module, state: Any) -> None:
-    """Refuse a state that `fpipe.nn.state_of` could not have made of the module, or a part of it.
+    """Refuse a state that is not `fpipe.nn.state_of` of the module, or some entries of it.
 
     Raises:
         BatchError: it is no dict of buffers, or a name or a shape differs.
@@ -204,35 +213,35 @@ def check_state(module: nn.Module, state: Any) -> None:
             f"state is {a_type(state)}: the state of a module is a dict of its buffers, "
             "fpipe.nn.state_of(module)"
         )
-    own = dict(module.named_buffers())
-    every = dict(module.named_buffers(remove_duplicate=False))
+    held = dict(module.named_buffers())
+    aliases = dict(module.named_buffers(remove_duplicate=False))
     for name, buffer in buffers_of(state).items():
-        if name not in own and name in every:
-            first = next(known for known, other in own.items() if other is every[name])
+        if name not in held and name in aliases:
+            first = next(known for known, other in held.items() if other is aliases[name])
             raise BatchError(
                 f"the buffers {first!r} and {name!r} of {type(module).__name__} are one tensor, "
                 "but in a state each has numbers of its own: give one of them a tensor of its own "
                 "(.clone()), or share the whole layer"
             )
-        if name not in own or own[name].shape != buffer.shape:
-            found = f"has shape {tuple(own[name].shape)}" if name in own else "does not exist"
+        if name not in held or held[name].shape != buffer.shape:
+            fact = f"has shape {tuple(held[name].shape)}" if name in held else "does not exist"
             raise BatchError(
                 f"state has the buffer {name!r} of shape {tuple(buffer.shape)}, which in "
-                f"{type(module).__name__} {found}: pass fpipe.nn.state_of(module), or what a step "
+                f"{type(module).__name__} {fact}: pass fpipe.nn.state_of(module), or what a step "
                 "of a pipeline of such a module has returned"
             )
 
 
 def naming_of_parameters(module: nn.Module) -> Naming:
-    """How parameters are found in a checkpoint, which may have the buffers beside them."""
+    """The names of parameters in a checkpoint, which may have buffers beside them."""
     beside = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     return Naming(_aliases(module.named_parameters), beside=frozenset(beside))
 
 
 def naming_of_buffers(module: nn.Module) -> Naming:
-    """How buffers are found in a checkpoint, which need not have those that are not stored."""
+    """The names of buffers in a checkpoint, which may lack those that ``state_dict`` leaves out."""
     beside = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    unstored = {name for name, _ in module.named_buffers() if not is_stored(module, name)}
+    unstored = {name for name, _ in module.named_buffers() if not _is_stored(module, name)}
     return Naming(_aliases(module.named_buffers), frozenset(beside), frozenset(unstored))
 
 
@@ -246,15 +255,15 @@ def load_buffers(
     """Read the buffers of a module from files, for ``fpipe.from_module(..., buffers=...)``.
 
     Args:
-        module: it is not changed, and may lie on the meta device; its buffers tell names, shapes
-            and dtypes.
-        path: as for `Pipeline.load`. What is no buffer is passed over.
+        module: it is not changed, and may lie on the meta device; names, shapes and dtypes are
+            those of its buffers.
+        path: as for `Pipeline.load`. Tensors that are no buffers are passed over.
         rename: from the name of a buffer to that in the checkpoint.
-        device: where they shall lie: that of the parameters.
+        device: the device to bring them to, that of the parameters.
 
     Returns:
-        All that ``module.state_dict()`` has, by the names of ``module.named_buffers()``, and of the
-        others those that the checkpoint has.
+        The buffers, by the names of ``module.named_buffers()``. Those that ``module.state_dict()``
+        leaves out are missing where the checkpoint lacks them.
 
     Raises:
         BatchError: one is missing or has another shape; says which.

@@ -1,4 +1,4 @@
-"""`from_module`: a pipeline of a module that nobody had to edit."""
+"""`from_module`: make a pipeline of a module without editing it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from fpipe.definition import Definition
 from fpipe.divide.cuts import cut
 from fpipe.errors import StageError, a_type, check_flags
-from fpipe.modules.balancing import chosen
+from fpipe.modules.balancing import choose_cuts
 from fpipe.modules.module_buffers import real_buffers, refuse_elsewhere, refuse_missing
-from fpipe.modules.module_loss import Loss, declared, with_buffers, with_cuts
+from fpipe.modules.module_loss import Loss, definition_of, with_buffers, with_cuts
 from fpipe.modules.module_pipeline import ModulePipeline
 from fpipe.modules.stage_shares import Balance
 from fpipe.pieces.compiler import Compile
@@ -36,24 +36,28 @@ def from_module(
     module: nn.Module,
     *,
     schedule: Schedule,
+    # How the module is split into stages.
     cuts: Sequence[str] | Balance | Callable[[Any], Any] | None = None,
     stages: int | None = None,
     example: Any = None,
     memory: float = inf,
     measure: bool = False,
+    # What a step takes and returns.
     loss: Loss | None = None,
-    buffers: Mapping[str, Tensor] | None = None,
-    is_compiling: bool = False,
+    reduction: str = "mean",
     in_dims: Any = 0,
     out_dims: Any = 0,
     has_aux: bool = False,
     has_key: bool = False,
     has_state: bool = False,
     batch_norm: str = "microbatch",
-    reduction: str = "mean",
+    buffers: Mapping[str, Tensor] | None = None,
+    # How the stages are traced and compiled.
+    is_compiling: bool = False,
     remat: Remat = "none",
     compile: Compile = True,
     accum_dtype: torch.dtype | None = None,
+    # Where the stages run.
     devices: Sequence[torch.device | str | int] | None = None,
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
@@ -61,77 +65,92 @@ def from_module(
 ) -> ModulePipeline:
     """Make a pipeline of a module as it is: any whose forward can be traced.
 
-    ``step(params, batch)`` takes the dict of ``module.named_parameters()``, in which tied
-    parameters come once, and as the batch the dict of the forward's keyword arguments. What the
-    module itself holds is not changed; but while a new set of shapes is traced, which reads the
-    module with abstract parameters in place of its own, no other thread may use it, as with
-    `torch.func.functional_call`. Parameters that require no gradient at this call are frozen,
-    as with ``trainable`` of `fpipe.pipeline`. Buffers are constants; a forward that changes them
-    (batch norm in training mode) is refused, unless they are a state. The mode of the module, by
-    ``module.train()`` and ``module.eval()``, its parts, the attributes of torch's own layers and of
-    layers derived from them (but for tensors), and its buffers are those of the call; each
-    combination is traced once. Other Python values that the forward or the loss reads, attributes
-    of the user's own modules and what they close over, are those of the trace: pass what is to
-    change in the batch.
+    ``step(params, batch)`` takes two dicts of tensors: the parameters, by the names of
+    ``module.named_parameters()``, in which tied parameters come once, and the keyword arguments of
+    the forward. It returns the loss and the gradients, by the same names. It computes with `params`
+    and leaves the module as it was.
+
+    A trace reads the module, with abstract parameters in place of its own, once for each set of
+    shapes; meanwhile no other thread may use the module, as with `torch.func.functional_call`. A
+    step follows these changes of the module, by a new trace where it takes one: its mode and the
+    modes of its submodules (``module.train()``, ``module.eval()``), its submodules, hooks and
+    buffers, and the attributes of torch's own layers and of layers derived from them, tensors
+    excepted. All else is as it was at the trace: attributes of the user's own modules, what the
+    loss closes over. Pass what is to change in the batch.
+
+    Parameters that require no gradient when this function is called are frozen, as with
+    ``trainable`` of `fpipe.pipeline`. Buffers are constants, and a forward that writes to them
+    (batch norm in training mode) is refused, unless ``has_state=True``.
 
     Args:
-        module: its forward is traced on abstract tensors at the first step, once for each set of
-            shapes. Its buffers must lie on the device of the parameters, or on the meta device, as
-            all of it does when it was built under ``torch.device("meta")``: what it holds is not
-            read then, and takes no memory.
-        schedule: who does what in which order.
+        module: its buffers must lie on the device of the parameters, or on the meta device, where
+            the whole module lies if it was built under ``torch.device("meta")``: its parameters
+            are never read then, and take no memory.
+        schedule: the actions of each rank in their order; its number of microbatches is how many
+            parts a batch is split into. The arguments that follow say how the module is split into
+            stages (`cuts` or `stages`, `example`, `memory`, `measure`), what a step takes and
+            returns (`loss` to `buffers`), how stages are traced and compiled (`is_compiling` to
+            `accum_dtype`), and where they run (`devices`, or `group`, or `mesh`).
         cuts: names of submodules, as ``module.named_modules()`` gives them: a stage ends after
-            each. One fewer than the schedule has stages. Values that other stages read later (the
-            encoder's output, masks, positions) go straight to them. Or a `Balance`, which
-            `fpipe.balance` chooses with more options than there are here; or `fpipe.cut` itself,
-            of a module whose forward, or hooks of it, call that.
-        stages: instead of `cuts`: so many stages, as many as the schedule has, of costs as even as
-            can be. None for the schedule's number. `fpipe.balance` says how they are found; they
-            are logged to ``fpipe`` at level INFO, and kept as `ModulePipeline.balance`.
-        example: a batch, to choose cuts for; only its shapes count, unless times are measured.
+            each, so there is one name fewer than the schedule has stages. Values that later stages
+            read (the encoder's output, masks, positions) go straight to them. Or a `Balance`, which
+            `fpipe.balance` makes, with more options than there are here. Or `fpipe.cut` itself, for
+            a module whose forward, or hooks of it, call that.
+        stages: instead of `cuts`: choose the cuts, for this number of stages, which must be the
+            schedule's, with costs as even as possible. None for the schedule's number.
+            `fpipe.balance` says how cuts are chosen; they are logged to ``fpipe`` at level INFO,
+            and kept as `ModulePipeline.balance`.
+        example: a batch to choose cuts for, of any dtypes that the forward takes; only its shapes
+            count, and it may lie on the meta device, unless times are measured.
         memory: bytes that a rank may hold, as for `fpipe.balance`.
         measure: balance measured times instead of counted costs. Over a process group the first
             rank measures, and the others take its cuts. Not with a mesh of several pipelines.
-        loss: ``(output, batch) -> scalar``, of what the forward returns and the microbatch; None
-            takes the output's own ``loss``, as Hugging Face models give it for ``labels``. Entries
-            of the batch that the forward does not take are for `loss` alone.
-        buffers: by the names of ``module.named_buffers()``, in place of the module's own. Those
-            that lie on the meta device and are not given are made anew, as the module's
-            ``_init_weights`` (of Hugging Face models) or ``reset_parameters`` makes them.
-            `fpipe.load_buffers` reads those that a checkpoint has.
-        is_compiling: what ``torch.compiler.is_compiling()`` says while the forward is traced. True
-            makes Hugging Face models do without looks at data, such as whether a padding mask
-            masks anything, that cannot be traced.
-        in_dims: as for `fpipe.pipeline`, as are all arguments from here on.
-        out_dims: how aux is merged.
+        loss: ``(output, microbatch) -> scalar``, a floating-point tensor of no dimensions; `output`
+            is what the forward returns. Entries of the batch that the forward does not take are for
+            `loss` alone. None takes ``output.loss`` or ``output["loss"]``, as Hugging Face models
+            return it for ``labels``.
+        reduction: with ``"mean"``, the loss must be the mean over the rows of the microbatch, and
+            the batch's loss is the mean over all its rows; otherwise as for `fpipe.pipeline`, as
+            are the following arguments where nothing else is said.
+        in_dims: the dimension along which each entry of the batch is split, or None for an entry
+            that every microbatch gets whole: one for all, or a dict.
+        out_dims: the dimension along which the aux of the microbatches is concatenated.
         has_aux: `loss` returns ``(loss, aux)``, with logits or whatever else is to come back.
         has_key: ``step(params, batch, key)`` takes a key, from which all that the forward draws is
             drawn: dropout in ``module.train()``, and `torch.rand` and the like. The n-th op that
             draws gets ``fold_in(fold_in(key, m), n)`` for microbatch `m`, so the numbers depend
             neither on the schedule nor on the cuts; `fpipe.nn.keyed` draws them without a
-            pipeline. Without it they come from torch's generator, and are never drawn twice.
+            pipeline. Without a key they come from torch's generator, and are never drawn twice.
         has_state: ``step(params, state, batch)`` takes buffers and returns them as the forward
-            has left them: ``fpipe.nn.state_of(module)``, or a part of it; the other buffers are
-            constants. Those that do not change may be read in any stage.
+            has left them: ``fpipe.nn.state_of(module)``, or some of its entries; the other buffers
+            are constants. Buffers that do not change may be read in any stage.
         batch_norm: ``"deferred"`` for running statistics of the whole batch.
-        reduction: with ``"mean"`` the loss must be the mean over the rows of the microbatch.
-        remat: which values the backward may read, of all stages or of each.
-        compile: how graphs are made callable.
-        accum_dtype: dtype of the sums of gradients.
-        devices: the device of each rank, in this process. Buffers must lie on that of the first
-            stage, on which the forward is traced; parameters may lie anywhere, and `Pipeline.place`
-            puts them where they are read.
-        group: a process group with one process per rank.
+        buffers: tensors of the buffers' shapes, by the names of ``module.named_buffers()``, in
+            place of the module's own. Buffers on the meta device that are not given are made anew,
+            as the module's ``_init_weights`` (of Hugging Face models) or ``reset_parameters`` makes
+            them. `fpipe.load_buffers` reads those that a checkpoint has.
+        is_compiling: the value of ``torch.compiler.is_compiling()`` while the forward is traced.
+            With True, Hugging Face models do not look at data, such as whether a padding mask masks
+            anything, which cannot be traced.
+        remat: which values the backward may read, in all stages or in each: ``"none"`` keeps all,
+            ``"full"`` computes them again.
+        compile: how graphs are made callable: True for Inductor, False for eager.
+        accum_dtype: dtype of the sums of gradients over microbatches, None for each parameter's.
+        devices: the device of each rank, in this process. Buffers must lie on the device of the
+            first stage, on which the forward is traced; parameters may lie anywhere, and
+            `Pipeline.place` puts them where they are read.
+        group: a process group with one process per rank of the schedule.
         mesh: instead of `group`, a mesh with a dimension ``"pp"``.
         timeout: seconds of silence after which a rank is given up.
 
     Returns:
-        A `ModulePipeline`: a `Pipeline` with ``load_into(module, params)``.
+        A `ModulePipeline`: a `Pipeline` with ``load_into(module, params)``, ``init_state`` and
+        ``load_state``.
 
     Raises:
         ScheduleError: the schedule cannot run.
-        StageError: an argument is wrong, there is not one cut between each two stages, none can be
-            chosen, or a buffer has no data and cannot be made.
+        StageError: an argument is wrong, the number of cuts is not one less than that of stages, no
+            cuts can be chosen, or a buffer has no data and cannot be made.
         PipelineError: over a process group, the first rank cannot measure, or another cannot make
             its pipeline meanwhile.
 
@@ -151,7 +170,7 @@ def from_module(
         (True, 8)
         >>> pipe.load_into(module, {name: params[name] - 0.1 * grads[name] for name in params})
 
-        Cuts may be left to fpipe, which then wants to know what a batch looks like:
+        Without `cuts` they are chosen, for batches like an example:
 
         >>> fpipe.from_module(
         ...     module,
@@ -171,7 +190,7 @@ def from_module(
             "gradients lie on other ranks; let one process choose, fpipe.balance(..., "
             "measure=True), broadcast its cuts, and pass those"
         )
-    definition = declared(
+    uncut = definition_of(
         module,
         loss,
         schedule,
@@ -192,33 +211,35 @@ def from_module(
     )
 
     @cache
-    def finished() -> Definition:
-        # What may be wrong on this rank alone: where times are measured, the others hear of it.
-        made = real_buffers(module, buffers, definition.device)
-        if not has_state:  # which of them a state has is known when there is one
-            refuse_missing(module, made)
-            if definition.home is not None:
-                refuse_elsewhere(module, made, definition.home)
+    def with_real_buffers() -> Definition:
+        # This may fail on one rank alone: where times are measured, the others hear of it.
+        numbers = real_buffers(module, buffers, uncut.device)
+        if not has_state:  # a state says which buffers it has when there is one
+            refuse_missing(module, numbers)
+            if uncut.home is not None:
+                refuse_elsewhere(module, numbers, uncut.home)
         if cuts is None:
             _check_stages(stages, example, schedule)
-        return with_buffers(definition, made)
+        return with_buffers(uncut, numbers)
 
     balance = cuts if isinstance(cuts, Balance) else None
     if cuts is None:
-        balance = chosen(definition, example, memory=memory, measure=measure, finished=finished)
+        balance = choose_cuts(
+            uncut, example, memory=memory, measure=measure, complete=with_real_buffers
+        )
         log.info("chose the cuts of %s:\n%s", type(module).__name__, balance)
     elif stages is not None or example is not None or memory != inf or measure:
         raise StageError(
             f"cuts={cuts!r:.60} is given beside stages, example, memory or measure, by which cuts "
             "are chosen: give the cuts, or let them be chosen"
         )
-    own = cuts is cut  # the function: its calls are the cuts
-    names: Any = None if own else cuts if balance is None else balance.cuts
-    return ModulePipeline(with_cuts(finished(), names), balance)
+    calls_cut = cuts is cut  # the forward itself calls fpipe.cut
+    names: Any = None if calls_cut else cuts if balance is None else balance.cuts
+    return ModulePipeline(with_cuts(with_real_buffers(), names), balance)
 
 
 def _check_stages(stages: int | None, example: Any, schedule: Schedule) -> None:
-    """Refuse to choose cuts without what that takes.
+    """Refuse to choose cuts without an example, or for another number of stages.
 
     Raises:
         StageError: `example` is missing, or `stages` is not the schedule's number.

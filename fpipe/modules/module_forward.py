@@ -1,7 +1,9 @@
-"""Trace the forward of a module: explain errors, restore the module, and refuse what would be lost.
+"""Guards around the forward of a module while it is traced.
 
-Hooks of all modules would stay in the trace. A state is threaded as a value, so a write to a buffer
-is not seen through another tensor in the same memory.
+explaining           turns errors of the trace into advice
+unchanged            restores the attributes of the module
+refuse_global_hooks  hooks of all modules would stay in the trace
+refuse_aliases       a write to a buffer that is a state would not show in another tensor
 """
 
 from __future__ import annotations
@@ -27,15 +29,14 @@ log = logging.getLogger("fpipe")
 
 @contextmanager
 def explaining(name: str, *, is_compiling: bool) -> Iterator[None]:
-    """Run a forward within it, while it is traced.
+    """Explain errors of a forward that is traced within the context.
 
     Args:
         name: of the module's class.
-        is_compiling: what `torch.compiler.is_compiling` says meanwhile, as where `torch.export`
-            traces.
+        is_compiling: the value of `torch.compiler.is_compiling` meanwhile, as in `torch.export`.
 
     Raises:
-        StageError: the forward cannot be traced, for a reason with a known way round.
+        StageError: the forward cannot be traced; says what to do about it.
     """
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = is_compiling or before
@@ -51,7 +52,7 @@ def explaining(name: str, *, is_compiling: bool) -> Iterator[None]:
             ) from error
         of_hugging_face = "transformers/" in at
         known = told_apart(error)
-        # There it is a mixture of experts that looks which tokens each of them gets.
+        # In these models it is a mixture of experts that looks up the tokens of each expert.
         if known is not None and not (of_hugging_face and "aten.nonzero" in known):
             raise StageError(f"{name} {known}") from error
         advice = (
@@ -82,48 +83,48 @@ def explaining(name: str, *, is_compiling: bool) -> Iterator[None]:
 
 
 as_left = Turns()
-"""Within it no other thread is `unchanged`: modules are as their user has left them."""
+"""Within it no other thread traces a module: modules are as their user has left them."""
 
 
 @contextmanager
 def unchanged(*modules: nn.Module) -> Iterator[None]:
-    """What modules set on themselves within it is gone at its end.
+    """Restore the attributes of modules at the end of the context.
 
-    What they cache is abstract while they are traced: the next trace, or the module's own forward,
-    would take it for numbers. A conversion to what a part is, ``self.router.to(self.dtype)``, does
-    nothing.
+    A module that is traced caches abstract tensors: the next trace, or the module's own forward,
+    would take them for numbers. A conversion to the dtype and device that a submodule already has,
+    ``self.router.to(self.dtype)``, does nothing.
 
     Raises:
-        Untraceable: a module is converted to what it is not.
+        Untraceable: a submodule is converted to another dtype or device.
     """
     with as_left():
         parts = [part for module in modules for part in module.modules()]
-        restore = [put for part in parts for put in _as_held(part)]
+        restore = [put_back for part in parts for put_back in _restorers(part)]
         try:
             for part in parts:
                 vars(part)["_apply"] = partial(_converted, part)
-                # Of Module.compile; stages are compiled whole.
+                # Module.compile sets it; fpipe compiles whole stages.
                 vars(part)["_compiled_call_impl"] = None
             before = [(part, dict(vars(part))) for part in parts]
             yield
-            for part, held in before:
-                _tell_of_changes(part, held)
+            for part, attributes in before:
+                _warn_of_changes(part, attributes)
         finally:
-            for put in restore:
-                put()
+            for put_back in restore:
+                put_back()
 
 
-_TOLD: Final[WeakKeyDictionary[nn.Module, set[str]]] = WeakKeyDictionary()
-"""Of which of a module's attributes a warning was given."""
+_WARNED: Final[WeakKeyDictionary[nn.Module, set[str]]] = WeakKeyDictionary()
+"""The attributes of each module that a warning has named."""
 
 
-def _tell_of_changes(part: nn.Module, before: Mapping[str, Any]) -> None:
-    """Warn of what was a number and is another, such as a count: no later step will change it."""
-    now, told_before = vars(part), _TOLD.setdefault(part, set())
+def _warn_of_changes(part: nn.Module, before: Mapping[str, Any]) -> None:
+    """Warn of numbers that a forward has changed, such as counts: steps do not change them."""
+    now, warned = vars(part), _WARNED.setdefault(part, set())
     for name, old in before.items():
         new = now.get(name, old)
-        if name not in told_before and _is_number(old) and _is_number(new) and new != old:
-            told_before.add(name)
+        if name not in warned and _is_number(old) and _is_number(new) and new != old:
+            warned.add(name)
             log.warning(
                 "the forward changes the attribute %s of %s, which stays what it was: a trace is "
                 "made once, and steps do not run the forward again; keep what changes in a buffer, "
@@ -140,7 +141,7 @@ def _is_number(value: Any) -> bool:
 def _converted(
     part: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """What `nn.Module._apply` returns where it has nothing to do; it would write to parameters."""
+    """Check, in place of `nn.Module._apply`, which writes to parameters, that nothing changes."""
     for value in (*part.parameters(recurse), *part.buffers(recurse)):
         wanted = convert(value)
         if (wanted.dtype, wanted.device) != (value.dtype, value.device):
@@ -152,32 +153,32 @@ def _converted(
     return part
 
 
-def _as_held(part: nn.Module) -> Iterator[Callable[[], None]]:
-    """What puts back the attributes of a module, and what the containers among them contain."""
+def _restorers(part: nn.Module) -> Iterator[Callable[[], None]]:
+    """Functions that restore the attributes of a module, and the containers among them."""
     waiting: list[Any] = [vars(part)]
     seen: set[int] = set()
     while waiting:
-        held = waiting.pop()
-        if id(held) not in seen:
-            seen.add(id(held))
-            yield partial(_put_back, held, _content(held))
-            values = held.values() if isinstance(held, dict) else held
+        container = waiting.pop()
+        if id(container) not in seen:
+            seen.add(id(container))
+            yield partial(_restore, container, _items(container))
+            values = container.values() if isinstance(container, dict) else container
             waiting += [value for value in values if isinstance(value, dict | set | list)]
 
 
-def _content(held: Any) -> tuple[Any, ...]:
-    return tuple(held.items() if isinstance(held, dict) else held)
+def _items(container: Any) -> tuple[Any, ...]:
+    return tuple(container.items() if isinstance(container, dict) else container)
 
 
-def _put_back(held: Any, content: tuple[Any, ...]) -> None:
-    now = _content(held)
-    if len(now) != len(content) or any(map(_differ, now, content)):
-        held.clear()
-        (held.extend if isinstance(held, list) else held.update)(content)
+def _restore(container: Any, items: tuple[Any, ...]) -> None:
+    now = _items(container)
+    if len(now) != len(items) or any(map(_differ, now, items)):
+        container.clear()
+        (container.extend if isinstance(container, list) else container.update)(items)
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Whether two items are not the same objects; those of a dict are pairs made anew."""
+    """Whether two items are different objects; the items of a dict are new pairs each time."""
     if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
         return any(a is not b for a, b in zip(one, other, strict=True))
     return one is not other
@@ -209,10 +210,11 @@ def refuse_global_hooks(name: str) -> None:
 def refuse_aliases(module: nn.Module, written: Collection[str]) -> None:
     """Refuse a module that has another tensor in the memory of a buffer that changes.
 
-    One tensor that is registered as several buffers is one buffer.
+    A state is threaded as a value, so the other tensor would not change. One tensor that is
+    registered as several buffers is one buffer.
 
     Args:
-        module: holds its own buffers.
+        module: it holds its own buffers, and not the state.
         written: the names of buffers to which its forward writes.
 
     Raises:
@@ -231,7 +233,7 @@ def refuse_aliases(module: nn.Module, written: Collection[str]) -> None:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Every buffer and plain attribute, and what lists, tuples and dicts among those hold."""
+    """All buffers and plain attributes, with their names, and those in lists, tuples and dicts."""
     for prefix, part in module.named_modules():
         start = f"{prefix}." if prefix else ""
         for name, buffer in part._buffers.items():
@@ -239,11 +241,11 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
                 yield start + name, buffer, True
         for name, value in vars(part).items():
             if name not in ("_parameters", "_buffers", "_modules"):
-                for place, found in _held(value):
-                    yield start + name + place, found, False
+                for place, tensor in _tensors_in(value):
+                    yield start + name + place, tensor, False
 
 
-def _held(value: Any) -> Iterator[tuple[str, Tensor]]:
+def _tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield "", value
     elif isinstance(value, list | tuple):
@@ -257,7 +259,7 @@ def _held(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether both reach into the same stretch of one memory."""
+    """Whether two tensors share bytes of one memory, or the ranges between their ends do."""
     first, second = _reach(one), _reach(other)
     if first is None or second is None or first[0] != second[0]:
         return False
@@ -265,7 +267,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _reach(value: Tensor) -> tuple[int, int, int] | None:
-    """The address of its memory, and of its first byte and of the one after its last."""
+    """The addresses of its memory, of its first byte, and of the byte after its last."""
     plain = type(value) in (Tensor, nn.Parameter, nn.Buffer)
     if not plain or value.is_meta or value.layout != torch.strided or not value.numel():
         return None

@@ -1,4 +1,4 @@
-"""An unmodified module as a loss function that is cut after some of its submodules.
+"""A module as a loss function that is cut after some of its submodules, and its definition.
 
 params, batch ── called_with ──► output ── output.loss | loss(output, batch) ──► scalar
                       └── forward hooks on the named submodules execute fpipe.cut
@@ -44,13 +44,13 @@ class ModuleLoss:
 
     Args:
         module: its forward is called with the batch's entries as keyword arguments. With a `loss`,
-            entries that it does not take are left to that.
+            the forward gets those entries that it takes.
         cuts: names of submodules, as in ``module.get_submodule``: a stage ends after each. None
             where the forward calls `fpipe.cut` itself.
         loss: ``(output, batch) -> scalar``; None takes the attribute ``loss`` of the output.
-        returns: what it returns beside the loss. Aux, and a weight, come from `loss`.
-        buffers: what takes the place of the module's own, by name.
-        is_compiling: what `torch.compiler.is_compiling` says while the forward is traced.
+        returns: the results beside the loss. Aux, and a weight, come from `loss`.
+        buffers: buffers in place of the module's own, by name.
+        is_compiling: the value of `torch.compiler.is_compiling` while the forward is traced.
 
     Raises:
         StageError: an argument is wrong, or names no submodule.
@@ -81,10 +81,10 @@ class ModuleLoss:
             )
         self.__qualname__ = type(module).__name__
         if loss is None and (returns.aux or returns.weighted):
-            more = replace(returns, state=False)
+            without_state = replace(returns, state=False)
             raise StageError(
-                f"{more.declared} is about what the loss function returns, and loss=None: give "
-                f"from_module a loss=(output, batch) -> {more.form}"
+                f"{without_state.declared} is about what the loss function returns, and loss=None: "
+                f"give from_module a loss=(output, batch) -> {without_state.form}"
             )
         self._loss, self._returns, self._is_compiling = loss, returns, is_compiling
         self.buffers = buffers or {}
@@ -96,7 +96,7 @@ class ModuleLoss:
         self._names = frozenset(name for name, _ in module.named_parameters())
 
     def __call__(self, params: Mapping[str, Tensor], *arguments: Any) -> Any:
-        """The loss of one microbatch, which is the last of the arguments; a state comes before it.
+        """The loss of one microbatch, the last of the arguments, after a state if there is one.
 
         Raises:
             BatchError: `params`, state or batch is no dict with the right keys.
@@ -105,40 +105,38 @@ class ModuleLoss:
         """
         *states, batch = arguments
         self._check(params, batch)
-        with unchanged(*modules_in(self.module, self._loss)):
-            return self._of(params, states, batch)
+        with unchanged(*_modules_among(self.module, self._loss)):
+            return self._compute(params, states, batch)
 
-    def _of(self, params: Mapping[str, Tensor], states: Sequence[Any], batch: Any) -> Any:
-        """What a call returns."""
-        named = self.__qualname__
-        refuse_global_hooks(named)
+    def _compute(self, params: Mapping[str, Tensor], states: Sequence[Any], batch: Any) -> Any:
+        refuse_global_hooks(self.__qualname__)
         with (
-            explaining(named, is_compiling=self._is_compiling),
+            explaining(self.__qualname__, is_compiling=self._is_compiling),
             self._naming_shapes(params),
             self._cutting(),
             self._naming_entries(batch),
         ):
-            given = {**self.buffers, **params}
-            taken = {n: v for n, v in batch.items() if self._takes is None or n in self._takes}
+            tensors = {**self.buffers, **params}
+            options = {n: v for n, v in batch.items() if self._takes is None or n in self._takes}
             if not states:
-                output = called_with(self.module, given, {}, (), taken)
+                output = called_with(self.module, tensors, {}, (), options)
             else:
                 check_state(self.module, states[0])
                 self._check_averages()
                 refuse_missing(self.module, {*self.buffers, *buffers_of(states[0])})
-                output, state, written = call_and_note(self.module, given, states[0], (), taken)
+                output, state, written = call_and_note(self.module, tensors, states[0], (), options)
                 refuse_aliases(self.module, written)
         loss = replace(self._returns, state=False).with_tensors(self._loss_of(output, batch))
         if not states:
             return loss
         if not self._returns.aux:
             return loss, state
-        # What is wrong with the loss is said by whoever takes it apart.
+        # If the loss is no pair, the caller that takes it apart says so.
         pair = isinstance(loss, tuple | list) and len(loss) == 2
         return (loss[0], state, loss[1]) if pair else loss
 
     def with_cuts(self, cuts: Sequence[str] | None) -> ModuleLoss:
-        """The same with other cuts.
+        """The same loss with other cuts.
 
         Raises:
             StageError: one of them names no submodule.
@@ -146,7 +144,7 @@ class ModuleLoss:
         return self._with(cuts, self.buffers)
 
     def with_buffers(self, buffers: Mapping[str, Tensor]) -> ModuleLoss:
-        """The same with other buffers, unless it has some of these names."""
+        """The same loss with more buffers; it keeps those that it has."""
         return self._with(self.cuts, {**buffers, **self.buffers})
 
     def _with(self, cuts: Sequence[str] | None, buffers: Mapping[str, Tensor]) -> ModuleLoss:
@@ -190,7 +188,7 @@ class ModuleLoss:
                 )
 
     def _check_averages(self) -> None:
-        """Refuse what divides by a count that it reads back from a tensor."""
+        """Refuse layers that divide by a count that they read from a tensor."""
         for name, part in self.module.named_modules():
             if isinstance(part, _NormBase) and part.training and part.momentum is None:
                 raise StageError(
@@ -201,29 +199,29 @@ class ModuleLoss:
 
     @contextmanager
     def _naming_shapes(self, params: Mapping[str, Tensor]) -> Iterator[None]:
-        """Say of what goes wrong which parameters have other shapes than the module's."""
+        """Add to errors which parameters have other shapes than the module's."""
         try:
             yield
         except (RuntimeError, ValueError, AssertionError, IndexError) as error:
-            other = [
-                f"{name!r} has shape {tuple(params[name].shape)} in place of {tuple(own.shape)}"
-                for name, own in self.module.named_parameters()
-                if name in params and params[name].shape != own.shape
+            misshapen = [
+                f"{name!r} has shape {tuple(params[name].shape)} in place of {tuple(held.shape)}"
+                for name, held in self.module.named_parameters()
+                if name in params and params[name].shape != held.shape
             ]
-            if other and not isinstance(error, FpipeError):
-                more = f" and {len(other) - 3} more" if len(other) > 3 else ""
-                error.args = (f"{error} (of params {', '.join(other[:3])}{more})",)
+            if misshapen and not isinstance(error, FpipeError):
+                more = f" and {len(misshapen) - 3} more" if len(misshapen) > 3 else ""
+                error.args = (f"{error} (of params {', '.join(misshapen[:3])}{more})",)
             raise
 
     @contextmanager
     def _naming_entries(self, batch: Mapping[str, Any]) -> Iterator[None]:
-        """Say of a batch that does not suit the forward's arguments what the batch must be."""
+        """Refuse a batch whose entries do not suit the arguments of the forward."""
         try:
             yield
         except TypeError as error:
             takes = self._takes
             try:
-                # Only now: a wrapper of the forward may take what its signature does not tell.
+                # After the call: a wrapper of the forward may take more than its signature says.
                 self._signature.bind(**{n: batch[n] for n in batch if takes is None or n in takes})
             except TypeError:
                 rest = "; without a loss= nothing else reads an entry" if self._loss is None else ""
@@ -238,7 +236,7 @@ class ModuleLoss:
 
     @contextmanager
     def _cutting(self) -> Iterator[None]:
-        """Cut after the named submodules; see that each is called once."""
+        """Cut after the named submodules, and check that the forward calls each once."""
         called: Counter[str] = Counter()
         names = self.cuts or ()
 
@@ -267,6 +265,7 @@ class ModuleLoss:
                 )
 
     def _loss_of(self, output: Any, batch: Mapping[str, Any]) -> Any:
+        """What the loss function returns, or the loss that the output holds."""
         if self._loss is not None:
             try:
                 return self._loss(output, batch)
@@ -276,21 +275,20 @@ class ModuleLoss:
                     "and the batch, a dict)",
                 )
                 raise
-        found = getattr(output, "loss", None)
-        if found is None and isinstance(output, Mapping):
-            found = output.get("loss")
-        if found is None:
+        loss = getattr(output, "loss", None)
+        if loss is None and isinstance(output, Mapping):
+            loss = output.get("loss")
+        if loss is None:
             raise StageError(
                 f"{self.__qualname__} returns {a_type(output)} without a loss: give "
                 "from_module a loss=(output, batch) -> scalar, or the batch what the module makes "
                 "its loss of (labels, for Hugging Face models)"
             )
-        return found
+        return loss
 
 
-def modules_in(*traced: Any) -> list[nn.Module]:
-    """The modules among what is traced."""
-    return [one for one in traced if isinstance(one, nn.Module)]
+def _modules_among(*functions: Any) -> list[nn.Module]:
+    return [function for function in functions if isinstance(function, nn.Module)]
 
 
 def _checked_cuts(module: nn.Module, cuts: Any) -> tuple[str, ...]:
@@ -315,16 +313,14 @@ def _checked_cuts(module: nn.Module, cuts: Any) -> tuple[str, ...]:
 def _nearest(name: str, known: set[str]) -> str:
     from difflib import get_close_matches
 
-    found = get_close_matches(name, sorted(known), n=3)
-    return f" (near it: {', '.join(map(repr, found))})" if found else ""
+    matches = get_close_matches(name, sorted(known), n=3)
+    return f" (near it: {', '.join(map(repr, matches))})" if matches else ""
 
 
-def parameters_of(module: nn.Module) -> dict[str, Tensor]:
-    """``dict(module.named_parameters())`` without autograd history: tied parameters come once."""
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+# ── the definition of a pipeline of a module ────────────────────────────────────────────────────
 
 
-def declared(
+def definition_of(
     module: Any,
     loss: Loss | None,
     schedule: Schedule,
@@ -333,7 +329,7 @@ def declared(
     is_compiling: bool = False,
     **options: Any,
 ) -> Definition:
-    """The definition of a pipeline of a module that is not cut yet.
+    """The definition of a pipeline of a module, without cuts.
 
     Args:
         module: its parameters that require no gradient are frozen.
@@ -361,23 +357,23 @@ def declared(
         trainable=Trainable(None if all(trained.values()) else trained),
         schedule=schedule,
         convention=called(options.get("has_state") is True, batch_norm),
-        modes=Mode(*modules_in(module, loss)),
+        modes=Mode(*_modules_among(module, loss)),
         **options,
     )
-    own = ModuleLoss(module, (), loss, definition.returns, is_compiling=is_compiling)
-    return replace(definition, loss=own)
+    whole = ModuleLoss(module, (), loss, definition.returns, is_compiling=is_compiling)
+    return replace(definition, loss=whole)
 
 
 def held_by(definition: Definition) -> tuple[Any, ...]:
-    """What the module of a definition holds, as a step takes it: parameters, and a state."""
+    """The parameters of the module of a definition, and its state if it has one, for a step."""
     assert isinstance(definition.loss, ModuleLoss)
     module = definition.loss.module
-    params = parameters_of(module)
+    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
     return (params, state_of(module)) if definition.has_state else (params,)
 
 
 def with_cuts(definition: Definition, cuts: Sequence[str] | None) -> Definition:
-    """The definition of a pipeline of a module with its cuts.
+    """The definition with these cuts of the module.
 
     Raises:
         StageError: one of them names no submodule.
@@ -386,13 +382,13 @@ def with_cuts(definition: Definition, cuts: Sequence[str] | None) -> Definition:
     return replace(definition, loss=definition.loss.with_cuts(cuts))
 
 
-def copied(definition: Definition, memo: dict[int, Any]) -> Definition:
-    """The definition of a pipeline of the copy of a module, as `copy.deepcopy` makes it."""
+def with_copied_module(definition: Definition, memo: dict[int, Any]) -> Definition:
+    """The definition with a copy of the module, as `copy.deepcopy` makes it."""
     loss, modes = copy.deepcopy((definition.loss, definition.modes), memo)
     return replace(definition, loss=loss, modes=modes)
 
 
 def with_buffers(definition: Definition, buffers: Mapping[str, Tensor]) -> Definition:
-    """The definition of a pipeline of a module with other buffers than the module's own."""
+    """The definition with these buffers in place of the module's own."""
     assert isinstance(definition.loss, ModuleLoss)
     return replace(definition, loss=definition.loss.with_buffers(buffers))

@@ -1,8 +1,11 @@
-"""What a forward depends on beside its arguments, as it is at a call: it is traced once for each.
+"""The mode of a module: the state, beside its arguments, that the trace of a forward depends on.
 
-A trace has the submodules, the attributes of layers, the buffers and the hooks that the module had.
-Numbers written to buffers count, but not what is put in their place. So each time that some are
-others than before, the mode is another one. To read it runs no code of the module's.
+A trace is made with the submodules, attributes of layers, buffers and hooks that the module had
+then. A later call sees numbers written to these buffers, but no other objects in their places. So
+when one of these objects is replaced, the mode changes, and the forward is traced again. Reading
+the mode runs no code of the module.
+
+Wrappers and hooks on parameters, which act outside the forward, are refused.
 """
 
 from __future__ import annotations
@@ -22,22 +25,22 @@ from fpipe.modules.module_forward import as_left
 log = logging.getLogger("fpipe")
 
 MANY: Final = 8
-"""As often as submodules, attributes, buffers or hooks may be replaced without a word."""
+"""How often submodules, attributes, buffers or hooks may be replaced before a warning."""
 
 
 class Mode:
-    """Which of the modules that are traced train, their parts, attributes, buffers and hooks.
+    """Reads the mode of the modules that are traced.
 
-    Equal on all ranks whose modules are treated alike: parts and what they hold are told by when
-    they were first seen, not by where they lie.
+    Modes are equal on all ranks whose modules are treated alike: objects have numbers in the order
+    in which they were first seen, whatever their addresses.
 
     Args:
-        modules: which are traced.
+        modules: the module, and the loss if that is one.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
         self._modules: Final = modules
-        self._parts: Final = _Seen()
+        self._submodules: Final = _Seen()
         self._attributes: Final = _Seen()
         self._buffers: Final = _Seen()
         self._hooks: Final = _Seen()
@@ -50,28 +53,29 @@ class Mode:
         """The mode at this moment; waits while another thread traces a forward.
 
         Raises:
-            StageError: meanwhile there are hooks on parameters.
+            StageError: hooks on parameters have been registered.
         """
         with as_left():
             return self._read()
 
     def _read(self) -> Hashable:
-        parts = _parts(self._modules)
-        if any(map(has_gradient_hooks, parts)):
+        parts = _submodules(self._modules)
+        if any(map(_has_gradient_hooks, parts)):
             refuse_gradient_hooks(pair for one in self._modules for pair in one.named_modules())
-        seen = self._parts(*_composition(parts))
+        submodules = self._submodules(*_composition(parts))
         attributes = self._attributes(*_attributes(parts))
         buffers = self._buffers(buffer for part in parts for buffer in part._buffers.values())
         hooks = self._hooks(hook for part in parts for hook in _hooks(part))
-        self._warn(seen, "submodules", "make a pipeline of each module that there is to be")
+        self._warn(submodules, "submodules", "make a pipeline of each module that there is to be")
         self._warn(attributes, "attributes of layers", "give what changes often with the batch")
         self._warn(buffers, "buffers", "write to them in place (buffer.copy_(...)), which counts "
                    "too, or let the step thread them (has_state=True)")  # fmt: skip
         self._warn(hooks, "hooks", "register a hook once, and the same one again")
-        return tuple(vars(part).get("training") for part in parts), seen, attributes, buffers, hooks
+        modes = tuple(vars(part).get("training") for part in parts)
+        return modes, submodules, attributes, buffers, hooks
 
     def _warn(self, times: int, what: str, instead: str) -> None:
-        """Say once that something was replaced many times."""
+        """Warn once that objects of a kind were replaced many times."""
         if times >= MANY and what not in self._warned:
             self._warned.add(what)
             log.warning(
@@ -86,10 +90,10 @@ class Mode:
 
 
 class _Seen:
-    """Numbers collections of objects: one that was seen before keeps its number."""
+    """Numbers collections of objects: a collection that was seen before keeps its number."""
 
     def __init__(self) -> None:
-        # With the objects: the address of one that is gone would be given to another.
+        # It keeps the objects: another object might get the address of one that is gone.
         self._numbers: dict[Hashable, tuple[int, list[Any]]] = {}
 
     def __call__(self, objects: Iterable[Any], words: Iterable[Hashable] = ()) -> int:
@@ -99,10 +103,10 @@ class _Seen:
         return number
 
 
-def _parts(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules and all that is within them; those that several of `modules` hold come again.
+def _submodules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules and their submodules; a submodule that several of `modules` hold comes again.
 
-    As `nn.Module.modules`, which a module may override, and which takes longer.
+    It is faster than `nn.Module.modules`, and no module can override it.
     """
     parts: list[nn.Module] = []
     for module in modules:
@@ -119,46 +123,47 @@ def _parts(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _composition(parts: Sequence[nn.Module]) -> tuple[list[Any], list[Hashable]]:
-    """What a module is made of, as objects and words that are the same where it computes the same.
+    """The tree of submodules, as objects and words that are equal if the forward computes the same.
 
-    A forward may make parts anew, as one of another process may not have done yet.
+    A forward may replace submodules by new ones of the same type; a module of torch, or one without
+    attributes, counts by its type.
     """
     places = {id(part): place for place, part in enumerate(parts)}
     objects: list[Any] = []
     words: list[Hashable] = []
     for part in parts:
-        own: type = type(part)
-        told = _is_of_torch(own) or vars(part).keys() <= _BARE
-        objects += (own if told else part, vars(part).get("forward"))
-        words.append(told)
+        kind: type = type(part)
+        is_known = _is_of_torch(kind) or vars(part).keys() <= _BARE
+        objects += (kind if is_known else part, vars(part).get("forward"))
+        words.append(is_known)
         words.extend((name, places.get(id(child))) for name, child in part._modules.items())
     return objects, words
 
 
 def _attributes(parts: Sequence[nn.Module]) -> tuple[list[Any], list[Any]]:
-    """What torch's own layers, and layers derived from them, are made of beside their parts.
+    """The attributes of torch's own layers and of layers derived from them, as objects and words.
 
-    That is more than they print: the dropout of attention, an activation, the smoothing of labels.
+    They are more than a layer prints: the dropout of attention, an activation, label smoothing.
     """
     objects: list[Any] = []
     words: list[Any] = []
     for part in parts:
-        own: type = type(part)
-        if _has_torch(own):
+        kind: type = type(part)
+        if _derives_from_torch(kind):
             for name, value in vars(part).items():
-                # What has an underscore torch has made of the others, or caches.
+                # Torch computes attributes with an underscore from the others, or caches them.
                 if name[:1] != "_" and name != "training":
                     words.append(name)
-                    _tell(value, objects, words)
+                    _describe(value, objects, words)
             words.append(None)
     return objects, words
 
 
-def _tell(value: Any, objects: list[Any], words: list[Any]) -> None:
-    """Tell a value by what it is, or else by which object it is.
+def _describe(value: Any, objects: list[Any], words: list[Any]) -> None:
+    """Describe plain values by what they are, and others by which object they are.
 
-    A tensor is told by being one: those that come and go are made by hooks, such as those of
-    `torch.nn.utils.weight_norm`, of parameters, at each forward.
+    A tensor is only known to be a tensor: hooks, such as those of `torch.nn.utils.weight_norm`,
+    compute such attributes from parameters at each forward.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -166,7 +171,7 @@ def _tell(value: Any, objects: list[Any], words: list[Any]) -> None:
     elif kind is tuple or kind is list:
         words.extend((kind, len(value)))
         for item in value:
-            _tell(item, objects, words)
+            _describe(item, objects, words)
     elif isinstance(value, Tensor):
         words.append(Tensor)
     else:
@@ -177,7 +182,7 @@ def _tell(value: Any, objects: list[Any], words: list[Any]) -> None:
 _PLAIN: Final = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 )
-"""The types of which values that are equal compute the same; `1` and `True` need not."""
+"""Types whose equal values compute the same; `1` and `True` need not."""
 
 
 @lru_cache(maxsize=1024)
@@ -186,17 +191,17 @@ def _is_of_torch(kind: type) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _has_torch(kind: type) -> bool:
-    """Whether a class of modules is a layer of torch's, or is derived from one."""
+def _derives_from_torch(kind: type) -> bool:
+    """Whether a class of modules is a layer of torch, or derives from one."""
     return any(base is not nn.Module and _is_of_torch(base) for base in kind.__mro__)
 
 
 _BARE: Final = vars(nn.Module()).keys()
-"""The attributes of a module that sets none of its own."""
+"""The attributes that every module has."""
 
 
 def _hooks(part: nn.Module) -> Iterator[Any]:
-    """The hooks of a module, with None where one kind of them ends."""
+    """The hooks of a module, with None after each kind."""
     for hooks in (
         part._forward_pre_hooks,
         part._forward_hooks,
@@ -206,6 +211,8 @@ def _hooks(part: nn.Module) -> Iterator[Any]:
         yield from hooks.values()
         yield None
 
+
+# ── what acts outside the forward ───────────────────────────────────────────────────────────────
 
 # By name: some of their modules take a second to import.
 _WRAPPERS = {
@@ -217,7 +224,7 @@ _WRAPPERS = {
     ),
 }
 
-# What modules are given by torch.distributed._composable: hooks around their forward.
+# Functions of this package register hooks around the forward of a module.
 _COMPOSED = "torch.distributed._composable"
 
 _SHARDED = frozenset({"FSDPModule", "FullyShardedDataParallel"})
@@ -231,7 +238,7 @@ def refuse_lost(module: nn.Module) -> None:
     """Refuse wrappers around a module, sharded parameters, and hooks on parameters.
 
     Raises:
-        StageError: it has some; names it.
+        StageError: the module has one; names it.
     """
     for path, part in module.named_modules():
         kind = type(part).__name__
@@ -256,18 +263,18 @@ def refuse_lost(module: nn.Module) -> None:
     refuse_gradient_hooks(module.named_modules())
 
 
-def refuse_gradient_hooks(parts: Iterable[tuple[str, nn.Module]]) -> None:
+def refuse_gradient_hooks(named: Iterable[tuple[str, nn.Module]]) -> None:
     """Refuse hooks on the parameters of a module: a step takes other tensors in their place.
 
     Args:
-        parts: as ``module.named_modules()`` gives them.
+        named: as ``module.named_modules()`` gives them.
 
     Raises:
-        StageError: there is one; names where.
+        StageError: there is one; names the parameter.
     """
-    for path, part in parts:
-        for name, own in part._parameters.items():
-            if _has_hooks(own):
+    for path, part in named:
+        for name, parameter in part._parameters.items():
+            if _has_hooks(parameter):
                 where = f"module.get_parameter({'.'.join(filter(None, (path, name)))!r})"
                 raise StageError(
                     f"{where} has hooks on its gradient, which a step does not run, for it returns "
@@ -276,8 +283,8 @@ def refuse_gradient_hooks(parts: Iterable[tuple[str, nn.Module]]) -> None:
                 )
 
 
-def has_gradient_hooks(part: nn.Module) -> bool:
-    """Whether a submodule has a parameter of its own with a hook on its gradient."""
+def _has_gradient_hooks(part: nn.Module) -> bool:
+    """Whether a submodule itself has a parameter with a hook on its gradient."""
     return any(map(_has_hooks, part._parameters.values()))
 
 

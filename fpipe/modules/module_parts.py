@@ -1,7 +1,10 @@
-"""The cost of each part of a module: counted on its recorded graph, or measured on real inputs.
+"""The parts of a module: where it may be cut, and the costs of what lies between two such places.
 
-To count, the module is recorded once, with a cut after every candidate, on abstract tensors:
-nothing is computed, and parameters may lie on the meta device.
+    candidates_of ── run the forward ──► submodules that the forward calls once
+    parts_of      ── record it, with a cut after every candidate ──► costs of each part
+
+Both run the forward on abstract tensors: nothing is computed, and parameters may lie on the meta
+device.
 """
 
 from __future__ import annotations
@@ -32,27 +35,25 @@ from fpipe.modules.operation_costs import (
     Saved,
     flops_of,
     is_uncounted,
-    is_work,
-    made_by,
+    moved_by,
     origin_of,
-    saved_of,
+    saved_by,
+    written_by,
 )
 from fpipe.spec.objective import Objective
 from fpipe.trace.abstract import Abstract
 from fpipe.trace.constant_propagation import Known
 from fpipe.trace.interrupts import held_back
 
-_CPU = torch.device("cpu")
-
 
 class Crossing(NamedTuple):
-    """A value that one part makes and another reads.
+    """A value that one part computes and another reads.
 
     Attributes:
-        part: the number of the part that makes it.
-        leaf: its number among those of the part.
+        part: the number of the part that computes it.
+        leaf: its number among the outputs of that part.
         nbytes: its size.
-        is_kept: it is among what the part that makes it keeps.
+        is_kept: whether the part that computes it keeps it for its own backward.
     """
 
     part: int
@@ -63,17 +64,17 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """What lies between two candidates for a cut.
+    """The computation between two candidates for a cut.
 
     Attributes:
         name: the candidate that ends it; empty for what follows the last.
         flops: of the forward, as `flops_of` counts them.
         uncounted: names of operations that may be heavy and count as no FLOPs.
-        moved: bytes that the forward reads and writes, op by op.
-        kept: bytes that the backward needs of the values that it makes, whoever reads these.
+        moved: bytes that the forward reads and writes, operation by operation.
+        kept: bytes of the values that it computes and some backward needs, of whichever part.
         left: bytes that the gradients of parameters need alone, as `Saved` says.
-        prepared: bytes that it makes of parameters alone, which is done once a step.
-        biggest: bytes of the biggest value that it makes.
+        prepared: bytes of values computed from parameters alone, once a step.
+        biggest: bytes of the biggest value that it computes.
         params: names of the parameters that it reads.
         reads: values of earlier parts that it reads.
         saves: those of them that its backward needs.
@@ -101,7 +102,7 @@ def parts_of(
     """The parts of a module in the order in which they run.
 
     Args:
-        definition: of the module, which is not cut; its parameters may lie on any device.
+        definition: of a pipeline of the module, without cuts; its parameters may lie on any device.
         microbatch: shapes of the keyword arguments of its forward.
         candidates: names of submodules, as `candidates_of` takes them.
 
@@ -110,50 +111,48 @@ def parts_of(
     """
     assert isinstance(definition.loss, ModuleLoss)
     module = definition.loss.module
-    given, _ = definition.convention.enter(*held_by(definition), None)
-    leaves, spec = pytree.flatten(given)
-    # Numbers do not count, and so it does not where they lie: all is traced where the module is.
-    held = (*module.buffers(), *module.parameters())
-    device = next((own.device for own in held if not own.is_meta), _CPU)
+    arguments, _ = definition.convention.enter(*held_by(definition), None)
+    leaves, spec = pytree.flatten(arguments)
+    # Only shapes count, so all is traced on one device: that of the module.
+    tensors = (*module.buffers(), *module.parameters())
+    device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
     shape = TreeShape.of(spec, leaves).with_data(device).brought_to(device)
     microbatch = microbatch.with_data(device).brought_to(device)
-    whole = definition.loss.with_buffers(shaped_buffers(module, device))
+    loss = definition.loss.with_buffers(shaped_buffers(module, device))
     names = sorted(dict(module.named_parameters()))
     order = candidates_of(
-        whole,
+        loss,
         candidates,
         definition.schedule.num_stages - 1,
         shape,
         microbatch,
         has_state=definition.has_state,
     )
-    tracer = FunctionTracer(whole.with_cuts(order), len(order) + 1, Objective(definition.returns))
+    tracer = FunctionTracer(loss.with_cuts(order), len(order) + 1, Objective(definition.returns))
     stages = tracer.parts(shape, microbatch)
-    saved = list(map(saved_of, stages))
+    saved = list(map(saved_by, stages))
     reads = [_reads(stage, stages, saved) for stage in stages]
     widths = _widths(reads)
     return tuple(
         Part(
             name=name,
-            flops=sum(flops_of(node) for node in stage.graph.nodes),
-            moved=sum(_moved(node) for node in stage.graph.nodes),
-            kept=sum(map(made_by, own.values)),
-            left=own.left,
-            prepared=own.prepared,
-            biggest=max(map(made_by, stage.graph.nodes), default=0),
-            uncounted=frozenset(
-                str(node.target) for node in stage.graph.nodes if is_uncounted(node)
-            ),
+            flops=sum(map(flops_of, stage.graph.nodes)),
+            uncounted=frozenset(str(n.target) for n in stage.graph.nodes if is_uncounted(n)),
+            moved=sum(map(moved_by, stage.graph.nodes)),
+            kept=sum(map(written_by, needed.values)),
+            left=needed.left,
+            prepared=needed.prepared,
+            biggest=max(map(written_by, stage.graph.nodes), default=0),
             params=frozenset(
                 names[source.leaf]
                 for source in stage.sources.values()
                 if isinstance(source, Param) and source.leaf < len(names)
             ),
             reads=frozenset(read),
-            saves=frozenset(value for value, node in read.items() if node in own.values),
+            saves=frozenset(value for value, node in read.items() if node in needed.values),
             width=width,
         )
-        for name, stage, own, read, width in zip(
+        for name, stage, needed, read, width in zip(
             (*order, ""), stages, saved, reads, widths, strict=True
         )
     )
@@ -162,20 +161,20 @@ def parts_of(
 def _reads(
     stage: Recorded, stages: Sequence[Recorded], saved: Sequence[Saved]
 ) -> dict[Crossing, fx.Node]:
-    """The values of others that a part reads, and where it has them."""
-    found = {}
+    """The values of other parts that a part reads, with their placeholders in it."""
+    reads = {}
     for node in stage.graph.find_nodes(op="placeholder"):
         source = stage.sources[node.name]
         if isinstance(source, Upstream):
             returned: Any = stages[source.stage].graph.output_node().args[0]
             output = returned[0][source.leaf]
             is_kept = origin_of(output) in saved[source.stage].values
-            found[Crossing(source.stage, source.leaf, nbytes_of(output), is_kept)] = node
-    return found
+            reads[Crossing(source.stage, source.leaf, nbytes_of(output), is_kept)] = node
+    return reads
 
 
 def _widths(reads: Sequence[Iterable[Crossing]]) -> list[int]:
-    """Bytes over each boundary: of values made before it that are read behind it."""
+    """Bytes over each boundary: of values computed before it that are read behind it."""
     ends = {value: index for index, read in enumerate(reads) for value in read}
     widths = [0] * len(reads)
     for value, end in ends.items():
@@ -184,46 +183,48 @@ def _widths(reads: Sequence[Iterable[Crossing]]) -> list[int]:
     return widths
 
 
-def _moved(node: fx.Node) -> int:
-    return nbytes_of(node) + sum(map(nbytes_of, node.all_input_nodes)) if is_work(node) else 0
+# ── places for a cut ────────────────────────────────────────────────────────────────────────────
 
 
 def candidates_of(
     loss: ModuleLoss,
-    named: Sequence[str] | None,
+    candidates: Sequence[str] | None,
     fewest: int,
-    given: TreeShape,
+    arguments: TreeShape,
     microbatch: TreeShape,
     *,
     has_state: bool,
 ) -> list[str]:
     """Submodules behind which the module may be cut, in the order in which they end.
 
+    The forward runs on abstract tensors, with hooks that note after how many operations each
+    submodule has ended.
+
     Args:
-        loss: of the module, which is not cut.
-        named: submodules to choose from. None takes the children of the outermost `ModuleList`s and
-            `Sequential`s; where these make fewer than `fewest` places for a cut, those of the lists
-            within them too, and then submodules of any kind, the outer ones first.
-        fewest: places that are wanted.
-        given: shapes of the parameters, and of the state where the module has one.
+        loss: of the module, without cuts.
+        candidates: submodules to choose from. None takes the children of the outermost
+            `ModuleList`s and `Sequential`s; where these make fewer than `fewest` places for a cut,
+            those of the lists within them too, and then submodules of any kind, the outer first.
+        fewest: the number of places that are wanted.
+        arguments: shapes of the parameters, or of the pair of parameters and state.
         microbatch: shapes of the keyword arguments of its forward.
-        has_state: `given` is the pair of both.
+        has_state: whether `arguments` is the pair.
 
     Returns:
-        Those that are called once; of several that end at the same place, the outermost.
+        The submodules that are called once; of several that end at one place, the outermost.
 
     Raises:
         StageError: there is none.
     """
-    given_names = None if named is None else list(named)
-    if isinstance(named, str) or not all(isinstance(name, str) for name in given_names or ()):
+    listed = None if candidates is None else list(candidates)
+    if isinstance(candidates, str) or not all(isinstance(name, str) for name in listed or ()):
         raise StageError(
-            f"candidates={shown(named)} must be a list of names of submodules, as those of "
+            f"candidates={shown(candidates)} must be a list of names of submodules, as those of "
             "module.named_modules()"
         )
     order: list[str] = []
-    for names in _choices(loss.module) if given_names is None else [given_names]:
-        order, places = _called_once(loss, names, given, microbatch, has_state=has_state)
+    for names in _choices(loss.module) if listed is None else [listed]:
+        order, places = _called_once(loss, names, arguments, microbatch, has_state=has_state)
         if places >= fewest:
             break
     if not order:
@@ -237,7 +238,7 @@ def candidates_of(
 
 
 def _choices(module: nn.Module) -> Iterator[list[str]]:
-    """Names to choose from, ever more of them."""
+    """Lists of names to choose from, each longer than the one before."""
     listed: list[str] = []
     for depth in count(1):
         deeper = _in_lists(module, depth)
@@ -251,19 +252,19 @@ def _choices(module: nn.Module) -> Iterator[list[str]]:
 
 def _in_lists(module: nn.Module, depth: int) -> list[str]:
     """The children of `ModuleList`s and `Sequential`s that lie in fewer than `depth` others."""
-    found: list[str] = []
+    children: list[str] = []
     lists: list[str] = []
     for name, submodule in module.named_modules():
         around = sum(not outer or name.startswith(f"{outer}.") for outer in lists)
         if isinstance(submodule, nn.ModuleList | nn.Sequential) and around < depth:
             lists.append(name)
             prefix = f"{name}." if name else ""
-            found += [prefix + child for child, _ in submodule.named_children()]
-    return found
+            children += [prefix + child for child, _ in submodule.named_children()]
+    return children
 
 
-class _Operations(TorchDispatchMode):
-    """Counts them."""
+class _OperationCount(TorchDispatchMode):
+    """Counts the operations that run within it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,14 +284,14 @@ class _Operations(TorchDispatchMode):
 def _called_once(
     loss: ModuleLoss,
     names: Sequence[str],
-    given: TreeShape,
+    arguments: TreeShape,
     microbatch: TreeShape,
     *,
     has_state: bool,
 ) -> tuple[list[str], int]:
     """Those of `names` that are called once, and how many of them end before the module does."""
-    loss.with_cuts(names)  # names the one that does not exist
-    operations = _Operations()
+    loss.with_cuts(names)  # which refuses a name of no submodule
+    operations = _OperationCount()
     ended: list[tuple[str, int]] = []
     handles = [
         loss.module.get_submodule(name).register_forward_hook(
@@ -300,8 +301,8 @@ def _called_once(
     ]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        own, batch = Abstract.of(given, mode), Abstract.of(microbatch, mode)
-        params = pytree.unflatten(own.spec, own.values)
+        abstract, batch = Abstract.of(arguments, mode), Abstract.of(microbatch, mode)
+        params = pytree.unflatten(abstract.spec, abstract.values)
         # Without the guard a buffer on the CPU would really be written to.
         with mode, torch.no_grad(), WriteGuard({}, loss), Known(), operations:
             loss(
@@ -309,7 +310,7 @@ def _called_once(
                 pytree.unflatten(batch.spec, batch.values),
             )
     except Exception:
-        # It is said, with its place, when the module is recorded.
+        # The recording raises it again, and names the place.
         return list(names), len(names)
     finally:
         for handle in handles:

@@ -1,4 +1,4 @@
-"""The pipeline of a module: it knows the names of what the module holds."""
+"""`ModulePipeline`: the pipeline of a module knows the names of its parameters and buffers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fpipe.modules.module_buffers import (
     real_buffers,
     refuse_missing,
 )
-from fpipe.modules.module_loss import ModuleLoss, copied
+from fpipe.modules.module_loss import ModuleLoss, with_copied_module
 from fpipe.modules.stage_shares import Balance
 from fpipe.nn import buffers_of, state_of, with_buffers
 from fpipe.plan.workshop import Workshop
@@ -42,10 +42,10 @@ class ModulePipeline(Pipeline):
     """A pipeline of a module; `from_module` makes one.
 
     Attributes:
-        module: as it was given; training reads neither its parameters nor changes them.
+        module: the module; training neither reads nor changes its parameters.
         cuts: the submodules after which a stage ends; None where the forward calls `fpipe.cut`.
-        balance: how they were chosen, to be printed; None if they were named, and of a pipeline
-            that `with_schedule` or a transform has made of another.
+        balance: the table of the stages whose cuts were chosen; None if the user named them, and
+            for a pipeline that `with_schedule` or a transform has made of another.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ModulePipeline(Pipeline):
         balance: Balance | None = None,
         workshop: Workshop | None = None,
     ) -> None:
-        # Beneath the functions that transforms have made of it.
+        # Transforms wrap the loss.
         loss, schedule = unwrap(definition.loss), definition.schedule
         assert isinstance(loss, ModuleLoss)
         if loss.cuts is not None and schedule.num_stages != len(loss.cuts) + 1:
@@ -70,22 +70,24 @@ class ModulePipeline(Pipeline):
         self.balance = balance
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModulePipeline:
-        """That of the copy of its module, where it is copied with that, as a module that holds it.
+        """The pipeline of the copy of its module, where a module that holds it is copied.
 
-        It has traced nothing yet. Over a process group all ranks copy such a module, in the order
-        in which they make pipelines.
+        The copy has traced nothing yet. Over a process group all ranks copy such a module, in the
+        order in which they make pipelines.
 
         Raises:
-            FpipeError: it is copied by itself, or a transform has made it.
+            FpipeError: it is copied without its module, or a transform has made it.
         """
         if id(self.module) not in memo or not isinstance(self.definition.loss, ModuleLoss):
             self.__reduce_ex__(4)
-        made = memo[id(self)] = type(self).__new__(type(self))  # which the module's copy holds
-        made.__init__(copied(self.definition, memo), self.balance)  # type: ignore[misc]
-        return made
+        # In the memo before the module is copied, for the copy of the module holds it.
+        pipe = memo[id(self)] = type(self).__new__(type(self))
+        definition = with_copied_module(self.definition, memo)
+        pipe.__init__(definition, self.balance)  # type: ignore[misc]
+        return pipe
 
     def _shapes(self, shapes: Any) -> Any:
-        # Those of an ensemble are not the module's.
+        # The parameters of an ensemble have other shapes than the module's.
         if shapes is None and not self.definition.trainable.within:
             return dict(self.module.named_parameters())
         return super()._shapes(shapes)
@@ -94,17 +96,19 @@ class ModulePipeline(Pipeline):
         return naming_of_parameters(self.module)
 
     def init_state(self) -> dict[str, Any]:
-        """The state to begin with: ``fpipe.nn.state_of(module)``, of a meta module made anew.
+        """Make the state of the first step: ``fpipe.nn.state_of(module)``, with data.
+
+        Over a process group all ranks call this.
 
         Returns:
-            What ``has_state=True`` lets `step` take, on the default device, that of the first of
-            several ``devices``, or that of the process group, where all ranks call this. Buffers on
-            the meta device are as `from_module` was given them, or as the module's
-            ``_init_weights`` or ``reset_parameters`` makes them.
+            The state that `step` takes with ``has_state=True``, on the default device, the first
+            of several ``devices``, or the device of the process group. Buffers on the meta device
+            are those of ``from_module(..., buffers=)``, or as the module's ``_init_weights`` or
+            ``reset_parameters`` makes them.
 
         Raises:
-            StageError: one has no data and cannot be made, or the pipeline has no state.
-            PipelineError: over a process group, on another rank.
+            StageError: a buffer has no data and cannot be made, or the pipeline has no state.
+            PipelineError: over a process group, another rank has raised one of these.
 
         Example:
             >>> import torch, fpipe
@@ -138,16 +142,35 @@ class ModulePipeline(Pipeline):
 
         Args:
             path: as for `load`.
-            shapes: a part of ``fpipe.nn.state_of(module)``, to be read alone; None for all of it.
+            shapes: the entries of ``fpipe.nn.state_of(module)`` to read; None for all.
             rename: from the name of a buffer to that in the checkpoint.
 
         Returns:
-            The state, as `init_state` does. Buffers that ``module.state_dict()`` leaves out, and
-            the checkpoint too, are those of `init_state`.
+            The state, as from `init_state`. Buffers that both ``module.state_dict()`` and the
+            checkpoint lack are those of `init_state`.
 
         Raises:
             BatchError: a buffer is missing or has another shape; says which.
-            StageError: as in `init_state`, as is PipelineError.
+            StageError: a buffer has no data and cannot be made, or the pipeline has no state.
+            PipelineError: over a process group, another rank has raised one of these.
+
+        Example:
+            >>> import os, tempfile, torch, fpipe
+            >>> from safetensors.torch import save_file
+            >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+            >>> pipe = fpipe.from_module(
+            ...     module,
+            ...     schedule=fpipe.schedules.gpipe(ranks=2, microbatches=2),
+            ...     cuts=["0"],
+            ...     loss=lambda output, batch: output.square().mean(),
+            ...     has_state=True,
+            ... )
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     path = os.path.join(folder, "model.safetensors")
+            ...     save_file(module.state_dict(), path)
+            ...     state = pipe.load_state(path)
+            >>> state["1"].mean
+            tensor([0., 0.])
         """
         state = state_of(self.module) if shapes is None else shapes
         check_state(self.module, state)
@@ -156,20 +179,20 @@ class ModulePipeline(Pipeline):
             read = reading(path, names, naming_of_buffers(self.module), rename, strict=False)
 
             def make(wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-                found = read(wanted)
-                return found | self._fresh(wanted.keys() - found.keys(), stored=False)
+                values = read(wanted)
+                return values | self._fresh(wanted.keys() - values.keys(), stored=False)
 
             return make
 
         return with_buffers(state, whole(self, maker, buffers_of(state)))
 
     def _fresh(self, names: Iterable[str], *, stored: bool) -> dict[str, Tensor]:
-        """Buffers of these names without a checkpoint: given, the module's own, or made anew."""
+        """Buffers of these names without a checkpoint: the user's, the module's, or made anew."""
         device = self.definition.device
-        found = real_buffers(self.module, self._buffers, device, stored=stored)
-        own, names = dict(self.module.named_buffers()), set(names)
-        refuse_missing(self.module, found.keys() | (own.keys() - names))
-        return {name: found.get(name, own[name]).clone() for name in names}
+        numbers = real_buffers(self.module, self._buffers, device, stored=stored)
+        held, names = dict(self.module.named_buffers()), set(names)
+        refuse_missing(self.module, numbers.keys() | (held.keys() - names))
+        return {name: numbers.get(name, held[name]).clone() for name in names}
 
     def load_into(
         self,
@@ -177,38 +200,51 @@ class ModulePipeline(Pipeline):
         params: Mapping[str, Tensor],
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Copy parameters into a module, in place: to evaluate it, to save it, to go on without.
+        """Copy parameters into a module, in place: to evaluate, save or train it by itself.
 
-        Over a process group every rank calls it, and gets all parameters: each from the first rank
-        that reads it in a step, which is the one that has trained it.
+        Over a process group every rank calls this, and gets all parameters: each from the first
+        rank that reads it in a step, which has trained it.
 
         Args:
-            module: of the same parameters as the pipeline's, or that one itself.
-            params: as for `step`; over a process group those of other ranks may be missing, as from
-                `own` and what is made of that.
+            module: the module of the pipeline, or another with the same parameters.
+            params: tensors of the parameters' shapes, as for `step`; over a process group those of
+                other ranks may be missing, as from `own`.
             state: as for `step`; None leaves the module's buffers as they are.
 
         Raises:
-            BatchError: the names or shapes differ, or a parameter has no data where it is read,
-                or it is not known yet where that is; nothing has been copied then.
-            PipelineError: over a process group, they differ on another rank.
-        """
+            BatchError: names or shapes differ, a parameter has no data on the rank that reads it,
+                or no step has shown yet which rank that is; nothing has been copied then.
+            PipelineError: over a process group, names or shapes differ on another rank.
 
-        given = self._filled(module, params)
+        Example:
+            >>> import torch, fpipe
+            >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+            >>> pipe = fpipe.from_module(
+            ...     module,
+            ...     schedule=fpipe.schedules.gpipe(ranks=2, microbatches=2),
+            ...     cuts=["0"],
+            ...     loss=lambda output, batch: output.square().mean(),
+            ... )
+            >>> params = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
+            >>> pipe.load_into(module, params)
+            >>> module(torch.ones(1, 2)).detach()
+            tensor([[0., 0.]])
+        """
+        params = self._with_shapes_of_others(module, params)
 
         def check() -> None:
-            problem = _misfit(module, given, state) or self._missing(given)
+            problem = _misfit(module, params, state) or self._missing(params)
             if problem is not None:
                 raise problem
 
         def copy(gather: Gather) -> int | None:
-            named = [(name, tuple(p.shape), p.dtype) for name, p in _in_order(given)]
-            told, copies = zip(*gather((named, self._copies(given))), strict=True)
+            named = [(name, tuple(p.shape), p.dtype) for name, p in _in_order(params)]
+            ranks, copies = zip(*gather((named, self._copies(params))), strict=True)
             warn_of_other_copies(copies)
-            odd = odd_one_out([tuple((name, shape) for name, shape, _ in part) for part in told])
+            odd = odd_one_out([tuple((name, shape) for name, shape, _ in rank) for rank in ranks])
             if odd is None:
-                dtypes = [{name: dtype for name, _, dtype in part} for part in told]
-                self._copy(module, given, state or {}, dtypes)
+                dtypes = [{name: dtype for name, _, dtype in rank} for rank in ranks]
+                self._copy(module, params, state or {}, dtypes)
             return odd
 
         self.each("load its parameters", check)
@@ -221,29 +257,29 @@ class ModulePipeline(Pipeline):
                 "the meta device",
             )
 
-    def _filled(self, module: Any, params: Any) -> Any:
-        """Parameters with bare shapes in place of those of other ranks that are missing."""
+    def _with_shapes_of_others(self, module: Any, params: Any) -> Any:
+        """Parameters with meta tensors in place of those of other ranks that are missing."""
         fit = isinstance(params, Mapping) and isinstance(module, nn.Module)
         if self.rank is None or not fit:
             return params
-        own = dict(module.named_parameters())
-        if not params.keys() <= own.keys():
+        held = dict(module.named_parameters())
+        if not params.keys() <= held.keys():
             return params
-        bare = {n: p.detach().to("meta") for n, p in own.items() if n not in params}
-        return {**params, **bare}
+        missing = {n: p.detach().to("meta") for n, p in held.items() if n not in params}
+        return {**params, **missing}
 
     def _copies(self, params: Mapping[str, Tensor]) -> Sample:
         """Numbers of the parameters that this process and others read."""
         readers = self.readers()
-        found = {}
+        copies = {}
         for leaf, (name, value) in enumerate(_in_order(params)):
             ranks = readers.get((0, leaf), ())
             if len(ranks) > 1 and self.rank in ranks:
-                found[f"[{name!r}]"] = numbers(value)
-        return found
+                copies[f"[{name!r}]"] = numbers(value)
+        return copies
 
     def _missing(self, params: Mapping[str, Tensor]) -> BatchError | None:
-        """Which of the parameters that this process has to give has no data."""
+        """The error if this rank lacks the data of a parameter that the others get from it."""
         readers = self.readers()
         for leaf, path in enumerate(pytree.key_paths(pytree.structure(params))):
             gives = self.rank is None or readers.get((0, leaf), (self.rank,))[0] == self.rank
@@ -264,23 +300,23 @@ class ModulePipeline(Pipeline):
         state: Mapping[str, Any],
         dtypes: Sequence[Mapping[str, torch.dtype]],
     ) -> None:
-        """Copy what fits; over a process group all ranks do so at once.
+        """Copy parameters and buffers; over a process group all ranks do so at once.
 
         Args:
-            module: to copy into.
-            params: of which this rank has some.
-            state: whose buffers are copied.
-            dtypes: of the parameters on each rank.
+            module: the module to copy into.
+            params: parameters, of which this rank has some.
+            state: a state, of which every rank has all.
+            dtypes: of the parameters, on each rank.
         """
         group = self.definition.group
         readers = self.readers()
-        own = dict(module.named_parameters())
-        held = {memory_of(local(parameter)) for parameter in own.values()}
+        held = dict(module.named_parameters())
+        memories = {memory_of(local(parameter)) for parameter in held.values()}
         places = placements_of(pytree.structure(params))
         with torch.no_grad():
-            # What is copied may be another parameter of the module, to which is copied too.
+            # A value may be another parameter of the module, which is overwritten too.
             values = [
-                value.clone() if memory_of(value) in held and value is not own[name] else value
+                value.clone() if memory_of(value) in memories and value is not held[name] else value
                 for name, value in _in_order(params)
             ]
             for leaf, (name, _) in enumerate(_in_order(params)):
@@ -289,22 +325,22 @@ class ModulePipeline(Pipeline):
                     source = readers[0, leaf][0]
                     value = _received(value, dtypes[source][name], source, group)
                 place = places[leaf]
-                _copy_into(own[name], value if place is None else place.made_of(value))
-            # Every rank gets the whole state of a step.
+                _copy_into(held[name], value if place is None else place.made_of(value))
+            # A step returns the whole state on every rank.
             buffers = dict(module.named_buffers())
             for name, value in buffers_of(state).items():
                 buffers[name].copy_(value)
 
 
 def _in_order(params: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Parameters in the order of the leaves: that in which trees are flattened, on all ranks."""
+    """Parameters in the order in which trees are flattened, the same on all ranks."""
     return [
         (path[0], local(params[path[0]])) for path in pytree.key_paths(pytree.structure(params))
     ]
 
 
 def _copy_into(parameter: Any, value: Any) -> None:
-    """Copy a value into a parameter, which may lie otherwise over the same mesh."""
+    """Copy a value into a parameter, which may have other placements over the same mesh."""
     if is_dtensor(parameter) and is_dtensor(value):
         value = value.redistribute(parameter.device_mesh, parameter.placements)
     elif is_dtensor(value):
@@ -313,7 +349,7 @@ def _copy_into(parameter: Any, value: Any) -> None:
 
 
 def _received(value: Tensor, dtype: torch.dtype, source: int, group: dist.ProcessGroup) -> Tensor:
-    """The value on rank `source` of the group, which has this dtype there."""
+    """The value of rank `source` of the group, of its dtype there."""
     device = device_of(group)
     if group.rank() == source:
         sent = value.detach().to(device).contiguous()
@@ -324,34 +360,34 @@ def _received(value: Tensor, dtype: torch.dtype, source: int, group: dist.Proces
 
 
 def _misfit(module: nn.Module, params: Mapping[str, Tensor], state: Any) -> BatchError | None:
-    """Why `params` and `state` cannot be copied into `module`."""
+    """The error if `params` and `state` cannot be copied into `module`."""
     if not isinstance(module, nn.Module):
         return BatchError(
             f"module is {a_type(module)}: pass the torch.nn.Module to copy into first, "
             "and params after it"
         )
-    own = dict(module.named_parameters())
+    held = dict(module.named_parameters())
     if not isinstance(params, Mapping):
         return BatchError(
             f"params is {a_type(params)}: it must be a dict of the parameters by name, as for step"
         )
-    if own.keys() != params.keys():
-        odd = sorted(own.keys() ^ params.keys())
+    if held.keys() != params.keys():
+        odd = sorted(held.keys() ^ params.keys())
         return BatchError(
             f"params and {type(module).__name__} differ in {len(odd)} names, such as "
             f"{odd[0]!r}: load into a module with the parameters of the pipeline's"
         )
-    for name, tensor in (*own.items(), *(module.named_buffers() if state else ())):
+    for name, tensor in (*held.items(), *(module.named_buffers() if state else ())):
         if tensor.is_meta:
             return BatchError(
                 f"{name!r} of {type(module).__name__} lies on the meta device, to which nothing "
                 "can be copied: make the module anew, not under torch.device('meta') "
                 "(module.to_empty(...) leaves buffers without numbers, and unties parameters)"
             )
-    for name, parameter in own.items():
+    for name, parameter in held.items():
         if not isinstance(params[name], Tensor):
-            found = f"params[{name!r}]={params[name]!r:.60} is {a_type(params[name])}"
-            return BatchError(f"{found}: it must be a tensor")
+            fact = f"params[{name!r}]={params[name]!r:.60} is {a_type(params[name])}"
+            return BatchError(f"{fact}: it must be a tensor")
         if parameter.shape != params[name].shape:
             return BatchError(
                 f"params[{name!r}] has shape {tuple(params[name].shape)}, but that of "
@@ -376,8 +412,8 @@ def _misfit(module: nn.Module, params: Mapping[str, Tensor], state: Any) -> Batc
     return None
 
 
-def _uncastable(module: nn.Module, name: str, value: Tensor, own: Tensor) -> BatchError:
+def _uncastable(module: nn.Module, name: str, value: Tensor, held: Tensor) -> BatchError:
     return BatchError(
-        f"{name} is {value.dtype}, but that of {type(module).__name__} is {own.dtype}, which "
+        f"{name} is {value.dtype}, but that of {type(module).__name__} is {held.dtype}, which "
         "cannot hold it: load into a module of its dtype"
     )

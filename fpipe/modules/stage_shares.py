@@ -1,7 +1,8 @@
-"""What a stage holds of a rank's memory, estimated from its parts before anything is traced for it.
+"""The share of each stage of a divided module: its costs as a table, and the memory that it needs.
 
-More is counted than is held, where ranks have several stages up to twice as much, seldom more: of
-each stage the most that it holds is added up, although these do not come together.
+Memory is estimated from parts, before anything is traced for the stage. The estimate exceeds what
+the stage holds; where ranks have several stages up to twofold, seldom more, for the peaks of all
+stages are added up, although they do not come at once.
 """
 
 from __future__ import annotations
@@ -19,152 +20,19 @@ if TYPE_CHECKING:  # it imports torch, and tables of schedules do not
     from fpipe.modules.module_parts import Crossing, Part
 
 
-class Held(NamedTuple):
-    """How many microbatches a stage holds something of.
-
-    Attributes:
-        open: forward done, the gradient of its inputs not.
-        left: that is done, the gradient of its parameters not.
-    """
-
-    open: int
-    left: int
-
-
-class _Run(NamedTuple):
-    """Bytes of adjacent parts, whatever stage they are; all but the first for one microbatch.
-
-    Attributes:
-        once: parameters, their gradients, and what is made of them alone.
-        kept: values that they make and their backward needs.
-        left: what is kept of these, and of their gradients, for those of parameters.
-        shared: values from before that their backward needs and the part before keeps anyway.
-        saved: the other values from before that their backward needs.
-        received: all values from before that they read.
-        sent: values of theirs that are read behind them.
-        running: what an operation reads and writes, at most, of values and of gradients.
-    """
-
-    once: int
-    kept: int
-    left: int
-    shared: int
-    saved: int
-    received: int
-    sent: int
-    running: int
-
-
-class Memory:
-    """Bytes that stages need.
-
-    Args:
-        parts: of the module.
-        sizes: of the parameters.
-        schedule: says how many microbatches a stage holds at once.
-    """
-
-    def __init__(self, parts: Sequence[Part], sizes: Mapping[str, int], schedule: Schedule) -> None:
-        self._parts = parts
-        self._sizes = sizes
-        self._placement = schedule.placement
-        self._held = held_at_once(schedule)
-        self._run: Callable[[int, int], _Run] = cache(self._add)
-
-    def params(self, first: int, end: int) -> int:
-        """Bytes of the parameters that parts read."""
-        return sum(self._sizes[name] for name in self._read(first, end))
-
-    def of(self, stage: int, first: int, end: int) -> int:
-        """What a stage of these parts needs on its rank."""
-        run, held = self._run(first, end), self._held[stage]
-        need = run.once + max(some.open * run.kept + some.left * run.left for some in held)
-        most = max(map(sum, held))
-        need += most * run.saved + run.running
-        if self._is_far(stage, stage - 1):
-            # One more is on its way, and the gradient of one goes back.
-            need += most * run.shared + 2 * run.received
-        if self._is_far(stage, stage + 1):
-            need += 2 * run.sent
-        return need
-
-    def at_least(self, stage: int, first: int, end: int) -> int:
-        """What these parts need in the stage, with what goes from part to part left out."""
-        kept = sum(part.kept for part in self._parts[first:end])
-        return self._run(first, end).once + max(some.open for some in self._held[stage]) * kept
-
-    def _is_far(self, stage: int, other: int) -> bool:
-        """Whether another stage is there, on another rank."""
-        among = 0 <= other < len(self._placement)
-        return among and self._placement[other] != self._placement[stage]
-
-    def _read(self, first: int, end: int) -> frozenset[str]:
-        """The parameters that any of these parts reads."""
-        return frozenset().union(*(part.params for part in self._parts[first:end]))
-
-    def _add(self, first: int, end: int) -> _Run:
-        own = self._parts[first:end]
-        inputs = {value for part in own for value in part.reads if value.part < first}
-        behind = {value for part in self._parts[end:] for value in part.reads}
-        saves = {value for part in own for value in part.saves}
-        within = {value for value in saves if value.part >= first}
-        shared = {value for value in saves if value.part == first - 1 and value.is_kept}
-        # A parameter's gradient is made, and cast, before it is added to the others.
-        gradient = max((self._sizes[name] for name in self._read(first, end)), default=0)
-        return _Run(
-            once=2 * self.params(first, end) + sum(part.prepared for part in own),
-            kept=sum(part.kept for part in own) + _size(v for v in within if not v.is_kept),
-            left=sum(part.left for part in own) + _size(within),
-            shared=_size(shared),
-            saved=_size(saves - within - shared),
-            received=_size(inputs),
-            sent=_size(value for value in behind if first <= value.part < end),
-            running=2 * (max(part.biggest for part in own) + gradient),
-        )
-
-
-def _size(values: Iterable[Crossing]) -> int:
-    return sum(value.nbytes for value in values)
-
-
-def held_at_once(schedule: Schedule) -> list[frozenset[Held]]:
-    """For each stage, all that it holds at some time.
-
-    What no backward reads is held while F runs.
-    """
-    now = [Held(0, 0)] * schedule.num_stages
-    found = [{held} for held in now]
-    actions = [action for row in schedule.actions for action in row]
-    for (stage, op, _), counted in zip(actions, counted_as(actions), strict=True):
-        opened, left = now[stage]
-        match counted:
-            case Op.F:
-                now[stage] = Held(opened + 1, left)
-            case Op.B:
-                now[stage] = Held(opened - 1, left)
-            case Op.I:
-                now[stage] = Held(opened - 1, left + 1)
-            case Op.W:
-                now[stage] = Held(opened, left - 1)
-            case None if op == Op.F:
-                found[stage].add(Held(1, 0))
-        found[stage].add(now[stage])
-    return [frozenset(held) for held in found]
-
-
 @dataclass(frozen=True)
 class StageShare:
-    """What one stage gets.
+    """The costs of one stage.
 
     Attributes:
-        rank: that runs it.
+        rank: the rank that runs it.
         first: the candidate that ends its first part.
         last: the candidate that ends its last part; empty for the end of the module.
         flops: of the forward of one microbatch.
-        moved: bytes that this reads and writes.
-        load: what was balanced: the FLOPs, and the bytes as FLOPs; or the seconds.
+        moved: bytes that this forward reads and writes.
+        load: the number that was balanced: FLOPs, with bytes as FLOPs; or seconds.
         params: bytes of the parameters that it reads.
-        memory: bytes that its rank needs for it, at most, as the argument of `fpipe.balance` says.
+        memory: bytes that its rank needs for it at most, as `fpipe.balance` counts them.
         sends: bytes that cross the boundary behind it, for one microbatch.
     """
 
@@ -185,9 +53,9 @@ class Balance:
 
     Attributes:
         cuts: the submodules after which a stage ends.
-        stages: what each stage gets.
-        parts: what was divided: the name of each candidate with the load of what it ends; the last
-            has no name.
+        stages: the share of each stage.
+        parts: the name of each candidate, with the load of the part that it ends; the last part has
+            no name.
         unit: of the loads, ``"FLOP"`` or ``"s"``.
     """
 
@@ -233,3 +101,139 @@ class Balance:
 
 def _evenness(loads: Sequence[float]) -> float:
     return sum(loads) / len(loads) / (max(loads) or 1)
+
+
+# ── memory ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Held(NamedTuple):
+    """The number of microbatches of which a stage holds values.
+
+    Attributes:
+        open: of these the forward is done, and the gradient of the inputs is not.
+        left: of these that gradient is done, and the gradient of the parameters is not.
+    """
+
+    open: int
+    left: int
+
+
+class _Run(NamedTuple):
+    """Bytes of adjacent parts, in any stage; all but the first attribute for one microbatch.
+
+    Attributes:
+        once: parameters, their gradients, and values computed from parameters alone.
+        kept: values that the parts compute and their backward needs.
+        left: values and gradients that are kept for the gradients of parameters.
+        shared: values from before that their backward needs and the part before keeps anyway.
+        saved: the other values from before that their backward needs.
+        received: all values from before that they read.
+        sent: values of theirs that are read behind them.
+        running: values and gradients that one operation reads and writes, at most.
+    """
+
+    once: int
+    kept: int
+    left: int
+    shared: int
+    saved: int
+    received: int
+    sent: int
+    running: int
+
+
+class Memory:
+    """Bytes that stages need.
+
+    Args:
+        parts: of the module.
+        sizes: bytes of each parameter, by name.
+        schedule: says how many microbatches a stage holds at once.
+    """
+
+    def __init__(self, parts: Sequence[Part], sizes: Mapping[str, int], schedule: Schedule) -> None:
+        self._parts = parts
+        self._sizes = sizes
+        self._placement = schedule.placement
+        self._held = held_at_once(schedule)
+        self._run: Callable[[int, int], _Run] = cache(self._add)
+
+    def params(self, first: int, end: int) -> int:
+        """Bytes of the parameters that parts read."""
+        return sum(self._sizes[name] for name in self._read(first, end))
+
+    def of(self, stage: int, first: int, end: int) -> int:
+        """The bytes that a stage of these parts needs on its rank."""
+        run, held = self._run(first, end), self._held[stage]
+        need = run.once + max(some.open * run.kept + some.left * run.left for some in held)
+        most = max(map(sum, held))
+        need += most * run.saved + run.running
+        if self._is_far(stage, stage - 1):
+            # One more microbatch is on its way, and the gradient of one goes back.
+            need += most * run.shared + 2 * run.received
+        if self._is_far(stage, stage + 1):
+            need += 2 * run.sent
+        return need
+
+    def at_least(self, stage: int, first: int, end: int) -> int:
+        """The bytes that these parts need in the stage, without values that cross between parts."""
+        kept = sum(part.kept for part in self._parts[first:end])
+        return self._run(first, end).once + max(some.open for some in self._held[stage]) * kept
+
+    def _is_far(self, stage: int, other: int) -> bool:
+        """Whether another stage exists, and lies on another rank."""
+        exists = 0 <= other < len(self._placement)
+        return exists and self._placement[other] != self._placement[stage]
+
+    def _read(self, first: int, end: int) -> frozenset[str]:
+        """The parameters that any of these parts reads."""
+        return frozenset().union(*(part.params for part in self._parts[first:end]))
+
+    def _add(self, first: int, end: int) -> _Run:
+        parts = self._parts[first:end]
+        inputs = {value for part in parts for value in part.reads if value.part < first}
+        behind = {value for part in self._parts[end:] for value in part.reads}
+        saves = {value for part in parts for value in part.saves}
+        within = {value for value in saves if value.part >= first}
+        shared = {value for value in saves if value.part == first - 1 and value.is_kept}
+        # The gradient of a parameter is computed, and cast, before it is added to the sum.
+        gradient = max((self._sizes[name] for name in self._read(first, end)), default=0)
+        return _Run(
+            once=2 * self.params(first, end) + sum(part.prepared for part in parts),
+            kept=sum(part.kept for part in parts) + _size(v for v in within if not v.is_kept),
+            left=sum(part.left for part in parts) + _size(within),
+            shared=_size(shared),
+            saved=_size(saves - within - shared),
+            received=_size(inputs),
+            sent=_size(value for value in behind if first <= value.part < end),
+            running=2 * (max(part.biggest for part in parts) + gradient),
+        )
+
+
+def _size(values: Iterable[Crossing]) -> int:
+    return sum(value.nbytes for value in values)
+
+
+def held_at_once(schedule: Schedule) -> list[frozenset[Held]]:
+    """For each stage, the numbers of microbatches that it holds at some time.
+
+    Values that no backward reads are held while F runs.
+    """
+    now = [Held(0, 0)] * schedule.num_stages
+    seen = [{held} for held in now]
+    actions = [action for row in schedule.actions for action in row]
+    for (stage, op, _), counted in zip(actions, counted_as(actions), strict=True):
+        opened, left = now[stage]
+        match counted:
+            case Op.F:
+                now[stage] = Held(opened + 1, left)
+            case Op.B:
+                now[stage] = Held(opened - 1, left)
+            case Op.I:
+                now[stage] = Held(opened - 1, left + 1)
+            case Op.W:
+                now[stage] = Held(opened, left - 1)
+            case None if op == Op.F:
+                seen[stage].add(Held(1, 0))
+        seen[stage].add(now[stage])
+    return [frozenset(held) for held in seen]
