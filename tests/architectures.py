@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 import fpipe
-from tests.modules.hugging_face import ARCHITECTURES, ROWS, build, cross_entropy, make_batch
-from tests.modules.models import detached, unpipelined
+from tests.modules.helpers import detached, unpipelined
+from tests.modules.hugging_face import ARCHITECTURES, ROWS, batch_of, build, cross_entropy
 
 LAYERS = 2
 ROUNDING = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2}
@@ -48,7 +48,7 @@ def compare(name: str, attention: str, drops: bool, device: str, dtype: str) -> 
     module.set_attn_implementation(attention)
     batch = {
         key: leaf.to(device, kind if leaf.is_floating_point() else None)
-        for key, leaf in make_batch(name, ROWS).items()
+        for key, leaf in batch_of(name, ROWS).items()
     }
     params = detached(module)
 

@@ -22,7 +22,8 @@ from tests import keyed_model, state_model
 from tests.distributed.crew import Crew, Outcome, attempt, values
 from tests.models import assert_identical, mlp
 from tests.modules import normed
-from tests.modules.models import CUTS, LanguageModel, detached, language_model, make_batch
+from tests.modules.helpers import detached, squares
+from tests.modules.models import CUTS, LanguageModel, language_model, token_batch
 
 Group = dist.ProcessGroup | None
 
@@ -59,7 +60,7 @@ class Trained(NamedTuple):
 
 def train(group: Group, schedule: Schedule, path: Path | None) -> Trained:
     """From a key, or from a checkpoint."""
-    pipe, batch = pipe_of(group, schedule), make_batch()
+    pipe, batch = pipe_of(group, schedule), token_batch()
     read: list[str] = []
     if path is None:
         shapes = {name: value.to("meta") for name, value in batch.items()}
@@ -90,7 +91,7 @@ def optimised(
 
     Each process that is one of a group saves its own at the end.
     """
-    module, batch = language_model(), make_batch()
+    module, batch = language_model(), token_batch()
     pipe = fpipe.from_module(module, schedule=schedule, cuts=CUTS, compile=False, group=group)
     params: dict[str, Tensor] = dict(module.named_parameters())
     if resume:
@@ -138,7 +139,7 @@ def test_a_run_goes_on_on_another_number_of_processes(crew: Crew, tmp_path: Path
 
 def placed(group: Group, schedule: Schedule) -> tuple[set[str], set[str], fpipe.Step]:
     """The names of what a process keeps of all parameters, and of what it does not, and a step."""
-    module, batch = language_model(), make_batch()
+    module, batch = language_model(), token_batch()
     pipe = fpipe.from_module(module, schedule=schedule, cuts=CUTS, compile=False, group=group)
     whole = dict(module.named_parameters())
     params = pipe.place(whole, batch)
@@ -278,9 +279,9 @@ def make_on_a_mesh(group: Group, mesh: bool) -> tuple[set[str], Tensor]:
         compile=False,
         mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")) if mesh else None,
     )
-    params = pipe.init(normal, random.key(3), make_batch())
+    params = pipe.init(normal, random.key(3), token_batch())
     real = {name for name, value in params.items() if not value.is_meta}
-    return real, pipe.value(params, make_batch())
+    return real, pipe.value(params, token_batch())
 
 
 def test_ranks_of_a_mesh_hold_what_their_row_gives_them(crew: Crew) -> None:
@@ -296,7 +297,7 @@ def test_ranks_of_a_mesh_hold_what_their_row_gives_them(crew: Crew) -> None:
 def save(group: dist.ProcessGroup, schedule: Schedule, path: Path) -> dict[str, Tensor]:
     """Every rank saves what it holds; returns all of it."""
     pipe = pipe_of(group, schedule)
-    params = pipe.init(normal, random.key(3), make_batch())
+    params = pipe.init(normal, random.key(3), token_batch())
     own = {name: value for name, value in params.items() if not value.is_meta}
     dcp.save(own, checkpoint_id=path, process_group=group)
     target = language_model()
@@ -306,7 +307,7 @@ def save(group: dist.ProcessGroup, schedule: Schedule, path: Path) -> dict[str, 
 
 def load(group: Group, schedule: Schedule, path: Path) -> fpipe.Step:
     """A step from there."""
-    pipe, batch = pipe_of(group, schedule), make_batch()
+    pipe, batch = pipe_of(group, schedule), token_batch()
     step: fpipe.Step = pipe.step(pipe.load(path, batch), batch)
     return step
 
@@ -438,12 +439,12 @@ def load_with_state(
         normed.without_data(),
         schedule=schedule,
         cuts=normed.CUTS,
-        loss=normed.squares,
+        loss=squares,
         has_state=True,
         compile=False,
         group=group,
     )
-    batch = normed.make_batch()
+    batch = normed.normed_batch()
     read: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         state = pipe.load_state(path)
@@ -461,7 +462,7 @@ def load_with_state(
 def test_ranks_read_their_parameters_and_the_whole_state(
     write: Any, crew: Crew, tmp_path: Path
 ) -> None:
-    schedule, module = schedules.zbv(ranks=2, microbatches=4), normed.make_module()
+    schedule, module = schedules.zbv(ranks=2, microbatches=4), normed.normed_module()
     path = write(module, tmp_path)
     parts = values(crew.run(load_with_state, schedule, path, ranks=range(2)))
     _, params, state, step, later = load_with_state(None, schedule, path)
@@ -483,7 +484,7 @@ def load_state_on_one(group: dist.ProcessGroup, schedule: Schedule, path: Path) 
         normed.without_data(),
         schedule=schedule,
         cuts=normed.CUTS,
-        loss=normed.squares,
+        loss=squares,
         has_state=True,
         compile=False,
         group=group,
@@ -493,7 +494,7 @@ def load_state_on_one(group: dist.ProcessGroup, schedule: Schedule, path: Path) 
 
 
 def test_rank_that_cannot_read_a_state_is_known_on_all(crew: Crew, tmp_path: Path) -> None:
-    path = normed.write_file(normed.make_module(), tmp_path)
+    path = normed.write_file(normed.normed_module(), tmp_path)
     schedule = schedules.zbv(ranks=2, microbatches=4)
     here, there = values(crew.run(load_state_on_one, schedule, path, ranks=range(2)))
     assert here[0].error.kind == "PipelineError" and here[0].error.rank == 1
@@ -507,7 +508,7 @@ def load_on_one(
     group: dist.ProcessGroup, schedule: Schedule, path: Path
 ) -> tuple[Outcome, fpipe.Step]:
     """Rank 1 has no checkpoint at first; then both read it."""
-    pipe, batch = pipe_of(group, schedule), make_batch()
+    pipe, batch = pipe_of(group, schedule), token_batch()
     failed = attempt(pipe.load, path / "nowhere" if group.rank() else path, batch)
     return failed, pipe.step(pipe.load(path, batch), batch)
 
@@ -524,7 +525,7 @@ def test_rank_that_cannot_read_is_known_on_all_and_they_go_on(crew: Crew, tmp_pa
 
 def load_what_is_broken(group: dist.ProcessGroup, schedule: Schedule, path: Path) -> Outcome:
     """The copy of rank 1 lacks the file of the tensors."""
-    return attempt(pipe_of(group, schedule).load, path / f"{group.rank()}", make_batch())
+    return attempt(pipe_of(group, schedule).load, path / f"{group.rank()}", token_batch())
 
 
 def test_rank_whose_distributed_checkpoint_is_broken_is_known_on_all(
@@ -544,7 +545,7 @@ def test_rank_whose_distributed_checkpoint_is_broken_is_known_on_all(
 
 def init_refused_on_one(group: dist.ProcessGroup, schedule: Schedule) -> list[Outcome]:
     """Each call is wrong on rank 1 alone, and known to be before ranks meet; the last is right."""
-    pipe, batch, odd = pipe_of(group, schedule), make_batch(), bool(group.rank())
+    pipe, batch, odd = pipe_of(group, schedule), token_batch(), bool(group.rank())
     key = random.key(0)
     return [
         attempt(pipe.init, normal, key, *(() if odd else (batch,))),
@@ -572,7 +573,7 @@ def without_example(group: dist.ProcessGroup, schedule: Schedule) -> None:
 
 def without_data(group: dist.ProcessGroup, schedule: Schedule) -> None:
     """Rank 1 takes rank 0's parameters."""
-    pipe, batch = pipe_of(group, schedule), make_batch()
+    pipe, batch = pipe_of(group, schedule), token_batch()
     params = pipe.init(normal, random.key(0), batch)
     if group.rank() == 1:
         shapes = {name: value.to("meta") for name, value in params.items()}

@@ -9,22 +9,22 @@ from fpipe import Schedule, random, schedules
 from tests.distributed.crew import Crew, values
 from tests.models import assert_identical, assert_same
 from tests.modules import dropping
-from tests.modules.models import detached
+from tests.modules.helpers import by_microbatches, detached, squares
 
 
 def step(group: dist.ProcessGroup | None, schedule: Schedule) -> fpipe.Step:
-    module = dropping.make_module()
+    module = dropping.dropping_module()
     pipe = fpipe.from_module(
         module,
         schedule=schedule,
         cuts=dropping.CUTS,
-        loss=dropping.squares,
+        loss=squares,
         has_key=True,
         remat="full",
         compile=False,
         group=group,
     )
-    result: fpipe.Step = pipe.step(detached(module), dropping.make_batch(), random.key(3))
+    result: fpipe.Step = pipe.step(detached(module), dropping.dropping_batch(), random.key(3))
     return result
 
 
@@ -37,6 +37,6 @@ def test_module_draws_what_one_process_draws(crew: Crew) -> None:
         for name, grad in part.grads.items():
             if grad is not None:
                 assert_identical(grad, whole.grads[name])
-    module, batch = dropping.make_module(), dropping.make_batch()
-    expected = dropping.unpipelined(module, detached(module), batch, random.key(3))
+    module, batch = dropping.dropping_module(), dropping.dropping_batch()
+    expected = by_microbatches(module, batch, 4, key=random.key(3))
     assert_same(tuple(whole), tuple(expected))

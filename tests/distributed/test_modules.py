@@ -16,7 +16,8 @@ from fpipe import Schedule, schedules
 from tests.distributed.crew import Crew, Outcome, attempt, values
 from tests.distributed.traps import DEEDS, Trap
 from tests.models import assert_identical
-from tests.modules.models import CUTS, detached, language_model, make_batch, unpipelined
+from tests.modules.helpers import detached, unpipelined
+from tests.modules.models import CUTS, language_model, token_batch
 
 RATE = 0.1
 
@@ -30,7 +31,7 @@ def train(
     # In an order of its own, which is not that in which a dict is flattened.
     params, steps = OrderedDict(reversed(detached(module).items())), []
     for _ in range(2):
-        steps.append(pipe.step(params, make_batch()))
+        steps.append(pipe.step(params, token_batch()))
         for name, grad in steps[-1].grads.items():
             params[name] = params[name] if grad is None else params[name] - RATE * grad
     target = language_model()
@@ -61,26 +62,26 @@ def choose(group: dist.ProcessGroup, schedule: Schedule) -> tuple[Any, fpipe.Ste
         module,
         schedule=schedule,
         stages=4,
-        example=make_batch(),
+        example=token_batch(),
         measure=True,
         compile=False,
         group=group,
     )
-    return pipe.balance, pipe.step(detached(module), make_batch())
+    return pipe.balance, pipe.step(detached(module), token_batch())
 
 
 def test_every_rank_takes_the_cuts_that_the_first_has_measured(crew: Crew) -> None:
     schedule = schedules.zbv(ranks=2, microbatches=4)
     first, second = values(crew.run(choose, schedule, ranks=range(2)))
     assert first[0] == second[0] and first[0].unit == "s"
-    expected = unpipelined(language_model(), detached(language_model()), make_batch())
+    expected = unpipelined(language_model(), detached(language_model()), token_batch())
     torch.testing.assert_close(second[1].loss, expected.loss)
 
 
 def measure_in_rows(group: dist.ProcessGroup) -> Outcome:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
-    options: Any = {"example": make_batch(), "measure": True, "mesh": mesh}
+    options: Any = {"example": token_batch(), "measure": True, "mesh": mesh}
     return attempt(lambda: fpipe.from_module(language_model(), schedule=schedule, **options))
 
 
@@ -93,7 +94,7 @@ def test_rows_of_a_mesh_do_not_measure_each_for_itself(crew: Crew) -> None:
 def measure_nothing(group: dist.ProcessGroup, schedule: Schedule) -> tuple[Outcome, Any]:
     """Rank 0 has no numbers at first; then both choose."""
     module = language_model()
-    options: Any = {"example": make_batch(), "measure": True, "group": group, "compile": False}
+    options: Any = {"example": token_batch(), "measure": True, "group": group, "compile": False}
 
     def choose(given: nn.Module) -> fpipe.ModulePipeline:
         buffers = {"mask": module.mask}
@@ -121,10 +122,10 @@ def lose_a_rank(group: dist.ProcessGroup, victim: int, deed: str, what: str) -> 
     own = group.rank() == victim
     options: Any = {"schedule": schedule, "compile": trap if own else False, "group": group}
     if what == "measure":
-        options |= {"example": make_batch(), "measure": True}
+        options |= {"example": token_batch(), "measure": True}
         return [attempt(lambda: fpipe.from_module(module, **options))]
     pipe = fpipe.from_module(module, cuts=["blocks.1"], **options | {"compile": False})
-    pipe.programs(detached(module), make_batch())
+    pipe.programs(detached(module), token_batch())
 
     def load() -> None:
         if own:
@@ -151,9 +152,9 @@ def go_apart(group: dist.ProcessGroup) -> None:
     options: Any = {"schedule": schedule, "compile": False, "group": group}
     if group.rank():
         pipe = fpipe.from_module(module, cuts=["blocks.1"], **options)
-        pipe.step(detached(module), make_batch())
+        pipe.step(detached(module), token_batch())
     else:
-        fpipe.from_module(module, example=make_batch(), measure=True, **options)
+        fpipe.from_module(module, example=token_batch(), measure=True, **options)
 
 
 def test_ranks_that_do_not_all_measure_are_named(crew: Crew) -> None:
@@ -167,10 +168,10 @@ def meet_with_less(group: dist.ProcessGroup, how: str, victim: int) -> tuple[Out
     options: Any = {"schedule": schedule, "measure": True, "compile": False, "group": group}
     own = how if group.rank() == victim else ""
     shapes = language_model().to("meta") if own == "buffer" else module
-    example = None if own == "example" else make_batch()
+    example = None if own == "example" else token_batch()
     buffers = {"nothing": module.mask} if own == "name" else None
     failed = attempt(lambda: fpipe.from_module(shapes, example=example, buffers=buffers, **options))
-    return failed, fpipe.from_module(module, example=make_batch(), **options).cuts
+    return failed, fpipe.from_module(module, example=token_batch(), **options).cuts
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def load_masters(group: dist.ProcessGroup, schedule: Schedule) -> tuple[Any, Any
     pipe = fpipe.from_module(
         module, schedule=schedule, cuts=["blocks.1"], compile=False, group=group
     )
-    params, batch = detached(module), make_batch()
+    params, batch = detached(module), token_batch()
     grads = pipe.step(params, batch).grads
     for dtype in (torch.float32, torch.float64):
         target = language_model().to(torch.float64 if dtype == torch.float32 else torch.float32)
@@ -256,7 +257,7 @@ def load_shapes(group: dist.ProcessGroup, schedule: Schedule) -> tuple[Outcome, 
     if group.rank():
         params["blocks.0.norm.bias"] = params["blocks.0.norm.bias"].to("meta")
     early = attempt(lambda: pipe.load_into(target, params))
-    pipe.programs(params, make_batch())
+    pipe.programs(params, token_batch())
     pipe.load_into(target, params)
     return early, detached(target)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe.schedule.families.evaluation import all_forwards_first
-from tests.modules.models import detached, unpipelined
+from tests.modules.helpers import detached, pipe_of, unpipelined
 
 LIBRARY: Any = transformers  # its configurations are typed by what they happen to need
 
@@ -118,7 +118,7 @@ def build(name: str, layers: int) -> nn.Module:
     return ARCHITECTURES[name].build(layers).double().eval()
 
 
-def make_batch(name: str, rows: int = 5) -> dict[str, Tensor]:
+def batch_of(name: str, rows: int = 5) -> dict[str, Tensor]:
     """Token ids or images, and labels."""
     torch.manual_seed(1)
     if name == "vit":
@@ -145,19 +145,14 @@ def traced(
     Each of its layers is a stage.
     """
     module = build(name, stages)
-    pipe = fpipe.from_module(
-        module,
-        schedule=all_forwards_first([stage % 2 for stage in range(stages)], 1, split=False),
-        cuts=ARCHITECTURES[name].cuts(stages),
-        loss=cross_entropy,
-        compile=False,
-        group=group,
-    )
-    return detached(module), make_batch(name, ROWS), pipe
+    schedule = all_forwards_first([stage % 2 for stage in range(stages)], 1, split=False)
+    cuts = ARCHITECTURES[name].cuts(stages)
+    pipe = pipe_of(module, cuts, schedule=schedule, loss=cross_entropy, group=group)
+    return detached(module), batch_of(name, ROWS), pipe
 
 
 @cache
 def expected_of(name: str, layers: int) -> fpipe.Step:
     """Loss and gradients of the module as it is."""
     module = build(name, layers)
-    return unpipelined(module, detached(module), make_batch(name, ROWS), cross_entropy)
+    return unpipelined(module, detached(module), batch_of(name, ROWS), cross_entropy)

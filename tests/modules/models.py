@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value
-
-from fpipe import Step
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 5
 CUTS = ["blocks.0", "blocks.1", "blocks.2"]
@@ -52,10 +49,10 @@ class LanguageModel(nn.Module):
         logits = self.head(x + 0.5 * embedded)
         if labels is None:
             return {"logits": logits}
-        return {"logits": logits, "loss": cross_entropy({"logits": logits}, {"labels": labels})}
+        return {"logits": logits, "loss": token_loss({"logits": logits}, {"labels": labels})}
 
 
-def cross_entropy(output: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+def token_loss(output: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
     """The mean over all tokens."""
     return F.cross_entropy(output["logits"].flatten(0, 1), batch["labels"].flatten())
 
@@ -66,30 +63,10 @@ def language_model() -> LanguageModel:
     return LanguageModel().double()
 
 
-def make_batch(rows: int = 9) -> dict[str, Tensor]:
+def token_batch(rows: int = 9) -> dict[str, Tensor]:
     """Nine rows, which four microbatches do not divide."""
     torch.manual_seed(1)
     return {
         "tokens": torch.randint(VOCABULARY, (rows, LENGTH)),
         "labels": torch.randint(VOCABULARY, (rows, LENGTH)),
     }
-
-
-def detached(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters as `Pipeline.step` takes them."""
-    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-
-
-def unpipelined(
-    module: nn.Module,
-    params: dict[str, Tensor],
-    batch: dict[str, Tensor],
-    loss: Callable[[Any, Any], Tensor] = lambda output, batch: output["loss"],
-) -> Step:
-    """Loss and gradients of the module itself."""
-
-    def whole(own: dict[str, Tensor]) -> Tensor:
-        return loss(functional_call(module, own, (), batch), batch)
-
-    grads, value = grad_and_value(whole)(params)
-    return Step(value, grads)

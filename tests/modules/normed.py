@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from tests.modules.helpers import write_distributed
 
 CUTS = ["first", "norm", "second"]
 
@@ -44,7 +44,7 @@ class Normed(nn.Module):
         return self.last(torch.tanh(self.second(x) + self.table))
 
 
-def make_module() -> Normed:
+def normed_module() -> Normed:
     """In float64, trained for a while."""
     torch.manual_seed(0)
     module = Normed().double()
@@ -61,28 +61,16 @@ def without_data() -> Normed:
         return Normed().double()
 
 
-def make_batch() -> dict[str, Tensor]:
+def normed_batch() -> dict[str, Tensor]:
     """Eight rows."""
     torch.manual_seed(1)
     return {"x": torch.randn(8, 3).double() + 1}
-
-
-def squares(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """The mean over the rows."""
-    return output.square().mean()
 
 
 def write_file(module: nn.Module, folder: Path) -> Path:
     """The state dict in one file."""
     save_file(module.state_dict(), folder / "model.safetensors")
     return folder / "model.safetensors"
-
-
-def write_distributed(module: nn.Module, folder: Path) -> Path:
-    """The state dict in a directory of torch.distributed.checkpoint."""
-    with pytest.warns(UserWarning, match="to save in a single process"):
-        dcp.save(module.state_dict(), checkpoint_id=folder / "dcp", no_dist=True)
-    return folder / "dcp"
 
 
 WRITERS: list[Callable[[nn.Module, Path], Path]] = [write_file, write_distributed]

@@ -10,13 +10,14 @@ from fpipe.inputs.signature import TreeShape
 from fpipe.modules.module_loss import ModuleLoss
 from fpipe.pytree import flatten
 from fpipe.spec.objective import Objective
-from tests.modules.models import CUTS, detached, language_model, make_batch
+from tests.modules.helpers import detached
+from tests.modules.models import CUTS, language_model, token_batch
 
 
 def test_middle_blocks_share_a_trace_under_their_own_names() -> None:
     module = language_model()
     params, spec = flatten(detached(module))
-    batch, batch_spec = flatten(make_batch(2))
+    batch, batch_spec = flatten(token_batch(2))
     tracer = FunctionTracer(ModuleLoss(module, CUTS, None), 4, Objective())
     shape = TreeShape.of(spec, params)
     chain = tracer([shape] * 4, TreeShape.of(batch_spec, batch), "step", 2)

@@ -12,10 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-import fpipe
-from tests.modules.models import detached
-
-TWO = fpipe.schedules.gpipe(ranks=2, microbatches=2)
+from tests.modules.helpers import by_microbatches, detached, pipe_of, steps_traced, total
 
 
 class Derived(nn.Linear):
@@ -100,23 +97,15 @@ def test_attributes_are_those_of_the_call(case: str, caplog: pytest.LogCaptureFi
     make, path, value = CHANGES[case]
     torch.manual_seed(0)
     net, x = Net(make()).double(), torch.randn(4, 5, 6, dtype=torch.float64)
-    pipe = fpipe.from_module(
-        net, schedule=TWO, cuts=["first"], loss=lambda y, _: y.square().mean(), compile=False
-    )
+    pipe = pipe_of(net, "first")
     owner, name = net.get_submodule(f"part.{path}".rpartition(".")[0]), path.rpartition(".")[2]
     old = getattr(owner, name)
 
     def check() -> Tensor:
-        halves = [net(half).square().mean() for half in x.chunk(2)]
-        loss = torch.stack(halves).mean()
-        named = detached(net)
-        grads = torch.autograd.grad(
-            loss, list(net.parameters()), allow_unused=True, materialize_grads=True
-        )
-        found = pipe.step(named, {"x": x})
-        expected = dict(zip(named, grads, strict=True))
-        torch.testing.assert_close((found.loss, dict(found.grads)), (loss.detach(), expected))
-        return found.loss
+        expected = by_microbatches(net, {"x": x})
+        step = pipe.step(detached(net), {"x": x})
+        torch.testing.assert_close((step.loss, dict(step.grads)), tuple(expected))
+        return step.loss
 
     with caplog.at_level(logging.INFO, logger="fpipe"):
         before = check()
@@ -124,16 +113,13 @@ def test_attributes_are_those_of_the_call(case: str, caplog: pytest.LogCaptureFi
         assert not torch.equal(check(), before)
         setattr(owner, name, old)
         assert torch.equal(check(), before)
-    steps = [r.message for r in caplog.records if r.message.startswith("tracing step")]
-    assert len(steps) == 2
+    assert len(steps_traced(caplog)) == 2
 
 
-def test_a_list_is_told_by_what_it_contains() -> None:
+def test_a_list_counts_by_what_it_contains() -> None:
     net = Net(Derived()).double()
     x = torch.randn(4, 6, dtype=torch.float64)
-    pipe = fpipe.from_module(
-        net, schedule=TWO, cuts=["first"], loss=lambda y, _: y.sum() / 4, compile=False
-    )
+    pipe = pipe_of(net, "first", loss=lambda y, _: y.sum() / 4)
     for slope in (0.5, 0.25, 1, True):
         net.get_submodule("part").slopes[0] = slope  # type: ignore[operator]
         expected = net(x).sum().detach() / 8
@@ -145,21 +131,17 @@ def test_tensors_that_come_and_go_are_no_change(caplog: pytest.LogCaptureFixture
     with pytest.warns(FutureWarning, match="weight_norm"):
         normed = nn.utils.weight_norm(nn.Linear(6, 6))
     net, x = Net(normed).double(), torch.randn(4, 6, dtype=torch.float64)
-    pipe = fpipe.from_module(
-        net, schedule=TWO, cuts=["first"], loss=lambda y, _: y.sum() / 4, compile=False
-    )
+    pipe = pipe_of(net, "first", loss=lambda y, _: y.sum() / 4)
     with caplog.at_level(logging.INFO, logger="fpipe"):
         for _ in range(3):
             expected = net(x).sum().detach() / 8
             torch.testing.assert_close(pipe.step(detached(net), {"x": x}).loss, expected)
-    assert sum(r.message.startswith("tracing step") for r in caplog.records) == 1
+    assert len(steps_traced(caplog)) == 1
 
 
 def test_attributes_that_change_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
     net, x = Net(nn.LeakyReLU()), torch.randn(4, 6)
-    pipe = fpipe.from_module(
-        net, schedule=TWO, cuts=["first"], loss=lambda y, _: y.sum(), compile=False
-    )
+    pipe = pipe_of(net, "first", loss=total)
     with caplog.at_level(logging.WARNING, "fpipe"):
         for number in range(10):
             net.get_submodule("part").negative_slope = 0.1 * number  # type: ignore[assignment]
@@ -203,9 +185,7 @@ def test_a_later_step_runs_no_code_of_the_module() -> None:
     parametrize.register_parametrization(net[1], "bias", Counted())
     net.double()
     batch = {"input": torch.randn(8, 4, 4, dtype=torch.float64)}
-    pipe = fpipe.from_module(
-        net, schedule=TWO, cuts=["1"], loss=lambda y, _: y.square().mean(), compile=False
-    )
+    pipe = pipe_of(net, "1")
     expected = net(batch["input"]).square().mean().detach()
     pipe.step(detached(net), batch)
     Counted.calls = Property.reads = 0

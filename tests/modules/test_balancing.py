@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe.modules.stage_shares import held_at_once
-from tests.modules.models import LanguageModel, detached, language_model, make_batch, unpipelined
+from tests.modules.helpers import detached, pipe_of, total, unpipelined
+from tests.modules.models import LanguageModel, language_model, token_batch
 
 ROWS = 8
 
@@ -28,10 +29,6 @@ class Uneven(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def total(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    return output.sum()
 
 
 def test_flops_and_boundaries_are_counted_and_balanced() -> None:
@@ -56,11 +53,11 @@ def test_flops_and_boundaries_are_counted_and_balanced() -> None:
 
 def test_chosen_cuts_train() -> None:
     module = language_model()
-    params, batch = detached(module), make_batch(8)
+    params, batch = detached(module), token_batch(8)
     schedule = fpipe.schedules.zb_h1(ranks=3, microbatches=4)
     chosen = fpipe.balance(module, schedule, batch)
     assert all(cut.startswith("blocks.") for cut in chosen.cuts)
-    pipe = fpipe.from_module(module, schedule=schedule, cuts=chosen.cuts, compile=False)
+    pipe = pipe_of(module, chosen.cuts, schedule=schedule, loss=None)
     loss, grads = pipe.step(params, batch)
     expected = unpipelined(module, params, batch)
     torch.testing.assert_close(loss, expected.loss)
@@ -113,9 +110,9 @@ def test_from_module_chooses_its_cuts(
     schedule: fpipe.Schedule, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = LanguageModel(blocks=7).double()
-    params, batch = detached(module), make_batch(8)
+    params, batch = detached(module), token_batch(8)
     with caplog.at_level("INFO", logger="fpipe"):
-        pipe = fpipe.from_module(module, schedule=schedule, stages=4, example=batch, compile=False)
+        pipe = pipe_of(module, None, schedule=schedule, loss=None, stages=4, example=batch)
     assert pipe.balance is not None and pipe.cuts == pipe.balance.cuts
     assert str(pipe.balance) in caplog.text
     assert [stage.rank for stage in pipe.balance.stages] == list(schedule.placement)
@@ -149,12 +146,10 @@ def test_memory_moves_the_cuts() -> None:
     schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
     even = fpipe.balance(module, schedule, batch, loss=total)
     limit = max(stage.memory for stage in even.stages) - 1
-    pipe = fpipe.from_module(
-        module, schedule=schedule, example=batch, memory=limit, loss=total, compile=False
-    )
+    pipe = pipe_of(module, None, schedule=schedule, loss=total, example=batch, memory=limit)
     assert pipe.balance is not None and pipe.cuts != even.cuts
     assert all(stage.memory <= limit for stage in pipe.balance.stages)
-    named = fpipe.from_module(module, schedule=schedule, cuts=even, loss=total, compile=False)
+    named = pipe_of(module, even, schedule=schedule, loss=total)
     assert named.cuts == even.cuts and named.balance is even
 
 

@@ -10,17 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
-from tests.modules.models import detached
-
-
-def pipe_of(module: nn.Module, loss: Any = None) -> fpipe.ModulePipeline:
-    return fpipe.from_module(
-        module,
-        schedule=fpipe.schedules.gpipe(ranks=2, microbatches=2),
-        cuts=["first"],
-        loss=loss or (lambda y, _: y.square().mean()),
-        compile=False,
-    )
+from tests.modules.helpers import (
+    assert_equal_steps,
+    by_microbatches,
+    detached,
+    pipe_of,
+    squares,
+)
 
 
 class Net(nn.Module):
@@ -29,12 +25,12 @@ class Net(nn.Module):
     scale: Tensor
     pipe: fpipe.ModulePipeline
 
-    def __init__(self, loss: Any = None) -> None:
+    def __init__(self, loss: Any = squares) -> None:
         super().__init__()
         self.first, self.drop, self.last = nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2)
         self.register_buffer("scale", torch.full((), 2.0), persistent=False)
         self.double()
-        self.pipe = pipe_of(self, loss)
+        self.pipe = pipe_of(self, "first", loss=loss)
 
     def _init_weights(self, part: nn.Module) -> None:
         if isinstance(part, Net):
@@ -48,13 +44,12 @@ class Net(nn.Module):
 X = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
 
 
-def check(net: Net) -> Tensor:
-    expected = net(X).square().mean()
-    grads = torch.autograd.grad(expected, list(net.parameters()))
-    found = net.pipe.step(detached(net), {"x": X})
-    torch.testing.assert_close(found.loss, expected.detach())
-    torch.testing.assert_close(list(found.grads.values()), list(grads))
-    return found.loss
+def loss_of(net: Net) -> Tensor:
+    """The loss of a step, which must be that of the module itself."""
+    expected = by_microbatches(net, {"x": X})
+    step = net.pipe.step(detached(net), {"x": X})
+    assert_equal_steps(step, expected)
+    return step.loss
 
 
 @pytest.mark.parametrize("warm", [False, True])
@@ -62,35 +57,35 @@ def test_the_pipeline_of_a_copy_is_of_the_copy(warm: bool) -> None:
     """The copy was refused, for pipelines are no values."""
     net = Net().eval()
     if warm:
-        check(net)
+        loss_of(net)
     other = copy.deepcopy(net)
     assert other.pipe is not net.pipe and other.pipe.module is other and net.pipe.module is net
-    before = check(net)
-    assert torch.equal(check(other), before)
+    before = loss_of(net)
+    assert torch.equal(loss_of(other), before)
     other.scale = torch.tensor(3.0, dtype=torch.float64)
-    assert not torch.equal(check(other), before) and torch.equal(check(net), before)
+    assert not torch.equal(loss_of(other), before) and torch.equal(loss_of(net), before)
     with torch.no_grad():
         other.first.weight.mul_(2)
     net.pipe.load_into(other, detached(net))
-    assert torch.equal(check(net), before)
-    check(copy.deepcopy(other))
+    assert torch.equal(loss_of(net), before)
+    loss_of(copy.deepcopy(other))
 
 
 class Held(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = Net().eval()
-        self.own = [self.inner.pipe]
+        self.pipes = [self.inner.pipe]
 
 
 def test_a_module_around_it() -> None:
     held = Held()
     other = copy.deepcopy(held)
-    assert other.own[0] is other.inner.pipe and other.inner.pipe.module is other.inner
-    check(other.inner)
+    assert other.pipes[0] is other.inner.pipe and other.inner.pipe.module is other.inner
+    loss_of(other.inner)
 
 
-class Squares(nn.Module):
+class Huber(nn.Module):
     """A loss that is a module, whose mode and parts count too."""
 
     def __init__(self) -> None:
@@ -103,7 +98,7 @@ class Squares(nn.Module):
 
 
 def test_a_loss_that_is_a_module_is_copied_with_it() -> None:
-    loss = Squares()
+    loss = Huber()
     net = Net(loss).eval()
     other = copy.deepcopy(net)
     loss.huber.delta = 10.0
@@ -127,6 +122,6 @@ def test_buffers_of_a_module_that_holds_its_pipeline_are_made_anew() -> None:
     with torch.device("meta"):
         net = Net()
     params = {name: torch.ones(p.shape, dtype=p.dtype) for name, p in net.named_parameters()}
-    found = pipe_of(net.eval()).value(params, {"x": X})  # it holds the first
+    found = pipe_of(net.eval(), "first").value(params, {"x": X})  # it holds the first
     plain = (torch.tanh(X.sum(1) + 1) * 4 + 1) * 2
     torch.testing.assert_close(found, plain.square().mean())

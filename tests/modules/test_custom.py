@@ -16,8 +16,14 @@ from fpipe.modules.module_loss import ModuleLoss
 from fpipe.pytree import flatten
 from fpipe.spec.objective import Objective
 from tests.models import assert_identical
+from tests.modules.helpers import (
+    assert_equal_steps,
+    by_microbatches,
+    detached,
+    pipe_of,
+    squares,
+)
 from tests.modules.hugging_face import LIBRARY, cross_entropy
-from tests.modules.models import detached
 
 WIDTH = 6
 
@@ -82,28 +88,15 @@ class Model(nn.Module):
         return x
 
 
-def squares(output: Tensor, batch: Any) -> Tensor:
-    return output.square().mean()
-
-
 @pytest.fixture
 def model() -> Model:
     torch.manual_seed(0)
     return Model().double()
 
 
-def make_batch(rows: int = 8) -> dict[str, Tensor]:
+def custom_batch(rows: int = 8) -> dict[str, Tensor]:
     torch.manual_seed(1)
     return {"x": torch.randn(rows, WIDTH, dtype=torch.float64)}
-
-
-def by_autograd(module: nn.Module, loss: Any, batch: Any, microbatches: int = 4) -> Any:
-    parts = zip(*(leaf.chunk(microbatches) for leaf in batch.values()), strict=True)
-    given = [dict(zip(batch, part, strict=True)) for part in parts]
-    value = torch.stack([loss(module(**part), part) for part in given]).mean()
-    named = dict(module.named_parameters())
-    grads = torch.autograd.grad(value, list(named.values()))
-    return value.detach(), dict(zip(named, grads, strict=True))
 
 
 CUTS = ["layers.0", "layers.1", "layers.2"]
@@ -121,17 +114,14 @@ CUTS = ["layers.0", "layers.1", "layers.2"]
 def test_quantised_model_equals_itself_unpipelined(
     model: Model, schedule: fpipe.Schedule, remat: Any
 ) -> None:
-    batch = make_batch()
-    pipe = fpipe.from_module(
-        model, schedule=schedule, cuts=CUTS, loss=squares, compile=False, remat=remat
-    )
-    found = pipe.step(detached(model), batch)
-    torch.testing.assert_close(tuple(found), by_autograd(model, squares, batch))
+    batch = custom_batch()
+    pipe = pipe_of(model, CUTS, schedule=schedule, remat=remat)
+    assert_equal_steps(pipe.step(detached(model), batch), by_microbatches(model, batch, 4))
 
 
 def test_layers_with_the_same_calls_are_alike(model: Model) -> None:
     params, spec = flatten(detached(model))
-    batch, batch_spec = flatten(make_batch(2))
+    batch, batch_spec = flatten(custom_batch(2))
     tracer = FunctionTracer(ModuleLoss(model, CUTS, squares), 4, Objective())
     shape = TreeShape.of(spec, params)
     chain = tracer([shape] * 4, TreeShape.of(batch_spec, batch), "step", 2)
@@ -159,16 +149,15 @@ def test_bloom_as_it_is() -> None:
     torch.manual_seed(0)
     model = LIBRARY.BloomForCausalLM(config).double().train()  # its Function is for training
     batch = {"input_ids": torch.randint(31, (4, 7)), "labels": torch.randint(31, (4, 7))}
-    pipe = fpipe.from_module(
+    pipe = pipe_of(
         model,
+        [f"transformer.h.{number}" for number in range(3)],
         schedule=fpipe.schedules.zb_h1(ranks=4, microbatches=2),
-        cuts=[f"transformer.h.{number}" for number in range(3)],
         loss=cross_entropy,
-        compile=False,
     )
-    found = pipe.step(detached(model), batch)
-    loss, grads = by_autograd(model, cross_entropy, batch, microbatches=2)
-    torch.testing.assert_close(tuple(found), (loss, grads))
+    step = pipe.step(detached(model), batch)
+    expected = by_microbatches(model, batch, loss=cross_entropy)
+    torch.testing.assert_close(tuple(step), tuple(expected))
 
 
 class Noisy(torch.autograd.Function):
@@ -195,15 +184,13 @@ def test_backward_that_draws_has_the_same_numbers_in_each_schedule() -> None:
     torch.manual_seed(0)
     blocks = [WithNoise().double(), WithNoise().double()]
     module = nn.Sequential(*blocks)
-    batch = {"input": make_batch()["x"]}
+    batch = {"input": custom_batch()["x"]}
 
     def step(key: int, schedule: str, remat: Any = "none") -> fpipe.Step:
-        pipe = fpipe.from_module(
+        pipe = pipe_of(
             module,
+            "0",
             schedule=getattr(fpipe.schedules, schedule)(ranks=2, microbatches=4),
-            cuts=["0"],
-            loss=squares,
-            compile=False,
             has_key=True,
             remat=remat,
         )
@@ -215,12 +202,9 @@ def test_backward_that_draws_has_the_same_numbers_in_each_schedule() -> None:
     bias = "1.layer.bias"
     assert not step(1, "gpipe").grads[bias].equal(found.grads[bias])
     # Of each row a number between 0 and 1.
-    expected = by_autograd(
-        nn.Sequential(blocks[0], blocks[1].layer),
-        lambda y, _: (y * 2).square().mean(),
-        batch,
-    )[1]["1.bias"]
-    noise = found.grads[bias] - expected
+    silent = nn.Sequential(blocks[0], blocks[1].layer)
+    expected = by_microbatches(silent, batch, 4, loss=lambda y, _: squares(y * 2, {}))
+    noise = found.grads[bias] - expected.grads["1.bias"]
     assert bool(((noise > 0) & (noise < 8)).all()) and noise.unique().numel() == WIDTH
 
 
@@ -254,13 +238,7 @@ class Routed(nn.Module):
 def test_loss_that_a_backward_adds(microbatches: int) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(Routed(), Routed()).double()
-    pipe = fpipe.from_module(
-        module,
-        schedule=fpipe.schedules.gpipe(ranks=2, microbatches=microbatches),
-        cuts=["0"],
-        loss=squares,
-        compile=False,
-    )
-    x = make_batch()["x"]
-    expected = by_autograd(module, squares, {"input": x}, microbatches)
-    torch.testing.assert_close(tuple(pipe.step(detached(module), {"input": x})), expected)
+    pipe = pipe_of(module, "0", schedule=fpipe.schedules.gpipe(ranks=2, microbatches=microbatches))
+    x = custom_batch()["x"]
+    expected = by_microbatches(module, {"input": x}, microbatches)
+    assert_equal_steps(pipe.step(detached(module), {"input": x}), expected)

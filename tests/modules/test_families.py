@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import fpipe
+from tests.modules.helpers import assert_equal_steps, by_microbatches, detached, pipe_of
 from tests.modules.hugging_face import DECODER, ENCODER, LIBRARY, VOCABULARY, cross_entropy
-from tests.modules.models import detached, unpipelined
-from tests.modules.test_hugging_face import assert_equal_steps
 
 ROWS, LENGTH = 4, 8
 
@@ -27,7 +26,7 @@ class Family:
         cuts: as for `fpipe.from_module`.
         batch: makes one.
         loss: None for the model's own.
-        told: options of `fpipe.from_module`.
+        tracing: further options of `fpipe.from_module`.
     """
 
     model: str
@@ -35,7 +34,7 @@ class Family:
     cuts: list[str]
     batch: Callable[[], dict[str, Tensor]]
     loss: Callable[[Any, Any], Tensor] | None = cross_entropy
-    told: dict[str, Any] = field(default_factory=dict)
+    tracing: dict[str, Any] = field(default_factory=dict)
 
 
 def text() -> dict[str, Tensor]:
@@ -94,7 +93,7 @@ FAMILIES = {
         | {"relative_attention": True, "pos_att_type": "c2p|p2c", "position_buckets": 4},
         ["deberta.encoder.layer.0"],
         text,
-        told={"is_compiling": True},
+        tracing={"is_compiling": True},
     ),
     # Convolutions, an encoder of something else, positions that are frozen.
     "whisper": Family(
@@ -118,23 +117,6 @@ FAMILIES = {
 }
 
 
-def mean_of_microbatches(module: nn.Module, batch: dict[str, Tensor], loss: Any) -> fpipe.Step:
-    """Of two: the balance of experts is one of a microbatch."""
-    own = loss or (lambda output, _: output.loss)
-    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    losses = []
-    grads: dict[str, Any] = dict.fromkeys(detached(module))
-    for part in (slice(ROWS // 2), slice(ROWS // 2, ROWS)):
-        half = {name: leaf[part] for name, leaf in batch.items()}
-        step = unpipelined(module, detached(module), half, own)
-        losses.append(step.loss)
-        grads |= {
-            name: step.grads[name] / 2 + (0 if grads[name] is None else grads[name])
-            for name in trained
-        }
-    return fpipe.Step(torch.stack(losses).mean(), grads)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_model_of_another_kind_equals_itself_unpipelined(name: str) -> None:
     family = FAMILIES[name]
@@ -142,14 +124,13 @@ def test_model_of_another_kind_equals_itself_unpipelined(name: str) -> None:
     kind = getattr(LIBRARY, family.model)
     module = kind(kind.config_class(**family.options)).double().eval()
     batch = family.batch()
-    pipe = fpipe.from_module(
-        module,
-        schedule=fpipe.schedules.zb_h1(ranks=len(family.cuts) + 1, microbatches=2),
-        cuts=family.cuts,
-        loss=family.loss,
-        compile=False,
-        **family.told,
-    )
-    step = pipe.step(detached(module), batch)
+    schedule = fpipe.schedules.zb_h1(ranks=len(family.cuts) + 1, microbatches=2)
+    pipe = pipe_of(module, family.cuts, schedule=schedule, loss=family.loss, **family.tracing)
+    loss = family.loss or (lambda output, _: output.loss)
     # Some compute in float32, whatever they are given.
-    assert_equal_steps(step, mean_of_microbatches(module, batch, family.loss), rounding=1e-6)
+    assert_equal_steps(
+        pipe.step(detached(module), batch),
+        by_microbatches(module, batch, loss=loss),  # the balance of experts is one of a microbatch
+        rounding=1e-6,
+        of_grads=1e-6,
+    )

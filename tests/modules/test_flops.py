@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
+from tests.modules.helpers import total
 
 HEADS, LENGTH, WIDTH = 2, 16, 8
 SCHEDULE = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
@@ -31,8 +32,8 @@ class Function(nn.Module):
 def flops_of(layer: nn.Module, x: Tensor) -> int:
     """Those of a layer behind one that has none, for one of two microbatches."""
     module = nn.Sequential(nn.Tanh(), layer)
-    options: Any = {"loss": lambda output, _: output.sum(), "candidates": ["0"]}
-    return fpipe.balance(module, SCHEDULE, {"input": x}, **options).stages[1].flops
+    balance = fpipe.balance(module, SCHEDULE, {"input": x}, loss=total, candidates=["0"])
+    return balance.stages[1].flops
 
 
 def attention(x: Tensor, **options: Any) -> Tensor:

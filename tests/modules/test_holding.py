@@ -11,12 +11,9 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe import schedules
+from tests.modules.helpers import detached, pipe_of, squares
 
 ROWS = 1024
-
-
-def total(output: Tensor, batch: Any) -> Tensor:
-    return output.square().mean()
 
 
 class Skip(nn.Module):
@@ -65,11 +62,10 @@ def estimated_and_held(
     module: nn.Module, schedule: fpipe.Schedule, batch: Any, **options: Any
 ) -> list[tuple[int, int]]:
     """For each rank: what its stages are said to need, and parameters and peak of its program."""
-    found = fpipe.balance(module, schedule, batch, loss=total, **options)
-    pipe = fpipe.from_module(module, schedule=schedule, cuts=found, loss=total, compile=False)
-    params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    found = fpipe.balance(module, schedule, batch, loss=squares, **options)
+    pipe = pipe_of(module, found, schedule=schedule)
     pairs = []
-    for rank, program in enumerate(pipe.programs(params, batch)):
+    for rank, program in enumerate(pipe.programs(detached(module), batch)):
         own = [stage for stage in found.stages if stage.rank == rank]
         held = program.peak_bytes + sum(stage.params for stage in own)
         pairs.append((sum(stage.memory for stage in own), held))
@@ -114,14 +110,16 @@ def test_what_a_stage_receives_counts() -> None:
     for estimated, held in estimated_and_held(module, schedule, batch, candidates=["1"]):
         assert held <= estimated <= 1.25 * held
     # The limit moves the cut, to where the last rank receives little.
-    found = fpipe.balance(module, schedule, batch, loss=total, candidates=["1", "2"], memory=3e8)
+    found = fpipe.balance(module, schedule, batch, loss=squares, candidates=["1", "2"], memory=3e8)
     assert found.cuts == ("1",)
     limit = max(stage.memory for stage in found.stages) + 1
-    again = fpipe.balance(module, schedule, batch, loss=total, candidates=["1", "2"], memory=limit)
+    again = fpipe.balance(
+        module, schedule, batch, loss=squares, candidates=["1", "2"], memory=limit
+    )
     assert all(stage.memory < limit for stage in again.stages)
     only: Any = {"candidates": ["1"], "memory": found.stages[1].memory - 1}
     with pytest.raises(fpipe.StageError, match=r"no division into 2 stages keeps every rank"):
-        fpipe.balance(module, schedule, batch, loss=total, **only)
+        fpipe.balance(module, schedule, batch, loss=squares, **only)
 
 
 @pytest.mark.parametrize("half", [False, True])

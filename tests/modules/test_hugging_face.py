@@ -9,41 +9,36 @@ import torch
 from torch import Tensor, nn
 
 import fpipe
+from tests.modules.helpers import assert_equal_steps, detached, pipe_of, unpipelined
 from tests.modules.hugging_face import (
     ARCHITECTURES,
     LENGTH,
+    batch_of,
     build,
     cross_entropy,
     expected_of,
-    make_batch,
     traced,
 )
-from tests.modules.models import detached, unpipelined
 
-
-def assert_equal_steps(got: fpipe.Step, expected: fpipe.Step, rounding: float = 1e-10) -> None:
-    torch.testing.assert_close(got.loss, expected.loss, rtol=rounding, atol=rounding / 100)
-    assert got.grads.keys() == expected.grads.keys()
-    for name, grad in expected.grads.items():
-        torch.testing.assert_close(got.grads[name], grad, rtol=rounding, atol=rounding)
+STAGES = 4
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("family", fpipe.schedules.FAMILIES)
 def test_model_equals_itself_unpipelined(name: str, family: str) -> None:
-    schedule = fpipe.schedules.FAMILIES[family](ranks=2, microbatches=4)
-    params, batch, pipe = traced(name, schedule.num_stages)
-    step = pipe.with_schedule(schedule).step(params, batch)
-    assert_equal_steps(step, expected_of(name, schedule.num_stages))
+    make = fpipe.schedules.FAMILIES[family]
+    # Four stages in each family, on four ranks or on two, share one trace.
+    ranks = 8 // make(ranks=2, microbatches=4).num_stages
+    params, batch, pipe = traced(name, STAGES)
+    step = pipe.with_schedule(make(ranks=ranks, microbatches=4)).step(params, batch)
+    assert_equal_steps(step, expected_of(name, STAGES))
 
 
 def test_the_loss_of_the_model_itself() -> None:
     module = build("bert", 2)
-    params, batch = detached(module), make_batch("bert")
+    params, batch = detached(module), batch_of("bert")
     schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=3)
-    pipe = fpipe.from_module(
-        module, schedule=schedule, cuts=["bert.encoder.layer.0"], compile=False
-    )
+    pipe = pipe_of(module, "bert.encoder.layer.0", schedule=schedule, loss=None)
     expected = unpipelined(module, params, batch, lambda output, _: output.loss)
     assert_equal_steps(pipe.step(params, batch), expected)
 
@@ -51,20 +46,14 @@ def test_the_loss_of_the_model_itself() -> None:
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 def test_model_that_checkpoints_its_layers() -> None:
     module: Any = build("mixtral", 2).train()
-    params, batch = detached(module), make_batch("mixtral")
+    params, batch = detached(module), batch_of("mixtral")
     schedule = fpipe.schedules.gpipe(ranks=2, microbatches=2)
     expected = unpipelined(module, params, batch, cross_entropy)
     held = []
     for use_reentrant in (None, True, False):
         if use_reentrant is not None:
             module.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        pipe = fpipe.from_module(
-            module,
-            schedule=schedule,
-            cuts=["model.layers.0"],
-            loss=cross_entropy,
-            compile=False,
-        )
+        pipe = pipe_of(module, "model.layers.0", schedule=schedule, loss=cross_entropy)
         assert_equal_steps(pipe.step(params, batch), expected)
         held.append([program.peak_bytes for program in pipe.programs(params, batch)])
     before, *others = held
@@ -74,21 +63,15 @@ def test_model_that_checkpoints_its_layers() -> None:
 def test_model_may_look_at_the_positions_that_it_makes() -> None:
     module: Any = build("llama", 2)
     module.config.use_cache = False  # it then looks whether several texts are packed into a row
-    params, batch = detached(module), make_batch("llama")
-    pipe = fpipe.from_module(
-        module,
-        schedule=fpipe.schedules.gpipe(ranks=2, microbatches=1),
-        stages=2,
-        example=batch,
-        loss=cross_entropy,
-        compile=False,
-    )
+    params, batch = detached(module), batch_of("llama")
+    schedule = fpipe.schedules.gpipe(ranks=2, microbatches=1)
+    pipe = pipe_of(module, None, schedule=schedule, loss=cross_entropy, stages=2, example=batch)
     assert_equal_steps(pipe.step(params, batch), unpipelined(module, params, batch, cross_entropy))
 
 
 def padded_batch() -> tuple[dict[str, Tensor], Tensor]:
     """A batch whose rows end early, and which of its tokens are there."""
-    batch = make_batch("llama")
+    batch = batch_of("llama")
     present = torch.arange(LENGTH) < torch.tensor([7, 5, 3, 6, 7])[:, None]
     return batch | {"labels": batch["labels"].where(present, -100)}, present
 
@@ -96,12 +79,11 @@ def padded_batch() -> tuple[dict[str, Tensor], Tensor]:
 def test_padding_mask_is_refused_with_the_place_and_the_way_round() -> None:
     module = build("llama", 2)
     batch, present = padded_batch()
-    pipe = fpipe.from_module(
+    pipe = pipe_of(
         module,
+        "model.layers.0",
         schedule=fpipe.schedules.zb_h1(ranks=2, microbatches=5),
-        cuts=["model.layers.0"],
         loss=cross_entropy,
-        compile=False,
     )
     with pytest.raises(
         fpipe.StageError,
@@ -130,14 +112,13 @@ def test_ways_round_the_padding_mask(name: str, way: str) -> None:
     if way == "four dimensions":
         causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
         mask = causal & present[:, None, None, :]
-    pipe = fpipe.from_module(
+    pipe = pipe_of(
         module,
+        ARCHITECTURES[name].cuts(2),
         schedule=fpipe.schedules.zb_h1(ranks=2, microbatches=5),
-        cuts=ARCHITECTURES[name].cuts(2),
         loss=summed,
         reduction="sum",
         is_compiling=way == "is_compiling",
-        compile=False,
     )
     assert_equal_steps(pipe.step(params, batch | {"attention_mask": mask}), expected)
 
@@ -158,19 +139,18 @@ def test_cuts_are_chosen_beside_a_padding_mask() -> None:
 def test_experts_that_cannot_be_traced_are_refused_with_the_way_round() -> None:
     module: Any = build("mixtral", 2)
     module.set_experts_implementation("grouped_mm")
-    pipe = fpipe.from_module(
+    pipe = pipe_of(
         module,
+        "model.layers.0",
         schedule=fpipe.schedules.gpipe(ranks=2, microbatches=1),
-        cuts=["model.layers.0"],
         loss=cross_entropy,
-        compile=False,
     )
     with pytest.raises(
         fpipe.StageError,
         match=r"MixtralForCausalLM chose an implementation of its experts .* at .*moe\.py:\d+ .*"
         r'experts_implementation="batched_mm"',
     ):
-        pipe.step(detached(module), make_batch("mixtral"))
+        pipe.step(detached(module), batch_of("mixtral"))
 
 
 def summed(output: Any, batch: Any) -> Tensor:

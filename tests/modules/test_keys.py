@@ -14,36 +14,27 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fpipe
-from fpipe import Schedule, random, schedules
+from fpipe import random, schedules
 from fpipe.nn import keyed
 from fpipe.pieces.compiler import Boxed
 from fpipe.program.program import Compute
 from fpipe.random.distributions import middles, normal_doubles, perturbed
 from fpipe.random.torch_draws import KEYED
 from tests.models import assert_identical, assert_same
-from tests.modules.dropping import CUTS, make_batch, make_module, squares, unpipelined
-from tests.modules.models import detached
+from tests.modules.dropping import CUTS, dropping_batch, dropping_module
+from tests.modules.helpers import by_microbatches, detached, pipe_of, squares, total
 
 KEY = random.key(3)
-
-
-def make_pipe(schedule: Schedule, cuts: list[str], **options: Any) -> fpipe.ModulePipeline:
-    return fpipe.from_module(
-        make_module(),
-        schedule=schedule,
-        cuts=cuts,
-        loss=squares,
-        has_key=True,
-        **{"compile": False, **options},
-    )
+FOUR = schedules.one_f_one_b(ranks=4, microbatches=4)
 
 
 def test_same_numbers_on_every_schedule_and_remat_policy() -> None:
-    module, batch = make_module(), make_batch()
+    module, batch = dropping_module(), dropping_batch()
     params = detached(module)
-    expected = unpipelined(module, params, batch, KEY)
-    two = make_pipe(schedules.zb_h1(ranks=2, microbatches=4), CUTS[1:2], remat="full")
-    four = make_pipe(schedules.one_f_one_b(ranks=4, microbatches=4), CUTS)
+    expected = by_microbatches(module, batch, 4, key=KEY)
+    two_ranks = schedules.zb_h1(ranks=2, microbatches=4)
+    two = pipe_of(module, CUTS[1:2], schedule=two_ranks, has_key=True, remat="full")
+    four = pipe_of(module, CUTS, schedule=FOUR, has_key=True)
     for pipe in (two, four, four.with_schedule(schedules.zbv(ranks=2, microbatches=4))):
         assert_same(tuple(pipe.step(params, batch, KEY)), tuple(expected))
     assert_identical(pipe.step(params, batch, KEY), pipe.step(params, batch, KEY))
@@ -69,35 +60,27 @@ class Draws:
         return call
 
 
-def small_and_expected(rows: int, microbatches: int) -> tuple[nn.Module, Any, tuple[Any, Any]]:
-    """Two stages, of which the first draws; a batch; and loss and gradients without a pipeline."""
+def small_module() -> nn.Module:
+    """Two stages, of which the first draws."""
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)).double()
-    x = torch.randn(rows, 3).double()
-    total = torch.zeros((), dtype=torch.float64)
-    for number, part in enumerate(x.chunk(microbatches)):
-        with keyed(random.fold_in(KEY, number)):
-            total = total + squares(module(part), {}) / microbatches
-    names, own = zip(*module.named_parameters(), strict=True)
-    grads = torch.autograd.grad(total, own)
-    return module, {"input": x}, (total.detach(), dict(zip(names, grads, strict=True)))
+    return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)).double()
 
 
 def test_numbers_are_drawn_again_by_those_microbatches_that_keep_nothing() -> None:
-    module, batch, expected = small_and_expected(8, 4)
+    module, batch = small_module(), {"input": torch.randn(8, 3).double()}
+    expected = by_microbatches(module, batch, 4, key=KEY)
     calls = {}
     for remat in ("none", "full", "except_last"):
         draws = Draws()
-        pipe = fpipe.from_module(
+        pipe = pipe_of(
             module,
+            "1",
             schedule=schedules.one_f_one_b(ranks=2, microbatches=4),
-            cuts=["1"],
-            loss=squares,
+            compile=draws,
             has_key=True,
             remat=remat,
-            compile=draws,
         )
-        assert_same(tuple(pipe.step(detached(module), batch, KEY)), expected)
+        assert_same(tuple(pipe.step(detached(module), batch, KEY)), tuple(expected))
         calls[remat] = draws.calls
     # Forward alone; forward and backward of all; of all but the last.
     assert calls == {"none": 4, "full": 8, "except_last": 7}
@@ -105,7 +88,8 @@ def test_numbers_are_drawn_again_by_those_microbatches_that_keep_nothing() -> No
 
 @pytest.mark.inductor
 def test_compiled_module_draws_the_same_numbers() -> None:
-    module, batch, expected = small_and_expected(4, 2)
+    module, batch = small_module(), {"input": torch.randn(4, 3).double()}
+    expected = by_microbatches(module, batch, key=KEY)
     pipe = fpipe.from_module(
         module,
         schedule=schedules.one_f_one_b(ranks=2, microbatches=2),
@@ -113,13 +97,13 @@ def test_compiled_module_draws_the_same_numbers() -> None:
         loss=squares,
         has_key=True,
     )
-    assert_same(tuple(pipe.step(detached(module), batch, KEY)), expected)
+    assert_same(tuple(pipe.step(detached(module), batch, KEY)), tuple(expected))
 
 
 def test_layers_that_draw_are_traced_once() -> None:
     """A number of the draw in the graph, instead of a key that comes in, would tell them apart."""
-    pipe = make_pipe(schedules.one_f_one_b(ranks=4, microbatches=4), CUTS)
-    programs = pipe.programs(detached(pipe.module), make_batch())
+    pipe = pipe_of(dropping_module(), CUTS, schedule=FOUR, has_key=True)
+    programs = pipe.programs(detached(pipe.module), dropping_batch())
     calls = [
         [i.call for i in p.instructions if isinstance(i, Compute) and i.action.op == fpipe.Op.F]
         for p in programs
@@ -139,14 +123,13 @@ def test_without_a_key_a_draw_is_kept_and_never_repeated() -> None:
             return F.dropout(x * self.weight, 0.5)
 
     module = Masked()
-    pipe = fpipe.from_module(
+    pipe = pipe_of(
         nn.Sequential(module, nn.Identity()),
+        "0",
         schedule=schedules.zb_h1(ranks=2, microbatches=2),
-        cuts=["0"],
-        loss=lambda output, batch: output.sum(),
+        loss=total,
         reduction="sum",
         remat="full",
-        compile=False,
     )
     params = {"0.weight": module.weight.detach()}
     first, second = (pipe.step(params, {"input": torch.ones(2, 64)}) for _ in range(2))
@@ -257,29 +240,20 @@ class Leaky(nn.Module):
 def test_module_that_draws_in_other_ways(schedule: str, kind: Any) -> None:
     """Integers, and slopes, which were refused."""
     module, batch = kind().double(), {"x": torch.randn(6, 4, dtype=torch.float64)}
-    pipe = fpipe.from_module(
+    pipe = pipe_of(
         module,
+        "first",
         schedule=schedules.get(schedule, ranks=2, microbatches=2),
-        cuts=["first"],
-        loss=squares,
         has_key=True,
         remat="full",
-        compile=False,
     )
-    params = detached(module)
-    got = pipe.step(params, batch, KEY)
-    total = torch.zeros(())
-    for number, x in enumerate(batch["x"].chunk(2)):
-        with keyed(random.fold_in(KEY, number)):
-            total = total + squares(module(x), {"x": x}) / 2
-    total.backward()
-    assert_same(got.loss, total.detach())
-    assert_same(got.grads, {name: p.grad for name, p in module.named_parameters()})
+    got = pipe.step(detached(module), batch, KEY)
+    assert_same(tuple(got), tuple(by_microbatches(module, batch, key=KEY)))
 
 
 @pytest.mark.inductor
 def test_normal_numbers_of_a_deviation_are_rounded_once() -> None:
-    """Compiled or not: between products and sums of few digits a compiler keeps more of them."""
+    """A compiler keeps more digits between products and sums than uncompiled operations do."""
 
     def drawn(key: Tensor, x: Tensor) -> Tensor:
         return KEYED[torch.ops.aten.normal_functional.default](key, x, 0.3, 0.7)
@@ -343,14 +317,7 @@ class Attending(nn.Module):
 
 def test_attention_without_dropout_needs_no_key() -> None:
     module, batch = Attending(), {"x": torch.randn(6, 4)}
-    pipe = fpipe.from_module(
-        module,
-        schedule=schedules.zb_h1(ranks=2, microbatches=1),
-        cuts=["first"],
-        loss=squares,
-        has_key=True,
-        compile=False,
-    )
+    pipe = pipe_of(module, "first", schedule=schedules.zb_h1(ranks=2, microbatches=1), has_key=True)
     loss, _ = pipe.step(detached(module), batch, KEY)
     with keyed(random.fold_in(KEY, 0)):
         assert_same(loss, squares(module(**batch), batch).detach(), 1e-5)
@@ -369,14 +336,7 @@ class Counting(nn.Module):
 
 def test_ops_without_a_key_are_refused() -> None:
     module, x = Counting(), torch.ones(4, 3)
-    pipe = fpipe.from_module(
-        nn.Sequential(module, nn.Identity()),
-        schedule=schedules.gpipe(ranks=2, microbatches=2),
-        cuts=["0"],
-        loss=squares,
-        has_key=True,
-        compile=False,
-    )
+    pipe = pipe_of(nn.Sequential(module, nn.Identity()), "0", has_key=True)
     params = {f"0.{name}": value for name, value in detached(module).items()}
     rule = r"draws with aten.poisson.default, for which there is no function of a key"
     with pytest.raises(fpipe.StageError, match="Sequential " + rule):
@@ -480,27 +440,15 @@ def test_what_torch_refuses_is_refused(draw: Callable[[], Tensor], rule: str) ->
 def test_a_pipeline_within_keyed_draws_as_it_does_outside() -> None:
     """It was traced with what the key around it drew, which it then kept for ever."""
 
-    def make_pipe(has_key: bool) -> Any:
-        module = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Identity())
-        nn.init.eye_(module.get_parameter("0.weight"))
-        pipe = fpipe.from_module(
-            module,
-            schedule=schedules.gpipe(ranks=2, microbatches=2),
-            cuts=["1"],
-            loss=squares,
-            has_key=has_key,
-            compile=False,
-        )
-        return pipe, detached(module)
-
-    batch = {"input": torch.ones(6, 3)}
-    (pipe, params), (other, _) = make_pipe(True), make_pipe(True)
+    module, batch = small_module(), {"input": torch.ones(6, 3).double()}
+    params = detached(module)
+    pipe, other = (pipe_of(module, "1", has_key=True) for _ in range(2))
     for seed in (1, 2):
         key = random.key(seed)
         with keyed(KEY):
             found = pipe.step(params, batch, key)
         assert_identical(found, other.step(params, batch, key))
-    pipe, params = make_pipe(False)
+    pipe = pipe_of(module, "1")
     with pytest.raises(fpipe.FpipeError, match=r"called within fpipe\.nn\.keyed"), keyed(KEY):
         pipe.step(params, batch)
     first, second = (pipe.step(params, batch).loss for _ in range(2))

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 import fpipe
 from fpipe.checkpoint import checkpoint_files
 from fpipe.checkpoint.checkpoint_files import DistributedDirectory, SafetensorsFiles, Source
+from tests.modules.helpers import ONE, detached, pipe_of, unpipelined, write_distributed
 from tests.modules.hugging_face import build
-from tests.modules.models import LanguageModel, detached, language_model, make_batch, unpipelined
+from tests.modules.models import LanguageModel, language_model, token_batch
 
 SCHEDULE = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
 
 
-def write_file(module: nn.Module, folder: Path) -> Path:
+def write_params(module: nn.Module, folder: Path) -> Path:
     save_file(detached(module), folder / "one.safetensors")
     return folder / "one.safetensors"
 
@@ -49,18 +50,12 @@ def write_indexed(module: nn.Module, folder: Path) -> Path:
     return folder
 
 
-def write_distributed(module: nn.Module, folder: Path) -> Path:
-    """The state dict as it is: both names of a tied table, and the buffers."""
-    with pytest.warns(UserWarning, match="to save in a single process"):
-        dcp.save(module.state_dict(), checkpoint_id=folder / "dcp", no_dist=True)
-    return folder / "dcp"
+WRITERS = [write_params, write_listed, write_indexed, write_distributed]
 
 
-WRITERS = [write_file, write_listed, write_indexed, write_distributed]
-
-
-def pipe_of(module: nn.Module, cut: str = "blocks.1") -> fpipe.ModulePipeline:
-    return fpipe.from_module(module, schedule=SCHEDULE, cuts=[cut], compile=False)
+def language_pipe(module: nn.Module) -> fpipe.ModulePipeline:
+    """A pipeline of a language model, with its own loss."""
+    return pipe_of(module, "blocks.1", loss=None)
 
 
 def without_weights() -> nn.Module:
@@ -73,8 +68,8 @@ def without_weights() -> nn.Module:
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_step_from_a_checkpoint(write: Callable[[nn.Module, Path], Path], tmp_path: Path) -> None:
-    module, batch = language_model(), make_batch()
-    pipe = pipe_of(without_weights())
+    module, batch = language_model(), token_batch()
+    pipe = language_pipe(without_weights())
     params = pipe.load(write(module, tmp_path))
     own = detached(module)
     assert params.keys() == own.keys()
@@ -93,7 +88,7 @@ def test_tied_weights_of_hugging_face_come_by_either_name(tmp_path: Path) -> Non
     assert len(set(stored.values())) > 1
     own = detached(module)
     assert len(stored.keys() & {"lm_head.weight", "transformer.wte.weight"}) == 1
-    pipe = pipe_of(module, "transformer.h.0")
+    pipe = pipe_of(module, "transformer.h.0", loss=None)
     loaded = pipe.load(tmp_path)
     assert all(torch.equal(loaded[name], value) for name, value in own.items())
     # The other one.
@@ -152,13 +147,13 @@ def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert source.read({}) == {} and read == list(wanted)
 
 
-@pytest.mark.parametrize("write", [write_file, write_distributed])
+@pytest.mark.parametrize("write", [write_params, write_distributed])
 def test_what_does_not_fit_is_refused_by_name(
     write: Callable[[nn.Module, Path], Path], tmp_path: Path
 ) -> None:
     module = language_model()
     module.blocks[1].qkv = nn.Linear(8, 3).double()
-    pipe = pipe_of(without_weights())
+    pipe = language_pipe(without_weights())
     with pytest.raises(
         fpipe.BatchError,
         match=r"the checkpoint's 'blocks.1.qkv.bias' has shape \(3,\), but the .* has \(24,\)",
@@ -168,7 +163,7 @@ def test_what_does_not_fit_is_refused_by_name(
 
 def test_missing_and_further_tensors_are_refused_by_name(tmp_path: Path) -> None:
     module, path = language_model(), tmp_path / "one.safetensors"
-    pipe, own = pipe_of(without_weights()), detached(language_model())
+    pipe, own = language_pipe(without_weights()), detached(language_model())
     table = own.pop("embedding.weight")
     save_file(own | {"mask": module.mask}, path)
     with pytest.raises(fpipe.BatchError, match=r"the checkpoint lacks 'embedding.weight': .*renam"):
@@ -191,17 +186,14 @@ def test_buffers_by_any_name_are_passed_over(tmp_path: Path) -> None:
     """Of a submodule that comes twice, state_dict has the buffers under both names."""
     shared = nn.BatchNorm1d(4)
     module = nn.Sequential(nn.Linear(4, 4), shared, nn.Linear(4, 4), shared).eval()
-    schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
-    pipe = fpipe.from_module(
-        module, schedule=schedule, cuts=[], loss=lambda y, _: y.sum(), compile=False
-    )
+    pipe = pipe_of(module, [], schedule=ONE)
     state = {name: value.clone() for name, value in module.state_dict().items()}
     save_file(state, tmp_path / "model.safetensors")
     assert pipe.load(tmp_path).keys() == dict(module.named_parameters()).keys()
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = pipe_of(language_model())
+    pipe = language_pipe(language_model())
     with pytest.raises(fpipe.BatchError, match=r"holds neither: give a file of safetensors"):
         pipe.load(tmp_path)
     with pytest.raises(fpipe.BatchError, match=r"nowhere holds nothing: give"):
@@ -213,14 +205,14 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "other.safetensors.index.json").write_text("[]", "utf-8")
     with pytest.raises(fpipe.BatchError, match=r"holds 2 indices"):
         pipe.load(tmp_path)
-    path = write_file(language_model(), tmp_path)
+    path = write_params(language_model(), tmp_path)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(fpipe.BatchError, match=r"takes the package safetensors: pip install"):
         pipe.load(path)
 
 
 def test_what_is_broken_is_refused_with_its_file(tmp_path: Path) -> None:
-    pipe, path = pipe_of(language_model()), write_indexed(language_model(), tmp_path)
+    pipe, path = language_pipe(language_model()), write_indexed(language_model(), tmp_path)
     index = path / "model.safetensors.index.json"
     stored = json.loads(index.read_text("utf-8"))["weight_map"]
     for found, rule in (
@@ -248,7 +240,7 @@ def test_what_is_broken_is_refused_with_its_file(tmp_path: Path) -> None:
 def test_index_that_is_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").mkdir()
     with pytest.raises(fpipe.BatchError, match=r"index\.json cannot be read: Is a directory"):
-        pipe_of(language_model()).load(tmp_path)
+        language_pipe(language_model()).load(tmp_path)
 
 
 @pytest.mark.parametrize("head", [b"", b"garbage", pickle.dumps({"a": 1})])
@@ -256,7 +248,7 @@ def test_broken_head_of_a_distributed_checkpoint_is_refused(head: bytes, tmp_pat
     """A save that was cut off leaves one; what unpickling made of it was raised."""
     (tmp_path / ".metadata").write_bytes(head)
     with pytest.raises(fpipe.BatchError, match=r"\.metadata cannot be read \(\w+: .*must be that"):
-        pipe_of(language_model()).load(tmp_path)
+        language_pipe(language_model()).load(tmp_path)
 
 
 def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
@@ -264,10 +256,10 @@ def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     write_listed(language_model(), tmp_path)
     save_file({"embedding.weight": torch.ones(3)}, tmp_path / "optimizer.safetensors")
     with pytest.raises(fpipe.BatchError, match=r"'embedding.weight' is in two files, .*optimi"):
-        pipe_of(language_model()).load(tmp_path)
+        language_pipe(language_model()).load(tmp_path)
 
 
-@pytest.mark.parametrize("write", [write_file, write_distributed])
+@pytest.mark.parametrize("write", [write_params, write_distributed])
 def test_numbers_that_would_lose_a_part_are_refused(
     write: Callable[[nn.Module, Path], Path], tmp_path: Path
 ) -> None:
@@ -276,7 +268,7 @@ def test_numbers_that_would_lose_a_part_are_refused(
     norm: Any = module.blocks[1].norm
     norm.bias = nn.Parameter(norm.bias.detach().to(torch.complex64))
     with pytest.raises(fpipe.BatchError, match=r"norm.bias' has dtype torch.complex64, but the"):
-        pipe_of(without_weights()).load(write(module, tmp_path))
+        language_pipe(without_weights()).load(write(module, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -316,7 +308,7 @@ def test_tied_parameter_that_the_checkpoint_has_untied_is_refused(tmp_path: Path
     own = detached(module)
     table = own["transformer.wte.weight"]
     path = tmp_path / "model.safetensors"
-    pipe = pipe_of(module, "transformer.h.0")
+    pipe = pipe_of(module, "transformer.h.0", loss=None)
     save_file(own | {"lm_head.weight": table.clone()}, path)
     assert torch.equal(pipe.load(path)["transformer.wte.weight"], table)
     broken = table.clone()
@@ -377,9 +369,7 @@ def test_what_a_checkpoint_lacks_is_made(tmp_path: Path, caplog: pytest.LogCaptu
     save_file(detached(base), tmp_path / "base.safetensors")
     with torch.device("meta"):
         module = nn.Sequential(Adapted(4), Adapted(4))
-    pipe = fpipe.from_module(
-        module, schedule=SCHEDULE, cuts=["0"], loss=lambda y, _: y.square().mean(), compile=False
-    )
+    pipe = pipe_of(module, "0", schedule=SCHEDULE)
     with pytest.raises(fpipe.BatchError, match=r"lacks '0.down', .*such as adapters, init_fn="):
         pipe.load(tmp_path / "base.safetensors")
     with caplog.at_level("INFO", "fpipe"):

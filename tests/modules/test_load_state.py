@@ -16,14 +16,13 @@ from fpipe import pytree
 from fpipe.nn import BatchStats, buffers_of, state_of
 from tests import state_model
 from tests.models import assert_identical, assert_same
-from tests.modules.models import detached
+from tests.modules.helpers import detached, pipe_of, squares
 from tests.modules.normed import (
     CUTS,
     WRITERS,
     Normed,
-    make_batch,
-    make_module,
-    squares,
+    normed_batch,
+    normed_module,
     without_data,
     write_file,
 )
@@ -32,38 +31,37 @@ Writer = Callable[[nn.Module, Path], Path]
 SCHEDULE = fpipe.schedules.zbv(ranks=2, microbatches=4)
 
 
-def pipe_of(module: nn.Module, **options: Any) -> fpipe.ModulePipeline:
-    return fpipe.from_module(
-        module, schedule=SCHEDULE, cuts=CUTS, loss=squares, compile=False, **options
-    )
+def normed_pipe(module: nn.Module, **options: Any) -> fpipe.ModulePipeline:
+    """A pipeline of a `Normed`."""
+    return pipe_of(module, CUTS, schedule=SCHEDULE, **options)
 
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_module_without_data_is_loaded_with_its_constants(write: Writer, tmp_path: Path) -> None:
-    module, shapes, batch = make_module().eval(), without_data().eval(), make_batch()
+    module, shapes, batch = normed_module().eval(), without_data().eval(), normed_batch()
     path = write(module, tmp_path)
     buffers = fpipe.load_buffers(shapes, path)
     assert_identical(buffers, {n: b for n, b in module.state_dict().items() if n in buffers})
     assert buffers.keys() == dict(module.named_buffers()).keys() - {"table", "calls"}
-    pipe = pipe_of(shapes, buffers=buffers)
+    pipe = normed_pipe(shapes, buffers=buffers)
     params = pipe.load(path)
     assert_identical(params, detached(module))
-    expected = pipe_of(module).step(detached(module), batch)
+    expected = normed_pipe(module).step(detached(module), batch)
     assert_identical(tuple(pipe.step(params, batch)), tuple(expected))
     assert_same(expected.loss, squares(module(batch["x"]), batch).detach())
 
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_state_comes_back(write: Writer, tmp_path: Path) -> None:
-    module, batch = make_module(), make_batch()
+    module, batch = normed_module(), normed_batch()
     path = write(module, tmp_path)
-    pipe = pipe_of(without_data(), has_state=True, batch_norm="deferred")
+    pipe = normed_pipe(without_data(), has_state=True, batch_norm="deferred")
     state = pipe.load_state(path)
     assert isinstance(state["norm"], BatchStats)
     assert_identical(buffers_of(state), dict(module.named_buffers()))
     params = pipe.load(path, state, batch)
     got = pipe.step(params, state, batch)
-    twin = pipe_of(module, has_state=True, batch_norm="deferred")
+    twin = normed_pipe(module, has_state=True, batch_norm="deferred")
     expected = twin.step(detached(module), state_of(module), batch)
     assert_identical(tuple(got), tuple(expected))
     assert got.state["calls"] == 4
@@ -75,12 +73,12 @@ def test_state_comes_back(write: Writer, tmp_path: Path) -> None:
 
 
 def test_names_of_a_checkpoint_may_be_others(tmp_path: Path) -> None:
-    module = make_module()
+    module = normed_module()
     own = {f"model.{name}": value for name, value in module.state_dict().items()}
     path = tmp_path / "model.safetensors"
     save_file(own, path)
     shapes, rename = without_data(), "model.{}".format
-    pipe = pipe_of(shapes, has_state=True)
+    pipe = normed_pipe(shapes, has_state=True)
     assert_identical(buffers_of(pipe.load_state(path, rename=rename)), dict(module.named_buffers()))
     with pytest.raises(fpipe.BatchError, match=r"lacks 'norm.num_batches_tracked', .*rename="):
         pipe.load_state(path)
@@ -91,17 +89,17 @@ def test_names_of_a_checkpoint_may_be_others(tmp_path: Path) -> None:
 
 
 def test_rename_need_not_know_what_is_not_read(tmp_path: Path) -> None:
-    module = make_module()
+    module = normed_module()
     path = tmp_path / "model.safetensors"
     save_file({f"model.{name}": value for name, value in module.state_dict().items()}, path)
     of_params = {name: f"model.{name}" for name, _ in module.named_parameters()}
     of_buffers = {name: f"model.{name}" for name, _ in module.named_buffers()}
     found = fpipe.load_buffers(without_data(), path, rename=of_buffers.__getitem__)
     assert torch.equal(found["scale"], module.scale)
-    pipe = pipe_of(without_data(), has_state=True)
+    pipe = normed_pipe(without_data(), has_state=True)
     state = pipe.load_state(path, rename=of_buffers.__getitem__)
     assert_identical(buffers_of(state), dict(module.named_buffers()))
-    batch = make_batch()
+    batch = normed_batch()
     params = pipe.load(path, state, batch, rename=of_params.__getitem__, strict=False)
     assert_identical(params, detached(module))
     # What it does not know is not known to be a buffer, and is refused where all must be known.
@@ -114,24 +112,26 @@ def test_rename_need_not_know_what_is_not_read(tmp_path: Path) -> None:
 
 def test_state_to_begin_with_is_that_of_a_new_module() -> None:
     torch.manual_seed(0)
-    fresh, pipe = Normed().double(), pipe_of(without_data(), has_state=True)
+    fresh, pipe = Normed().double(), normed_pipe(without_data(), has_state=True)
     assert_identical(pipe.init_state(), state_of(fresh))
     # A module with numbers begins with them; its own tensors stay the module's.
-    module = make_module()
-    state = pipe_of(module, has_state=True).init_state()
+    module = normed_module()
+    state = normed_pipe(module, has_state=True).init_state()
     assert_identical(state, state_of(module))
     assert state["scale"] is not module.scale
-    given = pipe_of(without_data(), has_state=True, buffers={"scale": torch.tensor(3.0).double()})
+    given = normed_pipe(
+        without_data(), has_state=True, buffers={"scale": torch.tensor(3.0).double()}
+    )
     assert given.init_state()["scale"] == 3
 
 
 def test_what_no_checkpoint_has_is_refused_by_name(tmp_path: Path) -> None:
-    module = make_module()
+    module = normed_module()
     path = write_file(module, tmp_path)
     own = load_file(path)
     scale = own.pop("scale")
     save_file(own, path)
-    pipe = pipe_of(without_data(), has_state=True)
+    pipe = normed_pipe(without_data(), has_state=True)
     with pytest.raises(fpipe.BatchError, match="the checkpoint lacks 'scale': "):
         pipe.load_state(path)
     save_file(own | {"scale": scale[None]}, path)
@@ -141,11 +141,11 @@ def test_what_no_checkpoint_has_is_refused_by_name(tmp_path: Path) -> None:
     shapes = without_data()
     shapes.register_buffer("odd", torch.ones(2, device="meta"), persistent=False)
     save_file(own | {"scale": scale}, path)
-    odd = pipe_of(shapes, has_state=True)
+    odd = normed_pipe(shapes, has_state=True)
     for make in (odd.init_state, lambda: odd.load_state(path)):
         with pytest.raises(fpipe.StageError, match=r"the buffer 'odd' .*load_buffers\(module, pa"):
             make()
-    plain = pipe_of(module.eval())
+    plain = normed_pipe(module.eval())
     for make in (plain.init_state, lambda: plain.load_state(path)):
         with pytest.raises(fpipe.StageError, match=r"no state, has_state=True .*load_buffers"):
             make()

@@ -7,15 +7,15 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fpipe
-from tests.modules.hugging_face import ARCHITECTURES, build, cross_entropy, make_batch
-from tests.modules.models import detached, unpipelined
+from tests.modules.helpers import detached, on_meta, pipe_of, unpipelined
+from tests.modules.hugging_face import ARCHITECTURES, batch_of, build, cross_entropy
 
 ROOT: Final = Path(__file__).parents[2]
 SCHEDULE = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
@@ -27,16 +27,12 @@ def shapes_of(name: str, layers: int) -> nn.Module:
         return ARCHITECTURES[name].build(layers).double().eval()
 
 
-def on_meta(tree: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.to("meta") for name, value in tree.items()}
-
-
 # Rotary frequencies; position and token type ids; no buffer at all.
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
 def test_module_without_weights_steps_as_the_one_with(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module, batch = build(name, 4), make_batch(name, rows=4)
+    module, batch = build(name, 4), batch_of(name, rows=4)
     params = detached(module)
     shapes = shapes_of(name, 4)
     assert all(tensor.is_meta for tensor in (*shapes.parameters(), *shapes.buffers()))
@@ -64,10 +60,8 @@ def test_module_without_weights_steps_as_the_one_with(
 
 
 def test_tensors_without_data_are_refused_by_a_step() -> None:
-    module, batch = build("gpt2", 2), make_batch("gpt2", rows=4)
-    pipe = fpipe.from_module(
-        module, schedule=SCHEDULE, cuts=["transformer.h.0"], loss=cross_entropy, compile=False
-    )
+    module, batch = build("gpt2", 2), batch_of("gpt2", rows=4)
+    pipe = pipe_of(module, "transformer.h.0", schedule=SCHEDULE, loss=cross_entropy)
     params = detached(module)
     with pytest.raises(
         fpipe.BatchError, match=r"params\['transformer.wpe.weight'\] lies on the meta.*prog"
@@ -126,16 +120,6 @@ class Draws(Scaled):
             self.scale.normal_()
 
 
-def squares(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    return output.square().mean()
-
-
-def pipe_of(module: nn.Module, **options: Any) -> fpipe.ModulePipeline:
-    return fpipe.from_module(
-        module, schedule=SCHEDULE, cuts=["first"], loss=squares, compile=False, **options
-    )
-
-
 def step_of(pipe: fpipe.ModulePipeline) -> Tensor:
     params = {name: torch.ones(value.shape) for name, value in pipe.module.named_parameters()}
     loss: Tensor = pipe.step(params, {"x": torch.ones(4, 3)}).loss
@@ -147,20 +131,20 @@ def test_buffer_is_made_by_the_module_and_nothing_else_is_touched(
 ) -> None:
     seeds: list[int] = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
-    expected = step_of(pipe_of(Scaled()))
+    expected = step_of(pipe_of(Scaled(), "first"))
     module = Resets()
     weight = module.first.weight.detach().clone()
     module.scale = module.scale.to("meta")
-    assert torch.equal(step_of(pipe_of(module)), expected)
+    assert torch.equal(step_of(pipe_of(module, "first")), expected)
     assert module.scale.is_meta and torch.equal(module.first.weight, weight)
     draws, drawn = Draws().to("meta"), torch.get_rng_state()
     with pytest.raises(fpipe.StageError, match=r"'scale' of Draws lies on the meta"):
-        pipe_of(draws)
+        pipe_of(draws, "first")
     assert torch.equal(torch.get_rng_state(), drawn) and not seeds
     buffers = {"scale": torch.arange(3.0)}
-    assert torch.equal(step_of(pipe_of(Scaled().to("meta"), buffers=buffers)), expected)
+    assert torch.equal(step_of(pipe_of(Scaled().to("meta"), "first", buffers=buffers)), expected)
     # Those that are given take the place of those that have numbers too.
-    assert step_of(pipe_of(Scaled(), buffers={"scale": torch.zeros(3)})) != expected
+    assert step_of(pipe_of(Scaled(), "first", buffers={"scale": torch.zeros(3)})) != expected
 
 
 @pytest.mark.parametrize("kind", [Scaled, AddsUp, Kept, Draws])
@@ -169,7 +153,7 @@ def test_buffer_that_nobody_makes_is_refused(kind: type[Scaled]) -> None:
     with pytest.raises(
         fpipe.StageError, match=rf"the buffer 'scale' of {kind.__name__} lies on the meta.*buffers="
     ):
-        pipe_of(module)
+        pipe_of(module, "first")
 
 
 def test_state_has_the_numbers_that_buffers_lack() -> None:
@@ -179,12 +163,7 @@ def test_state_has_the_numbers_that_buffers_lack() -> None:
         shapes = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     params, state = detached(module), fpipe.nn.state_of(module)
     batch = {"input": torch.randn(6, 3).double()}
-    steps = [
-        fpipe.from_module(
-            own, schedule=SCHEDULE, cuts=["1"], loss=squares, has_state=True, compile=False
-        )
-        for own in (module, shapes)
-    ]
+    steps = [pipe_of(own, "1", schedule=SCHEDULE, has_state=True) for own in (module, shapes)]
     expected, got = (pipe.step(params, state, batch) for pipe in steps)
     torch.testing.assert_close(got.grads, expected.grads, rtol=0, atol=0)
     assert torch.equal(got.state["1"].var, expected.state["1"].var)
@@ -194,19 +173,12 @@ def test_state_has_the_numbers_that_buffers_lack() -> None:
         steps[1].step(params, part, batch)
 
 
-def test_nothing_is_loaded_into_a_module_without_data() -> None:
-    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    pipe = fpipe.from_module(module, schedule=SCHEDULE, cuts=["0"], loss=squares, compile=False)
-    with pytest.raises(fpipe.BatchError, match=r"'0.weight' of Seq.* meta device.*anew"):
-        pipe.load_into(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to("meta"), detached(module))
-
-
 def test_wrong_buffers_are_refused() -> None:
     with pytest.raises(fpipe.StageError, match=r"buffers names 'scales', which is no buffer of Sc"):
-        pipe_of(Scaled(), buffers={"scales": torch.ones(3)})
+        pipe_of(Scaled(), "first", buffers={"scales": torch.ones(3)})
     for wrong in (torch.ones(2), torch.ones(3, device="meta"), 3.0):
         with pytest.raises(fpipe.StageError, match=r"buffers\['scale'\] must be a tensor of shape"):
-            pipe_of(Scaled(), buffers={"scale": wrong})
+            pipe_of(Scaled(), "first", buffers={"scale": wrong})
 
 
 @pytest.mark.examples

@@ -13,10 +13,11 @@ import fpipe
 from fpipe import Schedule, schedules
 from fpipe.nn import buffers_of, state_of
 from tests.models import assert_same
-from tests.modules.models import detached
+from tests.modules.helpers import by_microbatches, detached, pipe_of, squares, total
 
-TWO = schedules.one_f_one_b(ranks=2, microbatches=4)
+SCHEDULE = schedules.one_f_one_b(ranks=2, microbatches=4)
 ROWS = 8
+WITH_AUX: dict[str, Any] = {"has_aux": True, "has_state": True}
 
 
 class Convolutional(nn.Module):
@@ -44,7 +45,7 @@ class Convolutional(nn.Module):
 CUTS = ["first", "second", "third"]
 
 
-def make_module() -> Convolutional:
+def convolutional() -> Convolutional:
     torch.manual_seed(0)
     module = Convolutional().double()
     for name, buffer in module.named_buffers():
@@ -53,23 +54,13 @@ def make_module() -> Convolutional:
     return module
 
 
-def make_batch() -> dict[str, Tensor]:
+def image_batch() -> dict[str, Tensor]:
     torch.manual_seed(1)
     return {"x": torch.randn(ROWS, 1, 5, 5).double() + 1}
 
 
 def with_logits(output: Tensor, batch: dict[str, Tensor]) -> Any:
-    return output.square().mean(), {"logits": output}
-
-
-def one_after_the_other(module: nn.Module, batch: dict[str, Tensor]) -> Any:
-    """Loss, gradients and logits; the module's own buffers change, microbatch by microbatch."""
-
-    parts = [module(x) for x in batch["x"].split(ROWS // 4)]
-    loss = torch.stack([y.square().mean() for y in parts]).mean()
-    names, own = zip(*module.named_parameters(), strict=True)
-    grads = torch.autograd.grad(loss, own)
-    return loss.detach(), dict(zip(names, grads, strict=True)), torch.cat(parts).detach()
+    return squares(output, batch), {"logits": output}
 
 
 @pytest.mark.parametrize(
@@ -82,29 +73,27 @@ def one_after_the_other(module: nn.Module, batch: dict[str, Tensor]) -> Any:
     ids=["one_f_one_b", "zb_h1", "zbv"],
 )
 def test_buffers_are_what_the_module_would_hold(schedule: Schedule, remat: Any) -> None:
-    module, twin, batch = make_module(), make_module(), make_batch()
-    pipe = fpipe.from_module(
-        module,
-        schedule=schedule,
-        cuts=CUTS,
-        loss=with_logits,
-        has_aux=True,
-        has_state=True,
-        remat=remat,
-        compile=False,
-    )
+    module, twin, batch = convolutional(), convolutional(), image_batch()
+    pipe = pipe_of(module, CUTS, schedule=schedule, loss=with_logits, remat=remat, **WITH_AUX)
     params, state = detached(module), state_of(module)
     result = pipe.step(params, state, batch)
-    loss, grads, logits = one_after_the_other(twin, batch)
+    outputs: list[Tensor] = []
+
+    def noting(output: Tensor, batch: Any) -> Tensor:
+        outputs.append(output.detach())
+        return squares(output, batch)
+
+    loss, grads = by_microbatches(twin, batch, 4, loss=noting)
+    logits = torch.cat(outputs)
     assert isinstance(result, fpipe.StepStateAux)
     assert_same((result.loss, result.grads), (loss, grads))
     assert_same(result.aux["logits"], logits)
     assert_same(buffers_of(result.state), dict(twin.named_buffers()))
     assert result.state["calls"] == 4 and result.state["first.1.num_batches_tracked"] == 4
-    assert_same(dict(module.named_buffers()), dict(make_module().named_buffers()))
+    assert_same(dict(module.named_buffers()), dict(convolutional().named_buffers()))
     # The state of one step begins the next, and goes back into a module.
     second = pipe.step(params, result.state, batch)
-    one_after_the_other(twin, batch)
+    by_microbatches(twin, batch, 4)
     assert_same(buffers_of(second.state), dict(twin.named_buffers()))
     pipe.load_into(module, params, second.state)
     assert_same(dict(module.named_buffers()), dict(twin.named_buffers()))
@@ -112,75 +101,56 @@ def test_buffers_are_what_the_module_would_hold(schedule: Schedule, remat: Any) 
 
 
 def test_deferred_statistics_are_those_of_the_whole_batch() -> None:
-    module, twin, batch = make_module(), make_module(), make_batch()
-    pipe = fpipe.from_module(
-        module,
-        schedule=TWO,
-        cuts=["first"],
-        loss=lambda output, batch: output.square().mean(),
-        has_state=True,
-        batch_norm="deferred",
-        compile=False,
-    )
+    module, twin, batch = convolutional(), convolutional(), image_batch()
+    pipe = pipe_of(module, "first", schedule=SCHEDULE, has_state=True, batch_norm="deferred")
     result = pipe.step(detached(module), state_of(module), batch)
     assert isinstance(result, fpipe.StepState)
     twin.first(batch["x"])  # what the second one normalises depends on how the batch is split
     assert_same(result.state["first.1"], state_of(twin)["first.1"])
     assert result.state["first.1.num_batches_tracked"] == 1
-    assert_same(result.loss, one_after_the_other(make_module(), batch)[0])
+    assert_same(result.loss, by_microbatches(convolutional(), batch, 4).loss)
 
 
 def test_buffers_left_out_of_the_state_are_constants() -> None:
-    module, batch = make_module().eval(), make_batch()
-    options: Any = {"loss": lambda output, batch: output.square().mean(), "compile": False}
-    pipe = fpipe.from_module(module, schedule=TWO, cuts=["first"], has_state=True, **options)
+    module, batch = convolutional().eval(), image_batch()
+    pipe = pipe_of(module, "first", schedule=SCHEDULE, has_state=True)
     result = pipe.step(detached(module), {"calls": module.calls}, batch)
     assert_same(result.state, {"calls": torch.tensor(4)})
     assert_same(result.loss, module(batch["x"]).square().mean())
     module.train()
     rule = r"writes in place to a tensor that it closes over \('.*num_batches_tracked'\)"
     with pytest.raises(fpipe.StageError, match=rule):
-        fpipe.from_module(module, schedule=TWO, cuts=["first"], has_state=True, **options).step(
+        pipe_of(module, "first", schedule=SCHEDULE, has_state=True).step(
             detached(module), {"calls": module.calls}, batch
         )
 
 
 def test_cuts_of_a_module_with_a_state_are_chosen() -> None:
-    module, batch = make_module(), make_batch()
+    module, batch = convolutional(), image_batch()
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     for measure in (False, True):
         found = fpipe.balance(
             module,
-            TWO,
+            SCHEDULE,
             batch,
             loss=with_logits,
-            has_aux=True,
-            has_state=True,
             candidates=CUTS,
             measure=measure,
             compile=False,
+            **WITH_AUX,
         )
         assert [name for name, _ in found.parts] == [*CUTS, ""]
-    pipe = fpipe.from_module(
-        module,
-        schedule=TWO,
-        cuts=found,
-        loss=with_logits,
-        has_aux=True,
-        has_state=True,
-        compile=False,
-    )
+    pipe = pipe_of(module, found, schedule=SCHEDULE, loss=with_logits, **WITH_AUX)
     loss, *_ = pipe.step(detached(module), state_of(module), batch)
-    assert_same(loss, one_after_the_other(make_module(), batch)[0])
+    assert_same(loss, by_microbatches(convolutional(), batch, 4).loss)
     with pytest.raises(fpipe.StageError, match="writes in place to a tensor that it closes over"):
-        fpipe.balance(module, TWO, batch, loss=with_logits, has_aux=True, candidates=CUTS)
+        fpipe.balance(module, SCHEDULE, batch, loss=with_logits, has_aux=True, candidates=CUTS)
     assert_same(dict(module.named_buffers()), before)
 
 
 def test_wrong_states_are_refused() -> None:
-    module, batch = make_module(), make_batch()
-    options: Any = {"schedule": TWO, "cuts": ["first"], "compile": False}
-    pipe = fpipe.from_module(module, loss=with_logits, has_aux=True, has_state=True, **options)
+    module, batch = convolutional(), image_batch()
+    pipe = pipe_of(module, "first", loss=with_logits, **WITH_AUX)
     params = detached(module)
     for state, message in (
         ([module.calls], r"state is a list: .* fpipe.nn.state_of\(module\)"),
@@ -192,25 +162,16 @@ def test_wrong_states_are_refused() -> None:
         with pytest.raises(fpipe.BatchError, match=message):
             pipe.load_into(module, params, state)  # type: ignore[arg-type]
     with pytest.raises(fpipe.StageError, match=r"has_aux=True is about .* -> \(loss, aux\)"):
-        fpipe.from_module(module, has_aux=True, **options)
+        pipe_of(module, "first", loss=None, has_aux=True)
     with pytest.raises(fpipe.StageError, match=r'batch_norm="deferred" is about running statist'):
-        fpipe.from_module(module, batch_norm="deferred", **options)
-    plain = fpipe.from_module(
-        module, loss=lambda output, batch: output.sum(), has_state=True, has_aux=True, **options
-    )
+        pipe_of(module, "first", batch_norm="deferred")
+    plain = pipe_of(module, "first", loss=total, **WITH_AUX)
     with pytest.raises(fpipe.StageError, match=r"must return \(loss, state, aux\)"):
         plain.step(params, state_of(module), batch)
 
 
 def step_with_state(module: nn.Module) -> Any:
-    pipe = fpipe.from_module(
-        module,
-        schedule=fpipe.schedules.gpipe(ranks=2, microbatches=2),
-        cuts=["0"],
-        loss=lambda output, _: output.square().mean(),
-        has_state=True,
-        compile=False,
-    )
+    pipe = pipe_of(module, "0", has_state=True)
     return pipe.step(detached(module), state_of(module), {"input": torch.randn(4, 3)})
 
 
@@ -276,16 +237,8 @@ def test_what_shares_memory_with_a_buffer_that_changes(kind: str, names: str | N
     """It was read as it had been before the step, without a word."""
     torch.manual_seed(0)
     module = Aliased(kind)
-    pipe = fpipe.from_module(
-        module,
-        schedule=TWO,
-        cuts=["first"],
-        loss=lambda output, _: output.square().mean(),
-        has_state=True,
-        compile=False,
-    )
-    params = {name: p.detach() for name, p in module.named_parameters()}
-    call = partial(pipe.step, params, state_of(module), {"x": torch.randn(8, 4)})
+    pipe = pipe_of(module, "first", has_state=True)
+    call = partial(pipe.step, detached(module), state_of(module), {"x": torch.randn(8, 4)})
     if names is None:
         assert call().state["mean"].any()
     else:

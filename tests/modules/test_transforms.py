@@ -13,15 +13,13 @@ import fpipe
 from fpipe import BatchError, StageError, pytree, schedules
 from fpipe.functional.forward_mode import differentiable_twice
 from tests.models import assert_same
-from tests.modules.hugging_face import ARCHITECTURES, build, cross_entropy
-from tests.modules.hugging_face import make_batch as hugging_face_batch
-from tests.modules.models import CUTS, LanguageModel, detached, language_model, make_batch
+from tests.modules.helpers import detached, pipe_of
+from tests.modules.hugging_face import ARCHITECTURES, batch_of, build, cross_entropy
+from tests.modules.models import CUTS, LanguageModel, language_model, token_batch
 
 MODEL = language_model()
-BATCH = make_batch(6)
-PIPE = fpipe.from_module(
-    MODEL, schedule=schedules.zbv(ranks=2, microbatches=3), cuts=CUTS, compile=False
-)
+BATCH = token_batch(6)
+PIPE = pipe_of(MODEL, CUTS, schedule=schedules.zbv(ranks=2, microbatches=3), loss=None)
 
 
 def whole(params: Any, batch: Any) -> Tensor:
@@ -63,13 +61,7 @@ def test_compiled_derivatives_of_a_module() -> None:
     module = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(2)))
     params, batch = detached(module.double()), {"input": torch.eye(3, dtype=torch.float64)}
     compiled, plain = (
-        fpipe.from_module(
-            module,
-            schedule=schedules.zb_h1(ranks=2, microbatches=1),
-            cuts=["0"],
-            loss=lambda output, _: output.square().mean(),
-            compile=flag,
-        )
+        pipe_of(module, "0", schedule=schedules.zb_h1(ranks=2, microbatches=1), compile=flag)
         for flag in (True, False)
     )
     ours, theirs = (fpipe.hvp(pipe).step(params, batch, params) for pipe in (compiled, plain))
@@ -94,14 +86,7 @@ def test_what_a_module_draws_is_the_same_for_all_members() -> None:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.Linear(3, 3)]
     module = torch.nn.Sequential(*layers).double()
-    pipe = fpipe.from_module(
-        module,
-        schedule=schedules.zb_h1(ranks=2, microbatches=2),
-        cuts=["0"],
-        loss=lambda output, batch: output.square().mean(),
-        compile=False,
-        has_key=True,
-    )
+    pipe = pipe_of(module, "0", schedule=schedules.zb_h1(ranks=2, microbatches=2), has_key=True)
     params, batch = detached(module), {"input": torch.ones(4, 3, dtype=torch.float64)}
     members = pytree.tree_map(lambda p: torch.stack([p, 2 * p]), params)
     key = fpipe.random.key(1)
@@ -115,13 +100,12 @@ def test_what_a_module_draws_is_the_same_for_all_members() -> None:
 
 def test_a_model_of_hugging_face() -> None:
     module = build("gpt2", 2)
-    params, batch = detached(module), hugging_face_batch("gpt2", 4)
-    pipe = fpipe.from_module(
+    params, batch = detached(module), batch_of("gpt2", 4)
+    pipe = pipe_of(
         module,
+        ARCHITECTURES["gpt2"].cuts(2),
         schedule=schedules.zb_h1(ranks=2, microbatches=2),
-        cuts=ARCHITECTURES["gpt2"].cuts(2),
         loss=cross_entropy,
-        compile=False,
     )
 
     def loss_of(own: Any, batch: Any) -> Tensor:
@@ -137,7 +121,7 @@ def test_a_model_of_hugging_face() -> None:
 def test_frozen_parameters_have_no_direction() -> None:
     module = language_model()
     module.embedding.requires_grad_(requires_grad=False)
-    pipe = fpipe.from_module(module, schedule=PIPE.schedule, cuts=CUTS, compile=False)
+    pipe = pipe_of(module, CUTS, schedule=PIPE.schedule, loss=None)
     params = detached(module)
     vector = pytree.tree_map(torch.cos, params) | {"embedding.weight": None}
     found = fpipe.hvp(pipe).step(params, BATCH, vector)
