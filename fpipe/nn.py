@@ -160,19 +160,19 @@ def call_and_note(
 
     Within `torch.func.functionalize`, which hides writes, only buffers count that it assigned to.
     """
-    stats = {name: part for name, part in state.items() if not isinstance(part, Tensor)}
-    clones = {name: part.clone() for name, part in state.items() if isinstance(part, Tensor)}
+    stats = {name: entry for name, entry in state.items() if not isinstance(entry, Tensor)}
+    clones = {name: entry.clone() for name, entry in state.items() if isinstance(entry, Tensor)}
     buffers = dict(clones)
     tensors = {**params, **buffers_of(stats)}
     with _Statistics(stats):
         output = called_with(module, tensors, buffers, arguments, options)
     written = [n for n, clone in clones.items() if buffers.get(n) is not clone or clone._version]
-    written += buffers_of({n: part for n, part in stats.items() if part is not state[n]})
-    for name, part in state.items():
+    written += buffers_of({n: entry for n, entry in stats.items() if entry is not state[n]})
+    for name, entry in state.items():
         count = _joined_name(name, "num_batches_tracked")
-        if isinstance(part, Deferred) and count in buffers:
+        if isinstance(entry, Deferred) and count in buffers:
             # A batch counts once, however it is split.
-            first = part.elements == 0
+            first = entry.elements == 0
             buffers[count] = torch.where(first, buffers[count], state[count])
     return output, {name: stats.get(name, buffers.get(name)) for name in state}, written
 
@@ -203,8 +203,8 @@ def called_with(
     values = {id(tensor): (name, chosen[name]) for name, tensor in held.items() if name in chosen}
     places = {
         _joined_name(prefix, name): values[id(tensor)]
-        for prefix, part in module.named_modules()  # each once, by its first name
-        for name, tensor in (*part._parameters.items(), *part._buffers.items())
+        for prefix, submodule in module.named_modules()  # each once, by its first name
+        for name, tensor in (*submodule._parameters.items(), *submodule._buffers.items())
         if id(tensor) in values
     }
     passed = {place: value for place, (_, value) in places.items()}
@@ -236,11 +236,11 @@ def state_of(module: nn.Module) -> dict[str, Any]:
         ['1', '1.num_batches_tracked']
     """
     state: dict[str, Any] = {
-        name: BatchStats(part.running_mean, part.running_var)
-        for name, part in module.named_modules()
-        if isinstance(part, nn.modules.batchnorm._BatchNorm)
-        and part.running_mean is not None
-        and part.running_var is not None
+        name: BatchStats(submodule.running_mean, submodule.running_var)
+        for name, submodule in module.named_modules()
+        if isinstance(submodule, nn.modules.batchnorm._BatchNorm)
+        and submodule.running_mean is not None
+        and submodule.running_var is not None
     }
     taken = {_joined_name(name, buffer) for name in state for buffer in _FIELDS.values()}
     state |= {name: leaf for name, leaf in module.named_buffers() if name not in taken}
@@ -255,11 +255,11 @@ def buffers_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
         ['num_batches_tracked', 'running_mean', 'running_var']
     """
     buffers: dict[str, Tensor] = {}
-    for name, part in state.items():
-        if isinstance(part, Tensor):
-            buffers[name] = part
+    for name, entry in state.items():
+        if isinstance(entry, Tensor):
+            buffers[name] = entry
         else:
-            buffers |= {_joined_name(name, b): getattr(part, f) for f, b in _FIELDS.items()}
+            buffers |= {_joined_name(name, b): getattr(entry, f) for f, b in _FIELDS.items()}
     return buffers
 
 
@@ -278,9 +278,9 @@ def with_buffers(state: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> dic
     values = {**buffers_of(state), **buffers}
     return {
         name: values[name]
-        if isinstance(part, Tensor)
-        else part._replace(**{f: values[_joined_name(name, b)] for f, b in _FIELDS.items()})
-        for name, part in state.items()
+        if isinstance(entry, Tensor)
+        else entry._replace(**{f: values[_joined_name(name, b)] for f, b in _FIELDS.items()})
+        for name, entry in state.items()
     }
 
 
@@ -301,7 +301,7 @@ class _Statistics(TorchFunctionMode):
     def __init__(self, stats: dict[str, Any]) -> None:
         super().__init__()
         self._stats = stats
-        self._names = {id(part.mean): name for name, part in stats.items()}
+        self._names = {id(entry.mean): name for name, entry in stats.items()}
 
     def __torch_function__(
         self,

@@ -1,4 +1,4 @@
-"""Pipelines of unmodified modules: `module_entry` and `balancing` are the ways in.
+"""Pipelines of unmodified modules: `module_entry` makes them, `balancing` chooses their cuts.
 
-The rest of the package imports nothing from here; the names that users need are those of `fpipe`.
+Users get all names from `fpipe`. In the package `training` alone imports from here.
 """

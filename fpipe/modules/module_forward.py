@@ -98,17 +98,17 @@ def unchanged(*modules: nn.Module) -> Iterator[None]:
         Untraceable: a submodule is converted to another dtype or device.
     """
     with as_left():
-        parts = [part for module in modules for part in module.modules()]
-        restore = [put_back for part in parts for put_back in _restorers(part)]
+        submodules = [submodule for module in modules for submodule in module.modules()]
+        restore = [put_back for submodule in submodules for put_back in _restorers(submodule)]
         try:
-            for part in parts:
-                vars(part)["_apply"] = partial(_converted, part)
+            for submodule in submodules:
+                vars(submodule)["_apply"] = partial(_converted, submodule)
                 # Module.compile sets it; fpipe compiles whole stages.
-                vars(part)["_compiled_call_impl"] = None
-            before = [(part, dict(vars(part))) for part in parts]
+                vars(submodule)["_compiled_call_impl"] = None
+            before = [(submodule, dict(vars(submodule))) for submodule in submodules]
             yield
-            for part, attributes in before:
-                _warn_of_changes(part, attributes)
+            for submodule, attributes in before:
+                _warn_of_changes(submodule, attributes)
         finally:
             for put_back in restore:
                 put_back()
@@ -118,9 +118,9 @@ _WARNED: Final[WeakKeyDictionary[nn.Module, set[str]]] = WeakKeyDictionary()
 """The attributes of each module that a warning has named."""
 
 
-def _warn_of_changes(part: nn.Module, before: Mapping[str, Any]) -> None:
+def _warn_of_changes(submodule: nn.Module, before: Mapping[str, Any]) -> None:
     """Warn of numbers that a forward has changed, such as counts: steps do not change them."""
-    now, warned = vars(part), _WARNED.setdefault(part, set())
+    now, warned = vars(submodule), _WARNED.setdefault(submodule, set())
     for name, old in before.items():
         new = now.get(name, old)
         if name not in warned and _is_number(old) and _is_number(new) and new != old:
@@ -130,7 +130,7 @@ def _warn_of_changes(part: nn.Module, before: Mapping[str, Any]) -> None:
                 "made once, and steps do not run the forward again; keep what changes in a buffer, "
                 "with has_state=True, or give it with the batch",
                 name,
-                a_type(part),
+                a_type(submodule),
             )
 
 
@@ -139,23 +139,23 @@ def _is_number(value: Any) -> bool:
 
 
 def _converted(
-    part: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True
+    submodule: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
     """Check, in place of `nn.Module._apply`, which writes to parameters, that nothing changes."""
-    for value in (*part.parameters(recurse), *part.buffers(recurse)):
+    for value in (*submodule.parameters(recurse), *submodule.buffers(recurse)):
         wanted = convert(value)
         if (wanted.dtype, wanted.device) != (value.dtype, value.device):
             raise Untraceable(
-                f"converts {a_type(part)} of {value.dtype} on {value.device} to "
+                f"converts {a_type(submodule)} of {value.dtype} on {value.device} to "
                 f"{wanted.dtype} on {wanted.device} in its forward",
                 "convert the module before the pipeline is made",
             )
-    return part
+    return submodule
 
 
-def _restorers(part: nn.Module) -> Iterator[Callable[[], None]]:
+def _restorers(submodule: nn.Module) -> Iterator[Callable[[], None]]:
     """Functions that restore the attributes of a module, and the containers among them."""
-    waiting: list[Any] = [vars(part)]
+    waiting: list[Any] = [vars(submodule)]
     seen: set[int] = set()
     while waiting:
         container = waiting.pop()
@@ -234,12 +234,12 @@ def refuse_aliases(module: nn.Module, written: Collection[str]) -> None:
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
     """All buffers and plain attributes, with their names, and those in lists, tuples and dicts."""
-    for prefix, part in module.named_modules():
+    for prefix, submodule in module.named_modules():
         start = f"{prefix}." if prefix else ""
-        for name, buffer in part._buffers.items():
+        for name, buffer in submodule._buffers.items():
             if buffer is not None:
                 yield start + name, buffer, True
-        for name, value in vars(part).items():
+        for name, value in vars(submodule).items():
             if name not in ("_parameters", "_buffers", "_modules"):
                 for place, tensor in _tensors_in(value):
                     yield start + name + place, tensor, False

@@ -169,15 +169,15 @@ class ModuleLoss:
                 sorted(self._names - params.keys()),
                 sorted(params.keys() - self._names),
             )
-            found = [f"lacks {few(missing)} of {self.__qualname__}"] if missing else []
-            found += [f"has {few(extra)}, which {self.__qualname__} has not"] if extra else []
+            faults = [f"lacks {few(missing)} of {self.__qualname__}"] if missing else []
+            faults += [f"has {few(extra)}, which {self.__qualname__} has not"] if extra else []
             if {name for name, _ in self.module.named_parameters()} != self._names:
                 raise BatchError(
-                    f"params {' and '.join(found)} as from_module was given it: since then "
+                    f"params {' and '.join(faults)} as from_module was given it: since then "
                     "parameters of the module were tied, added or removed: make the pipeline anew"
                 )
             raise BatchError(
-                f"params {' and '.join(found)}: pass dict(module.named_parameters()), in which "
+                f"params {' and '.join(faults)}: pass dict(module.named_parameters()), in which "
                 "tied parameters come once"
             )
         for name, value in params.items():

@@ -40,7 +40,7 @@ class Mode:
 
     def __init__(self, *modules: nn.Module) -> None:
         self._modules: Final = modules
-        self._submodules: Final = _Seen()
+        self._compositions: Final = _Seen()
         self._attributes: Final = _Seen()
         self._buffers: Final = _Seen()
         self._hooks: Final = _Seen()
@@ -59,20 +59,22 @@ class Mode:
             return self._read()
 
     def _read(self) -> Hashable:
-        parts = _submodules(self._modules)
-        if any(map(_has_gradient_hooks, parts)):
+        submodules = _submodules(self._modules)
+        if any(map(_has_gradient_hooks, submodules)):
             refuse_gradient_hooks(pair for one in self._modules for pair in one.named_modules())
-        submodules = self._submodules(*_composition(parts))
-        attributes = self._attributes(*_attributes(parts))
-        buffers = self._buffers(buffer for part in parts for buffer in part._buffers.values())
-        hooks = self._hooks(hook for part in parts for hook in _hooks(part))
-        self._warn(submodules, "submodules", "make a pipeline of each module that there is to be")
+        composition = self._compositions(*_composition(submodules))
+        attributes = self._attributes(*_attributes(submodules))
+        buffers = self._buffers(
+            buffer for submodule in submodules for buffer in submodule._buffers.values()
+        )
+        hooks = self._hooks(hook for submodule in submodules for hook in _hooks(submodule))
+        self._warn(composition, "submodules", "make a pipeline of each module that there is to be")
         self._warn(attributes, "attributes of layers", "give what changes often with the batch")
         self._warn(buffers, "buffers", "write to them in place (buffer.copy_(...)), which counts "
                    "too, or let the step thread them (has_state=True)")  # fmt: skip
         self._warn(hooks, "hooks", "register a hook once, and the same one again")
-        modes = tuple(vars(part).get("training") for part in parts)
-        return modes, submodules, attributes, buffers, hooks
+        modes = tuple(vars(submodule).get("training") for submodule in submodules)
+        return modes, composition, attributes, buffers, hooks
 
     def _warn(self, times: int, what: str, instead: str) -> None:
         """Warn once that objects of a kind were replaced many times."""
@@ -108,49 +110,49 @@ def _submodules(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
     It is faster than `nn.Module.modules`, and no module can override it.
     """
-    parts: list[nn.Module] = []
+    submodules: list[nn.Module] = []
     for module in modules:
         seen = {id(module)}
         waiting = [module]
         while waiting:
-            part = waiting.pop()
-            parts.append(part)
-            for child in part._modules.values():
+            submodule = waiting.pop()
+            submodules.append(submodule)
+            for child in submodule._modules.values():
                 if child is not None and id(child) not in seen:
                     seen.add(id(child))
                     waiting.append(child)
-    return parts
+    return submodules
 
 
-def _composition(parts: Sequence[nn.Module]) -> tuple[list[Any], list[Hashable]]:
+def _composition(submodules: Sequence[nn.Module]) -> tuple[list[Any], list[Hashable]]:
     """The tree of submodules, as objects and words that are equal if the forward computes the same.
 
     A forward may replace submodules by new ones of the same type; a module of torch, or one without
     attributes, counts by its type.
     """
-    places = {id(part): place for place, part in enumerate(parts)}
+    places = {id(submodule): place for place, submodule in enumerate(submodules)}
     objects: list[Any] = []
     words: list[Hashable] = []
-    for part in parts:
-        kind: type = type(part)
-        is_known = _is_of_torch(kind) or vars(part).keys() <= _BARE
-        objects += (kind if is_known else part, vars(part).get("forward"))
+    for submodule in submodules:
+        kind: type = type(submodule)
+        is_known = _is_of_torch(kind) or vars(submodule).keys() <= _BARE
+        objects += (kind if is_known else submodule, vars(submodule).get("forward"))
         words.append(is_known)
-        words.extend((name, places.get(id(child))) for name, child in part._modules.items())
+        words.extend((name, places.get(id(child))) for name, child in submodule._modules.items())
     return objects, words
 
 
-def _attributes(parts: Sequence[nn.Module]) -> tuple[list[Any], list[Any]]:
+def _attributes(submodules: Sequence[nn.Module]) -> tuple[list[Any], list[Any]]:
     """The attributes of torch's own layers and of layers derived from them, as objects and words.
 
     They are more than a layer prints: the dropout of attention, an activation, label smoothing.
     """
     objects: list[Any] = []
     words: list[Any] = []
-    for part in parts:
-        kind: type = type(part)
+    for submodule in submodules:
+        kind: type = type(submodule)
         if _derives_from_torch(kind):
-            for name, value in vars(part).items():
+            for name, value in vars(submodule).items():
                 # Torch computes attributes with an underscore from the others, or caches them.
                 if name[:1] != "_" and name != "training":
                     words.append(name)
@@ -200,13 +202,13 @@ _BARE: Final = vars(nn.Module()).keys()
 """The attributes that every module has."""
 
 
-def _hooks(part: nn.Module) -> Iterator[Any]:
+def _hooks(submodule: nn.Module) -> Iterator[Any]:
     """The hooks of a module, with None after each kind."""
     for hooks in (
-        part._forward_pre_hooks,
-        part._forward_hooks,
-        part._backward_pre_hooks,
-        part._backward_hooks,
+        submodule._forward_pre_hooks,
+        submodule._forward_hooks,
+        submodule._backward_pre_hooks,
+        submodule._backward_hooks,
     ):
         yield from hooks.values()
         yield None
@@ -240,20 +242,21 @@ def refuse_lost(module: nn.Module) -> None:
     Raises:
         StageError: the module has one; names it.
     """
-    for path, part in module.named_modules():
-        kind = type(part).__name__
+    for path, submodule in module.named_modules():
+        kind = type(submodule).__name__
         where = f"module.get_submodule({path!r})" if path else "module"
-        sharded = {base.__name__ for base in type(part).__mro__}.intersection(_SHARDED)
+        sharded = {base.__name__ for base in type(submodule).__mro__}.intersection(_SHARDED)
         if sharded:
             as_what = "" if kind in sharded else f", a {sharded.pop()}"
             raise StageError(f"{where} is a {kind}{as_what}: {_WHOLE}")
         inner, why = _WRAPPERS.get(kind, ("", ""))
-        if inner in part._modules and type(part).__module__.startswith("torch."):
+        if inner in submodule._modules and type(submodule).__module__.startswith("torch."):
+            wrapped = a_type(submodule._modules[inner])
             raise StageError(
-                f"{where} is {a_type(part)} around {a_type(part._modules[inner])}: take what is "
-                f"within, .{inner}; {why}"
+                f"{where} is {a_type(submodule)} around {wrapped}: take what is within, .{inner}; "
+                f"{why}"
             )
-        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+        for hook in (*submodule._forward_pre_hooks.values(), *submodule._forward_hooks.values()):
             if (maker := str(getattr(hook, "__module__", ""))).startswith(_COMPOSED):
                 raise StageError(
                     f"{where} has a hook of {maker}: pass the module as it is before that: a step "
@@ -272,8 +275,8 @@ def refuse_gradient_hooks(named: Iterable[tuple[str, nn.Module]]) -> None:
     Raises:
         StageError: there is one; names the parameter.
     """
-    for path, part in named:
-        for name, parameter in part._parameters.items():
+    for path, submodule in named:
+        for name, parameter in submodule._parameters.items():
             if _has_hooks(parameter):
                 where = f"module.get_parameter({'.'.join(filter(None, (path, name)))!r})"
                 raise StageError(
@@ -283,9 +286,9 @@ def refuse_gradient_hooks(named: Iterable[tuple[str, nn.Module]]) -> None:
                 )
 
 
-def _has_gradient_hooks(part: nn.Module) -> bool:
+def _has_gradient_hooks(submodule: nn.Module) -> bool:
     """Whether a submodule itself has a parameter with a hook on its gradient."""
-    return any(map(_has_hooks, part._parameters.values()))
+    return any(map(_has_hooks, submodule._parameters.values()))
 
 
 def _has_hooks(parameter: nn.Parameter | None) -> bool:

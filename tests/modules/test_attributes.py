@@ -34,8 +34,8 @@ class Resized(nn.Module):
         self.up = nn.Upsample(scale_factor=2, mode="linear", align_corners=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.up(x)
-        return made
+        y: Tensor = self.up(x)
+        return y
 
 
 class Classified(nn.Module):
@@ -57,8 +57,8 @@ class Net(nn.Module):
         self.first, self.part = nn.Linear(6, 6), part
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.part(self.first(x))
-        return made
+        y: Tensor = self.part(self.first(x))
+        return y
 
 
 class Attending(nn.Module):
@@ -67,8 +67,8 @@ class Attending(nn.Module):
         self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.attention(x, x, x, need_weights=False)[0]
-        return made
+        y: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return y
 
 
 def encoder() -> nn.Module:
@@ -93,7 +93,7 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], str, Any]] = {
 
 @pytest.mark.parametrize("case", CHANGES)
 def test_attributes_are_those_of_the_call(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    """What torch's layers do not print, or other layers print nothing of, was that of the trace."""
+    """Attributes that a layer does not print once kept their values of the trace."""
     make, path, value = CHANGES[case]
     torch.manual_seed(0)
     net, x = Net(make()).double(), torch.randn(4, 5, 6, dtype=torch.float64)
@@ -179,7 +179,7 @@ class Property(nn.Dropout):
 
 
 def test_a_later_step_runs_no_code_of_the_module() -> None:
-    """The bias was made anew in each step, for `nn.Linear` prints whether it has one."""
+    """Printing a layer once computed its parametrized bias in each step."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1), Property(), nn.Linear(4, 1))
     parametrize.register_parametrization(net[0], "bias", Counted())
     parametrize.register_parametrization(net[1], "bias", Counted())

@@ -35,18 +35,18 @@ def test_flops_and_boundaries_are_counted_and_balanced() -> None:
     schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
     batch = {"x": torch.ones(ROWS, 16, device="meta")}
     module = Uneven().to("meta")
-    found = fpipe.balance(module, schedule, batch, loss=total, intensity=0)
+    balance = fpipe.balance(module, schedule, batch, loss=total, intensity=0)
     # Loads are 1, 1, 4, 4, 1, 1: the wide boundary lies in the middle.
-    assert found.cuts == ("layers.2",)
+    assert balance.cuts == ("layers.2",)
     rows = ROWS // 2
-    assert [stage.flops for stage in found.stages] == [2 * rows * 16 * 16 * 6] * 2
-    assert [stage.params for stage in found.stages] == [16 * 16 * 6 * 4] * 2
-    assert [stage.sends for stage in found.stages] == [rows * 64 * 4, 0]
-    assert found.evenness == 1.0
+    assert [stage.flops for stage in balance.stages] == [2 * rows * 16 * 16 * 6] * 2
+    assert [stage.params for stage in balance.stages] == [16 * 16 * 6 * 4] * 2
+    assert [stage.sends for stage in balance.stages] == [rows * 64 * 4, 0]
+    assert balance.evenness == 1.0
     # Another boundary is narrower, and slower.
     narrow = fpipe.balance(module, schedule, batch, loss=total, intensity=0, slack=0.7)
     assert narrow.stages[0].sends == rows * 16 * 4
-    lines = str(found).splitlines()
+    lines = str(balance).splitlines()
     assert lines[0].split()[:2] == ["stage", "rank"] and lines[-1] == "evenness 100.0%"
     assert "layers.2  50.0%" in lines[1] and "the end  50.0%" in lines[2]
 
@@ -87,13 +87,13 @@ def test_measured_times_are_divided_as_well_as_can_be() -> None:
     options: Any = {"loss": total, "slack": 0.0}
     counted = fpipe.balance(module, schedule, batch, intensity=0, **options)
     assert counted.cuts == ("layers.1",) and counted.unit == "FLOP"
-    found = fpipe.balance(module, schedule, batch, measure=True, compile=False, **options)
-    assert [name for name, _ in found.parts] == [f"layers.{n}" for n in range(4)] + [""]
-    assert found.cuts == ("layers.3",) and found.unit == "s"
-    loads = [load for _, load in found.parts]
+    balance = fpipe.balance(module, schedule, batch, measure=True, compile=False, **options)
+    assert [name for name, _ in balance.parts] == [f"layers.{n}" for n in range(4)] + [""]
+    assert balance.cuts == ("layers.3",) and balance.unit == "s"
+    loads = [load for _, load in balance.parts]
     slowest = min(max(sum(loads[:end]), sum(loads[end:])) for end in range(1, len(loads)))
-    assert max(stage.load for stage in found.stages) == slowest
-    assert str(found).splitlines()[0].split()[5:7] == ["ms", "GFLOP"]
+    assert max(stage.load for stage in balance.stages) == slowest
+    assert str(balance).splitlines()[0].split()[5:7] == ["ms", "GFLOP"]
     with pytest.raises(fpipe.StageError, match=r"runs the module, but batch\['x'\] is on the meta"):
         fpipe.balance(module, schedule, {"x": batch["x"].to("meta")}, measure=True, loss=total)
 
@@ -180,8 +180,8 @@ def test_layers_within_layers_where_the_outer_ones_are_too_few() -> None:
         fpipe.schedules.one_f_one_b(ranks=ranks, microbatches=2) for ranks in (2, 4, 9)
     )
     assert fpipe.balance(module, two, batch, loss=total, intensity=0).cuts == ("0",)
-    found = fpipe.balance(module, four, batch, loss=total, intensity=0)
-    assert [stage.flops for stage in found.stages] == [2 * ROWS // 2 * 16 * 16] * 4
+    balance = fpipe.balance(module, four, batch, loss=total, intensity=0)
+    assert [stage.flops for stage in balance.stages] == [2 * ROWS // 2 * 16 * 16] * 4
     with pytest.raises(fpipe.StageError, match="parts that can be told apart, fewer than the 9"):
         fpipe.balance(module, nine, batch, loss=total)
     with pytest.raises(fpipe.StageError, match="candidates='01' must be a list"):
@@ -189,8 +189,8 @@ def test_layers_within_layers_where_the_outer_ones_are_too_few() -> None:
     with pytest.raises(fpipe.StageError, match=r"candidates=\[<class .* must be a list of names"):
         fpipe.balance(module, two, batch, loss=total, candidates=[nn.Linear])  # type: ignore[list-item]
     ways: Any = ["0"], iter(["0"])
-    for given in ways:
-        assert fpipe.balance(module, two, batch, loss=total, candidates=given).cuts == ("0",)
+    for candidates in ways:
+        assert fpipe.balance(module, two, batch, loss=total, candidates=candidates).cuts == ("0",)
 
 
 def test_layers_that_are_in_no_list() -> None:
@@ -228,11 +228,11 @@ def test_loss_functions_that_return_more_are_weighed() -> None:
     batch = {"x": torch.ones(ROWS, 16)}
     schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
     options: Any = {"loss": weighted, "reduction": "weighted", "has_aux": True}
-    found = fpipe.balance(Uneven(), schedule, batch, **options)
-    assert found.cuts == fpipe.balance(Uneven(), schedule, batch, loss=total).cuts
+    balance = fpipe.balance(Uneven(), schedule, batch, **options)
+    assert balance.cuts == fpipe.balance(Uneven(), schedule, batch, loss=total).cuts
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_modules_that_fit_nowhere_are_refused() -> None:
     schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
     batch = {"x": torch.ones(ROWS, 16)}
     with pytest.raises(fpipe.StageError, match=r"no division into 2 stages .* memory=100"):

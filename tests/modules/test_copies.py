@@ -37,8 +37,8 @@ class Net(nn.Module):
             part.scale.fill_(2.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.last(self.drop(torch.tanh(self.first(x)))) * self.scale
-        return made
+        output: Tensor = self.last(self.drop(torch.tanh(self.first(x)))) * self.scale
+        return output
 
 
 X = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
@@ -78,7 +78,7 @@ class Held(nn.Module):
         self.pipes = [self.inner.pipe]
 
 
-def test_a_module_around_it() -> None:
+def test_a_module_around_that_module_is_copied_with_the_pipeline() -> None:
     held = Held()
     other = copy.deepcopy(held)
     assert other.pipes[0] is other.inner.pipe and other.inner.pipe.module is other.inner
@@ -93,8 +93,8 @@ class Huber(nn.Module):
         self.huber = nn.HuberLoss(delta=0.1)
 
     def forward(self, y: Tensor, batch: Any) -> Tensor:
-        made: Tensor = self.huber(y, torch.zeros_like(y))
-        return made
+        loss: Tensor = self.huber(y, torch.zeros_like(y))
+        return loss
 
 
 def test_a_loss_that_is_a_module_is_copied_with_it() -> None:
@@ -102,10 +102,10 @@ def test_a_loss_that_is_a_module_is_copied_with_it() -> None:
     net = Net(loss).eval()
     other = copy.deepcopy(net)
     loss.huber.delta = 10.0
-    expected = [nn.HuberLoss(delta=d)(own(X), torch.zeros(4, 2)) for d, own in
+    expected = [nn.HuberLoss(delta=d)(model(X), torch.zeros(4, 2)) for d, model in
                 ((10.0, net), (0.1, other))]  # fmt: skip
-    found = [own.pipe.value(detached(own), {"x": X}) for own in (net, other)]
-    torch.testing.assert_close(found, [one.detach() for one in expected], check_dtype=False)
+    losses = [model.pipe.value(detached(model), {"x": X}) for model in (net, other)]
+    torch.testing.assert_close(losses, [value.detach() for value in expected], check_dtype=False)
 
 
 def test_a_pipeline_of_a_module_is_no_value_by_itself() -> None:
@@ -118,10 +118,10 @@ def test_a_pipeline_of_a_module_is_no_value_by_itself() -> None:
 
 
 def test_buffers_of_a_module_that_holds_its_pipeline_are_made_anew() -> None:
-    """They are made in a copy of the module."""
+    """The module initializes them in a copy of itself, which holds no pipeline."""
     with torch.device("meta"):
         net = Net()
     params = {name: torch.ones(p.shape, dtype=p.dtype) for name, p in net.named_parameters()}
-    found = pipe_of(net.eval(), "first").value(params, {"x": X})  # it holds the first
+    loss = pipe_of(net.eval(), "first").value(params, {"x": X})  # it holds the first
     plain = (torch.tanh(X.sum(1) + 1) * 4 + 1) * 2
-    torch.testing.assert_close(found, plain.square().mean())
+    torch.testing.assert_close(loss, plain.square().mean())

@@ -130,18 +130,18 @@ def test_layers_with_the_same_calls_are_alike(model: Model) -> None:
 
 
 def test_work_within_a_function_counts_where_cuts_are_chosen(model: Model) -> None:
-    found = fpipe.balance(
+    balance = fpipe.balance(
         model.to("meta"),
         fpipe.schedules.one_f_one_b(ranks=2, microbatches=2),
         {"x": torch.ones(8, WIDTH, device="meta")},
         loss=squares,
         intensity=0,
     )
-    assert found.cuts == ("layers.1",)
-    assert [stage.flops for stage in found.stages] == [2 * 2 * 4 * WIDTH * WIDTH] * 2
+    assert balance.cuts == ("layers.1",)
+    assert [stage.flops for stage in balance.stages] == [2 * 2 * 4 * WIDTH * WIDTH] * 2
 
 
-def test_bloom_as_it_is() -> None:
+def test_bloom_equals_itself_unpipelined() -> None:
     config = LIBRARY.BloomConfig(
         vocab_size=31, hidden_size=16, n_layer=4, n_head=2, hidden_dropout=0.0,
         attention_dropout=0.0, bos_token_id=1, eos_token_id=2, use_cache=False,
@@ -196,15 +196,15 @@ def test_backward_that_draws_has_the_same_numbers_in_each_schedule() -> None:
         )
         return pipe.step(detached(module), batch, key=random.key(key))
 
-    found = step(0, "gpipe")
-    assert_identical(step(0, "zb_h1"), found)
-    assert_identical(step(0, "gpipe", "full"), found)
+    first = step(0, "gpipe")
+    assert_identical(step(0, "zb_h1"), first)
+    assert_identical(step(0, "gpipe", "full"), first)
     bias = "1.layer.bias"
-    assert not step(1, "gpipe").grads[bias].equal(found.grads[bias])
+    assert not step(1, "gpipe").grads[bias].equal(first.grads[bias])
     # Of each row a number between 0 and 1.
     silent = nn.Sequential(blocks[0], blocks[1].layer)
     expected = by_microbatches(silent, batch, 4, loss=lambda y, _: squares(y * 2, {}))
-    noise = found.grads[bias] - expected.grads["1.bias"]
+    noise = first.grads[bias] - expected.grads["1.bias"]
     assert bool(((noise > 0) & (noise < 8)).all()) and noise.unique().numel() == WIDTH
 
 
@@ -230,8 +230,8 @@ class Routed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shares = self.gate(x).softmax(-1)
         loss = 0.1 * shares.mean(0).square().sum()
-        made: Tensor = AddAuxiliary.apply(self.linear(x) * shares[:, :1], loss)
-        return made
+        output: Tensor = AddAuxiliary.apply(self.linear(x) * shares[:, :1], loss)
+        return output
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

@@ -28,7 +28,7 @@ def every_division(
     microbatches: int,
 ) -> list[tuple[Division, float]]:
     """All of them, each with the memory of its fullest rank."""
-    found = []
+    divisions = []
     for inner in combinations(range(1, len(loads)), len(placement) - 1):
         ends = (*inner, len(loads))
         starts = (0, *inner)
@@ -44,8 +44,8 @@ def every_division(
             for end, here, there in zip(inner, placement, placement[1:], strict=False)
             if here != there
         )
-        found.append((Division(ends, max(load), max(busy), time, crossing), max(memory)))
-    return found
+        divisions.append((Division(ends, max(load), max(busy), time, crossing), max(memory)))
+    return divisions
 
 
 @settings(max_examples=150, deadline=None)
@@ -89,7 +89,7 @@ def test_division_is_the_best_of_all(
     got = best_of()
     assert got in options
     assert (got.crossing, got.time) == (best.crossing, best.time)
-    # Of all that are as good in everything, the one whose stages are the most even.
+    # Among equally good ones, the one with the most even stages.
     as_good = [o for o in allowed if all(map(le, o.figures, got.figures))]
     assert squares(loads, got) == min(squares(loads, o) for o in as_good)
     if len(set(placement)) == len(placement):
@@ -103,10 +103,10 @@ def test_division_is_the_best_of_all(
     placement=st.sampled_from([vee(2), vee(3), looped(2, 2), looped(2, 3)]),
     share=st.sampled_from([0.55, 0.6, 1.0]),
 )
-def test_what_is_left_out_is_looked_for_again_where_memory_is_scarce(
+def test_search_follows_more_ways_where_memory_is_scarce(
     parts: list[tuple[float, float]], placement: tuple[int, ...], share: float
 ) -> None:
-    """One label for each end is too few to find the best, and no reason to find nothing."""
+    """With one label for each end the search may miss the best division, but finds one."""
     loads, needs = (list(column) for column in zip(*parts, strict=True))
     limit = share * sum(needs)
     everything = every_division(loads, loads, placement, needs, 4)
@@ -148,7 +148,7 @@ def test_time_is_that_of_the_schedule_where_stages_are_even(schedule: Schedule) 
 
 
 def test_uneven_chains_are_divided_for_short_steps() -> None:
-    """The load of ranks was not looked at: any division with the fastest slowest stage would do.
+    """The search once took any division with the fastest slowest stage, whatever ranks had to do.
 
     On paper, over all divisions of a small embedding, eight layers and a head.
     """
@@ -310,7 +310,7 @@ def test_a_bound_of_memory_knows_no_boundaries() -> None:
 def division_memory(
     division: Division, needs: list[float], placement: tuple[int, ...]
 ) -> list[float]:
-    """What each rank needs."""
+    """The memory that each rank needs."""
     used = [0.0] * (max(placement) + 1)
     for rank, (first, end) in zip(placement, pairwise((0, *division.ends)), strict=True):
         used[rank] += sum(needs[first:end])

@@ -1,4 +1,4 @@
-"""What is counted as FLOPs of operations that torch's counter does not know."""
+"""FLOPs of operations that torch's counter does not know."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Function(nn.Module):
 
 
 def flops_of(layer: nn.Module, x: Tensor) -> int:
-    """Those of a layer behind one that has none, for one of two microbatches."""
+    """FLOPs of a layer, for one of two microbatches; the layer before it has none."""
     module = nn.Sequential(nn.Tanh(), layer)
     balance = fpipe.balance(module, SCHEDULE, {"input": x}, loss=total, candidates=["0"])
     return balance.stages[1].flops
@@ -67,12 +67,12 @@ class Twice(torch.autograd.Function):
     ids=["whole", "causal", "masked", "custom"],
 )
 def test_attention_counts(function: Callable[[Tensor], Tensor], device: str) -> None:
-    """It was recorded by the kernel of the CPU, which torch's counter lacks, and counted as 0."""
+    """A recording on the CPU calls a kernel that torch's counter lacks; it once counted as 0."""
     x = torch.ones(4, HEADS, LENGTH, WIDTH, device=device)
     with FlopCounterMode(display=False) as counter:
         attention(x[:2].to("meta"))
-    found = flops_of(Function(function), x)
-    assert found == counter.get_total_flops() == 2 * HEADS * 2 * 2 * LENGTH**2 * WIDTH
+    flops = flops_of(Function(function), x)
+    assert flops == counter.get_total_flops() == 2 * HEADS * 2 * 2 * LENGTH**2 * WIDTH
 
 
 def test_keys_that_several_queries_share_count_for_each() -> None:
@@ -108,9 +108,9 @@ class Recurrent(nn.Module):
 
 def test_recurrent_layers_count() -> None:
     layer = Recurrent()
-    found = flops_of(layer, torch.ones(4, LENGTH, WIDTH))
+    flops = flops_of(layer, torch.ones(4, LENGTH, WIDTH))
     weights = sum(p.numel() for name, p in layer.named_parameters() if "weight" in name)
-    assert found == 2 * 2 * LENGTH * weights
+    assert flops == 2 * 2 * LENGTH * weights
 
 
 def test_products_of_groups_and_of_integers_count() -> None:
@@ -145,7 +145,7 @@ foreign.register_autograd(lambda ctx, grad: 2 * grad)
         (foreign, "fpipe_test_flops.twice.default"),
     ],
 )
-def test_what_has_no_formula_is_named(
+def test_operations_without_a_formula_are_warned_about(
     function: Callable[[Tensor], Tensor], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     x = torch.ones(4, LENGTH, WIDTH)

@@ -132,7 +132,7 @@ class Whole(nn.Module):
 
 
 class Splitting(Whole):
-    """It says itself where stages end, as one does for torch's `pipe_split`."""
+    """Its forward marks where stages end, as with torch's `pipe_split`."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = fpipe.cut(torch.tanh(self.first(x)))

@@ -62,13 +62,13 @@ def estimated_and_held(
     module: nn.Module, schedule: fpipe.Schedule, batch: Any, **options: Any
 ) -> list[tuple[int, int]]:
     """For each rank: what its stages are said to need, and parameters and peak of its program."""
-    found = fpipe.balance(module, schedule, batch, loss=squares, **options)
-    pipe = pipe_of(module, found, schedule=schedule)
+    balance = fpipe.balance(module, schedule, batch, loss=squares, **options)
+    pipe = pipe_of(module, balance, schedule=schedule)
     pairs = []
     for rank, program in enumerate(pipe.programs(detached(module), batch)):
-        own = [stage for stage in found.stages if stage.rank == rank]
-        held = program.peak_bytes + sum(stage.params for stage in own)
-        pairs.append((sum(stage.memory for stage in own), held))
+        shares = [stage for stage in balance.stages if stage.rank == rank]
+        held = program.peak_bytes + sum(stage.params for stage in shares)
+        pairs.append((sum(stage.memory for stage in shares), held))
     return pairs
 
 
@@ -102,22 +102,24 @@ def test_estimates_are_bounds(name: str, schedule: fpipe.Schedule, most: float) 
         assert held <= estimated <= most * held
 
 
-def test_what_a_stage_receives_counts() -> None:
-    """It counted what the stage makes alone, a seventieth of what the last rank holds here."""
+def test_memory_counts_values_that_a_stage_receives() -> None:
+    """The estimate once left out received values, and was a seventieth of what a rank holds."""
     module = nn.Sequential(nn.Linear(16, 4096), nn.Tanh(), nn.Linear(4096, 16), nn.Linear(16, 16))
     schedule = schedules.gpipe(ranks=2, microbatches=8)
     batch = {"input": torch.randn(8192, 16)}
     for estimated, held in estimated_and_held(module, schedule, batch, candidates=["1"]):
         assert held <= estimated <= 1.25 * held
     # The limit moves the cut, to where the last rank receives little.
-    found = fpipe.balance(module, schedule, batch, loss=squares, candidates=["1", "2"], memory=3e8)
-    assert found.cuts == ("1",)
-    limit = max(stage.memory for stage in found.stages) + 1
+    balance = fpipe.balance(
+        module, schedule, batch, loss=squares, candidates=["1", "2"], memory=3e8
+    )
+    assert balance.cuts == ("1",)
+    limit = max(stage.memory for stage in balance.stages) + 1
     again = fpipe.balance(
         module, schedule, batch, loss=squares, candidates=["1", "2"], memory=limit
     )
     assert all(stage.memory < limit for stage in again.stages)
-    only: Any = {"candidates": ["1"], "memory": found.stages[1].memory - 1}
+    only: Any = {"candidates": ["1"], "memory": balance.stages[1].memory - 1}
     with pytest.raises(fpipe.StageError, match=r"no division into 2 stages keeps every rank"):
         fpipe.balance(module, schedule, batch, loss=squares, **only)
 

@@ -125,7 +125,7 @@ def test_ways_round_the_padding_mask(name: str, way: str) -> None:
 
 def test_cuts_are_chosen_beside_a_padding_mask() -> None:
     batch, present = padded_batch()
-    found = fpipe.balance(
+    balance = fpipe.balance(
         build("bert", 2),
         fpipe.schedules.gpipe(ranks=2, microbatches=1),
         batch | {"attention_mask": present.long()},
@@ -133,7 +133,7 @@ def test_cuts_are_chosen_beside_a_padding_mask() -> None:
         reduction="sum",
         is_compiling=True,
     )
-    assert found.cuts == ("bert.encoder.layer.0",)
+    assert balance.cuts == ("bert.encoder.layer.0",)
 
 
 def test_experts_that_cannot_be_traced_are_refused_with_the_way_round() -> None:

@@ -1,4 +1,4 @@
-"""What a module draws with torch's own operations is drawn from the key of the step."""
+"""Modules draw with torch's own operations from the key of the step."""
 
 from __future__ import annotations
 
@@ -259,10 +259,10 @@ def test_normal_numbers_of_a_deviation_are_rounded_once() -> None:
         return KEYED[torch.ops.aten.normal_functional.default](key, x, 0.3, 0.7)
 
     x = torch.empty(500, dtype=torch.bfloat16)
-    found = drawn(KEY, x)
+    numbers = drawn(KEY, x)
     doubles = normal_doubles(KEY, (500,), torch.bfloat16) * 0.7 + 0.3
-    assert torch.equal(found, doubles.bfloat16())
-    assert torch.equal(torch.compile(drawn)(KEY, x), found)
+    assert torch.equal(numbers, doubles.bfloat16())
+    assert torch.equal(torch.compile(drawn)(KEY, x), numbers)
 
 
 def test_torch_draws_from_keys() -> None:
@@ -296,8 +296,8 @@ def test_torch_draws_from_keys() -> None:
     assert_same(drawn, expected)
     x.requires_grad_()
     with keyed(KEY):
-        (own,) = torch.ops.aten.native_dropout(x, 0.5, True)[:1]
-    assert_same(own, expected[0])
+        (dropped,) = torch.ops.aten.native_dropout(x, 0.5, True)[:1]
+    assert_same(dropped, expected[0])
 
 
 class Attending(nn.Module):
@@ -356,7 +356,7 @@ def test_ops_without_a_key_are_refused() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_blocks_that_are_computed_again_are_refused(use_reentrant: bool) -> None:
-    """They would draw other numbers for the backward: the loss was right, and its gradient not."""
+    """They would draw other numbers in the backward, so that the gradient would be wrong."""
 
     def block(x: Tensor) -> Tensor:
         return checkpoint(F.dropout, x, use_reentrant=use_reentrant)
@@ -366,9 +366,9 @@ def test_blocks_that_are_computed_again_are_refused(use_reentrant: bool) -> None
         block(x)
     if not use_reentrant:
         with torch.no_grad(), keyed(KEY):
-            found = block(x)
+            output = block(x)
         with keyed(KEY):
-            assert_identical(F.dropout(x.detach()), found)
+            assert_identical(F.dropout(x.detach()), output)
 
 
 # ── as torch draws ──────────────────────────────────────────────────────────────────────────────
@@ -380,7 +380,7 @@ def drawn_from_key(draw: Callable[[], Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_ends_that_torch_does_not_draw(dtype: torch.dtype) -> None:
+def test_draws_leave_out_the_ends_that_torch_leaves_out(dtype: torch.dtype) -> None:
     """The logarithm of an exponential number is taken by gumbel_softmax."""
     empty = torch.empty(200_000, dtype=dtype)
     exponential = drawn_from_key(lambda: empty.clone().exponential_())
@@ -392,7 +392,7 @@ def test_ends_that_torch_does_not_draw(dtype: torch.dtype) -> None:
     assert 0.0014 < tail < 0.0030  # 2 / (300 π) of them
 
 
-def test_draws_lie_as_torch_lays_them() -> None:
+def test_draws_have_the_strides_that_torch_gives() -> None:
     x = torch.ones(2, 3).t()
     for draw in (
         torch.rand_like,
@@ -432,13 +432,13 @@ ONE = torch.ones(3)
         (lambda: ONE.clone().bernoulli_(0.5, generator=torch.Generator()), "Generator of its own"),
     ],
 )
-def test_what_torch_refuses_is_refused(draw: Callable[[], Tensor], rule: str) -> None:
+def test_arguments_that_torch_refuses_are_refused(draw: Callable[[], Tensor], rule: str) -> None:
     with pytest.raises(fpipe.FpipeError, match=rule):
         drawn_from_key(draw)
 
 
 def test_a_pipeline_within_keyed_draws_as_it_does_outside() -> None:
-    """It was traced with what the key around it drew, which it then kept for ever."""
+    """A trace once kept the numbers that the key around the call had drawn."""
 
     module, batch = small_module(), {"input": torch.ones(6, 3).double()}
     params = detached(module)
@@ -446,8 +446,8 @@ def test_a_pipeline_within_keyed_draws_as_it_does_outside() -> None:
     for seed in (1, 2):
         key = random.key(seed)
         with keyed(KEY):
-            found = pipe.step(params, batch, key)
-        assert_identical(found, other.step(params, batch, key))
+            step = pipe.step(params, batch, key)
+        assert_identical(step, other.step(params, batch, key))
     pipe = pipe_of(module, "1")
     with pytest.raises(fpipe.FpipeError, match=r"called within fpipe\.nn\.keyed"), keyed(KEY):
         pipe.step(params, batch)

@@ -71,10 +71,10 @@ def test_step_from_a_checkpoint(write: Callable[[nn.Module, Path], Path], tmp_pa
     module, batch = language_model(), token_batch()
     pipe = language_pipe(without_weights())
     params = pipe.load(write(module, tmp_path))
-    own = detached(module)
-    assert params.keys() == own.keys()
-    assert all(torch.equal(params[name], value) for name, value in own.items())
-    got, expected = pipe.step(params, batch), unpipelined(module, own, batch)
+    saved = detached(module)
+    assert params.keys() == saved.keys()
+    assert all(torch.equal(params[name], value) for name, value in saved.items())
+    got, expected = pipe.step(params, batch), unpipelined(module, saved, batch)
     torch.testing.assert_close(got.loss, expected.loss, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(got.grads, expected.grads, rtol=1e-10, atol=1e-12)
 
@@ -86,14 +86,14 @@ def test_tied_weights_of_hugging_face_come_by_either_name(tmp_path: Path) -> Non
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text("utf-8"))
     stored = index["weight_map"]
     assert len(set(stored.values())) > 1
-    own = detached(module)
+    saved = detached(module)
     assert len(stored.keys() & {"lm_head.weight", "transformer.wte.weight"}) == 1
     pipe = pipe_of(module, "transformer.h.0", loss=None)
     loaded = pipe.load(tmp_path)
-    assert all(torch.equal(loaded[name], value) for name, value in own.items())
+    assert all(torch.equal(loaded[name], value) for name, value in saved.items())
     # The other one.
-    head = own.pop("transformer.wte.weight")
-    save_file(own | {"lm_head.weight": head}, tmp_path / "other.safetensors")
+    head = saved.pop("transformer.wte.weight")
+    save_file(saved | {"lm_head.weight": head}, tmp_path / "other.safetensors")
     loaded = pipe.load(tmp_path / "other.safetensors")
     assert torch.equal(loaded["transformer.wte.weight"], head)
 
@@ -114,7 +114,7 @@ class Recorded:
         return value
 
 
-def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_wanted_tensors_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = language_model()
     write_indexed(module, tmp_path)
     wanted = {"blocks.1.norm.bias": torch.empty(8, dtype=torch.float32, device="meta")}
@@ -129,9 +129,9 @@ def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(checkpoint_files, "_opened", opened)
     source: Source = SafetensorsFiles.indexed(tmp_path / "model.safetensors.index.json")
     assert files == []
-    found = source.read(wanted)
+    values = source.read(wanted)
     assert read == list(wanted) and len(files) == 1
-    assert found["blocks.1.norm.bias"].dtype == torch.float32  # the file has float64
+    assert values["blocks.1.norm.bias"].dtype == torch.float32  # the file has float64
     source = DistributedDirectory(write_distributed(module, tmp_path))
     really_read = dcp.FileSystemReader.read_data
 
@@ -141,14 +141,14 @@ def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     read.clear()
     monkeypatch.setattr(dcp.FileSystemReader, "read_data", read_data)
-    found = source.read(wanted)
-    assert read == list(wanted) and found["blocks.1.norm.bias"].dtype == torch.float32
-    torch.testing.assert_close(found["blocks.1.norm.bias"], detached(module)[read[0]].float())
+    values = source.read(wanted)
+    assert read == list(wanted) and values["blocks.1.norm.bias"].dtype == torch.float32
+    torch.testing.assert_close(values["blocks.1.norm.bias"], detached(module)[read[0]].float())
     assert source.read({}) == {} and read == list(wanted)
 
 
 @pytest.mark.parametrize("write", [write_params, write_distributed])
-def test_what_does_not_fit_is_refused_by_name(
+def test_tensors_of_other_shapes_are_refused_by_name(
     write: Callable[[nn.Module, Path], Path], tmp_path: Path
 ) -> None:
     module = language_model()
@@ -163,12 +163,12 @@ def test_what_does_not_fit_is_refused_by_name(
 
 def test_missing_and_further_tensors_are_refused_by_name(tmp_path: Path) -> None:
     module, path = language_model(), tmp_path / "one.safetensors"
-    pipe, own = language_pipe(without_weights()), detached(language_model())
-    table = own.pop("embedding.weight")
-    save_file(own | {"mask": module.mask}, path)
+    pipe, saved = language_pipe(without_weights()), detached(language_model())
+    table = saved.pop("embedding.weight")
+    save_file(saved | {"mask": module.mask}, path)
     with pytest.raises(fpipe.BatchError, match=r"the checkpoint lacks 'embedding.weight': .*renam"):
         pipe.load(path)
-    save_file(own | {name: table.clone() for name in ("embed", "b", "c", "d")}, path)
+    save_file(saved | {name: table.clone() for name in ("embed", "b", "c", "d")}, path)
     with pytest.raises(
         fpipe.BatchError, match=r"lacks 'embedding.weight'; it has 'b', 'c', 'd' an"
     ):
@@ -182,8 +182,8 @@ def test_missing_and_further_tensors_are_refused_by_name(tmp_path: Path) -> None
     assert torch.equal(loaded["embedding.weight"], table)
 
 
-def test_buffers_by_any_name_are_passed_over(tmp_path: Path) -> None:
-    """Of a submodule that comes twice, state_dict has the buffers under both names."""
+def test_buffers_in_a_checkpoint_of_parameters_are_passed_over(tmp_path: Path) -> None:
+    """state_dict has the buffers of a submodule with two names under both."""
     shared = nn.BatchNorm1d(4)
     module = nn.Sequential(nn.Linear(4, 4), shared, nn.Linear(4, 4), shared).eval()
     pipe = pipe_of(module, [], schedule=ONE)
@@ -192,7 +192,9 @@ def test_buffers_by_any_name_are_passed_over(tmp_path: Path) -> None:
     assert pipe.load(tmp_path).keys() == dict(module.named_parameters()).keys()
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_without_a_checkpoint_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipe = language_pipe(language_model())
     with pytest.raises(fpipe.BatchError, match=r"holds neither: give a file of safetensors"):
         pipe.load(tmp_path)
@@ -211,11 +213,11 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         pipe.load(path)
 
 
-def test_what_is_broken_is_refused_with_its_file(tmp_path: Path) -> None:
+def test_broken_files_are_refused_by_name(tmp_path: Path) -> None:
     pipe, path = language_pipe(language_model()), write_indexed(language_model(), tmp_path)
     index = path / "model.safetensors.index.json"
     stored = json.loads(index.read_text("utf-8"))["weight_map"]
-    for found, rule in (
+    for content, rule in (
         ("{", r"index\.json is no JSON: Expecting"),
         (
             {**stored, "embedding.weight": "gone.safetensors"},
@@ -225,7 +227,7 @@ def test_what_is_broken_is_refused_with_its_file(tmp_path: Path) -> None:
         ({**stored, "embedding.weight": 1}, r"index\.json has no weight_map of names to files"),
         (dict.fromkeys(stored, "1.safetensors"), r"1\.safetensors lacks .*, which its index says"),
     ):
-        text = found if isinstance(found, str) else json.dumps({"weight_map": found})
+        text = content if isinstance(content, str) else json.dumps({"weight_map": content})
         index.write_text(text, "utf-8")
         with pytest.raises(fpipe.BatchError, match=rule):
             pipe.load(path)
@@ -245,14 +247,14 @@ def test_index_that_is_a_directory_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("head", [b"", b"garbage", pickle.dumps({"a": 1})])
 def test_broken_head_of_a_distributed_checkpoint_is_refused(head: bytes, tmp_path: Path) -> None:
-    """A save that was cut off leaves one; what unpickling made of it was raised."""
+    """An interrupted save leaves such a file; loading once raised the error of unpickling."""
     (tmp_path / ".metadata").write_bytes(head)
     with pytest.raises(fpipe.BatchError, match=r"\.metadata cannot be read \(\w+: .*must be that"):
         language_pipe(language_model()).load(tmp_path)
 
 
 def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
-    """The last file counted, in the order of their names."""
+    """Loading once took the tensor of the last file."""
     write_listed(language_model(), tmp_path)
     save_file({"embedding.weight": torch.ones(3)}, tmp_path / "optimizer.safetensors")
     with pytest.raises(fpipe.BatchError, match=r"'embedding.weight' is in two files, .*optimi"):
@@ -263,7 +265,7 @@ def test_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 def test_numbers_that_would_lose_a_part_are_refused(
     write: Callable[[nn.Module, Path], Path], tmp_path: Path
 ) -> None:
-    """Of complex numbers the real part was taken."""
+    """Loading once took the real part of complex numbers."""
     module = language_model()
     norm: Any = module.blocks[1].norm
     norm.bias = nn.Parameter(norm.bias.detach().to(torch.complex64))
@@ -286,7 +288,7 @@ def test_numbers_that_would_lose_a_part_are_refused(
 def test_integers_that_may_not_fit_are_refused(
     stored: torch.dtype, wanted: torch.dtype, fits: bool, tmp_path: Path
 ) -> None:
-    """They came round from the other end."""
+    """Loading once wrapped integers around."""
 
     def stage(params: Tensor, x: Tensor) -> Tensor:
         return x * params
@@ -303,24 +305,24 @@ def test_integers_that_may_not_fit_are_refused(
 
 
 def test_tied_parameter_that_the_checkpoint_has_untied_is_refused(tmp_path: Path) -> None:
-    """The first name counted: another model than that of the checkpoint, and nobody was told."""
+    """Loading once took the first name without a word, and so changed the model."""
     module: Any = build("gpt2", 2)
-    own = detached(module)
-    table = own["transformer.wte.weight"]
+    saved = detached(module)
+    table = saved["transformer.wte.weight"]
     path = tmp_path / "model.safetensors"
     pipe = pipe_of(module, "transformer.h.0", loss=None)
-    save_file(own | {"lm_head.weight": table.clone()}, path)
+    save_file(saved | {"lm_head.weight": table.clone()}, path)
     assert torch.equal(pipe.load(path)["transformer.wte.weight"], table)
     broken = table.clone()
     broken[0] = torch.nan  # no number equals itself, and the file is to be looked into
     save_file(
-        own
+        saved
         | dict.fromkeys(["transformer.wte.weight"], broken)
         | {"lm_head.weight": broken.clone()},
         path,
     )
     torch.testing.assert_close(pipe.load(path)["transformer.wte.weight"], broken, equal_nan=True)
-    save_file(own | {"lm_head.weight": table + 1}, path)
+    save_file(saved | {"lm_head.weight": table + 1}, path)
     with pytest.raises(fpipe.BatchError, match=r"'transformer.wte.weight' and 'lm_head.wei"):
         pipe.load(path)
     assert torch.equal(pipe.load(path, strict=False)["transformer.wte.weight"], table)
@@ -331,11 +333,11 @@ def test_stages_of_functions_load_by_the_paths_of_their_leaves(tmp_path: Path) -
         return x @ params["w"]
 
     pipe = fpipe.pipeline([stage, stage], lambda y, _: y.sum(), SCHEDULE, compile=False)
-    own = {"0.w": torch.randn(3, 3), "1.w": torch.randn(3, 3)}
-    save_file(own, tmp_path / "one.safetensors")
+    saved = {"0.w": torch.randn(3, 3), "1.w": torch.randn(3, 3)}
+    save_file(saved, tmp_path / "one.safetensors")
     shapes = [{"w": torch.empty(3, 3, device="meta")} for _ in range(2)]
     params = pipe.load(tmp_path, shapes=shapes)
-    assert torch.equal(params[0]["w"], own["0.w"]) and torch.equal(params[1]["w"], own["1.w"])
+    assert torch.equal(params[0]["w"], saved["0.w"]) and torch.equal(params[1]["w"], saved["1.w"])
 
 
 class Adapted(nn.Linear):
@@ -362,7 +364,9 @@ def init_normal(key: Tensor, _: str, like: Tensor) -> Tensor:
     return fpipe.random.normal(key, like.shape, like.dtype)
 
 
-def test_what_a_checkpoint_lacks_is_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_init_fn_makes_what_a_checkpoint_lacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A model that was trained without adapters, and adapters without the model."""
     torch.manual_seed(0)
     base = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -35,7 +35,7 @@ def test_trained_parameters_go_back_into_a_module() -> None:
 
 
 def test_parameters_are_loaded_in_each_other_s_places() -> None:
-    """The first was copied over the second before that was read."""
+    """load_into once overwrote the second parameter before it read it."""
     module = linears()
     pipe = pipe_of(module, "0")
     held, before = dict(module.named_parameters()), detached(module)
@@ -46,7 +46,7 @@ def test_parameters_are_loaded_in_each_other_s_places() -> None:
 
 
 def test_nothing_is_copied_where_a_part_has_no_data() -> None:
-    """What lies on the meta device was found after the half was copied, once a step had run."""
+    """After a step, load_into once found a tensor without data when half was copied."""
     module = linears()
     pipe = pipe_of(module, "0")
     params = detached(module)

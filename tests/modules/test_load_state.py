@@ -74,9 +74,9 @@ def test_state_comes_back(write: Writer, tmp_path: Path) -> None:
 
 def test_names_of_a_checkpoint_may_be_others(tmp_path: Path) -> None:
     module = normed_module()
-    own = {f"model.{name}": value for name, value in module.state_dict().items()}
+    saved = {f"model.{name}": value for name, value in module.state_dict().items()}
     path = tmp_path / "model.safetensors"
-    save_file(own, path)
+    save_file(saved, path)
     shapes, rename = without_data(), "model.{}".format
     pipe = normed_pipe(shapes, has_state=True)
     assert_identical(buffers_of(pipe.load_state(path, rename=rename)), dict(module.named_buffers()))
@@ -84,8 +84,8 @@ def test_names_of_a_checkpoint_may_be_others(tmp_path: Path) -> None:
         pipe.load_state(path)
     with pytest.raises(fpipe.BatchError, match=r"lacks 'scale', .*rename="):
         fpipe.load_buffers(shapes, path)
-    found = fpipe.load_buffers(shapes, path, rename=rename, device="cpu")
-    assert torch.equal(found["scale"], module.scale)
+    buffers = fpipe.load_buffers(shapes, path, rename=rename, device="cpu")
+    assert torch.equal(buffers["scale"], module.scale)
 
 
 def test_rename_need_not_know_what_is_not_read(tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_rename_need_not_know_what_is_not_read(tmp_path: Path) -> None:
     save_file({f"model.{name}": value for name, value in module.state_dict().items()}, path)
     of_params = {name: f"model.{name}" for name, _ in module.named_parameters()}
     of_buffers = {name: f"model.{name}" for name, _ in module.named_buffers()}
-    found = fpipe.load_buffers(without_data(), path, rename=of_buffers.__getitem__)
-    assert torch.equal(found["scale"], module.scale)
+    buffers = fpipe.load_buffers(without_data(), path, rename=of_buffers.__getitem__)
+    assert torch.equal(buffers["scale"], module.scale)
     pipe = normed_pipe(without_data(), has_state=True)
     state = pipe.load_state(path, rename=of_buffers.__getitem__)
     assert_identical(buffers_of(state), dict(module.named_buffers()))
@@ -119,28 +119,28 @@ def test_state_to_begin_with_is_that_of_a_new_module() -> None:
     state = normed_pipe(module, has_state=True).init_state()
     assert_identical(state, state_of(module))
     assert state["scale"] is not module.scale
-    given = normed_pipe(
+    pipe = normed_pipe(
         without_data(), has_state=True, buffers={"scale": torch.tensor(3.0).double()}
     )
-    assert given.init_state()["scale"] == 3
+    assert pipe.init_state()["scale"] == 3
 
 
-def test_what_no_checkpoint_has_is_refused_by_name(tmp_path: Path) -> None:
+def test_buffers_that_no_checkpoint_has_are_refused_by_name(tmp_path: Path) -> None:
     module = normed_module()
     path = write_file(module, tmp_path)
-    own = load_file(path)
-    scale = own.pop("scale")
-    save_file(own, path)
+    saved = load_file(path)
+    scale = saved.pop("scale")
+    save_file(saved, path)
     pipe = normed_pipe(without_data(), has_state=True)
     with pytest.raises(fpipe.BatchError, match="the checkpoint lacks 'scale': "):
         pipe.load_state(path)
-    save_file(own | {"scale": scale[None]}, path)
+    save_file(saved | {"scale": scale[None]}, path)
     with pytest.raises(fpipe.BatchError, match=r"'scale' has shape \(1,\), but the model's has \("):
         pipe.load_state(path)
     # Nobody can say what these are: no checkpoint has them, and the module does not make them.
     shapes = without_data()
     shapes.register_buffer("odd", torch.ones(2, device="meta"), persistent=False)
-    save_file(own | {"scale": scale}, path)
+    save_file(saved | {"scale": scale}, path)
     odd = normed_pipe(shapes, has_state=True)
     for make in (odd.init_state, lambda: odd.load_state(path)):
         with pytest.raises(fpipe.StageError, match=r"the buffer 'odd' .*load_buffers\(module, pa"):
@@ -172,7 +172,7 @@ def test_state_of_a_function_is_loaded_by_the_paths_of_its_leaves(tmp_path: Path
 def test_buffers_of_a_shared_submodule_come_by_either_name(tmp_path: Path) -> None:
     shared = nn.BatchNorm1d(4)
     module = nn.Sequential(nn.Linear(4, 4), shared, nn.Linear(4, 4), shared)
-    own = {name: buffer + 1 for name, buffer in shared.named_buffers()}
-    save_file({f"3.{name}": value for name, value in own.items()}, tmp_path / "model.safetensors")
-    found = fpipe.load_buffers(module, tmp_path)
-    assert_identical(found, {f"1.{name}": value for name, value in own.items()})
+    saved = {name: buffer + 1 for name, buffer in shared.named_buffers()}
+    save_file({f"3.{name}": value for name, value in saved.items()}, tmp_path / "model.safetensors")
+    buffers = fpipe.load_buffers(module, tmp_path)
+    assert_identical(buffers, {f"1.{name}": value for name, value in saved.items()})

@@ -163,7 +163,7 @@ def test_state_has_the_numbers_that_buffers_lack() -> None:
         shapes = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     params, state = detached(module), fpipe.nn.state_of(module)
     batch = {"input": torch.randn(6, 3).double()}
-    steps = [pipe_of(own, "1", schedule=SCHEDULE, has_state=True) for own in (module, shapes)]
+    steps = [pipe_of(built, "1", schedule=SCHEDULE, has_state=True) for built in (module, shapes)]
     expected, got = (pipe.step(params, state, batch) for pipe in steps)
     torch.testing.assert_close(got.grads, expected.grads, rtol=0, atol=0)
     assert torch.equal(got.state["1"].var, expected.state["1"].var)

@@ -30,8 +30,10 @@ class Louder(nn.Module):
 
 
 def test_the_mode_of_the_module_is_that_of_the_call(caplog: pytest.LogCaptureFixture) -> None:
-    """It was that of the first call for each set of shapes, so that a batch of another size, first
-    met in evaluation, was trained without dropout ever after."""
+    """Each set of shapes once kept the mode of its first call.
+
+    A batch of another size, first met in evaluation, was trained without dropout from then on.
+    """
     module = nn.Sequential(nn.Linear(2, 2), Louder()).double()
     params, batch = detached(module), {"input": torch.ones(4, 2, dtype=torch.float64)}
     pipe = pipe_of(module, "0", loss=total)
@@ -62,7 +64,7 @@ class Scaled(nn.Module):
 
 
 def test_submodules_are_those_of_the_call(caplog: pytest.LogCaptureFixture) -> None:
-    """One that was put in the place of another, and has no parameters, was not seen."""
+    """A submodule without parameters that replaced another once had no effect."""
     tanh, leaky = nn.Tanh(), nn.LeakyReLU(0.1)
     inner = nn.Sequential(nn.Linear(2, 2), leaky)
     module = nn.Sequential(nn.Linear(2, 2), tanh, inner, tanh).double()
@@ -129,7 +131,7 @@ class Scaling(nn.Module):
 
 
 def test_buffers_and_dropout_are_those_of_the_call() -> None:
-    """Buffers that were replaced, as load_state_dict(assign=True) does, were those of the trace."""
+    """Buffers that were replaced, as load_state_dict(assign=True) does, once had no effect."""
     module = nn.Sequential(nn.Linear(2, 2), Scaling()).double()
     linear, scaling = module
     assert isinstance(scaling, Scaling) and isinstance(scaling.dropout, nn.Dropout)
@@ -175,7 +177,7 @@ def test_buffers_that_are_replaced_again_and_again(caplog: pytest.LogCaptureFixt
 
 
 def test_equal_buffers_are_written_to_apart() -> None:
-    """Those of one number that were equal when they were traced were taken for one."""
+    """A trace once merged buffers of one number that were equal."""
     module = nn.Sequential(Scaling(), Scaling()).double()
     batch = {"input": torch.ones(4, 2, dtype=torch.float64)}
     pipe = pipe_of(module, "0", loss=lambda y, _: y.mean())
@@ -187,7 +189,7 @@ def test_equal_buffers_are_written_to_apart() -> None:
 
 
 def test_hooks_are_those_of_the_call(caplog: pytest.LogCaptureFixture) -> None:
-    """A hook that was put on after the trace was never run, and one that was gone was."""
+    """Hooks registered after the trace once did not run, and removed ones did."""
     module = nn.Sequential(nn.Linear(2, 2), Louder()).double()
     params, batch = detached(module), {"input": torch.ones(4, 2, dtype=torch.float64)}
     pipe = pipe_of(module, "0", loss=total)
@@ -214,7 +216,6 @@ def test_hooks_are_those_of_the_call(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_backward_hooks_of_modules_count_at_each_call() -> None:
-    """They were refused."""
     module = linears().double()
 
     def mean(output: Tensor, batch: Any) -> Tensor:

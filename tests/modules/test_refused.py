@@ -35,7 +35,7 @@ def hooked(register: Callable[[Tensor], Any]) -> nn.Module:
 
 
 def spread(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """One of a group of one, which is all that constructors want."""
+    """A wrapper in a group of one process, which is enough to construct it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         return wrap(linears())
@@ -89,7 +89,7 @@ def composed(module: nn.Module) -> nn.Module:
         ),
     ],
 )
-def test_what_a_step_would_leave_out_is_refused(
+def test_wrappers_and_hooks_that_a_step_would_ignore_are_refused(
     make: Callable[[], nn.Module], message: str
 ) -> None:
     with pytest.raises(fpipe.StageError, match=message):

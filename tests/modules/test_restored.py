@@ -121,7 +121,7 @@ class Caching(nn.Module):
         return input
 
 
-def test_what_a_module_caches_while_it_is_traced_is_gone_afterwards() -> None:
+def test_caches_of_a_module_are_gone_after_the_trace() -> None:
     # The loss was an abstract tensor, as the module then was.
     module = Caching().double()
     params, batch = detached(module), {"input": torch.randn(6, 3, dtype=torch.float64)}
@@ -150,7 +150,7 @@ class Converting(nn.Module):
 
 
 def test_a_conversion_that_changes_nothing() -> None:
-    """It failed, for torch puts other data into the parameters, be it the same."""
+    """The conversion once failed, for torch replaces the data of parameters even by the same."""
     module, batch = Converting(torch.float64).double(), {"x": torch.randn(4, 4).double()}
     step = pipe_of(module, "first").step(detached(module), batch)
     assert_equal_steps(step, by_microbatches(module, batch))
@@ -170,7 +170,7 @@ def test_a_conversion_to_another_dtype_is_refused() -> None:
 
 @pytest.mark.parametrize("part", ["", "1"])
 def test_a_module_that_is_compiled_in_place(part: str) -> None:
-    """It was refused, by a name that was not its own; `Module.compile` cannot be taken back."""
+    """Such a module was once refused, although `Module.compile` cannot be undone."""
     module = linears().double()
     plain = copy.deepcopy(module)
     compiled = module.get_submodule(part)

@@ -129,7 +129,7 @@ def test_cuts_of_a_module_with_a_state_are_chosen() -> None:
     module, batch = convolutional(), image_batch()
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     for measure in (False, True):
-        found = fpipe.balance(
+        balance = fpipe.balance(
             module,
             SCHEDULE,
             batch,
@@ -139,8 +139,8 @@ def test_cuts_of_a_module_with_a_state_are_chosen() -> None:
             compile=False,
             **WITH_AUX,
         )
-        assert [name for name, _ in found.parts] == [*CUTS, ""]
-    pipe = pipe_of(module, found, schedule=SCHEDULE, loss=with_logits, **WITH_AUX)
+        assert [name for name, _ in balance.parts] == [*CUTS, ""]
+    pipe = pipe_of(module, balance, schedule=SCHEDULE, loss=with_logits, **WITH_AUX)
     loss, *_ = pipe.step(detached(module), state_of(module), batch)
     assert_same(loss, by_microbatches(convolutional(), batch, 4).loss)
     with pytest.raises(fpipe.StageError, match="writes in place to a tensor that it closes over"):
@@ -233,8 +233,10 @@ class Aliased(nn.Module):
         ("apart", None),
     ],
 )
-def test_what_shares_memory_with_a_buffer_that_changes(kind: str, names: str | None) -> None:
-    """It was read as it had been before the step, without a word."""
+def test_tensors_in_the_memory_of_a_buffer_that_changes_are_refused(
+    kind: str, names: str | None
+) -> None:
+    """The forward would read the other tensor as it was before the step."""
     torch.manual_seed(0)
     module = Aliased(kind)
     pipe = pipe_of(module, "first", has_state=True)

@@ -49,11 +49,11 @@ def test_an_ensemble_of_modules() -> None:
 def test_a_product_with_the_hessian_of_a_module() -> None:
     params = detached(MODEL)
     vector = pytree.tree_map(torch.cos, params)
-    found = fpipe.hvp(PIPE).step(params, BATCH, vector)
+    result = fpipe.hvp(PIPE).step(params, BATCH, vector)
     with differentiable_twice():
-        pushed: Any = jvp(lambda own: grad(whole)(own, BATCH), (params,), (vector,))
+        pushed: Any = jvp(lambda params: grad(whole)(params, BATCH), (params,), (vector,))
     grads, loss = grad_and_value(whole)(params, BATCH)
-    assert_same(tuple(found), (loss, grads, pushed[1]), 1e-9)
+    assert_same(tuple(result), (loss, grads, pushed[1]), 1e-9)
 
 
 @pytest.mark.inductor
@@ -82,7 +82,7 @@ def test_single_examples_of_a_module() -> None:
     assert_same(norms, squares.sum(0).sqrt())
 
 
-def test_what_a_module_draws_is_the_same_for_all_members() -> None:
+def test_members_of_an_ensemble_share_the_draws_of_a_module() -> None:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.Linear(3, 3)]
     module = torch.nn.Sequential(*layers).double()
@@ -90,10 +90,10 @@ def test_what_a_module_draws_is_the_same_for_all_members() -> None:
     params, batch = detached(module), {"input": torch.ones(4, 3, dtype=torch.float64)}
     members = pytree.tree_map(lambda p: torch.stack([p, 2 * p]), params)
     key = fpipe.random.key(1)
-    found = fpipe.vmap(pipe, randomness="same").step(members, batch, key)
+    result = fpipe.vmap(pipe, randomness="same").step(members, batch, key)
     for number in range(2):
         alone = pipe.step(pytree.tree_map(lambda p, n=number: p[n], members), batch, key)
-        assert_same(pytree.tree_map(lambda leaf, n=number: leaf[n], tuple(found)), tuple(alone))
+        assert_same(pytree.tree_map(lambda leaf, n=number: leaf[n], tuple(result)), tuple(alone))
     with pytest.raises(StageError, match=r"randomness"):
         fpipe.vmap(pipe).step(members, batch, key)
 
@@ -108,8 +108,8 @@ def test_a_model_of_hugging_face() -> None:
         loss=cross_entropy,
     )
 
-    def loss_of(own: Any, batch: Any) -> Tensor:
-        return cross_entropy(functional_call(module, own, (), batch), batch)
+    def loss_of(params: Any, batch: Any) -> Tensor:
+        return cross_entropy(functional_call(module, params, (), batch), batch)
 
     loss, grads = fpipe.per_example_grads(pipe).step(params, batch)
     for number in range(4):
@@ -124,17 +124,17 @@ def test_frozen_parameters_have_no_direction() -> None:
     pipe = pipe_of(module, CUTS, schedule=PIPE.schedule, loss=None)
     params = detached(module)
     vector = pytree.tree_map(torch.cos, params) | {"embedding.weight": None}
-    found = fpipe.hvp(pipe).step(params, BATCH, vector)
+    result = fpipe.hvp(pipe).step(params, BATCH, vector)
     trained = {name: leaf for name, leaf in params.items() if name != "embedding.weight"}
 
-    def whole_of(own: Any) -> Tensor:
-        return whole(params | own, BATCH)
+    def whole_of(leaves: Any) -> Tensor:
+        return whole(params | leaves, BATCH)
 
     with differentiable_twice():
         pushed: Any = jvp(grad(whole_of), (trained,), ({n: vector[n] for n in trained},))
     grads, loss = grad_and_value(whole_of)(trained)
     none = {"embedding.weight": None}
-    assert_same(tuple(found), (loss, grads | none, pushed[1] | none), 1e-9)
+    assert_same(tuple(result), (loss, grads | none, pushed[1] | none), 1e-9)
     grads = fpipe.per_example_grads(pipe).step(params, BATCH).grads
     assert grads["embedding.weight"] is None
     assert grads["blocks.0.qkv.weight"].shape == (6, 24, 8)
