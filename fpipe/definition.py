@@ -31,6 +31,7 @@ from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.arguments import plain_number
 from fpipe.schedule.required_ops import owed_by_actions
 from fpipe.schedule.verifier import verify
+from fpipe.spec.data import Data
 from fpipe.spec.objective import SUM, Objective, Sink
 from fpipe.spec.returns import Returns
 from fpipe.spec.stage import Stage
@@ -97,6 +98,7 @@ class Definition:
         modes: of one function, what else its trace depends on, as it is now: which of a module's
             submodules are in training mode.
         alone: of an ensemble what it was made of.
+        data: which dimensions of the mesh hold replicas.
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -128,6 +130,7 @@ class Definition:
     argnums: str | tuple[str, ...] = "params"
     modes: Callable[[], Hashable] = tuple
     alone: Alone | None = None
+    data: Data | None = None
 
     def __post_init__(self) -> None:
         check_flags(has_aux=self.has_aux, has_key=self.has_key, has_state=self.has_state)
@@ -171,6 +174,11 @@ class Definition:
             )
         if self.group is not None:
             self._check_group(self.group)
+        if self.data is not None and (self.sink is not SUM or self.convention.vectors):
+            raise StageError(
+                f"data={self.data.dims} is not for transforms, whose gradients are no sums over "
+                "replicas: transform a pipeline without data=, and add up what it returns"
+            )
 
     def _check_timeout(self) -> None:
         given = self.timeout
@@ -340,6 +348,7 @@ class Definition:
             "has_state": str((self.has_state, self.convention is DEFERRED)),
             "remat policy": named(self.remat),
             "accum_dtype": str(self.accum_dtype),
+            "data": str(self.data),
             "in_dims": str(pytree.flatten(self.in_dims)),
             "transform": repr((self.loss_shape, self.loss_cotangent, self.sink.join, self.argnums)),
         }

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain, combinations
@@ -101,6 +101,22 @@ class Placed:
             stride=self.stride,
         )
 
+    def without(self, names: Collection[str]) -> Placed | None:
+        """The same without some dimensions of the mesh; None where no other is left."""
+        known, sizes = self.dims
+        kept = [at for at, name in enumerate(known or ()) if name not in names]
+        if not kept or known is None:
+            return None
+        dims = tuple(known[at] for at in kept), tuple(sizes[at] for at in kept)
+        placements = tuple(self.placements[at] for at in kept)
+        mesh = None if self.mesh is None else _MESHES.get(dims)
+        return Placed(dims, placements, self.shape, self.stride, mesh)
+
+    def over(self, name: str) -> Placement | None:
+        """The placement over a dimension of the mesh, None where it does not lie over that."""
+        names = self.dims[0] or ()
+        return self.placements[names.index(name)] if name in names else None
+
     def as_parameter(self, local: Any) -> Any:
         """The DTensor with this local tensor, for `as_parameters`."""
         return _AsParameter.apply(local, self) if isinstance(local, Tensor) else local
@@ -171,6 +187,11 @@ def is_dtensor(value: Any) -> bool:
     return bool(_kinds) and isinstance(value, _kinds[0])
 
 
+def place_of(value: Any) -> Placed | None:
+    """How a DTensor lies, None for any other value."""
+    return Placed.of(value) if is_dtensor(value) else None
+
+
 def local(value: Any) -> Any:
     """The local tensor of a DTensor; any other value itself."""
     return value.to_local() if is_dtensor(value) else value
@@ -191,6 +212,27 @@ def placements_of(spec: optree.PyTreeSpec) -> list[Placed | None]:
     found = optree.tree_unflatten(spec, [_PROBE] * spec.num_leaves)
     leaves = optree.tree_leaves(found, namespace="fpipe")
     return [leaf if isinstance(leaf, Placed) else None for leaf in leaves]
+
+
+def without_dims(
+    spec: optree.PyTreeSpec, leaves: Sequence[Sequence[int]], names: Collection[str]
+) -> optree.PyTreeSpec:
+    """The structure of a tree whose DTensors do not lie over some dimensions any more.
+
+    Args:
+        spec: of the tree.
+        leaves: the shape of each leaf, as it is then.
+        names: of the dimensions.
+    """
+    places = placements_of(spec)
+    if not any(place is not None and set(names) & set(place.dims[0] or ()) for place in places):
+        return spec
+    values: list[Any] = []
+    for place, shape in zip(places, leaves, strict=True):
+        rest = None if place is None else place.without(names)
+        values.append(0 if rest is None else rest.made_of(torch.empty(shape, device="meta")))
+    tree = optree.tree_unflatten(structure_of_wholes(spec), values)
+    return optree.tree_structure(tree, namespace="fpipe")
 
 
 def add_over_meshes(numbers: Tensor, places: Sequence[Placed | None]) -> Tensor:
@@ -235,7 +277,11 @@ def as_parameters(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> Any:
     return optree.tree_unflatten(structure_of_wholes(spec), values)
 
 
-def add_up_replicated(grads: Sequence[Tensor | None], places: Sequence[Placed | None]) -> None:
+def add_up_replicated(
+    grads: Sequence[Tensor | None],
+    places: Sequence[Placed | None],
+    but: Collection[str] = (),
+) -> None:
     """Take the sums that `as_parameters` has put off, in place: one collective a dimension.
 
     Every process of a mesh must call this, with gradients of the same parameters.
@@ -243,10 +289,13 @@ def add_up_replicated(grads: Sequence[Tensor | None], places: Sequence[Placed | 
     Args:
         grads: gradients of local tensors, whose memory is nobody else's.
         places: how the DTensors lie whose local tensors they are by.
+        but: dimensions over which there is no sum to take.
     """
     for mesh in dict.fromkeys(place.mesh for place in places if place is not None):
         assert mesh is not None
-        for dim in range(mesh.ndim):
+        for dim, name in enumerate(mesh.mesh_dim_names or ("",) * mesh.ndim):
+            if name in but:
+                continue
             held = [
                 grad
                 for grad, place in zip(grads, places, strict=True)

@@ -19,6 +19,7 @@ from fpipe.pieces.compiler import Compile
 from fpipe.pieces.remat import Remat
 from fpipe.placing import group_of, placed
 from fpipe.schedule import Schedule
+from fpipe.spec.data import read_data
 from fpipe.spec.stage import Stage
 from fpipe.spec.trainable import Trainable
 
@@ -42,6 +43,9 @@ def pipeline(
     devices: Sequence[torch.device | str | int] | None = None,
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
+    data: str | Sequence[str] | None = None,
+    replica_state: str = "mean",
+    bucket_bytes: int | None = None,
     timeout: float = 60.0,
 ) -> Pipeline:
     """Make a pipeline of stage functions, in this process or over a process group.
@@ -122,6 +126,16 @@ def pipeline(
         group: a process group with one process per rank of the schedule (gloo or NCCL), such as
             ``torch.distributed.group.WORLD``.
         mesh: instead of `group`, a `DeviceMesh` whose dimension ``"pp"`` is the pipeline.
+        data: the dimension of `mesh` over which the rows of a batch are divided: each index of it
+            is a replica, which passes its own rows. Loss and gradients are those of all rows of all
+            replicas. Parameters are plain tensors, alike on all replicas (`Pipeline.replicate`), or
+            divided over them (`Pipeline.shard`); gradients are placed as they are. Two dimensions,
+            ``("replicate", "shard")``, for hybrid sharding. When parameters are gathered and
+            gradients reduced, the schedule says (`Schedule.sharded`).
+        replica_state: with `data` and `has_state`: every replica gets the ``"mean"`` of the states
+            of all, or that of the ``"first"``. Leaves of integers are the first's in both.
+        bucket_bytes: with `data`, the most bytes that one collective moves, unless one leaf has
+            more; None for one per stage and dtype.
         timeout: with a group, seconds after which a rank that does not respond is given up. A rank
             that computes or compiles responds.
 
@@ -164,6 +178,7 @@ def pipeline(
         accum_dtype=accum_dtype,
         devices=placed(devices),
         group=group_of(group, mesh, schedule),
+        data=read_data(data, mesh, state=replica_state, bucket_bytes=bucket_bytes),
         timeout=timeout,
     )
     if definition.reduction == "weighted":

@@ -64,7 +64,8 @@ def gradients(
                 grads.append(None)  # nobody reads it, and whoever has its data is not here
             else:
                 grads.append(torch.zeros_like(plan.sink.lifted(leaf, sum(plan.rows))))
-    add_up_replicated(grads, placements_of(params.spec))
+    reduced = () if plan.data is None else plan.data.dims
+    add_up_replicated(grads, placements_of(params.spec), but=reduced)
     return grads
 
 

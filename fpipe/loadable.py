@@ -13,6 +13,7 @@ from torch import Tensor
 from fpipe import random
 from fpipe.checkpoint.checkpoint_reader import NO_NAMING, Naming, reading
 from fpipe.holding import Holder, InitFn, Make, drawn, either, given, held, own, whole
+from fpipe.replica_parameters import divided, replicated
 
 
 class Loadable(Holder):
@@ -133,6 +134,43 @@ class Loadable(Holder):
         """
         maker, traced_on = partial(given, params), self._traced_on(example)
         return held(self, maker, params, traced_on, home=self._home(), name="params")
+
+    def replicate(self, params: Any) -> Any:
+        """Give every replica the parameters of the first one.
+
+        Args:
+            params: as for `step`, of the same shapes on all replicas, whose processes all call
+                this. Leaves may be DTensors over dimensions that hold no replicas.
+
+        Returns:
+            New tensors in the structure of `params`. Leaves on the meta device stay as they are.
+
+        Raises:
+            StageError: the pipeline is made without ``data=``.
+            BatchError: a leaf is no tensor, or divided over replicas already.
+        """
+        return replicated(params, self.definition.data)
+
+    def shard(self, params: Any) -> Any:
+        """Divide the parameters of the first replica over all replicas (FSDP, ZeRO-3).
+
+        Each leaf is divided along its first dimension as `torch.chunk` divides it, 7 rows over 2
+        into 4 and 3; along another one where that is divided over a further dimension of the mesh,
+        as by tensor parallelism; and not at all, ``Replicate``, where there is none, as of a
+        scalar.
+
+        Args:
+            params: whole parameters, as for `replicate`: all of them, or what `local` left.
+
+        Returns:
+            DTensors over the dimensions of ``data=`` in the structure of `params`, to be passed to
+            `step`, whose gradients are placed as they are.
+
+        Raises:
+            StageError: the pipeline is made without ``data=``.
+            BatchError: a leaf is no tensor, or divided over replicas already.
+        """
+        return divided(params, self.definition.data)
 
     def load_state(
         self,

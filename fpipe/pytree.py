@@ -253,6 +253,16 @@ def tree_map(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return optree.tree_map(function, tree, *rest, namespace=NAMESPACE)
 
 
+def map_wholes(function: Callable[[Any, str], Any], tree: Any) -> Any:
+    """Apply `function` to every leaf and its path, a DTensor being one leaf."""
+    return optree.tree_map_with_accessor(
+        lambda accessor, leaf: function(leaf, accessor.codify("")),
+        tree,
+        is_leaf=dtensors.is_dtensor,
+        namespace=NAMESPACE,
+    )
+
+
 def map_nodes(function: Callable[[Any], Any], tree: Any, kind: type) -> Any:
     """Apply `function` to every node of a kind, with all that is beneath it."""
     return optree.tree_map(

@@ -116,6 +116,7 @@ LAYERS: Final = (
         "fpipe.schedule.picture",
         "fpipe.schedule.placements",
         "fpipe.schedule.schedule",
+        "fpipe.schedule.sharding",
     ),
     (
         "fpipe.schedule.bounds",
@@ -145,7 +146,14 @@ LAYERS: Final = (
     ("fpipe.program",),
     ("fpipe.transport",),
     ("fpipe.plan", "fpipe.recording"),
-    ("fpipe.convention", "fpipe.definition", "fpipe.execute", "fpipe.placing", "fpipe.results"),
+    (
+        "fpipe.convention",
+        "fpipe.definition",
+        "fpipe.execute",
+        "fpipe.placing",
+        "fpipe.replica_parameters",
+        "fpipe.results",
+    ),
     ("fpipe.functional",),
     ("fpipe.autograd", "fpipe.gradients", "fpipe.holding", "fpipe.loadable", "fpipe.outcome"),
     ("fpipe.engine", "fpipe.entry"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from fpipe.execute.offer import (
     warn_of_other_copies,
     warn_of_other_numbers,
 )
+from fpipe.execute.refusal import refusal
 from fpipe.execute.sample import Sample, numbers, same_numbers, sample, trace_of
 from fpipe.inputs.batch import SplitBatch
 from fpipe.inputs.params import Parameters
@@ -43,6 +45,7 @@ from fpipe.plan.planner import Planner
 from fpipe.program.program import Program, describe
 from fpipe.recording import active
 from fpipe.schedule import Schedule
+from fpipe.spec.data import Data
 
 NOWHERE = torch.device("meta")
 """Stands for every rank's own device in what ranks compare."""
@@ -104,6 +107,7 @@ class Agreed(NamedTuple):
         records: whether any rank records the step.
         offsets: of all ranks, in their headers: with the plan they tell which kernels run.
         proven: with which of them the plan has been run to its end; the same on all ranks.
+        share: what the losses of this replica count in a mean over the rows of all replicas.
     """
 
     given: Given
@@ -111,6 +115,7 @@ class Agreed(NamedTuple):
     records: bool
     offsets: tuple[int, ...]
     proven: set[tuple[int, ...]]
+    share: float = 1.0
 
 
 @dataclass
@@ -146,6 +151,7 @@ class Calls:
         pipeline: the name of the process group.
         rows: of the mesh, None if it has one.
         given_up: whether to wait no longer for processes of other rows, after so many seconds.
+        data: which dimensions of the mesh hold replicas.
     """
 
     def __init__(
@@ -163,6 +169,7 @@ class Calls:
         pipeline: str,
         rows: Rows | None,
         given_up: Callable[[float], bool],
+        data: Data | None,
     ) -> None:
         self._planner = planner
         self._reader = reader
@@ -177,7 +184,8 @@ class Calls:
         self._pipeline = pipeline
         self._rows = rows
         self._given_up = given_up
-        self._divided = 0
+        self._data = data
+        self._divided = int(data is not None)
         # All ranks agree on the same in the same order, and so forget the same.
         self._agreed: Latest[tuple[int, ...], _Kept] = Latest()
         # What this rank alone expects.
@@ -220,8 +228,12 @@ class Calls:
         except PipelineError as problem:
             self._rows.check(None, problem, self._given_up)
             raise
-        self._rows.check(facts, None, self._given_up)
-        return agreed
+        rows = self._rows.check(facts, None, self._given_up)
+        if self._data is None or not agreed.plan.averages:
+            return agreed
+        if not sum(rows):
+            raise refusal(None, "no replica has a row: leave out steps that have no data")
+        return agreed._replace(share=facts.rows / sum(rows))
 
     def _agree(self, call: Call, headers: Sequence[Header]) -> tuple[Agreed, Facts]:
         """The plan that all ranks of this row run, and what other rows must have alike."""
@@ -240,7 +252,10 @@ class Calls:
             # Kept only when made: what any rank refused is refused again, by all of them.
             made = self._make_plan(signature)
             alike = same_numbers([h.numbers for h in headers])
-            facts = facts_of(signature, self._schedule)
+            program = made.programs[self._rank]
+            facts = facts_of(
+                signature, made, program, self._setup, partial(self._copies, made, given.params)
+            )
             self._agreed[shapes] = _Kept(made, set(), alike, facts)
             self._compare_copies(made, given.params)
         kept = self._agreed[shapes]
@@ -250,7 +265,9 @@ class Calls:
         self._expected[call.kind] = kept.plan
         offsets = tuple(h.offsets for h in headers)
         records = any(h.records for h in headers)
-        return Agreed(given, kept.plan, records, offsets, kept.proven), kept.facts
+        agreed = Agreed(given, kept.plan, records, offsets, kept.proven)
+        facts, kept.facts = kept.facts, kept.facts._replace(copies=None)
+        return agreed, facts
 
     def _attempt(
         self, enter: Enter, key: Callable[[], Words | None]
@@ -270,7 +287,8 @@ class Calls:
         own = identity((*given.shapes.items(), given.held, self._planner.ambient()))
         records = int(active() is not None)
         offsets = _offsets(given) if self._device.type == "cuda" else 0
-        self._divided = int(any(map(any, map(placements_of, given.params.specs))))
+        places = map(placements_of, given.params.specs)
+        self._divided = int(self._data is not None or any(map(any, places)))
         return Header(
             0,
             CALLS.index(name),
@@ -368,6 +386,16 @@ class Calls:
                 if self._rank in readers[leaf]
             }
             warn_of_other_copies(gather_objects(own, self._control))
+
+    def _copies(self, plan: Plan, params: Parameters) -> Sample:
+        """Numbers of the parameters that this rank reads and every replica has whole."""
+        found: Sample = {}
+        for stage, leaf, _ in plan.programs[self._rank].bindings.params:
+            if placements_of(params.specs[stage])[leaf] is None:
+                path = pytree.paths(params.specs[stage])[leaf]
+                where = path if params.shared else f"[{stage}]{path}"
+                found[where] = numbers(params.stages[stage][leaf])
+        return found
 
     def _planned(self, signature: Signature) -> tuple[Plan | None, str, Exception | None]:
         """The plan and its digest, or why there is none."""

@@ -56,6 +56,7 @@ def controller_of(definition: Definition, workshop: Workshop) -> Controller:
         ),
         sink=definition.sink,
         modes=definition.modes,
+        data=definition.data,
     )
 
     def read(params: Any) -> Parameters:
@@ -70,8 +71,17 @@ def controller_of(definition: Definition, workshop: Workshop) -> Controller:
 
     reader = Reader(
         read,
-        partial(split, in_dims=definition.in_dims, microbatches=schedule.num_microbatches),
-        partial(read_key, wanted=definition.reads_key),
+        partial(
+            split,
+            in_dims=definition.in_dims,
+            microbatches=schedule.num_microbatches,
+            may_lack_rows=definition.data is not None,
+        ),
+        partial(
+            read_key,
+            wanted=definition.reads_key,
+            replica=None if definition.data is None else definition.data.replica,
+        ),
         definition.convention.common,
     )
     if group is None:
@@ -84,6 +94,7 @@ def controller_of(definition: Definition, workshop: Workshop) -> Controller:
         device=device_of(group),
         timeout=definition.timeout,
         setup=definition.setup,
+        data=definition.data,
     )
 
 

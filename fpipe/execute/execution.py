@@ -24,6 +24,7 @@ from fpipe.execute.fault import Fault, Torn
 from fpipe.execute.gathering import gather, gather_objects
 from fpipe.execute.loading import as_traced, load
 from fpipe.execute.meshes import Rows
+from fpipe.execute.replica_states import agree_on_states
 from fpipe.execute.watch import Watch
 from fpipe.inputs.batch import SplitBatch
 from fpipe.inputs.params import Parameters
@@ -93,7 +94,7 @@ class Execution:
             PipelineError: a rank failed, and all of them have come to the end of their programs.
             ConnectionLost: a rank is gone.
         """
-        given, plan, records, offsets, proven = agreed
+        given, plan, records, offsets, proven, share = agreed
         transport = self._transport if offsets in proven else self._first
         marks: Marks | None = {} if records else None
         run = ahead.run if ahead else Run(observed(plan.programs[self._rank], marks))
@@ -104,12 +105,12 @@ class Execution:
         with as_traced():
             try:
                 if ahead is None:
-                    run = self._load(run.program, plan, given)
+                    run = self._load(run.program, plan, given, share)
                 begun = True
                 if ahead is not None:
                     ahead.join(transport)
                 run.advance(transport)
-                total = plan.total([run])
+                total = _share_of(plan.total([run]), share)
             except ConnectionLost:
                 raise
             except Interrupted:
@@ -124,6 +125,8 @@ class Execution:
                 drain(run, transport)
             try:
                 total = self._finish(plan, total, failed=failure is not None)
+                if plan.data is not None and failure is None:
+                    agree_on_states(plan.data, run)
             except PipelineError:
                 transport.end()  # this rank has come to its own
                 raise
@@ -149,7 +152,7 @@ class Execution:
         """
         return plan.communicates and self._rows is not None and self._rows.active
 
-    def _load(self, program: Program, plan: Plan, given: Given) -> Run:
+    def _load(self, program: Program, plan: Plan, given: Given, share: float = 1.0) -> Run:
         if program.bindings.batch and given.parts is None:
             raise PipelineError(
                 f"rank {self._rank} was given batch=None, but its stages {self._stages} read "
@@ -159,7 +162,11 @@ class Execution:
         self._check_params(program, given.params)
         if given.parts is not None and any(leaf.is_meta for leaf in given.parts.leaves[0]):
             self._check_batch(program, given.parts)
-        return load(program, plan, given.params, given.parts, self._device, given.key)
+        run = load(program, plan, given.params, given.parts, self._device, given.key)
+        if share != 1.0:
+            for _, slot in program.bindings.seeds:
+                run.slots[slot] = run.slots[slot] * share
+        return run
 
     def _check_params(self, program: Program, params: Parameters) -> None:
         """Refuse parameters that do not lie where this rank computes."""
@@ -225,6 +232,8 @@ class Execution:
             if total.weight is not None:
                 word[1 + size :] = total.weight.flatten()
         word = gather(word, self._control).sum(0)
+        if plan.data is not None and self._rows is not None:
+            word = self._rows.add_up(word)
         if word[0] > 0 and not failed:
             raise self._reported()
         if not plan.numbering.heads:
@@ -234,6 +243,11 @@ class Execution:
         loss = word[1 : 1 + size].reshape(plan.loss_shape).to(plan.weights.dtype)
         weight = None if several is None else word[1 + size :].reshape(several)
         return Total(loss, weight)
+
+
+def _share_of(total: Total | None, share: float) -> Total | None:
+    """The part that this replica has in the loss of all of them."""
+    return total if total is None or share == 1.0 else total._replace(loss=total.loss * share)
 
 
 def _is_torn(run: Run, error: Exception) -> bool:

@@ -17,12 +17,13 @@ Words = tuple[int, int]
 """A key as two integers."""
 
 
-def read_key(key: Any, *, wanted: bool) -> Words | None:
+def read_key(key: Any, *, wanted: bool, replica: int | None = None) -> Words | None:
     """The caller's key, checked.
 
     Args:
         key: as it was passed, None for none.
         wanted: whether any stage reads a key.
+        replica: the number of the replica, which is folded in; None without replicas.
 
     Raises:
         BatchError: a key is missing, or nobody reads it.
@@ -51,7 +52,7 @@ def read_key(key: Any, *, wanted: bool) -> Words | None:
             'as dropout in a module does, say randomness="different" and pass one key'
         )
     first, second = own.tolist()
-    return first, second
+    return (first, second) if replica is None else threefry2x32((first, second), (0, replica))
 
 
 def as_number(words: Words | None) -> int:

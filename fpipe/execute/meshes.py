@@ -1,4 +1,4 @@
-"""Rows of a mesh that share DTensors: each runs a pipeline, and they take a step together.
+"""Rows of a mesh that share DTensors, or hold replicas: they take a step together.
 
     mesh          tp 0        tp 1
     pp 0       process 0 ── process 1      peers: they share the parameters of stage 0
@@ -7,17 +7,21 @@
 
 The stages of a row communicate with those of others at the same places in their programs. Where
 rows ran different programs, or only some of them any, they would wait for each other for ever.
+Rows that hold replicas (``data=``) have batches of their own, and so kernels of their own, but the
+same collectives in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Final
+from itertools import product
+from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.dtensors import Placed, meshes_of, placements_of, whole_mesh
@@ -25,12 +29,33 @@ from fpipe.errors import BatchError, PipelineError, told
 from fpipe.execute.digests import digest, identity
 from fpipe.execute.gathering import gather, gather_objects
 from fpipe.execute.refusal import odd_one_out, refusal
+from fpipe.execute.sample import COPIED, Sample, unlike
 from fpipe.inputs.signature import Signature
-from fpipe.schedule import Schedule
+from fpipe.plan.plan import Plan
+from fpipe.plan.replicated import gathered
+from fpipe.program.collectives import collectives_of
+from fpipe.program.program import Program
 from fpipe.transport.connect import connect_peers, wake
 
-Facts = tuple[tuple[str, str], ...]
-"""What rows must have alike for a step: how one that differs is described, and a digest of it."""
+Alike = tuple[tuple[str, str], ...]
+"""How something that differs is described, and a digest of it."""
+
+
+class Facts(NamedTuple):
+    """What a row tells the others of the step that it is about to take.
+
+    Attributes:
+        everywhere: what all rows must have alike.
+        within: what rows of one replica must have alike.
+        rows: of the batch of its replica.
+        copies: numbers of the parameters that replicas must have alike, by path; None where they
+            were compared before.
+    """
+
+    everywhere: Alike
+    within: Alike
+    rows: int
+    copies: Callable[[], Sample] | None
 
 
 def places_in(signature: Signature) -> list[Placed]:
@@ -60,24 +85,53 @@ def check_meshes(signature: Signature, pipeline: str) -> None:
             )
 
 
-def facts_of(signature: Signature, schedule: Schedule) -> Facts:
-    """What rows that share DTensors must have alike for a step of this signature."""
+def facts_of(
+    signature: Signature,
+    plan: Plan,
+    program: Program,
+    setup: Mapping[str, str],
+    copies: Callable[[], Sample],
+) -> Facts:
+    """What a row tells the others of a step that it has not taken before.
+
+    Args:
+        signature: of the step.
+        plan: of the step.
+        program: that this process runs.
+        setup: digests of the options of the pipeline, by name.
+        copies: reads numbers of the parameters that replicas must have alike.
+    """
+    batch = {"a batch of another shape": repr((signature.rows, signature.batch))}
     texts = {
-        "another schedule": repr(schedule.actions),
         "another call": signature.goal,
-        "a batch of another shape": repr((signature.rows, signature.batch)),
+        "another schedule": repr(plan.schedule.actions),
         "parameters that lie otherwise": repr(places_in(signature)),
     }
+    if plan.data is None:
+        return Facts(_digests(texts), _digests(batch), sum(signature.rows), None)
+    whole = gathered(signature, plan.data).params
+    texts |= {f"another {name}": text for name, text in setup.items() if name != "schedule"}
+    texts |= {
+        "parameters of other shapes": repr(
+            [[(leaf.shape, leaf.dtype) for leaf in tree.leaves] for tree in whole]
+        ),
+        "other gradients or parameters to add up or gather": repr(collectives_of(program)),
+    }
+    return Facts(_digests(texts), _digests(batch), sum(signature.rows), copies)
+
+
+def _digests(texts: Mapping[str, str]) -> Alike:
     return tuple((what, digest(text)) for what, text in texts.items())
 
 
 class Rows:
-    """The processes that share DTensors with this one: those at its place in all rows of a mesh.
+    """The processes that take a step with this one: those at its place in all rows of a mesh.
 
     Args:
         mesh: with the dimension ``"pp"`` and at least one more.
         store: which all processes ask.
         timeout: of the caller's process group, for which a process waits for its peers.
+        data: the dimensions that hold replicas; none without replicas.
 
     Attributes:
         name: that of the peers alone, in the store.
@@ -85,9 +139,12 @@ class Rows:
         active: whether the rows take the step together that is under way.
     """
 
-    def __init__(self, mesh: DeviceMesh, store: dist.Store, timeout: timedelta) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, store: dist.Store, timeout: timedelta, data: Sequence[str] = ()
+    ) -> None:
         names = mesh.mesh_dim_names
         assert names is not None
+        others = [name for name in names if name != "pp"]
         columns = mesh.mesh.movedim(names.index("pp"), 0)
         self._ranks: list[int] = columns[mesh.get_local_rank("pp")].flatten().tolist()
         self._place = self._ranks.index(dist.get_rank())
@@ -99,8 +156,17 @@ class Rows:
         self._store = dist.PrefixStore(self.name, store)
         self._timeout = timeout
         self._peers: dist.ProcessGroup | None = None
-        self._dims = [mesh.get_group(name) for name in names if name != "pp"]
+        self._dims = [mesh.get_group(name) for name in others]
         self.active = False
+        places = list(product(*(range(mesh[name].size()) for name in others)))
+        self._replicas = [tuple(place[others.index(name)] for name in data) for place in places]
+        beside = [
+            tuple(at for at, name in zip(place, others, strict=True) if name not in data)
+            for place in places
+        ]
+        own = beside[self._place]
+        self._one_of_each = [at for at, place in enumerate(beside) if place == own]
+        self._deed = "holds a replica of" if data else "shares DTensors with"
 
     def topic(self) -> str | None:
         """Where peers look for the fault of a step that rows take together."""
@@ -116,7 +182,7 @@ class Rows:
         facts: Facts | None,
         problem: Exception | None,
         given_up: Callable[[float], bool],
-    ) -> None:
+    ) -> list[int]:
         """Wait for all rows to be about to take the same step; all processes of the mesh call this.
 
         Args:
@@ -124,21 +190,58 @@ class Rows:
             problem: why not.
             given_up: whether to wait no longer for the peers, after so many seconds.
 
+        Returns:
+            How many rows of the batch each replica has.
+
         Raises:
-            PipelineError: on all of them, where rows are about to take different steps, or none.
+            PipelineError: on all of them, where rows are about to take different steps, or none; or
+                replicas have other parameters.
         """
         if self._peers is None:
             self._peers = connect_peers(
                 self._store, self._place, len(self._ranks), self._timeout, given_up
             )
-        own = 0 if facts is None else identity(facts)
-        tokens = gather(torch.tensor([own], device="cpu"), self._peers).flatten().tolist()
-        if own and len({*tokens}) == 1:
-            return
-        text = None if problem is None else told(problem)
-        everyone: list[tuple[Facts | None, str | None]] = gather_objects((facts, text), self._peers)
-        if problem is None:
-            raise self._difference(everyone)
+        word = [0, 0, 0, 0]
+        if facts is not None:
+            is_new = int(facts.copies is not None)
+            word = [identity(facts.everywhere), identity(facts.within), facts.rows, is_new]
+        words = gather(torch.tensor(word, device="cpu"), self._peers).tolist()
+        same = len({everywhere for everywhere, *_ in words}) == 1
+        pairs = {(replica, own[1]) for replica, own in zip(self._replicas, words, strict=True)}
+        if facts is None or not same or len(pairs) > len({*self._replicas}):
+            text = None if problem is None else told(problem)
+            everyone = gather_objects((facts and facts._replace(copies=None), text), self._peers)
+            if problem is None:
+                raise self._difference(everyone)
+            return []
+        if any(is_new for *_, is_new in words):
+            samples: list[Sample] = gather_objects(
+                {} if facts.copies is None else facts.copies(), self._peers
+            )
+            self._compare(samples)
+        return [words[at][2] for at in self._one_of_each]
+
+    def add_up(self, word: Tensor) -> Tensor:
+        """The sum of a tensor over replicas, with the same bits on all of them."""
+        assert self._peers is not None
+        return gather(word, self._peers)[self._one_of_each].sum(0)
+
+    def _compare(self, samples: Sequence[Sample]) -> None:
+        """Refuse replicas that hold other numbers of a parameter which each has whole.
+
+        Raises:
+            PipelineError: on all of them.
+        """
+        found = unlike([samples[at] for at in self._one_of_each], COPIED)
+        if found is not None:
+            path, one, other = found
+            ranks = [self._ranks[at] for at in self._one_of_each]
+            raise refusal(
+                None,
+                f"process {ranks[other]} has other numbers in params{path} than process "
+                f"{ranks[one]}, which holds another replica: replicas begin alike, as "
+                "pipe.replicate(params) and pipe.shard(params) make them",
+            )
 
     def _difference(self, everyone: Sequence[tuple[Facts | None, str | None]]) -> PipelineError:
         known = [facts for facts, _ in everyone if facts is not None]
@@ -148,34 +251,53 @@ class Rows:
                 for rank, (facts, text) in zip(self._ranks, everyone, strict=True)
                 if facts is None
             )
-            what = f"process {rank}, which shares DTensors with this one, takes no step: {text}"
-            return refusal(None, what)
-        what, place = next(
-            (alike[0][0], place)
-            for alike in zip(*known, strict=True)
-            if (place := odd_one_out([value for _, value in alike])) is not None
-        )
+            return refusal(
+                None, f"process {rank}, which {self._deed} this one, takes no step: {text}"
+            )
+        what, rank = self._odd_fact(known)
         return refusal(
             None,
-            f"process {self._ranks[place]} has {what} than others of the processes {self._ranks}, "
-            "which share DTensors: they must run the same step",
+            f"process {rank} has {what} than others of the processes {self._ranks}, each of which "
+            f"{self._deed} the others: they must run the same step",
+        )
+
+    def _odd_fact(self, known: Sequence[Facts]) -> tuple[str, int]:
+        """What differs, and the process that has it."""
+        groups = [(list(range(len(known))), [facts.everywhere for facts in known])]
+        for replica in dict.fromkeys(self._replicas):
+            members = [at for at, own in enumerate(self._replicas) if own == replica]
+            groups.append((members, [known[at].within for at in members]))
+        return next(
+            (alike[0][0], self._ranks[members[place]])
+            for members, facts in groups
+            for alike in zip(*facts, strict=True)
+            if (place := odd_one_out([value for _, value in alike])) is not None
         )
 
 
-_ROWS: Final[WeakKeyDictionary[dist.ProcessGroup, Rows]] = WeakKeyDictionary()
+_ROWS: Final[WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], Rows]]] = (
+    WeakKeyDictionary()
+)
 
 
-def rows_of(group: dist.ProcessGroup, store: dist.Store, timeout: timedelta) -> Rows | None:
+def rows_of(
+    group: dist.ProcessGroup,
+    store: dist.Store,
+    timeout: timedelta,
+    data: tuple[str, ...] = (),
+) -> Rows | None:
     """The rows of the mesh that the group of a pipeline's ranks was made with, if it has several.
 
     Args:
         group: of the ranks of this process's row.
         store: which all processes ask.
         timeout: as for `Rows`.
+        data: as for `Rows`.
     """
     mesh = whole_mesh(group.group_name)
     if mesh is None or mesh.size() == group.size():
         return None
-    if group not in _ROWS:
-        _ROWS[group] = Rows(mesh, store, timeout)
-    return _ROWS[group]
+    known = _ROWS.setdefault(group, {})
+    if data not in known:
+        known[data] = Rows(mesh, store, timeout, data)
+    return known[data]

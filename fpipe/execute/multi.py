@@ -49,6 +49,7 @@ from fpipe.plan.planner import Planner
 from fpipe.program.program import Program
 from fpipe.program.transport import ConnectionLost
 from fpipe.schedule import Schedule
+from fpipe.spec.data import Data
 from fpipe.transport.connect import Lines, carriers, lines_of, store_to_ask
 from fpipe.transport.group import GroupTransport
 from fpipe.transport.staged import StagedTransport, hindrances
@@ -69,6 +70,7 @@ class MultiController:
         device: where this rank computes.
         timeout: seconds of silence after which a rank is faulty.
         setup: what must be the same on all ranks, as texts by name.
+        data: which dimensions of the mesh hold replicas.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class MultiController:
         device: torch.device,
         timeout: float,
         setup: Mapping[str, str],
+        data: Data | None = None,
     ) -> None:
         self.planner = planner
         self._read_key = reader.key
@@ -104,7 +107,8 @@ class MultiController:
         # None of these refers to this object: a cycle would keep threads, connections and code
         # until the garbage collector comes by.
         asked = dist.PrefixStore("fpipe", store_to_ask())
-        rows = self._rows = rows_of(group, store, self._lines.timeout)
+        dims = () if data is None else data.dims
+        rows = self._rows = rows_of(group, store, self._lines.timeout, dims)
         self._watch = Watch(
             asked,
             members,
@@ -145,6 +149,7 @@ class MultiController:
             pipeline=self._group_name,
             rows=rows,
             given_up=self._watch.gives_up,
+            data=data,
         )
 
     def _connected(self, kind: type[GroupTransport], device: torch.device) -> GroupTransport:

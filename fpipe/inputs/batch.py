@@ -51,7 +51,9 @@ class SplitBatch:
         return self.rows, self.kinds
 
 
-def split(batch: Any, in_dims: Any, microbatches: int) -> SplitBatch:
+def split(
+    batch: Any, in_dims: Any, microbatches: int, *, may_lack_rows: bool = False
+) -> SplitBatch:
     """Split `batch` into `microbatches` parts of equal size, or sizes that differ by one row.
 
     Args:
@@ -59,6 +61,8 @@ def split(batch: Any, in_dims: Any, microbatches: int) -> SplitBatch:
         in_dims: pytree prefix of `batch` with an int (the dimension to split) or None (every
             microbatch gets the whole leaf), as in `torch.func.vmap`.
         microbatches: how many.
+        may_lack_rows: there may be fewer rows than microbatches, of which the last ones have none
+            then: a replica leaves them out.
 
     Returns:
         The microbatches. Their leaves are contiguous, and share storage with the batch's where
@@ -80,11 +84,16 @@ def split(batch: Any, in_dims: Any, microbatches: int) -> SplitBatch:
     if pytree.number_of_parts(batch) is not None:
         return _split_rest(leaves, spec, in_dims, microbatches)
     dims = pytree.broadcast_prefix("in_dims", in_dims, batch, "batch")
-    rows = _evenly(_count_rows(leaves, dims, spec, microbatches), microbatches)
+    total = _count_rows(leaves, dims, spec, microbatches, may_lack_rows=may_lack_rows)
+    rows = _evenly(total, microbatches)
+    if total == 0:
+        leaves = [_one_row(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
+        parts = (tuple(leaves),) * microbatches
+        return SplitBatch(parts, (spec,) * microbatches, rows, (0,) * microbatches)
     pairs = zip(leaves, dims, strict=True)
     columns = [_column(leaf, dim, rows) for leaf, dim in pairs]
     parts = _each(columns, microbatches)
-    kinds = tuple(int(size != rows[0]) for size in rows)
+    kinds = tuple(int(0 < size != rows[0]) for size in rows)
     return SplitBatch(parts, (spec,) * microbatches, rows, kinds)
 
 
@@ -121,6 +130,15 @@ def _split_rest(
     return SplitBatch(parts, specs, rows, tuple(kinds))
 
 
+def _one_row(leaf: Tensor, dim: int | None) -> Tensor:
+    """What a microbatch would have of a leaf without rows: a trace sees its shape."""
+    if dim is None:
+        return leaf.contiguous()
+    shape = list(leaf.shape)
+    shape[dim] = 1
+    return leaf.new_zeros(shape)
+
+
 def _each(columns: Sequence[Sequence[Tensor]], microbatches: int) -> tuple[tuple[Tensor, ...], ...]:
     """The leaves of each microbatch, of what all of them have of each leaf."""
     return tuple(zip(*columns, strict=True)) if columns else ((),) * microbatches
@@ -154,7 +172,12 @@ def _contiguous(parts: Sequence[Tensor], leaf: Tensor, dim: int) -> Sequence[Ten
 
 
 def _count_rows(
-    leaves: Sequence[Tensor], dims: Sequence[Any], spec: optree.PyTreeSpec, microbatches: int
+    leaves: Sequence[Tensor],
+    dims: Sequence[Any],
+    spec: optree.PyTreeSpec,
+    microbatches: int,
+    *,
+    may_lack_rows: bool = False,
 ) -> int:
     """The one size that all split leaves have along their dimension."""
     first: int | None = None
@@ -190,6 +213,8 @@ def _count_rows(
             f"in_dims={dims} splits no leaf of the batch, but the schedule has {microbatches} "
             "microbatches: give at least one leaf a dimension to split"
         )
+    if may_lack_rows:
+        return rows
     if rows == 0:
         raise BatchError(
             f"batch{pytree.paths(spec)[first]} has 0 rows, of which each microbatch takes one at "

@@ -122,8 +122,8 @@ class Signature(NamedTuple):
         return self.rows, self.kinds
 
     def sizes(self) -> list[int]:
-        """The rows of a microbatch of each kind."""
-        return [self.rows[first] for first in firsts(self.kinds)]
+        """The rows of a microbatch of each kind; one where a replica has none."""
+        return [max(1, self.rows[first]) for first in firsts(self.kinds)]
 
 
 def brought_to(signature: Signature, device: torch.device) -> Signature:

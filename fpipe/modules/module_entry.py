@@ -27,6 +27,7 @@ from fpipe.pieces.remat import Remat
 from fpipe.placing import group_of, placed
 from fpipe.schedule import Schedule
 from fpipe.schedule.arguments import plain_integer
+from fpipe.spec.data import read_data
 
 log = logging.getLogger("fpipe")
 
@@ -61,6 +62,9 @@ def from_module(
     devices: Sequence[torch.device | str | int] | None = None,
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
+    data: str | Sequence[str] | None = None,
+    replica_state: str = "mean",
+    bucket_bytes: int | None = None,
     timeout: float = 60.0,
 ) -> ModulePipeline:
     """Make a pipeline of a module as it is: any whose forward can be traced.
@@ -141,6 +145,9 @@ def from_module(
             `Pipeline.place` puts them where they are read.
         group: a process group with one process per rank of the schedule.
         mesh: instead of `group`, a mesh with a dimension ``"pp"``.
+        data: the dimension of `mesh` that holds replicas, or two for hybrid sharding.
+        replica_state: how replicas agree on a state, ``"mean"`` or ``"first"``.
+        bucket_bytes: the most bytes that one collective of `data` moves.
         timeout: seconds of silence after which a rank is given up.
 
     Returns:
@@ -207,6 +214,7 @@ def from_module(
         accum_dtype=accum_dtype,
         devices=placed(devices),
         group=group,
+        data=read_data(data, mesh, state=replica_state, bucket_bytes=bucket_bytes),
         timeout=timeout,
     )
 

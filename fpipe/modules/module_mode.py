@@ -222,7 +222,7 @@ _WRAPPERS = {
     "DataParallel": ("module", "a pipeline of a module has a process for each device"),
     "DistributedDataParallel": (
         "module",
-        "it cannot average the gradients of a step: do so yourself (docs/distributed.md)",
+        "a step adds up gradients over replicas itself, data= (docs/data-parallel.md)",
     ),
 }
 
@@ -231,8 +231,8 @@ _COMPOSED = "torch.distributed._composable"
 
 _SHARDED = frozenset({"FSDPModule", "FullyShardedDataParallel"})
 _WHOLE = (
-    "pass the module as it is before it is sharded: a pipeline divides it by layers, and "
-    "parallelize_module may divide the layers (docs/distributed.md)"
+    "pass the module as it is before it is sharded: data= and pipe.shard(params) divide parameters "
+    "over replicas (docs/data-parallel.md), and parallelize_module may divide layers"
 )
 
 

@@ -17,6 +17,7 @@ from fpipe.plan.total import Total
 from fpipe.program.interpreter import Run
 from fpipe.program.program import Program
 from fpipe.schedule import Schedule
+from fpipe.spec.data import Data
 from fpipe.spec.objective import Sink
 from fpipe.spec.returns import Numbering
 
@@ -38,6 +39,8 @@ class Plan:
         rows: of each microbatch.
         sink: how gradients and losses are collected.
         frozen: stage and leaf of the parameters that are not trained.
+        data: which dimensions of the mesh hold replicas, None without replicas.
+        averages: the loss is the mean over the rows of all microbatches, and of all replicas.
     """
 
     schedule: Schedule
@@ -52,20 +55,28 @@ class Plan:
     rows: tuple[int, ...]
     sink: Sink
     frozen: frozenset[tuple[int, int]]
+    data: Data | None = None
+    averages: bool = False
 
     def total(self, runs: Sequence[Run]) -> Total | None:
         """What the losses of the microbatches come to; None where `runs` have none."""
         if not self.numbering.heads or not any(run.program.rank == self.last_rank for run in runs):
             return None
-        losses, *weights = self._columns(runs, 0, self.numbering.heads)
+        columns = self._columns(runs, 0, self.numbering.heads)
+        # A replica may have fewer rows than there are microbatches.
+        losses, *weights = ([own for own in column if own is not None] for column in columns)
+        if not losses:
+            none = torch.zeros(self.loss_shape, dtype=self.weights.dtype)
+            shape = self.weight_shape
+            return Total(none, None if shape is None else torch.zeros(shape, dtype=torch.float64))
         if self.sink.join is not None:
             weight = torch.cat(weights[0], self.sink.join).double() if weights else None
             return Total(torch.cat(losses, self.sink.join), weight)
         weight = torch.stack(weights[0]).double().sum(0) if weights else None
         stacked = torch.stack(losses)
         if stacked.dim() == 1:
-            return Total(self.weights.dot(stacked), weight)
-        return Total(torch.tensordot(self.weights, stacked, 1), weight)
+            return Total(self.weights[: len(losses)].dot(stacked), weight)
+        return Total(torch.tensordot(self.weights[: len(losses)], stacked, 1), weight)
 
     @property
     def readers(self) -> dict[tuple[int, int], set[int]]:

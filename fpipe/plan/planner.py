@@ -28,12 +28,15 @@ from fpipe.inputs.signature import (
 from fpipe.pieces.stage_code import StageCode
 from fpipe.plan.latest import Latest
 from fpipe.plan.plan import Plan
+from fpipe.plan.replicated import gathered, replicas_of
 from fpipe.plan.workshop import Made, Workshop
 from fpipe.program.program import Program
 from fpipe.program.values import Codes
 from fpipe.schedule import Op, Schedule
 from fpipe.schedule.families.evaluation import forwards_of
 from fpipe.schedule.required_ops import owed_by_actions
+from fpipe.schedule.sharding import STEP
+from fpipe.spec.data import Data
 from fpipe.spec.objective import Sink
 from fpipe.trace.interrupts import held_back
 from fpipe.trace.isolation import one_at_a_time
@@ -55,9 +58,10 @@ class Planner:
         schedule: the training schedule; its forwards alone serve evaluation.
         mean: the loss is the mean over rows, so a microbatch counts by its rows.
         cotangent: what of the losses is differentiated, None for all of them.
-        lower: makes the programs; it knows the transport.
+        lower: makes the programs of a schedule, with what replicas share; it knows the transport.
         sink: how gradients and losses are collected.
         modes: as in the definition.
+        data: as in the definition.
     """
 
     def __init__(
@@ -67,13 +71,19 @@ class Planner:
         schedule: Schedule,
         mean: bool,
         cotangent: tuple[float, ...] | None,
-        lower: Callable[[Schedule, Codes], tuple[Program, ...]],
+        lower: Callable[..., tuple[Program, ...]],
         sink: Sink,
         modes: Callable[[], Hashable],
+        data: Data | None = None,
     ) -> None:
         self._workshop = workshop
         self._schedule = schedule
         self._forwards = forwards_of(schedule)
+        if data is not None:
+            if not schedule.is_sharded:
+                self._schedule = schedule.sharded()
+            self._forwards = self._forwards.sharded(self._schedule.gathered_at_once or STEP)
+        self._data = data
         self._mean = mean
         self._cotangent = cotangent
         self._lower = lower
@@ -118,6 +128,10 @@ class Planner:
         refuse_without_data(signature)
         specs = [shape.spec for shape in signature.params]
         refuse_placements(specs, [shape.spec for shape in signature.batch], pytree.paths)
+        replicas = None if self._data is None else replicas_of(signature, self._data)
+        local = signature
+        if self._data is not None:
+            signature = gathered(signature, self._data)
         traces = signature not in self._workshop
         self._traced[goal] += traces
         log.info(
@@ -125,7 +139,7 @@ class Planner:
             "tracing" if traces else "planning",
             goal,
             _in_words(signature),
-            self._why(signature, traces=traces),
+            self._why(local, traces=traces),
         )
         with held_back():
             made = self._workshop(signature)
@@ -138,7 +152,8 @@ class Planner:
 
         if goal == "step":
             _check_owed(schedule, code_of)
-        plan = self._with_weights(schedule, self._lower(schedule, code_of), made, signature)
+        programs = self._lower(schedule, code_of, replicas=replicas)
+        plan = self._with_weights(schedule, programs, made, signature)
         log.info("ready for %s after %.1f s", goal, time.perf_counter() - start)
         has_sums = any(code_of(stage, 0).sums for stage in range(schedule.num_stages))
         traced = [stage for chain in made.chains for stage in chain.stages]
@@ -185,7 +200,7 @@ class Planner:
         chains = [made.chains[kind] for kind in signature.kinds]
         numbering = chains[0].numbering
         weighted = self._mean and self._sink.join is None
-        total = sum(rows)
+        total = max(1, sum(rows))
         shares = [size / total if weighted else 1.0 for size in rows]
         # Where there is no loss, the numbers are not read.
         none = torch.empty((), device="cpu")
@@ -206,10 +221,12 @@ class Planner:
             numbering=numbering,
             shapes=tuple(zip(*shapes, strict=True)),
             fingerprint="\n".join(sorted(piece.fingerprint for piece in made.pieces())),
-            communicates=any(piece.communicates for piece in made.pieces()),
+            communicates=self._data is not None or any(p.communicates for p in made.pieces()),
             rows=rows,
             sink=self._sink,
             frozen=made.frozen,
+            data=self._data,
+            averages=weighted,
         )
 
     def _chosen(self, ones: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from fpipe.program.program import (
     WaitSend,
 )
 from fpipe.program.slots import Slots
-from fpipe.program.tasks import Task
+from fpipe.program.task import Task
 from fpipe.program.values import (
     BatchValue,
     Computed,
@@ -45,11 +45,13 @@ class Ends:
         grads: the sums of gradients.
         outputs: microbatch, number and value of each output.
         states: leaf and value of each part of the state that has changed.
+        params: parameters that it is given, whether it computes with them or not.
     """
 
     grads: list[tuple[SumValue, Value]] = field(default_factory=list)
     outputs: list[tuple[int, int, Value]] = field(default_factory=list)
     states: list[tuple[int, Value]] = field(default_factory=list)
+    params: list[ParamValue] = field(default_factory=list)
 
     @property
     def values(self) -> list[Value]:
@@ -57,7 +59,7 @@ class Ends:
         summed = (value for _, value in self.grads)
         returned = (value for _, _, value in self.outputs)
         threaded = (value for _, value in self.states)
-        return list(dict.fromkeys((*summed, *returned, *threaded)))
+        return list(dict.fromkeys((*summed, *returned, *threaded, *self.params)))
 
 
 def assemble(rank: int, steps: Sequence[Step], ends: Ends, *, compiled: bool) -> Program:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fpipe.pieces.compiler import Boxed
+from fpipe.program.collectives import waits
 from fpipe.program.program import Compute, Program
 from fpipe.schedule import Action, Op
 
@@ -38,6 +39,9 @@ def timed(marks: dict[Action, tuple[float, float]]) -> Wrap:
     """
 
     def wrap(call: Boxed, action: Action) -> Boxed:
+        # A collective is shown where it is begun, and other actions run until it is waited for.
+        ends_later = waits(call)
+
         def timed_call(inputs: list[Tensor]) -> Sequence[Tensor]:
             _await({value.device for value in inputs if value.is_cuda})
             start = perf_counter()
@@ -47,7 +51,7 @@ def timed(marks: dict[Action, tuple[float, float]]) -> Wrap:
             # Parts of a gradient that several stages have are added up one by one; the parameters
             # may be prepared again for microbatches of another shape, which is not their UNSHARD.
             first = marks.get(action)
-            if first is None or action.op == Op.REDUCE_GRAD:
+            if first is None or (action.op == Op.REDUCE_GRAD and not ends_later):
                 marks[action] = (start if first is None else first[0], end)
             return outputs
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from fpipe.program.assembly import Ends, assemble
 from fpipe.program.messages import plan_mail
 from fpipe.program.program import Program
-from fpipe.program.tasks import Tasks, tasks_of
+from fpipe.program.replicas import Replicas
+from fpipe.program.tasks import Tasks, parameters_read, tasks_of
 from fpipe.program.tied import tie
-from fpipe.program.values import Codes, Resolver
+from fpipe.program.values import Codes, ParamValue, Resolver
 from fpipe.program.weaving import DIRECT, Windows, weave
 from fpipe.schedule import Schedule
 from fpipe.spec.objective import SUM, Sink
@@ -27,6 +28,7 @@ def lower(
     *,
     tied: bool = False,
     sink: Sink = SUM,
+    replicas: Replicas | None = None,
 ) -> tuple[Program, ...]:
     """Lower `schedule` to one program per rank.
 
@@ -38,15 +40,22 @@ def lower(
             their programs are there to be read.
         tied: stages number the leaves of one tree of parameters, and may share some.
         sink: how gradients are collected, and who gets them.
+        replicas: how replicas share parameters and add up gradients; None for no replicas.
     """
     resolve = Resolver(codes)
+    present = schedule.num_microbatches if replicas is None else replicas.present
     if any(codes(stage, 0).updates for stage in range(schedule.num_stages)):
-        resolve.follow_states(schedule.num_stages, schedule.num_microbatches)
-    tasks = tasks_of(schedule, codes, resolve)
+        resolve.follow_states(schedule.num_stages, present)
+    tasks = tasks_of(schedule, codes, resolve, replicas)
     if tied:
         several = not all(map(runs_here, range(schedule.num_ranks)))
-        tasks = tie(tasks, schedule, codes, sink, everywhere=several)
-    ends = _ends_of(tasks, schedule, codes, resolve, sink)
+        tasks = tie(tasks, schedule, codes, sink, everywhere=several, replicas=replicas)
+    ends = _ends_of(tasks, schedule, codes, resolve, sink, present)
+    if present < schedule.num_microbatches:
+        # A replica without rows reads what the others do, as far as anyone asks.
+        for read in parameters_read(schedule, codes, resolve).values():
+            for value in read:
+                ends[schedule.placement[value.stage]].params.append(value)
     results = [own.values for own in ends]
     mail = plan_mail(tasks.rows, schedule.placement, results)
     return tuple(
@@ -61,9 +70,9 @@ def lower(
 
 
 def _ends_of(
-    tasks: Tasks, schedule: Schedule, codes: Codes, resolve: Resolver, sink: Sink
+    tasks: Tasks, schedule: Schedule, codes: Codes, resolve: Resolver, sink: Sink, present: int
 ) -> list[Ends]:
-    """What each rank holds at the end."""
+    """What each rank holds at the end, of so many microbatches."""
     ends = [Ends() for _ in schedule.actions]
     for total, value in tasks.sums.items():
         # What belongs to the batch is gathered where the batch comes in.
@@ -74,25 +83,26 @@ def _ends_of(
     # Microbatches of another size may make a leaf in another stage: a copy may be none there. All
     # go to one rank, which puts them together.
     homes: dict[int, int] = defaultdict(int)
-    returned = list(_returned(schedule, codes))
+    returned = list(_returned(schedule.num_stages, present, codes))
     for _, stage, number, _ in returned:
         homes[number] = max(homes[number], stage)
     for microbatch, stage, number, name in returned:
         value = resolve(stage, microbatch, name)
         ends[schedule.placement[homes[number]]].outputs.append((microbatch, number, value))
-    latest = schedule.num_microbatches - 1
+    latest = max(0, present - 1)
     for stage in range(schedule.num_stages):
         for leaf, name in codes(stage, latest).updates.items():
             # What is threaded through the microbatches is small, and the same for every rank
-            # afterwards.
+            # afterwards. Without a microbatch it is the caller's own.
+            left = resolve(stage, latest, name) if present else ParamValue(stage, leaf)
             for own in ends:
-                own.states.append((leaf, resolve(stage, latest, name)))
+                own.states.append((leaf, left))
     return ends
 
 
-def _returned(schedule: Schedule, codes: Codes) -> Iterator[tuple[int, int, int, str]]:
+def _returned(stages: int, microbatches: int, codes: Codes) -> Iterator[tuple[int, int, int, str]]:
     """Microbatch, stage, number and name of each value that the caller gets."""
-    for microbatch in range(schedule.num_microbatches):
-        for stage in range(schedule.num_stages):
+    for microbatch in range(microbatches):
+        for stage in range(stages):
             for number, name in codes(stage, microbatch).returned:
                 yield microbatch, stage, number, name

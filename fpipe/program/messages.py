@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fpipe.program.program import Message
-from fpipe.program.tasks import Task
+from fpipe.program.task import Task
 from fpipe.program.values import Computed, Value
 from fpipe.schedule import Action, Op
 

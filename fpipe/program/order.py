@@ -23,6 +23,7 @@ from fpipe.program.program import (
     WaitSend,
     memory_curve,
 )
+from fpipe.program.replicas import Replicas
 from fpipe.program.values import Codes
 from fpipe.program.weaving import Windows
 from fpipe.schedule import Schedule
@@ -40,7 +41,13 @@ which computes, makes its sender wait too."""
 
 
 def lower_for_group(
-    schedule: Schedule, codes: Codes, *, rank: int, tied: bool = False, sink: Sink = SUM
+    schedule: Schedule,
+    codes: Codes,
+    *,
+    rank: int,
+    tied: bool = False,
+    sink: Sink = SUM,
+    replicas: Replicas | None = None,
 ) -> tuple[Program, ...]:
     """Lower a schedule for processes that each run one rank, and prove that they come to an end.
 
@@ -53,6 +60,7 @@ def lower_for_group(
         rank: the rank of this process.
         tied: as for `lower`.
         sink: as for `lower`.
+        replicas: as for `lower`.
 
     Raises:
         ScheduleError: the programs would not come to an end.
@@ -60,7 +68,15 @@ def lower_for_group(
 
     def within(window: int, nbytes: int) -> tuple[Program, ...]:
         windows = Windows(window, window, nbytes)
-        return lower(schedule, codes, windows, lambda r: r == rank, tied=tied, sink=sink)
+        return lower(
+            schedule,
+            codes,
+            windows,
+            lambda r: r == rank,
+            tied=tied,
+            sink=sink,
+            replicas=replicas,
+        )
 
     programs = within(2, RUN_AHEAD)
     # The same on all ranks, whichever of them are compiled.

@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from fpipe.graph.joint import BatchLeaf, Param, Source
 from fpipe.inputs.signature import Spec
-from fpipe.pieces.compiler import Boxed
 from fpipe.pieces.piece import PREPARE
 from fpipe.pieces.stage_code import StageCode
-from fpipe.program.values import Codes, Computed, Resolver, SumValue, Value
+from fpipe.program.collectives import Reductions, Row, with_gathers
+from fpipe.program.replicas import Replicas
+from fpipe.program.task import Task, adding
+from fpipe.program.values import Codes, Computed, ParamValue, Resolver, SumValue, Value
 from fpipe.schedule import Action, Op, Schedule
-
-
-class Task(NamedTuple):
-    """One kernel call.
-
-    Attributes:
-        action: the action.
-        call: makes the boxed callable, compiling it if it is new.
-        inputs: values read, in the kernel's order.
-        outputs: values computed, in the kernel's order.
-        specs: shape and dtype of each output.
-        footprint: bytes that a call needs beyond what is held when it starts, given the numbers of
-            the inputs that it alone holds.
-        constants: tensors among the inputs that a stage function closes over.
-    """
-
-    action: Action
-    call: Callable[[], Boxed]
-    inputs: tuple[Value, ...]
-    outputs: tuple[Computed, ...]
-    specs: tuple[Spec, ...]
-    footprint: Callable[[frozenset[int]], int]
-    constants: tuple[Tensor, ...] = ()
 
 
 class Tasks(NamedTuple):
@@ -55,16 +31,21 @@ class Tasks(NamedTuple):
     sums: dict[SumValue, Value]
 
 
-def tasks_of(schedule: Schedule, codes: Codes, resolve: Resolver) -> Tasks:
+def tasks_of(
+    schedule: Schedule, codes: Codes, resolve: Resolver, replicas: Replicas | None = None
+) -> Tasks:
     """Find the tasks of all ranks.
 
     The first B or W of a stage starts the sums of its parameter gradients, the others continue
     them. What a stage reads may depend on the rows of a microbatch: where one is the first to read
     some parameters but not others, what it starts is added to what there is. What no microbatch
-    goes into is computed before the first task that reads it, as an UNSHARD. The whole-stage
-    actions of the schedule itself have no task.
+    goes into is computed before the first task that reads it, as an UNSHARD. Without replicas the
+    whole-stage actions of the schedule itself have no task.
     """
     sums: dict[SumValue, Value] = {}
+    reductions = None
+    if replicas is not None:
+        reductions = Reductions(replicas, sums, _specs_of_sums(schedule, codes))
     halved = {(a.stage, a.microbatch) for row in schedule.actions for a in row if a.op == Op.I}
 
     def work(action: Action) -> Op:
@@ -72,19 +53,80 @@ def tasks_of(schedule: Schedule, codes: Codes, resolve: Resolver) -> Tasks:
         whole = action.op == Op.W and (action.stage, action.microbatch) not in halved
         return Op.B if whole else action.op
 
-    rows = [
-        [task for action in row for task in _tasks_of(action, work(action), codes, resolve, sums)]
-        for row in schedule.actions
-    ]
-    return Tasks(tuple(_with_preparations(row, codes, resolve) for row in rows), sums)
+    def tasks_in(row: Sequence[Action]) -> Iterator[Task | Action]:
+        for action in row:
+            if action.microbatch is not None:
+                if replicas is None or action.microbatch < replicas.present:
+                    yield from _tasks_of(action, work(action), codes, resolve, sums)
+            elif reductions is not None and action.op == Op.REDUCE_GRAD:
+                yield from reductions.launch(action.stage)
+            elif reductions is not None:
+                yield action
+        if reductions is not None:
+            yield from reductions.finish(sorted({action.stage for action in row}))
+
+    leaves = None if replicas is None else _divided_leaves(schedule, codes, resolve, replicas)
+    rows: list[list[Task]] = []
+    for rank, actions in enumerate(schedule.actions):
+        row: Row = _with_preparations(list(tasks_in(actions)), codes, resolve)
+        if replicas is not None and leaves is not None:
+            row = with_gathers(row, rank, schedule.placement, replicas, leaves)
+        rows.append([task for task in row if isinstance(task, Task)])
+    return Tasks(tuple(rows), sums)
 
 
-def _with_preparations(row: Sequence[Task], codes: Codes, resolve: Resolver) -> list[Task]:
+def _codes_of(schedule: Schedule, codes: Codes) -> Iterator[tuple[int, int, StageCode]]:
+    """Each code of each stage, with the first microbatch that it runs."""
+    for stage in range(schedule.num_stages):
+        known: set[int] = set()
+        for microbatch in range(schedule.num_microbatches):
+            code = codes(stage, microbatch)
+            if id(code) not in known:
+                known.add(id(code))
+                yield stage, microbatch, code
+
+
+def _specs_of_sums(schedule: Schedule, codes: Codes) -> dict[SumValue, Spec]:
+    """The shape and dtype of each sum of gradients by parameters, whoever adds to it."""
+    specs: dict[SumValue, Spec] = {}
+    for stage, _, code in _codes_of(schedule, codes):
+        for source, entry in code.sums.items():
+            if isinstance(source, Param):
+                specs.setdefault(_sum_of(stage, source), code.specs[entry.start])
+    return specs
+
+
+def parameters_read(
+    schedule: Schedule, codes: Codes, resolve: Resolver
+) -> dict[int, list[ParamValue]]:
+    """The parameters that the code of each stage reads, in order, whatever microbatches run."""
+    found: dict[int, dict[ParamValue, None]] = {}
+    for stage, microbatch, code in _codes_of(schedule, codes):
+        for name in dict.fromkeys(name for piece in code.pieces.values() for name in piece.inputs):
+            value = resolve(stage, microbatch, name)
+            if isinstance(value, ParamValue):
+                found.setdefault(stage, {})[value] = None
+    return {stage: list(own) for stage, own in found.items()}
+
+
+def _divided_leaves(
+    schedule: Schedule, codes: Codes, resolve: Resolver, replicas: Replicas
+) -> dict[int, list[int]]:
+    """The leaves of each stage that replicas hold parts of, and that any stage reads."""
+    leaves: dict[int, set[int]] = {}
+    for values in parameters_read(schedule, codes, resolve).values():
+        for value in values:
+            if (value.stage, value.leaf) in replicas.divided:
+                leaves.setdefault(value.stage, set()).add(value.leaf)
+    return {stage: sorted(own) for stage, own in leaves.items()}
+
+
+def _with_preparations(row: Row, codes: Codes, resolve: Resolver) -> list[Task | Action]:
     """The tasks of a rank, and those that make what they read of no microbatch."""
-    whole: list[Task] = []
+    whole: list[Task | Action] = []
     made: set[tuple[int, int]] = set()
     for task in row:
-        for value in task.inputs:
+        for value in task.inputs if isinstance(task, Task) else ():
             if not isinstance(value, Computed):
                 continue
             own = value.stage, value.microbatch
@@ -129,12 +171,15 @@ def _sum_of(stage: int, source: Source) -> SumValue:
 
 
 def _tasks_of(
-    action: Action, op: Op, codes: Codes, resolve: Resolver, sums: dict[SumValue, Value]
+    action: Action,
+    op: Op,
+    codes: Codes,
+    resolve: Resolver,
+    sums: dict[SumValue, Value],
 ) -> Iterator[Task]:
     """The tasks of `action`, which does the work of `op`; `sums` are brought up to date with it."""
     stage, _, microbatch = action
-    if microbatch is None:
-        return
+    assert microbatch is not None
     code = codes(stage, microbatch)
     ends_in_sums = op in (Op.B, Op.W)
     begun = [
@@ -164,42 +209,3 @@ def _tasks_of(
                 yield added
                 (part,) = added.outputs
             sums[total] = part
-
-
-def adding(
-    total: Computed,
-    parts: tuple[Value, ...],
-    spec: Spec,
-    fold: Callable[[Tensor], Tensor] | None = None,
-) -> Task:
-    """The task that adds up parts of a gradient.
-
-    Args:
-        total: the sum.
-        parts: of it, in order.
-        spec: of each part.
-        fold: what is kept of the sum; None for all of it.
-    """
-    kept = spec
-    if fold is not None:
-        folded = fold(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
-        kept = Spec(tuple(folded.shape), folded.dtype)
-    # A new tensor each time, beside the one before it.
-    needed = spec.nbytes * min(2, len(parts) - (fold is None))
-    return Task(
-        Action(total.stage, Op.REDUCE_GRAD, None),
-        lambda: partial(_add_up, fold),
-        parts,
-        (total,),
-        (kept,),
-        lambda handed: needed,
-    )
-
-
-def _add_up(fold: Callable[[Tensor], Tensor] | None, values: list[Tensor]) -> list[Tensor]:
-    """A kernel: what is kept of the sum of all inputs, from left to right."""
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    values.clear()
-    return [total if fold is None else fold(total)]

@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fpipe.graph.joint import Param, Sum
 from fpipe.inputs.signature import Spec
-from fpipe.program.tasks import Task, Tasks, adding
+from fpipe.program.replicas import Replicas
+from fpipe.program.task import Task, adding
+from fpipe.program.tasks import Tasks
 from fpipe.program.values import Codes, Computed, SumValue, Value
 from fpipe.schedule import Schedule
 from fpipe.spec.objective import Sink
@@ -24,7 +26,15 @@ Added = dict[Gradient, list[tuple[int, Task]]]
 """The tasks that make a sum over the stages, each with its rank."""
 
 
-def tie(tasks: Tasks, schedule: Schedule, codes: Codes, sink: Sink, *, everywhere: bool) -> Tasks:
+def tie(
+    tasks: Tasks,
+    schedule: Schedule,
+    codes: Codes,
+    sink: Sink,
+    *,
+    everywhere: bool,
+    replicas: Replicas | None = None,
+) -> Tasks:
     """Add up the stages' parts of each gradient.
 
     Stages number the leaves of one and the same tree, so what they have of one leaf belongs
@@ -38,6 +48,7 @@ def tie(tasks: Tasks, schedule: Schedule, codes: Codes, sink: Sink, *, everywher
         codes: the code of each stage and microbatch.
         sink: whether microbatches are summed, and what is kept of the sums.
         everywhere: on every rank that reads the parameter, unless the sink gives all ranks all.
+        replicas: among which gradients have been added up, and perhaps divided.
     """
     stages_of: dict[Gradient, list[int]] = defaultdict(list)
     for total in sorted(tasks.sums):
@@ -49,6 +60,8 @@ def tie(tasks: Tasks, schedule: Schedule, codes: Codes, sink: Sink, *, everywher
     added: Added = {}
     for (leaf, microbatch), stages in stages_of.items():
         entry, spec = _entry_of(leaf, stages[0], microbatch, schedule, codes)
+        if replicas is not None:
+            spec = replicas.local(stages[0], leaf, spec)
         holders = _holders_of(leaf, stages, reading, schedule)
         if len(stages) == len(holders) == 1 and entry.folded:
             continue

@@ -19,7 +19,7 @@ from fpipe.program.program import (
     WaitRecv,
     WaitSend,
 )
-from fpipe.program.tasks import Task
+from fpipe.program.task import Task
 from fpipe.program.values import Computed, Value
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fpipe.errors import ScheduleError, a_type
-from fpipe.schedule.action import Action, Op
+from fpipe.schedule.action import WHOLE_STAGE_OPS, Action, Op
 from fpipe.schedule.arguments import is_several, plain_integer
 from fpipe.schedule.exchange.csv_file import format_csv, parse_csv
 from fpipe.schedule.exchange.files import PathLike, load, save
@@ -17,6 +17,7 @@ from fpipe.schedule.exchange.json_file import format_json, parse_json
 from fpipe.schedule.exchange.text_form import format_text, parse_text
 from fpipe.schedule.grid import one_line, sizes, text_grid
 from fpipe.schedule.placements import stages_on
+from fpipe.schedule.sharding import STEP, gathered_at_once, sharded_rows
 
 _NUMBERS: Final = (int, type(None))  # the usual types of a microbatch
 LARGEST_SHOWN: Final = 20_000  # actions in a notebook's picture: about two megabytes
@@ -95,6 +96,47 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Whether any backward is split into I and W."""
         return any(a.op in (Op.I, Op.W) for row in self.actions for a in row)
+
+    @cached_property
+    def is_sharded(self) -> bool:
+        """Whether it says when parameters are gathered and gradients reduced."""
+        return any(a.op in WHOLE_STAGE_OPS for row in self.actions for a in row)
+
+    @property
+    def gathered_at_once(self) -> int:
+        """The most stages that any rank has gathered at one time; 0 where none is ever."""
+        return max(map(gathered_at_once, self.actions))
+
+    def sharded(self, gather: int | str = STEP, reduce: int | str = STEP) -> Schedule:
+        """The schedule with the actions of sharded data parallelism put in.
+
+        A pipeline that is made with ``data=`` runs them: `UNSHARD` gathers the parameters of a
+        stage, `RESHARD` lets them go, `REDUCE_GRAD` adds its gradients up over replicas. Those that
+        are in the schedule already are replaced.
+
+        Args:
+            gather: ``"step"`` gathers each stage once a step, before all else. A number, 1 or more:
+                at most so many stages of a rank are gathered at any time, the one that is being
+                prefetched included; a stage may be gathered several times then.
+            reduce: ``"step"`` reduces the gradients of a stage once, after its last W or B. A
+                number, 1 or more: after every so many microbatches, so that a rank never holds
+                whole sums of all of its stages for long.
+
+        Returns:
+            The schedule, with the policy in its name.
+
+        Raises:
+            ScheduleError: `gather` or `reduce` is something else.
+
+        Example:
+            >>> import fpipe
+            >>> schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
+            >>> print(*schedule.sharded(reduce=1).actions[0])
+            0UNSHARD 0F0 0F1 0B0 0REDUCE_GRAD 0B1 0RESHARD 0REDUCE_GRAD
+        """
+        rows = sharded_rows(self.actions, gather, reduce)
+        policy = f"gather={gather}, reduce={reduce}"
+        return Schedule(self.placement, rows, name=f"{self.name} ({policy})")
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that the placement puts on `rank`, in order."""

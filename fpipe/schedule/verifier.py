@@ -24,7 +24,8 @@ def verify(schedule: Schedule, requires: Requires | None = None) -> None:
     schedule can run if and only if no ranks wait for each other in a circle.
 
     UNSHARD and RESHARD of a stage must alternate, UNSHARD first; a stage that has any computes only
-    while it is unsharded. REDUCE_GRAD of a stage comes at most once, after its last W or B.
+    while it is unsharded. REDUCE_GRAD of a stage, if there is any, comes after its last W or B, and
+    may also come before, after every so many of them.
 
     It takes some microseconds per action.
 
@@ -164,8 +165,8 @@ def check_whole_stage(rank: int, row: Sequence[Action], owed: Owed) -> None:
 
     Raises:
         ScheduleError: UNSHARD and RESHARD of a stage do not alternate, a stage that has any
-            computes while it is not unsharded, or REDUCE_GRAD comes twice, before the last W or B
-            of its stage, or where no W is owed.
+            computes while it is not unsharded, or REDUCE_GRAD has no new gradient to reduce, or
+            misses that of the last W or B of its stage.
 
     Example:
         >>> row = [Action.parse(text) for text in "0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD".split()]
@@ -175,22 +176,20 @@ def check_whole_stage(rank: int, row: Sequence[Action], owed: Owed) -> None:
     if not whole:
         return
     unsharded = {stage: False for stage, op, _ in whole if op != Op.REDUCE_GRAD}
-    reduced: dict[int, int] = {}  # stage -> position of its REDUCE_GRAD
+    reduces = {stage for stage, op, _ in whole if op == Op.REDUCE_GRAD}
+    last: dict[int, int] = {}  # stage -> position of its last REDUCE_GRAD
+    new: dict[int, int] = {}  # stage -> position of its last gradient that is not yet reduced
     for position, action in enumerate(row):
         stage, op, _ = action
         if op == Op.UNSHARD and unsharded[stage]:
             fault = f"follows another {action} with no {stage}RESHARD between: leave one out"
         elif op == Op.RESHARD and not unsharded[stage]:
             fault = f"has no {stage}UNSHARD before it: add one, or leave it out"
-        elif op == Op.REDUCE_GRAD and stage in reduced:
-            fault = f"repeats actions[{rank}][{reduced[stage]}]: gradients are reduced once"
         elif op == Op.REDUCE_GRAD and Op.W not in owed[stage]:
             fault = f"has nothing to reduce, for stage {stage} owes no W: leave it out"
-        elif op in (Op.B, Op.W) and stage in reduced:
-            fault = (
-                f"comes after {stage}REDUCE_GRAD (actions[{rank}][{reduced[stage]}]), which would "
-                f"miss its gradient: move {stage}REDUCE_GRAD behind the last W or B of the stage"
-            )
+        elif op == Op.REDUCE_GRAD and stage not in new:
+            before = f" after actions[{rank}][{last[stage]}]" if stage in last else ""
+            fault = f"has nothing to reduce{before}: it must follow a W or B of the stage"
         elif op not in WHOLE_STAGE_OPS and not unsharded.get(stage, True):
             fault = (
                 f"computes while stage {stage} is resharded: move {stage}UNSHARD before it, or "
@@ -200,9 +199,18 @@ def check_whole_stage(rank: int, row: Sequence[Action], owed: Owed) -> None:
             if op in (Op.UNSHARD, Op.RESHARD):
                 unsharded[stage] = op == Op.UNSHARD
             elif op == Op.REDUCE_GRAD:
-                reduced[stage] = position
+                last[stage] = position
+                del new[stage]
+            elif op in (Op.B, Op.W) and stage in reduces:
+                new[stage] = position
             continue
         raise ScheduleError(f"{action} (actions[{rank}][{position}], rank {rank}) {fault}")
+    for stage, position in new.items():
+        raise ScheduleError(
+            f"{row[position]} (actions[{rank}][{position}], rank {rank}) comes after "
+            f"{stage}REDUCE_GRAD (actions[{rank}][{last[stage]}]), which misses its gradient: move "
+            f"{stage}REDUCE_GRAD behind the last W or B of the stage, or add another there"
+        )
 
 
 def check_order(graph: Dependencies) -> None:

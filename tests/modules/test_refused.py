@@ -64,7 +64,7 @@ def composed(module: nn.Module) -> nn.Module:
         ),
         (
             lambda: spread(nn.parallel.DistributedDataParallel),
-            r"module is a DistributedDataParallel .* \.module; it cannot average the gra",
+            r"module is a DistributedDataParallel .* \.module; a step adds up gradients",
         ),
         (lambda: spread(sharded), r"module is a FSDPSequential, a FSDPModule: .* before it is sh"),
         (

@@ -220,6 +220,7 @@ def test_requires_is_checked(requires: str | Sequence[str], text: str) -> None:
         "0UNSHARD 0F0 0F1 0RESHARD 0UNSHARD 0B0 0B1 0REDUCE_GRAD 0RESHARD",
         "0UNSHARD 0F0 0I0 0W0 0F1 0B1 0RESHARD 0REDUCE_GRAD",
         "0F0 0F1 0B0 0I1 0W1 0REDUCE_GRAD",
+        "0F0 0F1 0B0 0REDUCE_GRAD 0B1 0REDUCE_GRAD",  # after every microbatch
         "0UNSHARD 0F0 0F1 0B0 0B1",  # the last RESHARD may be left to the end of the step
     ],
 )
@@ -235,9 +236,16 @@ def test_whole_stage_actions(row: str) -> None:
         ("0UNSHARD 0RESHARD 0RESHARD 0F0 0B0", "0RESHARD (actions[0][2], rank 0) has no"),
         ("0F0 0UNSHARD 0B0", "0F0 (actions[0][0], rank 0) computes while stage 0 is resharded"),
         ("0UNSHARD 0F0 0RESHARD 0B0", "0B0 (actions[0][3], rank 0) computes while stage 0 is"),
-        ("0F0 0I0 0REDUCE_GRAD 0W0", "0W0 (actions[0][3], rank 0) comes after 0REDUCE_GRAD"),
-        ("0F0 0REDUCE_GRAD 0B0", "0B0 (actions[0][2], rank 0) comes after 0REDUCE_GRAD"),
-        ("0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD", "(actions[0][3], rank 0) repeats actions[0][2]"),
+        ("0F0 0I0 0REDUCE_GRAD 0W0", "0REDUCE_GRAD (actions[0][2], rank 0) has nothing to reduce"),
+        ("0F0 0REDUCE_GRAD 0B0", "0REDUCE_GRAD (actions[0][1], rank 0) has nothing to reduce: it"),
+        (
+            "0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD",
+            "(actions[0][3], rank 0) has nothing to reduce after actions[0][2]",
+        ),
+        (
+            "0F0 0F1 0B0 0REDUCE_GRAD 0B1",
+            "0B1 (actions[0][4], rank 0) comes after 0REDUCE_GRAD (actions[0][3]), which misses",
+        ),
     ],
 )
 def test_whole_stage_rules(row: str, text: str) -> None:

@@ -1,0 +1,369 @@
+"""Tasks that gather parameters from replicas, and add up gradients over them.
+
+    UNSHARD      shards ─ pack ─► flat ══ all-gather ══► ……… first reader: unpack ─► whole leaves
+    REDUCE_GRAD  sums   ─ pack ─► flat ══ reduce-scatter ══► ……… next one, or the end: unpack, add
+
+A collective is begun by one task and waited for by another, where its result is needed, so that
+kernels run meanwhile. RESHARD needs no task: what was gathered goes with its last reader, and what
+comes after another UNSHARD is gathered again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from fpipe.inputs.signature import Spec
+from fpipe.pieces.compiler import Boxed
+from fpipe.program.program import Compute, Program
+from fpipe.program.replicas import Packed, Replicas, buckets
+from fpipe.program.task import Task
+from fpipe.program.values import Computed, ParamValue, SumValue, Value
+from fpipe.schedule import Action, Op
+from fpipe.spec.data import Group
+
+Row = Sequence[Task | Action]
+"""The tasks of a rank, and between them the UNSHARD and RESHARD of its schedule."""
+
+_ops = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, eq=False)
+class Begin:
+    """A kernel that packs values and begins a collective; what it returns is there later.
+
+    Attributes:
+        pack: from the values to one flat tensor.
+        launch: from that to the result of the collective, which is under way.
+        text: what moves, the same on all replicas.
+    """
+
+    pack: Callable[[list[Tensor]], Tensor]
+    launch: Callable[[Tensor], Tensor]
+    text: str
+
+    def __call__(self, values: list[Tensor]) -> list[Tensor]:
+        flat = self.pack(values)
+        values.clear()
+        return [self.launch(flat)]
+
+
+@dataclass(frozen=True, eq=False)
+class Wait:
+    """A kernel that waits for a collective and takes its result apart.
+
+    Attributes:
+        unpack: from the flat result to the leaves.
+        over: further groups over which the result is added up.
+    """
+
+    unpack: Callable[[Tensor], list[Tensor]]
+    over: tuple[Group, ...] = ()
+
+    def __call__(self, values: list[Tensor]) -> list[Tensor]:
+        flat, *before = values
+        values.clear()
+        flat = _ops.wait_tensor(flat)
+        for group in self.over:
+            flat = _ops.wait_tensor(_all_reduce(group, flat))
+        leaves = self.unpack(flat)
+        del flat
+        return [old + new for old, new in zip(before, leaves, strict=True)] if before else leaves
+
+
+def collectives_of(program: Program) -> list[str]:
+    """What the replicas of a rank move together, in order: the same on all of them."""
+    kernels = (step.call for step in program.instructions if isinstance(step, Compute))
+    return [kernel.text for kernel in kernels if isinstance(kernel, Begin)]
+
+
+def waits(call: Boxed) -> bool:
+    """Whether a kernel waits for a collective that another one has begun."""
+    return isinstance(call, Wait)
+
+
+def _all_gather(group: Group, flat: Tensor) -> Tensor:
+    gathered: Tensor = _ops.all_gather_into_tensor(flat, group.size, group.name)
+    return gathered
+
+
+def _reduce_scatter(group: Group, flat: Tensor) -> Tensor:
+    scattered: Tensor = _ops.reduce_scatter_tensor(flat, "sum", group.size, group.name)
+    return scattered
+
+
+def _all_reduce(group: Group, flat: Tensor) -> Tensor:
+    added: Tensor = _ops.all_reduce_(flat, "sum", group.name)
+    return added
+
+
+class _Gathers:
+    """What one rank gathers, in the order of its row."""
+
+    def __init__(
+        self,
+        rank: int,
+        placement: Sequence[int],
+        replicas: Replicas,
+        leaves: Mapping[int, list[int]],
+    ) -> None:
+        self._rank = rank
+        self._placement = placement
+        self._replicas = replicas
+        self._leaves = leaves
+        self._count: dict[int, int] = {}
+        self._whole: dict[ParamValue, Computed] = {}
+        self._arriving: dict[Computed, Task] = {}
+
+    def _is_divided(self, value: Value) -> TypeGuard[ParamValue]:
+        return isinstance(value, ParamValue) and (value.stage, value.leaf) in self._replicas.divided
+
+    def reshard(self, stage: int) -> Iterator[Task]:
+        """Let the leaves of a stage go: what reads them from here on gathers them again."""
+        for value in [value for value in self._whole if value.stage == stage]:
+            # A replica without rows reads nothing of what it has gathered with the others.
+            yield from self._await(self._whole.pop(value))
+
+    def finish(self) -> Iterator[Task]:
+        """Let all go."""
+        for stage in {value.stage: None for value in self._whole}:
+            yield from self.reshard(stage)
+
+    def _await(self, whole: Computed) -> Iterator[Task]:
+        """The task that brings a leaf, unless it stands before."""
+        arrive = self._arriving.get(whole)
+        if arrive is not None:
+            yield arrive
+            for own in arrive.outputs:
+                del self._arriving[own]
+
+    def unshard(self, stage: int) -> Iterator[Task]:
+        """Begin to gather the leaves of a stage that the rank reads."""
+        number = self._count[stage] = self._count.get(stage, -1) + 1
+        divided = self._replicas.divided
+        leaves = self._leaves.get(stage, [])
+        for dtype in dict.fromkeys(divided[stage, leaf].dtype for leaf in leaves):
+            alike = [leaf for leaf in leaves if divided[stage, leaf].dtype == dtype]
+            sizes = [Spec(divided[stage, leaf].whole, dtype).nbytes for leaf in alike]
+            for bucket in buckets(sizes, self._replicas.bucket_bytes):
+                yield self._begin(stage, number, [alike[at] for at in bucket], dtype)
+
+    def _begin(self, stage: int, number: int, leaves: list[int], dtype: torch.dtype) -> Task:
+        group = self._replicas.sharding
+        packed = Packed(
+            tuple(self._replicas.divided[stage, leaf] for leaf in leaves),
+            dtype,
+            group.size,
+            group.rank,
+        )
+        part = Spec((sum(packed.sizes),), dtype)
+        flat = Spec((part.shape[0] * group.size,), dtype)
+        action = Action(stage, Op.UNSHARD, None)
+        gathering = Computed(stage, 0, f"gathering {number} of leaves {leaves}")
+        wholes = [Computed(stage, 0, f"gathered {number} of leaf {leaf}") for leaf in leaves]
+        specs = tuple(Spec(own.whole, dtype) for own in packed.divisions)
+        begin = Begin(packed.pack_parts, partial(_all_gather, group), f"{action} {flat}")
+        arrive = Task(
+            action,
+            lambda: Wait(packed.unpack_wholes),
+            (gathering,),
+            tuple(wholes),
+            specs,
+            lambda handed: sum(spec.nbytes for spec in specs),
+        )
+        for leaf, whole in zip(leaves, wholes, strict=True):
+            self._whole[ParamValue(stage, leaf)] = whole
+            self._arriving[whole] = arrive
+        return Task(
+            action,
+            lambda: begin,
+            tuple(ParamValue(stage, leaf) for leaf in leaves),
+            (gathering,),
+            (flat,),
+            lambda handed: part.nbytes + flat.nbytes,
+        )
+
+    def read(self, task: Task) -> Iterator[Task]:
+        """A task with whole leaves in place of parts, behind those that bring them."""
+        inputs: list[Value] = []
+        for value in task.inputs:
+            if isinstance(value, ParamValue) and self._is_divided(value):
+                if self._placement[value.stage] != self._rank:
+                    inputs.append(Computed(value.stage, 0, f"gathered 0 of leaf {value.leaf}"))
+                    continue
+                if value not in self._whole:
+                    yield from self.unshard(value.stage)
+                yield from self._await(self._whole[value])
+                inputs.append(self._whole[value])
+            else:
+                inputs.append(value)
+        yield task._replace(inputs=tuple(inputs))
+
+
+def with_gathers(
+    row: Row,
+    rank: int,
+    placement: Sequence[int],
+    replicas: Replicas,
+    leaves: Mapping[int, list[int]],
+) -> list[Task]:
+    """The tasks of a rank in which those that read divided leaves read them whole.
+
+    Args:
+        row: the tasks of the rank, with the UNSHARD and RESHARD of its schedule between them.
+        rank: whose they are.
+        placement: the rank of each stage.
+        replicas: how leaves are divided.
+        leaves: of each stage, those that are divided and read by anyone.
+    """
+    gathers = _Gathers(rank, placement, replicas, leaves)
+    found: list[Task] = []
+    for task in row:
+        if isinstance(task, Task):
+            found += gathers.read(task)
+        else:
+            found += gathers.reshard(task.stage)
+            if task.op == Op.UNSHARD:
+                found += gathers.unshard(task.stage)
+    return [*found, *gathers.finish()]
+
+
+class Reductions:
+    """Adds up the gradients of all replicas.
+
+    Args:
+        replicas: how leaves are divided.
+        sums: the sums of this replica; those that are reduced are taken out, and in the end all
+            are put back as what is left of them here.
+        specs: of all sums by parameters, also of those to which this replica, having no rows, adds
+            nothing.
+    """
+
+    def __init__(
+        self, replicas: Replicas, sums: dict[SumValue, Value], specs: Mapping[SumValue, Spec]
+    ) -> None:
+        self._replicas = replicas
+        self._sums = sums
+        self._specs = specs
+        self._reduced: dict[SumValue, Computed] = {}
+        self._under_way: dict[int, list[Task]] = {}
+        self._count: dict[int, int] = {}
+
+    def launch(self, stage: int) -> Iterator[Task]:
+        """Begin to reduce the sums of a stage, behind those of its last round."""
+        yield from self._settle(stage)
+        number = self._count[stage] = self._count.get(stage, -1) + 1
+        kinds: dict[tuple[torch.dtype, bool], list[SumValue]] = {}
+        for total in sorted(total for total in self._specs if total.stage == stage):
+            divided = (stage, total.leaf) in self._replicas.divided
+            kinds.setdefault((self._specs[total].dtype, divided), []).append(total)
+        for (dtype, divided), totals in kinds.items():
+            sizes = [self._specs[total].nbytes for total in totals]
+            for bucket in buckets(sizes, self._replicas.bucket_bytes):
+                yield self._begin(stage, number, [totals[at] for at in bucket], dtype, divided)
+
+    def finish(self, stages: Sequence[int]) -> Iterator[Task]:
+        """Reduce the stages of a rank whose schedule does not say when, and wait for all."""
+        for stage in stages:
+            if stage not in self._count:
+                yield from self.launch(stage)
+        for stage in list(self._under_way):
+            yield from self._settle(stage)
+        self._sums.update(self._reduced)
+        self._reduced.clear()
+
+    def _settle(self, stage: int) -> Iterator[Task]:
+        yield from self._under_way.pop(stage, ())
+
+    def _begin(
+        self,
+        stage: int,
+        number: int,
+        totals: Sequence[SumValue],
+        dtype: torch.dtype,
+        divided: bool,
+    ) -> Task:
+        groups = self._replicas.groups
+        action = Action(stage, Op.REDUCE_GRAD, None)
+        leaves = [total.leaf for total in totals]
+        specs = [self._specs[total] for total in totals]
+        present = [total in self._sums for total in totals]
+        inputs = tuple(self._sums.pop(total) for total in totals if total in self._sums)
+        filled = partial(_with_zeros, specs, present, self._replicas.device)
+        locals_ = tuple(
+            self._replicas.local(stage, leaf, spec)
+            for leaf, spec in zip(leaves, specs, strict=True)
+        )
+        if divided:
+            group = groups[-1]
+            packed = Packed(
+                tuple(self._replicas.divided[stage, leaf] for leaf in leaves),
+                dtype,
+                group.size,
+                group.rank,
+            )
+            result = Spec((sum(packed.sizes),), dtype)
+            flat = Spec((result.shape[0] * group.size,), dtype)
+            pack = packed.pack_wholes
+            begin = Begin(
+                lambda values: pack(filled(values)),
+                partial(_reduce_scatter, group),
+                f"{action} {flat}",
+            )
+            wait = Wait(packed.unpack_parts, groups[:-1])
+            needed = flat.nbytes + result.nbytes
+        else:
+            group = groups[0]
+            flat = result = Spec((sum(spec.nbytes for spec in specs) // dtype.itemsize,), dtype)
+            begin = Begin(
+                lambda values: _flat(filled(values)),
+                partial(_all_reduce, group),
+                f"{action} whole {flat}",
+            )
+            wait = Wait(partial(_apart, [spec.shape for spec in specs]), groups[1:])
+            needed = flat.nbytes
+        reducing = Computed(stage, 0, f"reducing {number} of leaves {leaves}")
+        before = tuple(self._reduced[total] for total in totals if total in self._reduced)
+        after = [Computed(stage, 0, f"reduced {number} of leaf {leaf}") for leaf in leaves]
+        self._reduced.update(zip(totals, after, strict=True))
+        nbytes = sum(spec.nbytes for spec in locals_)
+        arrive = Task(
+            action,
+            lambda: wait,
+            (reducing, *before),
+            tuple(after),
+            locals_,
+            lambda handed: nbytes,
+        )
+        self._under_way.setdefault(stage, []).append(arrive)
+        return Task(action, lambda: begin, inputs, (reducing,), (result,), lambda handed: needed)
+
+
+def _with_zeros(
+    specs: Sequence[Spec], present: Sequence[bool], device: str, values: list[Tensor]
+) -> list[Tensor]:
+    """The values with zeros in place of those that are not there; takes them out of the list."""
+    found = [
+        values.pop(0) if here else torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+        for spec, here in zip(specs, present, strict=True)
+    ]
+    return found
+
+
+def _flat(values: list[Tensor]) -> Tensor:
+    """All elements of some tensors in one."""
+    return torch.cat([value.reshape(-1) for value in values])
+
+
+def _apart(shapes: Sequence[Sequence[int]], flat: Tensor) -> list[Tensor]:
+    """The inverse of `_flat`, in memory of its own for each tensor."""
+    sizes = [Spec(tuple(shape), torch.int8).nbytes for shape in shapes]
+    return [
+        part.view(tuple(shape)).clone()
+        for part, shape in zip(flat.split(sizes), shapes, strict=True)
+    ]

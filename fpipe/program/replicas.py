@@ -1,0 +1,156 @@
+"""How replicas hold the leaves of a stage, and how these are packed into flat collectives.
+
+    leaves of one dtype ── pack ──► one flat tensor ── collective ──► flat ── unpack ──► leaves
+
+A leaf that is divided has its dimension in front and is padded to the same rows on all replicas, as
+`torch.chunk` divides it: 7 rows over 2 are 4 and 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fpipe.inputs.signature import Spec
+from fpipe.spec.data import Group
+
+
+class Division(NamedTuple):
+    """How replicas hold parts of a leaf.
+
+    Attributes:
+        dim: the dimension that is divided.
+        rows: its size in the whole leaf.
+        local: the shape of this replica's part.
+        dtype: of the leaf.
+    """
+
+    dim: int
+    rows: int
+    local: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the whole leaf."""
+        shape = list(self.local)
+        shape[self.dim] = self.rows
+        return tuple(shape)
+
+    def padded(self, parts: int) -> tuple[int, ...]:
+        """The shape of a part with its dimension in front, padded to that of the greatest part."""
+        rest = [size for at, size in enumerate(self.local) if at != self.dim]
+        return -(-self.rows // parts), *rest
+
+
+class Replicas(NamedTuple):
+    """How replicas share parameters and add up gradients.
+
+    Attributes:
+        divided: the leaves that are divided, by stage and leaf; every replica has all others.
+        groups: over which gradients are added up; leaves are divided over the last one.
+        bucket_bytes: as for `fpipe.spec.data.Data`.
+        device: the type of the devices on which collectives run.
+        present: how many microbatches this replica has, the first ones: it may have fewer rows than
+            the schedule has microbatches.
+    """
+
+    divided: Mapping[tuple[int, int], Division]
+    groups: tuple[Group, ...]
+    bucket_bytes: int | None
+    device: str
+    present: int
+
+    @property
+    def sharding(self) -> Group:
+        """The group over which leaves are divided."""
+        return self.groups[-1]
+
+    def local(self, stage: int, leaf: int, spec: Spec) -> Spec:
+        """This replica's part of a gradient with the shape of the whole leaf."""
+        division = self.divided.get((stage, leaf))
+        return spec if division is None else Spec(division.local, spec.dtype)
+
+
+class Packed(NamedTuple):
+    """Divided leaves of one dtype in one flat tensor per replica.
+
+    Attributes:
+        divisions: of the leaves, in order.
+        dtype: of the flat tensor.
+        parts: the number of replicas that hold parts.
+        part: which of them this one holds.
+    """
+
+    divisions: tuple[Division, ...]
+    dtype: torch.dtype
+    parts: int
+    part: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each leaf in the flat tensor of one replica."""
+        return [prod(own.padded(self.parts)) for own in self.divisions]
+
+    def pack_parts(self, leaves: Sequence[Tensor]) -> Tensor:
+        """The parts of this replica, flat."""
+        flat = leaves[0].new_zeros(sum(self.sizes))
+        for own, place, leaf in zip(self.divisions, flat.split(self.sizes), leaves, strict=True):
+            place.view(own.padded(self.parts))[: leaf.shape[own.dim]] = leaf.movedim(own.dim, 0)
+        return flat
+
+    def pack_wholes(self, leaves: list[Tensor]) -> Tensor:
+        """All parts of whole leaves, one replica's after the other's; lets the leaves go."""
+        flat = leaves[0].new_zeros(self.parts, sum(self.sizes))
+        for own, place in zip(self.divisions, flat.split(self.sizes, 1), strict=True):
+            leaf = leaves.pop(0).movedim(own.dim, 0)
+            rows, *rest = own.padded(self.parts)
+            for part in range(self.parts):
+                rows_here = leaf[part * rows : (part + 1) * rows]
+                place[part].view(rows, *rest)[: len(rows_here)] = rows_here
+            del leaf
+        return flat.view(-1)
+
+    def unpack_parts(self, flat: Tensor) -> list[Tensor]:
+        """The parts of this replica in a flat tensor, in memory of their own."""
+        found = []
+        for own, place in zip(self.divisions, flat.split(self.sizes), strict=True):
+            part = place.view(own.padded(self.parts))[: own.local[own.dim]]
+            found.append(part.movedim(0, own.dim).clone(memory_format=torch.contiguous_format))
+        return found
+
+    def unpack_wholes(self, flat: Tensor) -> list[Tensor]:
+        """The whole leaves of which a flat tensor has all parts, in memory of their own."""
+        found = []
+        for own, place in zip(
+            self.divisions, flat.view(self.parts, -1).split(self.sizes, 1), strict=True
+        ):
+            rows, *rest = own.padded(self.parts)
+            whole = place.reshape(self.parts * rows, *rest)[: own.rows].movedim(0, own.dim)
+            alone = whole.is_contiguous() and whole.untyped_storage()._cdata != (
+                flat.untyped_storage()._cdata
+            )
+            found.append(whole if alone else whole.clone(memory_format=torch.contiguous_format))
+        return found
+
+
+def buckets(nbytes: Sequence[int], most: int | None) -> list[list[int]]:
+    """Divide leaves into runs of at most so many bytes; one leaf may have more.
+
+    Example:
+        >>> buckets([4, 4, 9, 1], 8), buckets([4, 4, 9, 1], None)
+        ([[0, 1], [2], [3]], [[0, 1, 2, 3]])
+    """
+    found: list[list[int]] = []
+    room = 0.0
+    for index, size in enumerate(nbytes):
+        if not found or size > room:
+            found.append([])
+            room = float("inf") if most is None else most
+        found[-1].append(index)
+        room -= size
+    return found

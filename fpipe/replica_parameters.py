@@ -1,0 +1,124 @@
+"""Parameters of replicas: divided over them, or the same on all of them.
+
+params of the first replica ── broadcast ──► every replica ── shard ──► DTensors over "dp"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fpipe import dtensors, pytree
+from fpipe.errors import BatchError, StageError
+from fpipe.spec.data import Data
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+
+def replicated(params: Any, data: Data | None) -> Any:
+    """The parameters of the first replica, on every replica.
+
+    Args:
+        params: as for `Pipeline.replicate`.
+        data: of the pipeline.
+
+    Raises:
+        StageError: the pipeline has no replicas.
+        BatchError: a leaf is no tensor, or divided over replicas already.
+    """
+    data = _checked(data, "replicate")
+    return pytree.map_wholes(lambda leaf, path: _as_first(leaf, path, data), params)
+
+
+def divided(params: Any, data: Data | None) -> Any:
+    """The parameters of the first replica, each divided over all of them.
+
+    Args:
+        params: as for `Pipeline.shard`.
+        data: of the pipeline.
+
+    Raises:
+        StageError: the pipeline has no replicas.
+        BatchError: a leaf is no tensor, or divided over replicas already.
+    """
+    data = _checked(data, "shard")
+    return pytree.map_wholes(lambda leaf, path: _part(_as_first(leaf, path, data), data), params)
+
+
+def _checked(data: Data | None, method: str) -> Data:
+    if data is None:
+        raise StageError(
+            f"pipe.{method} is for a pipeline over replicas: make it with data=, the dimension of "
+            'the mesh that holds them, as in fpipe.pipeline(..., mesh=mesh, data="dp")'
+        )
+    return data
+
+
+def _as_first(leaf: Any, path: str, data: Data) -> Any:
+    """A leaf with the numbers that it has on the first replica."""
+    if not isinstance(leaf, Tensor):
+        raise BatchError(f"params{path}={leaf!r:.60} is no tensor: a parameter must be one")
+    place = dtensors.place_of(leaf)
+    over = [name for name in data.dims if place is not None and place.over(name) is not None]
+    if over:
+        raise BatchError(
+            f"params{path} is a DTensor over {over} already: pass whole parameters, "
+            ".full_tensor(), or use it as it is"
+        )
+    own = dtensors.local(leaf)
+    if own.is_meta:
+        return leaf
+    with torch.no_grad():
+        first = own.detach().clone(memory_format=torch.preserve_format)
+        sent = first if first.is_contiguous() else first.contiguous()
+        for dim in reversed(data.dims):
+            dist.broadcast(sent, group_src=0, group=data.mesh.get_group(dim))
+        if sent is not first:
+            first.copy_(sent)
+    return first if place is None else place.made_of(first)
+
+
+def _part(leaf: Any, data: Data) -> Any:
+    """This replica's part of a leaf, as a DTensor over the replicas' dimensions as well."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    place = dtensors.place_of(leaf)
+    own = dtensors.local(leaf)
+    known = {} if place is None else dict(zip(place.dims[0] or (), place.placements, strict=True))
+    dim = _dim_to_divide(own, list(known.values()))
+    size = data.mesh[data.sharding].size()
+    rank = data.mesh.get_local_rank(data.sharding)
+    for name in data.dims:
+        known[name] = Replicate()
+    if dim is not None:
+        known[data.sharding] = Shard(dim)
+        rows = own.shape[dim]
+        each = -(-rows // size)
+        start = min(rank * each, rows)
+        part = own.narrow(dim, start, min(each, rows - start))
+        # A part that lies in the memory of the whole would keep all of it.
+        own = part.clone(memory_format=torch.contiguous_format)
+    names = [name for name in data.mesh.mesh_dim_names or () if name in known]
+    return DTensor.from_local(
+        own,
+        data.mesh[tuple(names)],
+        [known[name] for name in names],
+        run_check=False,
+        shape=leaf.shape,
+        stride=leaf.stride() if place is not None else _contiguous(leaf.shape),
+    )
+
+
+def _dim_to_divide(own: Tensor, placements: Sequence[Placement]) -> int | None:
+    """The first dimension that no other dimension of the mesh divides, None for no dimension."""
+    free = [d for d in range(own.dim()) if not any(p.is_shard(d) for p in placements)]
+    return free[0] if free else None
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()

@@ -1,0 +1,120 @@
+"""Which dimensions of a mesh hold replicas: the rows of a batch are divided over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from fpipe.errors import StageError, check_choice
+from fpipe.schedule.arguments import plain_count
+
+STATES = ("mean", "first")
+"""How replicas agree on a state: the mean of theirs, or that of the first replica."""
+
+
+class Group(NamedTuple):
+    """The processes along one dimension of a mesh.
+
+    Attributes:
+        name: that torch knows the process group by.
+        size: the number of processes.
+        rank: of this process among them.
+    """
+
+    name: str
+    size: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Data:
+    """Data parallelism beside a pipeline.
+
+    Attributes:
+        mesh: of all dimensions.
+        dims: those that hold replicas. Parameters are divided over the last one; with two of them
+            (hybrid sharding), each index of the first has all parameters.
+        state: how replicas agree on a state, one of `STATES`.
+        bucket_bytes: the most bytes that one collective moves, unless one leaf has more; None for
+            one collective per stage and dtype.
+    """
+
+    mesh: DeviceMesh = field(repr=False, compare=False)
+    dims: tuple[str, ...]
+    state: str = "mean"
+    bucket_bytes: int | None = None
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups over which gradients are added up, one a dimension."""
+        return tuple(
+            Group(self.mesh.get_group(dim).group_name, self.mesh[dim].size(), rank)
+            for dim, rank in zip(self.dims, self._coordinates(), strict=True)
+        )
+
+    @property
+    def sharding(self) -> str:
+        """The dimension over which parameters are divided."""
+        return self.dims[-1]
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas."""
+        return prod(self.mesh[dim].size() for dim in self.dims)
+
+    @property
+    def replica(self) -> int:
+        """The number of this process's replica."""
+        number = 0
+        for dim, rank in zip(self.dims, self._coordinates(), strict=True):
+            number = number * self.mesh[dim].size() + rank
+        return number
+
+    def _coordinates(self) -> list[int]:
+        return [self.mesh.get_local_rank(dim) for dim in self.dims]
+
+
+def read_data(
+    data: str | Sequence[str] | None,
+    mesh: DeviceMesh | None,
+    *,
+    state: str = "mean",
+    bucket_bytes: int | None = None,
+) -> Data | None:
+    """The dimensions that a user names.
+
+    Args:
+        data: a dimension of the mesh, or two for hybrid sharding; None for no data parallelism.
+        mesh: as `fpipe.pipeline` takes it.
+        state: as for `Data`.
+        bucket_bytes: as for `Data`.
+
+    Raises:
+        StageError: there is no such dimension, or an option is wrong.
+    """
+    check_choice("replica_state", state, STATES)
+    if bucket_bytes is not None and plain_count(bucket_bytes) is None:
+        raise StageError(
+            f"bucket_bytes={bucket_bytes!r:.60} must be a number of bytes, 1 or more, or None for "
+            "one collective per stage and dtype"
+        )
+    if data is None:
+        return None
+    dims = (data,) if isinstance(data, str) else tuple(data) if isinstance(data, Sequence) else ()
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    others = [name for name in names if name != "pp"]
+    if mesh is None:
+        raise StageError(
+            f"data={data!r:.60} names a dimension of a mesh, and mesh is not given: pass "
+            'mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))'
+        )
+    if not 1 <= len(dims) <= 2 or len(set(dims)) < len(dims) or not set(dims) <= set(others):
+        raise StageError(
+            f"data={data!r:.60} must be one of the mesh's dimensions {tuple(others)}, or two of "
+            'them, (replicate, shard); "pp" is the pipeline'
+        )
+    return Data(mesh, dims, state, bucket_bytes)

@@ -1,0 +1,434 @@
+"""Pipelines over replicas, as processes of a mesh run them, beside one process on all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import functional as F
+
+import fpipe
+from fpipe import Schedule, dtensors, pytree
+from tests.distributed import tensor_parallel
+from tests.distributed.crew import Outcome, attempt
+from tests.distributed.traps import Trap
+from tests.models import assert_same
+
+ROWS = 16
+
+
+def stage(p: Any, x: Tensor) -> Tensor:
+    """Five rows do not divide evenly over two replicas, a scalar does not divide at all."""
+    return x + p["scale"] * torch.tanh(x @ p["into"] + p["bias"]) @ p["out"]
+
+
+def mean_square(y: Tensor, _: Any) -> Tensor:
+    return y.square().mean()
+
+
+def sum_square(y: Tensor, _: Any) -> Tensor:
+    return y.square().sum()
+
+
+def weighted_square(y: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    weight = (x[:, 0] > 0).to(y.dtype)
+    return (weight * y.square().sum(1)).sum(), weight.sum()
+
+
+LOSSES: dict[str, Callable[..., Any]] = {
+    "mean": mean_square,
+    "sum": sum_square,
+    "weighted": weighted_square,
+}
+
+
+def parameters(stages: int, hidden: int = 5) -> list[Any]:
+    """The same on every process."""
+    generator = torch.Generator().manual_seed(1)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    return [
+        {"into": rand(3, hidden), "bias": rand(hidden), "out": rand(hidden, 3), "scale": rand()}
+        for _ in range(stages)
+    ]
+
+
+def data(rows: int = ROWS) -> Tensor:
+    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def alone(schedule: Schedule, reduction: str, batch: Tensor) -> fpipe.Step:
+    """One process on all rows, in plain autograd."""
+    params = parameters(schedule.num_stages)
+    leaves, spec = pytree.flatten(params)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    y = batch
+    for own in pytree.unflatten(spec, leaves):
+        y = stage(own, y)
+    found = LOSSES[reduction](y, batch)
+    loss = found[0] / found[1] if reduction == "weighted" else found
+    grads = torch.autograd.grad(loss, leaves)
+    return fpipe.Step(loss.detach(), pytree.unflatten(spec, grads))
+
+
+def mesh_of(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))
+
+
+def rows_of(
+    mesh: DeviceMesh, dims: Sequence[str], batch: Tensor, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """The rows of this process's replica, so many for each; None for the same number."""
+    replica, replicas = 0, 1
+    for dim in dims:
+        replica = replica * mesh[dim].size() + mesh.get_local_rank(dim)
+        replicas *= mesh[dim].size()
+    return batch.split(list(sizes or [len(batch) // replicas] * replicas))[replica]
+
+
+def whole(tree: Any) -> Any:
+    """All of every leaf."""
+    return pytree.map_wholes(lambda leaf, path: dtensors.whole(leaf), tree)
+
+
+def check_step(
+    pipe: fpipe.Pipeline, params: Any, batch: Tensor, expected: fpipe.Step, stages: Sequence[int]
+) -> None:
+    """A step gives the loss of all rows, and gradients that are placed as the parameters are."""
+    loss, grads = pipe.step(params, batch)
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-10, atol=0)
+    for number in stages:
+        for name, leaf in params[number].items():
+            grad = grads[number][name]
+            assert type(grad) is type(leaf)
+            if dtensors.is_dtensor(leaf):
+                assert grad.placements == leaf.placements
+                assert grad.shape == leaf.shape
+        assert_same(whole(grads[number]), expected.grads[number])
+
+
+def steps(
+    group: Any,
+    schedule: Schedule,
+    shape: Sequence[int],
+    names: Sequence[str],
+    dims: Sequence[str],
+    policies: Sequence[tuple[Any, Any]],
+    reduction: str = "mean",
+    sizes: Sequence[int] | None = None,
+    options: Any = None,
+) -> int:
+    """Steps under each policy, with plain and with divided parameters; returns how many."""
+    mesh = mesh_of(shape, names)
+    batch = data()
+    expected = alone(schedule, reduction, batch)
+    own = rows_of(mesh, dims, batch, sizes)
+    done = 0
+    for policy in policies:
+        chosen = schedule if policy is None else schedule.sharded(*policy)
+        pipe = fpipe.pipeline(
+            [stage] * schedule.num_stages,
+            LOSSES[reduction],
+            chosen,
+            mesh=mesh,
+            data=dims if len(dims) > 1 else dims[0],
+            reduction=reduction,
+            compile=False,
+            **(options or {}),
+        )
+        given = pipe.local(parameters(schedule.num_stages))
+        stages = schedule.stages_of(pipe.rank or 0)
+        for params in (pipe.shard(given), pipe.replicate(given)):
+            check_step(pipe, params, own, expected, stages)
+            torch.testing.assert_close(pipe.value(params, own), expected.loss, rtol=1e-10, atol=0)
+            done += 1
+    return done
+
+
+# ── modules: tied, frozen, scalar and uneven parameters ─────────────────────────────────────────
+
+
+class Tied(nn.Module):
+    """An embedding that is the head too, a frozen base with an adapter, and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.base = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.down = nn.ParameterList(torch.randn(6, 2) for _ in range(4))
+        self.up = nn.ParameterList(torch.randn(2, 6) for _ in range(4))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.base.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for base, down, up in zip(self.base, self.down, self.up, strict=True):
+            x = base(x + self.scale * torch.tanh(x @ down @ up))
+        return x @ self.embed.weight.T
+
+
+def token_loss(logits: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), batch["tokens"].flatten())
+
+
+def token_sum(logits: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    weights = (batch["tokens"] > 2).double()
+    losses = F.cross_entropy(logits.flatten(0, 1), batch["tokens"].flatten(), reduction="none")
+    return (losses * weights.flatten()).sum(), weights.sum()
+
+
+def tied_module() -> Tied:
+    torch.manual_seed(3)
+    return Tied().double()
+
+
+def tokens(rows: int = ROWS) -> dict[str, Tensor]:
+    return {"tokens": torch.randint(7, (rows, 5), generator=torch.Generator().manual_seed(4))}
+
+
+def module_steps(
+    group: Any, schedule: Schedule, policies: Sequence[Any], reduction: str, sizes: Sequence[int]
+) -> None:
+    """Steps of a module under each policy, beside plain autograd on all rows."""
+    mesh = mesh_of((2, 2), ("dp", "pp"))
+    module, batch = tied_module(), tokens()
+    loss = token_sum if reduction == "weighted" else token_loss
+    found: Any = loss(module(**batch), batch)
+    value = found[0] / found[1] if reduction == "weighted" else found
+    value.backward()
+    own = {"tokens": rows_of(mesh, ["dp"], batch["tokens"], sizes)}
+    for policy in policies:
+        pipe = fpipe.from_module(
+            module,
+            schedule=schedule if policy is None else schedule.sharded(*policy),
+            cuts=["base.0", "base.1", "base.2"],
+            loss=loss,
+            mesh=mesh,
+            data="dp",
+            reduction=reduction,
+            compile=False,
+        )
+        held = pipe.place(dict(module.named_parameters()), own)
+        for params in (pipe.shard(held), pipe.replicate(held)):
+            loss_of_all, grads = pipe.step(params, own)
+            torch.testing.assert_close(loss_of_all, value.detach(), rtol=1e-10, atol=0)
+            seen = 0
+            for name, parameter in module.named_parameters():
+                if parameter.grad is None:
+                    assert grads[name] is None
+                elif grads[name] is not None:
+                    assert_same(whole(grads[name]), parameter.grad)
+                    seen += 1
+            assert seen > 3
+            norm = fpipe.global_norm(grads, pipe=pipe)
+            squares = [p.grad.square().sum() for p in module.parameters() if p.grad is not None]
+            torch.testing.assert_close(norm, torch.stack(squares).sum().sqrt())
+
+
+# ── keys, states, optimizers ────────────────────────────────────────────────────────────────────
+
+
+def dropped(w: Tensor, x: Tensor, key: Tensor) -> Tensor:
+    """Which elements dropout keeps."""
+    kept: Tensor = fpipe.random.bernoulli(key, 0.5, x.shape).to(x.dtype)
+    return x * kept * w
+
+
+def key_masks(group: Any) -> list[Any]:
+    """What each process gets of rows of ones under one key, plain and with replicas."""
+    mesh = mesh_of((2, 2), ("dp", "pp"))
+    schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+    pipe = fpipe.pipeline(
+        [fpipe.Stage(dropped, reads_key=True)] * 2,
+        mean_square,
+        schedule,
+        mesh=mesh,
+        data="dp",
+        compile=False,
+    )
+    params = pipe.replicate(pipe.local([torch.ones(3, dtype=torch.float64)] * 2))
+    ones = torch.ones(8, 3, dtype=torch.float64)
+    key = fpipe.random.key(0)
+    outputs = [pipe.forward(params, ones, key) for _ in range(2)]
+    return [mesh.get_local_rank("dp"), *outputs]
+
+
+def counted(params: Any, state: Any, x: Tensor) -> Any:
+    """A loss, a running mean of the rows, and a count."""
+    y = x * params["w"]
+    fpipe.cut(y)
+    new = {"mean": 0.5 * state["mean"] + 0.5 * x.mean(0), "count": state["count"] + 1}
+    return y.square().mean(), new
+
+
+def states(group: Any, kind: str, sizes: Sequence[int], microbatches: int) -> Any:
+    """The state after a step, on every process."""
+    mesh = mesh_of((2, 2), ("dp", "pp"))
+    pipe = fpipe.pipeline(
+        counted,
+        schedule=fpipe.schedules.gpipe(ranks=2, microbatches=microbatches),
+        has_state=True,
+        mesh=mesh,
+        data="dp",
+        replica_state=kind,
+        compile=False,
+    )
+    params = pipe.shard({"w": torch.ones(3, dtype=torch.float64)})
+    state = {"mean": torch.zeros(3, dtype=torch.float64), "count": torch.tensor(0)}
+    return pipe.step(params, state, rows_of(mesh, ["dp"], data(), sizes)).state
+
+
+def trained(group: Any, divided: bool, max_norm: float | None) -> list[Any]:
+    """Loss, norm and whole parameters after steps of an optimizer over replicas."""
+    mesh = mesh_of((2, 2), ("dp", "pp"))
+    schedule = fpipe.schedules.zbv(ranks=2, microbatches=4)
+    options: dict[str, Any] = {"mesh": mesh, "data": "dp", "compile": False}
+    pipe = fpipe.pipeline([stage] * 4, mean_square, schedule, **options)
+    held = pipe.local(parameters(4))
+    params = pipe.shard(held) if divided else pipe.replicate(held)
+    return train(pipe, params, rows_of(mesh, ["dp"], data()), max_norm)
+
+
+def train(pipe: fpipe.Pipeline, params: Any, batch: Any, max_norm: float | None) -> list[Any]:
+    """Three steps of AdamW."""
+    trainer = fpipe.train(pipe, torch.optim.AdamW, lr=0.1, max_norm=max_norm)
+    state = trainer.init(params)
+    for _ in range(3):
+        loss, params, state, norm = trainer.step(params, state, batch)
+    moments = [m for m in pytree.flatten(state.moments)[0] if m.dim()]
+    return [loss, norm, whole(params), sum(m.numel() for m in moments)]
+
+
+# ── three dimensions ────────────────────────────────────────────────────────────────────────────
+
+
+def three_dimensional(group: Any, policies: Sequence[Any]) -> int:
+    """Replicas of a pipeline whose layers are divided too; returns how many gradients it saw."""
+    mesh = mesh_of((2, 2, 2), ("dp", "pp", "tp"))
+    torch.manual_seed(0)
+    plain, module = tensor_parallel.GPT().double(), tensor_parallel.GPT().double()
+    module.load_state_dict(plain.state_dict())
+    tensor_parallel.sequence_parallel(module, mesh["tp"])
+    tokens = torch.randint(tensor_parallel.VOCABULARY, (8, 8))
+    batch = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
+    expected = tensor_parallel.surprise(plain(tokens), batch)
+    expected.backward()
+    replica = mesh.get_local_rank("dp")
+    own = {name: value.split([3, 5])[replica] for name, value in batch.items()}
+    seen = 0
+    for policy in policies:
+        schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+        pipe = fpipe.from_module(
+            module,
+            schedule=schedule if policy is None else schedule.sharded(*policy),
+            cuts=["blocks.0"],
+            loss=tensor_parallel.surprise,
+            mesh=mesh,
+            data="dp",
+            compile=False,
+        )
+        params = pipe.shard(dict(module.named_parameters()))
+        with loss_parallel():
+            loss, grads = pipe.step(params, own)
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=0)
+        for name, parameter in plain.named_parameters():
+            if grads[name] is not None:
+                assert grads[name].placements == params[name].placements
+                # That of the bias of the keys is 0 but for rounding.
+                torch.testing.assert_close(
+                    grads[name].full_tensor(), parameter.grad, rtol=1e-10, atol=1e-14
+                )
+                seen += 1
+    return seen
+
+
+# ── what fails, and what is refused ─────────────────────────────────────────────────────────────
+
+
+def failing(group: Any, process: int, deed: str, at: int) -> list[Outcome]:
+    """A good step, one in which a kernel of a process does a deed, and what comes after."""
+    mesh, trap = mesh_of((2, 2), ("dp", "pp")), Trap()
+    pipe = fpipe.pipeline(
+        [stage] * 2,
+        mean_square,
+        fpipe.schedules.one_f_one_b(ranks=2, microbatches=2),
+        mesh=mesh,
+        data="dp",
+        compile=trap,
+        timeout=4.0,
+    )
+    params = pipe.shard(pipe.local(parameters(2)))
+    batch = rows_of(mesh, ["dp"], data())
+    good = attempt(pipe.step, params, batch)
+    if dist.get_rank() == process:
+        trap.arm(deed, at)
+    bad = attempt(pipe.step, params, batch)
+    return [good, bad, attempt(pipe.step, params, batch)]
+
+
+def refused(group: Any) -> list[Outcome]:
+    """Steps that replicas cannot take together, and a good one again."""
+    mesh = mesh_of((2, 2), ("dp", "pp"))
+    second = mesh.get_local_rank("dp") == 1
+    schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+
+    def make(chosen: Schedule, **options: Any) -> fpipe.Pipeline:
+        return fpipe.pipeline(
+            [stage] * 2, mean_square, chosen, mesh=mesh, data="dp", compile=False, **options
+        )
+
+    pipe = make(schedule)
+    batch = rows_of(mesh, ["dp"], data())
+    given = pipe.local(parameters(2))
+    divided = pipe.shard(given)
+    other = pytree.tree_map(lambda leaf: leaf + 1.0, given) if second else given
+    wider = pipe.local(parameters(2, hidden=6))
+    policy = make(schedule.sharded(reduce=1) if second else schedule)
+    remat = make(schedule, remat="full" if second else "none")
+    return [
+        attempt(pipe.step, other, batch),
+        attempt(pipe.step, wider if second else given, batch),
+        attempt(policy.step, given, batch),
+        attempt(remat.step, given, batch),
+        attempt(pipe.step, given, [batch] if second else batch),
+        attempt(pipe.step, divided if second else given, batch),
+        attempt(pipe.step, given, batch),
+    ]
+
+
+def misused(group: Any) -> list[Outcome]:
+    """What no process accepts."""
+    mesh = mesh_of((2, 2), ("dp", "pp"))
+    schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+
+    def make(**options: Any) -> fpipe.Pipeline:
+        return fpipe.pipeline([stage] * 2, mean_square, schedule, compile=False, **options)
+
+    pipe = make(mesh=mesh, data="dp")
+    params = pipe.shard(pipe.local(parameters(2)))
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    cut: dict[str, Any] = {"schedule": schedule, "cuts": ["0"], "loss": mean_square}
+    return [
+        attempt(partial(make, mesh=mesh, data="tp")),
+        attempt(partial(make, mesh=mesh, data="pp")),
+        attempt(partial(make, data="dp")),
+        attempt(partial(make, mesh=mesh, data="dp", bucket_bytes=0)),
+        attempt(partial(make, mesh=mesh, data="dp", replica_state="last")),
+        attempt(pipe.shard, params),
+        attempt(make(mesh=mesh).shard, params),
+        attempt(fpipe.per_example_norms, pipe),
+        attempt(
+            partial(
+                fpipe.from_module, cast("nn.Module", fully_shard(module, mesh=mesh["dp"])), **cut
+            )
+        ),
+    ]

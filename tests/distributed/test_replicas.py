@@ -1,0 +1,205 @@
+"""Replicas: the step of all of them is the step of one process on all rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fpipe
+from fpipe import Schedule, pytree, schedules
+from tests.distributed import replicas
+from tests.distributed.crew import Crew, values
+from tests.models import assert_same
+
+SOON = 15.0
+
+EVERY = [(gather, reduce) for gather in ("step", 1, 2) for reduce in ("step", 2, 1)]
+SOME: list[Any] = [None, (1, 2), (2, "step")]
+UNEQUAL = [[8, 8], [5, 11], [14, 2], [16, 0]]
+"""Rows of two replicas of four microbatches: a replica may have fewer, or none."""
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpipe": {},
+    "one_f_one_b": {},
+    "eager_1f1b": {},
+    "interleaved_1f1b": {"stages_per_rank": 2},
+    "looped_bfs": {"stages_per_rank": 2},
+    "interleaved_zero_bubble": {"stages_per_rank": 2},
+    "zb_h1": {},
+    "zb_h2": {},
+    "zbv": {},
+    "v_half": {},
+    "v_min": {},
+    "dualpipev": {},
+}
+
+
+def schedule_of(family: str, ranks: int = 2, microbatches: int = 4) -> Schedule:
+    options: Any = FAMILIES[family]
+    return schedules.get(family, ranks=ranks, microbatches=microbatches, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gives_the_step_of_one_process(crew: Crew, family: str) -> None:
+    policies = EVERY if family in ("zbv", "interleaved_1f1b") else SOME
+    done = values(
+        crew.run(replicas.steps, schedule_of(family), (2, 2), ("dp", "pp"), ["dp"], policies)
+    )
+    assert done == [2 * len(policies)] * 4
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
+@pytest.mark.parametrize("sizes", UNEQUAL)
+def test_losses_of_replicas_add_up_to_that_of_all_rows(
+    crew: Crew, reduction: str, sizes: list[int]
+) -> None:
+    arguments: Any = (schedule_of("one_f_one_b"), (2, 2), ("dp", "pp"), ["dp"], SOME)
+    values(crew.run(replicas.steps, *arguments, reduction, sizes))
+
+
+@pytest.mark.parametrize("family", ["zbv", "interleaved_1f1b", "zb_h2"])
+def test_a_replica_without_rows_joins_every_collective(crew: Crew, family: str) -> None:
+    arguments: Any = (schedule_of(family), (2, 2), ("dp", "pp"), ["dp"], [None, (1, 1), (2, 2)])
+    for sizes in ([0, 16], [15, 1]):
+        values(crew.run(replicas.steps, *arguments, "mean", sizes))
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "dims", "ranks"),
+    [
+        ((2, 1), ("dp", "pp"), ["dp"], [0, 1]),
+        ((1, 2), ("dp", "pp"), ["dp"], [0, 1]),
+        ((2, 2), ("pp", "dp"), ["dp"], None),
+        ((4, 1), ("dp", "pp"), ["dp"], None),
+        ((2, 2, 1), ("replicate", "shard", "pp"), ["replicate", "shard"], None),
+        ((2, 1, 2), ("replicate", "shard", "pp"), ["replicate", "shard"], None),
+    ],
+)
+def test_meshes_of_every_form(shape: Any, names: Any, dims: Any, ranks: Any) -> None:
+    size = 2 if ranks else 4
+    schedule = schedule_of("interleaved_1f1b", ranks=shape[names.index("pp")])
+    with Crew(size) as crew:
+        values(crew.run(replicas.steps, schedule, shape, names, dims, SOME))
+
+
+@pytest.mark.parametrize("limit", [1, 100])
+def test_collectives_in_buckets(crew: Crew, limit: int) -> None:
+    arguments: Any = (schedule_of("zb_h1"), (2, 2), ("dp", "pp"), ["dp"], SOME, "mean", None)
+    values(crew.run(replicas.steps, *arguments, {"bucket_bytes": limit}))
+
+
+@pytest.mark.parametrize("sizes", [[8, 8], [14, 2], [0, 16]])
+@pytest.mark.parametrize("reduction", ["mean", "weighted"])
+def test_a_module_with_tied_frozen_and_scalar_parameters(
+    crew: Crew, reduction: str, sizes: list[int]
+) -> None:
+    arguments: Any = (schedule_of("interleaved_1f1b"), SOME, reduction, sizes)
+    values(crew.run(replicas.module_steps, *arguments))
+
+
+def test_replicas_draw_different_numbers_and_ranks_the_same(crew: Crew) -> None:
+    found = values(crew.run(replicas.key_masks))
+    outputs = {replica: again for replica, first, again in found if first is not None}
+    for _, first, again in found:
+        assert (first is None) == (again is None)
+        assert first is None or torch.equal(first, again)
+    assert len(outputs) == 2
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("kind", ["mean", "first"])
+def test_replicas_agree_on_a_state(crew: Crew, kind: str) -> None:
+    rows = replicas.data()
+    seen = rows if kind == "mean" else rows[:8]
+    for state in values(crew.run(replicas.states, kind, [8, 8], 1)):
+        torch.testing.assert_close(state["mean"], 0.5 * seen.mean(0))
+        assert state["count"] == 1
+
+
+@pytest.mark.parametrize("kind", ["mean", "first"])
+def test_a_replica_without_rows_leaves_the_state_as_it_was(crew: Crew, kind: str) -> None:
+    share = 0.5 if kind == "mean" else 1.0
+    for state in values(crew.run(replicas.states, kind, [16, 0], 1)):
+        torch.testing.assert_close(state["mean"], share * 0.5 * replicas.data().mean(0))
+        assert state["count"] == 1
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("divided", [False, True])
+def test_an_optimizer_over_replicas(crew: Crew, divided: bool, max_norm: float | None) -> None:
+    schedule = schedules.zbv(ranks=2, microbatches=4)
+    pipe = fpipe.pipeline([replicas.stage] * 4, replicas.mean_square, schedule, compile=False)
+    alone = replicas.train(pipe, replicas.parameters(4), replicas.data(), max_norm)
+    held = 0
+    for loss, norm, params, moments in values(crew.run(replicas.trained, divided, max_norm)):
+        assert_same([loss, norm], alone[:2], 1e-9)
+        for own, expected in zip(params, alone[2], strict=True):
+            assert own is None or pytree.structure(own) == pytree.structure(expected)
+            if own is not None:
+                assert_same(own, expected, 1e-8)
+        held += moments
+    # Each element of a moment is held once, or once on each replica; 0-dimensional ones apart.
+    assert held == alone[3] * (1 if divided else 2)
+
+
+def test_replicas_of_a_pipeline_whose_layers_are_divided() -> None:
+    with Crew(8) as crew:
+        seen = values(crew.run(replicas.three_dimensional, [None, (1, 1)], timeout=120.0))
+    assert min(seen) > 10
+
+
+@pytest.mark.parametrize(
+    ("process", "deed", "at"), [(0, "boom", 0), (3, "boom", 2), (1, "kill", 1), (2, "stop", 1)]
+)
+def test_a_rank_that_fails_is_named_on_all_replicas(process: int, deed: str, at: int) -> None:
+    gone = [process] if deed in ("kill", "stop") else []
+    with Crew(4) as crew:
+        crew.start(replicas.failing, process, deed, at)
+        answers = crew.collect(lost=gone)
+    for number, outcome in enumerate(answers):
+        if number in gone:
+            continue
+        good, bad, after = outcome.value
+        assert good.failure is None
+        assert "make a new process group and a new pipeline" in bad.error.text
+        assert bad.seconds < SOON
+        if deed == "boom":
+            assert "boom 42" in bad.error.text
+            assert f"failed on rank {process % 2}" in bad.error.text
+        assert after.failure is not None
+        assert after.seconds < 1.0
+
+
+def test_replicas_that_cannot_step_together_are_told_and_go_on(crew: Crew) -> None:
+    for numbers, shapes, policy, remat, batch, placed, last in values(crew.run(replicas.refused)):
+        assert "has other numbers in params" in numbers.error.text
+        assert "pipe.replicate(params)" in numbers.error.text
+        assert "parameters of other shapes" in shapes.error.text
+        assert "has another schedule than others" in policy.error.text
+        assert "has another remat policy than others" in remat.error.text
+        assert "batch" in batch.error.text
+        assert "parameters that lie otherwise" in placed.error.text
+        assert last.failure is None
+
+
+def test_what_is_no_use_of_replicas_is_refused(crew: Crew) -> None:
+    for outcomes in values(crew.run(replicas.misused)):
+        texts = [outcome.error.text for outcome in outcomes]
+        for text, rule in zip(
+            texts,
+            (
+                "data='tp' must be one of the mesh's dimensions ('dp',)",
+                "data='pp' must be one of the mesh's dimensions ('dp',)",
+                "mesh is not given",
+                "bucket_bytes=0 must be a number of bytes",
+                "replica_state='last'",
+                "is a DTensor over ['dp'] already",
+                "make it with data=",
+                "is not for transforms",
+                "data=",
+            ),
+            strict=True,
+        ):
+            assert rule in text
