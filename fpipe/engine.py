@@ -18,9 +18,15 @@ import torch
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.autograd.history import has_history, is_tracked, tracked_value
+from fpipe.autograd.history import (
+    NO_LOSS,
+    has_history,
+    is_tracked,
+    tracked_forward,
+    tracked_value,
+    without_history,
+)
 from fpipe.autograd.levels import call_within, is_within
-from fpipe.autograd.outputs import NO_LOSS, tracked_forward, without_history
 from fpipe.convention import DEFERRED, PLAIN, STATE
 from fpipe.definition import ONE_BATCH, Definition
 from fpipe.dtensors import refuse_transformed

@@ -1,1 +1,4 @@
-"""A pipeline's call within autograd and within transforms of torch.func."""
+"""Calls of a pipeline within autograd, transforms of torch.func and torch.compile.
+
+The engine and `fpipe.transforms` use `levels` and `history`; the other modules serve these.
+"""

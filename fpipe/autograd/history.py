@@ -1,33 +1,65 @@
-"""A pipeline inside a bigger computation: its loss, and its gradients, with autograd history.
+"""Losses, gradients and outputs of a pipeline, with an autograd history.
 
-The forward of the autograd node runs a whole step, whose gradients its backward weighs.
+    call                backward
+    value, step         weighs the gradients of a step, which the forward has run
+    forward             runs ``vjp(pipe).step`` on the caller's cotangent:
+
+    arguments ── forward only ──► outputs ┄┄ the caller's loss ┄┄┐
+    gradients ◄── vjp(pipe).step ── cotangent ◄┄┄ autograd ┄┄┄┄┄┄┘
+
+A result that can have no history says so when a derivative is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.autograd.derived import Callee, choosing
+from fpipe.autograd.derived_pipelines import Callee, vjp_of, with_argnums
 from fpipe.autograd.operation import Call
-from fpipe.autograd.outputs import without_history
+from fpipe.autograd.rules import check_same_outputs, refuse_redrawing
+from fpipe.convention import scaled
 from fpipe.definition import ARGUMENTS
-from fpipe.errors import BatchError
+from fpipe.errors import BatchError, FpipeError, StageError
 from fpipe.execute.header import HISTORY
+from fpipe.inputs.signature import is_differentiable
+from fpipe.torch_internals import functorch
 
 BY_PARAMETERS: Final = (
     "over processes the loss of pipe.value has a derivative by the parameters alone, and that of a "
     "pipeline that fpipe.grad makes only if its argnums have them: detach what else requires a "
     'gradient; fpipe.grad(pipe, "batch").step returns gradients by the batch'
 )
+ON_ONE_RANK: Final = (
+    "pipe.forward over processes has no derivative, for what comes out lies on one rank: "
+    "fpipe.vjp(pipe).step takes its cotangent, on every rank"
+)
+TWICE: Final = (
+    "what pipe.forward put out was differentiated twice: it can be once; compute the loss within "
+    "the pipeline, whose pipe.value can be differentiated twice (of one function that is the loss "
+    "function, of stages and modules their loss=)"
+)
+SEVERAL: Final = (
+    "what pipe.forward put out was differentiated for several cotangents at once "
+    "(is_grads_batched, vectorize): take them one after the other, or fpipe.jvp(pipe), whose "
+    "forward gives derivatives of outputs in a direction"
+)
+NO_LOSS: Final = (
+    "pipe.value has no derivative of a pipeline with a state, or of one that returns norms or "
+    "takes a cotangent: pipe.step returns gradients, and pipe.forward has a history"
+)
+OF_DUALS: Final = (
+    "forward of fpipe.jvp(pipe) and fpipe.hvp(pipe) has no derivative: differentiate pipe.forward, "
+    "or pipe.value within torch.func.jvp"
+)
 
 
 def is_tracked(leaves: Sequence[Any]) -> bool:
-    """Whether autograd or `torch.func.grad` wants to know what becomes of any of `leaves`."""
+    """Whether autograd or `torch.func.grad` records what is computed of any of `leaves`."""
     return torch.is_grad_enabled() and any(
         isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves
     )
@@ -36,6 +68,21 @@ def is_tracked(leaves: Sequence[Any]) -> bool:
 def has_history(pipe: Callee) -> bool:
     """Whether the pipeline's loss, or losses, can be differentiated."""
     return pipe.definition.convention.weigh is not None
+
+
+def without_history(values: Any, leaves: Sequence[Any], why: str) -> Any:
+    """A tree of tensors, whose derivative by `leaves` is refused when it is taken.
+
+    Args:
+        values: the tree.
+        leaves: what the values depend on.
+        why: the text of the `FpipeError`.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return pytree.tree_map(lambda value: _Refused.apply(why, value, *tensors), values)
+
+
+# ── losses and gradients ────────────────────────────────────────────────────────────────────────
 
 
 def tracked_value(pipe: Callee, *arguments: Any, **options: Any) -> Any:
@@ -55,33 +102,39 @@ def tracked_value(pipe: Callee, *arguments: Any, **options: Any) -> Any:
 def tracked_step(
     pipe: Callee, wanted: tuple[str, ...], *arguments: Any, **options: Any
 ) -> tuple[Any, ...]:
-    """The loss and the gradients, with history; arguments and errors are those of `tracked_value`.
+    """The loss and the gradients, with history.
 
     Args:
-        wanted: what gradients are to be returned by.
+        pipe: the pipeline.
+        wanted: the arguments by which gradients are returned.
+        arguments: as in `Pipeline.run_step`.
+        options: the key.
 
     Returns:
         ``(loss, grads)``, the gradients as a tuple, and aux if there is any.
+
+    Raises:
+        BatchError: as in `tracked_value`.
     """
     leaves, spec = pytree.flatten(arguments)
     definition = pipe.definition
     tracked = {
         name
-        for name, own in zip(definition.along, arguments, strict=True)
-        if is_tracked(pytree.flatten(own)[0])
+        for name, argument in zip(definition.along, arguments, strict=True)
+        if is_tracked(pytree.flatten(argument)[0])
     }
     if pipe.rank is not None and not tracked <= {"params"} & {*definition.wanted}:
         value = pipe.run_value(*arguments, **options)
         return without_history(value, leaves, BY_PARAMETERS), ()
-    several = bool(definition.loss_shape[bool(definition.convention.vectors) :])
-    if "batch" in tracked and several and definition.alone is None:
+    has_several = bool(definition.loss_shape[bool(definition.convention.vectors) :])
+    if "batch" in tracked and has_several and definition.alone is None:
         raise BatchError(
             "a leaf of the batch requires a gradient, but the losses of single examples, and a "
             "derivative of an ensemble, can be differentiated by the parameters alone: detach the "
             "leaf; torch.func.vmap of torch.func.grad of pipe.value gives gradients by the batch "
             "of each member, and fpipe.vmap(fpipe.jvp(pipe)) can be differentiated by it"
         )
-    if several:
+    if has_several:
         tracked.discard("batch")  # its gradients will be needed member by member
     names = tuple(name for name in ARGUMENTS if name in tracked or name in wanted)
     if names and pipe.rank is not None:
@@ -92,7 +145,151 @@ def tracked_step(
         return value.enter(leaves), ()
     if not wanted and pipe.rank is not None:
         options["name"] = HISTORY
-    call = Call(choosing(pipe, names), "run_step", spec, options, differentiable=True)
+    call = Call(with_argnums(pipe, names), "run_step", spec, options, differentiable=True)
     loss, grads, *aux = call.enter(leaves)
-    by_name = dict(zip(names, grads, strict=True))
-    return loss, tuple(by_name[name] for name in wanted), *aux
+    grads_by_name = dict(zip(names, grads, strict=True))
+    return loss, tuple(grads_by_name[name] for name in wanted), *aux
+
+
+# ── outputs ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def tracked_forward(pipe: Callee, *arguments: Any, key: Tensor | None, out_dims: Any) -> Any:
+    """The result of ``forward``, with history; if it can have none, a backward says why.
+
+    Args:
+        pipe: the pipeline.
+        arguments: as in `Pipeline.run_forward`, as are `key` and `out_dims`.
+    """
+    leaves, spec = pytree.flatten(arguments)
+    if pipe.rank is not None:
+        outputs = pipe.run_forward(*arguments, key=key, out_dims=out_dims)
+        return without_history(outputs, leaves, ON_ONE_RANK)
+    call = _ForwardCall(pipe, spec, key, out_dims)
+    return call.call.result(_ForwardOperation.apply(call, key, *leaves))
+
+
+class _ForwardCall:
+    """One call of ``forward``, which can be differentiated once."""
+
+    def __init__(self, pipe: Callee, spec: Any, key: Tensor | None, out_dims: Any) -> None:
+        self._pipe, self._spec, self._out_dims = pipe, spec, out_dims
+        options = {"key": key, "out_dims": out_dims}
+        self.call = Call(pipe, "run_forward", spec, options, repeats=True)
+
+    def pull_back(
+        self,
+        key: Tensor | None,
+        leaves: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        cotangents: Sequence[Tensor | None],
+        needed: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """The gradients by the leaves that need one."""
+        refuse_redrawing(self.call)
+        definition = self._pipe.definition
+        arguments = pytree.unflatten(self._spec, leaves)
+        needs = pytree.unflatten(self._spec, needed)
+        place_of = {name: definition.takes.index(name) for name in ARGUMENTS}
+        names = tuple(name for name in ARGUMENTS if any(pytree.flatten(needs[place_of[name]])[0]))
+        gradients: list[Tensor | None] = [None] * len(leaves)
+        numbers_of = pytree.unflatten(self._spec, range(len(leaves)))
+        with self.call.as_made():
+            for grads in self._terms(arguments, key, outputs, cotangents, names):
+                for name, tree in grads.items():
+                    numbers = pytree.flatten(numbers_of[place_of[name]])[0]
+                    values = pytree.broadcast_prefix("grads", tree, arguments[place_of[name]], name)
+                    for number, value in zip(numbers, values, strict=True):
+                        if value is not None and needed[number]:
+                            before = gradients[number]
+                            gradients[number] = value if before is None else before + value
+        return gradients
+
+    def _terms(
+        self,
+        arguments: Sequence[Any],
+        key: Tensor | None,
+        outputs: Sequence[Tensor],
+        cotangents: Sequence[Tensor | None],
+        names: tuple[str, ...],
+    ) -> Iterator[dict[str, Any]]:
+        """The gradients of the outputs; of one function those of its loss too."""
+        cotangent = self.call.result(self._filled(outputs, cotangents))
+        if self._pipe.definition.function:
+            weight, cotangent = cotangent
+            if weight is not None:
+                value, grads = _step(with_argnums(self._pipe, names), arguments, key)
+                check_same_outputs(value, [(torch.ones_like(outputs[0]), outputs[0])])
+                yield {name: scaled(tree, weight) for name, tree in grads.items()}
+            outputs, cotangents = outputs[1:], cotangents[1:]
+        if any(leaf is not None for leaf in pytree.flatten_prefix(cotangent)):
+            try:
+                pipe = with_argnums(vjp_of(self._pipe, self._out_dims), names)
+            except StageError as error:
+                raise FpipeError(f"pipe.forward has no derivative here: {error}") from error
+            product, grads = _step(pipe, (*arguments, cotangent), key)
+            pairs = zip(cotangents, outputs, strict=True)
+            check_same_outputs(product, [(c, y) for c, y in pairs if c is not None])
+            yield grads
+
+    def _filled(
+        self, outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The cotangents; parts of `fpipe.Microbatches` have zeros if any of them has numbers."""
+        places = self.call.result(range(len(outputs)))
+        in_parts = set(range(len(outputs))) - set(pytree.places_of_rest(pytree.structure(places)))
+        if all(cotangents[place] is None for place in in_parts):
+            return list(cotangents)
+        return [
+            torch.zeros_like(output)
+            if cotangent is None and place in in_parts and is_differentiable(output)
+            else cotangent
+            for place, (output, cotangent) in enumerate(zip(outputs, cotangents, strict=True))
+        ]
+
+
+def _step(
+    pipe: Callee, arguments: Sequence[Any], key: Tensor | None
+) -> tuple[Tensor, dict[str, Any]]:
+    """The loss of a step, and its gradients by the names of the arguments."""
+    loss, grads, *_ = pipe.run_step(*arguments, key=key)
+    definition = pipe.definition
+    return loss, dict(zip(definition.wanted, definition.for_each(grads), strict=True))
+
+
+class _ForwardOperation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: _ForwardCall, key: Tensor | None, *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
+        outputs = call.call.run(leaves)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(key, *leaves, *outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        needed = ctx.needs_input_grad[2:]
+        key, *saved = ctx.saved_tensors
+        leaves, outputs = saved[: len(needed)], saved[len(needed) :]
+        tensors = (cotangent for cotangent in cotangents if cotangent is not None)
+        if any(map(functorch.is_legacy_batchedtensor, tensors)):
+            raise FpipeError(SEVERAL)
+        with torch.no_grad():
+            grads = ctx.call.pull_back(key, leaves, outputs, cotangents, needed)
+        if torch.is_grad_enabled():
+            # A derivative by some leaves alone would not reach the refusal of once_differentiable.
+            grads = without_history(grads, (*leaves, *cotangents), TWICE)
+        return None, None, *grads
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, why: str, value: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.why = why
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise FpipeError(ctx.why)

@@ -1,13 +1,13 @@
-"""A pipeline within transforms of `torch.func`: what becomes of a call at each of their levels.
+"""A pipeline within transforms of `torch.func`: how each of their levels runs a call.
 
 vmap        the call of the pipeline of all members, below this level
 grad, vjp   loss and gradients with history
-jvp         loss and gradients with their derivatives, which those of dual stages are
+jvp         loss and gradients with their derivatives, from the pipeline of dual stages
 others      refused
 
-Whatever does not depend on a level is called below it. Forward-mode autograd without `torch.func`
-is a jvp too. `torch.compile` around a call leaves it out of its graph: the stages are compiled
-already.
+A call whose arguments do not depend on a level is made below it. Forward-mode autograd without
+`torch.func` is a jvp too. `torch.compile` around a call leaves the call out of its graph: the
+stages are compiled already.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from fpipe import pytree
-from fpipe.autograd.derived import Callee, Method
+from fpipe.autograd.derived_pipelines import Callee, Method
 from fpipe.autograd.history import has_history, is_tracked, tracked_step, tracked_value
-from fpipe.autograd.operation import Call, refuse
+from fpipe.autograd.operation import Call, refusal
 from fpipe.dtensors import refuse_transformed
 from fpipe.inputs.caller_modes import refuse_modes
 from fpipe.results import Step, StepAux
@@ -30,7 +30,7 @@ from fpipe.torch_internals import functorch, retrieve_current_functorch_interpre
 
 
 def is_within() -> bool:
-    """Whether `torch.func`, forward-mode autograd or `torch.compile` is at work."""
+    """Whether `torch.func`, forward-mode autograd or `torch.compile` surrounds this call."""
     return (
         torch.compiler.is_dynamo_compiling()
         or functorch.peek_interpreter_stack() is not None
@@ -48,15 +48,15 @@ def call_within(pipe: Callee, method: Method, *arguments: Any, **options: Any) -
 
     Args:
         pipe: the pipeline.
-        method: the name of the method, which calls this function if a transform is at work.
+        method: the name of the method, which calls this function within a transform.
         arguments: of the method.
         options: further ones, which no transform maps or differentiates by.
 
     Raises:
-        FpipeError: it cannot run there; names the transform of ours to use instead.
+        FpipeError: it cannot run there; names the transform of fpipe to use instead.
     """
     with pipe.telling(method):
-        # Further in, torch turns them off.
+        # Below this level torch turns them off.
         refuse_modes(compiled=pipe.definition.compile is not False)
         return _call_within(pipe, method, *arguments, **options)
 
@@ -73,41 +73,41 @@ def _call_within(pipe: Callee, method: Method, *arguments: Any, **options: Any) 
             return Call(pipe, method, spec, options).enter(leaves)
     elif kind == "Grad":
         if is_tracked(leaves):
-            return _tracked(pipe, method, kind, arguments, options)
+            return _call_tracked(pipe, method, kind, arguments, options)
     elif kind != "Jvp":
-        raise refuse(kind)
+        raise refusal(kind)
     elif any(map(_has_tangent, leaves)):
-        return _moving(pipe, method, arguments, options)
+        return _call_with_tangents(pipe, method, arguments, options)
     if kind != "Vmap":
         leaves = [
             functorch._unwrap_for_grad(leaf, level) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         ]
-    # Nothing depends on this level: what is below it answers.
+    # No argument depends on this level.
     with interpreter.lower():
         return getattr(pipe, method)(*pytree.unflatten(spec, leaves), **options)
 
 
 def _call_outside(pipe: Callee, method: Method, *arguments: Any, **options: Any) -> Any:
-    """Call a method where no transform of `torch.func` is at work."""
+    """Call a method outside of transforms of `torch.func`."""
     if not _is_forward_mode():
         return getattr(pipe, method)(*arguments, **options)
     if any(map(_has_tangent, pytree.flatten(arguments)[0])):
-        return _moving(pipe, method, arguments, options)
+        return _call_with_tangents(pipe, method, arguments, options)
     with forward_ad._set_fwd_grad_enabled(False):
         return getattr(pipe, method)(*arguments, **options)
 
 
-def _tracked(
+def _call_tracked(
     pipe: Callee, method: Method, kind: str, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> Any:
-    """A call whose result may be differentiated."""
+    """Call a method whose result may be differentiated."""
     if not has_history(pipe) or method not in ("value", "run_value", "step", "run_step"):
-        raise refuse(kind)
+        raise refusal(kind)
     if method in ("value", "run_value"):
         return tracked_value(pipe, *arguments, **options)
     if pipe.rank is not None:
-        raise refuse(kind)
+        raise refusal(kind)
     loss, grads, *aux = tracked_step(pipe, pipe.definition.wanted, *arguments, **options)
     grads = pipe.definition.asked(grads)
     if method == "run_step":
@@ -115,16 +115,16 @@ def _tracked(
     return StepAux(loss, grads, *aux) if aux else Step(loss, grads)
 
 
-def _moving(
+def _call_with_tangents(
     pipe: Callee, method: Method, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> Any:
-    """A call whose arguments have tangents."""
+    """Call a method of arguments that have tangents."""
     if pipe.rank is not None:
-        raise refuse("Jvp")
+        raise refusal("Jvp")
     if method in ("value", "run_value") and has_history(pipe):
         leaves, spec = pytree.flatten(arguments)
         return Call(pipe, "run_value", spec, options, differentiable=True).enter(leaves)
-    return _tracked(pipe, method, "Jvp", arguments, options)
+    return _call_tracked(pipe, method, "Jvp", arguments, options)
 
 
 def _has_tangent(leaf: Any) -> bool:

@@ -1,8 +1,8 @@
-"""A call of a pipeline as one operation of torch: what autograd and `torch.func` see of it.
+"""A call of a pipeline as one operation of torch, for autograd and `torch.func`.
 
-The operation takes the flat tensors of the arguments and returns those of the result. Mapped by
-`torch.func.vmap` it is the same call of the pipeline of all members, and differentiated it is that
-of a derived pipeline, so what runs is always a plan, traced and compiled as any other.
+The operation takes the flat tensors of the arguments and returns the flat tensors of the result.
+Mapped by `torch.func.vmap` it is the same call of the pipeline of all members; differentiated it is
+a call of a derived pipeline. So every call runs a plan, traced and compiled as any other.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from fpipe import pytree
-from fpipe.autograd.derived import Callee, Method, of_members
+from fpipe.autograd.derived_pipelines import Callee, Method, ensemble_of
 from fpipe.autograd.rules import pull_back, push_forward
 from fpipe.errors import FpipeError
 from fpipe.inputs.ambient import autocasts, cast_as
 from fpipe.random.torch_draws import generators
 
-INSTEAD: Final = {
+_INSTEAD: Final = {
     "Vmap": "torch.func.vmap over processes: fpipe.vmap(pipe) is the pipeline of all members, on "
     "every rank",
     "Grad": "torch.func.grad or vjp here: they know pipe.value, and in one process pipe.step, of "
@@ -37,9 +37,13 @@ INSTEAD: Final = {
 }
 
 
-def refuse(kind: str) -> FpipeError:
-    """Why a pipeline cannot run within a transform of `torch.func`, and what to use instead."""
-    text = INSTEAD.get(kind, "a transform of torch.func: call it outside")
+def refusal(kind: str) -> FpipeError:
+    """Why a pipeline cannot run within a transform of `torch.func`, and what to use instead.
+
+    Args:
+        kind: of the transform, such as ``"Vmap"``.
+    """
+    text = _INSTEAD.get(kind, "a transform of torch.func: call it outside")
     return FpipeError(f"a pipeline cannot run inside {text}")
 
 
@@ -52,13 +56,13 @@ class Call:
         method: the name of the method.
         spec: the structure of its arguments.
         options: further arguments by name, which are the same for all members.
-        differentiable: the method is ``run_value`` or ``run_step``, and the operation knows its
-            derivatives; otherwise the method itself sees to what may be differentiated.
-        repeats: whoever makes the call may make it again for a derivative.
-        made: the structure of the result, from when it has run.
-        drew: whether it drew from torch's generator, when it ran.
-        device: the default one where the call is made; within an operation torch forgets it.
-        autocast: that where the call is made; whoever takes a derivative has left it.
+        differentiable: the method is ``run_value`` or ``run_step``, and the operation has
+            derivatives; otherwise the method itself takes care of them.
+        repeats: the call may run again for a derivative.
+        out_spec: the structure of the result, once it has run.
+        drew: whether it drew from torch's generator, once it has run.
+        device: the default device where the call is made; within an operation torch forgets it.
+        autocast: the autocast where the call is made, which a derivative is outside of.
     """
 
     pipe: Callee
@@ -67,7 +71,7 @@ class Call:
     options: dict[str, Any] = field(default_factory=dict)
     differentiable: bool = False
     repeats: bool = False
-    made: optree.PyTreeSpec | None = None
+    out_spec: optree.PyTreeSpec | None = None
     drew: bool = False
     device: torch.device = field(default_factory=torch.get_default_device)
     autocast: tuple[tuple[str, bool, torch.dtype], ...] = field(default_factory=autocasts)
@@ -78,29 +82,28 @@ class Call:
         return pytree.unflatten(self.spec, range(self.spec.num_leaves))
 
     def enter(self, leaves: Sequence[Tensor]) -> Any:
-        """Make the call as an operation; returns what the method does."""
-        outputs = _Operation.apply(self, *leaves)
-        return self.result(outputs)
+        """Make the call as an operation, and return the result of the method."""
+        return self.result(_Operation.apply(self, *leaves))
 
     def result(self, outputs: Sequence[Any]) -> Any:
         """The result whose leaves are `outputs`."""
-        assert self.made is not None
-        return pytree.unflatten(self.made, outputs)
+        assert self.out_spec is not None
+        return pytree.unflatten(self.out_spec, outputs)
 
     def run(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Make the call where autograd and `torch.func` do not look."""
+        """Make the call beneath autograd and `torch.func`."""
         arguments = pytree.unflatten(self.spec, leaves)
         runs_again = self.differentiable or self.repeats
         before = _drawn_from(leaves) if runs_again else []
         with self.as_made():
-            made = getattr(self.pipe, self.method)(*arguments, **self.options)
+            result = getattr(self.pipe, self.method)(*arguments, **self.options)
         if self.differentiable and self.method == "run_step":
-            # Derivatives know gradients as a tuple.
-            made = (made[0], self.pipe.definition.for_each(made[1]), *made[2:])
+            loss, grads, *aux = result
+            result = (loss, self.pipe.definition.for_each(grads), *aux)  # grads as a tuple
         after = _drawn_from(leaves) if runs_again else []
         # Other threads may have drawn.
         self.drew = not all(map(torch.equal, before, after)) and self.pipe.workshop.may_draw
-        outputs, self.made = pytree.flatten(made)
+        outputs, self.out_spec = pytree.flatten(result)
         return tuple(outputs)
 
     @contextmanager
@@ -114,10 +117,10 @@ class Call:
         pipe: Callee,
         method: Method,
         spec: optree.PyTreeSpec,
-        made: optree.PyTreeSpec | None = None,
+        out_spec: optree.PyTreeSpec | None = None,
     ) -> Call:
         """Another call with the same options; it can be differentiated as this one can."""
-        return replace(self, pipe=pipe, method=method, spec=spec, made=made)
+        return replace(self, pipe=pipe, method=method, spec=spec, out_spec=out_spec)
 
     def of_members(
         self, leaves: Sequence[Tensor], dims: Sequence[int | None], size: int, randomness: str
@@ -126,15 +129,15 @@ class Call:
 
         Args:
             leaves: stacked along `dims`.
-            dims: of each leaf the dimension of the members, None where they share it.
-            size: how many there are.
+            dims: for each leaf the dimension of the members, None if they share it.
+            size: the number of members.
             randomness: as in `torch.func.vmap`.
 
         Returns:
             A call whose results have the members in front.
         """
         if self.pipe.rank is not None:
-            raise refuse("Vmap")
+            raise refusal("Vmap")
         shared = {index for index, dim in enumerate(dims) if dim is None}
         if "batch" in self.pipe.definition.wanted:
             # Its leaves get a gradient each, not the sum over the members who share them.
@@ -152,20 +155,20 @@ class Call:
         ]
         mapped = tuple(None if index in shared else 0 for index in range(len(leaves)))
         in_dims, key = pytree.unflatten(self.spec, mapped), (mapped, self.spec, randomness)
-        return replace(self, pipe=of_members(self.pipe, in_dims, randomness, key)), stacked
+        return replace(self, pipe=ensemble_of(self.pipe, in_dims, randomness, key)), stacked
 
 
 def _columns(spec: optree.PyTreeSpec) -> list[tuple[int, ...]]:
-    """For each leaf of a microbatch of `fpipe.Microbatches` where it is in all of them."""
-    found: list[tuple[int, ...]] = []
+    """For each leaf of a microbatch of `fpipe.Microbatches`, its places in all microbatches."""
+    columns: list[tuple[int, ...]] = []
     first = 0
     for argument in spec.children():
         parts = pytree.number_of_parts(pytree.unflatten(argument, range(argument.num_leaves)))
         if parts is not None:
-            columns = zip(*pytree.places_of_parts(argument, parts), strict=False)
-            found += [tuple(first + place for place in column) for column in columns]
+            columns_here = zip(*pytree.places_of_parts(argument, parts), strict=False)
+            columns += [tuple(first + place for place in column) for column in columns_here]
         first += argument.num_leaves
-    return found
+    return columns
 
 
 def _drawn_from(leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -175,7 +178,7 @@ def _drawn_from(leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Operation(torch.autograd.Function):
-    """The operation; one that is not differentiable says so where a derivative is taken."""
+    """The operation; one that is not differentiable refuses when a derivative is taken."""
 
     @staticmethod
     def forward(call: Call, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -188,7 +191,7 @@ class _Operation(torch.autograd.Function):
         if call.differentiable:
             if call.method == "run_step":
                 ctx.mark_non_differentiable(*pytree.flatten(call.result(output)[2:])[0])
-            # Gradients are what a second derivative is about, and losses tell another run.
+            # A second derivative reads the gradients, and compares losses with those of its run.
             ctx.save_for_backward(*inputs[1:], *output)
             ctx.save_for_forward(*inputs[1:])
 
@@ -198,7 +201,7 @@ class _Operation(torch.autograd.Function):
         call: Call = ctx.call
         count = call.spec.num_leaves
         if not call.differentiable:
-            raise refuse("Grad")
+            raise refusal("Grad")
         if all(cotangent is None for cotangent in cotangents):
             return None, *(None for _ in range(count))
         saved = ctx.saved_tensors  # torch.utils.checkpoint hands them out once
@@ -210,12 +213,12 @@ class _Operation(torch.autograd.Function):
         whole, stacked = call.of_members(leaves, in_dims[1:], info.batch_size, info.randomness)
         # Below this level there may be others, for which such a call is an operation again.
         outputs = _Operation.apply(whole, *stacked) if call.differentiable else whole.run(stacked)
-        call.made, call.drew = whole.made, whole.drew
+        call.out_spec, call.drew = whole.out_spec, whole.drew
         return outputs, tuple(0 for _ in outputs)
 
     @staticmethod
     @_disable_dynamo
     def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> Any:
         if not ctx.call.differentiable:
-            raise refuse("Jvp")
+            raise refusal("Jvp")
         return tuple(push_forward(ctx.call, ctx.saved_tensors, tangents))

@@ -1,4 +1,4 @@
-"""Derivatives of calls: each is a call again, of the same pipeline or of that of its dual stages.
+"""Derivatives of calls: each is a call again, of the same pipeline or of its dual stages.
 
     a call                     in reverse                             forward
     value(p, b)                the gradients of step, weighed         value(p, b, v), dual stages
@@ -6,9 +6,9 @@
                                of its gradients
     value or step (p, b, v)    its own gradients, weighed             –
 
-p are the parameters, b the batch, and v the vectors along which stages are differentiated. So the
-loss can be differentiated twice, and once of these forward. H is its second derivative by
-parameters and batch.
+p are the parameters, b the batch, v the vectors along which stages are differentiated, and H the
+second derivative of the loss by parameters and batch. So the loss can be differentiated twice, and
+once of these forward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.autograd.derived import Callee, Method, alone, bent, choosing, moving
+from fpipe.autograd.derived_pipelines import (
+    Callee,
+    Method,
+    jvp_of,
+    jvp_of_gradients,
+    member_of,
+    with_argnums,
+)
 from fpipe.convention import scaled
 from fpipe.definition import ARGUMENTS, Definition
 from fpipe.errors import FpipeError
@@ -33,7 +40,7 @@ Trees = dict[int, Any]
 
 
 class Differentiable(Protocol):
-    """What a call is to this module: `fpipe.autograd.operation.Call` says more of each."""
+    """A call, as these rules see it: `fpipe.autograd.operation.Call` is one."""
 
     pipe: Callee
     method: Method
@@ -55,17 +62,9 @@ class Differentiable(Protocol):
         pipe: Callee,
         method: Method,
         spec: optree.PyTreeSpec,
-        made: optree.PyTreeSpec | None = None,
+        out_spec: optree.PyTreeSpec | None = None,
     ) -> Self:
         """Another call with the same options; it can be differentiated as this one can."""
-
-
-def third_derivative() -> FpipeError:
-    """Why there is no such derivative."""
-    return FpipeError(
-        "a pipeline was differentiated three times, or forward twice: its loss can be "
-        "differentiated twice, and once of these forward, as torch.func.hessian does"
-    )
 
 
 def pull_back(
@@ -80,7 +79,7 @@ def pull_back(
     Args:
         call: of ``run_value``, or of ``run_step`` with a tuple of gradients.
         leaves: of its arguments.
-        outputs: leaves of the result; none if nobody has kept them.
+        outputs: leaves of the result; empty if they have not been kept.
         cotangents: of each leaf of the result, None for 0.
         needed: whether the gradient by each leaf is wanted.
 
@@ -89,29 +88,31 @@ def pull_back(
     """
     arguments = call.places
     definition = call.pipe.definition
-    names = _needed(definition, arguments, needed)
+    names = _needed_names(definition, arguments, needed)
     weights = call.result(cotangents)
     if call.method == "run_value":
-        found = _by_another_step(call, leaves, outputs, weights, names)
+        gradients = _by_another_step(call, leaves, outputs, weights, names)
     else:
-        own = dict(zip(definition.wanted, call.result(outputs)[1], strict=True))
+        grads = dict(zip(definition.wanted, call.result(outputs)[1], strict=True))
         if definition.alone is not None:
             # It is the sum over members who share a leaf, but each has a weight of its own.
-            own.pop("batch", None)
-        found = _weighted_sum(definition, arguments, own, weights[0])
+            grads.pop("batch", None)
+        gradients = _weighted_sum(definition, arguments, grads, weights[0])
         # A level of torch.func within which the call was made did not ask for these.
-        further = tuple(name for name in names if name not in own)
+        further = tuple(name for name in names if name not in grads)
         if further and pytree.flatten(weights[0])[0]:
             losses = pytree.flatten(call.result(outputs)[0])[0]
-            found |= _by_another_step(call, leaves, losses, weights[0], further)
+            gradients |= _by_another_step(call, leaves, losses, weights[0], further)
         places = dict(zip(definition.wanted, call.result(range(len(cotangents)))[1], strict=True))
         vectors = [_vector(places.get(name), cotangents, outputs) for name in ARGUMENTS]
         if any(vector is not None for vector in vectors):
-            _add(found, _products(call, leaves, outputs[0], vectors, names))
+            _add(gradients, _hessian_products(call, leaves, outputs[0], vectors, names))
     return [
         gradient
         for place, argument in enumerate(arguments)
-        for gradient in pytree.broadcast_prefix("grads", found.get(place), argument, "arguments")
+        for gradient in pytree.broadcast_prefix(
+            "grads", gradients.get(place), argument, "arguments"
+        )
     ]
 
 
@@ -127,17 +128,16 @@ def push_forward(
     Raises:
         FpipeError: there is no such derivative, or it would draw other random numbers.
     """
-    arguments = call.places
-    vectors = [_vector(argument, tangents, leaves) for argument in arguments]
+    vectors = [_vector(argument, tangents, leaves) for argument in call.places]
     if call.method == "run_value":
-        loss = _of_dual_stages(call, moving, leaves, vectors)
+        loss = _call_duals(call, jvp_of, leaves, vectors)
         return list(pytree.flatten(loss.tangent)[0])
-    loss, duals, *aux = _of_dual_stages(call, moving, leaves, vectors, call.pipe.definition.wanted)
-    moving_leaves = pytree.flatten((loss.tangent, [dual.primal for dual in duals]))[0]
-    return [*moving_leaves, *(None for _ in pytree.flatten(aux)[0])]
+    loss, duals, *aux = _call_duals(call, jvp_of, leaves, vectors, call.pipe.definition.wanted)
+    derivatives = pytree.flatten((loss.tangent, [dual.primal for dual in duals]))[0]
+    return [*derivatives, *(None for _ in pytree.flatten(aux)[0])]
 
 
-def _needed(
+def _needed_names(
     definition: Definition, arguments: Sequence[Any], needed: Sequence[bool]
 ) -> tuple[str, ...]:
     """The arguments by which, or by whose vectors, a gradient is wanted."""
@@ -149,6 +149,9 @@ def _needed(
     return tuple(name for name in ARGUMENTS if name in wanted)
 
 
+# ── gradients of the losses, weighed ────────────────────────────────────────────────────────────
+
+
 def _by_another_step(
     call: Differentiable,
     leaves: Sequence[Tensor],
@@ -156,7 +159,7 @@ def _by_another_step(
     weights: Any,
     names: tuple[str, ...],
 ) -> Trees:
-    """Weighed gradients of the losses by arguments, from a step that is made for them."""
+    """Weighed gradients of the losses by the arguments `names`, from another step."""
     definition = call.pipe.definition
     if call.pipe.rank is not None:
         raise FpipeError(
@@ -167,10 +170,11 @@ def _by_another_step(
     if definition.alone is not None and "batch" in names:
         return _of_each_member(call, leaves, weights, names)
     refuse_redrawing(call)
-    again, own, *_ = call.another(choosing(call.pipe, names), "run_step", call.spec).enter(leaves)
-    _check_losses(again, losses)
-    arguments = call.places
-    return _weighted_sum(definition, arguments, dict(zip(names, own, strict=True)), weights)
+    step = call.another(with_argnums(call.pipe, names), "run_step", call.spec)
+    losses_again, grads, *_ = step.enter(leaves)
+    _check_same_losses(losses_again, losses)
+    grads_by_name = dict(zip(names, grads, strict=True))
+    return _weighted_sum(definition, call.places, grads_by_name, weights)
 
 
 def _of_each_member(
@@ -179,27 +183,27 @@ def _of_each_member(
     """As `_by_another_step`, for an ensemble: each member's own, summed where members share."""
     definition = call.pipe.definition
     assert definition.alone is not None
-    arguments = call.places
-    named = list(zip(definition.along, arguments, strict=True))
+    named = list(zip(definition.along, call.places, strict=True))
     needed = [name in names for name, argument in named for _ in pytree.flatten(argument)[0]]
     dims = stacked_along(definition, pytree.unflatten(call.spec, leaves))
     cotangents, spec = pytree.flatten(weights)
-    one = call.another(alone(call.pipe), "run_value", call.spec, made=spec)
+    member_call = call.another(member_of(call.pipe), "run_value", call.spec, out_spec=spec)
     places: list[int] = []
 
-    def of_one(*values: Tensor) -> list[Tensor]:
-        grads = pull_back(one, values[: len(leaves)], (), values[len(leaves) :], needed)
-        found = {place: own for place, own in enumerate(grads) if own is not None}
-        places[:] = found
-        return list(found.values())
+    def of_member(*values: Tensor) -> list[Tensor]:
+        grads = pull_back(member_call, values[: len(leaves)], (), values[len(leaves) :], needed)
+        by_place = {place: grad for place, grad in enumerate(grads) if grad is not None}
+        places[:] = by_place
+        return list(by_place.values())
 
-    stacked = torch.vmap(
-        of_one, in_dims=(*dims, *(0 for _ in cotangents)), randomness=definition.alone.randomness
-    )(*leaves, *cotangents)
+    in_dims = (*dims, *(0 for _ in cotangents))
+    stacked = torch.vmap(of_member, in_dims=in_dims, randomness=definition.alone.randomness)(
+        *leaves, *cotangents
+    )
     grads: dict[int, Tensor] = {}
-    for place, own in zip(places, stacked, strict=True):
+    for place, member_grads in zip(places, stacked, strict=True):
         dim = dims[place]
-        grads[place] = own.sum(0) if dim is None else own.movedim(0, dim)
+        grads[place] = member_grads.sum(0) if dim is None else member_grads.movedim(0, dim)
     return {
         at: pytree.tree_map(grads.get, argument)
         for at, (name, argument) in enumerate(named)
@@ -215,10 +219,10 @@ def _weighted_sum(
     Args:
         definition: of the pipeline.
         arguments: of the call; None in place of a vector that is missing.
-        grads: by the names of what they are taken by; with vectors each is a dual.
+        grads: by the names of the arguments; with vectors each is a dual.
         weights: of the losses; with vectors a dual of them. None for 0.
     """
-    found: Trees = {}
+    gradients: Trees = {}
     along = definition.convention.vectors
     for place, name in enumerate(ARGUMENTS):
         if name not in grads:
@@ -227,26 +231,36 @@ def _weighted_sum(
         assert weigh is not None
         if not along:
             if weights is not None:
-                found[place] = weigh(grads[name], weights)
+                gradients[place] = weigh(grads[name], weights)
             continue
         # The derivative's gradient by the vector is the gradient of the loss.
-        by_own, by_vector = grads[name]
-        at = len(ARGUMENTS) + along.index(name) if name in along else None
+        by_argument, by_vector = grads[name]
+        vector_place = len(ARGUMENTS) + along.index(name) if name in along else None
+        has_vector = vector_place is not None and arguments[vector_place] is not None
         if weights.tangent is not None:
-            found[place] = weigh(by_own, weights.tangent)
-            if at is not None and arguments[at] is not None:
-                found[at] = weigh(by_vector, weights.tangent)
+            gradients[place] = weigh(by_argument, weights.tangent)
+            if vector_place is not None and has_vector:
+                gradients[vector_place] = weigh(by_vector, weights.tangent)
         if weights.primal is not None:
-            if at is None or arguments[at] is None:
+            if not has_vector:
                 raise FpipeError(
                     f"the loss that comes with a derivative was differentiated by {name}, which "
                     "has no direction there: differentiate the loss of pipe.value"
                 )
-            _add(found, {place: weigh(by_vector, weights.primal)})
-    return found
+            _add(gradients, {place: weigh(by_vector, weights.primal)})
+    return gradients
 
 
-def _products(
+def _add(gradients: Trees, more: Trees) -> None:
+    for place, tree in more.items():
+        before = gradients.get(place)
+        gradients[place] = tree if before is None else pytree.tree_map(torch.add, before, tree)
+
+
+# ── products and derivatives, from dual stages ──────────────────────────────────────────────────
+
+
+def _hessian_products(
     call: Differentiable,
     leaves: Sequence[Tensor],
     loss: Tensor,
@@ -261,19 +275,20 @@ def _products(
             "own: torch.func.vmap of torch.func.grad of the value of the pipeline itself, over "
             "batches of one, can be"
         )
-    again, duals, *_ = _of_dual_stages(call, bent, leaves, vectors, names)
-    _check_losses(again.primal, [loss])
-    found = dict(zip(names, (dual.primal for dual in duals), strict=True))
-    if "params" in found and definition.loss_shape:
-        # What members share has the sum over them.
+    losses_again, duals, *_ = _call_duals(call, jvp_of_gradients, leaves, vectors, names)
+    _check_same_losses(losses_again.primal, [loss])
+    products = dict(zip(names, (dual.primal for dual in duals), strict=True))
+    if "params" in products and definition.loss_shape:
+        # A leaf that members share has the sum over them.
         assert definition.convention.weigh is not None
-        found["params"] = definition.convention.weigh(found["params"], torch.ones_like(loss))
-    return {ARGUMENTS.index(name): product for name, product in found.items()}
+        ones = torch.ones_like(loss)
+        products["params"] = definition.convention.weigh(products["params"], ones)
+    return {ARGUMENTS.index(name): product for name, product in products.items()}
 
 
-def _of_dual_stages(
+def _call_duals(
     call: Differentiable,
-    dual: Callable[[Callee], Callee],
+    duals_of: Callable[[Callee], Callee],
     leaves: Sequence[Tensor],
     vectors: Sequence[Any],
     names: tuple[str, ...] = (),
@@ -288,10 +303,18 @@ def _of_dual_stages(
         )
     refuse_redrawing(call)
     flat, spec = pytree.flatten((*pytree.unflatten(call.spec, leaves), *vectors))
-    pipe = dual(call.pipe)
+    pipe = duals_of(call.pipe)
     if names:
-        return call.another(choosing(pipe, names), "run_step", spec).enter(flat)
+        return call.another(with_argnums(pipe, names), "run_step", spec).enter(flat)
     return call.another(pipe, "run_value", spec).enter(flat)
+
+
+def third_derivative() -> FpipeError:
+    """Why there is no third derivative."""
+    return FpipeError(
+        "a pipeline was differentiated three times, or forward twice: its loss can be "
+        "differentiated twice, and once of these forward, as torch.func.hessian does"
+    )
 
 
 def _vector(places: Any, directions: Sequence[Tensor | None], like: Sequence[Tensor]) -> Any:
@@ -300,18 +323,21 @@ def _vector(places: Any, directions: Sequence[Tensor | None], like: Sequence[Ten
         return None
 
     def direction(place: int) -> Tensor:
-        found = directions[place]
-        return torch.zeros_like(like[place]) if found is None else found
+        tensor = directions[place]
+        return torch.zeros_like(like[place]) if tensor is None else tensor
 
     return pytree.tree_map(direction, places)
 
 
-def _add(found: Trees, more: Trees) -> None:
-    for place, value in more.items():
-        found[place] = pytree.tree_map(torch.add, found[place], value) if place in found else value
+# ── runs for a derivative must compute what the first run did ───────────────────────────────────
 
 
 def refuse_redrawing(call: Differentiable) -> None:
+    """Refuse to run a call again that drew from torch's generator.
+
+    Raises:
+        FpipeError: it drew.
+    """
     if call.drew:
         raise FpipeError(
             "a derivative of a pipeline runs it again, but its stages draw from torch's generator, "
@@ -320,23 +346,26 @@ def refuse_redrawing(call: Differentiable) -> None:
         )
 
 
-def _check_losses(again: Any, losses: Sequence[Tensor]) -> None:
+def _check_same_losses(losses_again: Any, losses: Sequence[Tensor]) -> None:
     """Refuse derivatives of other losses than those of the first run, if these have been kept."""
     if losses:
-        total = sum(loss.sum() for loss in pytree.flatten(again)[0])
-        check_again(total, [(torch.ones_like(loss), loss) for loss in losses])
+        total = sum(loss.sum() for loss in pytree.flatten(losses_again)[0])
+        check_same_outputs(total, [(torch.ones_like(loss), loss) for loss in losses])
 
 
-def check_again(product: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Refuse gradients of other outputs than the first run put out, of which `product` tells.
+def check_same_outputs(product: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Refuse gradients if the second run computed other outputs than the first.
 
     Args:
-        product: of the cotangent and the outputs of the second run.
-        pairs: the cotangent of each output, and what the first run put out.
+        product: the sum of cotangents times outputs of the second run.
+        pairs: the cotangent of each output, and the output of the first run.
+
+    Raises:
+        FpipeError: the product differs by more than rounding.
     """
     if functorch.peek_interpreter_stack() is not None or functorch.is_legacy_batchedtensor(product):
         return  # these are no numbers
-    # What cancels to nothing, as a divergence of a model from itself, is as exact as its terms.
+    # A product of terms that cancel is as exact as its terms.
     expected, scale, eps = 0.0, 1.0, 0.0
     for cotangent, output in pairs:
         wide = torch.complex128 if output.is_complex() else torch.float64
@@ -344,7 +373,7 @@ def check_again(product: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None
         expected += torch.linalg.vecdot(c, y).real.item()
         scale += torch.linalg.vecdot(c.abs(), y.abs()).item()
         eps = max(eps, torch.finfo(output.dtype).eps)
-    # Not the same code ran; what is not finite compares as equal.
+    # The two runs have other kernels; a difference of infinities is NaN, which compares as equal.
     if abs(product.item() - expected) > eps**0.5 * scale:
         raise FpipeError(
             "the pipeline put out other numbers when it ran again, for the derivative of "

@@ -1,1 +1,4 @@
-"""Public transforms: from a pipeline to a pipeline, by the definitions of `fpipe.functional`."""
+"""Public transforms: from a pipeline to a pipeline, by the definitions of `fpipe.functional`.
+
+`fpipe` makes their names public; `fpipe.training` uses `norms`.
+"""

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.autograd.history import is_tracked
+from fpipe.autograd.history import OF_DUALS, is_tracked, without_history
 from fpipe.autograd.levels import is_within
-from fpipe.autograd.outputs import OF_DUALS, without_history
 from fpipe.convention import Dual
 from fpipe.engine import OWN, Pipeline
 from fpipe.errors import BatchError
@@ -92,6 +91,17 @@ class Directional(Wrapping):
             BatchError: as in `Pipeline.step`, or `vector` does not fit what it is a direction of.
             StageError: a stage cannot be traced; an operation has no right rule in forward mode.
             PipelineError: an action failed.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
+            >>> stage, loss = (lambda w, x: w * x), (lambda y, _: y.square().mean())
+            >>> pipe = fpipe.pipeline([stage], loss, schedule, compile=False)
+            >>> loss, grads, product = fpipe.hvp(pipe).step(
+            ...     [torch.tensor(3.0)], torch.ones(2), [torch.tensor(10.0)]
+            ... )
+            >>> loss.item(), grads[0].item(), product[0].item()
+            (9.0, 6.0, 20.0)
         """
         vectors = self._vectors_of_call("step", vector)
         loss, duals, *aux = self.pipeline.run_step(params, batch, *vectors, key=key)
@@ -104,6 +114,17 @@ class Directional(Wrapping):
         """The loss and its derivative in the direction of `vector`; runs forward only.
 
         Arguments and errors are those of `step`.
+
+        Returns:
+            A `Jvp`.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
+            >>> stage, loss = (lambda w, x: w * x), (lambda y, _: y.square().mean())
+            >>> pipe = fpipe.pipeline([stage], loss, schedule, compile=False)
+            >>> fpipe.jvp(pipe).value([torch.tensor(3.0)], torch.ones(2), [torch.tensor(10.0)])
+            Jvp(loss=tensor(9.), jvp=tensor(60.))
         """
         vectors = self._vectors_of_call("value", vector)
         loss: Dual = self.pipeline.run_value(params, batch, *vectors, key=key)
@@ -120,9 +141,20 @@ class Directional(Wrapping):
     ) -> Any:
         """The last stage's output and its derivative, a pair; runs forward only.
 
-        The derivative has None for leaves of an integer dtype. A pipeline of one function returns a
-        `ForwardAux`: the loss, as `value` returns it, and aux. Arguments and errors are those of
-        `step`, and ``out_dims`` is that of `Pipeline.forward`.
+        Arguments and errors are those of `step`, and ``out_dims`` is that of `Pipeline.forward`.
+
+        Returns:
+            A pair of pytrees of one structure, in the order of the rows of the batch; the
+            derivative has None for leaves of an integer dtype. A pipeline of one function returns a
+            `ForwardAux`: the loss, as `value` returns it, and aux.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
+            >>> stage, loss = (lambda w, x: w * x), (lambda y, _: y.square().mean())
+            >>> pipe = fpipe.pipeline([stage], loss, schedule, compile=False)
+            >>> fpipe.jvp(pipe).forward([torch.tensor(3.0)], torch.ones(2), [torch.tensor(10.0)])
+            (tensor([3., 3.]), tensor([10., 10.]))
         """
         vectors = self._vectors_of_call("forward", vector)
         dims = self.definition.out_dims if out_dims is OWN else out_dims

@@ -134,6 +134,17 @@ class NormPipeline(Wrapping):
 
         Returns:
             An `ExampleNorms`; with ``has_aux`` an `ExampleNormsAux`.
+
+        Example:
+            >>> import torch, fpipe
+            >>> schedule = fpipe.schedules.gpipe(ranks=1, microbatches=2)
+            >>> stage, loss = (lambda w, x: w * x), (lambda y, _: y.square().mean())
+            >>> pipe = fpipe.pipeline([stage], loss, schedule, compile=False)
+            >>> losses, norms = fpipe.per_example_norms(pipe).step(
+            ...     [torch.tensor(3.0)], torch.tensor([1.0, 2.0])
+            ... )
+            >>> losses.tolist(), norms.tolist()
+            ([9.0, 36.0], [6.0, 24.0])
         """
         loss, norms, *aux = self.pipeline.run_step(params, batch, key=key)
         return ExampleNormsAux(loss, norms, *aux) if aux else ExampleNorms(loss, norms)

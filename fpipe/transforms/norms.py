@@ -1,4 +1,4 @@
-"""The norm of all gradients together, and clipping by it, also where ranks hold parts of them."""
+"""The global norm of gradients, and clipping by it, also where each rank holds some of them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fpipe.transforms.wrapped_pipelines import Wrapping
 
 
 class Clipped(NamedTuple):
-    """What `clip_by_global_norm` returns.
+    """Gradients that `clip_by_global_norm` has scaled.
 
     Attributes:
-        grads: the gradients, scaled.
-        norm: their norm before.
+        grads: the gradients, in the structure, shapes and dtypes in which they came.
+        norm: their global norm before.
     """
 
     grads: Any
@@ -35,16 +35,17 @@ def global_norm(grads: Any, *, pipe: Pipeline | Wrapping | None = None) -> Tenso
     """The Euclidean norm of all elements of all gradients, of all ranks.
 
     Squares are added up in float32 within a leaf (float64 if it is float64), and in float64 from
-    leaf to leaf and rank to rank; on all ranks the result has the same bits. A norm that is not
-    finite says so: nothing is left out but None. Of a parameter that stages on several ranks read
-    each of those has the whole gradient; it counts once.
+    leaf to leaf and rank to rank; on all ranks the result has the same bits. Only None is left out,
+    so a norm may be infinite or NaN. If stages on several ranks read a parameter, each of these
+    ranks has the whole gradient; it counts once.
 
     Args:
-        grads: pytree of tensors; None has no elements. Over a process group those of the own
-            stages, and every rank must call this. Of a module, or of one function with cuts, the
-            keys and indices of a leaf's path say which parameter it is of: the same on all ranks.
-        pipe: that the gradients, or products of `fpipe.hvp`, come from, by default the one that
-            `fpipe.use` names. Without one, the gradients are taken to be whole.
+        grads: pytree of floating-point or complex tensors; None has no elements. Over a process
+            group each rank passes the gradients of its stages, and every rank must call this. In
+            the gradients of a module, or of one function with cuts, the path of a leaf says which
+            parameter it belongs to: paths must be the same on all ranks.
+        pipe: the pipeline that has made the gradients, or products of `fpipe.hvp`; by default the
+            one that `fpipe.use` names. Without a pipeline, the gradients are taken to be whole.
 
     Returns:
         A scalar: float64 if a leaf of any rank is (or is complex128), else float32; on the device
@@ -52,8 +53,8 @@ def global_norm(grads: Any, *, pipe: Pipeline | Wrapping | None = None) -> Tenso
 
     Raises:
         FpipeError: a leaf is not a floating-point tensor; or no pipeline is given or in use, though
-            `grads` has None, as one rank's part has it, in one of several processes; or what ranks
-            hold under the same path differs.
+            `grads` has None in one of several processes, as the gradients of one rank have it; or
+            ranks hold other gradients under the same path.
         PipelineError: over a process group, as in `Pipeline.step`.
 
     Example:
@@ -69,8 +70,9 @@ def clip_by_global_norm(
 ) -> Clipped:
     """Scale all gradients so that their global norm is at most `max_norm`.
 
-    The scale is that of `torch.nn.utils.clip_grad_norm_`, ``max_norm / (norm + 1e-6)`` and 1 at
-    most.
+    The scale is ``max_norm / (norm + 1e-6)`` and 1 at most, as in
+    `torch.nn.utils.clip_grad_norm_` (Pascanu, Mikolov and Bengio, 2013, "On the difficulty of
+    training recurrent neural networks").
 
     Args:
         grads: as for `global_norm`; they stay as they are.
@@ -93,14 +95,14 @@ def clip_by_global_norm(
         ([tensor([0.6000, 0.8000])], tensor(5.))
     """
 
-    def check() -> None:
+    def check_max_norm() -> None:
         if not _is_bound(max_norm):
             raise FpipeError(
                 f"max_norm={max_norm!r:.60} must be a positive number, or 0, at which every "
                 "gradient becomes 0"
             )
 
-    norm = _norm(grads, pipe, check)
+    norm = _norm(grads, pipe, check_max_norm)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
     def scaled(leaf: Tensor) -> Tensor:
@@ -111,44 +113,62 @@ def clip_by_global_norm(
 
 
 def _norm(grads: Any, pipe: Pipeline | Wrapping | None, check: Callable[[], None]) -> Tensor:
-    """The norm, where `check` raises nothing: a rank on which it does tells the others."""
-    chosen = pipe or in_use()
-    if isinstance(chosen, Wrapping):
-        chosen = chosen.pipeline
-    if chosen is not None:
-        check_is_pipeline("pipe", chosen, "fpipe.global_norm")
+    """The norm.
+
+    Args:
+        grads: as for `global_norm`.
+        pipe: as for `global_norm`.
+        check: raises if another argument is wrong; the rank on which it does tells the others.
+    """
+    pipeline = pipe or in_use()
+    if isinstance(pipeline, Wrapping):
+        pipeline = pipeline.pipeline
+    if pipeline is not None:
+        check_is_pipeline("pipe", pipeline, "fpipe.global_norm")
 
     def read() -> tuple[Tensor, bool]:
         check()
         leaves, spec = _leaves(grads)
-        wide = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
-        return add_over_meshes(_squares(leaves), placements_of(spec)), wide
+        is_wide = any(leaf.dtype in (torch.float64, torch.complex128) for leaf in leaves)
+        return add_over_meshes(_squares(leaves), placements_of(spec)), is_wide
 
-    own: list[Tensor] = []
-
-    def number() -> Addend:
-        squares, wide = read()
-        own.append(squares)
-        return Addend(squares.sum().item(), wide)
-
-    if chosen is None or chosen.rank is None:
-        if chosen is None:
-            _refuse_a_part(grads)
-        squares, wide = read()
+    if pipeline is None:
+        _refuse_some_of_several_ranks(grads)
+    if pipeline is None or pipeline.rank is None:
+        squares, is_wide = read()
     else:
-        of_all, wide = chosen.add_up_marked(
-            number, deed="take the norm of its gradients", call=NORMS
-        )
-        [squares] = own
-        if chosen.definition.function:
-            mine = dict(zip(pytree.paths(pytree.structure(grads)), squares.tolist(), strict=True))
-            parts = chosen.together(NORMS, lambda gather: gather(mine))
-            each = _each_once(parts)
-            # In the order of one process, which adds them up like this: to the same bits.
-            squares = squares.new_tensor([each[path] for path in sorted(each)])
-        else:
-            squares = squares.new_tensor([of_all])
-    return squares.sum().sqrt().to(torch.float64 if wide else torch.float32)
+        squares, is_wide = _over_ranks(pipeline, grads, read)
+    return squares.sum().sqrt().to(torch.float64 if is_wide else torch.float32)
+
+
+def _over_ranks(
+    pipeline: Pipeline, grads: Any, read: Callable[[], tuple[Tensor, bool]]
+) -> tuple[Tensor, bool]:
+    """Squares whose sum is that of all ranks, and whether any rank has a leaf of double precision.
+
+    Args:
+        pipeline: over a process group.
+        grads: of this rank.
+        read: the squares of the leaves of this rank, and whether any of them is so.
+    """
+    squares_here: list[Tensor] = []
+
+    def addend() -> Addend:
+        squares, is_wide = read()
+        squares_here.append(squares)
+        return Addend(squares.sum().item(), is_wide)
+
+    total, is_wide = pipeline.add_up_marked(
+        addend, deed="take the norm of its gradients", call=NORMS
+    )
+    [squares] = squares_here
+    if not pipeline.definition.function:
+        return squares.new_tensor([total]), is_wide
+    paths = pytree.paths(pytree.structure(grads))
+    by_path = dict(zip(paths, squares.tolist(), strict=True))
+    each = _each_once(pipeline.together(NORMS, lambda gather: gather(by_path)))
+    # In the order in which one process adds them up, so that the bits are the same.
+    return squares.new_tensor([each[path] for path in sorted(each)]), is_wide
 
 
 def _is_bound(number: Any) -> bool:
@@ -160,10 +180,10 @@ def _is_bound(number: Any) -> bool:
 
 def _leaves(grads: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     if isinstance(grads, tuple) and type(grads).__module__.startswith("fpipe."):
-        # What a call has returned, whose loss would be counted, and scaled.
+        # The result of a call: its loss would be counted, and scaled.
         fields: tuple[str, ...] = getattr(grads, "_fields", ())
-        parts = [f".{field}" for field in fields if field in ("grads", "hvp", "norms", "jvp")]
-        raise FpipeError(f"grads is {a_type(grads)}: pass its {' or '.join(parts)}")
+        names = [f".{field}" for field in fields if field in ("grads", "hvp", "norms", "jvp")]
+        raise FpipeError(f"grads is {a_type(grads)}: pass its {' or '.join(names)}")
     leaves, spec = pytree.flatten(grads)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
@@ -180,23 +200,26 @@ def _squares(leaves: Sequence[Tensor]) -> Tensor:
     norms = [torch.zeros(0, dtype=torch.float64, device=device)]
     for leaf in leaves:
         real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
-        wide = torch.float64 if real.dtype == torch.float64 else torch.float32
-        norm = torch.linalg.vector_norm(real.detach(), dtype=wide)
+        dtype = torch.float64 if real.dtype == torch.float64 else torch.float32
+        norm = torch.linalg.vector_norm(real.detach(), dtype=dtype)
         norms.append(norm.to(device, torch.float64)[None])
     return torch.cat(norms).square()
 
 
-def _each_once(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The squares of every leaf that a rank has, by path.
+def _each_once(squares_of: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The squares of every leaf, by path, of which several ranks may hold one.
+
+    Args:
+        squares_of: for each rank.
 
     Raises:
-        FpipeError: on every rank, if two have different ones, which cannot be the gradient of one
-            parameter.
+        FpipeError: on every rank, if two ranks have different squares, which cannot belong to the
+            gradient of one parameter.
     """
-    found: dict[str, tuple[int, float]] = {}
-    for rank, part in enumerate(parts):
-        for path, square in part.items():
-            first, other = found.setdefault(path, (rank, square))
+    first_of: dict[str, tuple[int, float]] = {}
+    for rank, squares in enumerate(squares_of):
+        for path, square in squares.items():
+            first, other = first_of.setdefault(path, (rank, square))
             # The gradients have the same bits, but on another number of threads not their squares.
             if not (isclose(other, square, rel_tol=1e-3) or isnan(other) or isnan(square)):
                 raise FpipeError(
@@ -205,13 +228,18 @@ def _each_once(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
                     "the names that pipe.step gives them, so that what several ranks hold counts "
                     "once"
                 )
-    return {path: square for path, (_, square) in found.items()}
+    return {path: square for path, (_, square) in first_of.items()}
 
 
-def _refuse_a_part(grads: Any) -> None:
-    """A norm of one rank's part alone would be wrong without a word."""
-    whole = all(leaf is not None for leaf in pytree.flatten_prefix(grads))
-    if whole or not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+def _refuse_some_of_several_ranks(grads: Any) -> None:
+    """Refuse gradients of one rank alone, whose norm would be wrong.
+
+    Raises:
+        FpipeError: they have None, and this is one of several processes.
+    """
+    is_whole = all(leaf is not None for leaf in pytree.flatten_prefix(grads))
+    is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+    if is_whole or is_alone:
         return
     raise FpipeError(
         "grads has None, as one rank of a pipeline has for what other ranks hold, but no pipeline "

@@ -134,7 +134,7 @@ def copies(factors: Sequence[float], leaf: Tensor) -> Tensor:
     ],
     ids=" of ".join,
 )
-def test_equals_the_derivatives_of_each_alone(chain: tuple[str, ...]) -> None:
+def test_chain_equals_its_transforms_one_by_one(chain: tuple[str, ...]) -> None:
     pipe = composed(chain)
     levels = chain.count("vmap")
     params = stacked(MODEL.params, levels)
@@ -169,7 +169,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("chain", REFUSED, ids=" of ".join)
-def test_is_refused_when_it_is_made(chain: tuple[str, str]) -> None:
+def test_chain_without_a_meaning_is_refused_when_made(chain: tuple[str, str]) -> None:
     inner = composed(chain[1:])
     with pytest.raises(StageError, match=REFUSED[chain]):
         BY_NAME[chain[0]](inner)

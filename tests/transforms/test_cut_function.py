@@ -76,13 +76,13 @@ def product(params: Any, batch: Any, vector: Any) -> tuple[Tensor, Any, Any]:
 
 
 @every_schedule
-def test_vmap(family: str) -> None:
+def test_vmap_of_a_cut_function_equals_torch_func(family: str) -> None:
     ensemble = moved(fpipe.vmap, family)
     assert_same(tuple(ensemble.step(MEMBERS, ROWS)), vmap(step, (0, None))(MEMBERS, ROWS))
 
 
 @every_schedule
-def test_hvp_and_jvp(family: str) -> None:
+def test_hvp_and_jvp_of_a_cut_function_equal_torch_func(family: str) -> None:
     loss, grads, expected = product(WEIGHTS, ROWS, VECTOR)
     found = moved(fpipe.hvp, family).step(WEIGHTS, ROWS, VECTOR)
     assert_same(tuple(found), (loss, grads, expected), 1e-9)
@@ -92,7 +92,7 @@ def test_hvp_and_jvp(family: str) -> None:
 
 
 @every_schedule
-def test_per_example(family: str) -> None:
+def test_examples_of_a_cut_function_equal_torch_func(family: str) -> None:
     """The parts of a shared matrix's gradient are added up before anything is squared."""
     loss, grads = moved(fpipe.per_example_grads, family).step(WEIGHTS, ROWS)
     assert_same((loss, grads), vmap(step, (None, 0))(WEIGHTS, SINGLE))
@@ -102,7 +102,7 @@ def test_per_example(family: str) -> None:
 
 
 @every_schedule
-def test_gradients_by_the_batch(family: str) -> None:
+def test_gradients_by_the_batch_sum_over_the_stages_that_read_it(family: str) -> None:
     """Two stages read the inputs."""
     found = moved(by_both, family).step(WEIGHTS, ROWS)
     by_params, by_batch = grad(network, (0, 1))(WEIGHTS, ROWS)
@@ -110,7 +110,7 @@ def test_gradients_by_the_batch(family: str) -> None:
     assert_same(moved(by_batch_alone, family).step(WEIGHTS, ROWS).grads, by_batch)
 
 
-def test_gradients_by_the_batch_beside_a_state_and_aux() -> None:
+def test_gradients_by_the_batch_come_beside_a_state_and_aux() -> None:
     def counting(params: Any, state: Any, batch: Any) -> Any:
         return network(params, batch), {"count": state["count"] + 1}, batch["x"].sum(1)
 
@@ -122,7 +122,7 @@ def test_gradients_by_the_batch_beside_a_state_and_aux() -> None:
     assert_same((found.aux, found.state["count"]), (ROWS["x"].sum(1), torch.tensor(3)))
 
 
-def test_transforms_of_transforms() -> None:
+def test_transforms_of_transforms_equal_torch_func() -> None:
     def by_row(function: Any) -> Any:
         return vmap(function, (None, 0))
 
@@ -147,14 +147,14 @@ def test_transforms_of_transforms() -> None:
     assert_same(by_batch.grads, vmap(grad(network, 1))(MEMBERS, stacked(ROWS)))
 
 
-def test_parts_of_a_gradient_go_when_their_microbatch_is_done() -> None:
+def test_parts_of_a_gradient_are_freed_after_their_microbatch() -> None:
     pipe = fpipe.per_example_norms(NETWORK.with_schedule(SCHEDULES["one_f_one_b"]))
     program = pipe.programs(WEIGHTS, ROWS)[0]
     done = [i.action.op for i in program.instructions if isinstance(i, Compute)]
     assert [op for op in done if op != Op.F] == [Op.B, Op.REDUCE_GRAD] * 3
 
 
-def test_a_sweep_over_a_number_of_the_batch() -> None:
+def test_leaf_of_the_batch_may_be_mapped() -> None:
     def scaled(params: Any, batch: Any) -> Tensor:
         return network(params, batch) * batch["scale"]
 
@@ -168,7 +168,7 @@ def test_a_sweep_over_a_number_of_the_batch() -> None:
     assert_same(tuple(found), (scales * loss, expected))
 
 
-def test_an_update_in_place_before_a_cut() -> None:
+def test_update_in_place_before_a_cut_is_mapped() -> None:
     def shifted(params: Any, batch: Any) -> Tensor:
         h = batch["x"] @ params["a"]
         h[:, 0] += 1.0
@@ -202,7 +202,7 @@ def test_random_numbers_of_members_and_rows() -> None:
         fpipe.vmap(pipe).value(twice, ROWS)
 
 
-def test_within_transforms_of_torch() -> None:
+def test_call_of_a_cut_function_within_torch_func() -> None:
     ours = vmap(NETWORK.step, (0, None))(MEMBERS, ROWS)
     assert_identical(tuple(ours), tuple(fpipe.vmap(NETWORK).step(MEMBERS, ROWS)))
     with fpipe.use(NETWORK):
@@ -236,7 +236,7 @@ def test_readers_of_an_ensemble_are_those_of_a_member() -> None:
         assert pipe.readers() == {(0, 0): (0,), (0, 1): (1,)}
 
 
-def test_within_autograd() -> None:
+def test_backward_through_a_value_of_a_cut_function() -> None:
     params, batch = (
         pytree.tree_map(lambda leaf: leaf.clone().requires_grad_(), own) for own in (WEIGHTS, ROWS)
     )
@@ -259,7 +259,7 @@ def test_keys_and_draws_are_the_same_for_all_members() -> None:
 
 
 @pytest.mark.inductor
-def test_compiled_in_float32() -> None:
+def test_compiled_transforms_of_a_cut_function() -> None:
     """Derivatives along a vector are compiled in modules/test_transforms.py."""
     params, batch = make_network(torch.float32)
 

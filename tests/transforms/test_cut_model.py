@@ -51,7 +51,7 @@ def stacked(value: Any, dim: int = 0) -> Any:
     return pytree.tree_map(lambda leaf: torch.stack([leaf, 0.9 * leaf], dim), value)
 
 
-def test_vmap() -> None:
+def test_vmap_of_a_cut_model_equals_torch_func() -> None:
     """Members along a dimension of their own, and a whole number that they share."""
     ensemble = fpipe.vmap(PIPE, ({**dict.fromkeys(TRAINED, -1), "count": None}, None))
     members = {**stacked(TRAINED, -1), "count": PARAMS["count"]}
@@ -61,7 +61,7 @@ def test_vmap() -> None:
     assert_same((loss, grads), (expected, pytree.tree_map(lambda g: g.movedim(0, -1), moved)))
 
 
-def test_hvp() -> None:
+def test_hvp_of_a_cut_model_equals_torch_func() -> None:
     found = fpipe.hvp(PIPE).step(PARAMS, BATCH, {**VECTOR, "count": None})
     assert found.grads.pop("count") is None
     assert found.hvp.pop("count") is None
@@ -74,7 +74,7 @@ def rows() -> Any:
     return {name: leaf if name == "visible" else leaf[:, None] for name, leaf in BATCH.items()}
 
 
-def test_per_example() -> None:
+def test_examples_of_a_cut_model_equal_torch_func() -> None:
     """The parts of the table's gradient are added up before anything is squared."""
     pipe = PIPE
     loss, grads = fpipe.per_example_grads(pipe).step(PARAMS, BATCH)

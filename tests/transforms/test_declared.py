@@ -192,12 +192,12 @@ def test_each_loss_is_over_its_own_weight(name: str) -> None:
 
 
 @pytest.mark.inductor
-def test_compiled() -> None:
+def test_compiled_losses_over_their_own_weights() -> None:
     """Norms of an ensemble are compiled in test_cut_function.py."""
     check("vmap of hvp", schedules.zb_h1(ranks=2, microbatches=MICROBATCHES), compile=True)
 
 
-def test_within_torch_func() -> None:
+def test_weighted_losses_within_torch_func() -> None:
     """Calls of the pipeline in torch's own transforms, by parameters and by leaves of the batch."""
     own = Given(2)
     schedule = schedules.zb_h1(ranks=2, microbatches=MICROBATCHES)
@@ -224,7 +224,7 @@ def test_within_torch_func() -> None:
     )
 
 
-def test_a_loss_of_no_weight_spoils_no_other() -> None:
+def test_loss_of_weight_zero_spoils_no_other_gradient() -> None:
     """A loss over a weight of 0 is NaN, and made NaN of all gradients where it was not used."""
     torch.manual_seed(0)
 
@@ -249,7 +249,7 @@ def test_a_loss_of_no_weight_spoils_no_other() -> None:
     assert grad(lambda p: several.value(p, masks).sum())(params).isnan().all()
 
 
-def test_a_weight_must_be_one_for_each_loss() -> None:
+def test_number_of_weights_is_that_of_losses() -> None:
     schedule = schedules.gpipe(ranks=1, microbatches=2)
     pipe = fpipe.pipeline(
         [lambda w, x: x * w], lambda y, _: (y.sum(), y), schedule, reduction="weighted",
@@ -296,7 +296,7 @@ def test_aux_of_an_ensemble_has_the_members_in_front() -> None:
     assert_same(tuple(again), (loss, grads, aux))
 
 
-def test_aux_of_each_row() -> None:
+def test_aux_of_rows_has_the_rows_in_front() -> None:
     params, batch = returns_model.make_params(), returns_model.make_batch()
     # A row without tokens has no loss of its own.
     batch["targets"][4, 0] = batch["targets"][7, 0] = 1
@@ -311,7 +311,7 @@ def test_aux_of_each_row() -> None:
         assert_same({name: aux[name][r] for name in kept}, {name: own[name] for name in kept})
 
 
-def test_directions_of_one_function() -> None:
+def test_derivatives_of_one_function_have_aux() -> None:
     params, batch = returns_model.make_params(), returns_model.make_batch()
     vector = pytree.tree_map(torch.sin, params)
     pipe = fpipe.hvp(with_aux())
@@ -334,7 +334,7 @@ def test_directions_of_one_function() -> None:
     assert_same((value, slope), (loss, torch.stack(dots).sum()))
 
 
-def test_aux_of_stages_in_a_direction() -> None:
+def test_aux_of_stages_comes_with_derivatives() -> None:
     """The loss function after the stages declares it, and Gauss–Newton products have it too."""
     own = Given(2)
 
@@ -405,7 +405,7 @@ def test_members_may_begin_with_one_state_and_may_lie_anywhere() -> None:
     assert_same((found.loss, found.grads, moved), wanted[:3])
 
 
-def test_ensembles_of_ensembles_have_states() -> None:
+def test_each_member_of_an_ensemble_of_ensembles_has_a_state() -> None:
     params = stacked(stacked(state_model.make_params()), 3)
     states = stacked(stacked(state_model.make_state()), 3)
     found = fpipe.vmap(fpipe.vmap(stateful(), (0, 0, None)), (0, 0, None)).step(
@@ -444,7 +444,7 @@ def test_members_with_a_state_and_frozen_parameters(trainable: Any) -> None:
     assert torch.equal(found.state, count + 2)
 
 
-def test_an_ensemble_of_modules_with_batch_norm() -> None:
+def test_ensemble_of_modules_with_batch_norm() -> None:
     """The parameters and buffers of `torch.func.stack_module_state` are accepted as they are."""
     torch.manual_seed(0)
     modules = [
@@ -490,7 +490,7 @@ def frozen(part: str, path: tuple[Any, ...]) -> bool:
 
 @pytest.mark.parametrize("choice", ["function", "prefix", "whole stages"])
 @pytest.mark.parametrize("transform", [fpipe.hvp, fpipe.ggnvp], ids=["hvp", "ggnvp"])
-def test_what_is_not_trained_has_no_direction(transform: Any, choice: str) -> None:
+def test_parameter_that_is_not_trained_has_no_direction(transform: Any, choice: str) -> None:
     """As if it were closed over."""
     model = mlp(4, 6)
     flags = [
@@ -610,7 +610,7 @@ def over_ranks(group: dist.ProcessGroup | None) -> list[Any]:
     return [*results, (found.loss, found.state)]
 
 
-def test_over_two_processes(pair: Crew) -> None:
+def test_declared_results_over_two_processes(pair: Crew) -> None:
     pair.start(over_ranks)
     whole = over_ranks(None)
     for rank, parts in enumerate(values(pair.collect())):
@@ -637,7 +637,9 @@ def test_over_two_processes(pair: Crew) -> None:
         ),
     ],
 )
-def test_is_refused_when_it_is_made(transform: Any, options: Any, rule: str) -> None:
+def test_declaration_without_a_meaning_is_refused_when_made(
+    transform: Any, options: Any, rule: str
+) -> None:
     pipe = fpipe.pipeline(
         lambda *arguments: None, schedule=schedules.gpipe(ranks=1, microbatches=1), **options
     )

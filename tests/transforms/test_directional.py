@@ -78,7 +78,7 @@ class Flat:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_hvp_is_that_of_torch_func(name: str) -> None:
+def test_hvp_equals_torch_func(name: str) -> None:
     """Microbatches of two sizes."""
     schedule = SCHEDULES[name]
     model = MODELS[name](schedule.num_stages, 7)
@@ -91,7 +91,7 @@ def test_hvp_is_that_of_torch_func(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_jvp_runs_forward_only(name: str) -> None:
+def test_jvp_equals_torch_func(name: str) -> None:
     schedule = SCHEDULES[name]
     model = MODELS[name](schedule.num_stages, 6)
     vector = vector_like(model.params)
@@ -116,7 +116,7 @@ def test_forward_returns_the_output_and_its_derivative() -> None:
     assert derivative["label"] is None
 
 
-def test_forward_puts_together_as_the_pipeline_does() -> None:
+def test_forward_merges_along_the_out_dims_of_the_pipeline() -> None:
     """The dimensions that the pipeline was made with were not read."""
     schedule, w = schedules.gpipe(ranks=2, microbatches=2), torch.eye(3)
     columns = fpipe.pipeline(
@@ -157,7 +157,7 @@ def test_forward_puts_together_as_the_pipeline_does() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_ggnvp_is_that_of_torch_func(name: str) -> None:
+def test_ggnvp_equals_torch_func(name: str) -> None:
     schedule = SCHEDULES[name]
     model = MODELS[name](schedule.num_stages, 6)
     vector = vector_like(model.params)
@@ -174,7 +174,7 @@ def leaves_of(value: Any) -> list[Tensor]:
     return pytree.flatten(value)[0]
 
 
-def test_an_ensemble_of_products() -> None:
+def test_ensemble_of_products_equals_each_product() -> None:
     """vmap and hvp in either order; a vector for each member, or one for all."""
     model = mlp(4, 6)
     pipe = pipe_of(model, schedules.zbv(ranks=2, microbatches=2))
@@ -196,7 +196,7 @@ def test_an_ensemble_of_products() -> None:
         assert_same(picked, tuple(alone), TOLERANCE)
 
 
-def test_a_mapped_batch() -> None:
+def test_vmap_of_hvp_over_a_mapped_batch() -> None:
     """Arguments without a direction are mapped too."""
     model = mlp(4, 6)
     pipe = fpipe.hvp(pipe_of(model, schedules.zbv(ranks=2, microbatches=2)))
@@ -210,7 +210,7 @@ def test_a_mapped_batch() -> None:
         assert_same(picked, tuple(alone), TOLERANCE)
 
 
-def test_many_directions_at_once_are_a_hessian() -> None:
+def test_vmap_of_hvp_over_a_basis_is_the_hessian() -> None:
     model = mlp(1, 4, width=2)
     pipe = pipe_of(model, schedules.gpipe(ranks=1, microbatches=2))
     flat = Flat(model)
@@ -227,7 +227,7 @@ def test_many_directions_at_once_are_a_hessian() -> None:
     assert_same(ours, ours.T.contiguous(), TOLERANCE)
 
 
-def test_a_vector_may_have_the_structure_of_the_gradients() -> None:
+def test_vector_may_have_the_structure_of_the_gradients() -> None:
     """Integer leaves have no direction: None stands for them, or anything at all."""
 
     def gather(p: Any, x: Tensor) -> Tensor:
@@ -317,7 +317,7 @@ def hvp_of(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return found
 
 
-def test_sinc_at_zero() -> None:
+def test_second_derivative_of_sinc_at_zero() -> None:
     """It was no number; torch's second derivative is 0 there, where -π²/3 is right."""
     x = torch.tensor([0.0, 1e-9, 0.5], dtype=torch.float64)
     found = hvp_of(torch.sinc, x)
@@ -334,7 +334,7 @@ def test_group_norm_of_channels_last() -> None:
     assert_same(found, hvp_of(lambda x: F.group_norm(x, 2) * cubed, x), 1e-9)
 
 
-def test_group_norm_of_a_batch() -> None:
+def test_group_norm_of_a_batch_without_a_direction() -> None:
     """A batch has no tangent, which the rule takes for a tangent without memory."""
 
     def norm(p: Any, x: Tensor) -> Tensor:
@@ -362,7 +362,7 @@ def test_group_norm_of_a_batch() -> None:
 
 
 @pytest.mark.parametrize("name", SMOOTH)
-def test_operations_that_are_written_out(name: str) -> None:
+def test_smooth_formulas_equal_torch_func(name: str) -> None:
     function = SMOOTH[name]
     x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     weights = torch.arange(1.0, 13.0, dtype=torch.float64)[: function(x).numel()]
@@ -401,7 +401,7 @@ ALIKE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_operations_whose_forward_mode_rules_are_wrong_themselves(name: str) -> None:
+def test_formulas_replace_wrong_forward_mode_rules(name: str) -> None:
     function, other = ALIKE[name]
     x, vector = torch.randn(2, 3, 3, dtype=torch.float64, generator=SEED)
 
@@ -422,7 +422,7 @@ def test_operations_whose_forward_mode_rules_are_wrong_themselves(name: str) -> 
 SEED = torch.Generator().manual_seed(0)
 
 
-def test_what_is_computed_again_is_not_sent_again() -> None:
+def test_recomputed_values_are_not_sent_again() -> None:
     """Full remat hands what it recomputes from I to W, and some of it had gone to the next rank."""
     params = [torch.randn(2, 4).double(), torch.randn(4, 1).double()]
     batch, vector = {"x": torch.randn(4, 2).double()}, vector_like(params)
@@ -444,7 +444,7 @@ def test_what_is_computed_again_is_not_sent_again() -> None:
 
 @pytest.mark.parametrize("argnums", ["batch", ("batch",), ("params", "batch"), ("batch", "params")])
 @pytest.mark.parametrize("still", [None, "params", "batch"])
-def test_directions_of_what_grad_names(argnums: Any, still: str | None) -> None:
+def test_hvp_by_the_argnums_of_grad(argnums: Any, still: str | None) -> None:
     """Leaves that stages read, one that only the loss reads, one not split, and integers."""
 
     def shifted(p: Tensor, x: Tensor, batch: Any) -> Tensor:
@@ -508,7 +508,7 @@ def test_directions_of_what_grad_names(argnums: Any, still: str | None) -> None:
     assert_same(tuple(derivatives.value(params, batch, vector)), slope, TOLERANCE)
 
 
-def test_mixed_derivatives_of_an_ensemble_that_shares_its_batch() -> None:
+def test_mixed_derivatives_of_an_ensemble_with_a_shared_batch() -> None:
     model = mlp(2, 4)
     params = pytree.tree_map(lambda p: torch.stack([p, p * 1.1], -1), model.params)
     ensemble = fpipe.vmap(pipe_of(model, schedules.zb_h1(ranks=2, microbatches=2)), (-1, None))
@@ -532,7 +532,7 @@ PIPE = pipe_of(MODEL, schedules.one_f_one_b(ranks=2, microbatches=2))
 
 
 @pytest.mark.parametrize("transform", [fpipe.hvp, fpipe.per_example_norms])
-def test_what_wraps_a_pipeline_has_its_schedule(transform: Any) -> None:
+def test_wrapped_pipeline_takes_another_schedule(transform: Any) -> None:
     model = mlp(2, 4)
     schedule = schedules.zb_h1(ranks=2, microbatches=2)
     wrapped = transform(pipe_of(model, schedules.gpipe(ranks=2, microbatches=2)))
@@ -541,7 +541,7 @@ def test_what_wraps_a_pipeline_has_its_schedule(transform: Any) -> None:
 
 
 @pytest.mark.parametrize("transform", [fpipe.jvp, fpipe.hvp, fpipe.ggnvp])
-def test_refuses_what_it_cannot_transform(transform: Any) -> None:
+def test_refuses_what_is_no_pipeline_or_takes_a_vector(transform: Any) -> None:
     name = transform.__name__
     with pytest.raises(StageError, match=rf"is a str: fpipe\.{name} takes a pipeline"):
         transform("pipe")
@@ -549,7 +549,7 @@ def test_refuses_what_it_cannot_transform(transform: Any) -> None:
         transform(fpipe.hvp(PIPE))
 
 
-def test_gauss_newton_of_an_ensemble_names_the_other_order() -> None:
+def test_ggnvp_of_an_ensemble_is_refused_with_the_other_order() -> None:
     with pytest.raises(StageError, match=r"as in fpipe\.vmap\(fpipe\.ggnvp\(pipe\)\)"):
         fpipe.ggnvp(fpipe.vmap(PIPE))
 
@@ -566,7 +566,7 @@ def test_gauss_newton_of_an_ensemble_names_the_other_order() -> None:
          r"vector\[0\]\['b'\] is torch.float32 of shape \(3,\), but it is a direction of torch.fl"),
     ],
 )  # fmt: skip
-def test_a_vector_fits_the_parameters(vector: Any, text: str) -> None:
+def test_vector_that_does_not_fit_the_parameters_is_refused(vector: Any, text: str) -> None:
     with pytest.raises(BatchError, match=text):
         fpipe.hvp(PIPE).step(MODEL.params, MODEL.batch, vector)
 
@@ -722,7 +722,7 @@ def test_refuses_products_that_are_scattered(transform: Any) -> None:
 
 
 @pytest.mark.parametrize("transform", [fpipe.jvp, fpipe.hvp])
-def test_says_that_an_operation_has_no_forward_mode_derivative(transform: Any) -> None:
+def test_refuses_operations_without_a_forward_mode_rule(transform: Any) -> None:
     schedule = schedules.gpipe(ranks=1, microbatches=1)
     pipe = fpipe.pipeline(lambda p, x: torch.cdist(p, x).sum(), schedule=schedule, compile=False)
     p = torch.randn(3, 3)
@@ -743,7 +743,7 @@ def test_refuses_running_statistics(norm: Any) -> None:
         fpipe.hvp(pipe).step([torch.ones(())], torch.randn(2, 3, 4), [torch.ones(())])
 
 
-def test_a_vector_for_each_of_what_grad_names() -> None:
+def test_hvp_by_argnums_needs_a_vector_for_each() -> None:
     both = fpipe.hvp(fpipe.grad(PIPE, ("params", "batch")))
     with pytest.raises(BatchError, match=r"must be a tuple of 2, one .* of \(params, batch\)"):
         both.step(MODEL.params, MODEL.batch, MODEL.params)

@@ -49,13 +49,13 @@ def of_four_stages(family: str) -> Schedule:
 
 @every_transform
 @every_schedule
-def test_equals_torch_func(family: str, name: str) -> None:
+def test_transform_on_a_schedule_equals_torch_func(family: str, name: str) -> None:
     check(name, on_two_ranks(family))
 
 
 @pytest.mark.inductor
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled(name: str) -> None:
+def test_compiled_transform_equals_torch_func(name: str) -> None:
     """One after the other, for the kernels are compiled once.
 
     Zeros without memory, which forward mode makes, once ended the process where I and W are apart.
@@ -87,7 +87,7 @@ OVER_RANKS = [name for name in TRANSFORMS if not name.startswith("torch.func")]
 
 
 @pytest.mark.parametrize("name", OVER_RANKS)
-def test_two_ranks(pair: Crew, name: str) -> None:
+def test_transform_over_two_ranks_equals_one_process(pair: Crew, name: str) -> None:
     pair.start(on_every_schedule, name)
     wholes = on_every_schedule(None, name)
     for rank, parts in enumerate(values(pair.collect())):
@@ -95,9 +95,9 @@ def test_two_ranks(pair: Crew, name: str) -> None:
             compare(rank, on_two_ranks(family), part, whole)
 
 
-# With B and with I and W; of four stages, so that what `test_compiled` has compiled serves both.
+# With B and with I and W; of four stages, so that the kernels of one process serve both.
 COMPILED_OVER_RANKS = ["interleaved_1f1b", "zbv"]
-# Two kinds: kernels know no ranks, and all run over ranks in `test_two_ranks`.
+# Two kinds: kernels know no ranks, and uncompiled all kinds run over ranks above.
 KINDS = ["per_example_grads", "hvp"]
 
 
@@ -107,7 +107,7 @@ def compiled_over_ranks(group: dist.ProcessGroup | None, name: str) -> list[Any]
 
 @pytest.mark.inductor
 @pytest.mark.parametrize("name", KINDS)
-def test_two_ranks_compiled(pair: Crew, name: str) -> None:
+def test_compiled_transform_over_two_ranks(pair: Crew, name: str) -> None:
     pair.start(compiled_over_ranks, name)
     wholes = compiled_over_ranks(None, name)
     for rank, parts in enumerate(values(pair.collect())):

@@ -24,7 +24,7 @@ def tracked() -> Any:
     return pytree.tree_map(lambda leaf: leaf.clone().requires_grad_(), MODEL.params)
 
 
-def test_backward_through_a_value() -> None:
+def test_backward_through_a_value_equals_torch() -> None:
     params = tracked()
     (PIPE.value(params, MODEL.batch) * 3 + params[0]["b"].sum()).backward()
     expected = pytree.tree_map(lambda g: 3 * g, GRADS)
@@ -32,7 +32,7 @@ def test_backward_through_a_value() -> None:
     assert_same(pytree.tree_map(lambda leaf: leaf.grad, params), expected)
 
 
-def test_a_training_loop_of_modules() -> None:
+def test_training_loop_of_modules() -> None:
     layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     stages = [lambda p, x, m=m: functional_call(m, p, (x,)) for m in layers]
     schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
@@ -48,7 +48,7 @@ def test_a_training_loop_of_modules() -> None:
     assert losses[2] < losses[1] < losses[0]
 
 
-def test_within_torch_func_grad_and_vjp() -> None:
+def test_value_within_torch_func_grad_and_vjp() -> None:
     def outer(params: Any) -> Tensor:
         return PIPE.value(params, MODEL.batch).square()
 
@@ -60,7 +60,7 @@ def test_within_torch_func_grad_and_vjp() -> None:
     assert_same(found[1](torch.ones_like(loss))[0], expected)
 
 
-def test_leaves_without_a_gradient() -> None:
+def test_leaves_that_require_no_gradient_get_none() -> None:
     model = MODELS["conv"](2, 4)
     pipe = fpipe.pipeline(
         model.stages, model.loss, schedules.one_f_one_b(ranks=2, microbatches=2), compile=False
@@ -71,7 +71,7 @@ def test_leaves_without_a_gradient() -> None:
     assert_same(params[0]["embed"]["stem"].grad, unpipelined(*model).grads[0]["embed"]["stem"])
 
 
-def test_without_a_watcher_a_value_has_no_history() -> None:
+def test_value_without_autograd_has_no_history() -> None:
     with torch.no_grad():
         assert not PIPE.value(tracked(), MODEL.batch).requires_grad
     assert not PIPE.value(MODEL.params, MODEL.batch).requires_grad
@@ -80,7 +80,7 @@ def test_without_a_watcher_a_value_has_no_history() -> None:
         norms.value(tracked(), MODEL.batch).sum().backward()
 
 
-def test_by_the_batch() -> None:
+def test_backward_of_a_value_by_the_batch() -> None:
     leaves = pytree.tree_map(lambda leaf: leaf.clone().requires_grad_(), MODEL.batch)
     params = tracked()
     (PIPE.value(params, leaves) * 3).backward()

@@ -57,7 +57,7 @@ def recurrent(name: str) -> tuple[nn.Module, fpipe.ModulePipeline, Any, Any, Any
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-def test_dropout_between_recurrent_layers(name: str) -> None:
+def test_dropout_between_recurrent_layers_of_examples(name: str) -> None:
     """It was left out without a word: torch's own decomposition knows none."""
     _, pipe, params, stacked, batch = recurrent(name)
     alone = pipe.step(params, batch, KEY)
@@ -78,7 +78,7 @@ def test_dropout_between_recurrent_layers_of_members() -> None:
     assert_same(quiet.loss[0], module(**batch).square().mean())
 
 
-def test_the_lstm_of_onednn() -> None:
+def test_lstm_of_onednn_is_taken_step_by_step() -> None:
     """In single precision, on the CPU, torch takes one operation that no transform goes through."""
     torch.manual_seed(0)
     module = Recurrent(lambda: nn.LSTM(4, 3, batch_first=True), 3)
@@ -168,7 +168,7 @@ def padded(
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_padding_of_an_embedding(direct: bool) -> None:
+def test_padding_of_an_embedding_has_no_gradient(direct: bool) -> None:
     """The gradient of its row was kept for all but the first member or example."""
     params, plain, pipe = padded(Embedding(direct))
     each = torch.func.vmap(torch.func.grad(plain), (None, 0))(params, PADDED[:, None])
@@ -190,7 +190,7 @@ class TiedEmbedding(Embedding):
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_directions_of_padding(direct: bool) -> None:
+def test_padding_of_an_embedding_does_not_move(direct: bool) -> None:
     """The forward-mode rule of torch moves the padding, from which no gradient comes."""
     params, plain, pipe = padded(TiedEmbedding(direct))
     vector = {key: torch.randn_like(value) for key, value in params.items()}
@@ -213,7 +213,7 @@ def test_directions_of_padding(direct: bool) -> None:
 
 
 @pytest.mark.parametrize("transform", [fpipe.per_example_grads, fpipe.hvp, fpipe.vmap])
-def test_a_sparse_embedding_is_refused(transform: Callable[..., Any]) -> None:
+def test_sparse_embedding_is_refused(transform: Callable[..., Any]) -> None:
     module = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
     params, pipe = in_two_stages(module)
     given: list[Any] = [params, {"input": torch.zeros(4, dtype=torch.int64)}]
@@ -225,7 +225,7 @@ def test_a_sparse_embedding_is_refused(transform: Callable[..., Any]) -> None:
         transform(pipe).step(*given)
 
 
-def test_leaky_units_of_a_random_slope_in_evaluation() -> None:
+def test_rrelu_in_evaluation_is_mapped() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.RReLU(0.1, 0.5), nn.Linear(4, 3)).double().eval()
     params, pipe = in_two_stages(module)
     batch = {"input": torch.randn(4, 4, dtype=torch.float64)}

@@ -47,13 +47,13 @@ STACKED = members()
     ],
     ids=["parameters", "both", "batch"],
 )
-def test_a_mapped_step(in_dims: Any, params: Any, batch: Any) -> None:
+def test_mapped_step_equals_fpipe_vmap(in_dims: Any, params: Any, batch: Any) -> None:
     ours = vmap(PIPE.step, in_dims)(params, batch)
     assert isinstance(ours, fpipe.Step)
     assert_same(tuple(ours), vmap(plain_step, in_dims)(params, batch))
 
 
-def test_is_the_pipeline_of_fpipe_vmap_traced_once() -> None:
+def test_mapped_step_is_traced_once() -> None:
     made: list[Any] = []
 
     def count(module: Any, examples: Any) -> Any:
@@ -73,7 +73,7 @@ def test_is_the_pipeline_of_fpipe_vmap_traced_once() -> None:
     assert_identical(tuple(found), tuple(fpipe.vmap(PIPE).step(STACKED, BATCH)))
 
 
-def test_nested_levels() -> None:
+def test_nested_vmaps() -> None:
     params = members(1, 2, STACKED)
     ours = vmap(vmap(PIPE.step, (0, None)), (1, None))(params, BATCH)
     assert_same(tuple(ours), vmap(vmap(plain_step, (0, None)), (1, None))(params, BATCH))
@@ -85,7 +85,7 @@ def test_nested_levels() -> None:
     assert_same(mapped, grid.T)
 
 
-def test_other_methods_and_pipelines() -> None:
+def test_mapped_value_forward_and_derived_pipelines() -> None:
     def output(params: Any) -> Any:
         return apply(MODEL.stages, params, BATCH)
 
@@ -111,7 +111,7 @@ def test_every_member_has_a_gradient_of_its_own_by_a_shared_batch() -> None:
     assert_same(ours, theirs)
 
 
-def test_a_level_that_maps_nothing() -> None:
+def test_level_that_maps_no_argument_is_passed_through() -> None:
     scale = torch.arange(3.0, dtype=torch.float64)
     loss, grads = plain_step(MODEL.params, BATCH)
     found = vmap(lambda s: s * PIPE.step(MODEL.params, BATCH).loss)(scale)
@@ -123,7 +123,7 @@ def test_a_level_that_maps_nothing() -> None:
     assert_same(grad(scaled)(MODEL.params), pytree.tree_map(lambda g: 3 * g, grads))
 
 
-def test_grad_and_vmap_in_any_order() -> None:
+def test_grad_and_vmap_of_torch_func_in_any_order() -> None:
     def weighted(value: Any) -> Any:
         return lambda p: (vmap(value, (0, None))(p, BATCH) * torch.tensor([1.0, 2.0, 3.0])).sum()
 
@@ -137,7 +137,7 @@ def test_grad_and_vmap_in_any_order() -> None:
     assert_same(by_batch, vmap(grad(whole, (0, 1)), (0, None))(STACKED, BATCH))
 
 
-def test_autograd_outside_of_a_level() -> None:
+def test_autograd_outside_of_a_vmap() -> None:
     params = pytree.tree_map(lambda p: p.clone().requires_grad_(), STACKED)
     vmap(PIPE.value, (0, None))(params, BATCH).square().sum().backward()
 
@@ -169,7 +169,7 @@ def test_losses_of_ensembles_and_rows_have_a_history() -> None:
                 grad(lambda p: vmap(by_row)(p).sum())(STACKED))  # fmt: skip
 
 
-def test_what_does_not_depend_on_the_level_is_called_below_it() -> None:
+def test_call_that_does_not_depend_on_a_level_is_made_below_it() -> None:
     def outer(scale: Tensor) -> Tensor:
         return scale**2 * PIPE.step(MODEL.params, BATCH).loss
 
@@ -182,7 +182,7 @@ def test_what_does_not_depend_on_the_level_is_called_below_it() -> None:
     assert_same(grad(mixed)(MODEL.params), expected)
 
 
-def test_a_learned_weight_of_the_data() -> None:
+def test_gradient_by_a_learned_weight_of_the_data() -> None:
     """Derivatives by a leaf of the batch, through a loss that is one term of many."""
 
     def loss(y: Tensor, batch: Any) -> Tensor:
@@ -205,7 +205,7 @@ def noisy(params: Any, x: Tensor) -> Tensor:
     return F.dropout(x @ params, 0.5)
 
 
-def test_randomness_is_that_of_the_level() -> None:
+def test_randomness_is_that_of_torch_func_vmap() -> None:
     schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
     pipe = fpipe.pipeline([noisy, noisy], lambda y, _: y.mean(), schedule, compile=False)
     # Numbers that no two masks add up to alike: with ones, members would agree now and then.
@@ -226,7 +226,7 @@ def test_other_transforms_are_refused() -> None:
         torch.func.functionalize(lambda p: PIPE.step(p, BATCH).loss)(MODEL.params)
 
 
-def test_forward_mode_that_a_call_does_not_depend_on() -> None:
+def test_forward_mode_without_tangents_is_passed_through() -> None:
     fpipe.jvp(PIPE)  # torch warns of its own code when it first loads its rules
     two, one = torch.tensor(2.0, dtype=torch.float64), torch.ones((), dtype=torch.float64)
     found = torch.func.jvp(lambda z: PIPE.value(MODEL.params, BATCH) * z, (two,), (one,))
@@ -251,7 +251,7 @@ def test_torch_compile_leaves_a_pipeline_out_of_its_graph() -> None:
         assert_same(compiled(*arguments), function(*arguments))
 
 
-def test_what_cannot_be_mapped_or_differentiated_is_refused() -> None:
+def test_calls_that_cannot_be_mapped_or_differentiated_are_refused() -> None:
     norms = fpipe.per_example_norms(PIPE)
     with pytest.raises(StageError, match=r"as in fpipe\.per_example_norms\(fpipe\.vmap\(pipe\)\)"):
         vmap(norms.step, (0, None))(STACKED, BATCH)

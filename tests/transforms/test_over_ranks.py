@@ -31,7 +31,7 @@ from tests.transforms.actors import (
 )
 
 
-def test_an_ensemble_of_language_models(pair: Crew) -> None:
+def test_ensemble_of_language_models_equals_one_process(pair: Crew) -> None:
     schedule = schedules.zbv(ranks=2, microbatches=3)
     parts = values(pair.run(run, "vmap", schedule))
     whole = run(None, "vmap", schedule)
@@ -62,7 +62,7 @@ def test_each_rank_makes_the_members_of_what_it_reads(pair: Crew) -> None:
         assert_identical(found.grads, {own: whole.grads[own], other: None})
 
 
-def test_a_rank_without_anything_that_is_stacked(pair: Crew) -> None:
+def test_rank_without_stacked_arguments_needs_axis_size(pair: Crew) -> None:
     first, last = values(pair.run(members_on_one_rank))
     whole = members_on_one_rank(None)
     for part in (first, last):
@@ -81,7 +81,7 @@ def test_gradients_of_the_batch_lie_on_the_first_stage(pair: Crew) -> None:
     compare(last.grads[1], whole.grads[1], {1})
 
 
-def test_first_derivatives_go_over_ranks_and_no_others(pair: Crew) -> None:
+def test_second_derivatives_over_ranks_are_refused(pair: Crew) -> None:
     params, batch = make_network()
     expected = grad(lambda a: shorter({**params, "a": a}, batch))(params["a"])
     parts = values(pair.run(differentiate))
@@ -98,7 +98,7 @@ READERS = {2: {"a": (0, 1), "b": (0, 1)}, 4: {"a": (0, 3), "b": (1, 2)}}
 
 
 @pytest.mark.parametrize("transform", CUT)
-def test_a_cut_function_on_every_schedule(pair: Crew, transform: str) -> None:
+def test_cut_function_over_ranks_on_every_schedule(pair: Crew, transform: str) -> None:
     """The whole gradient of a matrix is on all ranks that read it; on V-shaped ones that is one."""
     pair.start(run_cut, transform)
     wholes = run_cut(None, transform)
@@ -117,20 +117,20 @@ def test_a_cut_function_on_every_schedule(pair: Crew, transform: str) -> None:
                 assert_identical(found, expected)
 
 
-def test_outputs_by_row(pair: Crew) -> None:
+def test_outputs_of_rows_over_ranks(pair: Crew) -> None:
     """A forward has no loss, whose shape by rows was read."""
     first, last = values(pair.run(outputs_by_row))
     assert first == [None] * 3
     assert_identical(last, outputs_by_row(None))
 
 
-def test_the_norm_of_a_product(pair: Crew) -> None:
+def test_global_norm_of_a_product(pair: Crew) -> None:
     whole = norm_of_product(None)
     for found in values(pair.run(norm_of_product)):
         torch.testing.assert_close(found, whole)
 
 
-def test_a_wrong_argument_of_one_rank_is_known_on_all(pair: Crew) -> None:
+def test_wrong_vector_of_one_rank_is_an_error_on_all(pair: Crew) -> None:
     """One that is None for all was refused on its rank alone: the other waited for that."""
     for short, *nothing, worked in values(pair.run(wrong_vector)):
         assert "vector[1]" in short.error.text
@@ -141,7 +141,7 @@ def test_a_wrong_argument_of_one_rank_is_known_on_all(pair: Crew) -> None:
         assert worked.failure is None
 
 
-def test_a_value_where_only_some_ranks_require_a_gradient(pair: Crew) -> None:
+def test_value_of_which_only_some_ranks_require_a_gradient(pair: Crew) -> None:
     """Those of a frozen stage require none: all run a step, and count their pipelines alike."""
     whole = freeze(None)
     for rank, parts in enumerate(values(pair.run(freeze))):
@@ -151,7 +151,7 @@ def test_a_value_where_only_some_ranks_require_a_gradient(pair: Crew) -> None:
             assert_identical(part[1:], (loss, slope if own else None))
 
 
-def test_derivatives_that_only_one_rank_asks_for(pair: Crew) -> None:
+def test_derivatives_for_one_rank_alone(pair: Crew) -> None:
     """One left the others waiting, another was of a pipeline that they had not counted."""
     here, there = values(pair.run(unknown_derivatives))
     for refused, value in zip(here[:2], there[:2], strict=True):

@@ -170,7 +170,7 @@ def slope(value: Value, params: Any, batch: Any, vector: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equals_the_unpipelined_function(case: str) -> None:
+def test_second_derivative_equals_the_unpipelined_function(case: str) -> None:
     found = CASES[case](PIPE.value, PIPE.step)
     assert_same(found, CASES[case](whole, whole_step))
 
@@ -192,7 +192,7 @@ def test_backward_through_a_backward() -> None:
     assert_same(penalised(PIPE.value), penalised(whole))
 
 
-def test_derivatives_are_those_of_differences() -> None:
+def test_derivatives_equal_finite_differences() -> None:
     """Without torch.func: forward, in reverse, mapped, and once more in reverse."""
     leaves = [leaf.clone().requires_grad_() for leaf in (BIAS, BATCH["x"])]
 
@@ -204,7 +204,7 @@ def test_derivatives_are_those_of_differences() -> None:
     assert torch.autograd.gradgradcheck(value, leaves)
 
 
-def test_a_call_in_a_checkpoint() -> None:
+def test_second_derivative_of_a_call_in_a_checkpoint() -> None:
     """It is traced beneath the hooks; and what its backward reads is handed out once."""
     pipe = fpipe.pipeline(MODEL.stages, MODEL.loss, SCHEDULE, compile=False)
 
@@ -232,7 +232,7 @@ def test_forward_mode_without_torch_func() -> None:
 
 
 @pytest.mark.parametrize("in_dims", [(0, None), (None, 0), (-1, {"x": 1, "y": None})])
-def test_of_an_ensemble(in_dims: Any) -> None:
+def test_second_derivative_of_an_ensemble(in_dims: Any) -> None:
     """Members with parameters of their own, and members who share them."""
     dim = in_dims[0]
     params = PARAMS
@@ -251,7 +251,7 @@ def test_of_an_ensemble(in_dims: Any) -> None:
     assert_same(ours, jvp(lambda p: vmap(whole, in_dims)(p, batch), (params,), (along,)))
 
 
-def test_of_one_function_with_tied_and_frozen_parameters() -> None:
+def test_second_derivative_with_tied_and_frozen_parameters() -> None:
     def loss(params: Any, batch: Any) -> Any:
         hidden = fpipe.cut(torch.tanh(batch["x"] @ params["tied"]))
         y = hidden @ params["tied"].T + params["frozen"]
@@ -286,7 +286,7 @@ def test_of_one_function_with_tied_and_frozen_parameters() -> None:
     assert_same(grad(pipe.value)(params, batch)["frozen"], torch.zeros(3).double())
 
 
-def test_of_a_module() -> None:
+def test_second_derivative_of_a_module() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
     pipe = fpipe.from_module(
         module.double(),
@@ -308,7 +308,7 @@ def test_of_a_module() -> None:
 
 
 @pytest.mark.parametrize("family", ["one_f_one_b", "zb_h1"])
-def test_of_the_cross_entropy_of_sequences(family: str) -> None:
+def test_second_derivative_of_the_cross_entropy_of_sequences(family: str) -> None:
     """A kernel takes logits in order alone, and their derivative lies as the transposed ones do."""
 
     def loss_fn(params: Any, batch: Any) -> Tensor:
@@ -329,7 +329,7 @@ def test_of_the_cross_entropy_of_sequences(family: str) -> None:
     assert_same(ours, theirs)
 
 
-def test_aux_comes_along() -> None:
+def test_aux_comes_with_a_second_derivative() -> None:
     def loss(y: Tensor, batch: Any) -> Any:
         return MODEL.loss(y, batch), {"output": y, "rows": torch.tensor(len(y))}
 
@@ -343,7 +343,7 @@ def test_aux_comes_along() -> None:
 
 
 @pytest.mark.inductor
-def test_compiled() -> None:
+def test_compiled_second_derivative() -> None:
     """Tasks that share parameters; without tasks it is in test_every_schedule.py."""
     model = bare(2, 4)
     pipe = fpipe.pipeline(model.stages, model.loss, schedules.zb_h1(ranks=2, microbatches=2))
@@ -403,7 +403,7 @@ def test_a_third_derivative_is_refused() -> None:
             jvp(lambda p, f=function: tuple(f(p, BATCH, ALONG)), (PARAMS,), (ALONG,))
 
 
-def test_draws_that_would_be_others_are_refused() -> None:
+def test_second_derivative_of_draws_without_a_key_is_refused() -> None:
     stage = lambda p, x: F.dropout(x @ p)  # noqa: E731
     schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
     pipe = fpipe.pipeline([stage, stage], lambda y, _: y.square().mean(), schedule, compile=False)
@@ -416,7 +416,7 @@ def test_draws_that_would_be_others_are_refused() -> None:
         jvp(lambda p: pipe.value(p, x), (params,), (params,))
 
 
-def test_what_has_no_second_derivative_is_refused() -> None:
+def test_pipelines_without_a_second_derivative_are_refused() -> None:
     rows = fpipe.per_example_grads(PIPE)
     with pytest.raises(FpipeError, match="gradients of single examples were differentiated again"):
         grad(lambda p: squares(grad(lambda q: rows.value(q, BATCH).sum())(p)))(PARAMS)
@@ -477,7 +477,7 @@ def test_a_second_derivative_is_taken_under_the_autocast_of_the_call() -> None:
     assert 0.5 < errors[0] / errors[1] < 2
 
 
-def test_a_module_that_has_changed_its_mode_before_its_second_derivative() -> None:
+def test_second_derivative_refuses_a_module_in_another_mode() -> None:
     """It was that of another function, without a word."""
 
     class Module(torch.nn.Linear):
@@ -507,7 +507,7 @@ def test_a_module_that_has_changed_its_mode_before_its_second_derivative() -> No
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_loss_that_cancels_to_nothing(seed: int) -> None:
+def test_second_derivative_of_a_loss_that_cancels(seed: int) -> None:
     """Its rounding was taken for other numbers: the products of natural gradients were refused."""
     torch.manual_seed(seed)
 
@@ -540,7 +540,7 @@ def test_a_loss_that_cancels_to_nothing(seed: int) -> None:
     )
 
 
-def test_a_hessian_of_batched_gradients() -> None:
+def test_hessian_of_batched_gradients() -> None:
     schedule = schedules.gpipe(ranks=1, microbatches=2)
     pipe = fpipe.pipeline(
         [lambda w, x: torch.tanh(x @ w)], lambda y, _: y.square().mean(), schedule, compile=False

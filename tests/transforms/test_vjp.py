@@ -80,7 +80,7 @@ def pipeline(schedule: fpipe.Schedule = ZB, **options: Any) -> fpipe.Pipeline:
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-def test_a_loss_over_all_rows_of_what_comes_out(options: dict[str, Any]) -> None:
+def test_loss_over_all_outputs_has_a_backward(options: dict[str, Any]) -> None:
     """Outputs had no history: in a sum with what has one the gradients were wrong, unseen."""
     pipe = pipeline(**options)
     params, batch = arguments()
@@ -92,7 +92,7 @@ def test_a_loss_over_all_rows_of_what_comes_out(options: dict[str, Any]) -> None
         assert_same(grads((own, x)), grads((theirs, y)))
 
 
-def test_vjp_is_that_of_torch() -> None:
+def test_vjp_equals_torch_func() -> None:
     params, batch = arguments()
     cotangent: Any = {"z": rand(7, 2), "positive": None, "w": torch.complex(rand(7, 1), rand(7, 1))}
 
@@ -112,7 +112,7 @@ def test_vjp_is_that_of_torch() -> None:
         assert_same(tuple(found), (product, expected[::-1]))
 
 
-def test_of_one_function_it_is_loss_and_aux() -> None:
+def test_forward_of_one_function_has_a_history_of_loss_and_aux() -> None:
     def loss_fn(p: Any, batch: Any, key: Tensor) -> Any:
         noise = fpipe.random.normal(key, batch["x"].shape, dtype=torch.float64)
         hidden = fpipe.cut(torch.tanh((batch["x"] + noise) @ p[0]))
@@ -148,7 +148,7 @@ def test_of_one_function_it_is_loss_and_aux() -> None:
     assert all(leaf.shape == p.shape for leaf, p in zip(found, params, strict=True))
 
 
-def test_of_a_module_with_a_state() -> None:
+def test_vjp_of_a_module_with_a_state() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     pipe = fpipe.from_module(
@@ -171,7 +171,7 @@ def test_of_a_module_with_a_state() -> None:
     assert pytree.structure(step.state) == pytree.structure(state)
 
 
-def test_the_second_run_is_as_the_first() -> None:
+def test_backward_runs_under_the_autocast_of_the_call() -> None:
     """Whoever calls backward has left autocast, and gradients of other products came back."""
 
     def half(p: Tensor, x: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def test_the_second_run_is_as_the_first() -> None:
     assert_same(grads(own), exact.grads)
 
 
-def test_it_is_traced_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_backward_is_traced_once(caplog: pytest.LogCaptureFixture) -> None:
     pipe, (params, batch) = pipeline(), arguments()
     with caplog.at_level(logging.INFO, "fpipe"):
         for _ in range(3):
@@ -201,7 +201,7 @@ def test_it_is_traced_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len([r for r in caplog.records if r.message.startswith("tracing")]) == 2
 
 
-def test_a_pipeline_of_the_cotangent_is_kept_for_equal_out_dims() -> None:
+def test_derived_pipeline_is_kept_by_its_out_dims() -> None:
     """It was kept by what Python prints of them, of some classes another text each time."""
 
     class Pair:
@@ -225,7 +225,7 @@ def test_a_pipeline_of_the_cotangent_is_kept_for_equal_out_dims() -> None:
     assert len(pipe.derived) == 1
 
 
-def test_without_autograd_nothing_is_kept() -> None:
+def test_forward_without_autograd_has_no_history() -> None:
     pipe, (params, batch) = pipeline(), arguments()
     with torch.no_grad():
         assert not pipe.forward(tracked(params), batch)["z"].requires_grad
@@ -257,7 +257,7 @@ def hooked(call: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("around", [compiled, dual, unmapped, hooked])
-def test_it_has_a_history_there_too(around: Any) -> None:
+def test_forward_has_a_history_within_other_transforms(around: Any) -> None:
     """It was detached where torch.compile, forward mode or a vmap of others was at work."""
     pipe, (params, batch) = pipeline(), arguments()
     own, theirs = tracked(params), tracked(params)
@@ -266,7 +266,7 @@ def test_it_has_a_history_there_too(around: Any) -> None:
     assert_same(grads(own), grads(theirs))
 
 
-def test_a_backward_within_hooks() -> None:
+def test_backward_within_saved_tensor_hooks() -> None:
     pipe, (params, batch) = pipeline(), arguments()
     own, theirs = tracked(params), tracked(params)
     with torch.autograd.graph.save_on_cpu():
@@ -275,7 +275,7 @@ def test_a_backward_within_hooks() -> None:
     assert_same(grads(own), grads(theirs))
 
 
-def test_where_a_vmap_maps_it_a_backward_is_refused() -> None:
+def test_backward_of_a_mapped_forward_is_refused() -> None:
     pipe, (params, batch) = pipeline(), arguments()
     own = tracked(params)
     several = torch.stack([batch["x"], batch["x"]])
@@ -284,7 +284,7 @@ def test_where_a_vmap_maps_it_a_backward_is_refused() -> None:
         found.sum().backward()
 
 
-def test_what_changed_since_the_forward_is_not_differentiated() -> None:
+def test_backward_refuses_outputs_that_have_changed() -> None:
     """The second run reads it anew: its gradients were those of other outputs, without a word."""
     factor, key = torch.ones((), dtype=torch.float64), fpipe.random.key(0)
 
@@ -317,7 +317,7 @@ def test_what_changed_since_the_forward_is_not_differentiated() -> None:
 
 
 @pytest.mark.parametrize("method", ["forward", "value", "step"])
-def test_what_is_no_tensor_is_named_where_autograd_watches(method: str) -> None:
+def test_forward_under_autograd_names_what_is_no_tensor(method: str) -> None:
     params, batch = arguments()
     with pytest.raises(fpipe.BatchError, match=r"batch\['n'\]=3 is an int"):
         getattr(pipeline(), method)(tracked(params), batch | {"n": 3})
@@ -326,7 +326,7 @@ def test_what_is_no_tensor_is_named_where_autograd_watches(method: str) -> None:
 # ── what cannot be ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_second_derivative_of_a_forward_is_refused() -> None:
     pipe, (params, batch) = pipeline(), arguments()
     own = tracked(params)
     found = torch.autograd.grad(of_all(pipe.forward(own, batch)), own, create_graph=True)
@@ -353,7 +353,7 @@ def test_several_cotangents_at_once_are_refused() -> None:
         torch.autograd.grad(z, own, torch.stack([z, z]).detach(), is_grads_batched=True)
 
 
-def test_draws_that_would_be_others_are_refused() -> None:
+def test_backward_of_draws_without_a_key_is_refused() -> None:
     def noisy(p: Tensor, x: Tensor) -> Tensor:
         return F.dropout(x * p, 0.5)
 
@@ -378,13 +378,13 @@ def refused() -> dict[str, tuple[Any, str]]:
 
 
 @pytest.mark.parametrize("name", ["hvp", "twice", "ensemble", "rows", "function"])
-def test_pipelines_without_vjp(name: str) -> None:
+def test_pipelines_without_a_vjp_are_refused(name: str) -> None:
     pipe, text = refused()[name]
     with pytest.raises(fpipe.StageError, match=text):
         fpipe.vjp(pipe)
 
 
-def test_outputs_without_a_derivative_say_so() -> None:
+def test_backward_of_outputs_without_a_derivative_is_refused() -> None:
     """They were detached, without a word."""
     params, batch = arguments()
     last = pipeline(out_dims={"z": 0, "positive": 0, "w": None})
@@ -405,7 +405,7 @@ def test_outputs_without_a_derivative_say_so() -> None:
         product.backward()
 
 
-def test_the_loss_of_a_pipeline_with_a_state_says_so() -> None:
+def test_backward_of_a_loss_with_a_state_is_refused() -> None:
     pipe = fpipe.pipeline(
         stateful_model,
         schedule=schedules.one_f_one_b(ranks=4, microbatches=2),
@@ -432,13 +432,13 @@ def test_the_loss_of_a_pipeline_with_a_state_says_so() -> None:
         (None, "a rank passes both of them, or neither"),
     ],
 )
-def test_cotangents_that_do_not_fit(cotangent: Any, text: str) -> None:
+def test_cotangents_that_do_not_fit_are_refused(cotangent: Any, text: str) -> None:
     params, batch = arguments()
     with pytest.raises(fpipe.FpipeError, match=text):
         fpipe.vjp(pipeline()).step(params, batch, cotangent)
 
 
-def test_no_ensembles_and_no_rows_of_it() -> None:
+def test_ensembles_and_rows_of_a_vjp_are_refused() -> None:
     pipe = fpipe.vjp(pipeline())
     for transform in (fpipe.vmap, fpipe.per_example_grads):
         with pytest.raises(fpipe.StageError, match=r"of fpipe\.vjp\(pipe\) is not defined"):

@@ -67,7 +67,7 @@ def test_forward_puts_members_first() -> None:
             assert_same(member(y, number), alone)
 
 
-def test_equals_torch_vmap_of_the_whole_function() -> None:
+def test_vmap_equals_torch_func_of_the_whole_function() -> None:
     """Dimensions other than the first, differing per leaf, and a batch leaf per member."""
     model = mlp(2, 6)
     schedule = schedules.one_f_one_b(ranks=2, microbatches=3)
@@ -199,7 +199,7 @@ def test_directions_of_ensembles_of_ensembles_with_batches_of_their_own() -> Non
         assert_same(fpipe.Hvp(*(member(part, number) for part in found)), alone)
 
 
-def test_an_operation_whose_batching_rule_has_another_gradient() -> None:
+def test_select_scatter_has_the_right_gradient() -> None:
     def replaced(params: Any, x: Tensor) -> Tensor:
         first = torch.select_scatter(x * params["w"], params["row"], 1, -1)
         return (first.select_scatter(params["row"] ** 2, dim=1, index=0) * x).square().sum()
@@ -223,7 +223,7 @@ def lu_solved(matrix: Tensor, right: Tensor) -> Tensor:
     [((), (2, 3, 2)), ((2,), (3, 3)), ((2,), (1, 3, 2)), ((2,), (2, 3))],
     ids=str,
 )
-def test_systems_of_equations(
+def test_one_matrix_with_several_right_hand_sides_and_the_reverse(
     of_matrix: tuple[int, ...], of_right: tuple[int, ...], solve: Callable[..., Tensor]
 ) -> None:
     """torch's batching takes one matrix for several right-hand sides for something else, and the
@@ -269,7 +269,7 @@ def test_systems_of_equations(
 
 
 @pytest.mark.parametrize("right", [torch.eye(3), torch.arange(9.0).reshape(3, 3).cos()])
-def test_right_hand_sides_that_look_like_vectors(right: Tensor) -> None:
+def test_cholesky_solve_of_square_right_hand_sides(right: Tensor) -> None:
     """For as many factors as they have rows; torch took them for one vector each."""
 
     def loss_fn(p: Tensor, x: Tensor) -> Tensor:
@@ -285,7 +285,7 @@ def test_right_hand_sides_that_look_like_vectors(right: Tensor) -> None:
         assert_same(member(list(found), number), list(pipe.step(params[number], x)))
 
 
-def test_systems_of_single_rows() -> None:
+def test_solve_of_single_rows() -> None:
     """Of one matrix torch's kernel still takes the stride to the next, and of an expanded one under
     vmap that was another."""
 
@@ -320,7 +320,7 @@ def test_systems_of_single_rows() -> None:
     assert_same(list(rows), list(found[0][:2]), 1e-9)
 
 
-def test_a_cell_of_an_lstm_and_group_norm_in_channels_last() -> None:
+def test_lstm_cell_and_group_norm_in_channels_last() -> None:
     """torch has no batching rule for the one, and none for the other as it lies."""
     cell, norm = nn.LSTMCell(4, 3).double(), nn.GroupNorm(2, 4).double()
 
@@ -353,7 +353,7 @@ def test_a_cell_of_an_lstm_and_group_norm_in_channels_last() -> None:
     ],
     ids=repr,
 )
-def test_recurrent_layers(layer: torch.nn.Module) -> None:
+def test_vmap_of_recurrent_layers(layer: torch.nn.Module) -> None:
     """torch has no batching rules for them."""
     layer = layer.double()
 
@@ -375,7 +375,7 @@ def test_recurrent_layers(layer: torch.nn.Module) -> None:
         assert_same(member(rows.grads, number), alone)
 
 
-def test_randomness() -> None:
+def test_members_draw_as_randomness_says() -> None:
     def noisy(_: Any, x: Tensor) -> Tensor:
         return F.dropout(x, 0.5)
 
@@ -391,7 +391,7 @@ def test_randomness() -> None:
         fpipe.vmap(pipe).step(params, x)
 
 
-def test_other_things_keep_working() -> None:
+def test_vmap_keeps_the_options_of_the_pipeline() -> None:
     """A transformed pipeline is a pipeline: another schedule, its programs, `fpipe.use`."""
     model = mlp(4, 6)
     ensemble = fpipe.vmap(pipe_of(model, schedules.interleaved_1f1b(ranks=2, microbatches=2)))
@@ -403,7 +403,7 @@ def test_other_things_keep_working() -> None:
 
 
 @pytest.mark.inductor
-def test_compiled_in_float32() -> None:
+def test_compiled_vmap_equals_each_member() -> None:
     model = short_gpt(6, torch.float32)
     schedule = schedules.one_f_one_b(ranks=2, microbatches=1)
     params = members_of(model.params)
@@ -462,7 +462,7 @@ def test_in_dims_must_fit_the_arguments(in_dims: Any, text: str) -> None:
         fpipe.vmap(PIPE, in_dims).step(members_of(MODEL.params), MODEL.batch)
 
 
-def test_number_of_members() -> None:
+def test_members_are_counted_alike() -> None:
     members = members_of(MODEL.params)
     found = fpipe.vmap(PIPE, axis_size=3).step(members, MODEL.batch)
     assert torch.equal(found.loss, fpipe.vmap(PIPE).step(members, MODEL.batch).loss)
@@ -476,7 +476,7 @@ def test_number_of_members() -> None:
             fpipe.vmap(PIPE, axis_size=size)  # type: ignore[arg-type]
 
 
-def test_an_ensemble_has_members() -> None:
+def test_ensemble_without_members_is_refused() -> None:
     none = pytree.tree_map(lambda p: p[:0], members_of(MODEL.params))
     with pytest.raises(BatchError, match="has 0 members along its mapped dimension"):
         fpipe.vmap(PIPE).step(none, MODEL.batch)

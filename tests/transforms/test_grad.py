@@ -31,7 +31,7 @@ def by_batch(model: Model) -> Any:
     return pytree.unflatten(spec, found)
 
 
-def test_by_the_batch() -> None:
+def test_gradients_by_the_batch_equal_torch() -> None:
     """Microbatches of two sizes."""
     schedule = schedules.zbv(ranks=2, microbatches=3)
     model = mlp(4, 7)
@@ -92,7 +92,7 @@ def test_a_batch_of_integers_has_no_gradient() -> None:
     assert found.grads == {"tokens": None, "targets": None}
 
 
-def test_of_an_ensemble() -> None:
+def test_gradients_by_the_batch_of_an_ensemble() -> None:
     model = mlp(4, 6)
     schedule = schedules.zbv(ranks=2, microbatches=2)
     pipe = fpipe.pipeline(model.stages, model.loss, schedule, compile=False)
@@ -104,7 +104,7 @@ def test_of_an_ensemble() -> None:
     assert_same(grads["y"], own[0]["y"] + own[1]["y"])
 
 
-def test_pipeline_of_a_module_stays_one() -> None:
+def test_pipeline_of_a_module_stays_a_module_pipeline() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)).double()
     pipe = fpipe.from_module(
         module,
@@ -125,7 +125,7 @@ def test_pipeline_of_a_module_stays_one() -> None:
     assert_same({name: p.detach() for name, p in module.named_parameters()}, trained)
 
 
-def test_programs_say_what_they_return() -> None:
+def test_programs_show_the_gradients_by_the_batch() -> None:
     model = mlp(2, 4)
     pipe = fpipe.pipeline(
         model.stages, model.loss, schedules.zb_h1(ranks=2, microbatches=2), compile=False
@@ -149,7 +149,7 @@ def test_argnums_are_names(argnums: Any) -> None:
         fpipe.grad(PIPE, argnums)
 
 
-def test_what_does_not_compose() -> None:
+def test_grad_refuses_vectors_rows_and_weighted_ensembles() -> None:
     with pytest.raises(StageError, match=r"is an int: fpipe\.grad takes a pipeline"):
         fpipe.grad(3)  # type: ignore[type-var]
     for other in (fpipe.hvp(PIPE), fpipe.per_example_grads(PIPE)):

@@ -63,7 +63,7 @@ def test_forward_stacks_the_outputs_of_batches_of_one() -> None:
     )
 
 
-def test_rows_along_any_dimension_and_leaves_without_rows() -> None:
+def test_rows_lie_along_any_dimension() -> None:
     """Integer parameters, parameters that nothing reads, a stage that reads the batch."""
 
     def first(p: Any, batch: Any) -> Tensor:
@@ -98,7 +98,7 @@ def test_rows_along_any_dimension_and_leaves_without_rows() -> None:
         assert_same(fpipe.Step(found[number], pick(grads, number)), alone)
 
 
-def test_of_ensembles_in_either_order() -> None:
+def test_rows_of_ensembles_in_either_order() -> None:
     model = mlp(4, ROWS)
     pipe = pipe_of(model, schedules.zbv(ranks=2, microbatches=3))
     params = pytree.tree_map(lambda p: torch.stack([p, 1.1 * p], 1), model.params)
@@ -116,7 +116,7 @@ def test_of_ensembles_in_either_order() -> None:
         assert_same(norms.norms[:, number], norms_of(alone.grads))
 
 
-def test_norms_where_nothing_is_trained() -> None:
+def test_norms_are_zero_where_nothing_is_trained() -> None:
     model = mlp(2, ROWS)
     schedule = schedules.gpipe(ranks=2, microbatches=3)
     pipe = pipe_of(model, schedule, trainable=False)
@@ -128,7 +128,7 @@ def test_norms_where_nothing_is_trained() -> None:
     assert_same(several.norms, torch.zeros(ROWS, 2).double())
 
 
-def test_of_hessian_products_in_either_order() -> None:
+def test_rows_of_hessian_products_in_either_order() -> None:
     model = mlp(2, 3)
     pipe = pipe_of(model, schedules.zb_h1(ranks=2, microbatches=2))
     vector = pytree.tree_map(torch.ones_like, model.params)
@@ -149,7 +149,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_directions_that_lie_otherwise_than_parameters(layout: str) -> None:
+def test_rows_of_products_along_strided_vectors(layout: str) -> None:
     """Where all rows share a parameter, its direction was copied to where they are one."""
 
     def stage(w: Tensor, x: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def test_directions_that_lie_otherwise_than_parameters(layout: str) -> None:
             assert_same(both.value([other] * 2, x, [laid] * 2), expected)
 
 
-def test_other_things_keep_working() -> None:
+def test_rows_keep_the_options_of_the_pipeline() -> None:
     model = mlp(4, 6)
     norms = fpipe.per_example_norms(
         pipe_of(model, schedules.interleaved_1f1b(ranks=2, microbatches=2))
@@ -192,7 +192,7 @@ PIPE = pipe_of(mlp(2, 4), schedules.one_f_one_b(ranks=2, microbatches=2))
 
 
 @pytest.mark.parametrize("transform", [fpipe.per_example_grads, fpipe.per_example_norms])
-def test_refuses_what_it_cannot_transform(transform: Any) -> None:
+def test_refuses_states_and_rows_of_rows(transform: Any) -> None:
     name = transform.__name__
     with pytest.raises(StageError, match=rf"is an int: fpipe\.{name} takes a pipeline"):
         transform(3)

@@ -1,11 +1,11 @@
-"""Pipelines that calls of another one need: each is made once, and kept by the one it is made of.
+"""Pipelines that calls of another pipeline need; each is made once, and kept by that pipeline.
 
-choosing     the same, with gradients by other arguments
-of_members   the pipeline of all members
-alone        the pipeline of one member
-moving       the pipeline of dual stages: derivatives in a direction of the arguments
-bent         the same in a direction of the gradients
-pulled       the pipeline of a cotangent of the outputs
+with_argnums       the same, with gradients by other arguments
+ensemble_of        the pipeline of all members
+member_of          the pipeline of one member
+jvp_of             the pipeline of dual stages: derivatives in a direction of the arguments
+jvp_of_gradients   the same, in a direction of the gradients
+vjp_of             the pipeline of a cotangent of the outputs
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from fpipe.plan.workshop import Workshop
 from fpipe.torch_internals import temporarily_clear_interpreter_stack
 
 Method = Literal["step", "value", "forward", "run_step", "run_value", "run_forward"]
-"""The methods of a pipeline that calls within autograd and `torch.func` are made of."""
+"""The methods of a pipeline that may be called within autograd and `torch.func`."""
 
 
 class Callee(Protocol):
-    """What a pipeline is to a call of it.
+    """A pipeline, as a call of it sees it.
 
     Attributes:
         definition: all that it was made from.
@@ -61,10 +61,10 @@ class Callee(Protocol):
         """The outputs."""
 
 
-def choosing(pipe: Callee, names: tuple[str, ...]) -> Callee:
-    """The pipeline whose gradients are those by the arguments that `names` has.
+def with_argnums(pipe: Callee, names: tuple[str, ...]) -> Callee:
+    """The pipeline whose gradients are by the arguments `names`.
 
-    That is the pipeline itself where it can be: over processes another one is told from it by
+    It is `pipe` itself where that has them. Over processes another pipeline is told from it by
     counting, which goes wrong where some ranks alone make it.
     """
     if pipe.definition.wanted == names:
@@ -74,42 +74,42 @@ def choosing(pipe: Callee, names: tuple[str, ...]) -> Callee:
     return _kept(pipe, names, lambda: replace(pipe.definition, argnums=names), workshop)
 
 
-def of_members(pipe: Callee, in_dims: tuple[Any, ...], randomness: str, key: Any) -> Callee:
+def ensemble_of(pipe: Callee, in_dims: tuple[Any, ...], randomness: str, key: Any) -> Callee:
     """The pipeline of all members.
 
     Args:
-        pipe: that of one.
-        in_dims: as for `ensemble`, as is `randomness`.
+        pipe: the pipeline of one member.
+        in_dims: as for `fpipe.vmap`, as is `randomness`.
         key: hashable, and the same only for the same `in_dims` and `randomness`.
     """
 
     def make() -> Definition:
-        # What is differentiated by is chosen last.
-        one = replace(pipe.definition, argnums="params")
-        made = ensemble(Alone(one, in_dims, randomness, None))
-        return replace(made, argnums=pipe.definition.argnums)
+        # argnums are chosen last.
+        member = replace(pipe.definition, argnums="params")
+        members = ensemble(Alone(member, in_dims, randomness, None))
+        return replace(members, argnums=pipe.definition.argnums)
 
     return _kept(pipe, key, make)
 
 
-def alone(pipe: Callee) -> Callee:
+def member_of(pipe: Callee) -> Callee:
     """The pipeline of one member of an ensemble."""
     assert pipe.definition.alone is not None
-    one = pipe.definition.alone.definition
-    return _kept(pipe, "alone", lambda: replace(one, schedule=pipe.definition.schedule))
+    member = pipe.definition.alone.definition
+    return _kept(pipe, "member", lambda: replace(member, schedule=pipe.definition.schedule))
 
 
-def moving(pipe: Callee) -> Callee:
+def jvp_of(pipe: Callee) -> Callee:
     """The pipeline of dual stages, which takes a vector for the parameters and one for the batch.
 
     Raises:
         StageError: it has none.
     """
-    return _kept(pipe, "moving", lambda: _dual(pipe.definition, stacked=False))
+    return _kept(pipe, "jvp", lambda: _dual(pipe.definition, stacked=False))
 
 
-def bent(pipe: Callee) -> Callee:
-    """The same of a pipeline with vectors in the shapes of the gradients.
+def jvp_of_gradients(pipe: Callee) -> Callee:
+    """The pipeline of dual stages, whose vectors have the shapes of the gradients.
 
     Members of an ensemble who share a parameter have a gradient each, and so a direction each.
 
@@ -117,34 +117,41 @@ def bent(pipe: Callee) -> Callee:
         StageError: it has none.
     """
     if pipe.definition.alone is None:
-        return moving(pipe)
-    return _kept(pipe, "bent", lambda: _dual(pipe.definition, stacked=True))
+        return jvp_of(pipe)
+    return _kept(pipe, "jvp of gradients", lambda: _dual(pipe.definition, stacked=True))
 
 
-def pulled(pipe: Callee, out_dims: Any) -> Callee:
+def vjp_of(pipe: Callee, out_dims: Any) -> Callee:
     """The pipeline that takes a cotangent of the outputs, which are merged along `out_dims`.
 
     Raises:
         StageError: it has none.
     """
-    key = "pulled", *pytree.hashable_prefix(out_dims)
+    key = "vjp", *pytree.hashable_prefix(out_dims)
     return _kept(pipe, key, lambda: pullback(replace(pipe.definition, argnums="params"), out_dims))
 
 
 def _kept(
     pipe: Callee, key: Any, make: Callable[[], Definition], workshop: Workshop | None = None
 ) -> Callee:
-    """The pipeline that `pipe` keeps under `key`, made when it is first asked for."""
+    """The pipeline that `pipe` keeps under `key`, made at the first call.
+
+    Args:
+        pipe: the pipeline that keeps it.
+        key: hashable.
+        make: makes its definition.
+        workshop: as for `Pipeline`.
+    """
     if key not in pipe.derived:
         definition = make()
-        # What it makes for itself belongs to no level of torch.func.
+        # The tensors of a pipeline belong to no level of torch.func.
         with temporarily_clear_interpreter_stack():
             pipe.derived[key] = type(pipe)(definition, workshop=workshop)
     return pipe.derived[key]
 
 
 def _dual(definition: Definition, *, stacked: bool) -> Definition:
-    """That of dual stages; of an ensemble it is an ensemble too, whose members are duals.
+    """The definition of dual stages; of an ensemble it is an ensemble, whose members are duals.
 
     Args:
         definition: of the pipeline.
@@ -152,10 +159,10 @@ def _dual(definition: Definition, *, stacked: bool) -> Definition:
     """
     if definition.alone is None:
         return derivative("hvp", definition, ARGUMENTS)
-    one, in_dims, *_ = definition.alone
-    dual = _dual(replace(one, schedule=definition.schedule), stacked=stacked)
-    along, along_batch = in_dims
+    member, in_dims, *_ = definition.alone
+    dual = _dual(replace(member, schedule=definition.schedule), stacked=stacked)
+    params_dims, batch_dims = in_dims
     if stacked:
-        along = pytree.prefix_map(lambda dim: 0 if dim is None else dim, along)
-    own = definition.alone._replace(definition=dual, in_dims=(*in_dims, along, along_batch))
-    return ensemble(own)
+        params_dims = pytree.prefix_map(lambda dim: 0 if dim is None else dim, params_dims)
+    vector_dims = params_dims, batch_dims
+    return ensemble(definition.alone._replace(definition=dual, in_dims=(*in_dims, *vector_dims)))
