@@ -19,6 +19,7 @@ import fpipe
 from fpipe import Schedule, pytree, schedules
 from fpipe.functional.dual import load_rules
 from tests.models import Model, apply, assert_same, mean_square, mlp
+from tests.transforms.helpers import norms_of, tracked
 
 ROWS, MICROBATCHES = 6, 3
 BASES = {
@@ -85,13 +86,6 @@ def by_row(function: Callable[[Any, Any], Any], params: Any, batch: Any) -> Any:
     return vmap(function, (None, 0))(params, rows)
 
 
-def norms_of(found: tuple[Tensor, Any]) -> tuple[Tensor, Tensor]:
-    """Losses and norms, of losses and gradients."""
-    loss, grads = found
-    squares = [g.flatten(loss.dim()).square().sum(-1) for g in pytree.flatten(grads)[0]]
-    return loss, torch.stack(squares).sum(0).sqrt()
-
-
 def product(model: Model) -> Callable[[Any, Any, Any], Any]:
     def run(params: Any, batch: Any, vector: Any) -> Any:
         pushed: Any = jvp(lambda own: step(model)(own, batch), (params,), (vector,))
@@ -154,8 +148,8 @@ def chosen(pipe: Any, args: Given) -> Any:
     return loss, by_batch, by_params
 
 
-def tracked(pipe: Any, args: Given) -> Any:
-    params = pytree.tree_map(lambda p: p.clone().requires_grad_(), args.params)
+def value_and_backward(pipe: Any, args: Given) -> Any:
+    params = tracked(args.params)
     loss = pipe.value(params, args.batch)
     (2 * loss).backward()
     return loss.detach(), pytree.tree_map(lambda p: p.grad, params)
@@ -230,7 +224,7 @@ TRANSFORMS: dict[str, Transform] = {
     "grad": Transform(
         lambda pipe: fpipe.grad(pipe, ("batch", "params")), chosen, by_batch_and_params
     ),
-    "value with history": Transform(lambda pipe: pipe, tracked, doubled),
+    "value with history": Transform(lambda pipe: pipe, value_and_backward, doubled),
     "torch.func.grad twice": Transform(
         lambda pipe: pipe,
         lambda pipe, args: through_a_step(pipe.value, args),

@@ -19,6 +19,7 @@ from torch.func import grad, jvp, vjp
 import fpipe
 from fpipe import StageError, pytree, schedules
 from tests.models import Model, apply, assert_same, mlp, unpipelined
+from tests.transforms.helpers import member
 
 MEMBERS, ROWS = 2, 3
 MODEL = mlp(2, ROWS)
@@ -96,11 +97,7 @@ def derivative(name: str, model: Model, vector: Any) -> Any:
     return (*unpipelined(*model), pytree.unflatten(spec, product))
 
 
-def member(value: Any, number: int) -> Any:
-    return pytree.tree_map(lambda leaf: leaf[number], value)
-
-
-def stacked(value: Any, levels: int) -> Any:
+def nested_ensemble(value: Any, levels: int) -> Any:
     """Different members at each of several levels, along the first dimensions."""
     for level in range(levels):
         factors = [1 + 0.1 * (number + level) for number in range(MEMBERS)]
@@ -137,8 +134,8 @@ def copies(factors: Sequence[float], leaf: Tensor) -> Tensor:
 def test_chain_equals_its_transforms_one_by_one(chain: tuple[str, ...]) -> None:
     pipe = composed(chain)
     levels = chain.count("vmap")
-    params = stacked(MODEL.params, levels)
-    vector = stacked(pytree.tree_map(torch.cos, MODEL.params), levels)
+    params = nested_ensemble(MODEL.params, levels)
+    vector = nested_ensemble(pytree.tree_map(torch.cos, MODEL.params), levels)
     ours = pipe.step(params, MODEL.batch, *[vector][: vectors_of(pipe)])
     theirs = expected(chain, MODEL._replace(params=params), vector)
     assert_same(tuple(ours), tuple(theirs), 1e-9)

@@ -21,6 +21,7 @@ from fpipe.program.program import Compute
 from fpipe.schedule import Op
 from tests.cut_model import make_network, network
 from tests.models import assert_identical, assert_same
+from tests.transforms.helpers import stacked
 
 load_rules()  # torch warns of its own code when it loads them
 
@@ -54,11 +55,6 @@ def by_both(pipe: Any) -> Any:
 
 def by_batch_alone(pipe: Any) -> Any:
     return fpipe.grad(pipe, "batch")
-
-
-def stacked(value: Any, dim: int = 0) -> Any:
-    """Two members."""
-    return pytree.tree_map(lambda leaf: torch.stack([leaf, 0.9 * leaf], dim), value)
 
 
 MEMBERS, SINGLE = stacked(WEIGHTS), pytree.tree_map(lambda leaf: leaf[:, None], ROWS)

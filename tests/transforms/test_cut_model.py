@@ -18,6 +18,7 @@ from fpipe import BatchError, pytree, schedules
 from fpipe.functional.forward_mode import differentiable_twice
 from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
 from tests.models import assert_same
+from tests.transforms.helpers import stacked
 
 PARAMS = make_params()
 TRAINED = {name: value for name, value in PARAMS.items() if name != "count"}
@@ -46,18 +47,13 @@ def product(params: Any, batch: Any, vector: Any) -> Any:
     return pushed[1]
 
 
-def stacked(value: Any, dim: int = 0) -> Any:
-    """Two members."""
-    return pytree.tree_map(lambda leaf: torch.stack([leaf, 0.9 * leaf], dim), value)
-
-
 def test_vmap_of_a_cut_model_equals_torch_func() -> None:
     """Members along a dimension of their own, and a whole number that they share."""
     ensemble = fpipe.vmap(PIPE, ({**dict.fromkeys(TRAINED, -1), "count": None}, None))
-    members = {**stacked(TRAINED, -1), "count": PARAMS["count"]}
+    members = {**stacked(TRAINED, dim=-1), "count": PARAMS["count"]}
     loss, grads = ensemble.step(members, BATCH)
     assert grads.pop("count") is None
-    expected, moved = vmap(step, (-1, None))(stacked(TRAINED, -1), BATCH)
+    expected, moved = vmap(step, (-1, None))(stacked(TRAINED, dim=-1), BATCH)
     assert_same((loss, grads), (expected, pytree.tree_map(lambda g: g.movedim(0, -1), moved)))
 
 

@@ -22,15 +22,10 @@ from fpipe.nn import BatchStats
 from tests import returns_model, state_model
 from tests.distributed.crew import Crew, values
 from tests.models import apply, assert_identical, assert_same, mlp
+from tests.transforms.helpers import norms_of, stacked
 
 ROWS, MICROBATCHES = 6, 3
 FAMILIES = list(schedules.FAMILIES)
-
-
-def stacked(params: Any, members: int = 2) -> Any:
-    return pytree.tree_map(
-        lambda p: torch.stack([p * (1 + 0.1 * i) for i in range(members)]), params
-    )
 
 
 # ── stages with a loss that weighs every row ────────────────────────────────────────────────────
@@ -83,12 +78,6 @@ class Given:
         return vmap(function, (None, 0))(params, rows)
 
 
-def norms_of(found: tuple[Tensor, Any]) -> tuple[Tensor, Tensor]:
-    loss, grads = found
-    squares = [g.flatten(loss.dim()).square().sum(-1) for g in pytree.flatten(grads)[0]]
-    return loss, torch.stack(squares).sum(0).sqrt()
-
-
 Called = Callable[[Any, Given], Any]
 CASES: dict[str, tuple[Callable[[Any], Any], Called, Callable[[Given], Any]]] = {
     "vmap": (
@@ -98,9 +87,9 @@ CASES: dict[str, tuple[Callable[[Any], Any], Called, Callable[[Given], Any]]] = 
     ),
     "vmap with a weight for each member": (
         lambda pipe: fpipe.vmap(pipe, (0, {"x": None, "y": None, "weight": 0})),
-        lambda pipe, own: pipe.step(stacked(own.params), of_members(own.batch)),
+        lambda pipe, own: pipe.step(stacked(own.params), weights_of_members(own.batch)),
         lambda own: vmap(own.step, (0, {"x": None, "y": None, "weight": 0}))(
-            stacked(own.params), of_members(own.batch)
+            stacked(own.params), weights_of_members(own.batch)
         ),
     ),
     "per_example_grads": (
@@ -160,12 +149,12 @@ CASES: dict[str, tuple[Callable[[Any], Any], Called, Callable[[Given], Any]]] = 
 }
 
 
-def of_members(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def weights_of_members(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**batch, "weight": torch.stack([batch["weight"], batch["weight"].flip(0)])}
 
 
 @cache
-def made(name: str, stages: int, compile: bool = False) -> Any:
+def weighted_pipe(name: str, stages: int, compile: bool = False) -> Any:
     ranks = {2: schedules.gpipe, 4: schedules.looped_bfs}[stages]
     schedule = ranks(ranks=2, microbatches=MICROBATCHES)
     pipe = fpipe.pipeline(
@@ -181,7 +170,7 @@ def expected(name: str, stages: int) -> Any:
 
 def check(name: str, schedule: Schedule, compile: bool = False) -> None:
     own = Given(schedule.num_stages)
-    pipe = made(name, schedule.num_stages, compile).with_schedule(schedule)
+    pipe = weighted_pipe(name, schedule.num_stages, compile).with_schedule(schedule)
     assert_same(tuple(CASES[name][1](pipe, own)), expected(name, schedule.num_stages), 1e-9)
 
 
@@ -585,7 +574,7 @@ def test_directions_of_an_ensemble_with_frozen_parameters() -> None:
 # ── over two processes ──────────────────────────────────────────────────────────────────────────
 
 
-def over_ranks(group: dist.ProcessGroup | None) -> list[Any]:
+def declared_over_ranks(group: dist.ProcessGroup | None) -> list[Any]:
     results: list[Any] = []
     schedule = schedules.zb_h1(ranks=2, microbatches=MICROBATCHES)
     own = Given(2)
@@ -611,8 +600,8 @@ def over_ranks(group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def test_declared_results_over_two_processes(pair: Crew) -> None:
-    pair.start(over_ranks)
-    whole = over_ranks(None)
+    pair.start(declared_over_ranks)
+    whole = declared_over_ranks(None)
     for rank, parts in enumerate(values(pair.collect())):
         for part, all_of_it in zip(parts, whole, strict=True):
             for mine, theirs in zip(part, all_of_it, strict=True):

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fpipe
 from fpipe import BatchError, StageError, pytree, schedules
 from tests.models import MODELS, Model, apply, assert_same, mlp, unpipelined
+from tests.transforms.helpers import pipe_of
 
 TOLERANCE = 1e-9
 # The block of a GPT takes long to trace: two of them, and the V shape for the convolutions.
@@ -26,10 +27,6 @@ SCHEDULES = {
     "gpt": schedules.zb_h1(ranks=2, microbatches=3),
     "conv": schedules.zbv(ranks=2, microbatches=3),
 }
-
-
-def pipe_of(model: Model, schedule: fpipe.Schedule, **options: Any) -> fpipe.Pipeline:
-    return fpipe.pipeline(model.stages, model.loss, schedule, **{"compile": False, **options})
 
 
 def vector_like(params: Any, seed: int = 1) -> Any:

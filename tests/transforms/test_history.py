@@ -12,6 +12,7 @@ from torch.func import functional_call, grad, vjp
 import fpipe
 from fpipe import pytree, schedules
 from tests.models import MODELS, assert_same, mlp, unpipelined
+from tests.transforms.helpers import tracked
 
 MODEL = mlp(4, 6)
 PIPE = fpipe.pipeline(
@@ -20,12 +21,8 @@ PIPE = fpipe.pipeline(
 GRADS = unpipelined(*MODEL).grads
 
 
-def tracked() -> Any:
-    return pytree.tree_map(lambda leaf: leaf.clone().requires_grad_(), MODEL.params)
-
-
 def test_backward_through_a_value_equals_torch() -> None:
-    params = tracked()
+    params = tracked(MODEL.params)
     (PIPE.value(params, MODEL.batch) * 3 + params[0]["b"].sum()).backward()
     expected = pytree.tree_map(lambda g: 3 * g, GRADS)
     expected[0]["b"] += 1
@@ -73,22 +70,22 @@ def test_leaves_that_require_no_gradient_get_none() -> None:
 
 def test_value_without_autograd_has_no_history() -> None:
     with torch.no_grad():
-        assert not PIPE.value(tracked(), MODEL.batch).requires_grad
+        assert not PIPE.value(tracked(MODEL.params), MODEL.batch).requires_grad
     assert not PIPE.value(MODEL.params, MODEL.batch).requires_grad
     norms = fpipe.per_example_norms(PIPE)
     with pytest.raises(fpipe.FpipeError, match="of one that returns norms"):
-        norms.value(tracked(), MODEL.batch).sum().backward()
+        norms.value(tracked(MODEL.params), MODEL.batch).sum().backward()
 
 
 def test_backward_of_a_value_by_the_batch() -> None:
     leaves = pytree.tree_map(lambda leaf: leaf.clone().requires_grad_(), MODEL.batch)
-    params = tracked()
+    params = tracked(MODEL.params)
     (PIPE.value(params, leaves) * 3).backward()
     assert_same(pytree.tree_map(lambda leaf: leaf.grad, params),
                 pytree.tree_map(lambda g: 3 * g, GRADS))  # fmt: skip
     (by_batch,) = fpipe.grad(PIPE, ("batch",)).step(MODEL.params, MODEL.batch).grads
     assert_same(pytree.tree_map(lambda leaf: leaf.grad / 3, leaves), by_batch)
     # The argnums of step do not matter here.
-    alone = tracked()
+    alone = tracked(MODEL.params)
     fpipe.grad(PIPE, "batch").value(alone, MODEL.batch).backward()
     assert_same(pytree.tree_map(lambda leaf: leaf.grad, alone), GRADS)

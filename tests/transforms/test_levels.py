@@ -14,6 +14,7 @@ from torch.func import grad, grad_and_value, jacrev, vmap
 import fpipe
 from fpipe import FpipeError, StageError, pytree, schedules
 from tests.models import apply, assert_identical, assert_same, mlp
+from tests.transforms.helpers import member
 
 MODEL = mlp(4, 6)
 BATCH = MODEL.batch
@@ -97,11 +98,7 @@ def test_mapped_value_forward_and_derived_pipelines() -> None:
     slopes = vmap(lambda v: fpipe.jvp(PIPE).value(MODEL.params, BATCH, v).jvp)(STACKED)
     assert slopes.shape == (3,)
     rows = vmap(fpipe.per_example_grads(PIPE).step, (0, None))(STACKED, BATCH)
-    assert_same(rows.loss[1], fpipe.per_example_grads(PIPE).value(own_of(STACKED, 1), BATCH))
-
-
-def own_of(stacked: Any, number: int) -> Any:
-    return pytree.tree_map(lambda leaf: leaf[number], stacked)
+    assert_same(rows.loss[1], fpipe.per_example_grads(PIPE).value(member(STACKED, 1), BATCH))
 
 
 def test_every_member_has_a_gradient_of_its_own_by_a_shared_batch() -> None:

@@ -16,12 +16,9 @@ from torch import Tensor
 import fpipe
 from fpipe import Stage, StageError, pytree, schedules
 from tests.models import MODELS, Model, assert_same, mlp, unpipelined
+from tests.transforms.helpers import norms_of, pipe_of
 
 ROWS = 7
-
-
-def pipe_of(model: Model, schedule: fpipe.Schedule, **options: Any) -> fpipe.Pipeline:
-    return fpipe.pipeline(model.stages, model.loss, schedule, **{"compile": False, **options})
 
 
 def row(model: Model, number: int) -> Model:
@@ -31,11 +28,6 @@ def row(model: Model, number: int) -> Model:
 
 def pick(value: Any, number: int) -> Any:
     return pytree.tree_map(lambda leaf: leaf[number], value)
-
-
-def norms_of(grads: Any) -> Tensor:
-    squares = [g.flatten(1).square().sum(1) for g in pytree.flatten(grads)[0]]
-    return torch.stack(squares).sum(0).sqrt()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -51,7 +43,7 @@ def test_each_example_is_a_batch_of_one(name: str) -> None:
         assert_same(fpipe.Step(loss[number], pick(grads, number)), alone)
     assert_same(by_rows.value(model.params, model.batch), loss)
     norms = fpipe.per_example_norms(pipe).step(model.params, model.batch)
-    assert_same(tuple(norms), (loss, norms_of(grads)))
+    assert_same(tuple(norms), norms_of((loss, grads)))
 
 
 def test_forward_stacks_the_outputs_of_batches_of_one() -> None:
@@ -113,7 +105,7 @@ def test_rows_of_ensembles_in_either_order() -> None:
         assert_same(pytree.tree_map(lambda g, n=number: g.select(2, n), inside.grads), alone.grads)
         # Members lie where the parameters have them; rows come before all of a member's own.
         assert_same(pytree.tree_map(lambda g, n=number: g[:, n], outside.grads), alone.grads)
-        assert_same(norms.norms[:, number], norms_of(alone.grads))
+        assert_same(norms.norms[:, number], norms_of(alone)[1])
 
 
 def test_norms_are_zero_where_nothing_is_trained() -> None:

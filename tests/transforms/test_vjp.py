@@ -17,6 +17,7 @@ from fpipe import Stage, pytree, schedules
 from tests.distributed.crew import Crew, Outcome, attempt, values
 from tests.models import assert_same, rand
 from tests.state_model import make_batch, make_params, make_state, stateful_model
+from tests.transforms.helpers import tracked
 
 NO_OTHERS = {"positive": None, "w": None}
 ZB = schedules.zb_h1(ranks=2, microbatches=3)
@@ -49,10 +50,6 @@ def contrast(z: Tensor) -> Tensor:
 
 def of_all(out: dict[str, Tensor]) -> Tensor:
     return contrast(out["z"]) + out["w"].abs().max()
-
-
-def tracked(values: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.clone().requires_grad_(), values)
 
 
 def grads(values: Any) -> list[Tensor | None]:
@@ -448,7 +445,7 @@ def test_ensembles_and_rows_of_a_vjp_are_refused() -> None:
 # ── over processes ──────────────────────────────────────────────────────────────────────────────
 
 
-def over_ranks(group: dist.ProcessGroup, cotangent: Any) -> tuple[Any, Outcome | None]:
+def vjp_over_ranks(group: dist.ProcessGroup, cotangent: Any) -> tuple[Any, Outcome | None]:
     params, batch = arguments()
     pipe = pipeline(group=group)
     if group.rank() == 0:
@@ -462,7 +459,7 @@ def test_over_processes_every_rank_takes_the_cotangent(pair: Crew) -> None:
     params, batch = arguments()
     cotangent = {"z": rand(7, 2), "positive": None, "w": None}
     expected = fpipe.vjp(pipeline()).step(params, batch, cotangent)
-    for rank, (step, refusal) in enumerate(values(pair.run(over_ranks, cotangent))):
+    for rank, (step, refusal) in enumerate(values(pair.run(vjp_over_ranks, cotangent))):
         assert_same(step.loss, expected.loss)
         assert_same(step.grads[rank], expected.grads[rank])
         if rank:

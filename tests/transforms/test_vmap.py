@@ -16,28 +16,14 @@ from torch.func import functional_call, grad_and_value, stack_module_state
 
 import fpipe
 from fpipe import BatchError, Stage, StageError, pytree, schedules
-from tests.models import MODELS, Model, apply, assert_same, mlp, short_gpt, unpipelined
+from tests.models import MODELS, apply, assert_same, mlp, short_gpt, unpipelined
+from tests.transforms.helpers import member, pipe_of, stacked
 
 MEMBERS = 3
 
 
-def pipe_of(model: Model, schedule: fpipe.Schedule, **options: Any) -> fpipe.Pipeline:
-    return fpipe.pipeline(model.stages, model.loss, schedule, **{"compile": False, **options})
-
-
 def rand(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
-
-
-def members_of(params: Any, dim: int = 0) -> Any:
-    """Members that differ, stacked."""
-    return pytree.tree_map(
-        lambda p: torch.stack([p * (1 + 0.1 * n) for n in range(MEMBERS)], dim), params
-    )
-
-
-def member(stacked: Any, number: int, dim: int = 0) -> Any:
-    return pytree.tree_map(lambda p: p.select(dim, number), stacked)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -45,7 +31,7 @@ def test_step_equals_each_member_alone(name: str) -> None:
     """Microbatches of two sizes."""
     schedule = schedules.interleaved_1f1b(ranks=2, microbatches=4)
     model = MODELS[name](4, 7)
-    params = members_of(model.params)
+    params = stacked(model.params, MEMBERS)
     ensemble = fpipe.vmap(pipe_of(model, schedule))
     loss, grads = ensemble.step(params, model.batch)
     assert loss.shape == (MEMBERS,)
@@ -58,7 +44,7 @@ def test_step_equals_each_member_alone(name: str) -> None:
 def test_forward_puts_members_first() -> None:
     schedule = schedules.zbv(ranks=2, microbatches=2)
     model = MODELS["conv"](4, 5)
-    params = members_of(model.params)
+    params = stacked(model.params, MEMBERS)
     ensemble = fpipe.vmap(pipe_of(model, schedule))
     for out_dims in (0, {"logits": -2, "label": 0}):
         y = ensemble.forward(params, model.batch, out_dims=out_dims)
@@ -156,7 +142,7 @@ class Halves(NamedTuple):
 def test_gradients_come_in_the_container_of_the_parameters(container: Any) -> None:
     model = mlp(2, 4)
     pipe = pipe_of(model, schedules.one_f_one_b(ranks=2, microbatches=2))
-    params, members = container(model.params), container(members_of(model.params))
+    params, members = container(model.params), container(stacked(model.params, MEMBERS))
     found = [
         (pipe.step(params, model.batch).grads, params),
         (fpipe.vmap(pipe).step(members, model.batch).grads, members),
@@ -172,8 +158,8 @@ def test_ensembles_of_ensembles() -> None:
     model = mlp(4, 6)
     schedule = schedules.zbv(ranks=2, microbatches=2)
     pipe = pipe_of(model, schedule)
-    params = pytree.tree_map(lambda p: torch.stack([members_of(p), members_of(p).neg()], -1),
-                           model.params)  # fmt: skip
+    members = stacked(model.params, MEMBERS)
+    params = pytree.tree_map(lambda p: torch.stack([p, p.neg()], -1), members)
     batch = {"x": torch.stack([model.batch["x"], model.batch["x"].flip(0)], 1)}
     batch["y"] = model.batch["y"]
     outer = (-1, {"x": 1, "y": None})
@@ -188,7 +174,7 @@ def test_ensembles_of_ensembles() -> None:
 def test_directions_of_ensembles_of_ensembles_with_batches_of_their_own() -> None:
     model = mlp(2, 6)
     pipe = fpipe.hvp(pipe_of(model, schedules.gpipe(ranks=2, microbatches=2)))
-    params = pytree.tree_map(members_of, model.params)
+    params = stacked(model.params, MEMBERS)
     batch = {"x": torch.stack([model.batch["x"], model.batch["x"].flip(0)])}
     batch["y"] = model.batch["y"]
     inner, outer = (0, None, 0), (None, {"x": 0, "y": None}, None)
@@ -333,7 +319,7 @@ def test_lstm_cell_and_group_norm_in_channels_last() -> None:
         name: {key: leaf.detach() for key, leaf in own.named_parameters()}
         for name, own in (("cell", cell), ("norm", norm))
     }
-    members = members_of(params)
+    members = stacked(params, MEMBERS)
     x = rand(3, 4, 2, 2).to(memory_format=torch.channels_last)
     several = fpipe.vmap(pipe).step(members, x).grads
     rows = fpipe.per_example_grads(pipe).step(params, x).grads
@@ -364,7 +350,7 @@ def test_vmap_of_recurrent_layers(layer: torch.nn.Module) -> None:
     schedule = schedules.one_f_one_b(ranks=2, microbatches=1)
     pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
     params = {name: leaf.detach() for name, leaf in layer.named_parameters()}
-    members, x = members_of(params), torch.randn(4, 5, 2, dtype=torch.float64)
+    members, x = stacked(params, MEMBERS), torch.randn(4, 5, 2, dtype=torch.float64)
     found = fpipe.vmap(pipe).step(members, x)
     rows = fpipe.per_example_grads(pipe).step(params, x)
     for number in range(MEMBERS):
@@ -396,7 +382,7 @@ def test_vmap_keeps_the_options_of_the_pipeline() -> None:
     model = mlp(4, 6)
     ensemble = fpipe.vmap(pipe_of(model, schedules.interleaved_1f1b(ranks=2, microbatches=2)))
     other = ensemble.with_schedule(schedules.zbv(ranks=2, microbatches=3))
-    params = members_of(model.params)
+    params = stacked(model.params, MEMBERS)
     with fpipe.use(other):
         assert_same(fpipe.step(params, model.batch), ensemble.step(params, model.batch))
     assert len(other.programs(params, model.batch)) == 2
@@ -406,7 +392,7 @@ def test_vmap_keeps_the_options_of_the_pipeline() -> None:
 def test_compiled_vmap_equals_each_member() -> None:
     model = short_gpt(6, torch.float32)
     schedule = schedules.one_f_one_b(ranks=2, microbatches=1)
-    params = members_of(model.params)
+    params = stacked(model.params, MEMBERS)
     loss, grads = fpipe.vmap(pipe_of(model, schedule, compile=True)).step(params, model.batch)
     for number in range(MEMBERS):
         alone = unpipelined(*model._replace(params=member(params, number)))
@@ -459,11 +445,11 @@ def test_in_dims_must_fit_those_of_the_pipeline() -> None:
 )
 def test_in_dims_must_fit_the_arguments(in_dims: Any, text: str) -> None:
     with pytest.raises(BatchError, match=text):
-        fpipe.vmap(PIPE, in_dims).step(members_of(MODEL.params), MODEL.batch)
+        fpipe.vmap(PIPE, in_dims).step(stacked(MODEL.params, MEMBERS), MODEL.batch)
 
 
 def test_members_are_counted_alike() -> None:
-    members = members_of(MODEL.params)
+    members = stacked(MODEL.params, MEMBERS)
     found = fpipe.vmap(PIPE, axis_size=3).step(members, MODEL.batch)
     assert torch.equal(found.loss, fpipe.vmap(PIPE).step(members, MODEL.batch).loss)
     with pytest.raises(BatchError, match=r"params.* has 3 members .*, but axis_size has 2: all"):
@@ -477,7 +463,7 @@ def test_members_are_counted_alike() -> None:
 
 
 def test_ensemble_without_members_is_refused() -> None:
-    none = pytree.tree_map(lambda p: p[:0], members_of(MODEL.params))
+    none = pytree.tree_map(lambda p: p[:0], stacked(MODEL.params, MEMBERS))
     with pytest.raises(BatchError, match="has 0 members along its mapped dimension"):
         fpipe.vmap(PIPE).step(none, MODEL.batch)
 
