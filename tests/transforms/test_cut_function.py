@@ -1,4 +1,4 @@
-"""Transforms of one function that is cut: what torch.func gives of the function itself.
+"""Transforms of one function with cuts equal torch.func of the function itself.
 
 The function is a small network, which traces at once; a model is in test_cut_model.py.
 """

@@ -214,7 +214,7 @@ def test_weighted_losses_within_torch_func() -> None:
 
 
 def test_loss_of_weight_zero_spoils_no_other_gradient() -> None:
-    """A loss over a weight of 0 is NaN, and made NaN of all gradients where it was not used."""
+    """A loss over a weight of 0 is NaN, and once made all gradients NaN though it was not used."""
     torch.manual_seed(0)
 
     def masked(params: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
@@ -359,7 +359,7 @@ def stateful(batch_norm: str = "microbatch") -> fpipe.Pipeline:
 
 
 def one_by_one(pipe: Any, params: Any, states: Any, members: int) -> Any:
-    """The steps of each member alone, stacked."""
+    """Each member's step by itself, stacked."""
     batch = state_model.make_batch()
     results = []
     for m in range(members):
@@ -480,7 +480,7 @@ def frozen(part: str, path: tuple[Any, ...]) -> bool:
 @pytest.mark.parametrize("choice", ["function", "prefix", "whole stages"])
 @pytest.mark.parametrize("transform", [fpipe.hvp, fpipe.ggnvp], ids=["hvp", "ggnvp"])
 def test_parameter_that_is_not_trained_has_no_direction(transform: Any, choice: str) -> None:
-    """As if it were closed over."""
+    """A parameter that is not trained is a constant of the derivative."""
     model = mlp(4, 6)
     flags = [
         pytree.unflatten(pytree.structure(part), [i != index % 2 for i in range(leaves)])

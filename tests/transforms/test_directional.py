@@ -114,7 +114,7 @@ def test_forward_returns_the_output_and_its_derivative() -> None:
 
 
 def test_forward_merges_along_the_out_dims_of_the_pipeline() -> None:
-    """The dimensions that the pipeline was made with were not read."""
+    """The out_dims of the pipeline were once not read."""
     schedule, w = schedules.gpipe(ranks=2, microbatches=2), torch.eye(3)
     columns = fpipe.pipeline(
         [lambda w, x: x @ w, lambda w, x: (x @ w).T],
@@ -315,7 +315,7 @@ def hvp_of(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def test_second_derivative_of_sinc_at_zero() -> None:
-    """It was no number; torch's second derivative is 0 there, where -π²/3 is right."""
+    """It was once NaN; the second derivative of torch is 0 there, where -π²/3 is right."""
     x = torch.tensor([0.0, 1e-9, 0.5], dtype=torch.float64)
     found = hvp_of(torch.sinc, x)
     # The second derivative of y² is 2 y'² + 2 y y''.
@@ -324,7 +324,7 @@ def test_second_derivative_of_sinc_at_zero() -> None:
 
 
 def test_group_norm_of_channels_last() -> None:
-    """Its rules take a view of channels and places that lie apart there."""
+    """The rules of torch take a view of channels and places, which channels_last does not have."""
     x = torch.randn(1, 4, 2, 3, dtype=torch.float64)
     cubed = torch.arange(24.0, dtype=torch.float64).view(1, 4, 2, 3)
     found = hvp_of(lambda x: F.group_norm(x, 2) * cubed, x.to(memory_format=torch.channels_last))
@@ -688,7 +688,7 @@ def test_operations_of_constants_are_not_refused() -> None:
 
 
 def test_refuses_operations_within_a_derivative_of_the_stage_s_own() -> None:
-    """Its own transforms lie between the operation and the direction."""
+    """Transforms in the stage lie between the operation and the direction."""
 
     def loss(p: Tensor, x: Tensor) -> Tensor:
         inner: Tensor = grad(lambda m: (torch.logdet(m) * p.sum()).sin())(x)
@@ -703,7 +703,7 @@ def test_refuses_operations_within_a_derivative_of_the_stage_s_own() -> None:
 
 @pytest.mark.parametrize("transform", [fpipe.jvp, fpipe.hvp])
 def test_refuses_products_that_are_scattered(transform: Any) -> None:
-    """torch's tangent of them is zero."""
+    """The tangent that torch gives them is zero."""
     index = torch.tensor([[0, 0, 1]])
 
     def loss(p: Tensor, x: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def on_two_ranks(family: str) -> Schedule:
 
 
 def of_four_stages(family: str) -> Schedule:
-    """So that one set of kernels serves all families."""
+    """Schedules of as many stages, so that one set of kernels serves all families."""
     two = on_two_ranks(family)
     return two if two.num_stages == 4 else schedules.get(family, ranks=4, microbatches=MICROBATCHES)
 

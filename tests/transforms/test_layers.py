@@ -58,7 +58,7 @@ def recurrent(name: str) -> tuple[nn.Module, fpipe.ModulePipeline, Any, Any, Any
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_dropout_between_recurrent_layers_of_examples(name: str) -> None:
-    """It was left out without a word: torch's own decomposition knows none."""
+    """Dropout was once left out: the decomposition of torch has none."""
     _, pipe, params, stacked, batch = recurrent(name)
     alone = pipe.step(params, batch, KEY)
     several = fpipe.vmap(pipe, randomness="same").step(stacked, batch, KEY)
@@ -169,7 +169,7 @@ def padded(
 
 @pytest.mark.parametrize("direct", [False, True])
 def test_padding_of_an_embedding_has_no_gradient(direct: bool) -> None:
-    """The gradient of its row was kept for all but the first member or example."""
+    """Only the first member or example once had no gradient of the padding row."""
     params, plain, pipe = padded(Embedding(direct))
     each = torch.func.vmap(torch.func.grad(plain), (None, 0))(params, PADDED[:, None])
     assert not each["table.weight"][:, 1].any() and each["table.weight"][:, 2].any()

@@ -131,7 +131,7 @@ def test_global_norm_of_a_product(pair: Crew) -> None:
 
 
 def test_wrong_vector_of_one_rank_is_an_error_on_all(pair: Crew) -> None:
-    """One that is None for all was refused on its rank alone: the other waited for that."""
+    """A vector that moves nothing was once refused on its rank alone, and the other rank waited."""
     for short, *nothing, worked in values(pair.run(wrong_vector)):
         assert "vector[1]" in short.error.text
         for failed in (short, *nothing):
@@ -142,7 +142,7 @@ def test_wrong_vector_of_one_rank_is_an_error_on_all(pair: Crew) -> None:
 
 
 def test_value_of_which_only_some_ranks_require_a_gradient(pair: Crew) -> None:
-    """Those of a frozen stage require none: all run a step, and count their pipelines alike."""
+    """Ranks of a frozen stage require none: all run a step, and count their pipelines alike."""
     whole = freeze(None)
     for rank, parts in enumerate(values(pair.run(freeze))):
         for part, (required, loss, slope) in zip(parts, whole, strict=True):
@@ -152,7 +152,7 @@ def test_value_of_which_only_some_ranks_require_a_gradient(pair: Crew) -> None:
 
 
 def test_derivatives_for_one_rank_alone(pair: Crew) -> None:
-    """One left the others waiting, another was of a pipeline that they had not counted."""
+    """One once left the others waiting, another ran a pipeline that they had not counted."""
     here, there = values(pair.run(unknown_derivatives))
     for refused, value in zip(here[:2], there[:2], strict=True):
         assert "over processes the loss of pipe.value has a derivative by the parameters alone" in (

@@ -32,7 +32,7 @@ def pick(value: Any, number: int) -> Any:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_each_example_is_a_batch_of_one(name: str) -> None:
-    """Microbatches of two sizes; no weight of theirs is in the result."""
+    """Microbatches of two sizes, whose weights are not in the result."""
     model = MODELS[name](4, ROWS)
     pipe = pipe_of(model, schedules.interleaved_1f1b(ranks=2, microbatches=3))
     by_rows = fpipe.per_example_grads(pipe)
@@ -142,7 +142,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_of_products_along_strided_vectors(layout: str) -> None:
-    """Where all rows share a parameter, its direction was copied to where they are one."""
+    """A direction was once copied into the memory that all rows of a parameter share."""
 
     def stage(w: Tensor, x: Tensor) -> Tensor:
         return torch.tanh(x @ w)

@@ -57,7 +57,7 @@ def biased(bias: Tensor) -> Any:
 
 
 def adapted(value: Value, params: Any, batch: Any) -> Any:
-    """Parameters after a step of their own."""
+    """Parameters after a gradient step."""
     return pytree.tree_map(lambda p, g: p - 0.1 * g, params, grad(value)(params, batch))
 
 
@@ -205,7 +205,7 @@ def test_derivatives_equal_finite_differences() -> None:
 
 
 def test_second_derivative_of_a_call_in_a_checkpoint() -> None:
-    """It is traced beneath the hooks; and what its backward reads is handed out once."""
+    """A checkpoint has hooks, beneath which a call is traced, and hands saved tensors out once."""
     pipe = fpipe.pipeline(MODEL.stages, MODEL.loss, SCHEDULE, compile=False)
 
     def twice(value: Value) -> Any:
@@ -233,7 +233,7 @@ def test_forward_mode_without_torch_func() -> None:
 
 @pytest.mark.parametrize("in_dims", [(0, None), (None, 0), (-1, {"x": 1, "y": None})])
 def test_second_derivative_of_an_ensemble(in_dims: Any) -> None:
-    """Members with parameters of their own, and members who share them."""
+    """Members with separate parameters, and members who share them."""
     dim = in_dims[0]
     params = PARAMS
     if dim is not None:
@@ -309,7 +309,7 @@ def test_second_derivative_of_a_module() -> None:
 
 @pytest.mark.parametrize("family", ["one_f_one_b", "zb_h1"])
 def test_second_derivative_of_the_cross_entropy_of_sequences(family: str) -> None:
-    """A kernel takes logits in order alone, and their derivative lies as the transposed ones do."""
+    """A kernel takes contiguous logits alone, and the derivative of logits of sequences is not."""
 
     def loss_fn(params: Any, batch: Any) -> Tensor:
         hidden = fpipe.cut(torch.tanh(batch["x"] @ params["w"]))
@@ -450,7 +450,7 @@ def second(value: Value, params: Tensor, between: Callable[[], object] = lambda:
 
 
 def test_a_second_derivative_is_taken_under_the_autocast_of_the_call() -> None:
-    """It was traced anew without, and was that of other products."""
+    """It was once traced anew outside of autocast, with products in another precision."""
     seen: list[torch.dtype] = []
 
     def stage(w: Tensor, x: Tensor) -> Tensor:
@@ -478,7 +478,7 @@ def test_a_second_derivative_is_taken_under_the_autocast_of_the_call() -> None:
 
 
 def test_second_derivative_refuses_a_module_in_another_mode() -> None:
-    """It was that of another function, without a word."""
+    """It was once the second derivative of another function, that of the other mode."""
 
     class Module(torch.nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
@@ -508,7 +508,7 @@ def test_second_derivative_refuses_a_module_in_another_mode() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_second_derivative_of_a_loss_that_cancels(seed: int) -> None:
-    """Its rounding was taken for other numbers: the products of natural gradients were refused."""
+    """Rounding was once taken for another loss, and products of natural gradients were refused."""
     torch.manual_seed(seed)
 
     def stage(w: Tensor, batch: Any) -> Tensor:
@@ -518,7 +518,7 @@ def test_second_derivative_of_a_loss_that_cancels(seed: int) -> None:
         return (x @ w).log_softmax(-1)
 
     def divergence(y: Tensor, batch: Any) -> Tensor:
-        """From the model as it is: 0, but for rounding."""
+        """The divergence of the model from itself: 0, but for rounding."""
         return (batch["old"].exp() * (batch["old"] - y)).sum(-1).mean()
 
     schedule = schedules.one_f_one_b(ranks=2, microbatches=4)

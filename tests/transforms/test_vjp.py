@@ -1,4 +1,4 @@
-"""Losses over the whole batch: what comes out can be differentiated, and so the pipeline by it."""
+"""Losses over the whole batch: outputs with an autograd history, and ``fpipe.vjp``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def arguments(rows: int = 7) -> tuple[list[Tensor], dict[str, Tensor]]:
 
 
 def contrast(z: Tensor) -> Tensor:
-    """A loss of which no row has one of its own."""
+    """A loss that compares rows, so that no row has a loss of its own."""
     return torch.logsumexp(z @ z.T, 0).mean()
 
 
@@ -78,7 +78,7 @@ def pipeline(schedule: fpipe.Schedule = ZB, **options: Any) -> fpipe.Pipeline:
 )
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 def test_loss_over_all_outputs_has_a_backward(options: dict[str, Any]) -> None:
-    """Outputs had no history: in a sum with what has one the gradients were wrong, unseen."""
+    """Outputs once had no history, so a sum with tensors that have one had wrong gradients."""
     pipe = pipeline(**options)
     params, batch = arguments()
     for moves in (False, True):
@@ -169,7 +169,7 @@ def test_vjp_of_a_module_with_a_state() -> None:
 
 
 def test_backward_runs_under_the_autocast_of_the_call() -> None:
-    """Whoever calls backward has left autocast, and gradients of other products came back."""
+    """A backward is called outside of autocast, and once ran the stages outside of it too."""
 
     def half(p: Tensor, x: Tensor) -> Tensor:
         return x @ p
@@ -199,7 +199,7 @@ def test_backward_is_traced_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_derived_pipeline_is_kept_by_its_out_dims() -> None:
-    """It was kept by what Python prints of them, of some classes another text each time."""
+    """It was once kept by the printed out_dims, which some classes print anew each time."""
 
     class Pair:
         def __init__(self, first: Any, second: Any) -> None:
@@ -255,7 +255,7 @@ def hooked(call: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("around", [compiled, dual, unmapped, hooked])
 def test_forward_has_a_history_within_other_transforms(around: Any) -> None:
-    """It was detached where torch.compile, forward mode or a vmap of others was at work."""
+    """Outputs were once detached within torch.compile, forward mode and a vmap of other tensors."""
     pipe, (params, batch) = pipeline(), arguments()
     own, theirs = tracked(params), tracked(params)
     around(lambda: contrast(pipe.forward(own, batch)["z"])).sum().backward()
@@ -282,7 +282,7 @@ def test_backward_of_a_mapped_forward_is_refused() -> None:
 
 
 def test_backward_refuses_outputs_that_have_changed() -> None:
-    """The second run reads it anew: its gradients were those of other outputs, without a word."""
+    """The second run reads the factor anew, and once returned gradients of other outputs."""
     factor, key = torch.ones((), dtype=torch.float64), fpipe.random.key(0)
 
     def scaled(p: Tensor, x: Tensor, key: Tensor) -> Tensor:
@@ -342,7 +342,7 @@ def test_second_derivative_of_a_forward_is_refused() -> None:
 
 
 def test_several_cotangents_at_once_are_refused() -> None:
-    """It was torch's error of an operation that nobody had called."""
+    """torch once raised an error about an operation that the caller had not called."""
     pipe, (params, batch) = pipeline(), arguments()
     own = tracked(params)
     z = pipe.forward(own, batch)["z"]
@@ -382,7 +382,7 @@ def test_pipelines_without_a_vjp_are_refused(name: str) -> None:
 
 
 def test_backward_of_outputs_without_a_derivative_is_refused() -> None:
-    """They were detached, without a word."""
+    """Outputs without a derivative were once detached."""
     params, batch = arguments()
     last = pipeline(out_dims={"z": 0, "positive": 0, "w": None})
     with pytest.raises(fpipe.BatchError, match=r"\['w'\] is of an output of which the last"):

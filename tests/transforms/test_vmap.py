@@ -212,8 +212,8 @@ def lu_solved(matrix: Tensor, right: Tensor) -> Tensor:
 def test_one_matrix_with_several_right_hand_sides_and_the_reverse(
     of_matrix: tuple[int, ...], of_right: tuple[int, ...], solve: Callable[..., Tensor]
 ) -> None:
-    """torch's batching takes one matrix for several right-hand sides for something else, and the
-    other way round: values were wrong without a word, by numbers out of other memory."""
+    """The batching of torch takes one matrix with several right-hand sides for something else, and
+    reads numbers out of other memory."""
     if solve is lu_solved and of_right == (2, 3):
         of_right = (2, 3, 1)  # it knows no vectors
 
@@ -256,7 +256,7 @@ def test_one_matrix_with_several_right_hand_sides_and_the_reverse(
 
 @pytest.mark.parametrize("right", [torch.eye(3), torch.arange(9.0).reshape(3, 3).cos()])
 def test_cholesky_solve_of_square_right_hand_sides(right: Tensor) -> None:
-    """For as many factors as they have rows; torch took them for one vector each."""
+    """With as many factors as rows, torch can take right-hand sides for one vector each."""
 
     def loss_fn(p: Tensor, x: Tensor) -> Tensor:
         factor = torch.linalg.cholesky(p @ p.mT + 3 * torch.eye(3).double())
@@ -272,8 +272,8 @@ def test_cholesky_solve_of_square_right_hand_sides(right: Tensor) -> None:
 
 
 def test_solve_of_single_rows() -> None:
-    """Of one matrix torch's kernel still takes the stride to the next, and of an expanded one under
-    vmap that was another."""
+    """The kernel reads the stride to the next matrix even of a single matrix, and that stride is
+    another one for an expanded matrix under vmap."""
 
     def solved(p: Tensor, x: Tensor) -> Tensor:
         right = x[:, :, :2].cos() + p
