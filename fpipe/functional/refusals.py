@@ -3,7 +3,7 @@
 - Solutions and determinants: their forward-mode rules take the factors of the matrix for constants.
 - ``cholesky_inverse``: its rule is wrong before it is differentiated.
 - ``logcumsumexp``: its rule subtracts sums, and loses its digits.
-- Eigenvectors and ``cumprod``: their rules divide by infinity and by zeros.
+- Eigenvectors, ``cumprod`` and ``vander``, its caller: their rules divide by infinity and by zeros.
 - Quantiles: they interpolate by ``lerp_``, whose abstract kernel fails within a `jvp`.
 
 A refused function still takes constants, but for a quantile.
@@ -53,7 +53,7 @@ _REASONS: Final[Mapping[tuple[Callable[..., Any], ...], str]] = MappingProxyType
             "would be no number; of eigenvalues alone call torch.linalg.eigvals, and compute "
             "eigenvectors outside of the pipeline or within torch.no_grad()"
         ),
-        (torch.linalg.householder_product,): (
+        (torch.linalg.householder_product, torch.orgqr, Tensor.orgqr): (
             "would be wrong; call torch.linalg.qr, or multiply the reflections"
         ),
         (torch.triangular_solve, Tensor.triangular_solve): (
@@ -62,6 +62,9 @@ _REASONS: Final[Mapping[tuple[Callable[..., Any], ...], str]] = MappingProxyType
         (torch.cumprod, Tensor.cumprod, Tensor.cumprod_): (
             "would be no number at zeros; call torch.stack(list(itertools.accumulate("
             "x.unbind(dim), torch.mul)), dim), or x.log().cumsum(dim).exp() of positive numbers"
+        ),
+        (torch.linalg.vander,): (
+            "would be no number at zeros; take torch.stack([x**k for k in range(n)], -1)"
         ),
         (torch.logcumsumexp, Tensor.logcumsumexp): (
             "would lose its digits; call torch.logsumexp of each part, as of "

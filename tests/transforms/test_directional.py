@@ -295,6 +295,7 @@ SMOOTH: dict[str, Callable[[Tensor], Tensor]] = {
     "products step by step": lambda x: torch.stack(
         list(itertools.accumulate((x * KEYS[0, 1:].repeat(2)).unbind(1), torch.mul)), 1
     ),
+    "powers": lambda x: torch.stack([(x[0] * KEYS[0, 1:].repeat(2)) ** k for k in range(3)], -1),
     "logsumexp of each part": lambda x: x.unsqueeze(-2).masked_fill(
         torch.ones(4, 4, dtype=torch.bool).triu(1), -torch.inf
     ).logsumexp(-1),
@@ -585,6 +586,11 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "householder_product": (
         lambda p: torch.linalg.householder_product(p, p[0]),
         ".*householder_product would be wrong; call torch.linalg.qr",
+    ),
+    "orgqr": (lambda p: torch.orgqr(p, p[0]), "orgqr would be wrong; call torch.linalg.qr"),
+    "vander": (
+        lambda p: torch.linalg.vander(p[0]),
+        "linalg_vander would be no number at zeros; take torch.stack",
     ),
     "triangular_solve": (
         lambda p: torch.triangular_solve(p, p)[0],
