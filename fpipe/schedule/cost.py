@@ -22,7 +22,9 @@ from fpipe.schedule.placements import plain_placement
 
 # Between these, sums and ratios of costs neither overflow nor vanish.
 LEAST, MOST = 1e-100, 1e100
-_PER_STAGE: Final = ("f", "i", "w", "b", "activation", "freed_by_i")
+_PER_STAGE: Final = ("f", "i", "w", "b", "activation", "freed_by_i", "unshard", "reduce_grad")
+
+_PER_MICROBATCH: Final = _PER_STAGE[:-2]
 
 PerStage: TypeAlias = float | tuple[float, ...]
 Latency: TypeAlias = float | tuple[tuple[float, ...], ...]
@@ -50,6 +52,11 @@ class Cost:
         sizes: of the microbatches, such as those of sequences of different lengths; None where all
             are equal. All other numbers are for a microbatch of size 1: times and activations of
             microbatch k are ``sizes[k]`` times as large, and `comm` is not.
+        unshard: time of the collective of an UNSHARD, 0 by default, whatever the microbatches are.
+        reduce_grad: the same of a REDUCE_GRAD.
+        collective_lane: those run beside the rank, one after the other: the rank goes on, and waits
+            where it computes on the stage that an UNSHARD gathers, at the next REDUCE_GRAD of a
+            stage, and at the end. False: the rank does nothing else meanwhile.
 
     Numbers of any real type are taken, also those of numpy, and kept as Python's int or float.
 
@@ -75,6 +82,9 @@ class Cost:
     activation: PerStage
     freed_by_i: PerStage
     sizes: tuple[float, ...] | None
+    unshard: PerStage
+    reduce_grad: PerStage
+    collective_lane: bool
 
     def __init__(
         self,
@@ -86,6 +96,9 @@ class Cost:
         activation: float | Iterable[float] = 1,
         freed_by_i: float | Iterable[float] = 0,
         sizes: Iterable[float] | None = None,
+        unshard: float | Iterable[float] = 0,
+        reduce_grad: float | Iterable[float] = 0,
+        collective_lane: bool = True,
     ) -> None:
         values: dict[str, object] = {
             "f": _per_stage("f", f),
@@ -96,6 +109,9 @@ class Cost:
             "activation": _per_stage("activation", activation),
             "freed_by_i": _per_stage("freed_by_i", freed_by_i, signed=True),
             "sizes": None if sizes is None else _sizes(sizes),
+            "unshard": _per_stage("unshard", unshard),
+            "reduce_grad": _per_stage("reduce_grad", reduce_grad),
+            "collective_lane": _flag("collective_lane", collective_lane),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -213,6 +229,9 @@ class Cost:
             activation=kept,
             freed_by_i=tuple(map(min, kept, freed)),
             sizes=self.sizes,
+            unshard=each("unshard", self.unshard),
+            reduce_grad=each("reduce_grad", self.reduce_grad),
+            collective_lane=self.collective_lane,
         )
 
     def sizes_of(self, microbatches: int) -> tuple[float, ...]:
@@ -265,7 +284,9 @@ def alike(cost: Cost, size: float) -> Cost:
             return tuple(x * size for x in value)
         return None if value is None else value * size
 
-    return replace(cost, sizes=None, **{name: scaled(getattr(cost, name)) for name in _PER_STAGE})
+    return replace(
+        cost, sizes=None, **{name: scaled(getattr(cost, name)) for name in _PER_MICROBATCH}
+    )
 
 
 def check_cost(cost: object) -> None:
@@ -288,6 +309,8 @@ class StageCosts:
         freed_by_i: the share of it that I frees; B or W frees the rest.
         sizes: of each microbatch; times and activations are multiplied by it. None where all are
             equal.
+        unshard, reduce_grad: times of each stage's collectives.
+        collective_lane: they run beside the rank.
     """
 
     f: tuple[float, ...]
@@ -299,6 +322,9 @@ class StageCosts:
     activation: tuple[float, ...]
     freed_by_i: tuple[float, ...]
     sizes: tuple[float, ...] | None
+    unshard: tuple[float, ...] = ()
+    reduce_grad: tuple[float, ...] = ()
+    collective_lane: bool = True
 
     @cached_property
     def backward(self) -> tuple[float, ...]:
@@ -336,6 +362,12 @@ def _per_stage(name: str, value: float | Iterable[float], *, signed: bool = Fals
         return _number(name, value, signed)
     check_ordered(f"cost {name}", value, "stage", "one number for all")
     return tuple(_number(f"{name}[{k}]", entry, signed) for k, entry in enumerate(value))
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ScheduleError(f"cost {name}={value!r:.60} must be True or False")
+    return value
 
 
 def _sizes(sizes: Iterable[float]) -> tuple[float, ...]:

@@ -21,6 +21,12 @@ class Event(NamedTuple):
     end: float
 
 
+def is_beside(event: Event, cost: Cost | None) -> bool:
+    """Whether a simulated event runs in the lane of collectives, beside what its rank does."""
+    lane = cost is not None and cost.collective_lane
+    return lane and event.action.microbatch is None and event.end > event.start
+
+
 Steps: TypeAlias = tuple[tuple[float, float], ...]  # a time, and the amount held from then on
 
 
@@ -137,7 +143,9 @@ def waits_of(
 ) -> tuple[list[list[Wait]], list[Hop]]:
     """The wait of each action per rank, and every value that goes from rank to rank.
 
-    An action waits for the end of the one before it on its rank, and for its inputs to arrive. On a
+    An action waits for the end of the one before it on its rank, and for its inputs to arrive; a
+    collective in a lane for the one before it there too; and what computes on a stage for what is
+    gathered for it. On a
     tie it waited for its rank: a path of such waits shows the work that fills the time. An action
     that took no time and was over before an input arrived has not read it: in a real step it had
     nothing to compute.
@@ -156,11 +164,23 @@ def waits_of(
     messages: list[Hop] = []
     for rank, row in enumerate(events):
         waits.append([])
-        for at in range(len(row)):
+        before: int | None = None  # the last action that occupied the rank
+        collective: int | None = None  # and the last one in its lane
+        gathers: dict[int, int] = {}
+        for at, event in enumerate(row):
             source: Position | None = None
             ready = begun
-            if at:
-                source, ready = (rank, at - 1), row[at - 1].end
+            beside = is_beside(event, cost)
+            others = [before, collective if beside else gathers.get(event.action.stage)]
+            for other in others:
+                if other is not None and (source is None or row[other].end > ready):
+                    source, ready = (rank, other), row[other].end
+            if beside:
+                collective = at
+                if event.action.op == Op.UNSHARD:
+                    gathers[event.action.stage] = at
+            else:
+                before = at
             for need in graph.needs[graph.starts[rank] + at]:
                 place = graph.place(need)
                 arrival = events[place[0]][place[1]].end
@@ -177,12 +197,14 @@ def waits_of(
 
 def critical_path(events: Events, num_stages: int, cost: Cost | None) -> list[Position]:
     """Positions of the actions that the last end waited for, first to last."""
-    ends = [(row[-1].end, -rank) for rank, row in enumerate(events) if row]
+    ends = [
+        (event.end, -rank, at) for rank, row in enumerate(events) for at, event in enumerate(row)
+    ]
     if not ends:
         return []
     waits, _ = waits_of(events, num_stages, cost)
-    rank = -max(ends)[1]
-    here: Position | None = (rank, len(events[rank]) - 1)
+    _, rank, at = max(ends)
+    here: Position | None = (-rank, at)
     path: list[Position] = []
     while here is not None:
         path.append(here)

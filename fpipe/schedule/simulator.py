@@ -20,7 +20,9 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
 
     A rank runs its actions in order, one at a time, and each starts as soon as the rank is free and
     its input has arrived. A value travels for ``cost.comm`` after its action ends, and occupies no
-    rank meanwhile. Whole-stage actions take no time. A million actions take a few seconds.
+    rank meanwhile. UNSHARD and REDUCE_GRAD take ``cost.unshard`` and ``cost.reduce_grad``, in a
+    lane beside the rank unless ``cost.collective_lane`` is False; RESHARD takes no time. A million
+    actions take a few seconds.
 
     Args:
         schedule: any schedule that `fpipe.verify` accepts, also one for evaluation (F alone) or
@@ -89,6 +91,11 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequenc
     `costs` are for a microbatch of size 1.
     """
     microbatches = len(sizes)
+    beside = costs.collective_lane
+    # Per rank, when its last action ended, and its last collective; per stage, when what it has
+    # gathered is there, and when its gradients are reduced.
+    clocks, lanes = [0.0] * len(rows), [0.0] * len(rows)
+    gathered, reduced = [0.0] * len(costs.f), [0.0] * len(costs.f)
     f, i, w, b, down, up = costs.f, costs.i, costs.w, costs.b, costs.down, costs.up
     last = len(f) - 1
     # Per stage and microbatch, at stage * microbatches + microbatch: how far its work is (1 after
@@ -103,13 +110,25 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequenc
     while ready:
         rank = ready.pop()
         row, start_at, end_at = rows[rank], starts[rank], ends[rank]
-        now: float = end_at[-1] if end_at else 0.0
+        now = clocks[rank]
         for at in range(len(end_at), len(row)):
             stage, op, microbatch = row[at]
             if microbatch is None:
-                start_at.append(now)
-                end_at.append(now)
+                begin = end = now
+                if op == Op.UNSHARD:
+                    begin = max(now, lanes[rank])
+                    end = lanes[rank] = gathered[stage] = begin + costs.unshard[stage]
+                elif op == Op.REDUCE_GRAD:
+                    now = max(now, reduced[stage])
+                    begin = max(now, lanes[rank])
+                    end = lanes[rank] = reduced[stage] = begin + costs.reduce_grad[stage]
+                start_at.append(begin)
+                end_at.append(end)
+                if not beside:
+                    now = end
                 continue
+            if gathered[stage] > now:
+                now = gathered[stage]
             key = stage * microbatches + microbatch
             done = state[key]
             if op == Op.F:
@@ -159,6 +178,7 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequenc
             start_at.append(now)
             end_at.append(end)
             now = end
+        clocks[rank] = now
     whole = microbatches > 0 and all(
         len(row) == len(done_at) for row, done_at in zip(rows, ends, strict=True)
     )

@@ -13,7 +13,15 @@ from fpipe.schedule.action import Op
 from fpipe.schedule.arguments import plain_integer
 from fpipe.schedule.bounds.makespan import lower_bound
 from fpipe.schedule.cost import Cost, StageCosts, check_cost
-from fpipe.schedule.events import Event, Steps, Transfer, critical_path, held, transfers
+from fpipe.schedule.events import (
+    Event,
+    Steps,
+    Transfer,
+    critical_path,
+    held,
+    is_beside,
+    transfers,
+)
 from fpipe.schedule.exchange.files import PathLike, save
 from fpipe.schedule.grid import one_line
 from fpipe.schedule.schedule import LARGEST_SHOWN, Schedule
@@ -75,7 +83,7 @@ class Timeline:
     @cached_property
     def end(self) -> float:
         """When the last action of any rank ends."""
-        return max((row[-1].end for row in self.events if row), default=0.0)
+        return max((max(event.end for event in row) for row in self.events if row), default=0.0)
 
     @cached_property
     def makespan(self) -> float:
@@ -85,7 +93,10 @@ class Timeline:
     @cached_property
     def spans(self) -> tuple[float, ...]:
         """The span of each rank: from its first start to its last end."""
-        return tuple(float(row[-1].end - row[0].start) if row else 0.0 for row in self.events)
+        return tuple(
+            float(max(event.end for event in row) - row[0].start) if row else 0.0
+            for row in self.events
+        )
 
     @property
     def span(self) -> float:
@@ -94,8 +105,17 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """The time that each rank spends in actions."""
-        return tuple(float(sum(event.end - event.start for event in row)) for row in self.events)
+        """The time that each rank spends in actions, those in a lane beside it apart."""
+        return tuple(
+            float(sum(event.end - event.start for event in row)) for row in self._occupying
+        )
+
+    @cached_property
+    def _occupying(self) -> tuple[tuple[Event, ...], ...]:
+        """Per rank, the events that are not in a lane of collectives."""
+        return tuple(
+            tuple(event for event in row if not is_beside(event, self.cost)) for row in self.events
+        )
 
     @cached_property
     def bubble(self) -> tuple[float, ...]:
@@ -117,7 +137,7 @@ class Timeline:
             >>> fpipe.simulate(schedule, fpipe.Cost(f=1, i=1, w=1)).idle(0)
             ((2.0, 4.0), (6.0, 7.0))
         """
-        row = self.events[self._checked(rank)]
+        row = self._occupying[self._checked(rank)]
         ends = [self.start, *(event.end for event in row)]
         starts = [*(event.start for event in row), self.end]
         gaps = zip(map(float, ends), map(float, starts), strict=True)

@@ -100,11 +100,14 @@ def _action(word: str, rank: int, at: int, source: str) -> Action:
 
 
 NEEDED: Final = ("f", "i", "w")
-KEYS: Final = (*NEEDED, "comm", "b", "activation", "freed_by_i", "sizes")
+_COLLECTIVES: Final = {"unshard": 0, "reduce_grad": 0, "collective_lane": True}
+KEYS: Final = (*NEEDED, "comm", "b", "activation", "freed_by_i", "sizes", *_COLLECTIVES)
 
 
 def format_cost(values: Mapping[str, Any]) -> str:
     """Write the arguments of a cost as a JSON object, one line for each that is not None.
+
+    Those about collectives are left out where they are as by default.
 
     Example:
         >>> print(format_cost({"f": (1, 2), "i": 1, "w": 1, "b": None}), end="")
@@ -114,7 +117,12 @@ def format_cost(values: Mapping[str, Any]) -> str:
           "w": 1
         }
     """
-    present = {key: values[key] for key in KEYS if values.get(key) is not None}
+    unset = {**dict.fromkeys(KEYS), **_COLLECTIVES}
+    present = {
+        key: values[key]
+        for key in KEYS
+        if values.get(key) is not None and values[key] != unset[key]
+    }
     lines = ",\n".join(f'  "{key}": {json.dumps(value)}' for key, value in present.items())
     return f"{{\n{lines}\n}}\n"
 

@@ -12,7 +12,17 @@ from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.dependencies import earliest_starts
-from fpipe.schedule.events import Event, Events, Hop, Position, Steps, Wait, held, waits_of
+from fpipe.schedule.events import (
+    Event,
+    Events,
+    Hop,
+    Position,
+    Steps,
+    Wait,
+    held,
+    is_beside,
+    waits_of,
+)
 from fpipe.schedule.grid import Rows
 from fpipe.schedule.placements import stages_on
 
@@ -27,6 +37,7 @@ class Box(NamedTuple):
         turn: place of its stage among the stages of the rank, from 0; it chooses the shade.
         waited: the action that it waited for last; None for none.
         ready: when the output of that action was there: its end plus the latency.
+        beside: it is a collective in a lane beside the rank.
     """
 
     action: Action
@@ -35,6 +46,7 @@ class Box(NamedTuple):
     turn: int
     waited: Position | None
     ready: float
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +92,7 @@ class Chart:
 
     def idle(self, rank: int) -> float:
         """The fraction of the makespan in which `rank` runs nothing."""
-        busy = sum(box.end - box.start for box in self.rows[rank])
+        busy = sum(box.end - box.start for box in self.rows[rank] if not box.beside)
         return max(0.0, 1 - busy / self.makespan) if self.makespan else 0.0
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -132,8 +144,16 @@ def draw_up(
         waited, messages = waits_of(events, len(placement), cost)
     rows = tuple(
         tuple(
-            Box(action, start - zero, end - zero, turns[action.stage], source, ready - zero)
-            for (_, action, start, end), (source, ready) in zip(row, row_waits, strict=True)
+            Box(
+                event.action,
+                event.start - zero,
+                event.end - zero,
+                turns[event.action.stage],
+                source,
+                ready - zero,
+                is_beside(event, cost),
+            )
+            for event, (source, ready) in zip(row, row_waits, strict=True)
         )
         for row, row_waits in zip(events, waited, strict=True)
     )

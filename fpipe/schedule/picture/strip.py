@@ -72,7 +72,7 @@ def _axis(length: float, columns: int) -> str:
 def _letters(row: Sequence[Box], span: float, columns: int) -> list[str]:
     """The letter that fills most of each column of `span` time units."""
     fills: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(columns)]
-    for box in row:
+    for box in (box for box in row if not box.beside):
         at = min(int(box.start / span), columns - 1) if span else 0
         while at < columns and at * span < box.end:
             inside = min(box.end, (at + 1) * span) - max(box.start, at * span)

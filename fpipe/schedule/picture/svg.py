@@ -194,8 +194,12 @@ def _rank(chart: Chart, rank: int, scale: Scale) -> Iterator[str]:
 
 
 def _boxes(chart: Chart, scale: Scale) -> Iterator[str]:
-    """The boxes, one path for all of a colour, and their numbers, one group for all of a style."""
+    """The boxes, one path for all of a colour, and their numbers, one group for all of a style.
+
+    Collectives that run beside a rank are thin, between its lane and its memory.
+    """
     paths: defaultdict[str, list[str]] = defaultdict(list)
+    collectives: defaultdict[str, list[str]] = defaultdict(list)
     numbers: defaultdict[tuple[str, float], list[str]] = defaultdict(list)
     digits, tall = len(str(chart.microbatches - 1)), LANE * scale.size
     for rank, row in enumerate(chart.rows):
@@ -206,13 +210,18 @@ def _boxes(chart: Chart, scale: Scale) -> Iterator[str]:
             # A hairline of the background keeps neighbours apart.
             drawn = max(wide - min(0.8, 0.12 * wide), 0.5)
             x = scale.x(box.start)
+            if box.beside:
+                top, thick = scale.y(rank, LANE + 1), 5 * scale.size
+                band = f"M{_n(x)} {_n(top)}h{_n(drawn)}v{_n(thick)}h-{_n(drawn)}z"
+                collectives[fill].append(band)
+                continue
             paths[fill].append(f"M{_n(x)} {_n(y)}h{_n(drawn)}v{_n(tall)}h-{_n(drawn)}z")
             if size := _size(box, drawn, digits, scale.size):
                 middle, base = _n(x + drawn / 2), _n(y + tall / 2 + 0.36 * size)
                 numbers[ink(fill), size].append(
                     f'<text x="{middle}" y="{base}">{box.action.microbatch}</text>'
                 )
-    for fill, path in paths.items():
+    for fill, path in (*paths.items(), *collectives.items()):
         yield f'<path fill="{fill}" d="{"".join(path)}"/>'
     for (colour, size), texts in numbers.items():
         yield f'<g fill="{colour}" font-size="{size:g}" text-anchor="middle">{"".join(texts)}</g>'

@@ -25,7 +25,8 @@ def trace(chart: Chart) -> str:
     shown as so many milliseconds.
 
     Arrows bind to the slices that are open at their times, hence ``bp``; all events of a rank are
-    on one thread, and do not overlap there. The tests check every event against the rules of
+    on one thread, and do not overlap there, but for collectives in a lane beside it, which are on
+    another. The tests check every event against the rules of
     Perfetto's importer.
 
     The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -49,6 +50,9 @@ def _names(chart: Chart) -> Iterator[TraceEvent]:
             ("thread_name", {"name": "actions"}),
         ):
             yield {"ph": "M", "name": name, "pid": rank, "tid": 0, "args": args}
+        if any(box.beside for box in chart.rows[rank]):
+            name, args = "thread_name", {"name": "collectives"}
+            yield {"ph": "M", "name": name, "pid": rank, "tid": 1, "args": args}
 
 
 def _slices(chart: Chart) -> Iterator[TraceEvent]:
@@ -64,7 +68,7 @@ def _slices(chart: Chart) -> Iterator[TraceEvent]:
                 "name": str(box.action),
                 "cat": str(op),
                 "pid": rank,
-                "tid": 0,
+                "tid": int(box.beside),
                 "ts": _time(chart, box.start),
                 "dur": _time(chart, box.end - box.start),
                 "args": args,
