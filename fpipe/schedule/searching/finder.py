@@ -28,7 +28,15 @@ from fpipe.schedule.searching.breeding import breeding, reduced
 from fpipe.schedule.searching.evaluator import make_evaluator
 from fpipe.schedule.searching.list_scheduler import list_schedule, plain_policy
 from fpipe.schedule.searching.patterns import patterns
-from fpipe.schedule.searching.portfolio import Entry, Incumbents, Meter, bounding, run, without_gc
+from fpipe.schedule.searching.portfolio import (
+    Entry,
+    Incumbents,
+    Meter,
+    bounding,
+    improving,
+    run,
+    without_gc,
+)
 from fpipe.schedule.searching.problem import (
     LARGE,
     Candidate,
@@ -37,7 +45,8 @@ from fpipe.schedule.searching.problem import (
     to_schedule,
 )
 from fpipe.schedule.searching.seeds import GUESSED, order_of, seeds
-from fpipe.schedule.searching.tightening import tightening
+from fpipe.schedule.searching.tightening import tighten
+from fpipe.schedule.searching.windows import reorder_windows
 from fpipe.schedule.simulator import simulate
 from fpipe.schedule.timeline import Timeline
 from fpipe.schedule.verifier import check_schedule, verify
@@ -105,11 +114,12 @@ def search(
     It starts from every family that fits, so the result is never worse than the best of them. Then
     several methods work side by side and build on each other's results: beam search, which finds
     the best schedule of all where states are few; a list scheduler whose policies are drawn and
-    mutated; moves of actions into the gaps that orders leave; simulated annealing; patterns of one
-    microbatch that are repeated (modulo scheduling), on linear, looped, V and wave placements; and
-    closer lower bounds. None of them knows how long the search lasts: a search is the beginning of
-    any longer one, so more iterations never give a worse answer. It ends early when it meets the
-    lower bound, which proves that there is nothing better.
+    mutated; moves of actions into the gaps that orders leave; simulated annealing; windows of a few
+    ranks and actions, which branch and bound orders anew; patterns of one microbatch that are
+    repeated (modulo scheduling), on linear, looped, V and wave placements; and closer lower bounds.
+    None of them knows how long the search lasts: a search is the beginning of any longer one, so
+    more iterations never give a worse answer. It ends early when it meets the lower bound, which
+    proves that there is nothing better.
 
     Large cases (more than some ten thousand actions) are tuned on fewer microbatches, and the best
     policies are run in full; above 100,000 actions the search makes the few families that take
@@ -245,7 +255,7 @@ def _phases(problems: list[Problem], incumbents: Incumbents, seed: int) -> list[
         Entry(first, seeds(problems), free=True),
         Entry(first, bounding(problems, incumbents, (_LEAST_EFFORT,)), free=True),
         Entry(0.5, bounding(problems, incumbents, _EFFORTS)),
-        Entry(2.0, tightening(broad, incumbents)),
+        Entry(2.0, improving(broad, incumbents, tighten)),
         Entry(
             1.0 if evaluators else 40.0,
             chain.from_iterable(
@@ -262,6 +272,7 @@ def _phases(problems: list[Problem], incumbents: Incumbents, seed: int) -> list[
             for nth, evaluator in enumerate(evaluators.values())
         ),
         Entry(3.0, annealings(evaluators, incumbents, random("annealing"))),
+        Entry(2.0, improving(evaluators, incumbents, reorder_windows)),
     ]
 
 

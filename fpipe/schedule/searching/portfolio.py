@@ -10,12 +10,13 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
-from fpipe.schedule.searching.problem import Candidate, Problem
+from fpipe.schedule.searching.evaluator import Evaluator
+from fpipe.schedule.searching.problem import Candidate, Order, Problem
 
 _KEPT = 16  # candidates that phases may start from
 _LATE = 0.15  # how far a step may end after the time limit, as a share of it
@@ -194,3 +195,34 @@ def bounding(problems: Sequence[Problem], incumbents: Incumbents, efforts: Seque
                 for _ in range(round(effort / _LOOKS)):
                     yield Step(1.0)
                 incumbents.raise_bound(problem, problem.examined(effort).bound)
+
+
+def improving(
+    evaluators: Mapping[tuple[int, ...], Evaluator],
+    incumbents: Incumbents,
+    improve: Callable[[Evaluator, Order], Phase],
+) -> Phase:
+    """Improve the candidates by a method, the best first, and those that others find later.
+
+    Args:
+        evaluators: by placement.
+        incumbents: the candidates.
+        improve: the method; what it yields it need not improve again.
+    """
+    seen: dict[int, Order] = {}  # by identity, which lasts as long as they are kept
+    begun: list[Phase] = []  # the last on top
+    while True:
+        for problem, order in incumbents.candidates:
+            if id(order) not in seen and problem.placement in evaluators:
+                # The best is first, and whatever was begun goes on after it.
+                if not begun or order is incumbents.best.order:
+                    seen[id(order)] = order
+                    begun.append(improve(evaluators[problem.placement], order))
+                break
+        step = next(begun[-1], None) if begun else Step(0.0)
+        if step is None:
+            begun.pop()
+            continue
+        if step.candidate is not None:
+            seen[id(step.candidate.order)] = step.candidate.order
+        yield step

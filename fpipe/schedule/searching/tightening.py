@@ -9,14 +9,13 @@ long as it helps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Final
 
 from fpipe.schedule.bounds.states import GRADIENT, WEIGHT
 from fpipe.schedule.searching.evaluator import Evaluator
-from fpipe.schedule.searching.portfolio import Incumbents, Phase, Step
+from fpipe.schedule.searching.portfolio import Phase, Step
 from fpipe.schedule.searching.problem import Candidate, Order
 
 # The share of a weight gradient that must fit into a wait, for it to run there.
@@ -24,32 +23,6 @@ _SHARES: Final = (1.0, 0.5, 0.01, 2.0)
 _PATIENCE: Final = 3  # rounds without a better value
 _COST: Final = 2.0  # of a round, in evaluations
 _NONE: Final[frozenset[int]] = frozenset()
-
-
-def tightening(evaluators: Mapping[tuple[int, ...], Evaluator], incumbents: Incumbents) -> Phase:
-    """Tighten the candidates, the best first, and those that others find later.
-
-    Args:
-        evaluators: by placement.
-        incumbents: the candidates.
-    """
-    seen: dict[int, Order] = {}  # by identity, which lasts as long as they are kept
-    begun: list[Phase] = []  # the last on top
-    while True:
-        for problem, order in incumbents.candidates:
-            if id(order) not in seen and problem.placement in evaluators:
-                # The best is first, and whatever was begun goes on after it.
-                if not begun or order is incumbents.best.order:
-                    seen[id(order)] = order
-                    begun.append(tighten(evaluators[problem.placement], order))
-                break
-        step = next(begun[-1], None) if begun else Step(0.0)
-        if step is None:
-            begun.pop()
-            continue
-        if step.candidate is not None:
-            seen[id(step.candidate.order)] = step.candidate.order
-        yield step
 
 
 def tighten(evaluator: Evaluator, order: Order) -> Phase:
