@@ -45,7 +45,8 @@ def profile(
         if it hands more to W), taken from the microbatch that keeps most for its size; with
         ``remat="except_last"`` that is the last. ``comm`` is the median time from the end of an
         action to the start of one on another rank that waited for it, in seconds, between hosts as
-        exact as the times of day that these have; 0 in one process.
+        exact as the times of day that these have; 0 in one process. With ``data=``, ``unshard`` and
+        ``reduce_grad`` are the times of the collectives of each stage, once a step.
 
         Where the batch is `fpipe.Microbatches` of different shapes, ``sizes`` are the times that
         they took, divided by the mean. Bytes seldom grow as times do, so a simulated peak is then
@@ -75,7 +76,7 @@ def profile(
         probe = pipe.with_schedule(
             all_forwards_first(pipe.schedule.placement, microbatches, halved, ranks)
         )
-        with record() as recording:
+        with record(alone=True) as recording:
             for _ in range(steps + 1):
                 probe.step(params, *arguments, key=key)
         for timeline in recording.timelines[1:]:
@@ -98,7 +99,7 @@ def profile(
         # What has nothing to compute, as the backward of a frozen start, costs nothing.
         return [median(found[stage, op] or [0.0]) for stage in stages]
 
-    in_process = pipe.rank is None
+    in_process, replicas = pipe.rank is None, pipe.definition.data is not None
     return Cost(
         f=each(Op.F),
         i=each(Op.I),
@@ -108,6 +109,8 @@ def profile(
         activation=[kept.get(stage, (0.0, 0.0))[0] for stage in stages],
         freed_by_i=[kept.get(stage, (0.0, 0.0))[1] for stage in stages],
         sizes=sizes if len(set(kinds)) > 1 else None,
+        unshard=each(Op.UNSHARD) if replicas else 0,
+        reduce_grad=each(Op.REDUCE_GRAD) if replicas else 0,
     )
 
 

@@ -34,6 +34,8 @@ class record:
     Attributes:
         timelines: one per step (or ``value`` or ``forward``), in order; times in seconds from the
             start of the step's first action.
+        alone: collectives of replicas are waited for where they begin, so that their time is theirs
+            and nothing overlaps.
 
     Example:
         >>> import torch, fpipe
@@ -46,8 +48,9 @@ class record:
         0F0 0F1 0B0 0B1
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool = False) -> None:
         self.timelines: list[Timeline] = []
+        self.alone = alone
         self._tokens: list[Token[record | None]] = []
 
     @property

@@ -97,7 +97,9 @@ class Execution:
         given, plan, records, offsets, proven, share = agreed
         transport = self._transport if offsets in proven else self._first
         marks: Marks | None = {} if records else None
-        run = ahead.run if ahead else Run(observed(plan.programs[self._rank], marks))
+        recording = active()
+        alone = recording is not None and recording.alone
+        run = ahead.run if ahead else Run(observed(plan.programs[self._rank], marks, alone=alone))
         failure: PipelineError | None = None
         total: Total | None = None
         begun = False
@@ -140,7 +142,6 @@ class Execution:
         if records:
             own = Clock.here(), marks
             everyone = gather_objects(own, self._control)
-            recording = active()
             if recording is not None:
                 recording.timelines.append(timeline_of(plan.schedule, aligned(everyone)))
         return Finished(given.params, plan, [run], total, given.whole)

@@ -82,9 +82,20 @@ def collectives_of(program: Program) -> list[str]:
     return [kernel.text for kernel in kernels if isinstance(kernel, Begin)]
 
 
+def begins(call: Boxed) -> bool:
+    """Whether a kernel begins a collective."""
+    return isinstance(call, Begin)
+
+
 def waits(call: Boxed) -> bool:
     """Whether a kernel waits for a collective that another one has begun."""
     return isinstance(call, Wait)
+
+
+def await_begun(outputs: Sequence[Tensor]) -> None:
+    """Wait for the collectives whose results these are; who waits again waits for nothing."""
+    for output in outputs:
+        _ops.wait_tensor(output)
 
 
 def _all_gather(group: Group, flat: Tensor) -> Tensor:
@@ -164,6 +175,9 @@ class _Gathers:
         part = Spec((sum(packed.sizes),), dtype)
         flat = Spec((part.shape[0] * group.size,), dtype)
         action = Action(stage, Op.UNSHARD, None)
+        # Until it has ended, a collective keeps what it was given. (gloo fills a further tensor,
+        # which is not counted.)
+        under_way = Spec((part.shape[0] + flat.shape[0],), dtype)
         gathering = Computed(stage, 0, f"gathering {number} of leaves {leaves}")
         wholes = [Computed(stage, 0, f"gathered {number} of leaf {leaf}") for leaf in leaves]
         specs = tuple(Spec(own.whole, dtype) for own in packed.divisions)
@@ -174,7 +188,7 @@ class _Gathers:
             (gathering,),
             tuple(wholes),
             specs,
-            lambda handed: sum(spec.nbytes for spec in specs),
+            lambda handed: max(0, sum(spec.nbytes for spec in specs) - part.nbytes),
         )
         for leaf, whole in zip(leaves, wholes, strict=True):
             self._whole[ParamValue(stage, leaf)] = whole
@@ -184,8 +198,8 @@ class _Gathers:
             lambda: begin,
             tuple(ParamValue(stage, leaf) for leaf in leaves),
             (gathering,),
-            (flat,),
-            lambda handed: part.nbytes + flat.nbytes,
+            (under_way,),
+            lambda handed: under_way.nbytes,
         )
 
     def read(self, task: Task) -> Iterator[Task]:
@@ -316,7 +330,7 @@ class Reductions:
                 f"{action} {flat}",
             )
             wait = Wait(packed.unpack_parts, groups[:-1])
-            needed = flat.nbytes + result.nbytes
+            under_way = Spec((flat.shape[0] + result.shape[0],), dtype)
         else:
             group = groups[0]
             flat = result = Spec((sum(spec.nbytes for spec in specs) // dtype.itemsize,), dtype)
@@ -326,12 +340,13 @@ class Reductions:
                 f"{action} whole {flat}",
             )
             wait = Wait(partial(_apart, [spec.shape for spec in specs]), groups[1:])
-            needed = flat.nbytes
+            under_way = result
         reducing = Computed(stage, 0, f"reducing {number} of leaves {leaves}")
         before = tuple(self._reduced[total] for total in totals if total in self._reduced)
         after = [Computed(stage, 0, f"reduced {number} of leaf {leaf}") for leaf in leaves]
         self._reduced.update(zip(totals, after, strict=True))
-        nbytes = sum(spec.nbytes for spec in locals_)
+        # What the collective was given goes when it has ended.
+        nbytes = max(0, sum(s.nbytes for s in locals_) - under_way.nbytes + result.nbytes)
         arrive = Task(
             action,
             lambda: wait,
@@ -341,7 +356,9 @@ class Reductions:
             lambda handed: nbytes,
         )
         self._under_way.setdefault(stage, []).append(arrive)
-        return Task(action, lambda: begin, inputs, (reducing,), (result,), lambda handed: needed)
+        # The sums go as they are packed, before there is a result.
+        held = under_way.nbytes - (result.nbytes if divided else 0)
+        return Task(action, lambda: begin, inputs, (reducing,), (under_way,), lambda handed: held)
 
 
 def _with_zeros(

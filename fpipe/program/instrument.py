@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fpipe.pieces.compiler import Boxed
-from fpipe.program.collectives import waits
+from fpipe.program.collectives import await_begun, begins, waits
 from fpipe.program.program import Compute, Program
 from fpipe.schedule import Action, Op
 
@@ -31,23 +31,35 @@ def instrument(program: Program, wrap: Wrap) -> Program:
     )
 
 
-def timed(marks: dict[Action, tuple[float, float]]) -> Wrap:
+def timed(marks: dict[Action, tuple[float, float]], *, alone: bool = False) -> Wrap:
     """Write start and end of each action into `marks`, in seconds of the host's monotonic clock.
 
     On CUDA what was computed before is waited for, with the messages that it read, and the action,
     so that its time is its own: no two actions overlap then, but messages go on.
+
+    Args:
+        marks: where they are written.
+        alone: whole-stage actions are the collectives that they begin, and nothing else runs
+            until those have ended.
     """
 
     def wrap(call: Boxed, action: Action) -> Boxed:
         # A collective is shown where it is begun, and other actions run until it is waited for.
         ends_later = waits(call)
+        whole = alone and action.microbatch is None
 
         def timed_call(inputs: list[Tensor]) -> Sequence[Tensor]:
             _await({value.device for value in inputs if value.is_cuda})
             start = perf_counter()
             outputs = call(inputs)
+            if whole and begins(call):
+                await_begun(outputs)
             _await({value.device for value in outputs if value.is_cuda})
             end = perf_counter()
+            if whole:
+                if begins(call):
+                    marks[action] = (marks.get(action, (start, end))[0], end)
+                return outputs
             # Parts of a gradient that several stages have are added up one by one; the parameters
             # may be prepared again for microbatches of another shape, which is not their UNSHARD.
             first = marks.get(action)
@@ -77,10 +89,18 @@ def labelled(call: Boxed, action: Action) -> Boxed:
     return labelled_call
 
 
-def observed(program: Program, marks: dict[Action, tuple[float, float]] | None) -> Program:
-    """`program` as whoever is looking needs it: recorded, profiled, both or neither."""
+def observed(
+    program: Program, marks: dict[Action, tuple[float, float]] | None, *, alone: bool = False
+) -> Program:
+    """`program` as whoever is looking needs it: recorded, profiled, both or neither.
+
+    Args:
+        program: of one rank.
+        marks: where start and end of its actions are written; None for nowhere.
+        alone: as for `timed`.
+    """
     if marks is not None:
-        program = instrument(program, timed(marks))
+        program = instrument(program, timed(marks, alone=alone))
     if torch.autograd.profiler._is_profiler_enabled:
         program = instrument(program, labelled)
     return program

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from fpipe import Schedule, dtensors, pytree
 from tests.distributed import tensor_parallel
 from tests.distributed.crew import Outcome, attempt
 from tests.distributed.traps import Trap
+from tests.meter import Meter
 from tests.models import assert_same
 
 ROWS = 16
@@ -306,6 +308,75 @@ def train(pipe: fpipe.Pipeline, params: Any, batch: Any, max_norm: float | None)
         loss, params, state, norm = trainer.step(params, state, batch)
     moments = [m for m in pytree.flatten(state.moments)[0] if m.dim()]
     return [loss, norm, whole(params), sum(m.numel() for m in moments)]
+
+
+def profiled(group: Any) -> tuple[fpipe.Cost, fpipe.Cost, list[str]]:
+    """Costs of divided and of plain stages, and what a recorded step shows of rank 0."""
+    mesh = mesh_of((2, 2), ("dp", "pp"))
+    schedule = fpipe.schedules.interleaved_1f1b(ranks=2, microbatches=4, stages_per_rank=2)
+    pipe = fpipe.pipeline([stage] * 4, mean_square, schedule, mesh=mesh, data="dp", compile=False)
+    given = pipe.local(parameters(4))
+    batch = rows_of(mesh, ["dp"], data())
+    divided = pipe.shard(given)
+    with fpipe.record() as recording:
+        pipe.step(divided, batch)
+    shown = [str(event.action) for event in recording.timeline.events[0]]
+    return (
+        fpipe.profile(pipe, divided, batch, steps=2),
+        fpipe.profile(pipe, pipe.replicate(given), batch, steps=2),
+        shown,
+    )
+
+
+class Slow:
+    """Collectives that keep what they are given until they are waited for, as slow ones do."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+        self._real = torch.ops._c10d_functional
+
+    def _begun(self, result: Tensor, flat: Tensor) -> Tensor:
+        self._kept[result.data_ptr()] = flat
+        return result
+
+    def all_gather_into_tensor(self, flat: Tensor, *rest: Any) -> Tensor:
+        return self._begun(self._real.all_gather_into_tensor(flat, *rest), flat)
+
+    def reduce_scatter_tensor(self, flat: Tensor, *rest: Any) -> Tensor:
+        return self._begun(self._real.reduce_scatter_tensor(flat, *rest), flat)
+
+    def wait_tensor(self, result: Tensor) -> Tensor:
+        whole: Tensor = self._real.wait_tensor(result)
+        self._kept.pop(result.data_ptr(), None)
+        return whole
+
+
+def memory(group: Any, gather: Any, reduce: Any, width: int) -> tuple[int, int]:
+    """The planned peak of a step, and the measured one, in bytes."""
+    mesh = mesh_of((2, 2), ("dp", "pp"))
+    schedule = fpipe.schedules.interleaved_1f1b(ranks=2, microbatches=4, stages_per_rank=2)
+
+    def layer(p: Any, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ p["into"]) @ p["out"]
+
+    pipe = fpipe.pipeline(
+        [layer] * 4,
+        mean_square,
+        schedule.sharded(gather, reduce),
+        mesh=mesh,
+        data="dp",
+        compile=False,
+    )
+    make = {"into": torch.randn(width, 2 * width), "out": torch.randn(2 * width, width)}
+    params = pipe.shard(pipe.local([make] * 4))
+    batch = torch.randn(16, width)
+    pipe.step(params, batch)
+    program = pipe.programs(params, batch)[pipe.rank or 0]
+    given = [*pytree.flatten(params)[0], batch]
+    with patch("fpipe.program.collectives._ops", Slow()), Meter(given) as meter:
+        result = pipe.step(params, batch)
+    del result
+    return program.peak_bytes, meter.peak
 
 
 # ── three dimensions ────────────────────────────────────────────────────────────────────────────

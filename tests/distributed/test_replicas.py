@@ -203,3 +203,18 @@ def test_what_is_no_use_of_replicas_is_refused(crew: Crew) -> None:
             strict=True,
         ):
             assert rule in text
+
+
+def test_the_times_of_collectives_are_measured_and_shown(crew: Crew) -> None:
+    for divided, plain, shown in values(crew.run(replicas.profiled)):
+        assert min(divided.unshard) > 0
+        assert max(plain.unshard) == 0  # nothing to gather
+        assert min(*divided.reduce_grad, *plain.reduce_grad) > 0
+        assert shown[:2] == ["0UNSHARD", "2UNSHARD"]
+        assert shown[-1] == "0REDUCE_GRAD"
+
+
+@pytest.mark.parametrize(("gather", "reduce"), [("step", "step"), (1, "step"), ("step", 1), (1, 1)])
+def test_the_peak_of_a_step_is_planned(crew: Crew, gather: Any, reduce: Any) -> None:
+    for planned, measured in values(crew.run(replicas.memory, gather, reduce, 256)):
+        assert planned == pytest.approx(measured, rel=0.03)
