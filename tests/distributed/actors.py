@@ -14,13 +14,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import fpipe
 from fpipe import Schedule, pytree
 from fpipe.pieces.compiler import Boxed
 from fpipe.program.program import Program, Send, WaitSend
-from tests.distributed.crew import Outcome, attempt
+from tests.distributed.crew import Outcome, attempt, mesh_of
 from tests.models import MODELS, Model, adapted, mlp, piped
 
 Group = dist.ProcessGroup | None
@@ -115,7 +115,7 @@ def changing_parameters(group: Group, schedule: Schedule) -> list[Any]:
 
 def on_a_mesh(group: Group, schedule: Schedule, name: str) -> tuple[int, list[Any]]:
     """Two pipelines side by side, each on its own rows: which of them this is, and its step."""
-    mesh: DeviceMesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh: DeviceMesh = mesh_of((2, 2), ("dp", "pp"))
     model = model_of(name, schedule.num_stages, 6)
     pipe = pipeline(None, model, schedule, mesh=mesh)
     replica = mesh.get_local_rank("dp")

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tests.seldom  # noqa: F401
 from fpipe import PipelineError
@@ -80,6 +81,12 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> Outcome:
         outcome = Outcome(failure=Failure.of(error))
     outcome.seconds = time.monotonic() - start
     return outcome
+
+
+@cache
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of all processes, made once: the threads of each group wake all the time."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def values(outcomes: Sequence[Outcome]) -> list[Any]:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import fpipe
 from fpipe import Schedule, dtensors, pytree
 from tests.distributed import tensor_parallel
-from tests.distributed.crew import Outcome, attempt
+from tests.distributed.crew import Outcome, attempt, mesh_of
 from tests.distributed.traps import Trap
 from tests.meter import Meter
 from tests.models import assert_same
@@ -82,10 +82,6 @@ def alone(schedule: Schedule, reduction: str, batch: Tensor) -> fpipe.Step:
     return fpipe.Step(loss.detach(), pytree.unflatten(spec, grads))
 
 
-def mesh_of(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))
-
-
 def rows_of(
     mesh: DeviceMesh, dims: Sequence[str], batch: Tensor, sizes: Sequence[int] | None = None
 ) -> Tensor:
@@ -130,7 +126,7 @@ def steps(
     options: Any = None,
 ) -> int:
     """Steps under each policy, with plain and with divided parameters; returns how many."""
-    mesh = mesh_of(shape, names)
+    mesh = mesh_of(tuple(shape), tuple(names))
     batch = data()
     expected = alone(schedule, reduction, batch)
     own = rows_of(mesh, dims, batch, sizes)

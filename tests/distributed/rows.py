@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fpipe
 from fpipe import schedules
-from tests.distributed.crew import Outcome, attempt
+from tests.distributed.crew import Outcome, attempt, mesh_of
 from tests.distributed.traps import Trap
 
 
@@ -38,7 +38,7 @@ class Row:
     """
 
     def __init__(self, family: str = "one_f_one_b", remat: str = "none") -> None:
-        self.mesh: DeviceMesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+        self.mesh: DeviceMesh = mesh_of((2, 2), ("pp", "tp"))
         self.place = self.mesh.get_local_rank("tp")
         self.trap = Trap()
         schedule = schedules.get(family, ranks=2, microbatches=2)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fpipe
 from fpipe import Schedule, schedules
+from tests.distributed.crew import mesh_of
 
 WIDTH, HEADS, VOCABULARY = 16, 4, 32
 
@@ -157,7 +158,7 @@ def surprise(output: Any, batch: Any) -> Tensor:
 
 def make(kind: str, dims: tuple[str, ...]) -> tuple[nn.Module, nn.Module, DeviceMesh, Any]:
     """A whole module, one that is divided over ``"tp"``, the mesh, and a batch."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=dims)
+    mesh = mesh_of((2, 2), dims)
     build, divide, _ = MODELS[kind]
     torch.manual_seed(0)
     whole, module = build().double(), build().double()
@@ -279,7 +280,7 @@ def refused(group: Any) -> list[Any]:
     """Errors of parameters and optimizers that do not fit."""
     from tests.distributed.crew import attempt
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = mesh_of((2, 2), ("pp", "tp"))
     schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
     stages = [lambda w, x: x @ (w.full_tensor() if isinstance(w, DTensor) else w)] * 2
     pipe = fpipe.pipeline(
@@ -292,7 +293,7 @@ def refused(group: Any) -> list[Any]:
         return pipe.local([value, value])
 
     divided = over("tp", Replicate())
-    foreign = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+    foreign = mesh_of((4,), ("all",))
     abroad = DTensor.from_local(eye, foreign, [Replicate()], run_check=False)
     other = torch.ones(4 + 4 * mesh.get_local_rank("tp"), 4)
     muon = fpipe.train(pipe, torch.optim.Muon, lr=0.1)
@@ -317,7 +318,7 @@ def gathered(p: Any, x: Tensor) -> Tensor:
 
 def sharded_over_replicas(group: Any) -> float:
     """How far gradients of parameters in rows are from those of one process on all of the batch."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = mesh_of((2, 2), ("dp", "pp"))
     generator = torch.Generator().manual_seed(0)
     params = [torch.randn(4, 4, dtype=torch.double, generator=generator) for _ in range(2)]
     batch = torch.randn(8, 4, dtype=torch.double, generator=generator)
@@ -349,7 +350,7 @@ def running(params: Any, state: Any, batch: Any) -> Any:
 
 def with_state(group: Any) -> tuple[float, float, float, bool]:
     """How far a step with a divided state is from that of one process, and how the state lies."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
+    mesh = mesh_of((2, 2), ("tp", "pp"))
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(4, 6, dtype=torch.double, generator=generator)
     batch = {"x": torch.randn(8, 4, dtype=torch.double, generator=generator)}
@@ -380,7 +381,7 @@ def transformed(group: Any) -> list[Any]:
     """Errors of transforms."""
     from tests.distributed.crew import attempt
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = mesh_of((2, 2), ("pp", "tp"))
     schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
     stages = [lambda w, x: x @ (w.full_tensor() if isinstance(w, DTensor) else w)] * 2
     pipe = fpipe.pipeline(
@@ -423,7 +424,7 @@ class Adapted(nn.Module):
 
 def adapted(group: Any) -> tuple[float, float, int]:
     """How far gradients of adapters, of a tied table and of uneven parts are from one process's."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = mesh_of((2, 2), ("pp", "tp"))
     torch.manual_seed(0)
     whole, module = Adapted().double(), Adapted().double()
     module.load_state_dict(whole.state_dict())
@@ -467,7 +468,7 @@ def reductions(group: Any, microbatches: int) -> tuple[int, float]:
     """All-reduces of a step of which a parameter's gradient is a sum over processes; its error."""
     from torch.distributed.tensor.debug import CommDebugMode
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = mesh_of((2, 2), ("pp", "tp"))
     schedule = schedules.zb_h1(ranks=2, microbatches=microbatches)
 
     def stage(scale: Any, x: Tensor) -> Tensor:
@@ -514,7 +515,7 @@ class Gathered(nn.Module):
 
 def crossing(group: Any, family: str) -> tuple[bool, float]:
     """Whether a DTensor arrives as one between stages; how far gradients are from whole ones."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = mesh_of((2, 2), ("pp", "tp"))
     schedule = schedules.get(family, ranks=2, microbatches=2)
     torch.manual_seed(0)
     whole, divided = Gathered().double(), Gathered().double()

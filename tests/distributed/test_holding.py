@@ -12,14 +12,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from fpipe import Schedule, pytree, random, schedules
 from fpipe.checkpoint import checkpoint_files
 from fpipe.nn import buffers_of, state_of
 from tests import keyed_model, state_model
-from tests.distributed.crew import Crew, Outcome, attempt, values
+from tests.distributed.crew import Crew, Outcome, attempt, mesh_of, values
 from tests.models import assert_identical, mlp
 from tests.modules import normed
 from tests.modules.helpers import detached, squares
@@ -277,7 +276,7 @@ def make_on_a_mesh(group: Group, mesh: bool) -> tuple[set[str], Tensor]:
         cuts=["blocks.0"],
         buffers={"mask": language_model().mask},
         compile=False,
-        mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")) if mesh else None,
+        mesh=mesh_of((2, 2), ("dp", "pp")) if mesh else None,
     )
     params = pipe.init(normal, random.key(3), token_batch())
     real = {name for name, value in params.items() if not value.is_meta}

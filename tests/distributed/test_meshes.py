@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import fpipe
 from fpipe import Pipeline, pytree, schedules
 from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
 from tests.distributed.actors import Group
-from tests.distributed.crew import Crew, values
+from tests.distributed.crew import Crew, mesh_of, values
 from tests.models import assert_identical, assert_same, mlp
 
 SHAPES: list[dict[str, int]] = [
@@ -72,7 +72,7 @@ def train(group: Group, shape: dict[str, int]) -> list[Tensor]:
     """
     mesh = None
     if group is not None:
-        mesh = init_device_mesh("cpu", (*shape.values(),), mesh_dim_names=(*shape,))
+        mesh = mesh_of((*shape.values(),), (*shape,))
     made = pipelines(mesh)
     trained = [pipe.local(params) for pipe, params, _ in made]
     numbers: list[Tensor] = []

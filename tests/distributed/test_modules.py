@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fpipe
 from fpipe import Schedule, schedules
-from tests.distributed.crew import Crew, Outcome, attempt, values
+from tests.distributed.crew import Crew, Outcome, attempt, mesh_of, values
 from tests.distributed.traps import DEEDS, Trap
 from tests.models import assert_identical
 from tests.modules.helpers import detached, unpipelined
@@ -79,7 +78,7 @@ def test_every_rank_takes_the_cuts_that_the_first_has_measured(crew: Crew) -> No
 
 
 def measure_in_rows(group: dist.ProcessGroup) -> Outcome:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = mesh_of((2, 2), ("dp", "pp"))
     schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
     options: Any = {"example": token_batch(), "measure": True, "mesh": mesh}
     return attempt(lambda: fpipe.from_module(language_model(), schedule=schedule, **options))

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fpipe
 from fpipe import Schedule, schedules
 from tests.distributed.actors import Group
-from tests.distributed.crew import Crew, attempt, values
+from tests.distributed.crew import Crew, attempt, mesh_of, values
 from tests.models import assert_same
 
 MESHES = [("tp", "pp"), ("pp", "tp")]
@@ -117,7 +117,7 @@ def step_of(mesh: DeviceMesh, schedule: Schedule, kind: str, **options: Any) -> 
 
 
 def steps_of(group: Group, names: tuple[str, str]) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    mesh = mesh_of((2, 2), names)
     zero_bubble, waves = (
         make(ranks=2, microbatches=4) for make in (schedules.zb_h1, schedules.zbv)
     )
@@ -135,7 +135,7 @@ def test_divided_layers_train_as_whole_ones(crew: Crew, names: tuple[str, str]) 
 
 def gathered(group: Group, compile: bool) -> None:
     """A step in which replicas hold a part of each parameter, and rows of their own."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = mesh_of((2, 2), ("dp", "pp"))
     replicas, own = mesh.get_group("dp"), mesh["dp"].get_local_rank()
     torch.manual_seed(0)
     whole = [torch.randn(4, 4, dtype=torch.float64) for _ in range(4)]
@@ -173,7 +173,7 @@ def test_parameters_are_gathered_once_a_step(crew: Crew, compile: bool) -> None:
 
 def recorded_by_one(group: Group) -> list[Tensor]:
     """Steps of which one is recorded, on one rank of one row."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
+    mesh = mesh_of((2, 2), ("tp", "pp"))
     part = mesh.get_group("tp")
 
     def stage(w: Tensor, x: Tensor) -> Tensor:
