@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
 
 from fpipe import dtensors, pytree
 from fpipe.errors import BatchError, StageError
@@ -110,7 +111,7 @@ def _part(leaf: Any, data: Data) -> Any:
         [known[name] for name in names],
         run_check=False,
         shape=leaf.shape,
-        stride=leaf.stride() if place is not None else _contiguous(leaf.shape),
+        stride=leaf.stride() if place is not None else make_contiguous_strides_for(leaf.shape),
     )
 
 
@@ -118,7 +119,3 @@ def _dim_to_divide(own: Tensor, placements: Sequence[Placement]) -> int | None:
     """The first dimension that no other dimension of the mesh divides, None for no dimension."""
     free = [d for d in range(own.dim()) if not any(p.is_shard(d) for p in placements)]
     return free[0] if free else None
-
-
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()

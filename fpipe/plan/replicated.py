@@ -5,6 +5,8 @@ signature of local tensors ──► how each leaf is divided ──► signatur
 
 from __future__ import annotations
 
+from torch._prims_common import make_contiguous_strides_for
+
 from fpipe import pytree
 from fpipe.dtensors import Placed, placements_of, without_dims
 from fpipe.errors import BatchError
@@ -63,10 +65,8 @@ def _gathered_leaf(leaf: LeafShape, place: Placed | None, data: Data) -> LeafSha
         return leaf
     sizes = list(leaf.shape)
     sizes[dim] = place.shape[dim]
-    strides = [1] * len(sizes)
-    for at in reversed(range(len(sizes) - 1)):
-        strides[at] = strides[at + 1] * max(1, sizes[at + 1])
-    return leaf._replace(shape=tuple(sizes), stride=tuple(strides))
+    strides = make_contiguous_strides_for(sizes)
+    return leaf._replace(shape=tuple(sizes), stride=strides)
 
 
 def _divided_along(place: Placed, data: Data) -> int | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import TypeGuard
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from fpipe.inputs.signature import Spec
 from fpipe.pieces.compiler import Boxed
 from fpipe.program.program import Compute, Program
-from fpipe.program.replicas import Packed, Replicas, buckets
+from fpipe.program.replicas import Replicas, buckets
 from fpipe.program.task import Task
 from fpipe.program.values import Computed, ParamValue, SumValue, Value
 from fpipe.schedule import Action, Op
@@ -166,12 +167,7 @@ class _Gathers:
 
     def _begin(self, stage: int, number: int, leaves: list[int], dtype: torch.dtype) -> Task:
         group = self._replicas.sharding
-        packed = Packed(
-            tuple(self._replicas.divided[stage, leaf] for leaf in leaves),
-            dtype,
-            group.size,
-            group.rank,
-        )
+        packed = self._replicas.packed(stage, leaves, dtype)
         part = Spec((sum(packed.sizes),), dtype)
         flat = Spec((part.shape[0] * group.size,), dtype)
         action = Action(stage, Op.UNSHARD, None)
@@ -314,13 +310,8 @@ class Reductions:
             for leaf, spec in zip(leaves, specs, strict=True)
         )
         if divided:
-            group = groups[-1]
-            packed = Packed(
-                tuple(self._replicas.divided[stage, leaf] for leaf in leaves),
-                dtype,
-                group.size,
-                group.rank,
-            )
+            group = self._replicas.sharding
+            packed = self._replicas.packed(stage, leaves, dtype)
             result = Spec((sum(packed.sizes),), dtype)
             flat = Spec((result.shape[0] * group.size,), dtype)
             pack = packed.pack_wholes
@@ -333,7 +324,7 @@ class Reductions:
             under_way = Spec((flat.shape[0] + result.shape[0],), dtype)
         else:
             group = groups[0]
-            flat = result = Spec((sum(spec.nbytes for spec in specs) // dtype.itemsize,), dtype)
+            flat = result = Spec((sum(prod(spec.shape) for spec in specs),), dtype)
             begin = Begin(
                 lambda values: _flat(filled(values)),
                 partial(_all_reduce, group),
@@ -365,11 +356,10 @@ def _with_zeros(
     specs: Sequence[Spec], present: Sequence[bool], device: str, values: list[Tensor]
 ) -> list[Tensor]:
     """The values with zeros in place of those that are not there; takes them out of the list."""
-    found = [
+    return [
         values.pop(0) if here else torch.zeros(spec.shape, dtype=spec.dtype, device=device)
         for spec, here in zip(specs, present, strict=True)
     ]
-    return found
 
 
 def _flat(values: list[Tensor]) -> Tensor:
@@ -379,7 +369,7 @@ def _flat(values: list[Tensor]) -> Tensor:
 
 def _apart(shapes: Sequence[Sequence[int]], flat: Tensor) -> list[Tensor]:
     """The inverse of `_flat`, in memory of its own for each tensor."""
-    sizes = [Spec(tuple(shape), torch.int8).nbytes for shape in shapes]
+    sizes = [prod(shape) for shape in shapes]
     return [
         part.view(tuple(shape)).clone()
         for part, shape in zip(flat.split(sizes), shapes, strict=True)

@@ -70,6 +70,11 @@ class Replicas(NamedTuple):
         """The group over which leaves are divided."""
         return self.groups[-1]
 
+    def packed(self, stage: int, leaves: Sequence[int], dtype: torch.dtype) -> Packed:
+        """How some leaves of a stage, which are divided, lie in one flat tensor."""
+        divisions = tuple(self.divided[stage, leaf] for leaf in leaves)
+        return Packed(divisions, dtype, self.sharding.size, self.sharding.rank)
+
     def local(self, stage: int, leaf: int, spec: Spec) -> Spec:
         """This replica's part of a gradient with the shape of the whole leaf."""
         division = self.divided.get((stage, leaf))
