@@ -108,6 +108,7 @@ LAYERS: Final = (
     (
         "fpipe.schedule.action",
         "fpipe.schedule.arguments",
+        "fpipe.schedule.clocks",
         "fpipe.schedule.cost",
         "fpipe.schedule.dependencies",
         "fpipe.schedule.events",
@@ -117,6 +118,7 @@ LAYERS: Final = (
         "fpipe.schedule.placements",
         "fpipe.schedule.schedule",
         "fpipe.schedule.sharding",
+        "fpipe.schedule.updating",
     ),
     (
         "fpipe.schedule.bounds",

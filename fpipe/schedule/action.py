@@ -12,7 +12,8 @@ from fpipe.errors import ScheduleError
 class Op(StrEnum):
     """The operation of an action. An `Op` equals its text: ``Op.F == "F"``.
 
-    The names are those of torch.distributed.pipelining, so that files can be exchanged.
+    The names are those of torch.distributed.pipelining, so that files can be exchanged; UPDATE is
+    fpipe's own.
     """
 
     F = "F"  # forward
@@ -26,10 +27,12 @@ class Op(StrEnum):
     UNSHARD = "UNSHARD"  # whole-stage: gather the parameters
     RESHARD = "RESHARD"  # whole-stage: free the gathered parameters
     REDUCE_GRAD = "REDUCE_GRAD"  # whole-stage: reduce the gradients over data-parallel ranks
+    UPDATE = "UPDATE"  # whole-stage: the optimizer's step; torch has no such op
 
 
 COMPUTE_OPS: Final = frozenset({Op.F, Op.B, Op.I, Op.W})
-WHOLE_STAGE_OPS: Final = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
+SHARDING_OPS: Final = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
+WHOLE_STAGE_OPS: Final = SHARDING_OPS | {Op.UPDATE}
 
 # Python does not parse numbers of thousands of digits, and no stage has such a number.
 _TEXT = re.compile(r"(\d{1,18})([A-Z]+(?:_[A-Z]+)?)(\d{0,18})", re.ASCII)
@@ -42,7 +45,7 @@ class Action(NamedTuple):
         stage: number of the stage, from 0.
         op: an `Op`, or its text (``"F"``, ``"B"``, ``"I"``, ``"W"``, …), which compares equal.
         microbatch: number of the microbatch, from 0; None for whole-stage actions
-            (UNSHARD, RESHARD, REDUCE_GRAD).
+            (UNSHARD, RESHARD, REDUCE_GRAD, UPDATE).
 
     Example:
         >>> str(Action(2, Op.F, 0))

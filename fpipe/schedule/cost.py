@@ -22,9 +22,8 @@ from fpipe.schedule.placements import plain_placement
 
 # Between these, sums and ratios of costs neither overflow nor vanish.
 LEAST, MOST = 1e-100, 1e100
-_PER_STAGE: Final = ("f", "i", "w", "b", "activation", "freed_by_i", "unshard", "reduce_grad")
-
-_PER_MICROBATCH: Final = _PER_STAGE[:-2]
+_PER_MICROBATCH: Final = ("f", "i", "w", "b", "activation", "freed_by_i")
+_PER_STAGE: Final = (*_PER_MICROBATCH, "unshard", "reduce_grad", "update")
 
 PerStage: TypeAlias = float | tuple[float, ...]
 Latency: TypeAlias = float | tuple[tuple[float, ...], ...]
@@ -56,7 +55,9 @@ class Cost:
         reduce_grad: the same of a REDUCE_GRAD.
         collective_lane: those run beside the rank, one after the other: the rank goes on, and waits
             where it computes on the stage that an UNSHARD gathers, at the next REDUCE_GRAD of a
-            stage, and at the end. False: the rank does nothing else meanwhile.
+            stage, at its UPDATE, and at the end. False: the rank does nothing else meanwhile.
+        update: time of the optimizer's step of a stage, an UPDATE, 0 by default; it occupies the
+            rank.
 
     Numbers of any real type are taken, also those of numpy, and kept as Python's int or float.
 
@@ -85,6 +86,7 @@ class Cost:
     unshard: PerStage
     reduce_grad: PerStage
     collective_lane: bool
+    update: PerStage
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class Cost:
         unshard: float | Iterable[float] = 0,
         reduce_grad: float | Iterable[float] = 0,
         collective_lane: bool = True,
+        update: float | Iterable[float] = 0,
     ) -> None:
         values: dict[str, object] = {
             "f": _per_stage("f", f),
@@ -112,6 +115,7 @@ class Cost:
             "unshard": _per_stage("unshard", unshard),
             "reduce_grad": _per_stage("reduce_grad", reduce_grad),
             "collective_lane": _flag("collective_lane", collective_lane),
+            "update": _per_stage("update", update),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -232,6 +236,7 @@ class Cost:
             unshard=each("unshard", self.unshard),
             reduce_grad=each("reduce_grad", self.reduce_grad),
             collective_lane=self.collective_lane,
+            update=each("update", self.update),
         )
 
     def sizes_of(self, microbatches: int) -> tuple[float, ...]:
@@ -311,6 +316,7 @@ class StageCosts:
             equal.
         unshard, reduce_grad: times of each stage's collectives.
         collective_lane: they run beside the rank.
+        update: time of each stage's optimizer's step.
     """
 
     f: tuple[float, ...]
@@ -325,6 +331,7 @@ class StageCosts:
     unshard: tuple[float, ...] = ()
     reduce_grad: tuple[float, ...] = ()
     collective_lane: bool = True
+    update: tuple[float, ...] = ()
 
     @cached_property
     def backward(self) -> tuple[float, ...]:

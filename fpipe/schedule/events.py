@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
-from fpipe.schedule.action import COMPUTE_OPS, Action, Op
+from fpipe.schedule.action import COMPUTE_OPS, SHARDING_OPS, Action, Op
 from fpipe.schedule.cost import Cost, StageCosts
 from fpipe.schedule.dependencies import chain, dependencies
 
@@ -24,7 +24,7 @@ class Event(NamedTuple):
 def is_beside(event: Event, cost: Cost | None) -> bool:
     """Whether a simulated event runs in the lane of collectives, beside what its rank does."""
     lane = cost is not None and cost.collective_lane
-    return lane and event.action.microbatch is None and event.end > event.start
+    return lane and event.action.op in SHARDING_OPS and event.end > event.start
 
 
 Steps: TypeAlias = tuple[tuple[float, float], ...]  # a time, and the amount held from then on
@@ -144,11 +144,10 @@ def waits_of(
     """The wait of each action per rank, and every value that goes from rank to rank.
 
     An action waits for the end of the one before it on its rank, and for its inputs to arrive; a
-    collective in a lane for the one before it there too; and what computes on a stage for what is
-    gathered for it. On a
-    tie it waited for its rank: a path of such waits shows the work that fills the time. An action
-    that took no time and was over before an input arrived has not read it: in a real step it had
-    nothing to compute.
+    collective in a lane for the one before it there too; what computes on a stage for what is
+    gathered for it; and an UPDATE for the reduction of its gradients. On a tie it waited for its
+    rank: a path of such waits shows the work that fills the time. An action that took no time and
+    was over before an input arrived has not read it: in a real step it had nothing to compute.
 
     Args:
         events: the events of each rank.
@@ -167,18 +166,21 @@ def waits_of(
         before: int | None = None  # the last action that occupied the rank
         collective: int | None = None  # and the last one in its lane
         gathers: dict[int, int] = {}
+        reductions: dict[int, int] = {}
         for at, event in enumerate(row):
             source: Position | None = None
             ready = begun
             beside = is_beside(event, cost)
-            others = [before, collective if beside else gathers.get(event.action.stage)]
+            # An UPDATE waits for the reduction of its stage, what computes for its gathering.
+            of_stage = reductions if event.action.op == Op.UPDATE else gathers
+            others = [before, collective if beside else of_stage.get(event.action.stage)]
             for other in others:
                 if other is not None and (source is None or row[other].end > ready):
                     source, ready = (rank, other), row[other].end
             if beside:
                 collective = at
-                if event.action.op == Op.UNSHARD:
-                    gathers[event.action.stage] = at
+                lane = gathers if event.action.op == Op.UNSHARD else reductions
+                lane[event.action.stage] = at
             else:
                 before = at
             for need in graph.needs[graph.starts[rank] + at]:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from fpipe.errors import ScheduleError, a_type
-from fpipe.schedule.action import WHOLE_STAGE_OPS, Action, Op
+from fpipe.schedule.action import SHARDING_OPS, Action, Op
 from fpipe.schedule.arguments import is_several, plain_integer
+from fpipe.schedule.cost import Cost
 from fpipe.schedule.exchange.csv_file import format_csv, parse_csv
 from fpipe.schedule.exchange.files import PathLike, load, save
 from fpipe.schedule.exchange.json_file import format_json, parse_json
@@ -18,6 +19,7 @@ from fpipe.schedule.exchange.text_form import format_text, parse_text
 from fpipe.schedule.grid import one_line, sizes, text_grid
 from fpipe.schedule.placements import stages_on
 from fpipe.schedule.sharding import STEP, gathered_at_once, sharded_rows
+from fpipe.schedule.updating import updated_rows
 
 _NUMBERS: Final = (int, type(None))  # the usual types of a microbatch
 LARGEST_SHOWN: Final = 20_000  # actions in a notebook's picture: about two megabytes
@@ -100,7 +102,12 @@ class Schedule:
     @cached_property
     def is_sharded(self) -> bool:
         """Whether it says when parameters are gathered and gradients reduced."""
-        return any(a.op in WHOLE_STAGE_OPS for row in self.actions for a in row)
+        return any(a.op in SHARDING_OPS for row in self.actions for a in row)
+
+    @cached_property
+    def has_updates(self) -> bool:
+        """Whether it says when the optimizer's step of each stage is made."""
+        return any(a.op == Op.UPDATE for row in self.actions for a in row)
 
     @property
     def gathered_at_once(self) -> int:
@@ -112,7 +119,7 @@ class Schedule:
 
         A pipeline that is made with ``data=`` runs them: `UNSHARD` gathers the parameters of a
         stage, `RESHARD` lets them go, `REDUCE_GRAD` adds its gradients up over replicas. Those that
-        are in the schedule already are replaced.
+        are in the schedule already are replaced, and so are its `UPDATE`, if it has any.
 
         Args:
             gather: ``"step"`` gathers each stage once a step, before all else. A number, 1 or more:
@@ -136,7 +143,35 @@ class Schedule:
         """
         rows = sharded_rows(self.actions, gather, reduce)
         policy = f"gather={gather}, reduce={reduce}"
-        return Schedule(self.placement, rows, name=f"{self.name} ({policy})")
+        schedule = Schedule(self.placement, rows, name=f"{self.name} ({policy})")
+        return schedule.updated() if self.has_updates else schedule
+
+    def updated(self, cost: Cost | None = None) -> Schedule:
+        """The schedule with the optimizer's step of each stage put in, as `UPDATE`.
+
+        A step of `fpipe.train` runs them, and puts them into a schedule that has none. Each stands
+        behind the last gradient of its stage, in the first idle time of its rank that is long
+        enough; where there is none, at the end of the rank. Those that are in the schedule already
+        are replaced. Every other step runs the schedule as if they were not there.
+
+        Args:
+            cost: with ``update``, the time of an UPDATE; None for one in which it takes as long as
+                F of one microbatch.
+
+        Returns:
+            The schedule under the same name.
+
+        Raises:
+            ScheduleError: the schedule cannot run, or `cost` does not fit it.
+
+        Example:
+            >>> import fpipe
+            >>> schedule = fpipe.schedules.interleaved_1f1b(ranks=2, microbatches=2)
+            >>> print(*schedule.updated(fpipe.Cost(f=1, i=1, w=1, comm=1, update=1)).actions[0])
+            0F0 0F1 2F0 2F1 2B0 2B1 2UPDATE 0B0 0B1 0UPDATE
+        """
+        rows = updated_rows(self.placement, self.actions, self.num_microbatches, cost)
+        return Schedule(self.placement, rows, name=self.name)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that the placement puts on `rank`, in order."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from math import inf
 
 from fpipe.errors import ScheduleError
-from fpipe.schedule.action import COMPUTE_OPS, WHOLE_STAGE_OPS, Action, Op
+from fpipe.schedule.action import COMPUTE_OPS, Action, Op
 from fpipe.schedule.arguments import plain_integer
 
 STEP = "step"
@@ -22,7 +22,7 @@ STEP = "step"
 def sharded_rows(
     rows: Sequence[Sequence[Action]], gather: int | str, reduce: int | str
 ) -> list[list[Action]]:
-    """Rows with `UNSHARD`, `RESHARD` and `REDUCE_GRAD` put in; those that they had are left out.
+    """Rows with `UNSHARD`, `RESHARD` and `REDUCE_GRAD` put in, and no other whole-stage actions.
 
     Args:
         rows: the actions of each rank.
@@ -34,7 +34,7 @@ def sharded_rows(
     """
     window = _read("gather", gather, "stages")
     every = _read("reduce", reduce, "microbatches")
-    plain = [[a for a in row if a.op not in WHOLE_STAGE_OPS] for row in rows]
+    plain = [[a for a in row if a.op in COMPUTE_OPS] for row in rows]
     return [_reduced(_gathered(row, window), every) for row in plain]
 
 

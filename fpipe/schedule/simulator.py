@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import repeat
-from typing import NamedTuple
 
-from fpipe.schedule.action import Action, Op
-from fpipe.schedule.cost import Cost, StageCosts, check_cost
+from fpipe.schedule.clocks import run_rows
+from fpipe.schedule.cost import Cost, check_cost
 from fpipe.schedule.events import Event
 from fpipe.schedule.required_ops import owed_by_actions
 from fpipe.schedule.schedule import Schedule
@@ -21,7 +19,8 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
     A rank runs its actions in order, one at a time, and each starts as soon as the rank is free and
     its input has arrived. A value travels for ``cost.comm`` after its action ends, and occupies no
     rank meanwhile. UNSHARD and REDUCE_GRAD take ``cost.unshard`` and ``cost.reduce_grad``, in a
-    lane beside the rank unless ``cost.collective_lane`` is False; RESHARD takes no time. A million
+    lane beside the rank unless ``cost.collective_lane`` is False; RESHARD takes no time. UPDATE
+    takes ``cost.update`` on the rank, once the gradients of its stage are reduced. A million
     actions take a few seconds.
 
     Args:
@@ -67,123 +66,3 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
         for rank, row in enumerate(schedule.actions)
     )
     return Timeline(schedule, events, cost)
-
-
-class Times(NamedTuple):
-    """The result of `run_rows`.
-
-    Attributes:
-        starts: per row, the start of each action.
-        ends: per row, the end of each action.
-        whole: every action ran, in an order that makes sense, and each stage did the same work on
-            every microbatch.
-    """
-
-    starts: list[list[float]]
-    ends: list[list[float]]
-    whole: bool
-
-
-def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequence[float]) -> Times:
-    """Starts and ends of the actions of each row, in its order.
-
-    A row ends early at an action whose input never comes, or that is repeated or out of order.
-    `costs` are for a microbatch of size 1.
-    """
-    microbatches = len(sizes)
-    beside = costs.collective_lane
-    # Per rank, when its last action ended, and its last collective; per stage, when what it has
-    # gathered is there, and when its gradients are reduced.
-    clocks, lanes = [0.0] * len(rows), [0.0] * len(rows)
-    gathered, reduced = [0.0] * len(costs.f), [0.0] * len(costs.f)
-    f, i, w, b, down, up = costs.f, costs.i, costs.w, costs.b, costs.down, costs.up
-    last = len(f) - 1
-    # Per stage and microbatch, at stage * microbatches + microbatch: how far its work is (1 after
-    # F, 2 after I, 3 after W or B), and when its output arrives at the reader.
-    state = bytearray(len(f) * microbatches)
-    forward: list[float | None] = [None] * len(state)
-    backward: list[float | None] = [None] * len(state)
-    waiting: dict[int, int] = {}  # what a blocked rank waits for; backwards are negative
-    starts: list[list[float]] = [[] for _ in rows]
-    ends: list[list[float]] = [[] for _ in rows]
-    ready = list(range(len(rows)))[::-1]
-    while ready:
-        rank = ready.pop()
-        row, start_at, end_at = rows[rank], starts[rank], ends[rank]
-        now = clocks[rank]
-        for at in range(len(end_at), len(row)):
-            stage, op, microbatch = row[at]
-            if microbatch is None:
-                begin = end = now
-                if op == Op.UNSHARD:
-                    begin = max(now, lanes[rank])
-                    end = lanes[rank] = gathered[stage] = begin + costs.unshard[stage]
-                elif op == Op.REDUCE_GRAD:
-                    now = max(now, reduced[stage])
-                    begin = max(now, lanes[rank])
-                    end = lanes[rank] = reduced[stage] = begin + costs.reduce_grad[stage]
-                start_at.append(begin)
-                end_at.append(end)
-                if not beside:
-                    now = end
-                continue
-            if gathered[stage] > now:
-                now = gathered[stage]
-            key = stage * microbatches + microbatch
-            done = state[key]
-            if op == Op.F:
-                if done:
-                    break
-                if stage:
-                    arrival = forward[key - microbatches]
-                    if arrival is None:
-                        waiting[key - microbatches] = rank
-                        break
-                    if arrival > now:
-                        now = arrival
-                end = now + f[stage] * sizes[microbatch]
-                state[key] = 1
-                if stage < last:
-                    forward[key] = end + down[stage]
-                    if (reader := waiting.pop(key, None)) is not None:
-                        ready.append(reader)
-            elif op == Op.W and done == 2:
-                end = now + w[stage] * sizes[microbatch]
-                state[key] = 3
-            else:
-                if done != 1:
-                    break
-                if stage < last:
-                    arrival = backward[key + microbatches]
-                    if arrival is None:
-                        waiting[-1 - key - microbatches] = rank
-                        break
-                    if arrival > now:
-                        now = arrival
-                if op == Op.I:
-                    end = now + i[stage] * sizes[microbatch]
-                    state[key] = 2
-                elif op == Op.B:
-                    end = now + b[stage] * sizes[microbatch]
-                    state[key] = 3
-                elif op == Op.W:  # of a stage that owes no I
-                    end = now + w[stage] * sizes[microbatch]
-                    state[key] = 3
-                else:
-                    break
-                if stage and op != Op.W:
-                    backward[key] = end + up[stage - 1]
-                    if (reader := waiting.pop(-1 - key, None)) is not None:
-                        ready.append(reader)
-            start_at.append(now)
-            end_at.append(end)
-            now = end
-        clocks[rank] = now
-    whole = microbatches > 0 and all(
-        len(row) == len(done_at) for row, done_at in zip(rows, ends, strict=True)
-    )
-    # Every stage has done the same work on every microbatch, and some.
-    for at in range(0, len(state), max(1, microbatches)):
-        done = state[at]
-        whole = whole and done > 0 and state.count(done, at, at + microbatches) == microbatches
-    return Times(starts, ends, whole)

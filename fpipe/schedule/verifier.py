@@ -25,7 +25,8 @@ def verify(schedule: Schedule, requires: Requires | None = None) -> None:
 
     UNSHARD and RESHARD of a stage must alternate, UNSHARD first; a stage that has any computes only
     while it is unsharded. REDUCE_GRAD of a stage, if there is any, comes after its last W or B, and
-    may also come before, after every so many of them.
+    may also come before, after every so many of them. UPDATE, where a schedule has any, stands once
+    for each stage that owes W, behind the last W, B and REDUCE_GRAD of the stage.
 
     It takes some microseconds per action.
 
@@ -68,6 +69,7 @@ whose result it reads: move 1F0 before it
     _check_work(schedule, owed)
     for rank, row in enumerate(schedule.actions):
         check_whole_stage(rank, row, owed)
+    _check_updates(schedule, owed)
     check_order(dependencies(schedule.actions, reads))
 
 
@@ -175,7 +177,7 @@ def check_whole_stage(rank: int, row: Sequence[Action], owed: Owed) -> None:
     whole = [action for action in row if action.op in WHOLE_STAGE_OPS]
     if not whole:
         return
-    unsharded = {stage: False for stage, op, _ in whole if op != Op.REDUCE_GRAD}
+    unsharded = {stage: False for stage, op, _ in whole if op in (Op.UNSHARD, Op.RESHARD)}
     reduces = {stage for stage, op, _ in whole if op == Op.REDUCE_GRAD}
     last: dict[int, int] = {}  # stage -> position of its last REDUCE_GRAD
     new: dict[int, int] = {}  # stage -> position of its last gradient that is not yet reduced
@@ -210,6 +212,40 @@ def check_whole_stage(rank: int, row: Sequence[Action], owed: Owed) -> None:
             f"{row[position]} (actions[{rank}][{position}], rank {rank}) comes after "
             f"{stage}REDUCE_GRAD (actions[{rank}][{last[stage]}]), which misses its gradient: move "
             f"{stage}REDUCE_GRAD behind the last W or B of the stage, or add another there"
+        )
+
+
+def _check_updates(schedule: Schedule, owed: Owed) -> None:
+    """Check that every stage that owes W has one UPDATE, behind all of its gradients."""
+    if not schedule.has_updates:
+        return
+    missing = {stage for stage, ops in enumerate(owed) if Op.W in ops}
+    for rank, row in enumerate(schedule.actions):
+        place: dict[int, int] = {}  # stage -> position of its UPDATE
+        for position, action in enumerate(row):
+            stage, op, _ = action
+            where = f"{action} (actions[{rank}][{position}], rank {rank})"
+            before = f"{stage}UPDATE (actions[{rank}][{place.get(stage)}])"
+            if op == Op.UPDATE and Op.W not in owed[stage]:
+                raise ScheduleError(
+                    f"{where} has nothing to update, for stage {stage} owes no W: leave it out"
+                )
+            if op == Op.UPDATE and stage in place:
+                raise ScheduleError(f"{where} repeats {before}: leave one out")
+            if op == Op.UPDATE:
+                place[stage] = position
+                missing.discard(stage)
+            elif stage in place and op in (Op.W, Op.B, Op.REDUCE_GRAD):
+                raise ScheduleError(
+                    f"{where} comes after {before}, which misses its gradient: move "
+                    f"{stage}UPDATE behind it"
+                )
+    if missing:
+        stage = min(missing)
+        raise ScheduleError(
+            f"stage {stage} has no {stage}UPDATE, and other stages have theirs: add it on rank "
+            f"{schedule.placement[stage]} behind the last gradient of the stage, or take "
+            "schedule.updated()"
         )
 
 

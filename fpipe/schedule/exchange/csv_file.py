@@ -23,7 +23,8 @@ def format_csv(
     r"""Write rows as torch's ``_dump_csv`` writes them in its compute-only format.
 
     The file has no place for a placement: it must follow from the rows, as it does for every
-    schedule in which each rank and each stage has work.
+    schedule in which each rank and each stage has work. UPDATE is left out, for torch has no such
+    op.
 
     Args:
         placement: the rank of each stage.
@@ -42,6 +43,7 @@ def format_csv(
         >>> format_csv([0], [row])
         '0F0,0B0\r\n'
     """
+    actions = [[action for action in row if action.op != Op.UPDATE] for row in actions]
     for rank, row in enumerate(actions):
         if not row:
             raise ScheduleError(
