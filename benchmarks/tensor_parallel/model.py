@@ -1,15 +1,20 @@
-"""A GPT in stages, whose layers `parallelize_module` divides; plain tensors go between stages."""
+"""A GPT in stages, whose layers `parallelize_module` divides; plain tensors go between stages.
+
+Beside it, what benchmarks over rows of a mesh share: the stages as pure functions, a batch, and the
+comparison of gradients.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -89,3 +94,44 @@ def divide(stage: Stage, mesh: DeviceMesh) -> None:
 def surprise(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def stage_function(stage: Stage) -> Callable[[Any, Any], Tensor]:
+    """A stage as a pure function of its parameters; the first one reads the inputs of a batch."""
+
+    def call(params: Any, x: Any) -> Tensor:
+        x = x["inputs"] if isinstance(x, dict) else x
+        y: Tensor = torch.func.functional_call(stage, params, (x,))
+        return y
+
+    return call
+
+
+def batch_loss(logits: Tensor, batch: Any) -> Tensor:
+    """Mean cross entropy against the targets of the batch."""
+    return surprise(logits, batch["targets"])
+
+
+def make_batch(rows: int, length: int, part: int = 0, parts: int = 1) -> dict[str, Tensor]:
+    """One of `parts` equal parts of a batch: inputs and targets, ``int64[rows, length]``."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCABULARY, (parts * rows, length + 1), generator=generator)
+    tokens = tokens.chunk(parts)[part]
+    return {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+Case = tuple[Callable[[], Any], Callable[[], Sequence[Tensor]], Callable[[], Any]]
+"""A step, the gradients of the last one on this rank, and what lets go of them."""
+
+
+def compare_gradients(cases: Mapping[str, Case]) -> None:
+    """Run a step of each case, and raise where its gradients are not those of the first case."""
+    reference: list[Tensor] = []
+    for label, (run, gradients, clear) in cases.items():
+        run()
+        values = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients()]
+        for value, other in zip(values, reference or values, strict=True):
+            difference = float((value - other).norm() / other.norm())
+            assert difference < 1e-3, f"a gradient of {label} differs by {difference:.1e}"
+        reference = reference or values
+        clear()

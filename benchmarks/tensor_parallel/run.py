@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.distributed.tensor import DTensor
 
 import fpipe
 from benchmarks import memory
@@ -33,7 +31,17 @@ from benchmarks.harness import (
     publish,
 )
 from benchmarks.ranks import greatest, interleave_ranks, on_ranks
-from benchmarks.tensor_parallel.model import VOCABULARY, Stage, divide, make_stages, surprise
+from benchmarks.tensor_parallel.model import (
+    Case,
+    Stage,
+    batch_loss,
+    compare_gradients,
+    divide,
+    make_batch,
+    make_stages,
+    stage_function,
+    surprise,
+)
 
 REFUSED: Final = "refused"
 NAMES: Final = ("GPipe", "1F1B", "Interleaved1F1B")
@@ -49,28 +57,13 @@ COLUMNS: Final = (
     "torch compiled",
 )
 
-Case = tuple[Callable[[], Any], Callable[[], list[Tensor]], Callable[[], Any]]
-"""A step, the gradients of the last one on this rank, and what lets go of them."""
-
 
 def ours(
     stages: list[Stage], schedule: fpipe.Schedule, mesh: Any, data: Any, compile: bool
 ) -> Case:
     """A step of fpipe."""
-
-    def function(stage: Stage) -> Callable[[Any, Any], Tensor]:
-        def call(params: Any, x: Any) -> Tensor:
-            x = x["inputs"] if isinstance(x, dict) else x
-            y: Tensor = torch.func.functional_call(stage, params, (x,))
-            return y
-
-        return call
-
-    def loss(y: Tensor, batch: Any) -> Tensor:
-        return surprise(y, batch["targets"])
-
-    functions = [function(stage) for stage in stages]
-    pipe = fpipe.pipeline(functions, loss, schedule, mesh=mesh, compile=compile)
+    functions = [stage_function(stage) for stage in stages]
+    pipe = fpipe.pipeline(functions, batch_loss, schedule, mesh=mesh, compile=compile)
     params = pipe.local([dict(stage.named_parameters()) for stage in stages])
     kept: list[Any] = []
 
@@ -124,20 +117,12 @@ def compiles(stage: Stage, width: int, data: Any) -> bool:
     return not greatest([failed])[0]
 
 
-def whole(value: Any) -> Tensor:
-    """All of a gradient."""
-    tensor: Tensor = value.full_tensor() if isinstance(value, DTensor) else value
-    return tensor
-
-
 def measure(
     rank: int, width: int, blocks: int, length: int, rows: int, rounds: int, compile: bool
 ) -> list[list[Cell]]:
     """Rows of the table."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, VOCABULARY, (rows, length + 1), generator=generator)
-    data = {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+    data = make_batch(rows, length)
     table: list[list[Cell]] = []
     for name in NAMES:
         schedule = schedule_of(name, 2, 8)
@@ -151,15 +136,7 @@ def measure(
         own = schedule.stages_of(mesh.get_local_rank("pp"))
         if compile and compiles(stages[own[0]], width, data):
             cases["torch compiled"] = theirs(name, stages, schedule, mesh, data, True)
-        reference: list[Tensor] = []
-        for label, (run, grads, clear) in cases.items():
-            run()
-            values = [whole(grad) for grad in grads()]
-            for mine, first in zip(values, reference or values, strict=True):
-                difference = float((mine - first).norm() / first.norm())
-                assert difference < 1e-3, f"a gradient of {label} differs by {difference:.1e}"
-            reference = reference or values
-            clear()
+        compare_gradients(cases)
         times = interleave_ranks({label: case[0] for label, case in cases.items()}, rounds)
         peaks: dict[str, float] = {}
         for label, (run, _, clear) in cases.items():

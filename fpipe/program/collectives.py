@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TypeGuard
+from typing import Any, Final, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.inputs.signature import Spec
@@ -31,7 +32,36 @@ from fpipe.spec.data import Group
 Row = Sequence[Task | Action]
 """The tasks of a rank, and between them the UNSHARD and RESHARD of its schedule."""
 
-_ops = torch.ops._c10d_functional
+# torch 2.13 has renamed them.
+_gather: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_scatter: Final[Callable[..., Any]] = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
+
+
+class UnderWay:
+    """A collective that has begun: it stands in the slot of its result until that is waited for.
+
+    Not ``torch.ops._c10d_functional``, whose waiting corrupts the heap on gloo now and then (torch
+    2.13).
+
+    Args:
+        work: of torch, to be waited for.
+        result: what it fills.
+        flat: what it was given, which it reads until it has ended.
+    """
+
+    def __init__(self, work: dist.Work, result: Tensor, flat: Tensor) -> None:
+        self._work: dist.Work | None = work
+        self._result = result
+        self._flat: Tensor | None = flat
+
+    def wait(self) -> Tensor:
+        """The result, when the collective has ended; who waits again waits for nothing."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._flat = None
+        return self._result
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,15 +70,15 @@ class Begin:
 
     Attributes:
         pack: from the values to one flat tensor.
-        launch: from that to the result of the collective, which is under way.
+        launch: from that to the collective, which is under way.
         text: what moves, the same on all replicas.
     """
 
     pack: Callable[[list[Tensor]], Tensor]
-    launch: Callable[[Tensor], Tensor]
+    launch: Callable[[Tensor], UnderWay]
     text: str
 
-    def __call__(self, values: list[Tensor]) -> list[Tensor]:
+    def __call__(self, values: list[Tensor]) -> list[Any]:
         flat = self.pack(values)
         values.clear()
         return [self.launch(flat)]
@@ -66,12 +96,12 @@ class Wait:
     unpack: Callable[[Tensor], list[Tensor]]
     over: tuple[Group, ...] = ()
 
-    def __call__(self, values: list[Tensor]) -> list[Tensor]:
-        flat, *before = values
+    def __call__(self, values: list[Any]) -> list[Tensor]:
+        flat = values.pop(0).wait()
+        before = values.copy()
         values.clear()
-        flat = _ops.wait_tensor(flat)
         for group in self.over:
-            flat = _ops.wait_tensor(_all_reduce(group, flat))
+            flat = _all_reduce(group, flat).wait()
         leaves = self.unpack(flat)
         del flat
         return [old + new for old, new in zip(before, leaves, strict=True)] if before else leaves
@@ -93,25 +123,21 @@ def waits(call: Boxed) -> bool:
     return isinstance(call, Wait)
 
 
-def await_begun(outputs: Sequence[Tensor]) -> None:
-    """Wait for the collectives whose results these are; who waits again waits for nothing."""
-    for output in outputs:
-        _ops.wait_tensor(output)
+def _all_gather(group: Group, flat: Tensor) -> UnderWay:
+    gathered = flat.new_empty(flat.numel() * group.size)
+    work = _gather(gathered, flat, group=group.handle, async_op=True)
+    return UnderWay(work, gathered, flat)
 
 
-def _all_gather(group: Group, flat: Tensor) -> Tensor:
-    gathered: Tensor = _ops.all_gather_into_tensor(flat, group.size, group.name)
-    return gathered
+def _reduce_scatter(group: Group, flat: Tensor) -> UnderWay:
+    scattered = flat.new_empty(flat.numel() // group.size)
+    work = _scatter(scattered, flat, group=group.handle, async_op=True)
+    return UnderWay(work, scattered, flat)
 
 
-def _reduce_scatter(group: Group, flat: Tensor) -> Tensor:
-    scattered: Tensor = _ops.reduce_scatter_tensor(flat, "sum", group.size, group.name)
-    return scattered
-
-
-def _all_reduce(group: Group, flat: Tensor) -> Tensor:
-    added: Tensor = _ops.all_reduce_(flat, "sum", group.name)
-    return added
+def _all_reduce(group: Group, flat: Tensor) -> UnderWay:
+    work = dist.all_reduce(flat, group=group.handle, async_op=True)
+    return UnderWay(work, flat, flat)
 
 
 class _Gathers:

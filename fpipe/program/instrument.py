@@ -5,15 +5,16 @@ The interpreter knows nothing of it, so a program that is not instrumented pays 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fpipe.pieces.compiler import Boxed
-from fpipe.program.collectives import await_begun, begins, waits
+from fpipe.program.collectives import UnderWay, begins, waits
 from fpipe.program.program import Compute, Program
 from fpipe.schedule import Action, Op
 
@@ -49,12 +50,13 @@ def timed(marks: dict[Action, tuple[float, float]], *, alone: bool = False) -> W
         whole = alone and action.microbatch is None
 
         def timed_call(inputs: list[Tensor]) -> Sequence[Tensor]:
-            _await({value.device for value in inputs if value.is_cuda})
+            _await(inputs)
             start = perf_counter()
             outputs = call(inputs)
             if whole and begins(call):
-                await_begun(outputs)
-            _await({value.device for value in outputs if value.is_cuda})
+                _await([value.wait() for value in outputs if isinstance(value, UnderWay)])
+            else:
+                _await(outputs)
             end = perf_counter()
             if whole:
                 if begins(call):
@@ -72,9 +74,9 @@ def timed(marks: dict[Action, tuple[float, float]], *, alone: bool = False) -> W
     return wrap
 
 
-def _await(devices: Collection[torch.device]) -> None:
+def _await(values: Sequence[Any]) -> None:
     # Not for all that the device does: NCCL may wait there for ranks that wait for this one.
-    for device in devices:
+    for device in {v.device for v in values if isinstance(v, Tensor) and v.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.errors import StageError, check_choice
@@ -20,12 +21,12 @@ class Group(NamedTuple):
     """The processes along one dimension of a mesh.
 
     Attributes:
-        name: that torch knows the process group by.
+        handle: of torch.
         size: the number of processes.
         rank: of this process among them.
     """
 
-    name: str
+    handle: dist.ProcessGroup
     size: int
     rank: int
 
@@ -52,7 +53,7 @@ class Data:
     def groups(self) -> tuple[Group, ...]:
         """The groups over which gradients are added up, one a dimension."""
         return tuple(
-            Group(self.mesh.get_group(dim).group_name, self.mesh[dim].size(), rank)
+            Group(self.mesh.get_group(dim), self.mesh[dim].size(), rank)
             for dim, rank in zip(self.dims, self._coordinates(), strict=True)
         )
 
