@@ -32,11 +32,11 @@ from fpipe.definition import ONE_BATCH, Definition
 from fpipe.dtensors import refuse_transformed
 from fpipe.errors import BatchError, FpipeError, StageError, a_type
 from fpipe.execute.choosing import controller_of, workshop_of
-from fpipe.execute.controller import Gather
-from fpipe.execute.header import PREPARES, Addend, Marked
+from fpipe.execute.controller import Enter, Gather
+from fpipe.execute.header import CLIPS, PREPARES, TRAINS, Addend, Marked
 from fpipe.execute.keys import read_key
 from fpipe.inputs.caller_modes import refuse_modes
-from fpipe.inputs.params import keep
+from fpipe.inputs.params import Move, Updating, keep
 from fpipe.inputs.signature import Goal
 from fpipe.loadable import Loadable
 from fpipe.outcome import Outcome
@@ -140,7 +140,7 @@ class Pipeline(Loadable):
         arguments, key = self._in_order("step", arguments, key, named)
         if is_within():
             return call_within(self, "step", params, *arguments, key=key)
-        return self._run((params, *arguments), "step", key).step()
+        return self._run(self._entering(params, *arguments), "step", key).step()
 
     def value(
         self, params: Any, *arguments: Any, key: Tensor | None = None, **named: Any
@@ -266,6 +266,12 @@ class Pipeline(Loadable):
         CPU or on the devices of the pipeline, then runs these programs. They depend on no key:
         it may be left out.
         """
+        return self.programs_for("step", params, *arguments, key=key, **named)
+
+    def programs_for(
+        self, goal: Goal, params: Any, *arguments: Any, key: Tensor | None = None, **named: Any
+    ) -> tuple[Program, ...]:
+        """`programs` of a step, or of one with an optimizer."""
 
         def enter() -> tuple[Any, Any]:
             given, last = self.definition.in_order(arguments, None, named)
@@ -275,7 +281,7 @@ class Pipeline(Loadable):
                 check_key(last)
             return self._enter((params, *given))
 
-        return self._controller.programs(enter)
+        return self._controller.programs(enter, goal)
 
     def add_up(
         self,
@@ -402,23 +408,51 @@ class Pipeline(Loadable):
         if is_within():
             options = {"key": key} if name is None else {"key": key, "name": name}
             return call_within(self, "run_step", *arguments, **options)
-        outcome = self._run(arguments, "step", key, name)
+        outcome = self._run(self._entering(*arguments), "step", key, name)
         found = outcome.loss, outcome.take_grads()
         if self.definition.has_aux:
             return *found, outcome.aux(self.definition.out_dims)
         return found
 
+    def run_updating(
+        self,
+        read: Callable[[], tuple[Sequence[Any], Move]],
+        params: Any,
+        *arguments: Any,
+        key: Tensor | None = None,
+        clips: bool,
+        **named: Any,
+    ) -> Outcome:
+        """A step in which each stage is updated where the schedule says so.
+
+        Args:
+            read: returns the optimizer's state of each leaf of the parameters, in order, and its
+                step of one leaf; may refuse them.
+            params: as in `step`.
+            arguments: as in `step`.
+            key: as in `step`.
+            clips: keep the gradients, and find their norm.
+            named: as in `step`.
+        """
+        given, key = self._in_order("step", arguments, key, named)
+
+        def enter() -> tuple[Any, Any]:
+            stage_params, batch = self._enter((params, *given))
+            return Updating(stage_params, *read()), batch
+
+        return self._run(enter, "clip" if clips else "update", key, CLIPS if clips else TRAINS)
+
     def run_value(self, *arguments: Any, key: Tensor | None = None) -> Any:
         """The loss, as the convention returns it."""
         if is_within():
             return call_within(self, "run_value", *arguments, key=key)
-        return self._run(arguments, "value", key).loss
+        return self._run(self._entering(*arguments), "value", key).loss
 
     def run_forward(self, *arguments: Any, key: Tensor | None = None, out_dims: Any = 0) -> Any:
         """The output of the last stage as it returns it, its microbatches merged."""
         if is_within():
             return call_within(self, "run_forward", *arguments, key=key, out_dims=out_dims)
-        outcome = self._run(arguments, "forward", key)
+        outcome = self._run(self._entering(*arguments), "forward", key)
         if self.definition.function:
             return ForwardAux(outcome.loss, outcome.aux(out_dims))
         return outcome.output(out_dims)
@@ -430,13 +464,16 @@ class Pipeline(Loadable):
         refuse_within()
         return self.told(goal, lambda: self.definition.in_order(arguments, key, named))
 
+    def _entering(self, *arguments: Any) -> Enter:
+        return partial(self._enter, arguments)
+
     def _run(
-        self, arguments: Sequence[Any], goal: Goal, key: Tensor | None, name: str | None = None
+        self, enter: Enter, goal: Goal, key: Tensor | None, name: str | None = None
     ) -> Outcome:
         recorded = torch.is_grad_enabled()
         try:
             with within_pipeline():
-                done = self._controller.run(partial(self._enter, arguments), goal, key, name)
+                done = self._controller.run(enter, goal, key, name)
         finally:
             if torch.is_grad_enabled() != recorded:  # an interrupt has come within torch.no_grad
                 torch.set_grad_enabled(recorded)
@@ -469,9 +506,11 @@ _INTERNAL = frozenset(
         "definition",
         "derived",
         "each",
+        "programs_for",
         "readers",
         "run_forward",
         "run_step",
+        "run_updating",
         "run_value",
         "structure",
         "telling",

@@ -12,6 +12,7 @@ from fpipe import pytree
 from fpipe.dtensors import add_up_replicated, placements_of
 from fpipe.inputs.params import Parameters
 from fpipe.inputs.signature import is_differentiable
+from fpipe.plan.gradient_kinds import Kind, kinds_of
 from fpipe.plan.plan import Plan
 from fpipe.plan.total import divided_
 from fpipe.program.interpreter import Run
@@ -45,44 +46,26 @@ def gradients(
     None stands for a leaf that is not trained or cannot have a gradient, and for one whose gradient
     belongs to ranks of other processes, or of the state, which comes with the parameters.
     """
+    kinds = iter(kinds_of(plan, runs, params))
     found = {
         (0 if params.shared else stage, leaf): value
         for (stage, leaf), value in collected(plan, runs).items()
     }
-    alone = len(runs) == len(plan.programs)
-    elsewhere = _read_elsewhere(plan, runs) if params.shared and not alone else frozenset()
     grads: list[Tensor | None] = []
     for stage, leaves in enumerate(params.stages[:1] if params.shared else params.stages):
         for index, leaf in enumerate(leaves):
-            if (stage, index) in found:
+            kind = next(kinds)
+            if kind == Kind.SUM:
                 own = found.pop((stage, index))
                 grads.append(divided_(own, weight).to(leaf.device, leaf.dtype))
                 del own
-            elif index in elsewhere or (stage, index) in plan.frozen or not is_differentiable(leaf):
-                grads.append(None)
-            elif leaf.is_meta:
-                grads.append(None)  # nobody reads it, and whoever has its data is not here
-            else:
+            elif kind == Kind.ZEROS:
                 grads.append(torch.zeros_like(plan.sink.lifted(leaf, sum(plan.rows))))
+            else:
+                grads.append(None)
     reduced = () if plan.data is None else plan.data.dims
     add_up_replicated(grads, placements_of(params.spec), but=reduced)
     return grads
-
-
-def _read_elsewhere(plan: Plan, runs: Sequence[Run]) -> frozenset[int]:
-    """The leaves of shared parameters whose gradient, if they get none here, is with other ranks.
-
-    Those have the gradient, or read what the loss need not depend on.
-    """
-    here = {leaf for run in runs for _, leaf, _ in run.program.bindings.params}
-    return frozenset(
-        leaf
-        for program in plan.programs
-        for leaf in (
-            *(leaf for _, leaf, *_ in program.results.grads),
-            *(leaf for _, leaf, _ in program.bindings.params if leaf not in here),
-        )
-    )
 
 
 def batch_gradients(

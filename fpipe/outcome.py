@@ -12,6 +12,8 @@ from fpipe import pytree
 from fpipe.definition import Definition
 from fpipe.execute.controller import Finished
 from fpipe.gradients import batch_gradients, collected, gradients
+from fpipe.inputs.params import Moved
+from fpipe.plan.gradient_kinds import Kind, kinds_of, updates_of
 from fpipe.plan.total import divided
 from fpipe.results import Step, StepAux, StepState, StepStateAux
 
@@ -82,6 +84,27 @@ class Outcome:
         if not definition.has_aux:
             return StepState(loss, grads, self.state)
         return StepStateAux(loss, grads, self.state, aux)
+
+    @property
+    def norm(self) -> Tensor | None:
+        """The norm of all gradients, where the plan was to find it."""
+        squares = self.done.squares
+        return None if squares is None else squares.norm
+
+    def updates(self) -> dict[int, Moved]:
+        """What the optimizer has made of leaves of the parameters, by their places."""
+        return updates_of(self.done.runs, self.done.params)
+
+    def without_gradient(self) -> list[int]:
+        """The places of trained leaves that the loss does not depend on: their gradient is 0."""
+        kinds = kinds_of(self.done.plan, self.done.runs, self.done.params)
+        return [place for place, kind in enumerate(kinds) if kind == Kind.ZEROS]
+
+    def result(self) -> tuple[Any, Any, Any]:
+        """The loss, the state and aux; None for what is not declared."""
+        definition = self.definition
+        aux = self.aux(definition.out_dims) if definition.has_aux else None
+        return self.loss, self.state if definition.has_state else None, aux
 
     @property
     def _weight(self) -> Tensor | None:

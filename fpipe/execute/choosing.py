@@ -6,6 +6,7 @@ definition ──► tracer, compiler, policies ──► workshop ──┐
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from fpipe.execute.keys import read_key
 from fpipe.execute.multi import MultiController
 from fpipe.execute.single import SingleController
 from fpipe.inputs.batch import split
-from fpipe.inputs.params import Parameters, keep
+from fpipe.inputs.params import Parameters, Updating, keep
 from fpipe.pieces.compiler import Compiler
 from fpipe.pieces.remat import policies
 from fpipe.plan.planner import Planner
@@ -60,6 +61,8 @@ def controller_of(definition: Definition, workshop: Workshop) -> Controller:
     )
 
     def read(params: Any) -> Parameters:
+        if isinstance(params, Updating):
+            return replace(read(params.params), updating=params)
         if definition.has_state:
             return Parameters.with_state(params, schedule.num_stages)
         if definition.function:

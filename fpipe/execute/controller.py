@@ -11,6 +11,7 @@ from fpipe.execute.keys import Words
 from fpipe.inputs.batch import SplitBatch
 from fpipe.inputs.params import Parameters
 from fpipe.inputs.signature import Goal
+from fpipe.plan.gradient_kinds import Squares
 from fpipe.plan.plan import Plan
 from fpipe.plan.planner import Planner
 from fpipe.plan.total import Total
@@ -52,6 +53,7 @@ class Finished(NamedTuple):
         runs: the runs of this process's ranks, with their results in their slots.
         total: what the loss of the batch is made of, where the goal has one.
         batch: as stages take it.
+        squares: of the gradients of all ranks, where the plan clips.
     """
 
     params: Parameters
@@ -59,6 +61,7 @@ class Finished(NamedTuple):
     runs: Sequence[Run]
     total: Total | None
     batch: Any
+    squares: Squares | None = None
 
 
 class Controller(Protocol):
@@ -76,7 +79,7 @@ class Controller(Protocol):
     def telling(self, goal: Goal) -> AbstractContextManager[None]:
         """Within it a call is made, which may be refused before other processes know of it."""
 
-    def programs(self, enter: Enter) -> tuple[Program, ...]:
+    def programs(self, enter: Enter, goal: Goal) -> tuple[Program, ...]:
         """The programs of a training step on arguments of these shapes."""
 
     def add_up(self, call: str, deed: str, make: Callable[[], Addend]) -> Marked:

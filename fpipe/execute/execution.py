@@ -28,6 +28,7 @@ from fpipe.execute.replica_states import agree_on_states
 from fpipe.execute.watch import Watch
 from fpipe.inputs.batch import SplitBatch
 from fpipe.inputs.params import Parameters
+from fpipe.plan.gradient_kinds import count_to_send, squares_received, squares_to_send
 from fpipe.plan.plan import Plan
 from fpipe.plan.total import Total
 from fpipe.program.instrument import observed
@@ -102,6 +103,7 @@ class Execution:
         run = ahead.run if ahead else Run(observed(plan.programs[self._rank], marks, alone=alone))
         failure: PipelineError | None = None
         total: Total | None = None
+        squares = [0.0] * (count_to_send(given.params) if plan.clips else 0)
         begun = False
         transport.begin()
         with as_traced():
@@ -113,6 +115,8 @@ class Execution:
                     ahead.join(transport)
                 run.advance(transport)
                 total = _share_of(plan.total([run]), share)
+                if plan.clips:
+                    squares = squares_to_send(plan, [run], given.params)
             except ConnectionLost:
                 raise
             except Interrupted:
@@ -126,7 +130,7 @@ class Execution:
                 failure = self._blame(error)
                 drain(run, transport)
             try:
-                total = self._finish(plan, total, failed=failure is not None)
+                total, rows = self._finish(plan, total, squares, failed=failure is not None)
                 if plan.data is not None and failure is None:
                     agree_on_states(plan.data, run)
             except PipelineError:
@@ -144,7 +148,8 @@ class Execution:
             everyone = gather_objects(own, self._control)
             if recording is not None:
                 recording.timelines.append(timeline_of(plan.schedule, aligned(everyone)))
-        return Finished(given.params, plan, [run], total, given.whole)
+        everyones = squares_received(rows, given.params) if plan.clips else None
+        return Finished(given.params, plan, [run], total, given.whole, everyones)
 
     def _is_shared(self, plan: Plan) -> bool:
         """Whether processes of other rows wait for this one in collectives of its pieces.
@@ -222,8 +227,14 @@ class Execution:
             fault = Fault(None, "a rank failed and could not tell why", breaks=False)
         return fault.error()
 
-    def _finish(self, plan: Plan, total: Total | None, *, failed: bool) -> Total | None:
-        """Give every rank the loss, and know whether all ranks came to their end."""
+    def _finish(
+        self, plan: Plan, total: Total | None, squares: list[float], *, failed: bool
+    ) -> tuple[Total | None, list[list[float]]]:
+        """Give every rank the loss, and know whether all ranks came to their end.
+
+        Where the plan clips, each also sends the squares of its gradients: those of all are
+        returned.
+        """
         size, several = prod(plan.loss_shape), plan.weight_shape
         length = 1 + size + (0 if several is None else prod(several))
         word = torch.zeros(length, dtype=torch.float64, device="cpu")
@@ -232,18 +243,21 @@ class Execution:
             word[1 : 1 + size] = total.loss.flatten()
             if total.weight is not None:
                 word[1 + size :] = total.weight.flatten()
-        word = gather(word, self._control).sum(0)
+        word = torch.cat([word, torch.tensor(squares, dtype=torch.float64, device="cpu")])
+        words = gather(word, self._control)
+        word = words[:, :length].sum(0)
         if plan.data is not None and self._rows is not None:
             word = self._rows.add_up(word)
         if word[0] > 0 and not failed:
             raise self._reported()
+        rows: list[list[float]] = words[:, length:].tolist()
         if not plan.numbering.heads:
-            return None
+            return None, rows
         # Nobody waits for the device: a copy of pageable memory has read it when it returns.
         word = word.to(self._device, non_blocking=True)
         loss = word[1 : 1 + size].reshape(plan.loss_shape).to(plan.weights.dtype)
         weight = None if several is None else word[1 + size :].reshape(several)
-        return Total(loss, weight)
+        return Total(loss, weight), rows
 
 
 def _share_of(total: Total | None, share: float) -> Total | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,18 @@ CALLS = (
     *("pipe.load_into", "fpipe.balance", "fpipe.profile"),
     NORMS := "fpipe.global_norm or fpipe.clip_by_global_norm",
     PREPARES := "pipe.init, pipe.load or pipe.load_into",
+    TRAINS := "trainer.step",
+    CLIPS := "trainer.step with max_norm",
+    *("trainer.programs", "trainer.programs with max_norm"),
 )
 """What all ranks do together."""
+
+PROGRAMS: Final[Mapping[str, str]] = {
+    "step": "pipe.programs",
+    "update": "trainer.programs",
+    "clip": "trainer.programs with max_norm",
+}
+"""What is called for the programs of each goal."""
 
 
 Marked = tuple[float, bool]

@@ -63,6 +63,11 @@ def load(
     copies.settle()
     for microbatch, slot in bindings.seeds:
         slots[slot] = plan.seeds[microbatch]
+    if params.updating is not None:
+        for stage, leaf, slot in bindings.moments:
+            slots[slot] = params.updating.moments[params.place(stage, leaf)]
+        for (slot,) in bindings.move:
+            slots[slot] = params.move
     if bindings.keys:
         assert key is not None
         if device is None:

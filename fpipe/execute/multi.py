@@ -31,6 +31,7 @@ from fpipe.execute.execution import Execution
 from fpipe.execute.fault import Fault, Torn, is_connection_error
 from fpipe.execute.gathering import gather_objects
 from fpipe.execute.header import (
+    PROGRAMS,
     Addend,
     Marked,
     OtherPipeline,
@@ -199,11 +200,11 @@ class MultiController:
             return None
         return self._execute.ahead(plan, call.given)
 
-    def programs(self, enter: Enter) -> tuple[Program, ...]:
+    def programs(self, enter: Enter, goal: Goal) -> tuple[Program, ...]:
         """The programs of all ranks for a training step; every rank must ask for them."""
 
         def work() -> tuple[Program, ...]:
-            call = self._calls.announce(enter, "step", lambda: None, "pipe.programs")
+            call = self._calls.announce(enter, goal, lambda: None, PROGRAMS[goal])
             try:
                 return self._calls.agree(call).plan.programs
             finally:

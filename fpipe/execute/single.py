@@ -18,6 +18,7 @@ from fpipe.execute.loading import Copies, as_traced, load
 from fpipe.inputs.batch import SplitBatch
 from fpipe.inputs.params import Parameters
 from fpipe.inputs.signature import Goal, Signature, batch_shapes, brought_to, with_data
+from fpipe.plan.gradient_kinds import squares_of
 from fpipe.plan.plan import Plan
 from fpipe.plan.planner import Planner
 from fpipe.program.instrument import observed
@@ -79,17 +80,18 @@ class SingleController:
             ]
             run_together(runs, LocalTransport(self._devices, self._lanes))
             total = plan.total(runs)
+            squares = squares_of(plan, runs, leaves) if plan.clips else None
         if recording is not None:
             recording.timelines.append(timeline_of(plan.schedule, [own or {} for own in marks]))
-        return Finished(leaves, plan, runs, total, batch)
+        return Finished(leaves, plan, runs, total, batch, squares)
 
     def telling(self, goal: Goal) -> AbstractContextManager[None]:
         """There is nobody to be told."""
         return nullcontext()
 
-    def programs(self, enter: Enter) -> tuple[Program, ...]:
+    def programs(self, enter: Enter, goal: Goal) -> tuple[Program, ...]:
         """The programs of a training step on arguments of these shapes."""
-        _, _, signature = self._signature(*enter(), "step")
+        _, _, signature = self._signature(*enter(), goal)
         return self.planner(self._at_home(with_data(signature, self._of_stages))).programs
 
     def add_up(self, call: str, deed: str, make: Callable[[], Addend]) -> Marked:

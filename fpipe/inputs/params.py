@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -13,6 +13,39 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.errors import BatchError, a_type
 from fpipe.inputs.signature import TreeShape
+
+
+class Moved(NamedTuple):
+    """A parameter after an optimizer's step.
+
+    Attributes:
+        value: the parameter.
+        moments: the optimizer's state of it; None where it has none.
+        square: of the norm of its gradient, float64, without dimensions; None if nobody asks.
+    """
+
+    value: Tensor
+    moments: Any
+    square: Tensor | None
+
+
+Move = Callable[[int, Tensor, Tensor, Any], Moved]
+"""From the place of a leaf among those of the parameters, the leaf, its gradient and its moments to
+what the optimizer makes of them."""
+
+
+class Updating(NamedTuple):
+    """Parameters with what updates them, as a step with an optimizer is called.
+
+    Attributes:
+        params: as the stages take them.
+        moments: of each of the caller's leaves, in order.
+        move: the optimizer's step of one leaf.
+    """
+
+    params: Any
+    moments: Sequence[Any]
+    move: Move
 
 
 @dataclass(frozen=True)
@@ -24,12 +57,18 @@ class Parameters:
         specs: structure of each stage's part.
         stages: leaves of each stage.
         shared: every stage numbers the leaves of one tree, which is the whole.
+        updating: what updates them, None where nothing does.
     """
 
     spec: optree.PyTreeSpec
     specs: tuple[optree.PyTreeSpec, ...]
     stages: tuple[tuple[Tensor, ...], ...]
     shared: bool = False
+    updating: Updating | None = field(default=None, repr=False, compare=False)
+
+    def place(self, stage: int, leaf: int) -> int:
+        """The place of a stage's leaf among all of them."""
+        return leaf if self.shared else leaf + sum(map(len, self.stages[:stage]))
 
     @classmethod
     def whole(cls, params: Any, num_stages: int) -> Parameters:
@@ -80,6 +119,11 @@ class Parameters:
             stages.append(tuple(flat[start : start + part.num_leaves]))
             start += part.num_leaves
         return cls(spec, specs, tuple(stages))
+
+    def move(self, stage: int, leaf: int, value: Tensor, gradient: Tensor, moments: Any) -> Moved:
+        """The optimizer's step of a stage's leaf."""
+        assert self.updating is not None
+        return self.updating.move(self.place(stage, leaf), value, gradient, moments)
 
     def shapes(self, device: torch.device | None = None) -> tuple[TreeShape, ...]:
         """Those of each stage's leaves; on `device` if it is given."""

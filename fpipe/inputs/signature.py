@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import optree
 import torch
@@ -20,8 +20,12 @@ from fpipe.errors import BatchError
 from fpipe.inputs.ambient import Ambient
 from fpipe.inputs.batch import SplitBatch
 
-Goal = Literal["step", "value", "forward"]
-"""What is asked for: loss and gradients, the loss alone, or the last stage's output."""
+Goal = Literal["step", "value", "forward", "update", "clip"]
+"""What is asked for: loss and gradients, the loss alone, or the last stage's output; a step whose
+stages are updated within, without its gradients or with them, for they may have to be clipped."""
+
+UPDATING: Final[frozenset[Goal]] = frozenset({"update", "clip"})
+"""Steps with an optimizer."""
 
 
 class Spec(NamedTuple):

@@ -41,6 +41,7 @@ class Plan:
         frozen: stage and leaf of the parameters that are not trained.
         data: which dimensions of the mesh hold replicas, None without replicas.
         averages: the loss is the mean over the rows of all microbatches, and of all replicas.
+        clips: the norm of all gradients is wanted, and ranks tell each other theirs with the loss.
     """
 
     schedule: Schedule
@@ -57,6 +58,7 @@ class Plan:
     frozen: frozenset[tuple[int, int]]
     data: Data | None = None
     averages: bool = False
+    clips: bool = False
 
     def total(self, runs: Sequence[Run]) -> Total | None:
         """What the losses of the microbatches come to; None where `runs` have none."""

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Final
 
 import optree
@@ -18,6 +19,7 @@ from fpipe.dtensors import refuse_placements
 from fpipe.errors import ScheduleError
 from fpipe.inputs.ambient import Ambient, ambient
 from fpipe.inputs.signature import (
+    UPDATING,
     Goal,
     Signature,
     difference,
@@ -130,6 +132,8 @@ class Planner:
         refuse_placements(specs, [shape.spec for shape in signature.batch], pytree.paths)
         replicas = None if self._data is None else replicas_of(signature, self._data)
         local = signature
+        if goal in UPDATING:
+            signature = signature._replace(goal="step")
         if self._data is not None:
             signature = gathered(signature, self._data)
         traces = signature not in self._workshop
@@ -143,26 +147,30 @@ class Planner:
         )
         with held_back():
             made = self._workshop(signature)
-        schedule = self._schedule if goal == "step" else self._forwards
+        differentiates = signature.goal == "step"
+        schedule = self._schedule if differentiates else self._forwards
+        if goal in UPDATING and not schedule.has_updates:
+            schedule = schedule.updated()
         finals = _last_forwards(schedule)
 
         def code_of(stage: int, microbatch: int) -> StageCode:
             codes = made.last if finals[stage] == microbatch else made.usual
             return codes[kinds[microbatch]][stage]
 
-        if goal == "step":
+        if differentiates:
             _check_owed(schedule, code_of)
-        programs = self._lower(schedule, code_of, replicas=replicas)
+        programs = self._lower(schedule, code_of, replicas=replicas, goal=goal)
         plan = self._with_weights(schedule, programs, made, signature)
+        plan = replace(plan, clips=goal == "clip" and self._data is None)
         log.info("ready for %s after %.1f s", goal, time.perf_counter() - start)
         has_sums = any(code_of(stage, 0).sums for stage in range(schedule.num_stages))
         traced = [stage for chain in made.chains for stage in chain.stages]
-        if goal == "step" and not has_sums and not any(own.joint.gradients for own in traced):
+        if differentiates and not has_sums and not any(own.joint.gradients for own in traced):
             log.warning(
                 "this step has no gradient: trainable= chooses no parameter, or the loss depends "
                 "on none that it chooses"
             )
-        elif goal == "step" and not (
+        elif differentiates and not (
             has_sums and any(not chain.is_constant for chain in made.chains)
         ):
             log.warning(

@@ -29,6 +29,8 @@ from fpipe.program.values import (
     Computed,
     ConstantValue,
     KeyValue,
+    MomentsValue,
+    MoveValue,
     ParamValue,
     SeedValue,
     SumValue,
@@ -46,12 +48,14 @@ class Ends:
         outputs: microbatch, number and value of each output.
         states: leaf and value of each part of the state that has changed.
         params: parameters that it is given, whether it computes with them or not.
+        updates: parameters and their moments after the optimizer's step.
     """
 
     grads: list[tuple[SumValue, Value]] = field(default_factory=list)
     outputs: list[tuple[int, int, Value]] = field(default_factory=list)
     states: list[tuple[int, Value]] = field(default_factory=list)
     params: list[ParamValue] = field(default_factory=list)
+    updates: list[tuple[SumValue, Computed]] = field(default_factory=list)
 
     @property
     def values(self) -> list[Value]:
@@ -59,7 +63,8 @@ class Ends:
         summed = (value for _, value in self.grads)
         returned = (value for _, _, value in self.outputs)
         threaded = (value for _, value in self.states)
-        return list(dict.fromkeys((*summed, *returned, *threaded, *self.params)))
+        updated = (value for _, value in self.updates)
+        return list(dict.fromkeys((*summed, *returned, *threaded, *self.params, *updated)))
 
 
 def assemble(rank: int, steps: Sequence[Step], ends: Ends, *, compiled: bool) -> Program:
@@ -141,6 +146,7 @@ def _results(ends: Ends, slots: Slots) -> Results:
         batch_grads=tuple(grads["batch"]),
         outputs=tuple((microbatch, leaf, slots[value]) for microbatch, leaf, value in ends.outputs),
         states=tuple((leaf, slots[value]) for leaf, value in ends.states),
+        updates=tuple((of.stage, of.leaf, slots[value]) for of, value in ends.updates),
     )
 
 
@@ -153,6 +159,7 @@ def _bind(bound: Iterable[Value], steps: Sequence[Step], slots: Slots) -> Bindin
         for constant in step.subject.constants
     }
     params, batch, constants, seeds, keys = [], [], [], [], []
+    moments, move = [], []
     for value in bound:
         slot = slots.make(value)
         match value:
@@ -166,4 +173,16 @@ def _bind(bound: Iterable[Value], steps: Sequence[Step], slots: Slots) -> Bindin
                 seeds.append((microbatch, slot))
             case KeyValue(microbatch, number):
                 keys.append((microbatch, number, slot))
-    return Bindings(tuple(params), tuple(batch), tuple(constants), tuple(seeds), tuple(keys))
+            case MomentsValue(stage, leaf):
+                moments.append((stage, leaf, slot))
+            case MoveValue():
+                move.append((slot,))
+    return Bindings(
+        tuple(params),
+        tuple(batch),
+        tuple(constants),
+        tuple(seeds),
+        tuple(keys),
+        tuple(moments),
+        tuple(move),
+    )

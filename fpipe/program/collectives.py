@@ -292,7 +292,7 @@ class Reductions:
 
     def launch(self, stage: int) -> Iterator[Task]:
         """Begin to reduce the sums of a stage, behind those of its last round."""
-        yield from self._settle(stage)
+        yield from self.settle(stage)
         number = self._count[stage] = self._count.get(stage, -1) + 1
         kinds: dict[tuple[torch.dtype, bool], list[SumValue]] = {}
         for total in sorted(total for total in self._specs if total.stage == stage):
@@ -309,11 +309,12 @@ class Reductions:
             if stage not in self._count:
                 yield from self.launch(stage)
         for stage in list(self._under_way):
-            yield from self._settle(stage)
+            yield from self.settle(stage)
         self._sums.update(self._reduced)
         self._reduced.clear()
 
-    def _settle(self, stage: int) -> Iterator[Task]:
+    def settle(self, stage: int) -> Iterator[Task]:
+        """Wait for what is under way of a stage."""
         yield from self._under_way.pop(stage, ())
 
     def _begin(

@@ -17,6 +17,7 @@ from fpipe.pieces.compiler import Boxed
 from fpipe.program.collectives import UnderWay, begins, waits
 from fpipe.program.program import Compute, Program
 from fpipe.schedule import Action, Op
+from fpipe.schedule.action import SHARDING_OPS
 
 Wrap = Callable[[Boxed, Action], Boxed]
 
@@ -40,14 +41,14 @@ def timed(marks: dict[Action, tuple[float, float]], *, alone: bool = False) -> W
 
     Args:
         marks: where they are written.
-        alone: whole-stage actions are the collectives that they begin, and nothing else runs
-            until those have ended.
+        alone: those of sharding are the collectives that they begin, and nothing else runs until
+            those have ended.
     """
 
     def wrap(call: Boxed, action: Action) -> Boxed:
         # A collective is shown where it is begun, and other actions run until it is waited for.
         ends_later = waits(call)
-        whole = alone and action.microbatch is None
+        whole = alone and action.op in SHARDING_OPS
 
         def timed_call(inputs: list[Tensor]) -> Sequence[Tensor]:
             _await(inputs)

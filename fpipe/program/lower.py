@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
+from fpipe.inputs.signature import UPDATING, Goal
 from fpipe.program.assembly import Ends, assemble
 from fpipe.program.messages import plan_mail
 from fpipe.program.program import Program
 from fpipe.program.replicas import Replicas
 from fpipe.program.tasks import Tasks, parameters_read, tasks_of
 from fpipe.program.tied import tie
+from fpipe.program.updating import Updates, with_updates
 from fpipe.program.values import Codes, ParamValue, Resolver
 from fpipe.program.weaving import DIRECT, Windows, weave
 from fpipe.schedule import Schedule
@@ -29,6 +31,7 @@ def lower(
     tied: bool = False,
     sink: Sink = SUM,
     replicas: Replicas | None = None,
+    goal: Goal = "step",
 ) -> tuple[Program, ...]:
     """Lower `schedule` to one program per rank.
 
@@ -41,16 +44,25 @@ def lower(
         tied: stages number the leaves of one tree of parameters, and may share some.
         sink: how gradients are collected, and who gets them.
         replicas: how replicas share parameters and add up gradients; None for no replicas.
+        goal: ``"update"`` and ``"clip"`` update each stage where the schedule has its UPDATE.
     """
     resolve = Resolver(codes)
     present = schedule.num_microbatches if replicas is None else replicas.present
     if any(codes(stage, 0).updates for stage in range(schedule.num_stages)):
         resolve.follow_states(schedule.num_stages, present)
-    tasks = tasks_of(schedule, codes, resolve, replicas)
+    tasks = tasks_of(schedule, codes, resolve, replicas, updates=goal in UPDATING)
     if tied:
         several = not all(map(runs_here, range(schedule.num_ranks)))
         tasks = tie(tasks, schedule, codes, sink, everywhere=several, replicas=replicas)
+    updates: Updates = {}
+    if goal in UPDATING:
+        tasks, updates = with_updates(tasks, schedule)
     ends = _ends_of(tasks, schedule, codes, resolve, sink, present)
+    for total, updated in updates.items():
+        rank = schedule.placement[total.stage]
+        ends[rank].updates.append((total, updated))
+        if goal == "update":
+            ends[rank].grads.remove((total, tasks.sums[total]))
     if present < schedule.num_microbatches:
         # A replica without rows reads what the others do, as far as anyone asks.
         for read in parameters_read(schedule, codes, resolve).values():

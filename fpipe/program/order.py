@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from fpipe.errors import ScheduleError
+from fpipe.inputs.signature import Goal
 from fpipe.program.lower import lower
 from fpipe.program.program import (
     Compute,
@@ -48,6 +49,7 @@ def lower_for_group(
     tied: bool = False,
     sink: Sink = SUM,
     replicas: Replicas | None = None,
+    goal: Goal = "step",
 ) -> tuple[Program, ...]:
     """Lower a schedule for processes that each run one rank, and prove that they come to an end.
 
@@ -61,6 +63,7 @@ def lower_for_group(
         tied: as for `lower`.
         sink: as for `lower`.
         replicas: as for `lower`.
+        goal: as for `lower`.
 
     Raises:
         ScheduleError: the programs would not come to an end.
@@ -76,6 +79,7 @@ def lower_for_group(
             tied=tied,
             sink=sink,
             replicas=replicas,
+            goal=goal,
         )
 
     programs = within(2, RUN_AHEAD)

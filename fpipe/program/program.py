@@ -104,6 +104,8 @@ class Bindings(NamedTuple):
         seeds: ``(microbatch, slot)``: the weight of a microbatch's loss.
         keys: ``(microbatch, number, slot)``: the key of a microbatch, with the number of the stage
             or of the draw folded in unless that is -1.
+        moments: ``(stage, leaf, slot)``: the optimizer's state of a parameter.
+        move: ``(slot,)`` of the optimizer's step of one parameter, where it is read.
     """
 
     params: tuple[tuple[int, int, int], ...]
@@ -111,6 +113,8 @@ class Bindings(NamedTuple):
     constants: tuple[tuple[Tensor, int], ...]
     seeds: tuple[tuple[int, int], ...]
     keys: tuple[tuple[int, int, int], ...] = ()
+    moments: tuple[tuple[int, int, int], ...] = ()
+    move: tuple[tuple[int], ...] = ()
 
 
 class Results(NamedTuple):
@@ -123,12 +127,14 @@ class Results(NamedTuple):
         batch_grads: ``(stage, leaf, microbatch, slot)``: each stage's part of the gradient of a
             batch leaf, on the rank of the first stage.
         states: ``(leaf, slot)``: what the last microbatch has left of each leaf of the state.
+        updates: ``(stage, leaf, slot)``: a parameter and its moments after the optimizer's step.
     """
 
     grads: tuple[tuple[int, int, int, int], ...]
     outputs: tuple[tuple[int, int, int], ...]
     batch_grads: tuple[tuple[int, int, int, int], ...] = ()
     states: tuple[tuple[int, int], ...] = ()
+    updates: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -250,6 +256,9 @@ def describe(program: Program, *, weighed: bool = True) -> str:
         lines.append(f"  %{slot} = key of microbatch {microbatch}{folded}")
     for microbatch, slot in program.bindings.seeds:
         bound.setdefault("loss weights", []).append(f"%{slot}={microbatch}")
+    for stage, leaf, slot in program.bindings.moments:
+        bound.setdefault(f"moments of stage {stage}", []).append(f"%{slot}={leaf}")
+    lines += [f"  %{slot} = the optimizer's step" for (slot,) in program.bindings.move]
     lines += [f"  {what}: {' '.join(slots)}" for what, slots in bound.items()]
     width = len(str(len(program.instructions)))
     for index, instruction in enumerate(program.instructions):
@@ -261,6 +270,8 @@ def describe(program: Program, *, weighed: bool = True) -> str:
         lines.append(
             f"  gradient of microbatch {microbatch} leaf {leaf} from stage {stage}: %{slot}"
         )
+    for stage, leaf, slot in program.results.updates:
+        lines.append(f"  params[{stage}] leaf {leaf} after the step: %{slot}")
     for leaf, slot in program.results.states:
         lines.append(f"  state of leaf {leaf}: %{slot}")
     for microbatch, number, slot in program.results.outputs:

@@ -38,6 +38,15 @@ class Task(NamedTuple):
     constants: tuple[Tensor, ...] = ()
 
 
+def update_of(action: Action) -> Task:
+    """The place of an UPDATE, which computes nothing yet."""
+    return Task(action, lambda: _nothing, (), (), (), lambda handed: 0)
+
+
+def _nothing(values: list[Tensor]) -> list[Tensor]:
+    return []
+
+
 def adding(
     total: Computed,
     parts: tuple[Value, ...],

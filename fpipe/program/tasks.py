@@ -13,7 +13,7 @@ from fpipe.pieces.piece import PREPARE
 from fpipe.pieces.stage_code import StageCode
 from fpipe.program.collectives import Reductions, Row, with_gathers
 from fpipe.program.replicas import Replicas
-from fpipe.program.task import Task, adding
+from fpipe.program.task import Task, adding, update_of
 from fpipe.program.values import Codes, Computed, ParamValue, Resolver, SumValue, Value
 from fpipe.schedule import Action, Op, Schedule
 
@@ -32,7 +32,12 @@ class Tasks(NamedTuple):
 
 
 def tasks_of(
-    schedule: Schedule, codes: Codes, resolve: Resolver, replicas: Replicas | None = None
+    schedule: Schedule,
+    codes: Codes,
+    resolve: Resolver,
+    replicas: Replicas | None = None,
+    *,
+    updates: bool = False,
 ) -> Tasks:
     """Find the tasks of all ranks.
 
@@ -40,7 +45,8 @@ def tasks_of(
     them. What a stage reads may depend on the rows of a microbatch: where one is the first to read
     some parameters but not others, what it starts is added to what there is. What no microbatch
     goes into is computed before the first task that reads it, as an UNSHARD. Without replicas the
-    whole-stage actions of the schedule itself have no task.
+    whole-stage actions of the schedule itself have no task; with `updates` the place of each UPDATE
+    is kept.
     """
     sums: dict[SumValue, Value] = {}
     reductions = None
@@ -58,6 +64,12 @@ def tasks_of(
             if action.microbatch is not None:
                 if replicas is None or action.microbatch < replicas.present:
                     yield from _tasks_of(action, work(action), codes, resolve, sums)
+            elif action.op == Op.UPDATE:
+                if not updates:
+                    continue
+                if reductions is not None:
+                    yield from reductions.settle(action.stage)
+                yield update_of(action)
             elif reductions is not None and action.op == Op.REDUCE_GRAD:
                 yield from reductions.launch(action.stage)
             elif reductions is not None:

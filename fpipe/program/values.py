@@ -65,6 +65,19 @@ class SeedValue:
     microbatch: int
 
 
+@dataclass(frozen=True, slots=True)
+class MomentsValue:
+    """The optimizer's state of a leaf of a stage's parameters."""
+
+    stage: int
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoveValue:
+    """The optimizer's step of one leaf, as a function."""
+
+
 @dataclass(frozen=True, order=True, slots=True)
 class SumValue:
     """The running sum of a gradient, or the gradient of one microbatch by itself.
@@ -97,7 +110,17 @@ class Computed:
     name: str
 
 
-Value = ParamValue | BatchValue | ConstantValue | KeyValue | SeedValue | SumValue | Computed
+Value = (
+    ParamValue
+    | BatchValue
+    | ConstantValue
+    | KeyValue
+    | SeedValue
+    | MomentsValue
+    | MoveValue
+    | SumValue
+    | Computed
+)
 
 
 class Resolver:

@@ -5,17 +5,25 @@ params, state, batch ──► pipe.step ──► loss, grads ──► clip �
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import Any, Final, Literal
 
 import optree
 import torch
 from torch import Tensor
 
+from fpipe import pytree
+from fpipe.autograd.levels import is_within
+from fpipe.convention import DEFERRED, PLAIN, STATE
+from fpipe.dtensors import placements_of
 from fpipe.engine import Pipeline, check_is_pipeline
-from fpipe.errors import FpipeError, a_type
+from fpipe.errors import FpipeError, a_type, check_choice
+from fpipe.inputs.params import Move
+from fpipe.inputs.signature import Goal
+from fpipe.outcome import Outcome
+from fpipe.program.program import Program
 from fpipe.torch_internals import innermost_value, is_transformed
 from fpipe.training.groups import Groups, read_groups
 from fpipe.training.saving import Saved, load, save
@@ -26,13 +34,17 @@ from fpipe.training.train_step import (
     TrainStepState,
     TrainStepStateAux,
 )
-from fpipe.training.trees import LeafByLeaf, PairOfFunctions, Rule
+from fpipe.training.trees import LeafByLeaf, LeafSteps, PairOfFunctions, Rule
 from fpipe.training.updates import Updates
-from fpipe.transforms.norms import clip_by_global_norm
+from fpipe.transforms.norms import clip_by_global_norm, global_norm, scale_of, scaled_to
 
 Optimizer = (
     type[torch.optim.Optimizer] | tuple[Callable[[Any], Any], Callable[[Any, Any, Any], Any]]
 )
+
+
+Clip = Literal["validate", "wait"]
+CLIPS: Final = ("validate", "wait")
 
 
 class Trainer:
@@ -44,15 +56,19 @@ class Trainer:
         pipe: computes loss and gradients.
         rule: makes parameters and state of the next step.
         max_norm: what gradients are clipped to; None for no clipping.
+        clip: as for `train`.
 
     Attributes:
         pipe: computes loss and gradients.
     """
 
-    def __init__(self, pipe: Pipeline, rule: Rule, max_norm: float | None) -> None:
+    def __init__(
+        self, pipe: Pipeline, rule: Rule, max_norm: float | None, clip: Clip = "validate"
+    ) -> None:
         self.pipe = pipe
         self._rule = rule
         self._max_norm = max_norm
+        self._clip = clip
 
     def __repr__(self) -> str:
         return f"<Trainer of {self.pipe!r}>"
@@ -112,6 +128,10 @@ class Trainer:
         # A batch and a model's state may come by name.
         names = {"batch": "batch", "model_state": "state"}
         passed = {names[name]: named.pop(name) for name in names if name in named}
+        leaves, spec = pytree.flatten((params, state.moments, arguments, passed, named))
+        rule = self._rule_within(leaves, spec)
+        if rule is not None:
+            return self._within(rule, params, state, arguments, key, passed, named)
         result = self.pipe.step(params, *arguments, key=key, **passed)
         grads, norm = result.grads, None
         if self._max_norm is not None:
@@ -122,7 +142,126 @@ class Trainer:
                 grads, state.moments, params, _number(state.steps), named
             )
         after = TrainState(state.steps + 1, moments)
-        return _returned(result, moved, after, norm)
+        kind = self.pipe.definition
+        model_state = result.state if kind.has_state else None
+        aux = result.aux if kind.has_aux else None
+        return self._returned(result.loss, moved, after, norm, model_state, aux)
+
+    def _rule_within(self, leaves: Sequence[Any], spec: optree.PyTreeSpec) -> LeafByLeaf | None:
+        """The rule, if stages can be updated within the step; None if all are updated after it.
+
+        Args:
+            leaves: of all arguments of the step.
+            spec: their structure.
+        """
+        definition = self.pipe.definition
+        plain = (
+            self._clip != "wait"
+            and definition.convention in (PLAIN, STATE, DEFERRED)
+            and definition.reduction != "weighted"
+            and definition.devices is None
+            and not definition.loss_shape
+        )
+        if not isinstance(self._rule, LeafByLeaf) or not plain or is_within():
+            return None
+        if _is_differentiated(leaves):
+            return None
+        dims = frozenset() if definition.data is None else frozenset(definition.data.dims)
+        divided = [place for place in placements_of(spec) if place is not None]
+        own = all(set(place.dims[0] or ("",)) <= dims for place in divided)
+        return self._rule if own else None
+
+    def _within(
+        self,
+        rule: LeafByLeaf,
+        params: Any,
+        state: TrainState,
+        arguments: Sequence[Any],
+        key: Tensor | None,
+        passed: Mapping[str, Any],
+        named: Mapping[str, Any],
+    ) -> Any:
+        """A step in which each stage is updated as soon as its gradients are whole.
+
+        The norm is known only when those of all ranks are. Where it turns out to be too great, the
+        updates are made again, of clipped gradients.
+        """
+        clips = self._max_norm is not None
+        steps: list[LeafSteps] = []
+
+        def read() -> tuple[Sequence[Any], Move]:
+            count = _number(state.steps)
+            steps.append(rule.step(state.moments, params, count, named, squares=clips))
+            return steps[0].states, steps[0].move
+
+        with torch.no_grad():
+            outcome = self.pipe.run_updating(
+                read, params, *arguments, key=key, clips=clips, **passed
+            )
+            [step] = steps
+            moved = outcome.updates()
+            for place in outcome.without_gradient():
+                leaf = step.leaves[place]
+                zeros = torch.zeros_like(leaf)
+                moved[place] = step.move(place, leaf, zeros, step.states[place])
+            norm = None
+            if self._max_norm is not None:
+                norm = outcome.norm
+                grads = None
+                if norm is None:  # of replicas, which hold parts of a gradient
+                    grads = outcome.take_grads()
+                    norm = global_norm(grads, pipe=self.pipe)
+                norm = norm.to(step.leaves[0].device if step.leaves else None)
+                scale = scale_of(norm, self._max_norm)
+                if not bool(scale == 1):
+                    grads = scaled_to(outcome.take_grads() if grads is None else grads, scale)
+                    return self._finished(
+                        outcome,
+                        *rule.update(grads, state.moments, params, step.before, named),
+                        state,
+                        norm,
+                    )
+            return self._finished(outcome, *step.trees(moved), state, norm)
+
+    def _finished(
+        self, outcome: Outcome, params: Any, moments: Any, state: TrainState, norm: Tensor | None
+    ) -> Any:
+        loss, model_state, aux = outcome.result()
+        after = TrainState(state.steps + 1, moments)
+        return self._returned(loss, params, after, norm, model_state, aux)
+
+    def _returned(
+        self,
+        loss: Tensor,
+        params: Any,
+        state: TrainState,
+        norm: Tensor | None,
+        model_state: Any,
+        aux: Any,
+    ) -> Any:
+        """The named tuple of all that the pipeline declares."""
+        kind = self.pipe.definition
+        common = (loss, params, state, norm)
+        if kind.has_state and kind.has_aux:
+            return TrainStepStateAux(*common, model_state, aux)
+        if kind.has_state:
+            return TrainStepState(*common, model_state)
+        return TrainStepAux(*common, aux) if kind.has_aux else TrainStep(*common)
+
+    def programs(
+        self, params: Any, *arguments: Any, key: Tensor | None = None, **named: Any
+    ) -> tuple[Program, ...]:
+        """The program of each rank for a training step: to be printed and read.
+
+        Arguments are those of `Pipeline.programs`. Where stages are not updated within the step,
+        as with ``clip="wait"``, its programs are those of the pipeline. ``program.peak_bytes``
+        counts the parameters that a step makes, and not the state of the optimizer.
+        """
+        leaves = pytree.flatten((params, arguments, named))
+        within = self._rule_within(*leaves) is not None
+        clips = self._max_norm is not None
+        goal: Goal = ("clip" if clips else "update") if within else "step"
+        return self.pipe.programs_for(goal, params, *arguments, key=key, **named)
 
     def save(
         self,
@@ -188,6 +327,7 @@ def train(
     *,
     groups: Groups | None = None,
     max_norm: float | None = None,
+    clip: Clip = "validate",
     **hyperparameters: Any,
 ) -> Trainer:
     """Put an optimizer beside a pipeline: a whole training step as a pure function.
@@ -209,6 +349,11 @@ def train(
             of `Pipeline.init`.
         max_norm: gradients are clipped to this norm, of all of them together, as
             `clip_by_global_norm` does.
+        clip: ``"validate"`` updates each stage with its gradients as they are, where the schedule
+            has its ``UPDATE``, while their norm is still under way; where that turns out to be
+            greater than `max_norm`, the update is made again, clipped. The bits are the same.
+            ``"wait"`` waits for the norm first: it holds no second copy of parameters and state
+            when a step is clipped, and is as fast where most are.
         hyperparameters: what the optimizer is called with: ``lr=3e-4``. Where one has the name of
             an argument of this function, pass a `functools.partial` of the class.
 
@@ -235,7 +380,8 @@ def train(
         )
     if max_norm is not None:
         clip_by_global_norm([], max_norm)  # refuses what is no bound
-    return Trainer(pipe, _rule(pipe, optimizer, groups, hyperparameters), max_norm)
+    check_choice("clip", clip, CLIPS)
+    return Trainer(pipe, _rule(pipe, optimizer, groups, hyperparameters), max_norm, clip)
 
 
 def _rule(pipe: Pipeline, optimizer: Any, groups: Groups | None, hyper: dict[str, Any]) -> Rule:
@@ -277,13 +423,3 @@ def _is_differentiated(values: Sequence[Any]) -> bool:
     """Whether a transform or autograd wants the history of a step."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     return any(value.requires_grad or is_transformed(value) for value in tensors)
-
-
-def _returned(result: Any, params: Any, state: TrainState, norm: Tensor | None) -> Any:
-    has_state, has_aux = hasattr(result, "state"), hasattr(result, "aux")
-    common = (result.loss, params, state, norm)
-    if has_state and has_aux:
-        return TrainStepStateAux(*common, result.state, result.aux)
-    if has_state:
-        return TrainStepState(*common, result.state)
-    return TrainStepAux(*common, result.aux) if has_aux else TrainStep(*common)

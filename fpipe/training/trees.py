@@ -9,7 +9,7 @@ A rule is a pair of pure functions:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import optree
 from torch import Tensor
@@ -18,8 +18,10 @@ from fpipe import pytree
 from fpipe.dtensors import Placed, local, placements_of
 from fpipe.errors import FpipeError, label_of
 from fpipe.holding import names_of
+from fpipe.inputs.params import Moved
 from fpipe.training.groups import Group, group_of
 from fpipe.training.updates import Moments, Updates
+from fpipe.transforms.norms import square_of
 
 Trained = Callable[[optree.PyTreeSpec], Sequence[bool]]
 """Whether each leaf of parameters of this structure has a gradient."""
@@ -43,6 +45,52 @@ class Rule(Protocol):
             count: of the steps before.
             hyper: hyperparameters of this step, in place of the defaults.
         """
+
+
+class LeafSteps(NamedTuple):
+    """The step of an optimizer for each leaf of some parameters.
+
+    Attributes:
+        updates: the pure step of the optimizer.
+        spec: the structure of the parameters.
+        leaves: of the parameters.
+        states: the moments of each leaf.
+        places: how each leaf is divided over a mesh.
+        hypers: hyperparameters by default, and those of each group.
+        members: the group of each leaf.
+        before: how many steps were made before.
+        squares: find the squares of the gradients' norms, too.
+    """
+
+    updates: Updates
+    spec: optree.PyTreeSpec
+    leaves: Sequence[Tensor]
+    states: Sequence[Any]
+    places: Sequence[Placed | None]
+    hypers: Sequence[Mapping[str, Any]]
+    members: Sequence[int | None]
+    before: int
+    squares: bool
+
+    def move(self, place: int, leaf: Tensor, grad: Tensor, state: Moments | None) -> Moved:
+        """What the step makes of one leaf; it stays if it has no moments."""
+        grad = local(grad)
+        square = square_of(grad) if self.squares else None
+        if state is None:
+            return Moved(leaf, None, square)
+        member = self.members[place]
+        hyper = self.hypers[0 if member is None else member + 1]
+        parts = {name: local(value) for name, value in state.items()}
+        value, parts = self.updates(leaf, grad, parts, hyper, self.before)
+        return Moved(value, _placed(parts, leaf, self.places[place]), square)
+
+    def trees(self, moved: Mapping[int, Moved]) -> tuple[Any, Any]:
+        """Parameters and moments, of which those in other places are as they were."""
+        values, states = list(self.leaves), list(self.states)
+        for place, leaf in moved.items():
+            values[place], states[place] = leaf.value, leaf.moments
+        moments = pytree.unflatten(pytree.structure_of_wholes(self.spec), states)
+        return pytree.unflatten(self.spec, values), moments
 
 
 class LeafByLeaf:
@@ -82,23 +130,45 @@ class LeafByLeaf:
         self, grads: Any, moments: Any, params: Any, count: int, hyper: Mapping[str, Any]
     ) -> tuple[Any, Any]:
         """Each leaf that has a gradient, and moments, moves."""
+        step = self.step(moments, params, count, hyper)
+        moved = {
+            place: step.move(place, step.leaves[place], grad, step.states[place])
+            for place, grad in enumerate(_up_to(step.spec, grads, "grads"))
+            if grad is not None
+        }
+        return step.trees(moved)
+
+    def step(
+        self,
+        moments: Any,
+        params: Any,
+        count: int,
+        hyper: Mapping[str, Any],
+        *,
+        squares: bool = False,
+    ) -> LeafSteps:
+        """The step of each leaf by itself.
+
+        Args:
+            moments: as for `update`.
+            params: as for `update`.
+            count: as for `update`.
+            hyper: as for `update`.
+            squares: find the squares of the gradients' norms, too.
+        """
         leaves, spec = pytree.flatten(params)
         self._updates.replaced(self._updates.defaults, hyper)  # refuses those that are wrong
-        values, states = list(leaves), _up_to(spec, moments, "state.moments")
-        places = placements_of(spec)
-        hypers = [self._hyper(number, hyper) for number in range(len(self._groups))]
-        default = self._hyper(None, hyper)
-        each = zip(
-            leaves, _up_to(spec, grads, "grads"), states, self._members_of(spec), strict=True
+        return LeafSteps(
+            self._updates,
+            spec,
+            leaves,
+            _up_to(spec, moments, "state.moments"),
+            placements_of(spec),
+            [self._hyper(member, hyper) for member in (None, *range(len(self._groups)))],
+            self._members_of(spec),
+            count,
+            squares,
         )
-        for place, (leaf, grad, state, member) in enumerate(each):
-            if grad is not None and state is not None:
-                own = default if member is None else hypers[member]
-                parts = {name: local(value) for name, value in state.items()}
-                values[place], parts = self._updates(leaf, local(grad), parts, own, count)
-                states[place] = _placed(parts, leaf, places[place])
-        moved = pytree.unflatten(pytree.structure_of_wholes(spec), states)
-        return pytree.unflatten(spec, values), moved
 
     def _hyper(self, member: int | None, step: Mapping[str, Any]) -> dict[str, Any]:
         """What a group sets wins over a step's value, and that over the default."""

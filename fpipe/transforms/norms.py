@@ -103,13 +103,22 @@ def clip_by_global_norm(
             )
 
     norm = _norm(grads, pipe, check_max_norm)
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return Clipped(scaled_to(grads, scale_of(norm, max_norm)), norm)
+
+
+def scale_of(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of this norm are multiplied with to be clipped; 1 for those that stay."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def scaled_to(grads: Any, scale: Tensor) -> Any:
+    """Gradients times a number, in their dtypes."""
 
     def scaled(leaf: Tensor) -> Tensor:
         # A product with a tensor of no dimensions has the dtype of the other factor.
         return (leaf * scale.to(leaf.device)).to(leaf.dtype)
 
-    return Clipped(pytree.tree_map(scaled, grads), norm)
+    return pytree.tree_map(scaled, grads)
 
 
 def _norm(grads: Any, pipe: Pipeline | Wrapping | None, check: Callable[[], None]) -> Tensor:
@@ -197,13 +206,15 @@ def _leaves(grads: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
 def _squares(leaves: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of each leaf, on the device of the first."""
     device = leaves[0].device if leaves else None
-    norms = [torch.zeros(0, dtype=torch.float64, device=device)]
-    for leaf in leaves:
-        real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
-        dtype = torch.float64 if real.dtype == torch.float64 else torch.float32
-        norm = torch.linalg.vector_norm(real.detach(), dtype=dtype)
-        norms.append(norm.to(device, torch.float64)[None])
-    return torch.cat(norms).square()
+    none = torch.zeros(0, dtype=torch.float64, device=device)
+    return torch.cat([none, *(square_of(leaf).to(device)[None] for leaf in leaves)])
+
+
+def square_of(leaf: Tensor) -> Tensor:
+    """The sum of the squares of a leaf's elements, float64, without dimensions."""
+    real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+    dtype = torch.float64 if real.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(real.detach(), dtype=dtype).double().square()
 
 
 def _each_once(squares_of: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -18,21 +18,34 @@ from tests.distributed.crew import Crew, attempt, values
 from tests.models import assert_identical, assert_same
 
 STEPS = 3
+CLIPS = ("validate", "wait")
+
+
+def steps_of(
+    pipe: fpipe.Pipeline, params: Any, batch: Any, max_norm: float | None, clip: Any
+) -> list[fpipe.TrainStep]:
+    """A few steps of AdamW."""
+    trainer = fpipe.train(pipe, torch.optim.AdamW, lr=0.1, max_norm=max_norm, clip=clip)
+    state, steps = trainer.init(params), []
+    for _ in range(STEPS):
+        steps.append(trainer.step(params, state, batch))
+        params, state = steps[-1].params, steps[-1].state
+    return steps
 
 
 def trained(group: Group, schedule: Schedule, max_norm: float | None) -> list[Any]:
     """Loss, norm, parameters and moments after a few steps of stages."""
     model = actors.model_of("mlp", schedule.num_stages, 8)
     pipe = actors.pipeline(group, model, schedule)
-    trainer = fpipe.train(pipe, torch.optim.AdamW, lr=0.1, max_norm=max_norm)
-    params = pipe.local(model.params)
-    state = trainer.init(params)
-    for _ in range(STEPS):
-        loss, params, state, norm = trainer.step(params, state, model.batch)
+    within, waited = (
+        steps_of(pipe, pipe.local(model.params), model.batch, max_norm, clip) for clip in CLIPS
+    )
+    assert_identical(within, waited)
+    loss, params, state, norm = within[-1]
     return [loss, norm, params, state.moments, int(state.steps)]
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("max_norm", [None, 0.05, 1e3])
 @pytest.mark.parametrize("family", ["one_f_one_b", "zb_h1", "zbv"])
 def test_ranks_train_to_the_numbers_of_one_process(
     crew: Crew, family: str, max_norm: float | None
@@ -49,23 +62,23 @@ def test_ranks_train_to_the_numbers_of_one_process(
     assert sum(own is not None for part in parts for own in part[2]) == schedule.num_stages
 
 
-def shared(group: Group, schedule: Schedule) -> Any:
+def shared(group: Group, schedule: Schedule, max_norm: float | None) -> Any:
     """Parameters after a step of one function, whose ends read one table on two ranks."""
     pipe = fpipe.pipeline(
         language_model, schedule=schedule, in_dims=IN_DIMS, compile=False, group=group
     )
-    trainer = fpipe.train(pipe, torch.optim.AdamW, lr=0.1, max_norm=0.1)
     params, batch = make_params(), make_batch()
-    state = trainer.init(params)
-    for _ in range(STEPS):
-        loss, params, state, norm = trainer.step(params, state, batch)
+    within, waited = (steps_of(pipe, params, batch, max_norm, clip) for clip in CLIPS)
+    assert_identical(within, waited)
+    loss, params, _, norm = within[-1]
     return [loss, norm, params["table"]]
 
 
-def test_a_shared_parameter_stays_equal_on_its_ranks(crew: Crew) -> None:
+@pytest.mark.parametrize("max_norm", [None, 0.1, 1e3])
+def test_a_shared_parameter_stays_equal_on_its_ranks(crew: Crew, max_norm: float | None) -> None:
     schedule = schedules.one_f_one_b(ranks=4, microbatches=4)
-    parts = values(crew.run(shared, schedule))
-    whole = shared(None, schedule)
+    parts = values(crew.run(shared, schedule, max_norm))
+    whole = shared(None, schedule, max_norm)
     for part in parts:
         assert_same(part[:2], whole[:2])
     assert_identical(parts[0][2], parts[3][2])

@@ -1,0 +1,128 @@
+"""Tasks that update parameters: the optimizer's step of a stage, where its schedule says so.
+
+    gradients, parameters, moments ── UPDATE ──► parameters, moments, squares of the gradients
+
+A gradient that is whole only at the end, since stages of several ranks have parts of it, is used
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fpipe.inputs.signature import Spec
+from fpipe.program.task import Task
+from fpipe.program.tasks import Tasks
+from fpipe.program.values import Computed, MomentsValue, MoveValue, ParamValue, SumValue, Value
+from fpipe.schedule import Action, Op, Schedule
+
+Updates = dict[SumValue, Computed]
+"""What the optimizer makes of the parameter of each sum of gradients."""
+
+_NOTHING: Final = Spec((0,), torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """A kernel: the optimizer's step of some leaves of a stage.
+
+    Its inputs are the step of one leaf, and of each leaf its gradient, its value and its moments.
+
+    Attributes:
+        leaves: stage and number of each.
+    """
+
+    leaves: tuple[tuple[int, int], ...]
+
+    def __call__(self, values: list[Any]) -> list[Any]:
+        move, *rest = values
+        values.clear()
+        rest.reverse()
+        moved = []
+        for stage, leaf in self.leaves:
+            gradient: Tensor = rest.pop()
+            value, moments = rest.pop(), rest.pop()
+            moved.append(move(stage, leaf, value, gradient.to(value.dtype), moments))
+            del gradient
+        return moved
+
+
+def with_updates(tasks: Tasks, schedule: Schedule) -> tuple[Tasks, Updates]:
+    """The tasks with the optimizer's step of each parameter that has a sum of gradients.
+
+    Args:
+        tasks: with the place of each UPDATE.
+        schedule: whose they are.
+    """
+    specs: dict[Value, Spec] = {
+        value: spec
+        for row in tasks.rows
+        for task in row
+        for value, spec in zip(task.outputs, task.specs, strict=True)
+    }
+    updates: Updates = {}
+    rows: list[list[Task]] = []
+    for rank, row in enumerate(tasks.rows):
+        waiting = [total for total in sorted(tasks.sums) if _is_of(total, rank, schedule)]
+        there: set[Value] = set()
+        whole: list[Task] = []
+        for task in row:
+            if task.action.op == Op.UPDATE:
+                stage = task.action.stage
+                ready = [
+                    total
+                    for total in waiting
+                    if total.stage == stage and _is_there(tasks.sums[total], there)
+                ]
+                waiting = [total for total in waiting if total not in ready]
+                if ready:
+                    whole.append(_update(stage, ready, tasks, specs, updates))
+            else:
+                there.update(task.outputs)
+                whole.append(task)
+        for stage in dict.fromkeys(total.stage for total in waiting):
+            rest = [total for total in waiting if total.stage == stage]
+            whole.append(_update(stage, rest, tasks, specs, updates))
+        rows.append(whole)
+    return Tasks(tuple(rows), tasks.sums), updates
+
+
+def _is_of(total: SumValue, rank: int, schedule: Schedule) -> bool:
+    by_params = total.argument == "params" and total.microbatch < 0
+    return by_params and schedule.placement[total.stage] == rank
+
+
+def _is_there(value: Value, made: set[Value]) -> bool:
+    return not isinstance(value, Computed) or value in made
+
+
+def _update(
+    stage: int,
+    totals: Sequence[SumValue],
+    tasks: Tasks,
+    specs: dict[Value, Spec],
+    updates: Updates,
+) -> Task:
+    inputs: list[Value] = [MoveValue()]
+    outputs: list[Computed] = []
+    for total in totals:
+        leaf = total.leaf
+        inputs += [tasks.sums[total], ParamValue(stage, leaf), MomentsValue(stage, leaf)]
+        updates[total] = Computed(stage, 0, f"leaf {leaf} after the step")
+        outputs.append(updates[total])
+    sizes = tuple(specs.get(tasks.sums[total], _NOTHING) for total in totals)
+    leaves = tuple((total.stage, total.leaf) for total in totals)
+    needed = sum(spec.nbytes for spec in sizes)
+    return Task(
+        Action(stage, Op.UPDATE, None),
+        lambda: Update(leaves),
+        tuple(inputs),
+        tuple(outputs),
+        sizes,
+        lambda handed: needed,
+    )
