@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -45,7 +45,8 @@ from benchmarks.tensor_parallel.model import (
     surprise,
 )
 
-NAMES: Final = ("1F1B", "Interleaved1F1B")
+NAMES: Final = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+USUAL: Final = NAMES[:2]
 POLICIES: Final[dict[str, tuple[Any, Any]]] = {
     "fpipe, gather step, reduce step": ("step", "step"),
     "fpipe, gather step, reduce 2": ("step", 2),
@@ -149,13 +150,20 @@ def collectives(run: Callable[[], Any]) -> tuple[int, float]:
 
 
 def measure(
-    rank: int, width: int, blocks: int, length: int, rows: int, rounds: int, compile: bool
+    rank: int,
+    names: Sequence[str],
+    width: int,
+    blocks: int,
+    length: int,
+    rows: int,
+    rounds: int,
+    compile: bool,
 ) -> list[list[Cell]]:
     """Rows of the table."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     data = make_batch(rows, length, mesh.get_local_rank("dp"), 2)
     table: list[list[Cell]] = []
-    for name in NAMES:
+    for name in names:
         schedule = schedule_of(name, 2, 8)
         stages = make_stages(schedule.num_stages, width, 8, blocks)
         cases: dict[str, Case] = {
@@ -192,6 +200,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedule", choices=NAMES, action="append", help="only this one")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--length", type=int, default=64)
@@ -200,7 +209,8 @@ def main() -> None:
     add_arguments(parser, rounds=15)
     arguments = parser.parse_args()
     sizes = (arguments.width, arguments.blocks, arguments.length, arguments.rows)
-    rows = on_ranks(4, measure, *sizes, arguments.rounds, not arguments.uncompiled)
+    names = arguments.schedule or USUAL
+    rows = on_ranks(4, measure, names, *sizes, arguments.rounds, not arguments.uncompiled)
     report = Report(
         title="A GPT on two replicas of two ranks",
         command=command("benchmarks.data_parallel.run"),
