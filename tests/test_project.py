@@ -119,6 +119,7 @@ LAYERS: Final = (
         "fpipe.schedule.schedule",
         "fpipe.schedule.sharding",
         "fpipe.schedule.updating",
+        "fpipe.schedule.whole_stage",
     ),
     (
         "fpipe.schedule.bounds",

@@ -13,6 +13,7 @@ from fpipe.errors import ScheduleError
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.simulator import simulate
+from fpipe.schedule.whole_stage import with_whole_stage
 
 
 def add_compare(commands: Commands[Any]) -> None:
@@ -146,12 +147,12 @@ def _measured_one(name: str, schedule: Schedule, cost: Cost) -> Row:
 
 
 def measure(name: str, schedule: Schedule, cost: Cost) -> Row:
-    """Simulate a schedule and measure it.
+    """Simulate a schedule, with the whole-stage work that the cost has, and measure it.
 
     Raises:
         ScheduleError: it cannot run, or the cost does not fit its placement.
     """
-    timeline = simulate(schedule, cost)
+    timeline = simulate(with_whole_stage(schedule, cost), cost)
     room = timeline.makespan * schedule.num_ranks
     try:
         gap = timeline.gap

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.cost import Cost
@@ -77,8 +77,15 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_WHOLE_STAGE: Final = {
+    "unshard": "gathering the parameters before the step",
+    "reduce_grad": "reducing the gradients behind the last of a stage",
+    "update": "the optimizer's step of a rank",
+}
+
+
 def add_cost(parser: argparse.ArgumentParser) -> None:
-    """Add ``--cost`` and ``--comm``."""
+    """Add ``--cost``, ``--comm`` and the times of whole-stage work."""
     parser.add_argument(
         "--cost",
         default="1,1,1",
@@ -94,10 +101,18 @@ def add_cost(parser: argparse.ArgumentParser) -> None:
         metavar="C",
         help="latency from rank to rank (default: 0, or what the file says)",
     )
+    for name, what in _WHOLE_STAGE.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=float,
+            metavar="T",
+            help=f"time of {what}, per rank; schedules without whole-stage actions get them "
+            "(default: 0, or what the file says)",
+        )
 
 
 def cost_of(options: argparse.Namespace) -> Cost:
-    """The cost that ``--cost`` and ``--comm`` describe.
+    """The cost that the options of `add_cost` describe.
 
     Raises:
         ScheduleError: they describe none.
@@ -105,7 +120,8 @@ def cost_of(options: argparse.Namespace) -> Cost:
     """
     text = str(options.cost)
     cost = Cost.from_json(text) if text.endswith(".json") else Cost(**_cost_numbers(text))
-    return cost if options.comm is None else replace(cost, comm=options.comm)
+    given = {name: getattr(options, name) for name in ("comm", *_WHOLE_STAGE)}
+    return replace(cost, **{name: value for name, value in given.items() if value is not None})
 
 
 def _cost_numbers(text: str) -> dict[str, Any]:

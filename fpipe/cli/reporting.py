@@ -16,6 +16,7 @@ from fpipe.schedule.placements import NAMES
 from fpipe.schedule.searching.finder import search
 from fpipe.schedule.simulator import simulate
 from fpipe.schedule.timeline import Timeline
+from fpipe.schedule.whole_stage import with_whole_stage
 
 LEGEND: Final = """\
 A letter of the timeline is what a rank mostly does in that part of the time:
@@ -51,7 +52,8 @@ def add_simulate(commands: Commands[Any]) -> None:
 
 def _simulate(options: argparse.Namespace) -> None:
     cost = cost_of(options)
-    timeline = simulate(sources.schedule_of(options.schedule, sources.size_of(options), cost), cost)
+    schedule = sources.schedule_of(options.schedule, sources.size_of(options), cost)
+    timeline = simulate(with_whole_stage(schedule, cost), cost)
     if not sources.write_outputs(options, sources.PICTURES, timeline):
         print(_report(timeline, shutil.get_terminal_size().columns))
 

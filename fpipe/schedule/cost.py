@@ -22,8 +22,8 @@ from fpipe.schedule.placements import plain_placement
 
 # Between these, sums and ratios of costs neither overflow nor vanish.
 LEAST, MOST = 1e-100, 1e100
-_PER_MICROBATCH: Final = ("f", "i", "w", "b", "activation", "freed_by_i")
-_PER_STAGE: Final = (*_PER_MICROBATCH, "unshard", "reduce_grad", "update")
+PER_MICROBATCH: Final = ("f", "i", "w", "b", "activation", "freed_by_i")
+PER_STAGE: Final = (*PER_MICROBATCH, "unshard", "reduce_grad", "update")
 
 PerStage: TypeAlias = float | tuple[float, ...]
 Latency: TypeAlias = float | tuple[tuple[float, ...], ...]
@@ -175,7 +175,7 @@ class Cost:
                 )
             return tuple(sum(value[at : at + count]) for at in range(0, len(value), count))
 
-        return replace(self, **{name: merge(name) for name in _PER_STAGE})
+        return replace(self, **{name: merge(name) for name in PER_STAGE})
 
     def on(self, placement: Sequence[int], ranks: int | None = None) -> StageCosts:
         """The cost of each stage under a placement (stage → rank).
@@ -259,6 +259,21 @@ class Cost:
             )
         return self.sizes
 
+    @cached_property
+    def shards(self) -> bool:
+        """Whether gathers or reductions take any time."""
+        return any(map(_any, (self.unshard, self.reduce_grad)))
+
+    @cached_property
+    def updates(self) -> bool:
+        """Whether the optimizer's step takes any time."""
+        return _any(self.update)
+
+    @property
+    def has_whole_stage(self) -> bool:
+        """Whether any whole-stage action takes any time."""
+        return self.shards or self.updates
+
     def hop(self, source: int, target: int) -> float:
         """Latency from one rank to another; 0 from a rank to itself.
 
@@ -290,7 +305,7 @@ def alike(cost: Cost, size: float) -> Cost:
         return None if value is None else value * size
 
     return replace(
-        cost, sizes=None, **{name: scaled(getattr(cost, name)) for name in _PER_MICROBATCH}
+        cost, sizes=None, **{name: scaled(getattr(cost, name)) for name in PER_MICROBATCH}
     )
 
 
@@ -369,6 +384,10 @@ def _per_stage(name: str, value: float | Iterable[float], *, signed: bool = Fals
         return _number(name, value, signed)
     check_ordered(f"cost {name}", value, "stage", "one number for all")
     return tuple(_number(f"{name}[{k}]", entry, signed) for k, entry in enumerate(value))
+
+
+def _any(value: PerStage) -> bool:
+    return any(value) if isinstance(value, tuple) else value > 0
 
 
 def _flag(name: str, value: object) -> bool:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fpipe.errors import ScheduleError
-from fpipe.schedule.action import Op
+from fpipe.schedule.action import Action, Op
 from fpipe.schedule.arguments import plain_integer
 from fpipe.schedule.bounds.makespan import lower_bound
-from fpipe.schedule.cost import Cost, StageCosts, check_cost
+from fpipe.schedule.cost import PER_MICROBATCH, Cost, StageCosts, check_cost
 from fpipe.schedule.events import (
     Event,
     Steps,
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 
 
 _HALVES: Final = {Op.B: 2, Op.I: 1, Op.W: 1}
+_WHOLE_STAGE: Final = {
+    "unshard": Op.UNSHARD,
+    "reduce_grad": Op.REDUCE_GRAD,
+    "update": Op.UPDATE,
+}
 
 
 @dataclass(frozen=True)
@@ -217,9 +222,14 @@ class Timeline:
                     f"stage {stage} of {self.schedule.name} has no whole backward, and the bound "
                     "is of steps in which every stage has B, or I and W, of every microbatch"
                 )
-        names = ("f", "i", "w", "b", "activation", "freed_by_i", "sizes")
-        per_stage = {name: getattr(self._each, name) for name in names}
-        cost = Cost(comm=self.cost.comm, **per_stage)
+        values: dict[str, Any] = {name: getattr(self._each, name) for name in PER_MICROBATCH}
+        actions = set(chain.from_iterable(self.schedule.actions))
+        for name, op in _WHOLE_STAGE.items():  # as far as the schedule does it
+            times = enumerate(getattr(self._each, name))
+            values[name] = [
+                time if Action(stage, op, None) in actions else 0 for stage, time in times
+            ]
+        cost = replace(self.cost, **values)
         ranks = max(placement) + 1  # the ranks after it have no stage
         return lower_bound(placement, self.schedule.num_microbatches, cost, self.peak[:ranks])
 

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from math import inf
+from typing import Final, NamedTuple
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import SHARDING_OPS, Action, Op
@@ -59,23 +61,58 @@ def _with_updates(
         update: the time of each stage's update.
         beside: the ops that do not occupy the rank.
     """
-    free = [0.0]  # when the rank is free before each action
-    for action, end in zip(row, ends, strict=True):
-        free.append(free[-1] if action.op in beside else max(free[-1], end))
     ready: dict[int, tuple[int, float]] = {}  # stage -> place and time of its last gradient
     for place, (action, end) in enumerate(zip(row, ends, strict=True)):
         if action.op in (Op.W, Op.B, Op.REDUCE_GRAD):
             ready[action.stage] = (place + 1, end)
+    occupies = [action.op not in beside for action in row]
     put: dict[int, list[Action]] = {}
-    for stage, (first, reduced) in sorted(ready.items(), key=lambda item: item[1]):
-        place = len(row)
-        for gap in range(first, len(row)):
-            end = max(free[gap], reduced) + update[stage]
-            if row[gap].op not in beside and end <= starts[gap]:
-                place, free[gap] = gap, end
-                break
-        put.setdefault(place, []).append(Action(stage, Op.UPDATE, None))
+    for gap in first_gaps(
+        [start if alone else -inf for start, alone in zip(starts, occupies, strict=True)],
+        [end if alone else -inf for end, alone in zip(ends, occupies, strict=True)],
+        ready,
+        update,
+    ):
+        put.setdefault(gap.place, []).append(Action(gap.stage, Op.UPDATE, None))
     whole: list[Action] = []
     for place in range(len(row) + 1):
         whole += [*put.get(place, []), *row[place : place + 1]]
     return whole
+
+
+class Gap(NamedTuple):
+    """Where an update goes: its stage, the place in the row before which it stands, its end."""
+
+    stage: int
+    place: int
+    end: float
+
+
+def first_gaps(
+    starts: Sequence[float],
+    ends: Sequence[float],
+    ready: Mapping[int, tuple[int, float]],
+    update: Sequence[float],
+) -> list[Gap]:
+    """The first idle time that is long enough for each update; the end of the row where none is.
+
+    Args:
+        starts: when each action of a row starts; ``-inf`` for one that does not occupy the rank.
+        ends: when each of them ends, ``-inf`` likewise.
+        ready: per stage, the place behind its last gradient, and when that is reduced.
+        update: the time of each stage's update.
+
+    Example:
+        >>> first_gaps([0, 4], [1, 5], {0: (1, 1), 1: (2, 5)}, [2, 2])
+        [Gap(stage=0, place=1, end=3), Gap(stage=1, place=2, end=7)]
+    """
+    free = list(accumulate(ends, max, initial=0.0))  # when the rank is, before each action
+    gaps = []
+    for stage, (first, reduced) in sorted(ready.items(), key=lambda item: item[1]):
+        for place in range(first, len(free)):
+            end = max(free[place], reduced) + update[stage]
+            if place == len(starts) or end <= starts[place]:
+                free[place] = end
+                gaps.append(Gap(stage, place, end))
+                break
+    return gaps

@@ -525,3 +525,16 @@ def test_standard_output_that_takes_nothing(redirect: str, outcome: tuple[int, b
     command = f"{sys.executable} -m fpipe show zbv -p 2 -m 4 {redirect}"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == outcome
+
+
+def test_times_of_whole_stage_work_are_options(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    work = ["--unshard", "2", "--reduce-grad", "3", "--update", "1"]
+    out = run(capsys, "simulate", "gpipe", *SMALL, *work)
+    assert "makespan 21" in out and "UPDATE" in out
+    table = run(capsys, "compare", "gpipe", *SMALL, *work)
+    assert table.splitlines()[1].split()[2] == "21"
+    best = tmp_path / "best.txt"
+    run(capsys, "search", *SMALL, *work, "--iterations", "5", "-o", str(best))
+    assert "0REDUCE_GRAD" in best.read_text() and "0UPDATE" in best.read_text()

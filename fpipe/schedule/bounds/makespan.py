@@ -22,6 +22,7 @@ from fpipe.schedule.bounds.rank_bounds import (
     idle_bound,
     turns_bound,
 )
+from fpipe.schedule.bounds.whole_stage import with_whole_stage_work
 from fpipe.schedule.cost import (
     MOST,
     Cost,
@@ -73,6 +74,9 @@ def lower_bound(
     loose by some percent where many ranks take turns. Where microbatches differ (``cost.sizes``) it
     is the greatest of that for the largest alone, for the two largest as if both were as small as
     the second, and so on, of the work of the busiest rank, and of what it holds for how long.
+
+    Where the cost has times of whole-stage work, schedules do it: the bound counts the gathering
+    before the first action, and the reduction and the update behind the last gradient.
 
     Args:
         placement: the rank of each stage.
@@ -129,6 +133,19 @@ def lower_bound(
         return max(*bounds, _uneven_bound(placement, cost, sizes, limits, span))
     costs = cost.on(placement)
     limits = memory_limits(memory, placement, costs)
+    best = _even_bound(costs, placement, microbatches, limits, span, states)
+    return with_whole_stage_work(best, costs, stages_by_rank(placement), microbatches, span)
+
+
+def _even_bound(
+    costs: StageCosts,
+    placement: Sequence[int],
+    microbatches: int,
+    limits: Sequence[float],
+    span: bool,
+    states: int,
+) -> float:
+    """The bound of microbatches that are alike, without whole-stage work."""
     best, likely = 0.0, placement[0]
     scarce = False
     for rank, (limit, stages) in enumerate(zip(limits, stages_by_rank(placement), strict=True)):

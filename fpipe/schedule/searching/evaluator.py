@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT
 from fpipe.schedule.searching.problem import Order, Problem
+from fpipe.schedule.searching.whole_stage_work import WholeStageWork
 
 _NOT_YET = -1.0
 
@@ -22,6 +23,7 @@ class Evaluator:
         delay: the latency from there.
         change: of the memory held.
         after: the least time from its end to the end of the step.
+        work: of whole stages, which comes last in the tables; None where there is none.
     """
 
     problem: Problem
@@ -30,6 +32,7 @@ class Evaluator:
     delay: list[float]
     change: list[float]
     after: list[float]
+    work: WholeStageWork | None = None
 
     def times(
         self, rows: list[list[int]], fused: AbstractSet[int], limit: float = float("inf")
@@ -37,6 +40,8 @@ class Evaluator:
         """The value of an order and the end of each action; infinite if it cannot run, or as soon
         as the makespan is sure to exceed `limit`."""
         duration, source, delay, after = self.durations(fused), self.source, self.delay, self.after
+        if self.work is not None:
+            rows = self.work.dressed(rows)
         ends = [_NOT_YET] * len(duration)
         clocks, places = [0.0] * len(rows), [0] * len(rows)
         firsts = [0.0] * len(rows)
@@ -68,6 +73,11 @@ class Evaluator:
             clocks[rank], places[rank] = now, at
         if waiting:
             return float("inf"), ends
+        if self.work is not None:
+            self.work.finish(rows, ends, duration)
+            if self.problem.objective == "span":
+                return max(self.work.spans(rows, ends, firsts)), ends
+            return max(ends), ends
         if self.problem.objective == "span":
             return max(end - first for end, first in zip(clocks, firsts, strict=True)), ends
         return max(clocks), ends
@@ -110,15 +120,21 @@ class Evaluator:
 
     def critical(self, order: Order, ends: list[float]) -> list[int]:
         """The critical path of the order, last action to first."""
-        duration = self.durations(order.fused)
+        duration, rows, work = self.durations(order.fused), order.rows, self.work
+        if work is not None:
+            rows = work.dressed(rows)
+            work.finish(rows, ends, duration)
         before = {
             action: earlier
-            for row in order.rows
+            for row in rows
             for earlier, action in zip([-1, *row], row, strict=False)
         }
-        tails = [row for row in order.rows if row]
+        tails = [row for row in rows if row]
         if self.problem.objective == "span":
-            first = {row[-1]: ends[row[0]] - duration[row[0]] for row in tails}
+            first = {
+                row[-1]: 0.0 if work and work.shards else ends[row[0]] - duration[row[0]]
+                for row in tails
+            }
             here = max(first, key=lambda action: ends[action] - first[action])
         else:
             here = max((row[-1] for row in tails), key=lambda action: ends[action])
@@ -131,7 +147,7 @@ class Evaluator:
                 here = earlier
             else:
                 here = self.source[here] if self.source[here] >= 0 else earlier
-        return path
+        return path if work is None else [action for action in path if action < work.first]
 
 
 def make_evaluator(problem: Problem) -> Evaluator:
@@ -170,4 +186,16 @@ def make_evaluator(problem: Problem) -> Evaluator:
                 reads, latency = first, 0.0
             source += range(reads, reads + count) if reads >= 0 else [-1] * count
             delay += [latency] * count
-    return Evaluator(problem, duration, source, delay, change, after)
+    if not problem.cost.has_whole_stage:
+        return Evaluator(problem, duration, source, delay, change, after)
+    work = WholeStageWork(problem)
+    none = [0.0] * len(work)
+    return Evaluator(
+        problem,
+        duration + work.duration,
+        source + work.source,
+        delay + none,
+        change + none,
+        after + none,
+        work,
+    )

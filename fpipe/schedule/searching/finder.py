@@ -12,7 +12,7 @@ from random import Random
 from fpipe.errors import ScheduleError
 from fpipe.schedule.arguments import plain_counts, plain_integer, plain_number
 from fpipe.schedule.bounds.makespan import Memory, Objective
-from fpipe.schedule.cost import Cost, check_cost
+from fpipe.schedule.cost import PER_STAGE, Cost, check_cost
 from fpipe.schedule.placements import (
     PlacementName,
     linear,
@@ -50,6 +50,7 @@ from fpipe.schedule.searching.windows import reorder_windows
 from fpipe.schedule.simulator import simulate
 from fpipe.schedule.timeline import Timeline
 from fpipe.schedule.verifier import check_schedule, verify
+from fpipe.schedule.whole_stage import with_whole_stage
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,11 @@ def search(
     come: the schedule names them as you do, and takes them in that order. Large cases are tuned on
     microbatches of the mean size.
 
+    Where the cost has times of whole-stage work (`unshard`, `reduce_grad`, `update`), the objective
+    counts it: gathers before the first action, reductions and updates behind the last gradients.
+    The schedule has these actions, once a step, as `Schedule.sharded` and `Schedule.updated` put
+    them; other policies of theirs are not tried.
+
     Args:
         ranks: number of ranks; that of `start` by default.
         microbatches: number of microbatches; that of `start` by default.
@@ -140,7 +146,7 @@ def search(
             choose among the first three. A cost with a value per stage says how many stages there
             are, and narrows the choice to placements of as many.
         start: a schedule of your own to improve: the result is never worse. The search keeps its
-            placement, and leaves its whole-stage actions out.
+            placement, and puts its whole-stage actions in anew, where the cost has times of them.
         seconds: time to search, all included: processor time of the calling thread, which on an
             idle machine is wall time. Searches by the clock may find different schedules: see
             `iterations`.
@@ -205,6 +211,7 @@ def search(
     best = incumbents.best
     with without_gc():
         schedule = to_schedule(best.problem, best.order, name=f"searched_{objective}")
+        schedule = with_whole_stage(schedule, cost)
         return SearchResult(
             schedule=schedule,
             timeline=simulate(schedule, cost),
@@ -347,7 +354,7 @@ def _placements(ranks: int, cost: Cost) -> list[tuple[int, ...]]:
 
 def _stages_per_rank(ranks: int, cost: Cost) -> int | None:
     """How many stages each rank has, by the values that the cost has; None where it has none."""
-    values = (cost.f, cost.i, cost.w, cost.b, cost.activation, cost.freed_by_i)
+    values = [getattr(cost, name) for name in PER_STAGE]
     lengths = {len(value) for value in values if isinstance(value, tuple)}
     if not lengths:
         return None

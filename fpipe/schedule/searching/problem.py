@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,9 +11,11 @@ from typing import NamedTuple
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.bounds.makespan import Memory, Objective, lower_bound, memory_limits
 from fpipe.schedule.bounds.states import GRADIENT, WEIGHT
+from fpipe.schedule.clocks import run_rows
 from fpipe.schedule.cost import Cost, StageCosts, alike
 from fpipe.schedule.placements import stages_by_rank
 from fpipe.schedule.schedule import Schedule
+from fpipe.schedule.whole_stage import whole_stage_rows
 
 # In an `Order`, the quick form of a schedule that the search uses, an action is the number
 # (stage * 3 + kind) * microbatches + microbatch, with kind FORWARD, GRADIENT or WEIGHT; GRADIENT is
@@ -100,6 +103,19 @@ class Problem:
         return self.grows or any(
             abs(b - i - w) > 1e-9 * b for b, i, w in zip(costs.b, costs.i, costs.w, strict=True)
         )
+
+    def played(self, order: Order) -> Order:
+        """An order with the value of its schedule, in which whole-stage actions stand as well."""
+        rows = whole_stage_rows(self.placement, to_rows(self, order), self.microbatches, self.cost)
+        return replace(order, value=self.value_of(rows))
+
+    def value_of(self, rows: Sequence[Sequence[Action]]) -> float:
+        """The makespan or the span of rows that can run."""
+        run = run_rows(rows, self.costs, self.sizes)
+        ends = [max(row, default=0.0) for row in run.ends]
+        if self.objective == "span":
+            return max(end - row[0] for row, end in zip(run.starts, ends, strict=True))
+        return max(ends)
 
     def solved(self, value: float) -> bool:
         """Whether nothing can be better than `value`."""
@@ -203,7 +219,12 @@ def make_problem(
 
 
 def to_schedule(problem: Problem, order: Order, name: str) -> Schedule:
-    """The schedule of an order."""
+    """The schedule of an order, without whole-stage actions."""
+    return Schedule(problem.placement, to_rows(problem, order), name=name)
+
+
+def to_rows(problem: Problem, order: Order) -> list[list[Action]]:
+    """The actions of an order, rank by rank."""
     plain, fused = (Op.F, Op.I, Op.W), order.fused
     rows = []
     for row in order.rows:
@@ -213,11 +234,11 @@ def to_schedule(problem: Problem, order: Order, name: str) -> Schedule:
             op = Op.B if number in fused else plain[kind]
             actions.append(Action(stage, op, microbatch))
         rows.append(actions)
-    return Schedule(problem.placement, rows, name=name)
+    return rows
 
 
-def to_order(problem: Problem, schedule: Schedule, value: float) -> Order:
-    """The order of a schedule. B's become I and W where that costs nothing."""
+def to_order(problem: Problem, schedule: Schedule, value: float = math.inf) -> Order:
+    """The order of a schedule of this value. B's become I and W where that costs nothing."""
     rows: list[list[int]] = []
     fused = set()
     for actions in schedule.actions:

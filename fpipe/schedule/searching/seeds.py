@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
-from fpipe.schedule.clocks import run_rows
 from fpipe.schedule.cost import StageCosts
 from fpipe.schedule.families.building_blocks import v_half, v_min
 from fpipe.schedule.families.looped import (
@@ -192,17 +191,14 @@ def _family_order(problem: Problem, maker: Maker) -> Order | None:
 
 def order_of(problem: Problem, schedule: Schedule) -> Order | None:
     """The order of a schedule that can run, or None where it does not fit the memory."""
-    # Not by `simulate`, whose timeline would cost more than all the rest.
-    costs = problem.cost.on(problem.placement)
     for row, limit in zip(schedule.actions, problem.memory, strict=True):
-        if _peak(row, costs, problem.sizes) > limit * (1 + 1e-9):
+        if _peak(row, problem.costs, problem.sizes) > limit * (1 + 1e-9):
             return None
-    run = run_rows(schedule.actions, costs, problem.sizes)
-    if problem.objective == "span":
-        value = max(e[-1] - s[0] for s, e in zip(run.starts, run.ends, strict=True))
-    else:
-        value = max(row[-1] for row in run.ends)
-    return to_order(problem, schedule, value)
+    order = to_order(problem, schedule)
+    if problem.cost.has_whole_stage:
+        return problem.played(order)
+    # Not by `simulate`, whose timeline would cost more than all the rest.
+    return replace(order, value=problem.value_of(schedule.actions))
 
 
 def _peak(row: Sequence[Action], costs: StageCosts, sizes: Sequence[float]) -> float:

@@ -93,6 +93,10 @@ class Plan:
                 places[action] = at
             for first, second in pairwise(row):
                 before[second] = first
+        if tables.work is not None:
+            for stage, rank in enumerate(tables.problem.placement):
+                last = next(a for a in reversed(rows[rank]) if tables.problem.parts(a)[0] == stage)
+                tails[last] = tables.work.least_tail(stage)
         actions = [action for row in rows for action in row]
         for action in sorted(actions, key=lambda each: (ends[each], places[each]), reverse=True):
             rest = duration[action] + tails[action]

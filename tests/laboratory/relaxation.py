@@ -1,0 +1,72 @@
+"""A slow simulator of whole-stage work that shares no code with fpipe's: it raises starts until
+none is too early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fpipe import Action, Cost, Op, Schedule
+
+_BESIDE = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
+Place = tuple[int, int]  # rank, position in its row
+
+
+def relaxed(schedule: Schedule, cost: Cost) -> dict[Place, tuple[float, float]]:
+    """Start and end of every action: the least that keep all rules."""
+    costs = cost.on(schedule.placement, schedule.num_ranks)
+    times = {Op.F: costs.f, Op.I: costs.i, Op.W: costs.w, Op.B: costs.b}
+    whole = {Op.UNSHARD: costs.unshard, Op.REDUCE_GRAD: costs.reduce_grad, Op.UPDATE: costs.update}
+    places = {
+        (rank, at): action
+        for rank, row in enumerate(schedule.actions)
+        for at, action in enumerate(row)
+    }
+    takes: dict[Place, float] = {}
+    for place, (stage, op, number) in places.items():
+        if number is None:
+            takes[place] = whole[op][stage] if op in whole else 0.0
+        else:
+            takes[place] = times[op][stage] * (1 if cost.sizes is None else cost.sizes[number])
+    rules = list(_rules(places, schedule, cost))
+    starts = dict.fromkeys(places, 0.0)
+    for _ in range(len(places) + 1):
+        changed = False
+        for before, after, delay in rules:
+            least = starts[before] + takes[before] + delay
+            if least > starts[after] + 1e-12:
+                starts[after], changed = least, True
+        if not changed:
+            return {place: (start, start + takes[place]) for place, start in starts.items()}
+    raise AssertionError("the rules go round in a circle")
+
+
+def _rules(
+    places: dict[Place, Action], schedule: Schedule, cost: Cost
+) -> Iterator[tuple[Place, Place, float]]:
+    """An action that has to end before another starts, and the delay between."""
+    lane = cost.collective_lane
+    where = {action: place for place, action in places.items() if action.microbatch is not None}
+    for rank, row in enumerate(schedule.actions):
+        for at, (stage, op, _) in enumerate(row):
+            for earlier in range(at):
+                other, kind, _ = row[earlier]
+                both = kind in _BESIDE and op in _BESIDE and Op.RESHARD not in (kind, op)
+                gathered = kind == Op.UNSHARD and op not in _BESIDE and op != Op.UPDATE
+                reduced = kind == Op.REDUCE_GRAD and op in (Op.REDUCE_GRAD, Op.UPDATE)
+                if (
+                    not lane
+                    or kind not in _BESIDE
+                    or both
+                    or (other == stage and (gathered or reduced))
+                ):
+                    yield (rank, earlier), (rank, at), 0.0
+    for (stage, op, number), place in where.items():
+        needs: list[Action] = []
+        if op == Op.F and stage:
+            needs = [Action(stage - 1, Op.F, number)]
+        elif op in (Op.B, Op.I) and stage + 1 < schedule.num_stages:
+            needs = [Action(stage + 1, each, number) for each in (Op.B, Op.I)]
+        for need in needs:
+            if need in where:
+                source = where[need]
+                yield source, place, cost.hop(source[0], place[0])
