@@ -135,7 +135,7 @@ class Trainer:
         result = self.pipe.step(params, *arguments, key=key, **passed)
         grads, norm = result.grads, None
         if self._max_norm is not None:
-            grads, norm = clip_by_global_norm(grads, self._max_norm, pipe=self.pipe)
+            grads, norm = self._clipped(grads, self._max_norm)
         tracked = _is_differentiated([result.loss, *named.values()])
         with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
             moved, moments = self._rule.update(
@@ -146,6 +146,36 @@ class Trainer:
         model_state = result.state if kind.has_state else None
         aux = result.aux if kind.has_aux else None
         return self._returned(result.loss, moved, after, norm, model_state, aux)
+
+    def of_members(self, transform: Callable[[Pipeline], Pipeline]) -> Trainer:
+        """The trainer of an ensemble: what `fpipe.vmap` of a trainer returns.
+
+        Args:
+            transform: makes the pipeline of the ensemble.
+        """
+        if not isinstance(self._rule, LeafByLeaf):
+            raise FpipeError(
+                "fpipe.vmap of a trainer whose optimizer is a pair of functions: make one of "
+                "(torch.func.vmap(init), torch.func.vmap(update)) and fpipe.vmap(trainer.pipe)"
+            )
+        pipe, rule = transform(self.pipe), self._rule.of_members()
+        alone = pipe.definition.alone
+        if alone is None or alone.in_dims[0] != 0:
+            raise FpipeError(
+                "in_dims of fpipe.vmap(trainer) must stack all parameters along dimension 0, as "
+                "in_dims=(0, None) does: each member has its own, and its own state"
+            )
+        return Trainer(pipe, rule, self._max_norm, self._clip)
+
+    def _clipped(self, grads: Any, max_norm: float) -> tuple[Any, Tensor]:
+        """Gradients, clipped, and their norm; each member's by itself."""
+        if self.pipe.definition.alone is None:
+            return clip_by_global_norm(grads, max_norm, pipe=self.pipe)
+        members = len(pytree.flatten(grads)[0][0])
+        parts = [pytree.tree_map(lambda g, m=m: g[m], grads) for m in range(members)]
+        clipped = [clip_by_global_norm(part, max_norm, pipe=self.pipe) for part in parts]
+        together = pytree.tree_map(lambda *own: torch.stack(own), *(own.grads for own in clipped))
+        return together, torch.stack([own.norm for own in clipped])
 
     def _rule_within(self, leaves: Sequence[Any], spec: optree.PyTreeSpec) -> LeafByLeaf | None:
         """The rule, if stages can be updated within the step; None if all are updated after it.

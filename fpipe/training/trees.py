@@ -20,6 +20,7 @@ from fpipe.errors import FpipeError, label_of
 from fpipe.holding import names_of
 from fpipe.inputs.params import Moved
 from fpipe.training.groups import Group, group_of
+from fpipe.training.members import UpdatesOfMembers
 from fpipe.training.updates import Moments, Updates
 from fpipe.transforms.norms import square_of
 
@@ -62,7 +63,7 @@ class LeafSteps(NamedTuple):
         squares: find the squares of the gradients' norms, too.
     """
 
-    updates: Updates
+    updates: Updates | UpdatesOfMembers
     spec: optree.PyTreeSpec
     leaves: Sequence[Tensor]
     states: Sequence[Any]
@@ -102,13 +103,21 @@ class LeafByLeaf:
         trained: which leaves have a gradient.
     """
 
-    def __init__(self, updates: Updates, groups: Sequence[Group], trained: Trained) -> None:
+    def __init__(
+        self, updates: Updates | UpdatesOfMembers, groups: Sequence[Group], trained: Trained
+    ) -> None:
         self._updates = updates
         self._groups = groups
         self._trained = trained
         self._members: dict[optree.PyTreeSpec, list[int | None]] = {}
         defaults = updates.defaults
         self._defaults = [updates.replaced(defaults, group.hyper or {}) for group in groups]
+
+    def of_members(self) -> LeafByLeaf:
+        """The same optimizer for the members of an ensemble, stacked along dimension 0."""
+        if isinstance(self._updates, UpdatesOfMembers):
+            raise FpipeError("fpipe.vmap of a trainer that has members already: map it once")
+        return LeafByLeaf(UpdatesOfMembers(self._updates), self._groups, self._trained)
 
     def init(self, params: Any) -> Any:
         """Zeros in the shapes of the optimizer's state, for each leaf that is trained."""

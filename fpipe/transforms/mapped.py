@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fpipe.definition import Alone
+from fpipe.definition import Alone, Definition
 from fpipe.engine import Pipeline
 from fpipe.errors import StageError, check_choice
 from fpipe.functional.ensemble import ensemble
@@ -15,12 +15,12 @@ from fpipe.functional.example_rows import norms_of_rows, rows_as_examples
 from fpipe.functional.stagewise import RANDOMNESS, refuse_argnums
 from fpipe.program.program import Program
 from fpipe.schedule.arguments import plain_integer
-from fpipe.transforms.wrapped_pipelines import P, Wrapping, check_pipeline
+from fpipe.transforms.wrapped_pipelines import PT, P, Wrapping, check_pipeline
 
 
 def vmap(
-    pipe: P, in_dims: Any = None, *, randomness: str = "error", axis_size: int | None = None
-) -> P:
+    pipe: PT, in_dims: Any = None, *, randomness: str = "error", axis_size: int | None = None
+) -> PT:
     """A pipeline of an ensemble: every stage, or the one function, computes all members at once.
 
     The members are stacked along a dimension of the parameters and, if wanted, of the batch and of
@@ -30,7 +30,9 @@ def vmap(
     fused kernel would run member by member.
 
     Args:
-        pipe: the pipeline of one member. Its own ``in_dims`` describe one member's batch.
+        pipe: the pipeline of one member. Its own ``in_dims`` describe one member's batch. Or what
+            `fpipe.train` has made of it: each member then has its own parameters and state, its
+            own norm, and may have its own hyperparameters, ``lr=torch.tensor([1e-3, 1e-4])``.
         in_dims: one entry for each argument of ``pipe.step``, a pytree prefix as in
             `torch.func.vmap`: the dimension that holds the members, or None for leaves that they
             share. A mapped batch leaf may be one number per member: a temperature, a weight. With
@@ -63,8 +65,13 @@ def vmap(
         >>> loss.tolist(), grads[0].tolist(), grads[1].tolist()
         ([2.0, 4.0, 6.0], [2.0, 2.0, 2.0], [1.0, 1.0, 1.0])
     """
+    if hasattr(pipe, "of_members"):
+        options: Any = {"randomness": randomness, "axis_size": axis_size}
+        trainer: PT = pipe.of_members(lambda own: vmap(own, in_dims, **options))
+        return trainer
     check_pipeline("vmap", pipe)
-    definition = pipe.definition
+    alone: Any = pipe
+    definition: Definition = alone.definition
     refuse_argnums(
         "vmap", definition, "choose argnums last, as in fpipe.grad(fpipe.vmap(pipe), argnums)"
     )
@@ -74,7 +81,8 @@ def vmap(
     size = None if isinstance(axis_size, bool) else plain_integer(axis_size)
     if axis_size is not None and (size is None or size < 1):
         raise StageError(f"axis_size={axis_size!r:.60} must be a number of members, 1 or more")
-    return type(pipe)(ensemble(Alone(definition, tuple(dims), randomness, size)))
+    mapped: PT = type(alone)(ensemble(Alone(definition, tuple(dims), randomness, size)))
+    return mapped
 
 
 def _check_vmap(

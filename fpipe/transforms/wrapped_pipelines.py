@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, Self, TypeVar
 
 from fpipe.definition import Definition
@@ -18,7 +19,15 @@ class Transformable(Protocol):
     def __init__(self, definition: Definition) -> None: ...
 
 
+class Trained(Protocol):
+    """A pipeline with an optimizer."""
+
+    def of_members(self, transform: Callable[[Pipeline], Pipeline]) -> Any:
+        """The same for an ensemble, whose pipeline `transform` makes."""
+
+
 P = TypeVar("P", bound=Transformable)
+PT = TypeVar("PT", bound=Transformable | Trained)
 
 
 def check_pipeline(transform: str, pipe: Any) -> None:

@@ -1,0 +1,80 @@
+"""An ensemble is trained at once: each member as if it were alone."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+
+import fpipe
+from fpipe import FpipeError, pytree, schedules
+from tests.models import Model, assert_same, mlp
+
+RATES: Final = torch.tensor([0.1, 0.01, 0.003], dtype=torch.float64)
+OPTIMIZERS: Final[dict[str, Any]] = {
+    "AdamW": torch.optim.AdamW,
+    "Adafactor": torch.optim.Adafactor,
+    "NAdam": torch.optim.NAdam,
+    "SGD": torch.optim.SGD,
+}
+
+
+def pipe_of(model: Model) -> fpipe.Pipeline:
+    schedule = schedules.zb_h1(ranks=2, microbatches=4)
+    return fpipe.pipeline(model.stages, model.loss, schedule, compile=False)
+
+
+def members_of(model: Model) -> Any:
+    return pytree.tree_map(lambda p: torch.stack([p, 2 * p, p - 0.5]), model.params)
+
+
+def steps_of(trainer: fpipe.Trainer, params: Any, batch: Any, **hyper: Any) -> Any:
+    state = trainer.init(params)
+    for _ in range(3):
+        loss, params, state, norm = trainer.step(params, state, batch, **hyper)
+    return loss, params, state.moments, norm
+
+
+def member(tree: Any, number: int) -> Any:
+    return pytree.tree_map(lambda leaf: leaf[number], tree)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+def test_each_member_is_trained_as_if_it_were_alone(name: str, max_norm: float | None) -> None:
+    model = mlp(2, 8)
+    trainer = fpipe.train(pipe_of(model), OPTIMIZERS[name], lr=0.1, max_norm=max_norm)
+    members = members_of(model)
+    together = steps_of(fpipe.vmap(trainer), members, model.batch, lr=RATES)
+    for number, rate in enumerate(RATES):
+        alone = steps_of(trainer, member(members, number), model.batch, lr=rate)
+        assert_same(member(together, number), alone)
+
+
+def test_members_may_have_batches_of_their_own_and_share_a_rate() -> None:
+    model = mlp(2, 8)
+    trainer = fpipe.train(pipe_of(model), torch.optim.AdamW, lr=0.1)
+    members = members_of(model)
+    batches = pytree.tree_map(lambda leaf: torch.stack([leaf, leaf + 1, leaf - 1]), model.batch)
+    together = steps_of(fpipe.vmap(trainer, in_dims=(0, 0)), members, batches)
+    for number in range(3):
+        alone = steps_of(trainer, member(members, number), member(batches, number))
+        assert_same(member(together, number), alone)
+
+
+def test_what_cannot_be_mapped_is_refused() -> None:
+    model = mlp(2, 8)
+    trainer = fpipe.train(pipe_of(model), torch.optim.SGD, lr=0.1)
+    with pytest.raises(FpipeError, match="must stack all parameters along dimension 0"):
+        fpipe.vmap(trainer, in_dims=(1, None))
+    with pytest.raises(FpipeError, match="has members already"):
+        fpipe.vmap(fpipe.vmap(trainer))
+    pair: Any = (lambda params: params, lambda grads, state, params: (grads, state))
+    with pytest.raises(FpipeError, match="pair of functions: make one of"):
+        fpipe.vmap(fpipe.train(pipe_of(model), pair))
+    ensemble, members = fpipe.vmap(trainer), members_of(model)
+    rates: Tensor = RATES[:2]
+    with pytest.raises(FpipeError, match="lr has 2 numbers for 3 members"):
+        ensemble.step(members, ensemble.init(members), model.batch, lr=rates)
