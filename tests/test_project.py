@@ -118,6 +118,7 @@ LAYERS: Final = (
         "fpipe.schedule.placements",
         "fpipe.schedule.schedule",
         "fpipe.schedule.sharding",
+        "fpipe.schedule.stage_costs",
         "fpipe.schedule.updating",
         "fpipe.schedule.whole_stage",
     ),

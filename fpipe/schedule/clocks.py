@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fpipe.schedule.action import Action, Op
-from fpipe.schedule.cost import StageCosts
+from fpipe.schedule.stage_costs import Queues, StageCosts
 
 
 class Times(NamedTuple):
@@ -37,6 +37,7 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequenc
     clocks, lanes = [0.0] * len(rows), [0.0] * len(rows)
     gathered, reduced = [0.0] * len(costs.f), [0.0] * len(costs.f)
     f, i, w, b, down, up = costs.f, costs.i, costs.w, costs.b, costs.down, costs.up
+    queues = Queues(costs) if costs.down_links else None
     last = len(f) - 1
     # Per stage and microbatch, at stage * microbatches + microbatch: how far its work is (1 after
     # F, 2 after I, 3 after W or B), and when its output arrives at the reader.
@@ -87,7 +88,11 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequenc
                 end = now + f[stage] * sizes[microbatch]
                 state[key] = 1
                 if stage < last:
-                    forward[key] = end + down[stage]
+                    forward[key] = (
+                        end + down[stage]
+                        if queues is None
+                        else queues.send(costs.down_links[stage], end, sizes[microbatch])
+                    )
                     if (reader := waiting.pop(key, None)) is not None:
                         ready.append(reader)
             elif op == Op.W and done == 2:
@@ -115,7 +120,11 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequenc
                 else:
                     break
                 if stage and op != Op.W:
-                    backward[key] = end + up[stage - 1]
+                    backward[key] = (
+                        end + up[stage - 1]
+                        if queues is None
+                        else queues.send(costs.up_links[stage - 1], end, sizes[microbatch])
+                    )
                     if (reader := waiting.pop(-1 - key, None)) is not None:
                         ready.append(reader)
             start_at.append(now)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
 from fpipe.errors import ScheduleError, a_type
@@ -19,6 +20,7 @@ from fpipe.schedule.arguments import (
 from fpipe.schedule.exchange.files import PathLike, load, save
 from fpipe.schedule.exchange.json_file import format_cost, parse_cost
 from fpipe.schedule.placements import plain_placement
+from fpipe.schedule.stage_costs import Link, StageCosts
 
 # Between these, sums and ratios of costs neither overflow nor vanish.
 LEAST, MOST = 1e-100, 1e100
@@ -44,13 +46,17 @@ class Cost:
         comm: latency of a hop between two stages on different ranks; a number, or a square table
             with ``comm[a][b]`` the latency from rank a to rank b. Between stages of one rank it is
             0. A hop delays its reader and occupies no rank.
+        transfer: how long the message of a microbatch occupies the link from one rank to another:
+            its bytes over the bandwidth. 0 by default; a number, or a table as for `comm`. A link
+            goes one way and carries one message after the other, in the order in which they are
+            made; a message arrives `comm` after its transfer ends.
         b: time of a full backward; None means i + w.
         activation: what F keeps until B or W ends, in bytes or any unit.
         freed_by_i: the share of `activation` that I already frees, 0 by default. Negative where I
             hands more to W than it frees.
         sizes: of the microbatches, such as those of sequences of different lengths; None where all
             are equal. All other numbers are for a microbatch of size 1: times and activations of
-            microbatch k are ``sizes[k]`` times as large, and `comm` is not.
+            microbatch k are ``sizes[k]`` times as large, transfers too, and `comm` is not.
         unshard: time of the collective of an UNSHARD, 0 by default, whatever the microbatches are.
         reduce_grad: the same of a REDUCE_GRAD.
         collective_lane: those run beside the rank, one after the other: the rank goes on, and waits
@@ -87,6 +93,7 @@ class Cost:
     reduce_grad: PerStage
     collective_lane: bool
     update: PerStage
+    transfer: Latency
 
     def __init__(
         self,
@@ -102,12 +109,13 @@ class Cost:
         reduce_grad: float | Iterable[float] = 0,
         collective_lane: bool = True,
         update: float | Iterable[float] = 0,
+        transfer: float | Iterable[Iterable[float]] = 0,
     ) -> None:
         values: dict[str, object] = {
             "f": _per_stage("f", f),
             "i": _per_stage("i", i),
             "w": _per_stage("w", w),
-            "comm": _latency(comm),
+            "comm": _by_pair("comm", comm, "latency"),
             "b": None if b is None else _per_stage("b", b),
             "activation": _per_stage("activation", activation),
             "freed_by_i": _per_stage("freed_by_i", freed_by_i, signed=True),
@@ -116,6 +124,7 @@ class Cost:
             "reduce_grad": _per_stage("reduce_grad", reduce_grad),
             "collective_lane": _flag("collective_lane", collective_lane),
             "update": _per_stage("update", update),
+            "transfer": _by_pair("transfer", transfer, "time of a transfer"),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -223,13 +232,19 @@ class Cost:
                     f"cost.freed_by_i is {frees:g} for stage {stage} and cost.activation is "
                     f"{has:g}: I cannot free more than F keeps"
                 )
+        pairs = list(pairwise(placement))
+        hops = [*pairs, *((b, a) for a, b in pairs)]
+        numbers = {hop: number for number, hop in enumerate(dict.fromkeys(hops))}
+        links = [Link(numbers[hop], self.hop(*hop), self.transfer_between(*hop)) for hop in hops]
+        down, up = tuple(links[: stages - 1]), tuple(links[stages - 1 :])
+        least = 1 if self.sizes is None else min(self.sizes)
         return StageCosts(
             f=f,
             i=i,
             w=w,
             b=tuple(map(sum, zip(i, w, strict=True))) if self.b is None else each("b", self.b),
-            down=tuple(map(self.hop, placement, placement[1:])),
-            up=tuple(map(self.hop, placement[1:], placement)),
+            down=tuple(link.latency + link.transfer * least for link in down),
+            up=tuple(link.latency + link.transfer * least for link in up),
             activation=kept,
             freed_by_i=tuple(map(min, kept, freed)),
             sizes=self.sizes,
@@ -237,6 +252,8 @@ class Cost:
             reduce_grad=each("reduce_grad", self.reduce_grad),
             collective_lane=self.collective_lane,
             update=each("update", self.update),
+            down_links=down if self.has_transfers else (),
+            up_links=up if self.has_transfers else (),
         )
 
     def sizes_of(self, microbatches: int) -> tuple[float, ...]:
@@ -269,6 +286,12 @@ class Cost:
         """Whether the optimizer's step takes any time."""
         return _any(self.update)
 
+    @cached_property
+    def has_transfers(self) -> bool:
+        """Whether a message occupies a link for any time."""
+        table = self.transfer if isinstance(self.transfer, tuple) else ((self.transfer,),)
+        return any(map(any, table))
+
     @property
     def has_whole_stage(self) -> bool:
         """Whether any whole-stage action takes any time."""
@@ -281,32 +304,43 @@ class Cost:
             ScheduleError: `source` or `target` is not the number of a rank, or `comm` is a table
                 without them.
         """
-        for name, rank in (("source", source), ("target", target)):
-            if (plain := plain_integer(rank)) is None or plain < 0:
-                raise ScheduleError(f"{name}={rank!r:.60} must be the number of a rank, 0 or more")
-        if source == target:
-            return 0.0
-        if not isinstance(self.comm, tuple):
-            return self.comm
-        if max(source, target) >= len(self.comm):
-            raise ScheduleError(
-                f"cost.comm is a table of {len(self.comm)} ranks and the schedule uses rank "
-                f"{max(source, target)}: give a row and a column for each rank"
-            )
-        return self.comm[source][target]
+        return _between("comm", self.comm, source, target)
+
+    def transfer_between(self, source: int, target: int) -> float:
+        """The transfer of a message of size 1 from one rank to another; 0 to itself.
+
+        Raises:
+            ScheduleError: as for `hop`.
+        """
+        return _between("transfer", self.transfer, source, target)
+
+
+def _between(name: str, value: Latency, source: int, target: int) -> float:
+    for argument, rank in (("source", source), ("target", target)):
+        if (plain := plain_integer(rank)) is None or plain < 0:
+            raise ScheduleError(f"{argument}={rank!r:.60} must be the number of a rank, 0 or more")
+    if source == target:
+        return 0.0
+    if not isinstance(value, tuple):
+        return value
+    if max(source, target) >= len(value):
+        raise ScheduleError(
+            f"cost.{name} is a table of {len(value)} ranks and the schedule uses rank "
+            f"{max(source, target)}: give a row and a column for each rank"
+        )
+    return value[source][target]
 
 
 def alike(cost: Cost, size: float) -> Cost:
     """The cost of microbatches that are all of one size."""
 
-    def scaled(value: PerStage | None) -> Any:
+    def scaled(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(x * size for x in value)
+            return tuple(map(scaled, value))
         return None if value is None else value * size
 
-    return replace(
-        cost, sizes=None, **{name: scaled(getattr(cost, name)) for name in PER_MICROBATCH}
-    )
+    names = (*PER_MICROBATCH, "transfer")
+    return replace(cost, sizes=None, **{name: scaled(getattr(cost, name)) for name in names})
 
 
 def check_cost(cost: object) -> None:
@@ -315,68 +349,6 @@ def check_cost(cost: object) -> None:
         raise ScheduleError(
             f"cost={cost!r:.60} is {a_type(cost)}: make one with fpipe.Cost(f=1, i=1, w=1)"
         )
-
-
-@dataclass(frozen=True)
-class StageCosts:
-    """A `Cost` on one placement: a value per stage, and one per boundary between stages.
-
-    Attributes:
-        f, i, w, b: times of each stage's actions.
-        down: latency from stage s to stage s + 1, at index s.
-        up: latency from stage s + 1 to stage s, at index s.
-        activation: what F keeps.
-        freed_by_i: the share of it that I frees; B or W frees the rest.
-        sizes: of each microbatch; times and activations are multiplied by it. None where all are
-            equal.
-        unshard, reduce_grad: times of each stage's collectives.
-        collective_lane: they run beside the rank.
-        update: time of each stage's optimizer's step.
-    """
-
-    f: tuple[float, ...]
-    i: tuple[float, ...]
-    w: tuple[float, ...]
-    b: tuple[float, ...]
-    down: tuple[float, ...]
-    up: tuple[float, ...]
-    activation: tuple[float, ...]
-    freed_by_i: tuple[float, ...]
-    sizes: tuple[float, ...] | None
-    unshard: tuple[float, ...] = ()
-    reduce_grad: tuple[float, ...] = ()
-    collective_lane: bool = True
-    update: tuple[float, ...] = ()
-
-    @cached_property
-    def backward(self) -> tuple[float, ...]:
-        """The least time of a whole backward of each stage: B, or I and W."""
-        return tuple(min(b, i + w) for b, i, w in zip(self.b, self.i, self.w, strict=True))
-
-    @cached_property
-    def gradient(self) -> tuple[float, ...]:
-        """The least time until each stage's backward hands its gradient on: that of I, or of B."""
-        return tuple(map(min, self.b, self.i))
-
-    @cached_property
-    def deferred(self) -> tuple[float, ...]:
-        """The memory that each stage holds between I and W."""
-        pairs = zip(self.activation, self.freed_by_i, strict=True)
-        return tuple(max(0.0, kept - freed) for kept, freed in pairs)
-
-    @cached_property
-    def earliest(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """When a microbatch can reach each stage, and its gradient, at the earliest.
-
-        Both count from the start of the microbatch, as if it were the only one.
-        """
-        starts = [0.0]
-        for forward, hop in zip(self.f, self.down, strict=False):
-            starts.append(starts[-1] + forward + hop)
-        returns = [starts[-1] + self.f[-1]]
-        for gradient, hop in zip(self.gradient[:0:-1], self.up[::-1], strict=True):
-            returns.append(returns[-1] + gradient + hop)
-        return tuple(starts), tuple(returns[::-1])
 
 
 def _per_stage(name: str, value: float | Iterable[float], *, signed: bool = False) -> PerStage:
@@ -411,17 +383,17 @@ def _sizes(sizes: Iterable[float]) -> tuple[float, ...]:
     return values
 
 
-def _latency(comm: float | Iterable[Iterable[float]]) -> Latency:
-    if not is_several(comm):
-        return _number("comm", comm)
-    rows = [tuple(row) if is_several(row) else () for row in comm]
+def _by_pair(name: str, value: float | Iterable[Iterable[float]], what: str) -> Latency:
+    if not is_several(value):
+        return _number(name, value)
+    rows = [tuple(row) if is_several(row) else () for row in value]
     if not rows or any(len(row) != len(rows) for row in rows):
         raise ScheduleError(
-            f"comm={comm!r:.60} must be a number, or a square table with comm[a][b] the latency "
-            "from rank a to rank b"
+            f"{name}={value!r:.60} must be a number, or a square table with {name}[a][b] the "
+            f"{what} from rank a to rank b"
         )
     return tuple(
-        tuple(_number(f"comm[{a}][{b}]", entry) for b, entry in enumerate(row))
+        tuple(_number(f"{name}[{a}][{b}]", entry) for b, entry in enumerate(row))
         for a, row in enumerate(rows)
     )
 

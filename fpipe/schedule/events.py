@@ -8,8 +8,9 @@ from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 from fpipe.schedule.action import COMPUTE_OPS, SHARDING_OPS, Action, Op
-from fpipe.schedule.cost import Cost, StageCosts
-from fpipe.schedule.dependencies import chain, dependencies
+from fpipe.schedule.cost import Cost
+from fpipe.schedule.dependencies import Dependencies, chain, dependencies
+from fpipe.schedule.stage_costs import StageCosts
 
 
 class Event(NamedTuple):
@@ -104,7 +105,7 @@ class Wait(NamedTuple):
 
     Attributes:
         source: the action that it waited for; None for none.
-        ready: when the output of that action was there: its end plus the latency.
+        ready: when the output of that action was there: its end, and the time of its message.
     """
 
     source: Position | None
@@ -159,6 +160,7 @@ def waits_of(
     """
     graph = dependencies([[event.action for event in row] for row in events], chain(num_stages))
     begun = min((row[0].start for row in events if row), default=0.0)
+    arrivals = _arrivals(events, graph, cost)
     waits: list[list[Wait]] = []
     messages: list[Hop] = []
     for rank, row in enumerate(events):
@@ -190,11 +192,36 @@ def waits_of(
                     continue
                 if place[0] != rank:
                     messages.append(Hop(place, (rank, at)))
-                    arrival += cost.hop(place[0], rank) if cost is not None else 0.0
+                    arrival = arrivals[place, rank]
                 if source is None or arrival > ready:
                     source, ready = place, arrival
             waits[-1].append(Wait(source, ready))
     return waits, messages
+
+
+def _arrivals(
+    events: Events, graph: Dependencies, cost: Cost | None
+) -> dict[tuple[Position, int], float]:
+    """When the output of an action arrives on another rank, by the action and that rank."""
+    readers: dict[int, set[int]] = {}
+    for number, needs in enumerate(graph.needs):
+        for need in needs:
+            readers.setdefault(need, set()).add(graph.place(number)[0])
+    free: dict[tuple[int, int], float] = {}  # when the link from one rank to another is
+    arrivals = {}
+    for rank, row in enumerate(events):
+        for at, event in enumerate(row):
+            for target in readers.get(graph.starts[rank] + at, ()):
+                end = event.end
+                if cost is not None and target != rank:
+                    if transfer := cost.transfer_between(rank, target):
+                        name = event.action.microbatch
+                        size = 1 if cost.sizes is None or name is None else cost.sizes[name]
+                        end = max(end, free.get((rank, target), 0.0)) + transfer * size
+                        free[rank, target] = end
+                    end += cost.hop(rank, target)
+                arrivals[(rank, at), target] = end
+    return arrivals
 
 
 def critical_path(events: Events, num_stages: int, cost: Cost | None) -> list[Position]:
@@ -216,8 +243,10 @@ def critical_path(events: Events, num_stages: int, cost: Cost | None) -> list[Po
 
 def transfers(events: Events, num_stages: int, cost: Cost | None) -> Iterator[Transfer]:
     """Every value that crosses ranks, in the order of its readers, rank by rank."""
+    graph = dependencies([[event.action for event in row] for row in events], chain(num_stages))
+    arrivals = _arrivals(events, graph, cost)
     for source, target in waits_of(events, num_stages, cost)[1]:
         source_rank, maker, _, sent = events[source[0]][source[1]]
         target_rank, reader, start, _ = events[target[0]][target[1]]
-        arrives = start if cost is None else sent + cost.hop(source_rank, target_rank)
+        arrives = start if cost is None else arrivals[source, target_rank]
         yield Transfer(maker, reader, source_rank, target_rank, sent, arrives)

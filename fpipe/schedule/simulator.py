@@ -18,10 +18,11 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
 
     A rank runs its actions in order, one at a time, and each starts as soon as the rank is free and
     its input has arrived. A value travels for ``cost.comm`` after its action ends, and occupies no
-    rank meanwhile. UNSHARD and REDUCE_GRAD take ``cost.unshard`` and ``cost.reduce_grad``, in a
-    lane beside the rank unless ``cost.collective_lane`` is False; RESHARD takes no time. UPDATE
-    takes ``cost.update`` on the rank, once the gradients of its stage are reduced. A million
-    actions take a few seconds.
+    rank meanwhile; where ``cost.transfer`` is above 0, it first occupies the link to its reader for
+    so long, after the values before it. UNSHARD and REDUCE_GRAD take ``cost.unshard`` and
+    ``cost.reduce_grad``, in a lane beside the rank unless ``cost.collective_lane`` is False;
+    RESHARD takes no time. UPDATE takes ``cost.update`` on the rank, once the gradients of its stage
+    are reduced. A million actions take a few seconds.
 
     Args:
         schedule: any schedule that `fpipe.verify` accepts, also one for evaluation (F alone) or

@@ -12,7 +12,7 @@ from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.arguments import plain_integer
 from fpipe.schedule.bounds.makespan import lower_bound
-from fpipe.schedule.cost import PER_MICROBATCH, Cost, StageCosts, check_cost
+from fpipe.schedule.cost import PER_MICROBATCH, Cost, check_cost
 from fpipe.schedule.events import (
     Event,
     Steps,
@@ -25,6 +25,7 @@ from fpipe.schedule.events import (
 from fpipe.schedule.exchange.files import PathLike, save
 from fpipe.schedule.grid import one_line
 from fpipe.schedule.schedule import LARGEST_SHOWN, Schedule
+from fpipe.schedule.stage_costs import StageCosts
 from fpipe.schedule.verifier import check_schedule
 
 if TYPE_CHECKING:

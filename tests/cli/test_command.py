@@ -538,3 +538,8 @@ def test_times_of_whole_stage_work_are_options(
     best = tmp_path / "best.txt"
     run(capsys, "search", *SMALL, *work, "--iterations", "5", "-o", str(best))
     assert "0REDUCE_GRAD" in best.read_text() and "0UPDATE" in best.read_text()
+
+
+def test_the_time_of_a_transfer_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "simulate", "gpipe", *SMALL, "--transfer", "5")
+    assert "makespan 46" in out

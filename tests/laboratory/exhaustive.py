@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from fpipe import Cost
-from fpipe.schedule.cost import StageCosts
+from fpipe.schedule.stage_costs import StageCosts
 
 
 class State(NamedTuple):

@@ -1,14 +1,15 @@
-"""A slow simulator of whole-stage work that shares no code with fpipe's: it raises starts until
-none is too early."""
+"""A slow simulator of whole-stage work and links that shares no code with fpipe's: it raises starts
+until none is too early."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations
 
 from fpipe import Action, Cost, Op, Schedule
 
 _BESIDE = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
-Place = tuple[int, int]  # rank, position in its row
+Place = tuple[int, ...]  # rank and position in its row; for a message, the reader's rank too
 
 
 def relaxed(schedule: Schedule, cost: Cost) -> dict[Place, tuple[float, float]]:
@@ -16,7 +17,7 @@ def relaxed(schedule: Schedule, cost: Cost) -> dict[Place, tuple[float, float]]:
     costs = cost.on(schedule.placement, schedule.num_ranks)
     times = {Op.F: costs.f, Op.I: costs.i, Op.W: costs.w, Op.B: costs.b}
     whole = {Op.UNSHARD: costs.unshard, Op.REDUCE_GRAD: costs.reduce_grad, Op.UPDATE: costs.update}
-    places = {
+    places: dict[Place, Action] = {
         (rank, at): action
         for rank, row in enumerate(schedule.actions)
         for at, action in enumerate(row)
@@ -28,15 +29,19 @@ def relaxed(schedule: Schedule, cost: Cost) -> dict[Place, tuple[float, float]]:
         else:
             takes[place] = times[op][stage] * (1 if cost.sizes is None else cost.sizes[number])
     rules = list(_rules(places, schedule, cost))
-    starts = dict.fromkeys(places, 0.0)
-    for _ in range(len(places) + 1):
+    for message, (_, _, number) in _messages(places, schedule).items():
+        takes[message] = cost.transfer_between(message[0], message[2]) * (
+            1 if cost.sizes is None or number is None else cost.sizes[number]
+        )
+    starts = dict.fromkeys(takes, 0.0)
+    for _ in range(len(takes) + 1):
         changed = False
         for before, after, delay in rules:
             least = starts[before] + takes[before] + delay
             if least > starts[after] + 1e-12:
                 starts[after], changed = least, True
         if not changed:
-            return {place: (start, start + takes[place]) for place, start in starts.items()}
+            return {place: (starts[place], starts[place] + takes[place]) for place in places}
     raise AssertionError("the rules go round in a circle")
 
 
@@ -69,4 +74,25 @@ def _rules(
         for need in needs:
             if need in where:
                 source = where[need]
-                yield source, place, cost.hop(source[0], place[0])
+                if source[0] == place[0]:
+                    yield source, place, 0.0
+                else:
+                    message = (*source, place[0])
+                    yield source, message, 0.0
+                    yield message, place, cost.hop(source[0], place[0])
+    for first, second in combinations(_messages(places, schedule), 2):
+        if (first[0], first[2]) == (second[0], second[2]) and cost.transfer_between(
+            first[0], first[2]
+        ):
+            yield min(first, second), max(first, second), 0.0
+
+
+def _messages(places: dict[Place, Action], schedule: Schedule) -> dict[Place, Action]:
+    """The messages between ranks, by the place of their maker and the rank of their reader."""
+    messages: dict[Place, Action] = {}
+    for (rank, at), action in places.items():
+        step = 1 if action.op == Op.F else -1 if action.op in (Op.B, Op.I) else 0
+        reader = action.stage + step
+        if step and 0 <= reader < schedule.num_stages and schedule.placement[reader] != rank:
+            messages[rank, at, schedule.placement[reader]] = action
+    return messages

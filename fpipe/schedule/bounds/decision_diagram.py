@@ -17,7 +17,7 @@ from fpipe.schedule.bounds.states import (
     successors,
 )
 from fpipe.schedule.bounds.subpipeline import Subpipeline, cut_subpipeline
-from fpipe.schedule.cost import StageCosts
+from fpipe.schedule.stage_costs import StageCosts
 
 _WIDTH = 2  # states kept of equal counts, at first
 

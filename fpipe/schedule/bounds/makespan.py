@@ -15,6 +15,7 @@ from fpipe.schedule.arguments import (
     plain_number,
 )
 from fpipe.schedule.bounds.decision_diagram import scarce_bound
+from fpipe.schedule.bounds.links import link_bound
 from fpipe.schedule.bounds.rank_bounds import (
     RankProblem,
     area_bound,
@@ -26,11 +27,11 @@ from fpipe.schedule.bounds.whole_stage import with_whole_stage_work
 from fpipe.schedule.cost import (
     MOST,
     Cost,
-    StageCosts,
     alike,
     check_cost,
 )
 from fpipe.schedule.placements import plain_placement, stages_by_rank
+from fpipe.schedule.stage_costs import StageCosts
 
 # Where microbatches differ: how many bounds are taken, and how many sizes are distinguished.
 _COUNTS: Final = 16
@@ -76,7 +77,9 @@ def lower_bound(
     the second, and so on, of the work of the busiest rank, and of what it holds for how long.
 
     Where the cost has times of whole-stage work, schedules do it: the bound counts the gathering
-    before the first action, and the reduction and the update behind the last gradient.
+    before the first action, and the reduction and the update behind the last gradient. Where
+    transfers take any time, all bounds count those of one microbatch after the other, and one more
+    counts all messages of a link.
 
     Args:
         placement: the rank of each stage.
@@ -134,6 +137,8 @@ def lower_bound(
     costs = cost.on(placement)
     limits = memory_limits(memory, placement, costs)
     best = _even_bound(costs, placement, microbatches, limits, span, states)
+    if costs.down_links and not span:
+        best = max(best, link_bound(costs, microbatches))
     return with_whole_stage_work(best, costs, stages_by_rank(placement), microbatches, span)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fpipe.schedule.cost import StageCosts
+from fpipe.schedule.stage_costs import StageCosts
 
 
 @dataclass(frozen=True)

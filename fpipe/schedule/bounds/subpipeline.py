@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fpipe.schedule.cost import StageCosts
+from fpipe.schedule.stage_costs import StageCosts
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fpipe.schedule.cost import StageCosts
+from fpipe.schedule.stage_costs import StageCosts
 
 
 def with_whole_stage_work(

@@ -100,14 +100,20 @@ def _action(word: str, rank: int, at: int, source: str) -> Action:
 
 
 NEEDED: Final = ("f", "i", "w")
-_WHOLE_STAGE: Final = {"unshard": 0, "reduce_grad": 0, "collective_lane": True, "update": 0}
-KEYS: Final = (*NEEDED, "comm", "b", "activation", "freed_by_i", "sizes", *_WHOLE_STAGE)
+_LATER: Final = {
+    "unshard": 0,
+    "reduce_grad": 0,
+    "collective_lane": True,
+    "update": 0,
+    "transfer": 0,
+}
+KEYS: Final = (*NEEDED, "comm", "b", "activation", "freed_by_i", "sizes", *_LATER)
 
 
 def format_cost(values: Mapping[str, Any]) -> str:
     """Write the arguments of a cost as a JSON object, one line for each that is not None.
 
-    Those of whole-stage actions are left out where they are as by default.
+    Those of whole-stage actions and of transfers are left out where they are as by default.
 
     Example:
         >>> print(format_cost({"f": (1, 2), "i": 1, "w": 1, "b": None}), end="")
@@ -117,7 +123,7 @@ def format_cost(values: Mapping[str, Any]) -> str:
           "w": 1
         }
     """
-    unset = {**dict.fromkeys(KEYS), **_WHOLE_STAGE}
+    unset = {**dict.fromkeys(KEYS), **_LATER}
     present = {
         key: values[key]
         for key in KEYS

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT
 from fpipe.schedule.searching.problem import Order, Problem
 from fpipe.schedule.searching.whole_stage_work import WholeStageWork
+from fpipe.schedule.stage_costs import Link
 
 _NOT_YET = -1.0
 
@@ -23,6 +24,8 @@ class Evaluator:
         delay: the latency from there.
         change: of the memory held.
         after: the least time from its end to the end of the step.
+        links: the link that takes its output to another rank, and the time of the transfer; None
+            where there is none. No table of them where no transfer takes any time.
         work: of whole stages, which comes last in the tables; None where there is none.
     """
 
@@ -32,6 +35,7 @@ class Evaluator:
     delay: list[float]
     change: list[float]
     after: list[float]
+    links: list[tuple[int, float] | None] | None = None
     work: WholeStageWork | None = None
 
     def times(
@@ -43,6 +47,10 @@ class Evaluator:
         if self.work is not None:
             rows = self.work.dressed(rows)
         ends = [_NOT_YET] * len(duration)
+        links = self.links
+        # When the output of each action leaves: on a link, after those before it.
+        sent = ends if links is None else ends.copy()
+        lines = [0.0] * (0 if links is None else len(rows) ** 2)  # when each link is free
         clocks, places = [0.0] * len(rows), [0] * len(rows)
         firsts = [0.0] * len(rows)
         waiting: dict[int, int] = {}
@@ -58,7 +66,8 @@ class Evaluator:
                     if arrival < 0:
                         waiting[reads] = rank
                         break
-                    arrival += delay[action]
+                    if hop := delay[action]:
+                        arrival = sent[reads] + hop
                     if arrival > now:
                         now = arrival
                         if now + duration[action] + after[action] > limit:
@@ -67,6 +76,13 @@ class Evaluator:
                     firsts[rank] = now
                 now += duration[action]
                 ends[action] = now
+                if links is not None:
+                    if (link := links[action]) is None:
+                        sent[action] = now
+                    else:
+                        line, time = link
+                        sent[action] = begin = max(now, lines[line])
+                        lines[line] = begin + time
                 if action in waiting:
                     ready.append(waiting.pop(action))
                 at += 1
@@ -176,18 +192,28 @@ def make_evaluator(problem: Problem) -> Evaluator:
             duration += [time * size for size in sizes]
             change += [holds * size for size in sizes]
             after += [hops + (rest - hops) * size for size in sizes]
+            link = None
             if kind == FORWARD:
+                if stage and costs.down_links:
+                    link = costs.down_links[stage - 1]
                 reads, latency = (first - 3 * count, costs.down[stage - 1]) if stage else (-1, 0.0)
             elif kind == WEIGHT:
                 reads, latency = first + GRADIENT * count, 0.0
             elif stage < stages - 1:
+                if costs.up_links:
+                    link = costs.up_links[stage]
                 reads, latency = first + (3 + GRADIENT) * count, costs.up[stage]
             else:
                 reads, latency = first, 0.0
             source += range(reads, reads + count) if reads >= 0 else [-1] * count
-            delay += [latency] * count
+            delay += (
+                [latency] * count
+                if link is None
+                else [link.latency + link.transfer * size for size in sizes]
+            )
+    links = _links(problem) if costs.down_links else None
     if not problem.cost.has_whole_stage:
-        return Evaluator(problem, duration, source, delay, change, after)
+        return Evaluator(problem, duration, source, delay, change, after, links)
     work = WholeStageWork(problem)
     none = [0.0] * len(work)
     return Evaluator(
@@ -197,5 +223,21 @@ def make_evaluator(problem: Problem) -> Evaluator:
         delay + none,
         change + none,
         after + none,
+        None if links is None else links + [None] * len(work),
         work,
     )
+
+
+def _links(problem: Problem) -> list[tuple[int, float] | None]:
+    """Per action, the link of its output and the time of the transfer."""
+    costs, none = problem.costs, Link(0, 0.0, 0.0)
+    links: list[tuple[int, float] | None] = []
+    for stage in range(len(problem.placement)):
+        down = costs.down_links[stage] if stage < len(costs.down_links) else none
+        up = costs.up_links[stage - 1] if stage else none
+        for link in (down, up, none):
+            links += [
+                (link.number, link.transfer * size) if link.transfer else None
+                for size in problem.sizes
+            ]
+    return links

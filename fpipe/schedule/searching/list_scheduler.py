@@ -10,6 +10,7 @@ from operator import add
 
 from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT, needed_later
 from fpipe.schedule.searching.problem import Order, Problem
+from fpipe.schedule.stage_costs import Queues
 
 UNLIMITED = float("inf")
 
@@ -83,6 +84,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
     # F keeps `kept`, I frees `freed` of it, and W frees the rest.
     kept, freed = costs.activation, costs.freed_by_i
     later = [has - frees for has, frees in zip(kept, freed, strict=True)]
+    queues = Queues(costs) if costs.down_links else None
     prefer_f, prefer_i, prefer_w = policy.priorities
     windows, patience = policy.windows, policy.patience
     pace = policy.pace * problem.work * count / total
@@ -178,6 +180,8 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
             held[rank] += kept[chosen] * size[place]
             if chosen < last:
                 arrival, reader = end + down[chosen], placement[chosen + 1]
+                if queues is not None:
+                    arrival = queues.send(costs.down_links[chosen], end, size[place])
                 inputs[chosen + 1].append(arrival)
             else:
                 gradients[chosen].append(end)
@@ -195,6 +199,8 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
                 owed[rank] += later[chosen] * size[place]
             if chosen:
                 arrival, reader = end + up[chosen - 1], placement[chosen - 1]
+                if queues is not None:
+                    arrival = queues.send(costs.up_links[chosen - 1], end, size[place])
                 gradients[chosen - 1].append(arrival)
         else:
             place = late[chosen].popleft()

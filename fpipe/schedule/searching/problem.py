@@ -12,9 +12,10 @@ from fpipe.schedule.action import Action, Op
 from fpipe.schedule.bounds.makespan import Memory, Objective, lower_bound, memory_limits
 from fpipe.schedule.bounds.states import GRADIENT, WEIGHT
 from fpipe.schedule.clocks import run_rows
-from fpipe.schedule.cost import Cost, StageCosts, alike
+from fpipe.schedule.cost import Cost, alike
 from fpipe.schedule.placements import stages_by_rank
 from fpipe.schedule.schedule import Schedule
+from fpipe.schedule.stage_costs import StageCosts
 from fpipe.schedule.whole_stage import whole_stage_rows
 
 # In an `Order`, the quick form of a schedule that the search uses, an action is the number

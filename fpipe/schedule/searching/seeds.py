@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
-from fpipe.schedule.cost import StageCosts
 from fpipe.schedule.families.building_blocks import v_half, v_min
 from fpipe.schedule.families.looped import (
     group_1f1b,
@@ -38,6 +37,7 @@ from fpipe.schedule.searching.problem import (
     to_schedule,
 )
 from fpipe.schedule.searching.zero_bubble import automatic_order, zb_auto
+from fpipe.schedule.stage_costs import StageCosts
 
 GUESSED = 100_000  # actions: above it, families are compared on fewer microbatches
 _BEST = 2  # families that are made in full then

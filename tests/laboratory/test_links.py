@@ -1,0 +1,162 @@
+"""Links between ranks that carry one message at a time: simulation, search, bounds, JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fpipe
+from fpipe import Cost, Schedule, ScheduleError, lower_bound, schedules, search, simulate
+from fpipe.schedule.searching.evaluator import make_evaluator
+from fpipe.schedule.searching.list_scheduler import list_schedule, plain_policy
+from fpipe.schedule.searching.problem import make_problem, to_order, to_schedule
+from tests.laboratory.relaxation import relaxed
+from tests.laboratory.test_whole_stage import cases, every_row
+
+
+@st.composite
+def linked(draw: st.DrawFn) -> tuple[Schedule, Cost]:
+    """A schedule, and a cost of which links carry one message at a time."""
+    schedule, cost = draw(cases())
+    entries = st.integers(0, 5)
+    ranks = schedule.num_ranks
+    table = st.lists(
+        st.lists(entries, min_size=ranks, max_size=ranks), min_size=ranks, max_size=ranks
+    )
+    transfer: Any = draw(st.one_of(entries, table))
+    if draw(st.booleans()):
+        cost = replace(cost, unshard=0, reduce_grad=0, update=0)
+    return schedule, replace(cost, transfer=transfer)
+
+
+@settings(max_examples=150)
+@given(case=linked())
+def test_simulation_agrees_with_one_that_relaxes_rules(case: tuple[Schedule, Cost]) -> None:
+    schedule, cost = case
+    timeline = simulate(schedule, cost)
+    expected = relaxed(schedule, cost)
+    assert {
+        (rank, at): (event.start, event.end)
+        for rank, row in enumerate(timeline.events)
+        for at, event in enumerate(row)
+    } == expected
+    starts = {event.action: event.start for row in timeline.events for event in row}
+    for message in timeline.transfers:
+        assert message.arrives <= starts[message.target] + 1e-9
+        assert message.arrives - message.sent >= cost.hop(message.source_rank, message.target_rank)
+    for before, after in zip(timeline.critical_path, timeline.critical_path[1:], strict=False):
+        assert before.end <= after.start + 1e-9
+
+
+@settings(max_examples=150)
+@given(case=linked())
+def test_an_order_has_the_value_of_its_schedule(case: tuple[Schedule, Cost]) -> None:
+    schedule, cost = case
+    problem = make_problem(schedule.placement, schedule.num_microbatches, cost, None, "makespan")
+    order = to_order(problem, schedule)
+    played = list_schedule(problem, plain_policy(schedule.num_stages))
+    assert played is not None
+    evaluator = make_evaluator(problem)
+    assert evaluator.times(order.rows, order.fused)[0] == pytest.approx(problem.played(order).value)
+    value, ends = evaluator.times(played.rows, played.fused)
+    assert value <= played.value + 1e-9
+    evaluator.critical(replace(played, value=value), ends)
+    if not cost.has_whole_stage:
+        timeline = simulate(to_schedule(problem, order, "own"), cost)
+        assert problem.played(order).value == pytest.approx(timeline.makespan)
+
+
+@settings(max_examples=150)
+@given(case=linked())
+def test_no_schedule_is_below_the_bound(case: tuple[Schedule, Cost]) -> None:
+    schedule, cost = case
+    timeline = simulate(schedule, cost)
+    assert timeline.bound <= timeline.makespan + 1e-9
+    plain = replace(cost, unshard=0, reduce_grad=0, update=0)
+    count = schedule.num_microbatches
+    assert lower_bound(schedule.placement, count, plain) <= timeline.bound + 1e-9
+    assert lower_bound(schedule.placement, count, plain, objective="span") <= timeline.span + 1e-9
+
+
+def test_messages_wait_for_those_before_them() -> None:
+    gpipe = schedules.gpipe(ranks=2, microbatches=3)
+    timeline = simulate(gpipe, Cost(f=1, i=1, w=1, comm=2, transfer=5))
+    assert [event.start for event in timeline.events[1][:3]] == [8, 13, 18]
+    back = [message for message in timeline.transfers if message.source_rank == 1]
+    assert [(message.sent, message.arrives) for message in back] == [(21, 28), (23, 33), (25, 38)]
+    uneven = simulate(gpipe, Cost(f=1, i=1, w=1, transfer=5, sizes=[1, 2, 1]))
+    assert [event.start for event in uneven.events[1][:3]] == [6, 16, 21]
+
+
+def test_a_link_goes_one_way_and_joins_two_ranks() -> None:
+    table = [[0, 5], [0, 0]]
+    timeline = simulate(schedules.zbv(ranks=2, microbatches=2), Cost(1, 1, 1, transfer=table))
+    there = [m.arrives - m.sent for m in timeline.transfers if m.source_rank == 0]
+    back = [m.arrives - m.sent for m in timeline.transfers if m.source_rank == 1]
+    assert min(there) == 5 < max(there) and not any(back)
+
+
+def pairs() -> Iterator[Schedule]:
+    for rows in product(every_row(0), every_row(1)):
+        yield Schedule([0, 1], rows)
+
+
+def test_a_search_finds_the_best_of_all() -> None:
+    cost = Cost(f=[3, 2], i=[1, 4], w=[2, 3], comm=1, transfer=[[0, 4], [6, 0]])
+    values = []
+    for schedule in pairs():
+        try:
+            values.append(simulate(schedule, cost).makespan)
+        except ScheduleError:
+            continue  # which waits for itself
+    result = search(ranks=2, microbatches=2, cost=cost, placement="linear", iterations=100)
+    assert result.value == min(values) == simulate(result.schedule, cost).makespan
+    assert result.bound <= min(values)
+
+
+def test_a_slow_link_decides_the_placement() -> None:
+    """A V sends twice as many messages over each cut as one stage a rank."""
+    cost = Cost(f=10, i=10, w=10)
+    fast = search(ranks=4, microbatches=12, cost=cost, memory=8, iterations=50)
+    assert len(fast.schedule.placement) == 8
+    cut = [[28 if {a, b} == {1, 2} else 0 for b in range(4)] for a in range(4)]
+    slow = Cost(f=10, i=10, w=10, transfer=cut)
+    chosen = search(ranks=4, microbatches=12, cost=slow, memory=8, iterations=50)
+    assert len(chosen.schedule.placement) == 4
+    assert chosen.value < simulate(fast.schedule, slow).makespan
+    assert chosen.value >= chosen.bound > lower_bound([0, 1, 2, 3], 12, cost)
+
+
+def test_the_bound_of_a_busy_link_can_be_met() -> None:
+    cost = Cost(f=1, i=1, w=1, transfer=10)
+    timeline = simulate(schedules.zb_h1(ranks=2, microbatches=8), cost)
+    assert timeline.bound >= 8 * 10 + 10  # all messages one way, and the last one back
+    assert timeline.gap < 0.5
+
+
+def test_transfers_are_written_and_read(tmp_path: Path) -> None:
+    cost = Cost(f=1, i=1, w=1, transfer=[[0, 2], [3, 0]])
+    cost.to_json(tmp_path / "cost.json")
+    assert Cost.from_json(tmp_path / "cost.json") == cost
+    assert json.loads(cost.to_json())["transfer"] == [[0, 2], [3, 0]]
+    assert "transfer" not in Cost(f=1, i=1, w=1).to_json()
+
+
+@pytest.mark.parametrize("value", [-1, [[0, 1]], "fast"])
+def test_a_transfer_takes_a_time_or_a_table_of_them(value: Any) -> None:
+    with pytest.raises(ScheduleError, match="transfer"):
+        Cost(f=1, i=1, w=1, transfer=value)
+
+
+def test_a_table_has_every_rank() -> None:
+    with pytest.raises(ScheduleError, match=r"cost.transfer is a table of 1 ranks"):
+        simulate(schedules.gpipe(ranks=2, microbatches=2), Cost(1, 1, 1, transfer=[[0]]))
+    assert fpipe.Cost(1, 1, 1, transfer=2).transfer_between(0, 1) == 2
