@@ -25,6 +25,7 @@ from fpipe.inputs.signature import Goal
 from fpipe.outcome import Outcome
 from fpipe.program.program import Program
 from fpipe.torch_internals import innermost_value, is_transformed
+from fpipe.training.compiled import kernels_of
 from fpipe.training.groups import Groups, read_groups
 from fpipe.training.saving import Saved, load, save
 from fpipe.training.train_step import (
@@ -427,6 +428,8 @@ def _rule(pipe: Pipeline, optimizer: Any, groups: Groups | None, hyper: dict[str
         hyper = optimizer.keywords | hyper
         optimizer = optimizer.func
 
+    updates = Updates(optimizer, hyper, kernels_of(pipe.definition.compile))
+
     def trained(spec: optree.PyTreeSpec) -> list[bool]:
         """Transforms put other things beside parameters, which the caller's have not."""
         choice = replace(pipe.definition.trainable, within=())
@@ -435,7 +438,7 @@ def _rule(pipe: Pipeline, optimizer: Any, groups: Groups | None, hyper: dict[str
         flags = choice.flags(spec.children(), shared=False)
         return [flag for part in flags for flag in part]
 
-    return LeafByLeaf(Updates(optimizer, hyper), read_groups(groups), trained)
+    return LeafByLeaf(updates, read_groups(groups), trained)
 
 
 def _number(count: Tensor) -> int:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fpipe.errors import FpipeError, label_of, told
-from fpipe.graph.nodes import value_of
 from fpipe.training.adafactor import Adafactor
+from fpipe.training.compiled import Kernels, is_elementwise
 from fpipe.training.recording import (
     COUNT,
     Kind,
@@ -48,13 +48,17 @@ class Updates:
     Args:
         optimizer: a class of `torch.optim`, or one derived from `torch.optim.Optimizer`.
         hyper: what it is called with, beside the parameters.
+        kernels: compiles it; None for nothing.
 
     Raises:
         FpipeError: it is no such class, refuses `hyper`, or is one that cannot be had.
     """
 
     def __init__(
-        self, optimizer: Callable[..., torch.optim.Optimizer], hyper: Mapping[str, Any]
+        self,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        hyper: Mapping[str, Any],
+        kernels: Kernels | None = None,
     ) -> None:
         if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
             raise FpipeError(
@@ -70,6 +74,7 @@ class Updates:
         self._optimizer = _RECORDABLE.get(optimizer, optimizer)
         self._recorded: dict[Hashable, list[Update]] = {}
         self._checked: set[Hashable] = set()
+        self._kernels = kernels
         self.defaults = self.checked(hyper)
 
     def checked(self, hyper: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +119,7 @@ class Updates:
             FpipeError: the optimizer computes with more than the elements one by one.
         """
         update = self._recording(param, None, hyper, 0, numbers_of(hyper))
-        odd = [node for node in update.graph.graph.nodes if not _is_elementwise(node)]
+        odd = [node for node in update.graph.graph.nodes if not is_elementwise(node)]
         if odd:
             raise FpipeError(
                 f"optimizer={self._name} computes {odd[0].target} of the parameter {name!r}, which "
@@ -151,7 +156,10 @@ class Updates:
             tensors = [torch.as_tensor(v, dtype=torch.float64) for v in values]
             outputs = WithTensors(update.graph).run(*leaves, *tensors)
         else:
-            outputs = update.graph(*leaves, *values)
+            compiled = None
+            if self._kernels is not None and state is not None:  # the first step is made once
+                compiled = self._kernels(update, leaves, values)
+            outputs = update.graph(*leaves, *values) if compiled is None else compiled
         return outputs[0], dict(zip(update.state, outputs[1:], strict=True))
 
     def _recording(
@@ -170,27 +178,6 @@ class Updates:
         chosen = {name: concrete(value) for name, value in hyper.items()}
         known.append(record_update(self._optimizer, chosen, param, state, count))
         return known[-1]
-
-
-def _is_elementwise(node: fx.Node) -> bool:
-    """Whether each element of an operation's result depends on its like alone, and on numbers."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return True
-    if torch.Tag.pointwise in node.target.tags or node.target in _ELEMENT_BY_ELEMENT:
-        return True
-    return not value_of(node).dim() if isinstance(node.meta.get("val"), Tensor) else False
-
-
-_ATEN: Final = torch.ops.aten
-_ELEMENT_BY_ELEMENT: Final = frozenset(
-    {
-        _ATEN.clone.default,
-        _ATEN.copy.default,
-        _ATEN.full_like.default,
-        _ATEN.index_put.default,  # where a mask says so
-        _ATEN.zeros_like.default,
-    }
-)
 
 
 def _kind(param: Tensor, state: Moments | None, hyper: Mapping[str, Any]) -> Hashable:

@@ -1,0 +1,169 @@
+"""An optimizer's step of one parameter as one compiled kernel, whatever the parameter's shape.
+
+recording ─┬─ numbers: computed in Python, in double precision
+           └─ tensors: elementwise, so any parameter is one row of elements ──► torch.compile
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fpipe.graph.nodes import value_of
+from fpipe.pieces.compiler import Compile
+from fpipe.torch_internals import is_transformed, make_fx
+from fpipe.training.recording import Update
+from fpipe.training.scalars import WithTensors
+
+Kernel = Callable[..., Sequence[Tensor]]
+
+
+class Kernels:
+    """Compiles the steps of optimizers, each once for all shapes.
+
+    Args:
+        compile: as `fpipe.pipeline` takes it: options of `torch.compile`, or True.
+    """
+
+    def __init__(self, compile: bool | str | Mapping[str, Any]) -> None:
+        options = {} if compile is True else compile
+        self._options: Any = {"backend": options} if isinstance(options, str) else options
+        self._split: dict[Update, tuple[fx.GraphModule, Kernel] | None] = {}
+        self._made: dict[str, Kernel] = {}
+
+    def __call__(
+        self, update: Update, leaves: Sequence[Tensor], numbers: Sequence[float]
+    ) -> list[Tensor] | None:
+        """What the step makes of a parameter and its state; None where no kernel fits.
+
+        Args:
+            update: the recording.
+            leaves: parameter, gradient and state.
+            numbers: in the order of the recording.
+        """
+        shape = leaves[0].shape
+        if leaves[0].numel() < 2 or not all(
+            leaf.shape == shape and leaf.is_contiguous() and not is_transformed(leaf)
+            for leaf in leaves
+        ):
+            return None
+        if update not in self._split:
+            self._split[update] = self._make(update, leaves)
+        both = self._split[update]
+        if both is None:
+            return None
+        scalars, kernel = both
+        values = scalars(*numbers)
+        tensors = [torch.tensor(value, dtype=torch.float64, device="cpu") for value in values]
+        row = (leaves[0].numel(),)
+        outputs = kernel(*(_shaped(leaf, row) for leaf in leaves), *tensors)
+        return [_shaped(output, shape) for output in outputs]
+
+    def _make(
+        self, update: Update, leaves: Sequence[Tensor]
+    ) -> tuple[fx.GraphModule, Kernel] | None:
+        nodes = update.graph.graph.nodes
+        both = apart(update.graph.graph, len(leaves))
+        if both is None or not all(map(is_elementwise, nodes)):
+            return None
+        scalars, tensors = both
+        count = sum(node.op == "placeholder" for node in tensors.graph.nodes) - len(leaves)
+        with torch.no_grad(), FakeTensorMode():
+            rows = [torch.empty(8, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
+            values = [torch.empty((), dtype=torch.float64) for _ in range(count)]
+            graph = make_fx(WithTensors(tensors).run, tracing_mode="fake")(*rows, *values)
+        # One compiled for eight elements serves any number of them if it names no size.
+        if any(_names_size(node) for node in graph.graph.nodes):
+            return None
+        key = f"{graph.code} {[(leaf.dtype, leaf.device) for leaf in leaves]}"
+        if key not in self._made:
+            self._made[key] = torch.compile(graph, dynamic=True, fullgraph=True, **self._options)
+        return scalars, self._made[key]
+
+
+def kernels_of(compile: Compile) -> Kernels | None:
+    """What compiles updates for a pipeline with this option; None for nothing."""
+    if compile is False or not isinstance(compile, bool | str | Mapping):
+        return None
+    return Kernels(compile)
+
+
+def apart(graph: fx.Graph, count: int) -> tuple[fx.GraphModule, fx.GraphModule] | None:
+    """A recording as what computes with numbers alone, and the rest, which takes their results.
+
+    Args:
+        graph: of a recording, whose first `count` inputs are tensors.
+        count: of them.
+
+    Returns:
+        ``numbers -> results`` and ``(*tensors, *results) -> outputs``; None where a tensor's value
+        is read.
+    """
+    nodes = list(graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    is_number = set(inputs[count:])
+    for node in nodes:
+        if node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload):
+            if not all(own in is_number for own in node.all_input_nodes):
+                return None
+            is_number.add(node)
+    if any(node.target is torch.ops.aten._local_scalar_dense.default for node in nodes):
+        return None
+    read = [
+        node for node in nodes if node in is_number and any(u not in is_number for u in node.users)
+    ]
+    scalars, tensors = fx.Graph(), fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        if node in is_number:
+            copies[node] = scalars.node_copy(node, copies.__getitem__)
+    scalars.output([copies[node] for node in read])
+    rest: dict[fx.Node, fx.Node] = {}
+    for node in inputs[:count]:
+        rest[node] = tensors.node_copy(node)
+    for number, node in enumerate(read):
+        rest[node] = tensors.placeholder(f"number_{number}")
+    for node in nodes:
+        if node not in rest and node not in is_number:
+            rest[node] = tensors.node_copy(node, rest.__getitem__)
+    empty = torch.nn.Module()
+    return fx.GraphModule(empty, scalars), fx.GraphModule(empty, tensors)
+
+
+def _shaped(value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The same elements in another shape, and no view: torch compiles anew for other bases."""
+    like = value.view(shape)
+    bare = value.new_empty(0)
+    return bare.set_(value.untyped_storage(), value.storage_offset(), shape, like.stride())
+
+
+def _names_size(node: fx.Node) -> bool:
+    """Whether an operation has a list of sizes among its arguments, as ``aten.full`` has."""
+    return node.op == "call_function" and any(
+        isinstance(value, (list, tuple)) for value in (*node.args, *node.kwargs.values())
+    )
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether each element of an operation's result depends on its like alone, and on numbers."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return True
+    if torch.Tag.pointwise in node.target.tags or node.target in _ELEMENT_BY_ELEMENT:
+        return True
+    return not value_of(node).dim() if isinstance(node.meta.get("val"), Tensor) else False
+
+
+_ATEN: Final = torch.ops.aten
+_ELEMENT_BY_ELEMENT: Final = frozenset(
+    {
+        _ATEN.clone.default,
+        _ATEN.copy.default,
+        _ATEN.full_like.default,
+        _ATEN.index_put.default,  # where a mask says so
+        _ATEN.zeros_like.default,
+    }
+)
