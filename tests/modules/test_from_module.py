@@ -33,7 +33,7 @@ from tests.modules.models import CUTS, language_model, token_batch, token_loss
 )
 def test_module_equals_itself_unpipelined(schedule: Schedule, remat: Any) -> None:
     module = language_model()
-    params, batch = detached(module), token_batch()
+    params, batch = detached(module), token_batch(9)
     pipe = pipe_of(module, CUTS, schedule=schedule, loss=None, remat=remat)
     assert_equal_steps(pipe.step(params, batch), unpipelined(module, params, batch))
     # Other numbers than the module's own: what is passed counts, and what it holds stays.
@@ -47,7 +47,7 @@ def test_module_equals_itself_unpipelined(schedule: Schedule, remat: Any) -> Non
 
 def test_loss_of_output_and_batch() -> None:
     module = language_model()
-    params, batch = detached(module), token_batch()
+    params, batch = detached(module), token_batch(9)
 
     def loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
         return 2 * token_loss(output, batch)

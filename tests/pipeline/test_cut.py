@@ -35,7 +35,7 @@ def params() -> dict[str, Any]:
 
 @pytest.fixture
 def batch() -> dict[str, Tensor]:
-    return make_batch()
+    return make_batch(9)
 
 
 def reference(params: dict[str, Any], batch: dict[str, Tensor]) -> tuple[Any, Tensor]:

@@ -57,7 +57,7 @@ def test_state_is_what_the_microbatches_leave_one_after_the_other(
     schedule: Schedule, remat: str
 ) -> None:
     pipe = traced(remat).with_schedule(schedule)
-    params, state, batch = make_params(), make_state(), make_batch()
+    params, state, batch = make_params(), make_state(), make_batch(9)
     found = pipe.step(params, state, batch)
     assert isinstance(found, fpipe.StepStateAux)
     assert_same(tuple(found), unpipelined(batch))
@@ -72,7 +72,7 @@ def test_state_is_what_the_microbatches_leave_one_after_the_other(
 
 def test_state_and_batch_may_come_by_name() -> None:
     pipe = state_pipe(without_aux, schedules.zbv(ranks=2, microbatches=4))
-    params, state, batch = make_params(), make_state(), make_batch()
+    params, state, batch = make_params(), make_state(), make_batch(9)
     expected = pipe.step(params, state, batch)
     assert_identical(pipe.step(params, batch=batch, state=state), expected)
     assert_identical(pipe.step(params, state, batch=batch), expected)
@@ -83,7 +83,7 @@ def test_state_and_batch_may_come_by_name() -> None:
 def test_state_of_one_step_begins_the_next() -> None:
     schedule = schedules.zbv(ranks=2, microbatches=4)
     pipe = fpipe.pipeline(without_aux, schedule=schedule, has_state=True, compile=False)
-    params, state, batch = make_params(), make_state(), make_batch()
+    params, state, batch = make_params(), make_state(), make_batch(9)
     expected = state
     for _ in range(2):
         result = pipe.step(params, state, batch)
@@ -118,7 +118,7 @@ def test_state_has_memory_of_its_own() -> None:
 def test_state_of_compiled_stages() -> None:
     schedule = schedules.one_f_one_b(ranks=4, microbatches=4)
     pipe = fpipe.pipeline(stateful_model, schedule=schedule, has_state=True, has_aux=True)
-    batch = {name: leaf[:8] for name, leaf in make_batch().items()}  # microbatches of one size
+    batch = make_batch()
     assert_same(tuple(pipe.step(make_params(), make_state(), batch)), unpipelined(batch))
 
 
@@ -126,7 +126,7 @@ def test_state_of_compiled_stages() -> None:
 
 
 def test_deferred_statistics_are_those_of_the_whole_batch() -> None:
-    params, state, batch = make_params(), make_state(), make_batch()
+    params, state, batch = make_params(), make_state(), make_batch(9)
     results = []
     for schedule in (
         schedules.zbv(ranks=2, microbatches=4),
