@@ -21,8 +21,10 @@ from fpipe import StageError, pytree, schedules
 from tests.models import Model, apply, assert_same, mlp, unpipelined
 from tests.transforms.helpers import member
 
-MEMBERS, ROWS = 2, 3
-MODEL = mlp(2, ROWS)
+MEMBERS = 2
+MODEL = mlp(2, 4)
+# Microbatches of two sizes, which takes twice as long to trace, for one chain of each kind.
+UNEVEN = mlp(2, 3)
 PIPE = fpipe.pipeline(
     MODEL.stages, MODEL.loss, schedules.zb_h1(ranks=2, microbatches=2), compile=False
 )
@@ -64,7 +66,10 @@ def expected(chain: Sequence[str], model: Model, vector: Any) -> Any:
             for n in range(MEMBERS)
         ]
     else:
-        rows = [pytree.tree_map(lambda v, k=n: v[k : k + 1], model.batch) for n in range(ROWS)]
+        rows = [
+            pytree.tree_map(lambda v, k=n: v[k : k + 1], model.batch)
+            for n in range(len(model.batch["x"]))
+        ]
         alone = [expected(rest, model._replace(batch=own), vector) for own in rows]
     return pytree.tree_map(together, *alone)
 
@@ -109,6 +114,15 @@ def copies(factors: Sequence[float], leaf: Tensor) -> Tensor:
     return torch.stack([leaf * factor for factor in factors])
 
 
+ALSO_UNEVEN = {
+    ("vmap", "ggnvp"),
+    ("per_example_grads", "ggnvp"),
+    ("hvp", "vmap"),
+    ("hvp", "per_example_grads"),
+    ("vmap", "per_example_grads", "vmap"),
+}
+
+
 @pytest.mark.parametrize(
     "chain",
     [
@@ -133,11 +147,12 @@ def copies(factors: Sequence[float], leaf: Tensor) -> Tensor:
 )
 def test_chain_equals_its_transforms_one_by_one(chain: tuple[str, ...]) -> None:
     pipe = composed(chain)
+    model = UNEVEN if chain in ALSO_UNEVEN else MODEL
     levels = chain.count("vmap")
-    params = nested_ensemble(MODEL.params, levels)
-    vector = nested_ensemble(pytree.tree_map(torch.cos, MODEL.params), levels)
-    ours = pipe.step(params, MODEL.batch, *[vector][: vectors_of(pipe)])
-    theirs = expected(chain, MODEL._replace(params=params), vector)
+    params = nested_ensemble(model.params, levels)
+    vector = nested_ensemble(pytree.tree_map(torch.cos, model.params), levels)
+    ours = pipe.step(params, model.batch, *[vector][: vectors_of(pipe)])
+    theirs = expected(chain, model._replace(params=params), vector)
     assert_same(tuple(ours), tuple(theirs), 1e-9)
 
 

@@ -176,8 +176,12 @@ def check(name: str, schedule: Schedule, compile: bool = False) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_loss_is_over_its_own_weight(name: str) -> None:
+    """Transforms take turns with schedules of two stages and of four, to be traced once each."""
+    stages = 4 if list(CASES).index(name) % 2 else 2
     for family in FAMILIES:
-        check(name, schedules.get(family, ranks=2, microbatches=MICROBATCHES))
+        schedule = schedules.get(family, ranks=2, microbatches=MICROBATCHES)
+        if schedule.num_stages == stages:
+            check(name, schedule)
 
 
 @pytest.mark.inductor

@@ -32,7 +32,7 @@ RECURRENT: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "lstm": (lambda: nn.LSTM(4, 3, 3, dropout=0.5, batch_first=True), 3),
     "projected": (lambda: nn.LSTM(4, 3, 2, dropout=0.5, batch_first=True, proj_size=2), 2),
     "both ways": (lambda: nn.LSTM(4, 3, 2, dropout=0.5, batch_first=True, bidirectional=True), 6),
-    "gru": (lambda: nn.GRU(4, 3, 3, dropout=0.5, bias=False, batch_first=True), 3),
+    "gru": (lambda: nn.GRU(4, 3, 2, dropout=0.5, bias=False, batch_first=True), 3),
     "tanh": (lambda: nn.RNN(4, 3, 2, dropout=0.5, batch_first=True, bidirectional=True), 6),
     "relu": (lambda: nn.RNN(4, 3, 2, "relu", dropout=0.5, batch_first=True), 3),
 }

@@ -30,11 +30,19 @@ def pick(value: Any, number: int) -> Any:
     return pytree.tree_map(lambda leaf: leaf[number], value)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_each_example_is_a_batch_of_one(name: str) -> None:
+# The block of a GPT takes long to trace: two of them, and four of the convolutions.
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("gpt", schedules.one_f_one_b(ranks=2, microbatches=3)),
+        ("conv", schedules.interleaved_1f1b(ranks=2, microbatches=3)),
+    ],
+    ids=["gpt", "conv"],
+)
+def test_each_example_is_a_batch_of_one(name: str, schedule: fpipe.Schedule) -> None:
     """Microbatches of two sizes, whose weights are not in the result."""
-    model = MODELS[name](4, ROWS)
-    pipe = pipe_of(model, schedules.interleaved_1f1b(ranks=2, microbatches=3))
+    model = MODELS[name](schedule.num_stages, ROWS)
+    pipe = pipe_of(model, schedule)
     by_rows = fpipe.per_example_grads(pipe)
     loss, grads = by_rows.step(model.params, model.batch)
     assert loss.shape == (ROWS,)
