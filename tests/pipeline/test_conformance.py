@@ -76,21 +76,44 @@ def pipe_of(make: Callable[..., Model], num_stages: int, remat: str) -> fpipe.Pi
     return fpipe.pipeline(model.stages, model.loss, one, compile=False, remat=REMAT[remat])
 
 
+def check_shared(make: Callable[..., Model], schedule: Schedule, rows: int, remat: str) -> None:
+    """`check` on a pipeline whose traces serve all schedules of so many stages."""
+    model = make(schedule.num_stages, rows)
+    pipe = pipe_of(make, schedule.num_stages, remat).with_schedule(schedule)
+    expected = expected_of(make, schedule.num_stages, rows)
+    assert_same(pipe.step(model.params, model.batch), expected)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("ranks", "microbatches", "rows"), [(2, 4, 8), (1, 1, 2), (1, 3, 5), (3, 5, 11), (4, 2, 4)]
-)
-def test_every_policy_and_model_equals_the_unpipelined_function(
-    ranks: int, microbatches: int, rows: int, family: str
-) -> None:
-    """One rank, one microbatch, fewer microbatches than ranks, microbatches of two sizes."""
-    schedule = schedules.get(family, ranks=ranks, microbatches=microbatches)
+def test_every_policy_and_model_equals_the_unpipelined_function(family: str) -> None:
+    schedule = schedules.get(family, ranks=2, microbatches=4)
     for make in (gpt, conv):
-        model = make(schedule.num_stages, rows)
         for remat in REMAT:
-            pipe = pipe_of(make, schedule.num_stages, remat).with_schedule(schedule)
-            expected = expected_of(make, schedule.num_stages, rows)
-            assert_same(pipe.step(model.params, model.batch), expected)
+            check_shared(make, schedule, 8, remat)
+
+
+# Ranks, microbatches and rows: one rank with one microbatch and with several; microbatches of two
+# sizes; fewer microbatches than ranks. Policies take turns, each with one model.
+SIZES = [
+    (1, 1, 2, {gpt: "none", conv: "full"}),
+    (1, 3, 5, {gpt: "except_last", conv: "callable"}),
+    (3, 5, 11, {gpt: "full", conv: "none"}),
+    (4, 2, 4, {gpt: "callable", conv: "except_last"}),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("ranks", "microbatches", "rows", "policies"), SIZES)
+def test_schedules_of_every_size_equal_the_unpipelined_function(
+    ranks: int,
+    microbatches: int,
+    rows: int,
+    policies: dict[Callable[..., Model], str],
+    family: str,
+) -> None:
+    schedule = schedules.get(family, ranks=ranks, microbatches=microbatches)
+    for make, remat in policies.items():
+        check_shared(make, schedule, rows, remat)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

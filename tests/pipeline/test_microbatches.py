@@ -209,6 +209,7 @@ def test_parts_of_one_shape_are_those_of_a_batch_that_is_split() -> None:
     assert len(pipe.workshop._chains) == 1
 
 
+@pytest.mark.inductor
 def test_compiled() -> None:
     params, batch, _ = make_mixed()
     xs = Microbatches([batch["x"][0], batch["x"][1], batch["x"][0]])
