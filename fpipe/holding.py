@@ -353,3 +353,19 @@ def _checked(name: str, value: Any, like: Tensor) -> Tensor:
         f"init_fn made {found} of {name!r}, which is {in_words(like)}: it must return a tensor "
         "with data, of that shape and dtype"
     )
+
+
+def saved(pipe: Holder, params: Any) -> dict[str, Tensor]:
+    """What this process has to save, by name.
+
+    Raises:
+        BatchError: as of `own`; or a leaf has no data.
+    """
+    leaves = own(pipe, params)
+    for name, leaf in leaves.items():
+        if leaf.is_meta:
+            raise BatchError(
+                f"the parameter {name!r} lies on the meta device and has no data to save: pass "
+                "what pipe.init, pipe.load or a step has made"
+            )
+    return leaves

@@ -12,8 +12,21 @@ from torch import Tensor
 
 from fpipe import random
 from fpipe.checkpoint.checkpoint_reader import NO_NAMING, Naming, reading
-from fpipe.holding import Holder, InitFn, Make, drawn, either, given, held, own, whole
+from fpipe.checkpoint.checkpoint_writer import Content, absolute
+from fpipe.holding import (
+    Holder,
+    InitFn,
+    Make,
+    drawn,
+    either,
+    given,
+    held,
+    own,
+    saved,
+    whole,
+)
 from fpipe.replica_parameters import divided, replicated
+from fpipe.savers import savers_of
 
 
 class Loadable(Holder):
@@ -108,6 +121,36 @@ class Loadable(Holder):
         likes, traced_on = self._shapes(shapes), self._traced_on(example)
         own_key = None if init_fn is None else key
         return held(self, reader, likes, traced_on, home=self.definition.device, key=own_key)
+
+    def save(self, path: str | PathLike[str], params: Any) -> None:
+        """Write parameters to a directory of `torch.distributed.checkpoint`, which `load` reads.
+
+        Over a process group all ranks call this, and each writes what it has; so do all replicas.
+        The directory is written under another name and renamed when it is whole, so that a crash
+        leaves the last one. ``trainer.save`` writes the state of an optimizer, too.
+
+        Args:
+            path: of the directory. A checkpoint that is there is replaced.
+            params: parameters as for `step`, frozen ones too: their names are those of `init`.
+
+        Raises:
+            BatchError: `params` are none of this pipeline, or have no data.
+            PipelineError: a process cannot write, or something else is at `path`.
+
+        Example:
+            >>> import os, tempfile, torch, fpipe
+            >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+            >>> stage, loss = (lambda w, x: x @ w), (lambda y, _: y.square().mean())
+            >>> pipe = fpipe.pipeline([stage, stage], loss, schedule, compile=False)
+            >>> params = [torch.eye(2), torch.ones(2, 2)]
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     pipe.save(os.path.join(folder, "last"), params)
+            ...     again = pipe.load(os.path.join(folder, "last"), shapes=params)
+            >>> all(map(torch.equal, again, params))
+            True
+        """
+        leaves = self.each("save its parameters", lambda: saved(self, params))
+        savers_of(self.definition, leaves).write(absolute(path), Content(leaves))
 
     def place(self, params: Any, *example: Any) -> Any:
         """Put parameters on the devices of the ranks that read them.

@@ -158,7 +158,7 @@ LAYERS: Final = (
         "fpipe.replica_parameters",
         "fpipe.results",
     ),
-    ("fpipe.functional",),
+    ("fpipe.functional", "fpipe.savers"),
     ("fpipe.autograd", "fpipe.gradients", "fpipe.holding", "fpipe.loadable", "fpipe.outcome"),
     ("fpipe.engine", "fpipe.entry"),
     ("fpipe.profiling",),

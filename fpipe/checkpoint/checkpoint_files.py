@@ -20,6 +20,9 @@ INDEX = "*.safetensors.index.json"
 HEAD = ".metadata"
 """The file by which a directory of `torch.distributed.checkpoint` is known."""
 
+MARK = "fpipe.mark."
+"""How the names of marks begin: each file that fpipe has written has one, of its number."""
+
 
 class Source(Protocol):
     """Tensors in files, by name."""
@@ -151,11 +154,13 @@ class DistributedDirectory:
 
     def __init__(self, path: Path) -> None:
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
         self._path = path
         try:
-            entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+            metadata = dcp.FileSystemReader(path).read_metadata()
+            entries = metadata.state_dict_metadata
+            stored: Mapping[MetadataIndex, Any] = metadata.storage_data
         except Exception as error:  # it is a pickle, and reading one may raise anything
             raise BatchError(
                 f"{path / HEAD} cannot be read ({told(error)}): it must be that "
@@ -166,21 +171,49 @@ class DistributedDirectory:
             for name, entry in entries.items()
             if isinstance(entry, TensorStorageMetadata)
         }
+        self._files: dict[str, set[str]] = defaultdict(set)
+        for index, place in stored.items():
+            self._files[index.fqn].add(place.relative_path)
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all tensors in the directory."""
-        return frozenset(self._kinds)
+        """The names of all tensors in the directory, but for marks."""
+        return frozenset(name for name in self._kinds if not name.startswith(MARK))
+
+    @property
+    def marks(self) -> frozenset[int]:
+        """The marks of all files that fpipe has written."""
+        return frozenset(int(name[len(MARK) :]) for name in self._kinds if name.startswith(MARK))
 
     def read(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Read some tensors."""
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.api import CheckpointException
+        """Read some tensors.
 
+        Raises:
+            BatchError: a file is broken, or belongs to another checkpoint.
+        """
         for name, like in wanted.items():
             shape, dtype = self._kinds[name]
             check_shape(name, shape, like)
             check_dtype(name, dtype, like)
+        files = {file for name in wanted for file in self._files[name]}
+        marks = [f"{MARK}{mark}" for mark in self.marks]
+        number = torch.empty((), dtype=torch.int64, device="meta")
+        read = self._values(
+            {**wanted, **{name: number for name in marks if self._files[name] <= files}}
+        )
+        for name in marks:
+            if name in read and int(read[name]) != int(name[len(MARK) :]):
+                (file,) = self._files[name]
+                raise BatchError(
+                    f"{self._path / file} belongs to another checkpoint than {HEAD} beside it: "
+                    "files of several were mixed, and their numbers do not belong together"
+                )
+        return {name: read[name] for name in wanted}
+
+    def _values(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
+
         values = {name: torch.empty_like(like, device="cpu") for name, like in wanted.items()}
         if values:
             with warnings.catch_warnings():

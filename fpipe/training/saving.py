@@ -1,37 +1,38 @@
-"""Parameters and the state of an optimizer in one directory, read again by name.
+"""Parameters and the states of optimizer and model in one directory, read again by name.
 
-    params, state ──► names ──► torch.distributed.checkpoint ──► path
-                   └► their tree, steps, step, extra ──► path/training.pt
-
-A directory is written under another name, and gets its own when it is whole.
+params, state, model_state ──► names ──► torch.distributed.checkpoint ──► path
+                           └► their trees, steps, step, extra ──► path/training.pt
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import warnings
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.dtensors import is_dtensor, placements_of
+from fpipe.checkpoint.checkpoint_files import DistributedDirectory
+from fpipe.checkpoint.checkpoint_reader import source_of
+from fpipe.checkpoint.checkpoint_writer import (
+    FACTS,
+    Content,
+    absolute,
+    beside,
+)
+from fpipe.dtensors import placements_of
 from fpipe.engine import Pipeline
-from fpipe.errors import BatchError, FpipeError, told
-from fpipe.holding import names_of
+from fpipe.errors import BatchError, FpipeError, few, told
+from fpipe.holding import names_of, saved
 from fpipe.modules.module_pipeline import ModulePipeline
+from fpipe.nn import buffers_of, state_of
+from fpipe.training.stored_trees import described, joined, tree_of
 from fpipe.training.train_step import TrainState
 
 Kinds = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
-FILE: Final = "training.pt"
-"""What is no tensor of a parameter, in a file of `torch.save`."""
 
 
 class Saved(NamedTuple):
@@ -50,107 +51,164 @@ class Saved(NamedTuple):
     extra: Any
 
 
-def save(
-    pipe: Pipeline,
-    path: str | PathLike[str],
-    params: Any,
-    state: TrainState,
-    step: Any,
-    extra: Any,
-    keep: int | None,
-) -> None:
-    """Write them; arguments and errors are those of `Trainer.save`."""
-    import torch.distributed.checkpoint as dcp
+class SavedState(NamedTuple):
+    """What `Trainer.load` returns for a pipeline with ``has_state=True``.
 
-    target = Path(path)
-    own = pipe.own(params)
+    Attributes:
+        params: as in `Saved`.
+        state: as in `Saved`.
+        step: as in `Saved`.
+        extra: as in `Saved`.
+        model_state: all of it, on each process.
+    """
+
+    params: Any
+    state: TrainState
+    step: Any
+    extra: Any
+    model_state: Any
+
+
+def content_of(
+    pipe: Pipeline, params: Any, state: TrainState, model_state: Any, step: Any, extra: Any
+) -> Content:
+    """What `Trainer.save` writes; arguments and errors are those of it."""
+    leaves = saved(pipe, params)
     moments = _moments_by_name(params, state)
-    data = {f"params.{name}": leaf for name, leaf in own.items()}
-    data |= {
+    buffers, described_state = _named_state(pipe, model_state)
+    tensors = {f"params.{name}": leaf for name, leaf in leaves.items()}
+    tensors |= {
         f"state.{name}.{moment}": value
-        for name in own
+        for name in leaves
         for moment, value in (moments.get(name) or {}).items()
     }
-    group = pipe.definition.group
-    if any(map(is_dtensor, own.values())):
-        group = dist.group.WORLD  # each process of their mesh has a part
-    kinds = {name: _kinds(moments.get(name)) for name in own}
-    gathered = _gathered((_described(params), kinds), group)
-    facts = {
-        "tree": _joined([tree for tree, _ in gathered]),
-        "moments": {name: own for _, part in gathered for name, own in part.items()},
-        "steps": int(state.steps),
-        "step": step,
-        "extra": extra,
-    }
-    partial = target.with_name(target.name + ".partial")
-    first = group is None or group.rank() == 0
-    if first:
-        shutil.rmtree(partial, ignore_errors=True)
-    _wait(group)
-    with warnings.catch_warnings():
-        # That one process saves alone is what is meant.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        dcp.save(data, checkpoint_id=partial, process_group=group, no_dist=group is None)
-    if first:
-        torch.save(facts, partial / FILE)
-        _put_in_place(partial, target)
-        if keep is not None:
-            _keep_last(target, keep)
-    _wait(group)
+    tensors |= {f"model_state.{name}": value for name, value in buffers.items()}
+    kinds = {name: _kinds(moments.get(name)) for name in leaves}
+
+    def join(marks: list[int], facts: list[Any]) -> dict[str, Any]:
+        return {
+            "marks": marks,
+            "tree": joined([tree for tree, _ in facts]),
+            "moments": {name: kind for _, part in facts for name, kind in part.items()},
+            "model_state": described_state,
+            "steps": state.steps,
+            "step": step,
+            "extra": extra,
+        }
+
+    return Content(tensors, (described(params), kinds), join)
 
 
-def load(pipe: Pipeline, path: str | PathLike[str], example: tuple[Any, ...], like: Any) -> Saved:
+def load(
+    pipe: Pipeline,
+    rule: Any,
+    path: str | PathLike[str],
+    example: tuple[Any, ...],
+    like: Any,
+    like_state: Any,
+) -> Saved | SavedState:
     """Read them; arguments and errors are those of `Trainer.load`."""
-    from fpipe.checkpoint.checkpoint_files import DistributedDirectory
-
-    source = Path(path)
-    if not source.exists():
-        before = source.with_name(source.name + ".old")
-        source = before if before.exists() else source
-    try:
-        facts = torch.load(source / FILE, weights_only=True)
-    except Exception as error:
-        raise BatchError(
-            f"{source / FILE} cannot be read ({told(error)}): give a directory that trainer.save "
-            "has written to its end"
-        ) from error
+    source = absolute(path)
+    if not source.exists() and beside(source).exists():
+        source = beside(source)
+    facts = pipe.each("read its checkpoint", lambda: _read_facts(source))
+    has_state = pipe.definition.has_state
+    if has_state:
+        model_state = _load_state(pipe, source, facts, like_state)
+        example = (model_state, *example) if example else ()
     shapes = like
     if shapes is None and not isinstance(pipe, ModulePipeline):
-        shapes = _tree_of(facts["tree"])
+        shapes = tree_of(facts["tree"])
     params = pipe.load(
         source, *example, shapes=shapes, rename=lambda name: f"params.{name}", strict=False
     )
+    moments = pipe.each("read its checkpoint", lambda: _moments(pipe, rule, source, facts, params))
+    common = (params, TrainState(facts["steps"], moments), facts["step"], facts["extra"])
+    return SavedState(*common, model_state) if has_state else Saved(*common)
+
+
+def _read_facts(source: Path) -> dict[str, Any]:
+    """What stands beside the tensors.
+
+    Raises:
+        BatchError: the directory is not one that `save` has written to its end.
+    """
+    place = source / FACTS
+    if source.is_dir() and not place.exists():
+        source_of(source)  # refuses what is no checkpoint
+        raise BatchError(
+            f"{source} is a checkpoint without {FACTS}, of parameters alone or of another program: "
+            "pipe.load reads its parameters, trainer.init(params) makes a new state"
+        )
+    try:
+        facts: dict[str, Any] = torch.load(place, weights_only=True)
+        marks = set(facts["marks"])
+    except Exception as error:
+        raise BatchError(
+            f"{place} cannot be read ({told(error)}): give a directory that trainer.save "
+            "has written to its end"
+        ) from error
+    if marks != DistributedDirectory(source).marks:
+        raise BatchError(
+            f"{place} belongs to another checkpoint than the files beside it: files of several "
+            "were mixed"
+        )
+    return facts
+
+
+def _moments(pipe: Pipeline, rule: Any, source: Path, facts: Any, params: Any) -> Any:
+    """The state of the optimizer for the parameters of this process.
+
+    Raises:
+        BatchError: it is of another optimizer, or of other parameters.
+    """
     spec = pytree.structure(params)
     places = dict(zip(names_of(spec), placements_of(spec), strict=True))
-    own = {name: leaf for name, leaf in pipe.own(params).items() if not leaf.is_meta}
+    leaves = {name: leaf for name, leaf in pipe.own(params).items() if not leaf.is_meta}
+    stored: dict[str, Kinds] = {}
+    for name, names in rule.state_names(params).items():
+        if name not in leaves:
+            continue
+        kinds = facts["moments"].get(name)
+        if kinds is None:
+            raise BatchError(
+                f"{source} has no state of the parameter {name!r}, which was not trained then: "
+                "freeze it, groups={...: None}, or begin with trainer.init(params)"
+            )
+        if set(kinds) != set(names):
+            raise BatchError(
+                f"{source} was saved with another optimizer: its state of {name!r} has "
+                f"{few(list(kinds)) or 'nothing'}, and this one's has {few(names) or 'nothing'}"
+            )
+        stored[name] = kinds
     wanted = {
         f"state.{name}.{moment}": torch.empty(shape, dtype=dtype, device="meta")
-        for name in own
-        for moment, (shape, dtype) in (facts["moments"].get(name) or {}).items()
+        for name, kinds in stored.items()
+        for moment, (shape, dtype) in kinds.items()
     }
-    read = DistributedDirectory(source).read(wanted)
+    directory = DistributedDirectory(source)
+    missing = sorted(wanted.keys() - directory.names)
+    if missing:
+        raise BatchError(f"{source} lacks {few(missing)}, of which its {FACTS} speaks")
+    read = directory.read(wanted)
 
     def moments_of(name: str) -> dict[str, Tensor] | None:
-        kinds = facts["moments"].get(name)
-        if name not in own or kinds is None:
+        if name not in stored:
             return None
-        leaf, place = own[name], places[name]
-        found = {}
-        for moment in kinds:
+        leaf, place = leaves[name], places[name]
+        moments = {}
+        for moment in stored[name]:
             value = read[f"state.{name}.{moment}"]
             if place is not None and tuple(value.shape) == place.shape:
-                found[moment] = place.made_of(place.part_of(value).to(leaf.device))
+                moments[moment] = place.made_of(place.part_of(value).to(leaf.device))
             else:
                 # One without dimensions is a number, which is read on the CPU.
-                found[moment] = value.to(leaf.device) if value.dim() else value
-        return found
+                moments[moment] = value.to(leaf.device) if value.dim() else value
+        return moments
 
-    moments = pytree.unflatten(
+    return pytree.unflatten(
         pytree.structure_of_wholes(spec), [moments_of(name) for name in names_of(spec)]
     )
-    steps = torch.tensor(facts["steps"], dtype=torch.int64, device="cpu")
-    return Saved(params, TrainState(steps, moments), facts["step"], facts["extra"])
 
 
 def _moments_by_name(params: Any, state: TrainState) -> dict[str, dict[str, Tensor] | None]:
@@ -169,68 +227,43 @@ def _kinds(moments: Mapping[str, Tensor] | None) -> Kinds | None:
     return {name: (tuple(value.shape), value.dtype) for name, value in moments.items()}
 
 
-def _described(tree: Any) -> Any:
-    """A tree of dicts, lists and tuples, with the shape and the dtype of each leaf.
+def _named_state(pipe: Pipeline, state: Any) -> tuple[dict[str, Tensor], Any]:
+    """The leaves of a model's state by name, and its structure: of a module, the entries' names.
 
-    Other nodes are None, and so are those of other processes.
+    Raises:
+        FpipeError: the pipeline declares none, and there is one, or the other way round.
     """
-    if isinstance(tree, Tensor):
-        return "leaf", tuple(tree.shape), tree.dtype
-    if type(tree) is dict:
-        return "dict", [(key, _described(value)) for key, value in tree.items()]
-    if type(tree) in (list, tuple):
-        return type(tree).__name__, [_described(value) for value in tree]
-    return None
+    if pipe.definition.has_state != (state is not None):
+        raise FpipeError(
+            "model_state is missing: pass the one that the last step has returned, for the "
+            "pipeline has has_state=True"
+            if state is None
+            else "model_state is given, and the pipeline has none: has_state=True declares one"
+        )
+    if state is None:
+        return {}, None
+    if isinstance(pipe, ModulePipeline):
+        return buffers_of(state), list(state)
+    leaves, spec = pytree.tensors("model_state", state, "save other values as extra=")
+    return dict(zip(names_of(spec), leaves, strict=True)), described(state)
 
 
-def _joined(trees: list[Any]) -> Any:
-    """One description of those of all processes, of which each has some parts."""
-    known = [tree for tree in trees if tree is not None]
-    if not known or known[0][0] not in ("list", "tuple"):
-        return known[0] if known else None
-    kind, first = known[0][:2]
-    return kind, [_joined([tree[1][i] for tree in known]) for i in range(len(first))]
+def _load_state(pipe: Pipeline, source: Path, facts: Any, like: Any) -> Any:
+    """The model's state, all of it."""
 
+    def shapes() -> Any:
+        stored = facts["model_state"]
+        if stored is None and like is None:
+            raise BatchError(
+                f"{source} has no state of the model, or one in other nodes than dicts, lists, "
+                "tuples and BatchStats, which like_state= describes: a state of its shapes"
+            )
+        if like is not None:
+            return like
+        if not isinstance(pipe, ModulePipeline):
+            return tree_of(stored)
+        state = state_of(pipe.module)
+        return {name: state[name] for name in stored if name in state}
 
-def _tree_of(described: Any) -> Any:
-    """Meta tensors in the structure of what was saved."""
-    if described is None:
-        return None
-    kind, *content = described
-    if kind == "leaf":
-        return torch.empty(content[0], dtype=content[1], device="meta")
-    if kind == "dict":
-        return {key: _tree_of(value) for key, value in content[0]}
-    made = [_tree_of(value) for value in content[0]]
-    return made if kind == "list" else tuple(made)
-
-
-def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    if group is None:
-        return [value]
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, value, group=group)
-    return everyone
-
-
-def _wait(group: dist.ProcessGroup | None) -> None:
-    if group is not None:
-        dist.barrier(group)
-
-
-def _put_in_place(partial: Path, target: Path) -> None:
-    """Give a whole checkpoint its name; at every moment there is a whole one."""
-    old = target.with_name(target.name + ".old")
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(target, old)
-    os.replace(partial, target)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _keep_last(target: Path, keep: int) -> None:
-    """Delete all but the last checkpoints beside this one."""
-    whole = [place for place in target.parent.iterdir() if (place / FILE).is_file()]
-    whole = [place for place in whole if place.suffix not in (".partial", ".old")]
-    for place in sorted(whole, key=lambda place: (place / FILE).stat().st_mtime)[:-keep]:
-        shutil.rmtree(place)
+    wanted = pipe.each("read its checkpoint", shapes)
+    return pipe.load_state(source, shapes=wanted, rename=lambda name: f"model_state.{name}")

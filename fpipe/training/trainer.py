@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from os import PathLike
 from typing import Any, Final, Literal
 
 import optree
@@ -27,7 +26,7 @@ from fpipe.program.program import Program
 from fpipe.torch_internals import innermost_value, is_transformed
 from fpipe.training.compiled import kernels_of
 from fpipe.training.groups import Groups, read_groups
-from fpipe.training.saving import Saved, load, save
+from fpipe.training.savable import Savable
 from fpipe.training.train_step import (
     TrainState,
     TrainStep,
@@ -48,7 +47,7 @@ Clip = Literal["validate", "wait"]
 CLIPS: Final = ("validate", "wait")
 
 
-class Trainer:
+class Trainer(Savable):
     """A pipeline with an optimizer: what `fpipe.train` returns.
 
     It is a value: it holds neither parameters nor their state, which `step` takes and returns.
@@ -66,8 +65,7 @@ class Trainer:
     def __init__(
         self, pipe: Pipeline, rule: Rule, max_norm: float | None, clip: Clip = "validate"
     ) -> None:
-        self.pipe = pipe
-        self._rule = rule
+        super().__init__(pipe, rule)
         self._max_norm = max_norm
         self._clip = clip
 
@@ -293,63 +291,6 @@ class Trainer:
         clips = self._max_norm is not None
         goal: Goal = ("clip" if clips else "update") if within else "step"
         return self.pipe.programs_for(goal, params, *arguments, key=key, **named)
-
-    def save(
-        self,
-        path: str | PathLike[str],
-        params: Any,
-        state: TrainState,
-        *,
-        step: Any = None,
-        extra: Any = None,
-        keep: int | None = None,
-    ) -> None:
-        """Write parameters and state to a directory of `torch.distributed.checkpoint`.
-
-        Over a process group all ranks call it, and each writes what it has. The directory is
-        written under another name and renamed, so that a crash leaves the last whole one.
-
-        Args:
-            path: of the directory. One that is there is replaced.
-            params: as `step` returned them.
-            state: as `step` returned it.
-            step: any number or string to be found again.
-            extra: what else is to be found again: trees of tensors, numbers and strings, such as
-                the state of a data loader; on the first rank.
-            keep: how many checkpoints stay in the parent directory, the oldest go; None for all.
-
-        Raises:
-            FpipeError: the state is that of a pair of functions, which has no names.
-        """
-        if not isinstance(self._rule, LeafByLeaf):
-            raise FpipeError(
-                "trainer.save of an optimizer that is a pair of functions: its state has no names; "
-                "save what init and update return by torch.save"
-            )
-        if keep is not None and (not isinstance(keep, int) or keep < 1):
-            raise FpipeError(f"keep={keep!r} must be a number of checkpoints, 1 or more, or None")
-        save(self.pipe, path, params, state, step, extra, keep)
-
-    def load(self, path: str | PathLike[str], *example: Any, like: Any = None) -> Saved:
-        """Read what `save` has written; over a process group each rank what it needs.
-
-        The number of processes, the schedule and the mesh may be others than those that saved.
-
-        Args:
-            path: of the directory.
-            example: as for `Pipeline.load`: what a pipeline of one function or of a module, over a
-                process group, is traced on.
-            like: parameters, or tensors of their shapes, in the structure that they are to have;
-                needed where that has other nodes than dicts, lists and tuples, and for DTensors.
-                The pipeline of a module knows it.
-
-        Returns:
-            A named tuple `Saved`: ``(params, state, step, extra)``.
-
-        Raises:
-            BatchError: the directory is none that `save` has written, or does not fit.
-        """
-        return load(self.pipe, path, example, like)
 
 
 def train(

@@ -8,7 +8,7 @@ A rule is a pair of pure functions:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import optree
@@ -122,18 +122,29 @@ class LeafByLeaf:
     def init(self, params: Any) -> Any:
         """Zeros in the shapes of the optimizer's state, for each leaf that is trained."""
         leaves, spec = pytree.flatten(params)
-        members, flags = self._members_of(spec), self._trained(spec)
         places, names = placements_of(spec), names_of(spec)
         moments: list[Any] = [None] * len(leaves)
-        each = zip(leaves, members, flags, strict=True)
+        for index, hyper in self._moved(leaves, spec):
+            leaf = leaves[index]
+            if places[index] is not None:
+                self._updates.check_divided(names[index], leaf, hyper)
+            moments[index] = _placed(self._updates.init(leaf, hyper), leaf, places[index])
+        return pytree.unflatten(pytree.structure_of_wholes(spec), moments)
+
+    def state_names(self, params: Any) -> dict[str, list[str]]:
+        """The names of what `init` makes, by those of the leaves that are trained."""
+        leaves, spec = pytree.flatten(params)
+        names, moved = names_of(spec), self._moved(leaves, spec)
+        return {names[at]: list(self._updates.init(leaves[at], hyper)) for at, hyper in moved}
+
+    def _moved(
+        self, leaves: Sequence[Tensor], spec: optree.PyTreeSpec
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The place of each leaf that is trained, and its hyperparameters."""
+        each = zip(leaves, self._members_of(spec), self._trained(spec), strict=True)
         for index, (leaf, member, flag) in enumerate(each):
             if flag and self._changes(member) and _has_gradient(leaf):
-                hyper = self._hyper(member, {})
-                if places[index] is not None:
-                    self._updates.check_divided(names[index], leaf, hyper)
-                state = self._updates.init(leaf, hyper)
-                moments[index] = _placed(state, leaf, places[index])
-        return pytree.unflatten(pytree.structure_of_wholes(spec), moments)
+                yield index, self._hyper(member, {})
 
     def update(
         self, grads: Any, moments: Any, params: Any, count: int, hyper: Mapping[str, Any]
