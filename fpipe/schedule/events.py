@@ -192,17 +192,32 @@ def waits_of(
                     continue
                 if place[0] != rank:
                     messages.append(Hop(place, (rank, at)))
-                    arrival = arrivals[place, rank]
+                    arrival = arrivals[place, rank].arrival
                 if source is None or arrival > ready:
                     source, ready = place, arrival
             waits[-1].append(Wait(source, ready))
     return waits, messages
 
 
+class Sending(NamedTuple):
+    """The way of a value to another rank: on the link from `start` to `end`, there at `arrival`."""
+
+    start: float
+    end: float
+    arrival: float
+
+
+def sendings(
+    events: Events, num_stages: int, cost: Cost | None
+) -> dict[tuple[Position, int], Sending]:
+    """Every value that goes from rank to rank, by the position of its maker and its target rank."""
+    graph = dependencies([[event.action for event in row] for row in events], chain(num_stages))
+    return _arrivals(events, graph, cost)
+
+
 def _arrivals(
     events: Events, graph: Dependencies, cost: Cost | None
-) -> dict[tuple[Position, int], float]:
-    """When the output of an action arrives on another rank, by the action and that rank."""
+) -> dict[tuple[Position, int], Sending]:
     readers: dict[int, set[int]] = {}
     for number, needs in enumerate(graph.needs):
         for need in needs:
@@ -212,15 +227,18 @@ def _arrivals(
     for rank, row in enumerate(events):
         for at, event in enumerate(row):
             for target in readers.get(graph.starts[rank] + at, ()):
-                end = event.end
-                if cost is not None and target != rank:
+                if target == rank:
+                    continue
+                start = end = event.end
+                latency = 0.0
+                if cost is not None:
+                    latency = cost.hop(rank, target)
                     if transfer := cost.transfer_between(rank, target):
                         name = event.action.microbatch
                         size = 1 if cost.sizes is None or name is None else cost.sizes[name]
-                        end = max(end, free.get((rank, target), 0.0)) + transfer * size
-                        free[rank, target] = end
-                    end += cost.hop(rank, target)
-                arrivals[(rank, at), target] = end
+                        start = max(end, free.get((rank, target), 0.0))
+                        end = free[rank, target] = start + transfer * size
+                arrivals[(rank, at), target] = Sending(start, end, end + latency)
     return arrivals
 
 
@@ -243,10 +261,9 @@ def critical_path(events: Events, num_stages: int, cost: Cost | None) -> list[Po
 
 def transfers(events: Events, num_stages: int, cost: Cost | None) -> Iterator[Transfer]:
     """Every value that crosses ranks, in the order of its readers, rank by rank."""
-    graph = dependencies([[event.action for event in row] for row in events], chain(num_stages))
-    arrivals = _arrivals(events, graph, cost)
+    arrivals = sendings(events, num_stages, cost)
     for source, target in waits_of(events, num_stages, cost)[1]:
         source_rank, maker, _, sent = events[source[0]][source[1]]
         target_rank, reader, start, _ = events[target[0]][target[1]]
-        arrives = start if cost is None else arrivals[source, target_rank]
+        arrives = start if cost is None else arrivals[source, target_rank].arrival
         yield Transfer(maker, reader, source_rank, target_rank, sent, arrives)

@@ -142,6 +142,23 @@ def test_the_bound_of_a_busy_link_can_be_met() -> None:
     assert timeline.gap < 0.5
 
 
+def test_a_trace_has_a_lane_for_each_link() -> None:
+    cost = Cost(f=1, i=1, w=1, comm=2, transfer=5)
+    timeline = simulate(schedules.gpipe(ranks=2, microbatches=3), cost)
+    events = json.loads(timeline.to_trace(unit="ms"))["traceEvents"]
+    lanes = {(e["pid"], e["args"]["name"]): e["tid"] for e in events if e["name"] == "thread_name"}
+    there = lanes[0, "link to rank 1"]
+    messages = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (0, there)]
+    assert [(e["name"], e["ts"], e["dur"]) for e in messages] == [
+        ("0F0", 1000, 5000),
+        ("0F1", 6000, 5000),
+        ("0F2", 11000, 5000),
+    ]
+    assert (1, "link to rank 0") in lanes and (1, "link to rank 1") not in lanes
+    plain = simulate(timeline.schedule, replace(cost, transfer=0)).to_trace()
+    assert "link to rank" not in plain
+
+
 def test_transfers_are_written_and_read(tmp_path: Path) -> None:
     cost = Cost(f=1, i=1, w=1, transfer=[[0, 2], [3, 0]])
     cost.to_json(tmp_path / "cost.json")

@@ -21,6 +21,7 @@ from fpipe.schedule.events import (
     Wait,
     held,
     is_beside,
+    sendings,
     waits_of,
 )
 from fpipe.schedule.grid import Rows
@@ -49,6 +50,16 @@ class Box(NamedTuple):
     beside: bool = False
 
 
+class Carried(NamedTuple):
+    """A message while it occupies a link: from one rank to another, the output of an action."""
+
+    source: int
+    target: int
+    action: Action
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Chart:
     """The data of all pictures of a timeline.
@@ -59,6 +70,7 @@ class Chart:
         rows: the boxes of each rank, in order.
         memory: per rank, pairs of a time and the activations held from then on.
         messages: every value that goes from rank to rank.
+        carried: the messages on links, where transfers take any time.
         unit: of time, such as "s"; "" for no name.
         note: on the times, for the reader; "" for none.
         counts_microbatches: activations are in microbatches on 1/p of the model, because there is
@@ -70,6 +82,7 @@ class Chart:
     rows: tuple[tuple[Box, ...], ...]
     memory: tuple[Steps, ...]
     messages: tuple[Hop, ...]
+    carried: tuple[Carried, ...]
     unit: str
     note: str
     counts_microbatches: bool
@@ -159,7 +172,22 @@ def draw_up(
     )
     costs = (cost or Cost(1, 1, 1)).on(placement, len(events))
     memory = (tuple((time - zero, amount) for time, amount in held(row, costs)) for row in events)
-    return Chart(name, placement, rows, tuple(memory), tuple(messages), unit, note, cost is None)
+    carried: list[Carried] = []
+    if waits and cost is not None and cost.has_transfers:
+        for ((rank, at), target), way in sendings(events, len(placement), cost).items():
+            action, start, end = events[rank][at].action, way.start - zero, way.end - zero
+            carried.append(Carried(rank, target, action, start, end))
+    return Chart(
+        name=name,
+        placement=placement,
+        rows=rows,
+        memory=tuple(memory),
+        messages=tuple(messages),
+        carried=tuple(carried),
+        unit=unit,
+        note=note,
+        counts_microbatches=cost is None,
+    )
 
 
 def _turns(placement: Sequence[int]) -> list[int]:

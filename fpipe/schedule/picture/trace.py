@@ -25,13 +25,19 @@ def trace(chart: Chart) -> str:
     shown as so many milliseconds.
 
     Arrows bind to the slices that are open at their times, hence ``bp``; all events of a rank are
-    on one thread, and do not overlap there, but for collectives in a lane beside it, which are on
-    another. The tests check every event against the rules of
-    Perfetto's importer.
+    on one thread, and do not overlap there. Collectives in a lane beside the rank are on another,
+    and so are the messages on each link of the rank that takes time to carry them. The tests check
+    every event against the rules of Perfetto's importer.
 
     The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
-    events = [*_names(chart), *_slices(chart), *_arrows(chart), *_memory(chart)]
+    events = [
+        *_names(chart),
+        *_slices(chart),
+        *_links(chart),
+        *_arrows(chart),
+        *_memory(chart),
+    ]
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     about = json.dumps({"schedule": chart.name, "placement": chart.placement, "note": chart.note})
     return f'{{"displayTimeUnit":"ms","otherData":{about},"traceEvents":[\n{lines}\n]}}\n'
@@ -73,6 +79,24 @@ def _slices(chart: Chart) -> Iterator[TraceEvent]:
                 "dur": _time(chart, box.end - box.start),
                 "args": args,
             }
+
+
+def _links(chart: Chart) -> Iterator[TraceEvent]:
+    """A thread for each link, named after the rank that it leads to, and a slice per message."""
+    for source, target in sorted({(each.source, each.target) for each in chart.carried}):
+        args = {"name": f"link to rank {target}"}
+        yield {"ph": "M", "name": "thread_name", "pid": source, "tid": 2 + target, "args": args}
+    for each in chart.carried:
+        yield {
+            "ph": "X",
+            "name": str(each.action),
+            "cat": "link",
+            "pid": each.source,
+            "tid": 2 + each.target,
+            "ts": _time(chart, each.start),
+            "dur": _time(chart, each.end - each.start),
+            "args": {"to rank": each.target},
+        }
 
 
 def _arrows(chart: Chart) -> Iterator[TraceEvent]:
