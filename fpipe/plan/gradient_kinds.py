@@ -133,6 +133,11 @@ def squares_received(rows: Sequence[Sequence[float]], params: Parameters) -> Squ
     return Squares(torch.tensor(numbers, dtype=torch.float64, device="cpu"), is_wide)
 
 
+def home_of(leaves: Sequence[Tensor]) -> torch.device:
+    """Where the first leaf lies that this process has; those of others lie on the meta device."""
+    return next((leaf.device for leaf in leaves if not leaf.is_meta), torch.device("cpu"))
+
+
 def _by_leaf(plan: Plan, runs: Sequence[Run], params: Parameters) -> tuple[Tensor, bool]:
     """The square of each leaf's gradient, and whether any has double precision."""
     updates = updates_of(runs, params)
@@ -140,7 +145,7 @@ def _by_leaf(plan: Plan, runs: Sequence[Run], params: Parameters) -> tuple[Tenso
     leaves = [leaf for own in stages for leaf in own]
     values: list[Tensor] = []
     is_wide = False
-    device = leaves[0].device if leaves else None
+    device = home_of(leaves)
     for place, (leaf, kind) in enumerate(zip(leaves, kinds_of(plan, runs, params), strict=True)):
         is_wide = is_wide or (kind != Kind.NONE and leaf.dtype in _WIDE)
         if kind == Kind.SUM:

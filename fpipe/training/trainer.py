@@ -22,6 +22,7 @@ from fpipe.errors import FpipeError, a_type, check_choice
 from fpipe.inputs.params import Move
 from fpipe.inputs.signature import Goal
 from fpipe.outcome import Outcome
+from fpipe.plan.gradient_kinds import home_of
 from fpipe.program.program import Program
 from fpipe.torch_internals import innermost_value, is_transformed
 from fpipe.training.compiled import kernels_of
@@ -240,7 +241,7 @@ class Trainer(Savable):
                 if norm is None:  # of replicas, which hold parts of a gradient
                     grads = outcome.take_grads()
                     norm = global_norm(grads, pipe=self.pipe)
-                norm = norm.to(step.leaves[0].device if step.leaves else None)
+                norm = norm.to(home_of(step.leaves))
                 scale = scale_of(norm, self._max_norm)
                 if not bool(scale == 1):
                     grads = scaled_to(outcome.take_grads() if grads is None else grads, scale)

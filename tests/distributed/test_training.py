@@ -85,6 +85,34 @@ def test_a_shared_parameter_stays_equal_on_its_ranks(crew: Crew, max_norm: float
     assert_same(parts[0][2], whole[2])
 
 
+def init_fn(key: Any, name: str, like: torch.Tensor) -> torch.Tensor:
+    if not like.is_floating_point():
+        return torch.zeros(like.shape, dtype=like.dtype)
+    return fpipe.random.normal(key, like.shape, like.dtype)
+
+
+def clipped_parts(group: Group, schedule: Schedule, max_norm: float) -> Any:
+    """A clipped step of one function, each rank with the leaves that it reads alone."""
+    pipe = fpipe.pipeline(
+        language_model, schedule=schedule, in_dims=IN_DIMS, compile=False, group=group
+    )
+    batch = make_batch()
+    params = pipe.init(init_fn, fpipe.random.key(0), batch, shapes=make_params())
+    trainer = fpipe.train(pipe, torch.optim.AdamW, lr=0.1, max_norm=max_norm)
+    loss, params, _, norm = trainer.step(params, trainer.init(params), batch)
+    return [loss, norm, pipe.own(params)]
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e3])
+def test_leaves_that_lie_elsewhere_are_no_trouble(crew: Crew, max_norm: float) -> None:
+    # The squares of the norm were made where the first leaf lay, on the meta device.
+    schedule = schedules.one_f_one_b(ranks=4, microbatches=4)
+    whole = clipped_parts(None, schedule, max_norm)
+    for part in values(crew.run(clipped_parts, schedule, max_norm)):
+        assert_same(part[:2], whole[:2])
+        assert_same(part[2], {name: whole[2][name] for name in part[2]})
+
+
 def wrong_rate(group: Group, schedule: Schedule) -> list[Any]:
     """A step that one rank refuses, and one after it."""
     model = actors.model_of("mlp", schedule.num_stages, 8)
