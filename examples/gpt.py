@@ -219,33 +219,39 @@ def prove(pipe: fpipe.Pipeline, params: list[Params], batch: Batch) -> None:
     assert worst < 1e-4, "the pipeline and the plain function disagree"
 
 
+def rate_of(step: int, steps: int) -> float:
+    """The learning rate: up to 4e-3 within a tenth of the steps, then down along a cosine."""
+    rise = max(1.0, steps / 10)
+    return 4e-3 * min(step / rise, (1 + math.cos(math.pi * max(0.0, step - rise) / steps)) / 2)
+
+
 def train(
     pipe: fpipe.Pipeline,
     params: list[Params],
     text: Tensor,
     size: Size,
     generator: torch.Generator,
-) -> None:
-    """Train with an optimizer of torch. It changes `params` in place; the pipeline never does."""
-    leaves = leaves_of(pipe.local(params))
-    optimizer = torch.optim.AdamW(leaves, betas=(0.9, 0.98), weight_decay=0.05, fused=True)
-    rate = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=4e-3, total_steps=size.steps, pct_start=0.1, cycle_momentum=False
-    )
+) -> list[Params]:
+    """Train with AdamW, whose step is a part of the pipeline's: each stage has it when it is done.
+
+    Nothing is changed in place: what comes back are other parameters.
+    """
+    trainer = fpipe.train(pipe, torch.optim.AdamW, betas=(0.9, 0.98), weight_decay=0.05)
+    params = pipe.local(params)
+    state = trainer.init(params)
     every = max(1, size.steps // 10)
     since = time.perf_counter()
     for step in range(1, size.steps + 1):
         starts = torch.randint(len(text) - size.length, (size.rows,), generator=generator)
-        loss, grads = pipe.step(params, windows(text, starts, size.length))
-        for leaf, grad in zip(leaves, leaves_of(grads), strict=True):
-            leaf.grad = grad
-        optimizer.step()
-        rate.step()
+        batch = windows(text, starts, size.length)
+        rate = rate_of(step, size.steps)
+        loss, params, state, _ = trainer.step(params, state, batch, lr=rate)
         if step % every == 0:
             now = time.perf_counter()
             speed = every * size.rows * size.length / (now - since)
             print(f"step {step:4}/{size.steps}   loss {loss.item():.3f}   {speed:,.0f} tokens/s")
             since = now
+    return params
 
 
 def held_out_loss(pipe: fpipe.Pipeline, params: list[Params], text: Tensor, size: Size) -> float:
@@ -294,7 +300,7 @@ def main() -> None:
 
     starts = torch.arange(size.rows) * size.length
     prove(pipe, params, windows(training, starts, size.length))
-    train(pipe, params, training, size, generator)
+    params = train(pipe, params, training, size, generator)
 
     print(f"\nheld-out loss     {held_out_loss(pipe, params, held_out, size):.3f} nats a character")
     print(f"unigram entropy   {unigram_entropy(text):.3f} nats a character\n")

@@ -17,13 +17,11 @@ import argparse
 import os
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 
@@ -39,7 +37,6 @@ STEPS = options.steps or (4 if options.smoke else 60)
 EVERY = 2 if options.smoke else 20
 # Each microbatch draws from its own key, so their number is part of the run; the ranks are not.
 MICROBATCHES = 8
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # Under torchrun a process for each rank; otherwise one process drives two ranks. On CUDA it is
 # "cpu:gloo,cuda:nccl", after torch.cuda.set_device, and parameters and batches lie on the device.
@@ -115,60 +112,34 @@ def mean_loss(output, batch):
     return F.cross_entropy(output.flatten(0, 1), batch["next"].flatten())
 
 
-def saved(folder):
-    """The number of the last step that was saved whole; 0 if there is none."""
-    # The metadata is written last, and this moment after everything else.
-    whole = folder.glob(f"*/{MOMENTS[-1]}/.metadata")
-    return max((int(path.parent.parent.name) for path in whole), default=0)
-
-
-def save(folder, step, own, optimizer):
-    """Save what this process trains; of what several read, one saves it."""
-    states = {
-        m: {n: optimizer.state[p].get(m, torch.zeros_like(p)) for n, p in own.items()}
-        for m in MOMENTS
-    }
-    for name, tensors in {"params": own, **states}.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says that there is one process
-            dcp.save(tensors, checkpoint_id=folder / str(step) / name)
-
-
 def train(folder, pipe, steps):
     """Train from the last save on, and return the parameters of this process."""
-    first = saved(folder)
-    if first:
-        params = pipe.load(folder / str(first) / "params", draw(0))
-        moments = {m: pipe.own(pipe.load(folder / str(first) / m, draw(0))) for m in MOMENTS}
+    trainer = fpipe.train(
+        pipe, torch.optim.AdamW, betas=(0.9, 0.98), weight_decay=0.01, max_norm=1.0
+    )
+    whole = sorted(folder.glob("step-" + 6 * "[0-9]"))  # one is renamed so when it is whole
+    if whole:
+        params, state, first, _ = trainer.load(whole[-1], draw(0))
     else:
         params = pipe.init(init_fn, fpipe.random.key(0), draw(0))
-        moments = {}
-    own = pipe.own(params)
-    optimizer = torch.optim.AdamW(own.values(), betas=(0.9, 0.98), weight_decay=0.01)
-    if moments:
-        for name, leaf in own.items():
-            optimizer.state[leaf] = {"step": torch.tensor(float(first))} | {
-                m: moments[m][name] for m in MOMENTS
-            }
+        state, first = trainer.init(params), 0
     if FIRST:
         begun = f"goes on after step {first}" if first else "begins"
         print(f"{pipe.schedule.name} on {RANKS} ranks " + (begun if first < steps else "is done"))
-    start = time.perf_counter()
+    start, pending = time.perf_counter(), None
     for step in range(first + 1, steps + 1):
         key = fpipe.random.fold_in(fpipe.random.key(1), step)
-        loss, grads = pipe.step(params, draw(step), key)
-        clipped = fpipe.clip_by_global_norm(grads, 1.0, pipe=pipe)
-        found = pipe.own(clipped.grads)
-        for name, leaf in own.items():
-            leaf.grad = found[name]
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, step / 20)
-        optimizer.step()
+        rate = 3e-3 * min(1.0, step / 20)
+        loss, params, state, norm = trainer.step(params, state, draw(step), key=key, lr=rate)
         if FIRST and (step % EVERY == 0 or step == steps):
             took = time.perf_counter() - start
-            print(f"  step {step:4}   loss {loss:.3f}   norm {clipped.norm:.2f}   {took:5.1f} s")
-        if step % EVERY == 0 or step == steps:
-            save(folder, step, own, optimizer)
-    return own
+            print(f"  step {step:4}   loss {loss:.3f}   norm {norm:.2f}   {took:5.1f} s")
+        if step % EVERY == 0 or step == steps:  # it is written while the next steps run
+            place = folder / f"step-{step:06}"
+            pending = trainer.save_async(place, params, state, step=step, keep=3)
+    if pending is not None:
+        pending.wait()
+    return pipe.own(params)
 
 
 torch.set_num_threads(1)
