@@ -55,7 +55,9 @@ def gradients(
     for stage, leaves in enumerate(params.stages[:1] if params.shared else params.stages):
         for index, leaf in enumerate(leaves):
             kind = next(kinds)
-            if kind == Kind.SUM:
+            if kind == Kind.SUM and (stage, index) not in found:
+                grads.append(None)  # the optimizer has used it
+            elif kind == Kind.SUM:
                 own = found.pop((stage, index))
                 grads.append(divided_(own, weight).to(leaf.device, leaf.dtype))
                 del own

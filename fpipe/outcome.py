@@ -95,10 +95,11 @@ class Outcome:
         """What the optimizer has made of leaves of the parameters, by their places."""
         return updates_of(self.done.runs, self.done.params)
 
-    def without_gradient(self) -> list[int]:
-        """The places of trained leaves that the loss does not depend on: their gradient is 0."""
+    def leaves_gradients(self) -> bool:
+        """Whether a leaf has a gradient, be it 0, and the step has not updated it."""
+        updated = self.updates()
         kinds = kinds_of(self.done.plan, self.done.runs, self.done.params)
-        return [place for place, kind in enumerate(kinds) if kind == Kind.ZEROS]
+        return any(k != Kind.NONE and place not in updated for place, k in enumerate(kinds))
 
     def result(self) -> tuple[Any, Any, Any]:
         """The loss, the state and aux; None for what is not declared."""

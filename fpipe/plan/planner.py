@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fpipe import pytree
-from fpipe.dtensors import refuse_placements
+from fpipe.dtensors import placements_of, refuse_placements
 from fpipe.errors import ScheduleError
 from fpipe.inputs.ambient import Ambient, ambient
 from fpipe.inputs.signature import (
@@ -159,9 +159,10 @@ class Planner:
 
         if differentiates:
             _check_owed(schedule, code_of)
-        programs = self._lower(schedule, code_of, replicas=replicas, goal=goal)
+        late = self._late(local)
+        programs = self._lower(schedule, code_of, replicas=replicas, goal=goal, late=late)
         plan = self._with_weights(schedule, programs, made, signature)
-        plan = replace(plan, clips=goal == "clip" and self._data is None)
+        plan = replace(plan, clips=goal == "clip" and self._data is None and not late)
         log.info("ready for %s after %.1f s", goal, time.perf_counter() - start)
         has_sums = any(code_of(stage, 0).sums for stage in range(schedule.num_stages))
         traced = [stage for chain in made.chains for stage in chain.stages]
@@ -181,6 +182,19 @@ class Planner:
         for parameter, ranks in plan.readers.items():
             self._readers.setdefault(parameter, set()).update(ranks)
         return plan
+
+    def _late(self, signature: Signature) -> frozenset[tuple[int, int]]:
+        """Stage and leaf of the DTensors whose gradients are whole only after the program.
+
+        They are added up over dimensions of their mesh that hold no replicas of this pipeline.
+        """
+        dims = () if self._data is None else self._data.dims
+        return frozenset(
+            (stage, leaf)
+            for stage, shape in enumerate(signature.params)
+            for leaf, place in enumerate(placements_of(shape.spec))
+            if place is not None and not set(place.dims[0] or ("",)) <= set(dims)
+        )
 
     def _why(self, signature: Signature, *, traces: bool) -> str:
         """What is new since the last trace for the same goal, for the log."""

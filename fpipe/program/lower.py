@@ -6,7 +6,7 @@ actions ── tasks ──► who reads what ── mail ──► order of ins
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from fpipe.inputs.signature import UPDATING, Goal
 from fpipe.program.assembly import Ends, assemble
@@ -32,6 +32,7 @@ def lower(
     sink: Sink = SUM,
     replicas: Replicas | None = None,
     goal: Goal = "step",
+    late: Collection[tuple[int, int]] = (),
 ) -> tuple[Program, ...]:
     """Lower `schedule` to one program per rank.
 
@@ -45,6 +46,8 @@ def lower(
         sink: how gradients are collected, and who gets them.
         replicas: how replicas share parameters and add up gradients; None for no replicas.
         goal: ``"update"`` and ``"clip"`` update each stage where the schedule has its UPDATE.
+        late: stage and leaf of parameters that are not updated within, for their gradients are not
+            whole then.
     """
     resolve = Resolver(codes)
     present = schedule.num_microbatches if replicas is None else replicas.present
@@ -56,7 +59,7 @@ def lower(
         tasks = tie(tasks, schedule, codes, sink, everywhere=several, replicas=replicas)
     updates: Updates = {}
     if goal in UPDATING:
-        tasks, updates = with_updates(tasks, schedule)
+        tasks, updates = with_updates(tasks, schedule, late)
     ends = _ends_of(tasks, schedule, codes, resolve, sink, present)
     for total, updated in updates.items():
         rank = schedule.placement[total.stage]

@@ -8,7 +8,7 @@ its receive has been posted.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from fpipe.errors import ScheduleError
 from fpipe.inputs.signature import Goal
@@ -50,6 +50,7 @@ def lower_for_group(
     sink: Sink = SUM,
     replicas: Replicas | None = None,
     goal: Goal = "step",
+    late: Collection[tuple[int, int]] = (),
 ) -> tuple[Program, ...]:
     """Lower a schedule for processes that each run one rank, and prove that they come to an end.
 
@@ -64,6 +65,7 @@ def lower_for_group(
         sink: as for `lower`.
         replicas: as for `lower`.
         goal: as for `lower`.
+        late: as for `lower`.
 
     Raises:
         ScheduleError: the programs would not come to an end.
@@ -80,6 +82,7 @@ def lower_for_group(
             sink=sink,
             replicas=replicas,
             goal=goal,
+            late=late,
         )
 
     programs = within(2, RUN_AHEAD)

@@ -8,7 +8,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -52,12 +52,15 @@ class Update:
         return moved
 
 
-def with_updates(tasks: Tasks, schedule: Schedule) -> tuple[Tasks, Updates]:
+def with_updates(
+    tasks: Tasks, schedule: Schedule, late: Collection[tuple[int, int]]
+) -> tuple[Tasks, Updates]:
     """The tasks with the optimizer's step of each parameter that has a sum of gradients.
 
     Args:
         tasks: with the place of each UPDATE.
         schedule: whose they are.
+        late: as for `lower`.
     """
     specs: dict[Value, Spec] = {
         value: spec
@@ -68,7 +71,11 @@ def with_updates(tasks: Tasks, schedule: Schedule) -> tuple[Tasks, Updates]:
     updates: Updates = {}
     rows: list[list[Task]] = []
     for rank, row in enumerate(tasks.rows):
-        waiting = [total for total in sorted(tasks.sums) if _is_of(total, rank, schedule)]
+        waiting = [
+            total
+            for total in sorted(tasks.sums)
+            if _is_of(total, rank, schedule) and (total.stage, total.leaf) not in late
+        ]
         there: set[Value] = set()
         whole: list[Task] = []
         for task in row:

@@ -5,7 +5,7 @@ params, state, batch ──► pipe.step ──► loss, grads ──► clip �
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.autograd.levels import is_within
 from fpipe.convention import DEFERRED, PLAIN, STATE
-from fpipe.dtensors import placements_of
 from fpipe.engine import Pipeline, check_is_pipeline
 from fpipe.errors import FpipeError, a_type, check_choice
 from fpipe.inputs.params import Move
@@ -128,8 +127,7 @@ class Trainer(Savable):
         # A batch and a model's state may come by name.
         names = {"batch": "batch", "model_state": "state"}
         passed = {names[name]: named.pop(name) for name in names if name in named}
-        leaves, spec = pytree.flatten((params, state.moments, arguments, passed, named))
-        rule = self._rule_within(leaves, spec)
+        rule = self._rule_within(named.values())
         if rule is not None:
             return self._within(rule, params, state, arguments, key, passed, named)
         result = self.pipe.step(params, *arguments, key=key, **passed)
@@ -177,12 +175,13 @@ class Trainer(Savable):
         together = pytree.tree_map(lambda *own: torch.stack(own), *(own.grads for own in clipped))
         return together, torch.stack([own.norm for own in clipped])
 
-    def _rule_within(self, leaves: Sequence[Any], spec: optree.PyTreeSpec) -> LeafByLeaf | None:
+    def _rule_within(self, hyper: Iterable[Any]) -> LeafByLeaf | None:
         """The rule, if stages can be updated within the step; None if all are updated after it.
 
+        All ranks find the same: the parameters of some say nothing about it.
+
         Args:
-            leaves: of all arguments of the step.
-            spec: their structure.
+            hyper: values of hyperparameters.
         """
         definition = self.pipe.definition
         plain = (
@@ -192,14 +191,9 @@ class Trainer(Savable):
             and definition.devices is None
             and not definition.loss_shape
         )
-        if not isinstance(self._rule, LeafByLeaf) or not plain or is_within():
+        if not plain or is_within() or _is_differentiated(list(hyper)):
             return None
-        if _is_differentiated(leaves):
-            return None
-        dims = frozenset() if definition.data is None else frozenset(definition.data.dims)
-        divided = [place for place in placements_of(spec) if place is not None]
-        own = all(set(place.dims[0] or ("",)) <= dims for place in divided)
-        return self._rule if own else None
+        return self._rule if isinstance(self._rule, LeafByLeaf) else None
 
     def _within(
         self,
@@ -230,16 +224,12 @@ class Trainer(Savable):
             )
             [step] = steps
             moved = outcome.updates()
-            for place in outcome.without_gradient():
-                leaf = step.leaves[place]
-                zeros = torch.zeros_like(leaf)
-                moved[place] = step.move(place, leaf, zeros, step.states[place])
-            norm = None
+            norm, grads = outcome.norm, None
+            if outcome.leaves_gradients() or (clips and norm is None):
+                grads = outcome.take_grads()
+                step.move_others(moved, grads)
             if self._max_norm is not None:
-                norm = outcome.norm
-                grads = None
-                if norm is None:  # of replicas, which hold parts of a gradient
-                    grads = outcome.take_grads()
+                if norm is None:  # of DTensors, whose parts are counted over their mesh
                     norm = global_norm(grads, pipe=self.pipe)
                 norm = norm.to(home_of(step.leaves))
                 scale = scale_of(norm, self._max_norm)
@@ -287,8 +277,7 @@ class Trainer(Savable):
         as with ``clip="wait"``, its programs are those of the pipeline. ``program.peak_bytes``
         counts the parameters that a step makes, and not the state of the optimizer.
         """
-        leaves = pytree.flatten((params, arguments, named))
-        within = self._rule_within(*leaves) is not None
+        within = self._rule_within(()) is not None
         clips = self._max_norm is not None
         goal: Goal = ("clip" if clips else "update") if within else "step"
         return self.pipe.programs_for(goal, params, *arguments, key=key, **named)

@@ -85,6 +85,17 @@ class LeafSteps(NamedTuple):
         value, parts = self.updates(leaf, grad, parts, hyper, self.before)
         return Moved(value, _placed(parts, leaf, self.places[place]), square)
 
+    def move_others(self, moved: dict[int, Moved], grads: Any) -> None:
+        """Move the leaves that have a gradient, and have not been moved.
+
+        Args:
+            moved: by place; the others are added.
+            grads: in the structure of the parameters, None where there is nothing to do.
+        """
+        for place, grad in enumerate(_up_to(self.spec, grads, "grads")):
+            if grad is not None and place not in moved:
+                moved[place] = self.move(place, self.leaves[place], grad, self.states[place])
+
     def trees(self, moved: Mapping[int, Moved]) -> tuple[Any, Any]:
         """Parameters and moments, of which those in other places are as they were."""
         values, states = list(self.leaves), list(self.states)
@@ -151,11 +162,8 @@ class LeafByLeaf:
     ) -> tuple[Any, Any]:
         """Each leaf that has a gradient, and moments, moves."""
         step = self.step(moments, params, count, hyper)
-        moved = {
-            place: step.move(place, step.leaves[place], grad, step.states[place])
-            for place, grad in enumerate(_up_to(step.spec, grads, "grads"))
-            if grad is not None
-        }
+        moved: dict[int, Moved] = {}
+        step.move_others(moved, grads)
         return step.trees(moved)
 
     def step(

@@ -181,3 +181,13 @@ def test_wrong_choices_are_told() -> None:
     pipe = pipe_of(model, schedules.one_f_one_b(ranks=2, microbatches=4))
     with pytest.raises(fpipe.FpipeError, match="clip='never' must be one of 'validate', 'wait'"):
         fpipe.train(pipe, torch.optim.SGD, lr=0.1, clip="never")  # type: ignore[arg-type]
+
+
+def test_parameters_of_a_module_are_updated_within() -> None:
+    model = mlp(2, 8)
+    pipe = pipe_of(model, schedules.one_f_one_b(ranks=2, microbatches=4))
+    params = pytree.tree_map(torch.nn.Parameter, model.params)
+    within, updates = trained(pipe, params, model.batch)
+    assert updates == [["0UPDATE"], ["1UPDATE"]]
+    assert_identical(within, trained(pipe, model.params, model.batch)[0])
+    assert not any(leaf.requires_grad for leaf in pytree.flatten(within[0].params)[0])
