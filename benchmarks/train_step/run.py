@@ -14,13 +14,12 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 import fpipe
 from benchmarks import memory
 from benchmarks.contest import CPU, Problem, schedule_of, stages_and_loss, torch_pipeline
-from benchmarks.efficiency import naps
+from benchmarks.efficiency.run import make_problem as make_naps
 from benchmarks.harness import (
     Cell,
     Report,
@@ -34,7 +33,6 @@ from benchmarks.ranks import greatest, interleave_ranks, on_ranks
 from benchmarks.versus_torch.model import Size
 from benchmarks.versus_torch.model import make_problem as make_gpt
 
-ROWS: Final = 4
 LEAVES: Final = 3  # of a sleeping stage
 SLEEPING: Final = ("1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 MEBI: Final = 2**20
@@ -58,19 +56,6 @@ def napping(seconds: float) -> type[torch.optim.Optimizer]:
                         param.add_(grad, alpha=-group["lr"])
 
     return Nap
-
-
-def sleeping(schedule: fpipe.Schedule, seconds: float) -> Problem:
-    """Stages that sleep, of one parameter each beside those of the nap."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (schedule.num_microbatches * ROWS, naps.WIDTH)
-    return Problem(
-        functions=[partial(naps.stage, seconds=seconds)] * schedule.num_stages,
-        params=[naps.init(seed) for seed in range(schedule.num_stages)],
-        loss=F.mse_loss,
-        inputs=torch.randn(shape, generator=generator),
-        targets=torch.randn(shape, generator=generator),
-    )
 
 
 def ours(
@@ -118,7 +103,7 @@ def measure_naps(
     nap, none = napping(seconds / LEAVES), napping(0.0)
     for name in names:
         schedule = schedule_of(name, world, 8)
-        problem = sleeping(schedule, seconds)
+        problem = make_naps(schedule, seconds)
         steps = {
             "fpipe, no optimizer": ours(problem, schedule, none, False),
             "fpipe, no clipping": ours(problem, schedule, nap, False),

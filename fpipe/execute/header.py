@@ -24,17 +24,6 @@ log = logging.getLogger("fpipe")
 HISTORY = "pipe.value of parameters that require a gradient"
 """It is a step, and other ranks may have called ``pipe.value`` of parameters that require none."""
 
-CALLS = (
-    *("pipe.step", HISTORY, "pipe.value", "pipe.forward", "pipe.add_up", "pipe.programs"),
-    *("pipe.load_into", "fpipe.balance", "fpipe.profile"),
-    NORMS := "fpipe.global_norm or fpipe.clip_by_global_norm",
-    PREPARES := "pipe.init, pipe.load or pipe.load_into",
-    TRAINS := "trainer.step",
-    CLIPS := "trainer.step with max_norm",
-    *("trainer.programs", "trainer.programs with max_norm"),
-)
-"""What all ranks do together."""
-
 PROGRAMS: Final[Mapping[str, str]] = {
     "step": "pipe.programs",
     "update": "trainer.programs",
@@ -42,6 +31,17 @@ PROGRAMS: Final[Mapping[str, str]] = {
 }
 """What is called for the programs of each goal."""
 
+CALLS = (
+    *("pipe.step", HISTORY, "pipe.value", "pipe.forward", "pipe.add_up", PROGRAMS["step"]),
+    *("pipe.load_into", "fpipe.balance", "fpipe.profile"),
+    NORMS := "fpipe.global_norm or fpipe.clip_by_global_norm",
+    PREPARES := "pipe.init, pipe.load or pipe.load_into",
+    TRAINS := "trainer.step",
+    CLIPS := "trainer.step with max_norm",
+    PROGRAMS["update"],
+    PROGRAMS["clip"],
+)
+"""What all ranks do together."""
 
 Marked = tuple[float, bool]
 """A sum, and a mark that it has if one of the numbers that were added up has it."""
