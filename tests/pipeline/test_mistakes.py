@@ -241,6 +241,7 @@ def test_what_is_for_users_alone_is_listed() -> None:
         "programs",
         "rank",
         "replicate",
+        "save",
         "schedule",
         "shard",
         "step",
