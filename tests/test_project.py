@@ -110,6 +110,7 @@ LAYERS: Final = (
         "fpipe.schedule.arguments",
         "fpipe.schedule.clocks",
         "fpipe.schedule.cost",
+        "fpipe.schedule.cost_arguments",
         "fpipe.schedule.dependencies",
         "fpipe.schedule.events",
         "fpipe.schedule.exchange",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -153,6 +154,16 @@ def add_search(commands: Commands[Any]) -> None:
         help="work to do in place of --seconds, for the same result on every machine",
     )
     parser.add_argument(
+        "--remat",
+        action="store_true",
+        help="choose for each stage as well whether it keeps its activation or computes it again",
+    )
+    for name, what in (
+        ("recompute", "time by which a backward that computes again is longer (default: F)"),
+        ("kept", "what F keeps there, such as the input of the stage, in the unit of --memory"),
+    ):
+        parser.add_argument(f"--{name}", type=float, metavar=name[0].upper(), help=what)
+    parser.add_argument(
         "-o",
         "--output",
         metavar="FILE",
@@ -175,10 +186,14 @@ def _search(options: argparse.Namespace) -> None:
                 f"--output {options.output}: the suffix must be one of {', '.join(_OUTPUTS)}"
             )
         _check_output(Path(options.output))  # before it searches, not after
+    cost = cost_of(options)
+    for name in ("recompute", "kept"):
+        if (value := getattr(options, name)) is not None:
+            cost = replace(cost, **{name: value})
     result = search(
         ranks=options.ranks,
         microbatches=options.microbatches,
-        cost=cost_of(options),
+        cost=cost,
         memory=options.memory,
         placement=_placement(options.placement),
         start=None if options.start is None else sources.read(options.start),
@@ -186,6 +201,7 @@ def _search(options: argparse.Namespace) -> None:
         seconds=options.seconds,
         seed=options.seed,
         iterations=options.iterations,
+        remat=options.remat,
     )
     # The bound of the search is another: of all its placements, in the memory that was given.
     print(_report(result.timeline, shutil.get_terminal_size().columns, bounded=False))
@@ -196,6 +212,8 @@ def _search(options: argparse.Namespace) -> None:
         f"searched: {result.objective} {result.value:g}, lower bound {result.bound:g} ({proof}), "
         f"{result.iterations} iterations"
     )
+    if result.remat is not None:
+        print(f"remat: {' '.join(result.remat)}")
     if form is not None:
         drawn = result.timeline if form in sources.PICTURES else result.schedule
         save(options.output, getattr(drawn, f"to_{form}")())

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from fpipe.errors import ScheduleError, a_type
-from fpipe.schedule.arguments import (
-    check_ordered,
-    is_several,
-    plain_counts,
-    plain_integer,
-    plain_number,
+from fpipe.schedule.arguments import plain_counts, plain_integer
+from fpipe.schedule.cost_arguments import (
+    Latency,
+    PerStage,
+    by_pair,
+    checked_flag,
+    checked_sizes,
+    has_any,
+    per_stage,
+    values_of_stages,
 )
 from fpipe.schedule.exchange.files import PathLike, load, save
 from fpipe.schedule.exchange.json_file import format_cost, parse_cost
 from fpipe.schedule.placements import plain_placement
 from fpipe.schedule.stage_costs import Link, StageCosts
 
-# Between these, sums and ratios of costs neither overflow nor vanish.
-LEAST, MOST = 1e-100, 1e100
 PER_MICROBATCH: Final = ("f", "i", "w", "b", "activation", "freed_by_i")
-PER_STAGE: Final = (*PER_MICROBATCH, "unshard", "reduce_grad", "update")
-
-PerStage: TypeAlias = float | tuple[float, ...]
-Latency: TypeAlias = float | tuple[tuple[float, ...], ...]
+PER_STAGE: Final = (*PER_MICROBATCH, "recompute", "kept", "unshard", "reduce_grad", "update")
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,10 @@ class Cost:
         update: time of the optimizer's step of a stage, an UPDATE, 0 by default; it occupies the
             rank.
 
+        recompute: time by which a backward is longer where its stage computes values again; None
+            means f. It counts in the cost that `with_remat` returns, as does `kept`.
+        kept: what F keeps there, such as the input of the stage; None where that is unknown.
+
     Numbers of any real type are taken, also those of numpy, and kept as Python's int or float.
 
     Raises:
@@ -94,6 +96,8 @@ class Cost:
     collective_lane: bool
     update: PerStage
     transfer: Latency
+    recompute: PerStage | None
+    kept: PerStage | None
 
     def __init__(
         self,
@@ -110,21 +114,25 @@ class Cost:
         collective_lane: bool = True,
         update: float | Iterable[float] = 0,
         transfer: float | Iterable[Iterable[float]] = 0,
+        recompute: float | Iterable[float] | None = None,
+        kept: float | Iterable[float] | None = None,
     ) -> None:
         values: dict[str, object] = {
-            "f": _per_stage("f", f),
-            "i": _per_stage("i", i),
-            "w": _per_stage("w", w),
-            "comm": _by_pair("comm", comm, "latency"),
-            "b": None if b is None else _per_stage("b", b),
-            "activation": _per_stage("activation", activation),
-            "freed_by_i": _per_stage("freed_by_i", freed_by_i, signed=True),
-            "sizes": None if sizes is None else _sizes(sizes),
-            "unshard": _per_stage("unshard", unshard),
-            "reduce_grad": _per_stage("reduce_grad", reduce_grad),
-            "collective_lane": _flag("collective_lane", collective_lane),
-            "update": _per_stage("update", update),
-            "transfer": _by_pair("transfer", transfer, "time of a transfer"),
+            "f": per_stage("f", f),
+            "i": per_stage("i", i),
+            "w": per_stage("w", w),
+            "comm": by_pair("comm", comm, "latency"),
+            "b": None if b is None else per_stage("b", b),
+            "activation": per_stage("activation", activation),
+            "freed_by_i": per_stage("freed_by_i", freed_by_i, signed=True),
+            "sizes": None if sizes is None else checked_sizes(sizes),
+            "unshard": per_stage("unshard", unshard),
+            "reduce_grad": per_stage("reduce_grad", reduce_grad),
+            "collective_lane": checked_flag("collective_lane", collective_lane),
+            "update": per_stage("update", update),
+            "transfer": by_pair("transfer", transfer, "time of a transfer"),
+            "recompute": None if recompute is None else per_stage("recompute", recompute),
+            "kept": None if kept is None else per_stage("kept", kept),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -186,6 +194,76 @@ class Cost:
 
         return replace(self, **{name: merge(name) for name in PER_STAGE})
 
+    def with_remat(self, remat: str | Sequence[str], placement: Sequence[int]) -> Cost:
+        """The cost where some stages keep only their inputs, and compute the rest again.
+
+        A backward of such a stage takes `recompute` more, within its I or B, and F keeps `kept`. I
+        hands on to W what it always does, ``activation - freed_by_i``. While it computes again,
+        the stage holds all its activation: a peak counts that as little as other workspace.
+
+        Args:
+            remat: ``"full"`` or ``"none"``, of all stages or of each.
+            placement: the rank of each stage.
+
+        Returns:
+            A cost with a value for each stage, without `recompute` and `kept`.
+
+        Raises:
+            ScheduleError: `remat` is none of these, or has not one for each stage; `kept` is None
+                or more than `activation`, or the cost does not fit the placement.
+
+        Example:
+            >>> from fpipe import Cost
+            >>> cost = Cost(f=1, i=1, w=1, kept=0.25).with_remat(["full", "none"], [0, 1])
+            >>> cost.i, cost.activation, cost.freed_by_i
+            ((2, 1), (0.25, 1), (-0.75, 0))
+        """
+        stages = len(plain_placement(placement))
+        each = [remat] * stages if isinstance(remat, str) else list(remat)
+        if len(each) != stages or not set(each) <= {"none", "full"}:
+            raise ScheduleError(
+                f"remat={remat!r:.60} must be 'none' or 'full', or one of these for each of the "
+                f"{stages} stages"
+            )
+        if "full" in each:
+            self.check_kept()
+        costs, p = self.on(placement), max(placement) + 1
+        more = values_of_stages(
+            "recompute", self.f if self.recompute is None else self.recompute, stages, p
+        )
+        keeps = values_of_stages("kept", 0 if self.kept is None else self.kept, stages, p)
+        i, b, kept, freed = map(list, (costs.i, costs.b, costs.activation, costs.freed_by_i))
+        for stage, choice in enumerate(each):
+            if choice == "none":
+                continue
+            if keeps[stage] > kept[stage] * (1 + 1e-9):
+                raise ScheduleError(
+                    f"cost.kept is {keeps[stage]:g} for stage {stage} and cost.activation is "
+                    f"{kept[stage]:g}: a stage that computes again keeps no more than one that "
+                    "does not"
+                )
+            i[stage] += more[stage]
+            b[stage] += more[stage]
+            freed[stage] += keeps[stage] - kept[stage]
+            kept[stage] = keeps[stage]
+        changed: dict[str, Any] = {
+            "f": costs.f,
+            "i": i,
+            "w": costs.w,
+            "activation": kept,
+            "freed_by_i": freed,
+        }
+        changed["b"] = None if self.b is None else b
+        return replace(self, **changed, recompute=None, kept=None)
+
+    def check_kept(self) -> None:
+        """Raise a `ScheduleError` unless `kept` is known."""
+        if self.kept is None:
+            raise ScheduleError(
+                "cost.kept=None does not say what a stage keeps that computes its values again: "
+                "give the activation of its input"
+            )
+
     def on(self, placement: Sequence[int], ranks: int | None = None) -> StageCosts:
         """The cost of each stage under a placement (stage → rank).
 
@@ -210,19 +288,7 @@ class Cost:
             p = count
 
         def each(name: str, value: PerStage) -> tuple[float, ...]:
-            if not isinstance(value, tuple):
-                return (value if stages == p else value * p / stages,) * stages
-            if len(value) != stages:
-                raise ScheduleError(
-                    f"cost.{name} has {len(value)} values for a placement of {stages} stages: "
-                    "give one value per stage, or one number for all"
-                    + (
-                        f" (cost.merged({len(value) // stages}) makes stages in a row one)"
-                        if len(value) % stages == 0
-                        else ""
-                    )
-                )
-            return value
+            return values_of_stages(name, value, stages, p)
 
         f, i, w = each("f", self.f), each("i", self.i), each("w", self.w)
         kept, freed = each("activation", self.activation), each("freed_by_i", self.freed_by_i)
@@ -279,12 +345,12 @@ class Cost:
     @cached_property
     def shards(self) -> bool:
         """Whether gathers or reductions take any time."""
-        return any(map(_any, (self.unshard, self.reduce_grad)))
+        return any(map(has_any, (self.unshard, self.reduce_grad)))
 
     @cached_property
     def updates(self) -> bool:
         """Whether the optimizer's step takes any time."""
-        return _any(self.update)
+        return has_any(self.update)
 
     @cached_property
     def has_transfers(self) -> bool:
@@ -339,7 +405,7 @@ def alike(cost: Cost, size: float) -> Cost:
             return tuple(map(scaled, value))
         return None if value is None else value * size
 
-    names = (*PER_MICROBATCH, "transfer")
+    names = (*PER_MICROBATCH, "transfer", "recompute", "kept")
     return replace(cost, sizes=None, **{name: scaled(getattr(cost, name)) for name in names})
 
 
@@ -349,63 +415,3 @@ def check_cost(cost: object) -> None:
         raise ScheduleError(
             f"cost={cost!r:.60} is {a_type(cost)}: make one with fpipe.Cost(f=1, i=1, w=1)"
         )
-
-
-def _per_stage(name: str, value: float | Iterable[float], *, signed: bool = False) -> PerStage:
-    if isinstance(value, str) or not is_several(value):
-        return _number(name, value, signed)
-    check_ordered(f"cost {name}", value, "stage", "one number for all")
-    return tuple(_number(f"{name}[{k}]", entry, signed) for k, entry in enumerate(value))
-
-
-def _any(value: PerStage) -> bool:
-    return any(value) if isinstance(value, tuple) else value > 0
-
-
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ScheduleError(f"cost {name}={value!r:.60} must be True or False")
-    return value
-
-
-def _sizes(sizes: Iterable[float]) -> tuple[float, ...]:
-    if not is_several(sizes):
-        raise ScheduleError(f"cost sizes={sizes!r:.60} must be a sequence, a number per microbatch")
-    check_ordered("cost sizes", sizes, "microbatch", "None where all are alike")
-    values = tuple(_number(f"sizes[{k}]", entry) for k, entry in enumerate(sizes))
-    if not values:
-        raise ScheduleError("cost sizes=() must have a number for each microbatch, or be None")
-    if not all(values):
-        raise ScheduleError(
-            f"cost sizes[{values.index(0)}]=0: a microbatch of nothing takes no time; give a size "
-            "above 0"
-        )
-    return values
-
-
-def _by_pair(name: str, value: float | Iterable[Iterable[float]], what: str) -> Latency:
-    if not is_several(value):
-        return _number(name, value)
-    rows = [tuple(row) if is_several(row) else () for row in value]
-    if not rows or any(len(row) != len(rows) for row in rows):
-        raise ScheduleError(
-            f"{name}={value!r:.60} must be a number, or a square table with {name}[a][b] the "
-            f"{what} from rank a to rank b"
-        )
-    return tuple(
-        tuple(_number(f"{name}[{a}][{b}]", entry) for b, entry in enumerate(row))
-        for a, row in enumerate(rows)
-    )
-
-
-def _number(name: str, value: object, signed: bool = False) -> float:
-    number = plain_number(value)
-    if number is None or not math.isfinite(number) or (number < 0 and not signed):
-        shown = value if number is None else number
-        rule = "a finite number" if signed else "a finite number, at least 0"
-        raise ScheduleError(f"cost {name}={shown!r:.60} must be {rule}")
-    if value != 0 and not LEAST <= abs(number) <= MOST:
-        raise ScheduleError(
-            f"cost {name}={number:g} must be 0 or from {LEAST:g} to {MOST:g}: choose another unit"
-        )
-    return number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -280,6 +281,13 @@ def test_compare_takes_no_size_from_a_file_that_cannot_run(
 
 
 # ── search, verify ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_search_chooses_what_is_computed_again(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--placement", "linear", "--memory", "1.2", "--iterations", "5", "--remat"]
+    out = run(capsys, "search", *SMALL, *words, "--kept", "0.1", "--recompute", "0.5")
+    assert re.search(r"^remat: full( (full|none))*$", out, re.MULTILINE)
+    assert "cost.kept=None" in refused(capsys, "search", *SMALL, *words)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "json", "txt", "svg", "html"])

@@ -24,12 +24,8 @@ from fpipe.schedule.bounds.rank_bounds import (
     turns_bound,
 )
 from fpipe.schedule.bounds.whole_stage import with_whole_stage_work
-from fpipe.schedule.cost import (
-    MOST,
-    Cost,
-    alike,
-    check_cost,
-)
+from fpipe.schedule.cost import Cost, alike, check_cost
+from fpipe.schedule.cost_arguments import MOST
 from fpipe.schedule.placements import plain_placement, stages_by_rank
 from fpipe.schedule.stage_costs import StageCosts
 

@@ -106,6 +106,8 @@ _LATER: Final = {
     "collective_lane": True,
     "update": 0,
     "transfer": 0,
+    "recompute": None,
+    "kept": None,
 }
 KEYS: Final = (*NEEDED, "comm", "b", "activation", "freed_by_i", "sizes", *_LATER)
 
@@ -113,7 +115,7 @@ KEYS: Final = (*NEEDED, "comm", "b", "activation", "freed_by_i", "sizes", *_LATE
 def format_cost(values: Mapping[str, Any]) -> str:
     """Write the arguments of a cost as a JSON object, one line for each that is not None.
 
-    Those of whole-stage actions and of transfers are left out where they are as by default.
+    Those from `unshard` on are left out where they are as by default.
 
     Example:
         >>> print(format_cost({"f": (1, 2), "i": 1, "w": 1, "b": None}), end="")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from random import Random
 
@@ -44,6 +45,7 @@ from fpipe.schedule.searching.problem import (
     make_problem,
     to_schedule,
 )
+from fpipe.schedule.searching.recomputing import Case, Task, search_with_remat
 from fpipe.schedule.searching.seeds import GUESSED, order_of, seeds
 from fpipe.schedule.searching.tightening import tighten
 from fpipe.schedule.searching.windows import reorder_windows
@@ -63,6 +65,9 @@ class SearchResult:
         objective: "makespan" or "span".
         bound: a lower bound for all placements of the search, in this memory.
         iterations: work done (see `fpipe.search`).
+        remat: of each stage, ``"full"`` where it computes again and ``"none"`` where it keeps, as
+            ``fpipe.pipeline(remat=)`` takes it; None where the search did not choose. The cost of
+            the timeline is then that of the choice.
     """
 
     schedule: Schedule
@@ -70,6 +75,7 @@ class SearchResult:
     objective: Objective
     bound: float
     iterations: int
+    remat: tuple[str, ...] | None = None
 
     @property
     def value(self) -> float:
@@ -109,6 +115,7 @@ def search(
     objective: Objective = "makespan",
     seed: int = 0,
     iterations: int | None = None,
+    remat: bool = False,
 ) -> SearchResult:
     """Search for the best schedule for these costs within this memory.
 
@@ -156,9 +163,15 @@ def search(
         iterations: work to do, in place of `seconds`: then the result depends on the arguments
             alone, not on the machine, and is the same on all ranks of a group. An iteration is
             about one run of the list scheduler, or some dozen small changes of an order.
+        remat: choose for each stage as well whether it keeps its activation or computes it again
+            (``cost.recompute``, ``cost.kept``, see `Cost.with_remat`). Each choice that may be best
+            is searched on its own, with all of `iterations` or a share of `seconds`: none, all, the
+            first stages, those of the first ranks, and what differs from the best of these in a
+            stage; all choices where stages are few. So with `iterations` the result is never worse
+            than a search for one of those.
 
     Returns:
-        The schedule, its timeline, the lower bound and the gap to it.
+        The schedule, its timeline, the lower bound and the gap to it; with `remat`, the choice.
 
     Raises:
         ScheduleError: an argument is out of range, the cost does not fit a placement, the memory
@@ -184,11 +197,27 @@ def search(
     iterations = _checked_budget(seconds, iterations)
     if (plain := plain_integer(seed)) is None:
         raise ScheduleError(f"seed={seed!r:.60} must be an integer")
+    if not isinstance(remat, bool):
+        raise ScheduleError(
+            f"remat={remat!r:.60} must be True or False: cost.with_remat makes the cost of a choice"
+        )
     if isinstance(placement, str):
         placement = named_placement(placement, ranks, _stages_per_rank(ranks, cost))
     if start is not None:
         placement = _check_start(start, microbatches, placement)
     _refuse_endless(ranks, microbatches, cost, placement, seconds)
+    if isinstance(memory, Iterator):
+        memory = tuple(memory)  # it is read once per placement
+    if remat:
+        cost.check_kept()
+        return _search_with_remat(
+            Task(microbatches, cost, memory, objective),
+            [_checked_placement(placement, ranks)] if placement else _placements(ranks, cost),
+            start=start,
+            seconds=seconds,
+            seed=plain,
+            iterations=iterations,
+        )
     problems = _problems(ranks, microbatches, cost, memory, placement, objective)
     meter, incumbents = Meter(seconds, iterations), Incumbents()
     for problem in problems:
@@ -219,6 +248,47 @@ def search(
             bound=incumbents.bound,
             iterations=round(meter.spent),
         )
+
+
+def _search_with_remat(
+    task: Task,
+    placements: Sequence[tuple[int, ...]],
+    *,
+    start: Schedule | None,
+    seconds: float,
+    seed: int,
+    iterations: int | None,
+) -> SearchResult:
+    """The search for the order of each choice, and the best of all."""
+    spent = 0
+
+    def order(case: Case, seconds: float, similar: SearchResult | None) -> SearchResult:
+        nonlocal spent
+        search_one = partial(
+            search,
+            ranks=max(case.placement) + 1,
+            microbatches=task.microbatches,
+            cost=case.cost,
+            memory=task.memory,
+            placement=case.placement,
+            seconds=seconds,
+            objective=task.objective,
+            seed=seed,
+            iterations=iterations,
+        )
+        begin = start if similar is None else similar.schedule
+        try:
+            result = search_one(start=begin)
+        except ScheduleError:
+            if begin is None:
+                raise
+            result = search_one()  # for what it begins with does not fit the memory
+        spent += result.iterations
+        return result
+
+    limit = seconds if iterations is None else None
+    case, result, bound = search_with_remat(task, placements, order, limit)
+    return replace(result, remat=case.remat, bound=bound, iterations=spent)
 
 
 def _check_start(
@@ -322,15 +392,8 @@ def _problems(
     objective: Objective,
 ) -> list[Problem]:
     """One problem per placement that the cost and the memory admit."""
-    if isinstance(memory, Iterator):
-        memory = tuple(memory)  # it is read once per placement
     if placement is not None:
-        placement = plain_placement(placement)
-        if set(placement) != set(range(ranks)):
-            raise ScheduleError(
-                f"placement={tuple(placement)!r:.60} must put a stage on each of the ranks 0 to "
-                f"{ranks - 1}, and on no other"
-            )
+        placement = _checked_placement(placement, ranks)
         return [make_problem(placement, microbatches, cost, memory, objective)]
     problems, refusals = [], []
     for choice in _placements(ranks, cost):
@@ -341,6 +404,16 @@ def _problems(
     if not problems:
         raise refusals[0]
     return problems
+
+
+def _checked_placement(placement: Sequence[int], ranks: int) -> tuple[int, ...]:
+    plain = plain_placement(placement)
+    if set(plain) != set(range(ranks)):
+        raise ScheduleError(
+            f"placement={tuple(placement)!r:.60} must put a stage on each of the ranks 0 to "
+            f"{ranks - 1}, and on no other"
+        )
+    return plain
 
 
 def _placements(ranks: int, cost: Cost) -> list[tuple[int, ...]]:

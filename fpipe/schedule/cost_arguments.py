@@ -1,0 +1,93 @@
+"""The arguments of a cost, checked: numbers, those of each stage, tables by pairs of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from fpipe.errors import ScheduleError
+from fpipe.schedule.arguments import check_ordered, is_several, plain_number
+
+# Between these, sums and ratios of costs neither overflow nor vanish.
+LEAST, MOST = 1e-100, 1e100
+
+PerStage: TypeAlias = float | tuple[float, ...]
+Latency: TypeAlias = float | tuple[tuple[float, ...], ...]
+
+
+def per_stage(name: str, value: float | Iterable[float], *, signed: bool = False) -> PerStage:
+    if isinstance(value, str) or not is_several(value):
+        return checked_number(name, value, signed)
+    check_ordered(f"cost {name}", value, "stage", "one number for all")
+    return tuple(checked_number(f"{name}[{k}]", entry, signed) for k, entry in enumerate(value))
+
+
+def values_of_stages(name: str, value: PerStage, stages: int, ranks: int) -> tuple[float, ...]:
+    """A value for each stage, where a number is for a rank's share of the model."""
+    if not isinstance(value, tuple):
+        return (value if stages == ranks else value * ranks / stages,) * stages
+    if len(value) != stages:
+        raise ScheduleError(
+            f"cost.{name} has {len(value)} values for a placement of {stages} stages: "
+            "give one value per stage, or one number for all"
+            + (
+                f" (cost.merged({len(value) // stages}) makes stages in a row one)"
+                if len(value) % stages == 0
+                else ""
+            )
+        )
+    return value
+
+
+def has_any(value: PerStage) -> bool:
+    return any(value) if isinstance(value, tuple) else value > 0
+
+
+def checked_flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ScheduleError(f"cost {name}={value!r:.60} must be True or False")
+    return value
+
+
+def checked_sizes(sizes: Iterable[float]) -> tuple[float, ...]:
+    if not is_several(sizes):
+        raise ScheduleError(f"cost sizes={sizes!r:.60} must be a sequence, a number per microbatch")
+    check_ordered("cost sizes", sizes, "microbatch", "None where all are alike")
+    values = tuple(checked_number(f"sizes[{k}]", entry) for k, entry in enumerate(sizes))
+    if not values:
+        raise ScheduleError("cost sizes=() must have a number for each microbatch, or be None")
+    if not all(values):
+        raise ScheduleError(
+            f"cost sizes[{values.index(0)}]=0: a microbatch of nothing takes no time; give a size "
+            "above 0"
+        )
+    return values
+
+
+def by_pair(name: str, value: float | Iterable[Iterable[float]], what: str) -> Latency:
+    if not is_several(value):
+        return checked_number(name, value)
+    rows = [tuple(row) if is_several(row) else () for row in value]
+    if not rows or any(len(row) != len(rows) for row in rows):
+        raise ScheduleError(
+            f"{name}={value!r:.60} must be a number, or a square table with {name}[a][b] the "
+            f"{what} from rank a to rank b"
+        )
+    return tuple(
+        tuple(checked_number(f"{name}[{a}][{b}]", entry) for b, entry in enumerate(row))
+        for a, row in enumerate(rows)
+    )
+
+
+def checked_number(name: str, value: object, signed: bool = False) -> float:
+    number = plain_number(value)
+    if number is None or not math.isfinite(number) or (number < 0 and not signed):
+        shown = value if number is None else number
+        rule = "a finite number" if signed else "a finite number, at least 0"
+        raise ScheduleError(f"cost {name}={shown!r:.60} must be {rule}")
+    if value != 0 and not LEAST <= abs(number) <= MOST:
+        raise ScheduleError(
+            f"cost {name}={number:g} must be 0 or from {LEAST:g} to {MOST:g}: choose another unit"
+        )
+    return number
