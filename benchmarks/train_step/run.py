@@ -32,6 +32,7 @@ from benchmarks.harness import (
 from benchmarks.ranks import greatest, interleave_ranks, on_ranks
 from benchmarks.versus_torch.model import Size
 from benchmarks.versus_torch.model import make_problem as make_gpt
+from fpipe import pytree
 
 LEAVES: Final = 3  # of a sleeping stage
 SLEEPING: Final = ("1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
@@ -66,7 +67,7 @@ def ours(
     pipe = fpipe.pipeline(stages, loss, schedule, compile=compile, group=dist.group.WORLD)
     trainer = fpipe.train(pipe, optimizer, lr=1e-3, **options)
     batch = (problem.inputs, problem.targets)
-    held = [pipe.local(problem.params)]
+    held = [pytree.tree_map(torch.clone, pipe.local(problem.params))]  # a step may write into them
     held.append(trainer.init(held[0]))
 
     def run() -> None:
@@ -129,6 +130,7 @@ def measure_gpt(rank: int, names: Sequence[str], rounds: int, compile: bool) -> 
         steps = {
             "fpipe, validated": ours(problem, schedule, adamw, compile, max_norm=NORM),
             "fpipe, barrier": ours(problem, schedule, adamw, compile, max_norm=NORM, clip="wait"),
+            "fpipe, donated": ours(problem, schedule, adamw, compile, max_norm=NORM, donate=True),
             "torch, fused": theirs(
                 problem, name, schedule, partial(adamw, lr=1e-3, fused=True), compile
             ),

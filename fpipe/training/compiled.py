@@ -32,11 +32,16 @@ class Kernels:
     def __init__(self, compile: bool | str | Mapping[str, Any]) -> None:
         options = {} if compile is True else compile
         self._options: Any = {"backend": options} if isinstance(options, str) else options
-        self._split: dict[Update, tuple[fx.GraphModule, Kernel] | None] = {}
+        self._split: dict[tuple[Update, bool], tuple[fx.GraphModule, Kernel] | None] = {}
         self._made: dict[str, Kernel] = {}
 
     def __call__(
-        self, update: Update, leaves: Sequence[Tensor], numbers: Sequence[float]
+        self,
+        update: Update,
+        leaves: Sequence[Tensor],
+        numbers: Sequence[float],
+        *,
+        in_place: bool = False,
     ) -> list[Tensor] | None:
         """What the step makes of a parameter and its state; None where no kernel fits.
 
@@ -44,6 +49,7 @@ class Kernels:
             update: the recording.
             leaves: parameter, gradient and state.
             numbers: in the order of the recording.
+            in_place: write the results into parameter and state, and return nothing.
         """
         shape = leaves[0].shape
         if leaves[0].numel() < 2 or not all(
@@ -51,9 +57,10 @@ class Kernels:
             for leaf in leaves
         ):
             return None
-        if update not in self._split:
-            self._split[update] = self._make(update, leaves)
-        both = self._split[update]
+        key = update, in_place
+        if key not in self._split:
+            self._split[key] = self._make(update, leaves, in_place=in_place)
+        both = self._split[key]
         if both is None:
             return None
         scalars, kernel = both
@@ -64,7 +71,7 @@ class Kernels:
         return [_shaped(output, shape) for output in outputs]
 
     def _make(
-        self, update: Update, leaves: Sequence[Tensor]
+        self, update: Update, leaves: Sequence[Tensor], *, in_place: bool
     ) -> tuple[fx.GraphModule, Kernel] | None:
         nodes = update.graph.graph.nodes
         both = apart(update.graph.graph, len(leaves))
@@ -79,6 +86,9 @@ class Kernels:
         # One compiled for eight elements serves any number of them if it names no size.
         if any(_names_size(node) for node in graph.graph.nodes):
             return None
+        if in_place:
+            _write_back(graph.graph, len(leaves))
+            graph.recompile()
         key = f"{graph.code} {[(leaf.dtype, leaf.device) for leaf in leaves]}"
         if key not in self._made:
             self._made[key] = torch.compile(graph, dynamic=True, fullgraph=True, **self._options)
@@ -132,6 +142,23 @@ def apart(graph: fx.Graph, count: int) -> tuple[fx.GraphModule, fx.GraphModule] 
             rest[node] = tensors.node_copy(node, rest.__getitem__)
     empty = torch.nn.Module()
     return fx.GraphModule(empty, scalars), fx.GraphModule(empty, tensors)
+
+
+def _write_back(graph: fx.Graph, count: int) -> None:
+    """Write the outputs into the inputs that they replace: the parameter, and its state.
+
+    Args:
+        graph: ``(param, grad, *state, *numbers) -> (param, *state)``, of `count` tensors.
+        count: of parameter, gradient and state.
+    """
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    old = [inputs[0], *inputs[2:count]]
+    output = graph.output_node()
+    [new] = output.args
+    with graph.inserting_before(output):
+        for before, after in zip(old, new, strict=True):  # type: ignore[arg-type]
+            graph.call_function(torch.ops.aten.copy_.default, (before, after))
+    output.args = ([],)
 
 
 def _shaped(value: Tensor, shape: tuple[int, ...]) -> Tensor:

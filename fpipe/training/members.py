@@ -51,6 +51,8 @@ class UpdatesOfMembers:
         moments: Moments,
         hyper: Mapping[str, Any],
         count: int,
+        *,
+        in_place: bool = False,
     ) -> tuple[Tensor, Moments]:
         """As `Updates`, with the members along dimension 0 of all tensors."""
         each = {name: value for name, value in hyper.items() if _is_of_members(value)}
@@ -65,7 +67,12 @@ class UpdatesOfMembers:
             return self._updates(param, grad, moments, {**hyper, **own}, count)
 
         moved: tuple[Tensor, Moments] = torch.func.vmap(one)(param, grad, moments, each)
-        return moved
+        if not in_place:
+            return moved
+        param.copy_(moved[0])
+        for name, value in moved[1].items():
+            moments[name].copy_(value)
+        return param, moments
 
 
 def _is_of_members(value: Any) -> bool:

@@ -9,6 +9,7 @@ from fpipe.checkpoint.checkpoint_writer import Content, PendingSave, absolute
 from fpipe.engine import Pipeline
 from fpipe.errors import FpipeError
 from fpipe.savers import savers_of
+from fpipe.training.donation import clones
 from fpipe.training.saving import content_of, load
 from fpipe.training.train_step import TrainState
 from fpipe.training.trees import LeafByLeaf, Rule
@@ -20,11 +21,13 @@ class Savable:
     Args:
         pipe: computes loss and gradients.
         rule: makes parameters and state of the next step.
+        donate: that step writes into those of the last one.
     """
 
-    def __init__(self, pipe: Pipeline, rule: Rule) -> None:
+    def __init__(self, pipe: Pipeline, rule: Rule, *, donate: bool = False) -> None:
         self.pipe = pipe
         self._rule = rule
+        self._donate = donate
 
     def save(
         self,
@@ -76,8 +79,9 @@ class Savable:
         """Write as `save` does, in a thread, while the next steps run.
 
         Nothing is copied: a step changes nothing that it is given, so what is written stays as it
-        is. Change none of it in place before the end. The processes talk over a group of their own,
-        which the first call makes. Only one checkpoint is written at a time: the next save waits.
+        is. Change none of it in place before the end. With ``donate=True``, whose steps do, a copy
+        is made first. The processes talk over a group of their own, which the first call makes.
+        Only one checkpoint is written at a time: the next save waits.
 
         Args:
             path: as for `save`.
@@ -110,6 +114,8 @@ class Savable:
             ...     torch.equal(trainer.load(os.path.join(folder, "step-0")).params[0], params[0])
             True
         """
+        if self._donate:
+            params, state = clones(params, state)
         content = self._content(params, state, model_state, step, extra, keep)
         savers = savers_of(self.pipe.definition, content.tensors)
         return savers.start(absolute(path), content, keep)

@@ -25,6 +25,7 @@ from fpipe.plan.gradient_kinds import home_of
 from fpipe.program.program import Program
 from fpipe.torch_internals import innermost_value, is_transformed
 from fpipe.training.compiled import kernels_of
+from fpipe.training.donation import check_donated
 from fpipe.training.groups import Groups, read_groups
 from fpipe.training.savable import Savable
 from fpipe.training.train_step import (
@@ -57,15 +58,22 @@ class Trainer(Savable):
         rule: makes parameters and state of the next step.
         max_norm: what gradients are clipped to; None for no clipping.
         clip: as for `train`.
+        donate: as for `train`.
 
     Attributes:
         pipe: computes loss and gradients.
     """
 
     def __init__(
-        self, pipe: Pipeline, rule: Rule, max_norm: float | None, clip: Clip = "validate"
+        self,
+        pipe: Pipeline,
+        rule: Rule,
+        max_norm: float | None,
+        clip: Clip = "validate",
+        *,
+        donate: bool = False,
     ) -> None:
-        super().__init__(pipe, rule)
+        super().__init__(pipe, rule, donate=donate)
         self._max_norm = max_norm
         self._clip = clip
 
@@ -96,11 +104,12 @@ class Trainer(Savable):
     ) -> Any:
         """One training step: loss, gradients, clipping and update.
 
-        Nothing that is passed in is changed.
+        Nothing that is passed in is changed, but for what is donated.
 
         Args:
-            params: as for `Pipeline.step`.
-            state: what `init` or the step before has returned.
+            params: as for `Pipeline.step`. With ``donate=True`` the step writes into them, and
+                returns them.
+            state: what `init` or the step before has returned. It is donated as `params` are.
             arguments: the batch, after the model's state where ``has_state`` declares one.
             key: as for `Pipeline.step`.
             named: hyperparameters of this step in place of the defaults, ``lr=3e-4``: numbers, or
@@ -127,13 +136,16 @@ class Trainer(Savable):
         # A batch and a model's state may come by name.
         names = {"batch": "batch", "model_state": "state"}
         passed = {names[name]: named.pop(name) for name in names if name in named}
+        if self._donate:
+            return self._donated(params, state, arguments, key, passed, named)
         rule = self._rule_within(named.values())
         if rule is not None:
             return self._within(rule, params, state, arguments, key, passed, named)
         result = self.pipe.step(params, *arguments, key=key, **passed)
         grads, norm = result.grads, None
         if self._max_norm is not None:
-            grads, norm = self._clipped(grads, self._max_norm)
+            norm = self._norm(grads)
+            grads = scaled_to(grads, scale_of(norm, self._max_norm))
         tracked = _is_differentiated([result.loss, *named.values()])
         with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
             moved, moments = self._rule.update(
@@ -163,17 +175,43 @@ class Trainer(Savable):
                 "in_dims of fpipe.vmap(trainer) must stack all parameters along dimension 0, as "
                 "in_dims=(0, None) does: each member has its own, and its own state"
             )
-        return Trainer(pipe, rule, self._max_norm, self._clip)
+        return Trainer(pipe, rule, self._max_norm, self._clip, donate=self._donate)
 
-    def _clipped(self, grads: Any, max_norm: float) -> tuple[Any, Tensor]:
-        """Gradients, clipped, and their norm; each member's by itself."""
+    def _norm(self, grads: Any) -> Tensor:
+        """The norm of the gradients; of an ensemble's, one for each member."""
         if self.pipe.definition.alone is None:
-            return clip_by_global_norm(grads, max_norm, pipe=self.pipe)
+            return global_norm(grads, pipe=self.pipe)
         members = len(pytree.flatten(grads)[0][0])
-        parts = [pytree.tree_map(lambda g, m=m: g[m], grads) for m in range(members)]
-        clipped = [clip_by_global_norm(part, max_norm, pipe=self.pipe) for part in parts]
-        together = pytree.tree_map(lambda *own: torch.stack(own), *(own.grads for own in clipped))
-        return together, torch.stack([own.norm for own in clipped])
+        parts = (pytree.tree_map(lambda g, m=m: g[m], grads) for m in range(members))
+        return torch.stack([global_norm(part, pipe=self.pipe) for part in parts])
+
+    def _donated(
+        self,
+        params: Any,
+        state: TrainState,
+        arguments: Sequence[Any],
+        key: Tensor | None,
+        passed: Mapping[str, Any],
+        named: Mapping[str, Any],
+    ) -> Any:
+        """A step that writes into parameters and state, when all gradients are there."""
+        assert isinstance(self._rule, LeafByLeaf)
+        with torch.no_grad():
+            check_donated(params, named.values())
+            rule, before = self._rule, _number(state.steps)
+            step = rule.step(state.moments, params, before, named, in_place=True)
+            result = self.pipe.step(params, *arguments, key=key, **passed)
+            kind = self.pipe.definition
+            loss, model_state = result.loss, result.state if kind.has_state else None
+            aux = result.aux if kind.has_aux else None
+            grads, norm, scale = [result.grads], None, None
+            del result  # which has the gradients
+            if self._max_norm is not None:
+                norm = self._norm(grads[0])
+                scale = scale_of(norm, self._max_norm)
+            step.write_all(grads, None if scale is None or bool((scale == 1).all()) else scale)
+            state.steps.add_(1)
+            return self._returned(loss, params, state, norm, model_state, aux)
 
     def _rule_within(self, hyper: Iterable[Any]) -> LeafByLeaf | None:
         """The rule, if stages can be updated within the step; None if all are updated after it.
@@ -186,6 +224,7 @@ class Trainer(Savable):
         definition = self.pipe.definition
         plain = (
             self._clip != "wait"
+            and not self._donate
             and definition.convention in (PLAIN, STATE, DEFERRED)
             and definition.reduction != "weighted"
             and definition.devices is None
@@ -290,6 +329,7 @@ def train(
     groups: Groups | None = None,
     max_norm: float | None = None,
     clip: Clip = "validate",
+    donate: bool = False,
     **hyperparameters: Any,
 ) -> Trainer:
     """Put an optimizer beside a pipeline: a whole training step as a pure function.
@@ -316,6 +356,10 @@ def train(
             greater than `max_norm`, the update is made again, clipped. The bits are the same.
             ``"wait"`` waits for the norm first: it holds no second copy of parameters and state
             when a step is clipped, and is as fast where most are.
+        donate: the step writes into the parameters and the state that it is given, and returns the
+            same objects: it holds no second copy of either, as an optimizer of torch does not.
+            Whoever needs the old ones clones them first. Stages are updated when all gradients are
+            there, after the norm; a step that raises before that has changed nothing.
         hyperparameters: what the optimizer is called with: ``lr=3e-4``. Where one has the name of
             an argument of this function, pass a `functools.partial` of the class.
 
@@ -343,7 +387,13 @@ def train(
     if max_norm is not None:
         clip_by_global_norm([], max_norm)  # refuses what is no bound
     check_choice("clip", clip, CLIPS)
-    return Trainer(pipe, _rule(pipe, optimizer, groups, hyperparameters), max_norm, clip)
+    rule = _rule(pipe, optimizer, groups, hyperparameters)
+    if donate and not isinstance(rule, LeafByLeaf):
+        raise FpipeError(
+            "donate=True with a pair of functions, which make parameters and state anew: pass a "
+            "class of torch.optim"
+        )
+    return Trainer(pipe, rule, max_norm, clip, donate=donate)
 
 
 def _rule(pipe: Pipeline, optimizer: Any, groups: Groups | None, hyper: dict[str, Any]) -> Rule:

@@ -22,7 +22,7 @@ from fpipe.inputs.params import Moved
 from fpipe.training.groups import Group, group_of
 from fpipe.training.members import UpdatesOfMembers
 from fpipe.training.updates import Moments, Updates
-from fpipe.transforms.norms import square_of
+from fpipe.transforms.norms import scaled_to, square_of
 
 Trained = Callable[[optree.PyTreeSpec], Sequence[bool]]
 """Whether each leaf of parameters of this structure has a gradient."""
@@ -61,6 +61,7 @@ class LeafSteps(NamedTuple):
         members: the group of each leaf.
         before: how many steps were made before.
         squares: find the squares of the gradients' norms, too.
+        in_place: write into the leaves and their moments.
     """
 
     updates: Updates | UpdatesOfMembers
@@ -72,6 +73,7 @@ class LeafSteps(NamedTuple):
     members: Sequence[int | None]
     before: int
     squares: bool
+    in_place: bool = False
 
     def move(self, place: int, leaf: Tensor, grad: Tensor, state: Moments | None) -> Moved:
         """What the step makes of one leaf; it stays if it has no moments."""
@@ -82,7 +84,9 @@ class LeafSteps(NamedTuple):
         member = self.members[place]
         hyper = self.hypers[0 if member is None else member + 1]
         parts = {name: local(value) for name, value in state.items()}
-        value, parts = self.updates(leaf, grad, parts, hyper, self.before)
+        value, parts = self.updates(leaf, grad, parts, hyper, self.before, in_place=self.in_place)
+        if self.in_place:
+            return Moved(leaf, state, square)
         return Moved(value, _placed(parts, leaf, self.places[place]), square)
 
     def move_others(self, moved: dict[int, Moved], grads: Any) -> None:
@@ -95,6 +99,22 @@ class LeafSteps(NamedTuple):
         for place, grad in enumerate(_up_to(self.spec, grads, "grads")):
             if grad is not None and place not in moved:
                 moved[place] = self.move(place, self.leaves[place], grad, self.states[place])
+
+    def write_all(self, grads: list[Any], scale: Tensor | None) -> None:
+        """Write the step of each leaf into it; each gradient goes as it is used.
+
+        Args:
+            grads: a list that holds the gradients alone, in the structure of the parameters. It is
+                empty afterwards.
+            scale: what gradients are multiplied with; None for 1.
+        """
+        each = _up_to(self.spec, grads.pop(), "grads")
+        each.reverse()
+        for place, leaf in enumerate(self.leaves):
+            grad = each.pop()
+            if grad is not None:
+                grad = grad if scale is None else scaled_to(local(grad), scale)
+                self.move(place, leaf, grad, self.states[place])
 
     def trees(self, moved: Mapping[int, Moved]) -> tuple[Any, Any]:
         """Parameters and moments, of which those in other places are as they were."""
@@ -174,6 +194,7 @@ class LeafByLeaf:
         hyper: Mapping[str, Any],
         *,
         squares: bool = False,
+        in_place: bool = False,
     ) -> LeafSteps:
         """The step of each leaf by itself.
 
@@ -183,6 +204,7 @@ class LeafByLeaf:
             count: as for `update`.
             hyper: as for `update`.
             squares: find the squares of the gradients' norms, too.
+            in_place: write into the leaves and their moments.
         """
         leaves, spec = pytree.flatten(params)
         self._updates.replaced(self._updates.defaults, hyper)  # refuses those that are wrong
@@ -196,6 +218,7 @@ class LeafByLeaf:
             self._members_of(spec),
             count,
             squares,
+            in_place,
         )
 
     def _hyper(self, member: int | None, step: Mapping[str, Any]) -> dict[str, Any]:

@@ -134,6 +134,8 @@ class Updates:
         moments: Moments,
         hyper: Mapping[str, Any],
         count: int,
+        *,
+        in_place: bool = False,
     ) -> tuple[Tensor, Moments]:
         """The parameter and its state after one step.
 
@@ -144,6 +146,7 @@ class Updates:
             hyper: all hyperparameters, as `checked` returns them. A float may be a tensor without
                 dimensions, which may be mapped by `torch.func.vmap` or have a history of autograd.
             count: how many steps were made before.
+            in_place: write into `param` and `moments`, and return them.
         """
         state = moments if count else None
         numbers = numbers_of(hyper) | {COUNT: float(count)}
@@ -158,9 +161,17 @@ class Updates:
         else:
             compiled = None
             if self._kernels is not None and state is not None:  # the first step is made once
-                compiled = self._kernels(update, leaves, values)
+                compiled = self._kernels(update, leaves, values, in_place=in_place)
+                if compiled is not None and in_place:
+                    return param, moments
             outputs = update.graph(*leaves, *values) if compiled is None else compiled
-        return outputs[0], dict(zip(update.state, outputs[1:], strict=True))
+        after = dict(zip(update.state, outputs[1:], strict=True))
+        if in_place:
+            param.copy_(outputs[0])
+            for name, value in after.items():
+                moments[name].copy_(value)
+            return param, moments
+        return outputs[0], after
 
     def _recording(
         self,

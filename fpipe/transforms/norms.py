@@ -112,11 +112,14 @@ def scale_of(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def scaled_to(grads: Any, scale: Tensor) -> Any:
-    """Gradients times a number, in their dtypes."""
+    """Gradients times a number, or one for each entry of dimension 0, in their dtypes."""
 
     def scaled(leaf: Tensor) -> Tensor:
+        factor = scale.to(leaf.device)
+        if factor.dim():
+            factor = factor.reshape(-1, *[1] * (leaf.dim() - 1))
         # A product with a tensor of no dimensions has the dtype of the other factor.
-        return (leaf * scale.to(leaf.device)).to(leaf.dtype)
+        return (leaf * factor).to(leaf.dtype)
 
     return pytree.tree_map(scaled, grads)
 

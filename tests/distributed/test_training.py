@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fpipe
-from fpipe import Schedule, schedules
+from fpipe import Schedule, pytree, schedules
 from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
 from tests.distributed import actors
 from tests.distributed.actors import Group
@@ -22,10 +22,10 @@ CLIPS = ("validate", "wait")
 
 
 def steps_of(
-    pipe: fpipe.Pipeline, params: Any, batch: Any, max_norm: float | None, clip: Any
+    pipe: fpipe.Pipeline, params: Any, batch: Any, max_norm: float | None, **options: Any
 ) -> list[fpipe.TrainStep]:
     """A few steps of AdamW."""
-    trainer = fpipe.train(pipe, torch.optim.AdamW, lr=0.1, max_norm=max_norm, clip=clip)
+    trainer = fpipe.train(pipe, torch.optim.AdamW, lr=0.1, max_norm=max_norm, **options)
     state, steps = trainer.init(params), []
     for _ in range(STEPS):
         steps.append(trainer.step(params, state, batch))
@@ -38,9 +38,11 @@ def trained(group: Group, schedule: Schedule, max_norm: float | None) -> list[An
     model = actors.model_of("mlp", schedule.num_stages, 8)
     pipe = actors.pipeline(group, model, schedule)
     within, waited = (
-        steps_of(pipe, pipe.local(model.params), model.batch, max_norm, clip) for clip in CLIPS
+        steps_of(pipe, pipe.local(model.params), model.batch, max_norm, clip=clip) for clip in CLIPS
     )
     assert_identical(within, waited)
+    copies = pipe.local(pytree.tree_map(torch.clone, model.params))
+    assert_identical(steps_of(pipe, copies, model.batch, max_norm, donate=True)[-1], within[-1])
     loss, params, state, norm = within[-1]
     return [loss, norm, params, state.moments, int(state.steps)]
 
@@ -68,7 +70,7 @@ def shared(group: Group, schedule: Schedule, max_norm: float | None) -> Any:
         language_model, schedule=schedule, in_dims=IN_DIMS, compile=False, group=group
     )
     params, batch = make_params(), make_batch()
-    within, waited = (steps_of(pipe, params, batch, max_norm, clip) for clip in CLIPS)
+    within, waited = (steps_of(pipe, params, batch, max_norm, clip=clip) for clip in CLIPS)
     assert_identical(within, waited)
     loss, params, _, norm = within[-1]
     return [loss, norm, params["table"]]
