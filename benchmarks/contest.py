@@ -181,7 +181,7 @@ def messages_alone(
     pipe: Any = fpipe_pipeline(problem, schedule, compile=False).pipe
     batch = (problem.inputs, problem.targets)
     program = pipe.programs(pipe.local(problem.params), batch)[dist.get_rank()]
-    transport: GroupTransport = pipe._controller._transports[0]
+    transport: GroupTransport = pipe._engine._controller._transports[0]
     blanks = {
         i.message: [torch.zeros(spec.shape, dtype=spec.dtype) for spec in i.message.specs]
         for i in program.instructions

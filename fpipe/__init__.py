@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from fpipe import nn, random
     from fpipe.current import step, use
     from fpipe.divide.cuts import cut
-    from fpipe.engine import Pipeline
     from fpipe.entry import pipeline
     from fpipe.microbatches import Microbatches
     from fpipe.modules.balancing import balance
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from fpipe.modules.module_entry import from_module
     from fpipe.modules.module_pipeline import ModulePipeline
     from fpipe.modules.stage_shares import Balance
+    from fpipe.pipelines import Pipeline
     from fpipe.profiling import profile
     from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
     from fpipe.spec.stage import Stage
@@ -134,7 +134,7 @@ _LAZY = {
     name: module
     for module, names in (
         ("fpipe.current", "step use"),
-        ("fpipe.engine", "Pipeline"),
+        ("fpipe.pipelines", "Pipeline"),
         ("fpipe.entry", "pipeline"),
         ("fpipe.microbatches", "Microbatches"),
         ("fpipe.modules.balancing", "balance"),

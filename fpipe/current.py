@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fpipe.engine import Pipeline, check_is_pipeline
 from fpipe.errors import FpipeError
+from fpipe.pipelines import Pipeline, check_is_pipeline
 
 _CURRENT: ContextVar[Pipeline | None] = ContextVar("fpipe.current", default=None)
 

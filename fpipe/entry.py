@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.convention import called
 from fpipe.definition import Definition
-from fpipe.engine import Pipeline
 from fpipe.errors import StageError, a_type
 from fpipe.pieces.compiler import Compile
 from fpipe.pieces.remat import Remat
+from fpipe.pipelines import Pipeline
 from fpipe.placing import group_of, placed
 from fpipe.schedule import Schedule
 from fpipe.spec.data import read_data

@@ -10,47 +10,24 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
 from fpipe import dtensors, pytree, random
-from fpipe.definition import Definition
+from fpipe.engine import Engine
 from fpipe.errors import BatchError, StageError, a_type
 from fpipe.inputs.params import check_parts
 from fpipe.inputs.signature import in_words
 from fpipe.random.key_tensors import check_key
-
-T = TypeVar("T")
 
 Make = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """From meta tensors of the shapes and dtypes of some leaves to the leaves, all by name."""
 
 InitFn = Callable[[Tensor, str, Tensor], Tensor]
 """``(key, name, like) -> leaf``: `like` is a meta tensor of its shape and dtype."""
-
-
-class Holder(Protocol):
-    """What is asked of a pipeline."""
-
-    definition: Definition
-
-    def programs(self, params: Any, *arguments: Any) -> Any:
-        """Trace it; over a process group all ranks call this."""
-
-    def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """The ranks that read a leaf, as far as it was traced."""
-
-    def structure(self) -> optree.PyTreeSpec | None:
-        """That of one function's parameters, as far as it was traced."""
-
-    def each(self, deed: str, work: Callable[[], T], key: Tensor | None = None) -> T:
-        """Do what each process does by itself; where one of them cannot, none goes on."""
-
-    def local(self, params: Any) -> Any:
-        """None in place of what belongs to other processes."""
 
 
 def names_of(spec: optree.PyTreeSpec) -> list[str]:
@@ -135,7 +112,7 @@ def given(params: Any, names: Sequence[str]) -> Make:
 
 
 def held(
-    pipe: Holder,
+    engine: Engine,
     maker: Callable[[Sequence[str]], Make],
     shapes: Any,
     example: Sequence[Any],
@@ -147,7 +124,7 @@ def held(
     """Parameters of a pipeline, real where this process holds them.
 
     Args:
-        pipe: over a process group it is traced on `example`, if it is of one function.
+        engine: over a process group it is traced on `example`, if it is of one function.
         maker: from the names of all leaves to what makes those that are held.
         shapes: pytree of tensors on any device, as the pipeline's step takes them.
         example: what comes after the parameters, on any device; may be empty.
@@ -164,7 +141,7 @@ def held(
         StageError: nothing is known yet of what a function reads, and there is no `example`; or
             `shapes` is missing.
     """
-    definition = pipe.definition
+    definition = engine.definition
     group, schedule = definition.group, definition.schedule
     apart = group is not None or definition.devices is not None
 
@@ -172,7 +149,7 @@ def held(
         found = _skeleton("parameters", shapes, name)
         if not definition.function:
             check_parts(name, shapes, schedule.num_stages)
-        elif apart and not example and not pipe.readers():
+        elif apart and not example and not engine.readers():
             raise StageError(
                 "which parameters each rank reads is not known before the function is traced: pass "
                 "an example of the batch, as in pipe.init(init_fn, key, batch), pipe.load(path, "
@@ -180,17 +157,17 @@ def held(
             )
         return found
 
-    skeleton = pipe.each("make its parameters", read, key)
+    skeleton = engine.each("make its parameters", read, key)
     _, names, spec = skeleton
     flags = [True] * len(names)
     devices: Sequence[torch.device | None] = [home] * len(names)
     if definition.function:
         if apart and example:
-            pipe.programs(shapes, *example)
+            engine.programs("step", shapes, *example)
         if group is not None:
-            flags = _read_by(pipe, group.rank(), len(names))
+            flags = _read_by(engine, group.rank(), len(names))
         if definition.devices is not None:
-            devices = _homes(pipe, definition.devices, len(names))
+            devices = _homes(engine, definition.devices, len(names))
     else:
         sizes = [part.num_leaves for part in spec.children()]
         stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
@@ -199,15 +176,15 @@ def held(
             flags = [stage in own for stage in stages]
         if definition.stage_devices is not None:
             devices = [definition.stage_devices[stage] for stage in stages]
-    filled = _filled(pipe, maker, skeleton, flags, devices, "parameters")
-    return pipe.local(pytree.unflatten(spec, filled))
+    filled = _filled(engine, maker, skeleton, flags, devices, "parameters")
+    return engine.local(pytree.unflatten(spec, filled))
 
 
-def whole(pipe: Holder, maker: Callable[[Sequence[str]], Make], shapes: Any) -> Any:
+def whole(engine: Engine, maker: Callable[[Sequence[str]], Make], shapes: Any) -> Any:
     """A state, of which every process holds all, as a step returns it.
 
     Args:
-        pipe: over a process group all ranks call this.
+        engine: over a process group all ranks call this.
         maker: as for `held`.
         shapes: pytree of tensors on any device, in the structure of the state.
 
@@ -218,7 +195,7 @@ def whole(pipe: Holder, maker: Callable[[Sequence[str]], Make], shapes: Any) -> 
     """
 
     def read() -> Skeleton:
-        if not pipe.definition.has_state:
+        if not engine.definition.has_state:
             raise StageError(
                 "the pipeline has no state, has_state=True is not declared: the buffers of a "
                 "module are constants then, "
@@ -226,22 +203,22 @@ def whole(pipe: Holder, maker: Callable[[Sequence[str]], Make], shapes: Any) -> 
             )
         return _skeleton("a state", shapes, "shapes")
 
-    skeleton = pipe.each("make its state", read)
+    skeleton = engine.each("make its state", read)
     _, names, spec = skeleton
-    flags, devices = [True] * len(names), [pipe.definition.device] * len(names)
-    return pytree.unflatten(spec, _filled(pipe, maker, skeleton, flags, devices, "state"))
+    flags, devices = [True] * len(names), [engine.definition.device] * len(names)
+    return pytree.unflatten(spec, _filled(engine, maker, skeleton, flags, devices, "state"))
 
 
-def own(pipe: Holder, params: Any) -> dict[str, Tensor]:
+def own(engine: Engine, params: Any) -> dict[str, Tensor]:
     """The leaves that this process reads, by name; arguments and errors as of `Pipeline.own`."""
-    definition = pipe.definition
+    definition = engine.definition
     if not definition.function or definition.group is None:
         if not definition.function:
             check_parts("params", params, definition.schedule.num_stages)
-        held = pipe.local(params)
+        held = engine.local(params)
         spec = pytree.structure(held)
         return dict(zip(names_of(spec), pytree.entries(spec, held), strict=True))
-    structure = pipe.structure()
+    structure = engine.structure()
     if structure is None:
         raise BatchError(
             "which parameters this process reads is not known before the function is traced: call "
@@ -255,7 +232,7 @@ def own(pipe: Holder, params: Any) -> dict[str, Tensor]:
             f"params has another structure than the parameters that were traced: {error}"
         ) from error
     names = names_of(structure)
-    flags = _read_by(pipe, definition.group.rank(), len(names))
+    flags = _read_by(engine, definition.group.rank(), len(names))
     # Gradients have None where there is none.
     pairs = zip(names, found, flags, strict=True)
     return {name: leaf for name, leaf, flag in pairs if flag and leaf is not None}
@@ -284,7 +261,7 @@ def _skeleton(what: str, shapes: Any, name: str) -> Skeleton:
 
 
 def _filled(
-    pipe: Holder,
+    engine: Engine,
     maker: Callable[[Sequence[str]], Make],
     skeleton: Skeleton,
     flags: Sequence[bool],
@@ -315,7 +292,7 @@ def _filled(
                 made[name] = _on(device, made[name])
         return made
 
-    made = pipe.each(f"make or read its {what}", make)
+    made = engine.each(f"make or read its {what}", make)
     bare = [torch.empty_like(leaf, device="meta") for leaf in leaves]
     return [made.get(name, like) for name, like in zip(names, bare, strict=True)]
 
@@ -327,18 +304,18 @@ def _on(device: torch.device, leaf: Tensor) -> Tensor:
     return moved.requires_grad_() if leaf.requires_grad else moved
 
 
-def _homes(pipe: Holder, devices: Sequence[torch.device], count: int) -> list[torch.device]:
+def _homes(engine: Engine, devices: Sequence[torch.device], count: int) -> list[torch.device]:
     """The device of the first rank that reads each leaf of one function's parameters.
 
     One that no stage reads lies where the function is recorded.
     """
-    readers, home = pipe.readers(), pipe.definition.device
+    readers, home = engine.readers(), engine.definition.device
     return [devices[readers[0, leaf][0]] if (0, leaf) in readers else home for leaf in range(count)]
 
 
-def _read_by(pipe: Holder, rank: int, count: int) -> list[bool]:
+def _read_by(engine: Engine, rank: int, count: int) -> list[bool]:
     """Whether a rank reads each leaf of one function's parameters."""
-    readers = pipe.readers()
+    readers = engine.readers()
     # One that no stage reads is held everywhere.
     return [rank in readers.get((0, leaf), (rank,)) for leaf in range(count)]
 
@@ -355,13 +332,13 @@ def _checked(name: str, value: Any, like: Tensor) -> Tensor:
     )
 
 
-def saved(pipe: Holder, params: Any) -> dict[str, Tensor]:
+def saved(engine: Engine, params: Any) -> dict[str, Tensor]:
     """What this process has to save, by name.
 
     Raises:
         BatchError: as of `own`; or a leaf has no data.
     """
-    leaves = own(pipe, params)
+    leaves = own(engine, params)
     for name, leaf in leaves.items():
         if leaf.is_meta:
             raise BatchError(

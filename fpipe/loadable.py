@@ -13,8 +13,8 @@ from torch import Tensor
 from fpipe import random
 from fpipe.checkpoint.checkpoint_reader import NO_NAMING, Naming, reading
 from fpipe.checkpoint.checkpoint_writer import Content, absolute
+from fpipe.engine import Engine
 from fpipe.holding import (
-    Holder,
     InitFn,
     Make,
     drawn,
@@ -29,8 +29,10 @@ from fpipe.replica_parameters import divided, replicated
 from fpipe.savers import savers_of
 
 
-class Loadable(Holder):
+class Loadable:
     """What a pipeline of any kind can do about its parameters and state before its first step."""
+
+    _engine: Engine
 
     def init(self, init_fn: InitFn, key: Tensor, *example: Any, shapes: Any = None) -> Any:
         """Make parameters; over a process group each process makes those of its own stages alone.
@@ -77,7 +79,9 @@ class Loadable(Holder):
         """
         likes, traced_on = self._shapes(shapes), self._traced_on(example)
         home = self._home()
-        return held(self, lambda _: drawn(init_fn, key), likes, traced_on, home=home, key=key)
+        return held(
+            self._engine, lambda _: drawn(init_fn, key), likes, traced_on, home=home, key=key
+        )
 
     def load(
         self,
@@ -120,7 +124,9 @@ class Loadable(Holder):
 
         likes, traced_on = self._shapes(shapes), self._traced_on(example)
         own_key = None if init_fn is None else key
-        return held(self, reader, likes, traced_on, home=self.definition.device, key=own_key)
+        return held(
+            self._engine, reader, likes, traced_on, home=self._engine.definition.device, key=own_key
+        )
 
     def save(self, path: str | PathLike[str], params: Any) -> None:
         """Write parameters to a directory of `torch.distributed.checkpoint`, which `load` reads.
@@ -149,8 +155,8 @@ class Loadable(Holder):
             >>> all(map(torch.equal, again, params))
             True
         """
-        leaves = self.each("save its parameters", lambda: saved(self, params))
-        savers_of(self.definition, leaves).write(absolute(path), Content(leaves))
+        leaves = self._engine.each("save its parameters", lambda: saved(self._engine, params))
+        savers_of(self._engine.definition, leaves).write(absolute(path), Content(leaves))
 
     def place(self, params: Any, *example: Any) -> Any:
         """Put parameters on the devices of the ranks that read them.
@@ -176,7 +182,7 @@ class Loadable(Holder):
             ['cpu', 'cpu']
         """
         maker, traced_on = partial(given, params), self._traced_on(example)
-        return held(self, maker, params, traced_on, home=self._home(), name="params")
+        return held(self._engine, maker, params, traced_on, home=self._home(), name="params")
 
     def replicate(self, params: Any) -> Any:
         """Give every replica the parameters of the first one.
@@ -192,7 +198,7 @@ class Loadable(Holder):
             StageError: the pipeline is made without ``data=``.
             BatchError: a leaf is no tensor, or divided over replicas already.
         """
-        return replicated(params, self.definition.data)
+        return replicated(params, self._engine.definition.data)
 
     def shard(self, params: Any) -> Any:
         """Divide the parameters of the first replica over all replicas (FSDP, ZeRO-3).
@@ -213,7 +219,7 @@ class Loadable(Holder):
             StageError: the pipeline is made without ``data=``.
             BatchError: a leaf is no tensor, or divided over replicas already.
         """
-        return divided(params, self.definition.data)
+        return divided(params, self._engine.definition.data)
 
     def load_state(
         self,
@@ -244,7 +250,7 @@ class Loadable(Holder):
         def reader(names: Sequence[str]) -> Make:
             return reading(path, names, NO_NAMING, rename, strict=False)
 
-        return whole(self, reader, shapes)
+        return whole(self._engine, reader, shapes)
 
     def own(self, params: Any) -> dict[str, Tensor]:
         """The leaves that this process reads, by name: what it trains, and what it has to save.
@@ -272,11 +278,11 @@ class Loadable(Holder):
             >>> list(own)
             ['0.w', '1.w']
         """
-        return own(self, params)
+        return own(self._engine, params)
 
     def _home(self) -> torch.device | None:
         """Where a process of a group holds its own; one alone leaves leaves where they are."""
-        return None if self.definition.group is None else self.definition.device
+        return None if self._engine.definition.group is None else self._engine.definition.device
 
     def _shapes(self, shapes: Any) -> Any:
         """The shapes of the parameters."""
@@ -288,6 +294,6 @@ class Loadable(Holder):
 
     def _traced_on(self, example: tuple[Any, ...]) -> tuple[Any, ...]:
         """What a trace takes of what `step` takes: all but the key."""
-        definition = self.definition
+        definition = self._engine.definition
         keyed = definition.reads_key and not definition.convention.vectors
         return definition.without_key(example, None)[0] if keyed else example

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.engine import Pipeline, check_is_pipeline
 from fpipe.errors import FpipeError, PipelineError
 from fpipe.inputs.batch import split
+from fpipe.pipelines import Pipeline, check_is_pipeline, engine_of
 from fpipe.program.program import Compute, Free, Program, WaitRecv
 from fpipe.recording import record
 from fpipe.schedule import Action, Op
@@ -99,7 +99,7 @@ def profile(
         # What has nothing to compute, as the backward of a frozen start, costs nothing.
         return [median(found[stage, op] or [0.0]) for stage in stages]
 
-    in_process, replicas = pipe.rank is None, pipe.definition.data is not None
+    in_process, replicas = pipe.rank is None, engine_of(pipe).definition.data is not None
     return Cost(
         f=each(Op.F),
         i=each(Op.I),
@@ -116,7 +116,7 @@ def profile(
 
 def _kinds(pipe: Pipeline, params: Any, arguments: Sequence[Any]) -> tuple[int, ...]:
     """Of the caller's own microbatches, of which one process may know and another not."""
-    definition, microbatches = pipe.definition, pipe.schedule.num_microbatches
+    definition, microbatches = engine_of(pipe).definition, pipe.schedule.num_microbatches
 
     def own() -> tuple[int, ...] | None:
         try:
@@ -126,7 +126,7 @@ def _kinds(pipe: Pipeline, params: Any, arguments: Sequence[Any]) -> tuple[int, 
         except Exception:
             return None  # the first step says what is wrong with it
 
-    every = pipe.together("fpipe.profile", lambda gather: gather(own()))
+    every = engine_of(pipe).together("fpipe.profile", lambda gather: gather(own()))
     told = [kinds for kinds in every if kinds is not None]
     return told[0] if told else (0,) * microbatches
 
@@ -152,7 +152,7 @@ def _check_steps(pipe: Pipeline, steps: Any) -> None:
     number = plain_count(steps)
     right = number is not None
     shown = f"{number if right else steps!r:.60}"
-    everyone = pipe.together("fpipe.profile", lambda gather: gather((right, shown)))
+    everyone = engine_of(pipe).together("fpipe.profile", lambda gather: gather((right, shown)))
     if everyone == [(True, everyone[0][1])] * len(everyone):
         return
     if pipe.rank is None:

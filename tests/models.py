@@ -333,8 +333,8 @@ def piped(
     """A model and its pipeline; those of one model that have equal options share their traces."""
     options = {"compile": False} | options
     model, first = _traced(make, schedule.num_stages, rows, dtype, **options)
-    definition = replace(first.definition, schedule=schedule, group=group)
-    return model, Pipeline(definition, first.workshop)
+    definition = replace(first._engine.definition, schedule=schedule, group=group)
+    return model, Pipeline(definition, first._engine)
 
 
 def plain_pipeline(

@@ -34,7 +34,7 @@ class Callee(Protocol):
 
     Attributes:
         definition: all that it was made from.
-        rank: as in `Pipeline`.
+        rank: as in `Engine`.
         derived: pipelines that calls of this one need, by what makes them differ.
         workshop: what traces and compiles the stages.
     """
@@ -47,7 +47,7 @@ class Callee(Protocol):
     def __init__(self, definition: Definition, *, workshop: Workshop | None = None) -> None: ...
 
     def telling(self, method: str) -> AbstractContextManager[None]:
-        """As in `Pipeline`."""
+        """As in `Engine`."""
 
     def run_step(
         self, *arguments: Any, key: Tensor | None = None, name: str | None = None
@@ -140,7 +140,7 @@ def _kept(
         pipe: the pipeline that keeps it.
         key: hashable.
         make: makes its definition.
-        workshop: as for `Pipeline`.
+        workshop: as for `Engine`.
     """
     if key not in pipe.derived:
         definition = make()

@@ -90,7 +90,7 @@ def tracked_value(pipe: Callee, *arguments: Any, **options: Any) -> Any:
 
     Args:
         pipe: the pipeline.
-        arguments: as in `Pipeline.run_step`.
+        arguments: as in `Engine.run_step`.
         options: the key.
 
     Raises:
@@ -107,7 +107,7 @@ def tracked_step(
     Args:
         pipe: the pipeline.
         wanted: the arguments by which gradients are returned.
-        arguments: as in `Pipeline.run_step`.
+        arguments: as in `Engine.run_step`.
         options: the key.
 
     Returns:
@@ -159,7 +159,7 @@ def tracked_forward(pipe: Callee, *arguments: Any, key: Tensor | None, out_dims:
 
     Args:
         pipe: the pipeline.
-        arguments: as in `Pipeline.run_forward`, as are `key` and `out_dims`.
+        arguments: as in `Engine.run_forward`, as are `key` and `out_dims`.
     """
     leaves, spec = pytree.flatten(arguments)
     if pipe.rank is not None:

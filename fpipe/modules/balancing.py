@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 
 from fpipe import pytree, random
 from fpipe.definition import Definition
-from fpipe.engine import Pipeline
+from fpipe.engine import Engine
 from fpipe.errors import PipelineError, StageError, check_flags, told
 from fpipe.execute.controller import Gather
 from fpipe.inputs.batch import split
@@ -23,6 +23,7 @@ from fpipe.modules.module_loss import Loss, ModuleLoss, definition_of, held_by, 
 from fpipe.modules.module_parts import Part, parts_of
 from fpipe.modules.stage_shares import Balance, Memory, StageShare
 from fpipe.pieces.compiler import Compile
+from fpipe.pipelines import Pipeline
 from fpipe.profiling import profile
 from fpipe.schedule import Schedule
 from fpipe.schedule.arguments import plain_number
@@ -201,7 +202,7 @@ def _on_first_rank(
     choose: Callable[[], Balance], check: Callable[[], None], definition: Definition
 ) -> Balance:
     """Let the first rank of a group choose, while the others wait for it and watch it."""
-    meeting = Pipeline(definition)  # it has no cuts, and never runs
+    meeting = Engine(definition)  # it has no cuts, and never runs
     failure: Exception | None = None
 
     def attempt(action: Callable[[], object]) -> tuple[Any, str]:

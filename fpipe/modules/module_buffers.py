@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from fpipe.checkpoint.checkpoint_reader import Naming, reading
-from fpipe.engine import Pipeline
 from fpipe.errors import BatchError, StageError, a_type
 from fpipe.nn import buffers_of
+from fpipe.pipelines import Pipeline
 from fpipe.random.torch_draws import generators
 
 

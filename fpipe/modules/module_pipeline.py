@@ -15,7 +15,7 @@ from fpipe import pytree
 from fpipe.checkpoint.checkpoint_reader import Naming, reading
 from fpipe.definition import Definition
 from fpipe.dtensors import is_dtensor, local, placements_of
-from fpipe.engine import Pipeline
+from fpipe.engine import Engine
 from fpipe.errors import BatchError, StageError, a_type
 from fpipe.execute.controller import Gather
 from fpipe.execute.gathering import connected
@@ -34,7 +34,7 @@ from fpipe.modules.module_buffers import (
 from fpipe.modules.module_loss import ModuleLoss, with_copied_module
 from fpipe.modules.stage_shares import Balance
 from fpipe.nn import buffers_of, state_of, with_buffers
-from fpipe.plan.workshop import Workshop
+from fpipe.pipelines import Pipeline
 from fpipe.transport.connect import device_of
 
 
@@ -52,7 +52,7 @@ class ModulePipeline(Pipeline):
         self,
         definition: Definition,
         balance: Balance | None = None,
-        workshop: Workshop | None = None,
+        like: Engine | None = None,
     ) -> None:
         # Transforms wrap the loss.
         loss, schedule = unwrap(definition.loss), definition.schedule
@@ -63,7 +63,7 @@ class ModulePipeline(Pipeline):
                 f"the schedule {schedule.name} has {schedule.num_stages}: name one submodule "
                 "between each two stages, or pass cuts=fpipe.cut where the forward calls that"
             )
-        super().__init__(definition, workshop)
+        super().__init__(definition, like)
         self.module = loss.module
         self.cuts = loss.cuts
         self._buffers = loss.buffers
@@ -78,17 +78,17 @@ class ModulePipeline(Pipeline):
         Raises:
             FpipeError: it is copied without its module, or a transform has made it.
         """
-        if id(self.module) not in memo or not isinstance(self.definition.loss, ModuleLoss):
+        if id(self.module) not in memo or not isinstance(self._engine.definition.loss, ModuleLoss):
             self.__reduce_ex__(4)
         # In the memo before the module is copied, for the copy of the module holds it.
         pipe = memo[id(self)] = type(self).__new__(type(self))
-        definition = with_copied_module(self.definition, memo)
+        definition = with_copied_module(self._engine.definition, memo)
         pipe.__init__(definition, self.balance)  # type: ignore[misc]
         return pipe
 
     def _shapes(self, shapes: Any) -> Any:
         # The parameters of an ensemble have other shapes than the module's.
-        if shapes is None and not self.definition.trainable.within:
+        if shapes is None and not self._engine.definition.trainable.within:
             return dict(self.module.named_parameters())
         return super()._shapes(shapes)
 
@@ -129,7 +129,7 @@ class ModulePipeline(Pipeline):
         def maker(names: Sequence[str]) -> Make:
             return lambda wanted: self._fresh(wanted, stored=True)
 
-        return with_buffers(state, whole(self, maker, buffers_of(state)))
+        return with_buffers(state, whole(self._engine, maker, buffers_of(state)))
 
     def load_state(
         self,
@@ -184,11 +184,11 @@ class ModulePipeline(Pipeline):
 
             return make
 
-        return with_buffers(state, whole(self, maker, buffers_of(state)))
+        return with_buffers(state, whole(self._engine, maker, buffers_of(state)))
 
     def _fresh(self, names: Iterable[str], *, stored: bool) -> dict[str, Tensor]:
         """Buffers of these names without a checkpoint: the user's, the module's, or made anew."""
-        device = self.definition.device
+        device = self._engine.definition.device
         numbers = real_buffers(self.module, self._buffers, device, stored=stored)
         held, names = dict(self.module.named_buffers()), set(names)
         refuse_missing(self.module, numbers.keys() | (held.keys() - names))
@@ -247,8 +247,8 @@ class ModulePipeline(Pipeline):
                 self._copy(module, params, state or {}, dtypes)
             return odd
 
-        self.each("load its parameters", check)
-        odd = self.together("pipe.load_into", copy)
+        self._engine.each("load its parameters", check)
+        odd = self._engine.together("pipe.load_into", copy)
         if odd is not None:
             raise refusal(
                 odd,
@@ -270,7 +270,7 @@ class ModulePipeline(Pipeline):
 
     def _copies(self, params: Mapping[str, Tensor]) -> Sample:
         """Numbers of the parameters that this process and others read."""
-        readers = self.readers()
+        readers = self._engine.readers()
         copies = {}
         for leaf, (name, value) in enumerate(_in_order(params)):
             ranks = readers.get((0, leaf), ())
@@ -280,7 +280,7 @@ class ModulePipeline(Pipeline):
 
     def _missing(self, params: Mapping[str, Tensor]) -> BatchError | None:
         """The error if this rank lacks the data of a parameter that the others get from it."""
-        readers = self.readers()
+        readers = self._engine.readers()
         for leaf, path in enumerate(pytree.key_paths(pytree.structure(params))):
             gives = self.rank is None or readers.get((0, leaf), (self.rank,))[0] == self.rank
             if gives and params[path[0]].is_meta:
@@ -308,8 +308,8 @@ class ModulePipeline(Pipeline):
             state: a state, of which every rank has all.
             dtypes: of the parameters, on each rank.
         """
-        group = self.definition.group
-        readers = self.readers()
+        group = self._engine.definition.group
+        readers = self._engine.readers()
         held = dict(module.named_parameters())
         memories = {memory_of(local(parameter)) for parameter in held.values()}
         places = placements_of(pytree.structure(params))

@@ -6,8 +6,8 @@ from os import PathLike
 from typing import Any
 
 from fpipe.checkpoint.checkpoint_writer import Content, PendingSave, absolute
-from fpipe.engine import Pipeline
 from fpipe.errors import FpipeError
+from fpipe.pipelines import Pipeline, engine_of
 from fpipe.savers import savers_of
 from fpipe.training.donation import clones
 from fpipe.training.saving import content_of, load
@@ -62,7 +62,7 @@ class Savable:
                 `save_async` has failed and nobody has waited for it.
         """
         content = self._content(params, state, model_state, step, extra, keep)
-        savers = savers_of(self.pipe.definition, content.tensors)
+        savers = savers_of(engine_of(self.pipe).definition, content.tensors)
         savers.write(absolute(path), content, keep)
 
     def save_async(
@@ -117,7 +117,7 @@ class Savable:
         if self._donate:
             params, state = clones(params, state)
         content = self._content(params, state, model_state, step, extra, keep)
-        savers = savers_of(self.pipe.definition, content.tensors)
+        savers = savers_of(engine_of(self.pipe).definition, content.tensors)
         return savers.start(absolute(path), content, keep)
 
     def load(
@@ -171,7 +171,7 @@ class Savable:
                 )
             return content_of(self.pipe, params, state, model_state, step, extra)
 
-        return self.pipe.each("save its parameters", read)
+        return engine_of(self.pipe).each("save its parameters", read)
 
     def _named_rule(self, method: str) -> LeafByLeaf:
         if isinstance(self._rule, LeafByLeaf):

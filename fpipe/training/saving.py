@@ -24,11 +24,11 @@ from fpipe.checkpoint.checkpoint_writer import (
     beside,
 )
 from fpipe.dtensors import placements_of
-from fpipe.engine import Pipeline
 from fpipe.errors import BatchError, FpipeError, few, told
 from fpipe.holding import names_of, saved
 from fpipe.modules.module_pipeline import ModulePipeline
 from fpipe.nn import buffers_of, state_of
+from fpipe.pipelines import Pipeline, engine_of
 from fpipe.training.stored_trees import described, joined, tree_of
 from fpipe.training.train_step import TrainState
 
@@ -73,7 +73,7 @@ def content_of(
     pipe: Pipeline, params: Any, state: TrainState, model_state: Any, step: Any, extra: Any
 ) -> Content:
     """What `Trainer.save` writes; arguments and errors are those of it."""
-    leaves = saved(pipe, params)
+    leaves = saved(engine_of(pipe), params)
     moments = _moments_by_name(params, state)
     buffers, described_state = _named_state(pipe, model_state)
     tensors = {f"params.{name}": leaf for name, leaf in leaves.items()}
@@ -111,8 +111,8 @@ def load(
     source = absolute(path)
     if not source.exists() and beside(source).exists():
         source = beside(source)
-    facts = pipe.each("read its checkpoint", lambda: _read_facts(source))
-    has_state = pipe.definition.has_state
+    facts = engine_of(pipe).each("read its checkpoint", lambda: _read_facts(source))
+    has_state = engine_of(pipe).definition.has_state
     if has_state:
         model_state = _load_state(pipe, source, facts, like_state)
         example = (model_state, *example) if example else ()
@@ -122,7 +122,9 @@ def load(
     params = pipe.load(
         source, *example, shapes=shapes, rename=lambda name: f"params.{name}", strict=False
     )
-    moments = pipe.each("read its checkpoint", lambda: _moments(pipe, rule, source, facts, params))
+    moments = engine_of(pipe).each(
+        "read its checkpoint", lambda: _moments(pipe, rule, source, facts, params)
+    )
     common = (params, TrainState(facts["steps"], moments), facts["step"], facts["extra"])
     return SavedState(*common, model_state) if has_state else Saved(*common)
 
@@ -233,7 +235,7 @@ def _named_state(pipe: Pipeline, state: Any) -> tuple[dict[str, Tensor], Any]:
     Raises:
         FpipeError: the pipeline declares none, and there is one, or the other way round.
     """
-    if pipe.definition.has_state != (state is not None):
+    if engine_of(pipe).definition.has_state != (state is not None):
         raise FpipeError(
             "model_state is missing: pass the one that the last step has returned, for the "
             "pipeline has has_state=True"
@@ -265,5 +267,5 @@ def _load_state(pipe: Pipeline, source: Path, facts: Any, like: Any) -> Any:
         state = state_of(pipe.module)
         return {name: state[name] for name in stored if name in state}
 
-    wanted = pipe.each("read its checkpoint", shapes)
+    wanted = engine_of(pipe).each("read its checkpoint", shapes)
     return pipe.load_state(source, shapes=wanted, rename=lambda name: f"model_state.{name}")

@@ -16,11 +16,11 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.autograd.levels import is_within
 from fpipe.convention import DEFERRED, PLAIN, STATE
-from fpipe.engine import Pipeline, check_is_pipeline
 from fpipe.errors import FpipeError, a_type, check_choice
 from fpipe.inputs.params import Move
 from fpipe.inputs.signature import Goal
 from fpipe.outcome import Outcome
+from fpipe.pipelines import Pipeline, check_is_pipeline, engine_of
 from fpipe.plan.gradient_kinds import home_of
 from fpipe.program.program import Program
 from fpipe.torch_internals import innermost_value, is_transformed
@@ -152,7 +152,7 @@ class Trainer(Savable):
                 grads, state.moments, params, _number(state.steps), named
             )
         after = TrainState(state.steps + 1, moments)
-        kind = self.pipe.definition
+        kind = engine_of(self.pipe).definition
         model_state = result.state if kind.has_state else None
         aux = result.aux if kind.has_aux else None
         return self._returned(result.loss, moved, after, norm, model_state, aux)
@@ -169,7 +169,7 @@ class Trainer(Savable):
                 "(torch.func.vmap(init), torch.func.vmap(update)) and fpipe.vmap(trainer.pipe)"
             )
         pipe, rule = transform(self.pipe), self._rule.of_members()
-        alone = pipe.definition.alone
+        alone = engine_of(pipe).definition.alone
         if alone is None or alone.in_dims[0] != 0:
             raise FpipeError(
                 "in_dims of fpipe.vmap(trainer) must stack all parameters along dimension 0, as "
@@ -179,7 +179,7 @@ class Trainer(Savable):
 
     def _norm(self, grads: Any) -> Tensor:
         """The norm of the gradients; of an ensemble's, one for each member."""
-        if self.pipe.definition.alone is None:
+        if engine_of(self.pipe).definition.alone is None:
             return global_norm(grads, pipe=self.pipe)
         members = len(pytree.flatten(grads)[0][0])
         parts = (pytree.tree_map(lambda g, m=m: g[m], grads) for m in range(members))
@@ -201,7 +201,7 @@ class Trainer(Savable):
             rule, before = self._rule, _number(state.steps)
             step = rule.step(state.moments, params, before, named, in_place=True)
             result = self.pipe.step(params, *arguments, key=key, **passed)
-            kind = self.pipe.definition
+            kind = engine_of(self.pipe).definition
             loss, model_state = result.loss, result.state if kind.has_state else None
             aux = result.aux if kind.has_aux else None
             grads, norm, scale = [result.grads], None, None
@@ -221,7 +221,7 @@ class Trainer(Savable):
         Args:
             hyper: values of hyperparameters.
         """
-        definition = self.pipe.definition
+        definition = engine_of(self.pipe).definition
         plain = (
             self._clip != "wait"
             and not self._donate
@@ -258,7 +258,7 @@ class Trainer(Savable):
             return steps[0].states, steps[0].move
 
         with torch.no_grad():
-            outcome = self.pipe.run_updating(
+            outcome = engine_of(self.pipe).run_updating(
                 read, params, *arguments, key=key, clips=clips, **passed
             )
             [step] = steps
@@ -299,7 +299,7 @@ class Trainer(Savable):
         aux: Any,
     ) -> Any:
         """The named tuple of all that the pipeline declares."""
-        kind = self.pipe.definition
+        kind = engine_of(self.pipe).definition
         common = (loss, params, state, norm)
         if kind.has_state and kind.has_aux:
             return TrainStepStateAux(*common, model_state, aux)
@@ -319,7 +319,7 @@ class Trainer(Savable):
         within = self._rule_within(()) is not None
         clips = self._max_norm is not None
         goal: Goal = ("clip" if clips else "update") if within else "step"
-        return self.pipe.programs_for(goal, params, *arguments, key=key, **named)
+        return engine_of(self.pipe).programs(goal, params, *arguments, key=key, **named)
 
 
 def train(
@@ -379,9 +379,10 @@ def train(
         (2.0, 1.4142135381698608, True, 1)
     """
     check_is_pipeline("pipe", pipe, "fpipe.train")
-    if pipe.definition.argnums != "params":
+    argnums = engine_of(pipe).definition.argnums
+    if argnums != "params":
         raise FpipeError(
-            f"pipe has argnums={pipe.definition.argnums!r}: fpipe.train takes one whose gradients "
+            f"pipe has argnums={argnums!r}: fpipe.train takes one whose gradients "
             "are by the parameters alone"
         )
     if max_norm is not None:
@@ -409,12 +410,13 @@ def _rule(pipe: Pipeline, optimizer: Any, groups: Groups | None, hyper: dict[str
         hyper = optimizer.keywords | hyper
         optimizer = optimizer.func
 
-    updates = Updates(optimizer, hyper, kernels_of(pipe.definition.compile))
+    definition = engine_of(pipe).definition
+    updates = Updates(optimizer, hyper, kernels_of(definition.compile))
 
     def trained(spec: optree.PyTreeSpec) -> list[bool]:
         """Transforms put other things beside parameters, which the caller's have not."""
-        choice = replace(pipe.definition.trainable, within=())
-        if pipe.definition.function:
+        choice = replace(definition.trainable, within=())
+        if definition.function:
             return list(choice.flags([spec], shared=True)[0])
         flags = choice.flags(spec.children(), shared=False)
         return [flag for part in flags for flag in part]

@@ -10,13 +10,14 @@ from fpipe import pytree
 from fpipe.autograd.history import OF_DUALS, is_tracked, without_history
 from fpipe.autograd.levels import is_within
 from fpipe.convention import Dual
-from fpipe.engine import OWN, Pipeline
+from fpipe.engine import OWN
 from fpipe.errors import BatchError
 from fpipe.functional.dual import derivative
 from fpipe.functional.stagewise import refuse_argnums
 from fpipe.inputs.signature import Goal
+from fpipe.pipelines import Pipeline
 from fpipe.program.program import Program
-from fpipe.transforms.wrapped_pipelines import Wrapping, check_pipeline
+from fpipe.transforms.wrapped_pipelines import Wrapping, definition_of
 
 
 class Jvp(NamedTuple):
@@ -68,10 +69,6 @@ class Directional(Wrapping):
     None for leaves without a derivative. Its leaves for parameters that are not trained are not
     read: their direction is 0. If the pipeline has other ``argnums``, a vector has their structure:
     a direction of the batch, or a tuple of both, with None in place of one that does not move.
-
-    Attributes:
-        definition: all that it was made from.
-        pipeline: the pipeline of dual stages that it runs.
     """
 
     def step(self, params: Any, batch: Any, vector: Any, key: Tensor | None = None) -> Any:
@@ -104,9 +101,9 @@ class Directional(Wrapping):
             (9.0, 6.0, 20.0)
         """
         vectors = self._vectors_of_call("step", vector)
-        loss, duals, *aux = self.pipeline.run_step(params, batch, *vectors, key=key)
-        pairs = map(_grad_and_product, self.definition.for_each(duals), vectors)
-        grads, products = map(self.definition.asked, zip(*pairs, strict=True))
+        loss, duals, *aux = self._engine.run_step(params, batch, *vectors, key=key)
+        pairs = map(_grad_and_product, self._engine.definition.for_each(duals), vectors)
+        grads, products = map(self._engine.definition.asked, zip(*pairs, strict=True))
         results = Hvp(loss.primal, grads, products)
         return HvpAux(*results, *aux) if aux else results
 
@@ -127,7 +124,7 @@ class Directional(Wrapping):
             Jvp(loss=tensor(9.), jvp=tensor(60.))
         """
         vectors = self._vectors_of_call("value", vector)
-        loss: Dual = self.pipeline.run_value(params, batch, *vectors, key=key)
+        loss: Dual = self._engine.run_value(params, batch, *vectors, key=key)
         return Jvp(*loss)
 
     def forward(
@@ -157,31 +154,35 @@ class Directional(Wrapping):
             (tensor([3., 3.]), tensor([10., 10.]))
         """
         vectors = self._vectors_of_call("forward", vector)
-        dims = self.definition.out_dims if out_dims is OWN else out_dims
-        outputs = self.pipeline.run_forward(params, batch, *vectors, key=key, out_dims=dims)
+        dims = self._engine.definition.out_dims if out_dims is OWN else out_dims
+        outputs = self._engine.run_forward(params, batch, *vectors, key=key, out_dims=dims)
         leaves = pytree.flatten((params, batch, vectors))[0]
         if not is_within() and is_tracked(leaves):
             outputs = without_history(outputs, leaves, OF_DUALS)
-        return outputs._replace(loss=Jvp(*outputs.loss)) if self.definition.function else outputs
+        return (
+            outputs._replace(loss=Jvp(*outputs.loss))
+            if self._engine.definition.function
+            else outputs
+        )
 
     def programs(self, params: Any, batch: Any, vector: Any) -> tuple[Program, ...]:
         """The program of each rank, as `Pipeline.programs` returns them."""
-        return self.pipeline.programs(params, batch, *self._vectors(vector))
+        return self._pipeline.programs(params, batch, *self._vectors(vector))
 
     def _vectors_of_call(self, goal: Goal, vector: Any) -> tuple[Any, ...]:
         """The direction of each argument that may move; if they are wrong, on every rank."""
-        return self.pipeline.told(goal, lambda: self._vectors(vector))
+        return self._engine.told(goal, lambda: self._vectors(vector))
 
     def _vectors(self, vector: Any) -> tuple[Any, ...]:
-        wanted = self.definition.wanted
-        vectors = self.definition.for_each(vector)
+        wanted = self._engine.definition.wanted
+        vectors = self._engine.definition.for_each(vector)
         if not isinstance(vectors, tuple) or len(vectors) != len(wanted):
             raise BatchError(
                 f"vector={vector!r:.60} must be a tuple of {len(wanted)}, one direction for each "
                 f"of ({', '.join(wanted)}), or None for one that does not move"
             )
         # A process without a part of the batch has no direction of it either.
-        has_all = self.pipeline.rank is None or "batch" not in wanted
+        has_all = self.rank is None or "batch" not in wanted
         if has_all and all(direction is None for direction in vectors):
             raise BatchError(f"vector={vector!r} moves nothing: give one direction at least")
         return vectors
@@ -224,8 +225,8 @@ def jvp(pipe: Pipeline) -> Directional:
         >>> fpipe.jvp(pipe).value(params, torch.ones(4), vector)
         Jvp(loss=tensor(6.), jvp=tensor(3.))
     """
-    check_pipeline("jvp", pipe)
-    return Directional(derivative("jvp", pipe.definition, pipe.definition.wanted))
+    definition = definition_of("jvp", pipe)
+    return Directional(derivative("jvp", definition, definition.wanted))
 
 
 def hvp(pipe: Pipeline) -> Directional:
@@ -259,8 +260,8 @@ def hvp(pipe: Pipeline) -> Directional:
         >>> loss.item(), [g.item() for g in grads], [h.item() for h in product]
         (6.0, [3.0, 2.0], [0.0, 1.0])
     """
-    check_pipeline("hvp", pipe)
-    return Directional(derivative("hvp", pipe.definition, pipe.definition.wanted))
+    definition = definition_of("hvp", pipe)
+    return Directional(derivative("hvp", definition, definition.wanted))
 
 
 def ggnvp(pipe: Pipeline) -> Directional:
@@ -292,8 +293,6 @@ def ggnvp(pipe: Pipeline) -> Directional:
         >>> fpipe.ggnvp(pipe).step(params, torch.ones(4), vector).hvp
         [tensor(18.), tensor(12.)]
     """
-    check_pipeline("ggnvp", pipe)
-    refuse_argnums(
-        "ggnvp", pipe.definition, "fpipe.hvp(fpipe.grad(pipe, argnums)) is of the Hessian"
-    )
-    return Directional(derivative("ggnvp", pipe.definition, ("params",), gauss_newton=True))
+    definition = definition_of("ggnvp", pipe)
+    refuse_argnums("ggnvp", definition, "fpipe.hvp(fpipe.grad(pipe, argnums)) is of the Hessian")
+    return Directional(derivative("ggnvp", definition, ("params",), gauss_newton=True))

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fpipe.definition import Alone, Definition
-from fpipe.engine import Pipeline
+from fpipe.definition import Alone
 from fpipe.errors import StageError, check_choice
 from fpipe.functional.ensemble import ensemble
 from fpipe.functional.example_rows import norms_of_rows, rows_as_examples
 from fpipe.functional.stagewise import RANDOMNESS, refuse_argnums
+from fpipe.pipelines import Pipeline
 from fpipe.program.program import Program
 from fpipe.schedule.arguments import plain_integer
-from fpipe.transforms.wrapped_pipelines import PT, P, Wrapping, check_pipeline
+from fpipe.transforms.wrapped_pipelines import PT, P, Wrapping, definition_of
 
 
 def vmap(
@@ -69,9 +69,8 @@ def vmap(
         options: Any = {"randomness": randomness, "axis_size": axis_size}
         trainer: PT = pipe.of_members(lambda own: vmap(own, in_dims, **options))
         return trainer
-    check_pipeline("vmap", pipe)
     alone: Any = pipe
-    definition: Definition = alone.definition
+    definition = definition_of("vmap", alone)
     refuse_argnums(
         "vmap", definition, "choose argnums last, as in fpipe.grad(fpipe.vmap(pipe), argnums)"
     )
@@ -127,12 +126,7 @@ class ExampleNormsAux(NamedTuple):
 
 
 class NormPipeline(Wrapping):
-    """A pipeline that returns norms of gradients; `fpipe.per_example_norms` makes one.
-
-    Attributes:
-        definition: all that it was made from.
-        pipeline: the pipeline that it runs.
-    """
+    """A pipeline that returns norms of gradients; `fpipe.per_example_norms` makes one."""
 
     def step(self, params: Any, batch: Any, key: Tensor | None = None) -> Any:
         """Loss and gradient norm of each example, in the order of the rows of the batch.
@@ -154,16 +148,16 @@ class NormPipeline(Wrapping):
             >>> losses.tolist(), norms.tolist()
             ([9.0, 36.0], [6.0, 24.0])
         """
-        loss, norms, *aux = self.pipeline.run_step(params, batch, key=key)
+        loss, norms, *aux = self._engine.run_step(params, batch, key=key)
         return ExampleNormsAux(loss, norms, *aux) if aux else ExampleNorms(loss, norms)
 
     def value(self, params: Any, batch: Any, key: Tensor | None = None) -> Tensor:
         """The loss of each example; runs forward only. Arguments are those of `step`."""
-        return self.pipeline.value(params, batch, key)
+        return self._pipeline.value(params, batch, key)
 
     def programs(self, params: Any, batch: Any) -> tuple[Program, ...]:
         """The program of each rank, as `Pipeline.programs` returns them."""
-        return self.pipeline.programs(params, batch)
+        return self._pipeline.programs(params, batch)
 
 
 def per_example_grads(pipe: P, *, randomness: str = "error") -> P:
@@ -199,8 +193,8 @@ def per_example_grads(pipe: P, *, randomness: str = "error") -> P:
         >>> loss.tolist(), grads[0].tolist()
         ([6.0, 60.0, 600.0], [3.0, 30.0, 300.0])
     """
-    check_pipeline("per_example_grads", pipe)
-    return type(pipe)(rows_as_examples("per_example_grads", pipe.definition, randomness))
+    definition = definition_of("per_example_grads", pipe)
+    return type(pipe)(rows_as_examples("per_example_grads", definition, randomness))
 
 
 def per_example_norms(pipe: Pipeline, *, randomness: str = "error") -> NormPipeline:
@@ -234,5 +228,5 @@ def per_example_norms(pipe: Pipeline, *, randomness: str = "error") -> NormPipel
         >>> fpipe.per_example_norms(pipe).step(params, batch).norms.tolist()
         [5.0, 50.0, 500.0]
     """
-    check_pipeline("per_example_norms", pipe)
-    return NormPipeline(norms_of_rows("per_example_norms", pipe.definition, randomness))
+    definition = definition_of("per_example_norms", pipe)
+    return NormPipeline(norms_of_rows("per_example_norms", definition, randomness))

@@ -13,9 +13,10 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.current import in_use
 from fpipe.dtensors import add_over_meshes, placements_of
-from fpipe.engine import Pipeline, check_is_pipeline
+from fpipe.engine import Engine
 from fpipe.errors import FpipeError, a_type
 from fpipe.execute.header import NORMS, Addend
+from fpipe.pipelines import Pipeline, check_is_pipeline, engine_of
 from fpipe.transforms.wrapped_pipelines import Wrapping
 
 
@@ -133,9 +134,7 @@ def _norm(grads: Any, pipe: Pipeline | Wrapping | None, check: Callable[[], None
         check: raises if another argument is wrong; the rank on which it does tells the others.
     """
     pipeline = pipe or in_use()
-    if isinstance(pipeline, Wrapping):
-        pipeline = pipeline.pipeline
-    if pipeline is not None:
+    if pipeline is not None and not isinstance(pipeline, Wrapping):
         check_is_pipeline("pipe", pipeline, "fpipe.global_norm")
 
     def read() -> tuple[Tensor, bool]:
@@ -149,17 +148,17 @@ def _norm(grads: Any, pipe: Pipeline | Wrapping | None, check: Callable[[], None
     if pipeline is None or pipeline.rank is None:
         squares, is_wide = read()
     else:
-        squares, is_wide = _over_ranks(pipeline, grads, read)
+        squares, is_wide = _over_ranks(engine_of(pipeline), grads, read)
     return squares.sum().sqrt().to(torch.float64 if is_wide else torch.float32)
 
 
 def _over_ranks(
-    pipeline: Pipeline, grads: Any, read: Callable[[], tuple[Tensor, bool]]
+    engine: Engine, grads: Any, read: Callable[[], tuple[Tensor, bool]]
 ) -> tuple[Tensor, bool]:
     """Squares whose sum is that of all ranks, and whether any rank has a leaf of double precision.
 
     Args:
-        pipeline: over a process group.
+        engine: of a pipeline over a process group.
         grads: of this rank.
         read: the squares of the leaves of this rank, and whether any of them is so.
     """
@@ -170,15 +169,13 @@ def _over_ranks(
         squares_here.append(squares)
         return Addend(squares.sum().item(), is_wide)
 
-    total, is_wide = pipeline.add_up_marked(
-        addend, deed="take the norm of its gradients", call=NORMS
-    )
+    total, is_wide = engine.add_up(addend, deed="take the norm of its gradients", call=NORMS)
     [squares] = squares_here
-    if not pipeline.definition.function:
+    if not engine.definition.function:
         return squares.new_tensor([total]), is_wide
     paths = pytree.paths(pytree.structure(grads))
     by_path = dict(zip(paths, squares.tolist(), strict=True))
-    each = _each_once(pipeline.together(NORMS, lambda gather: gather(by_path)))
+    each = _each_once(engine.together(NORMS, lambda gather: gather(by_path)))
     # In the order in which one process adds them up, so that the bits are the same.
     return squares.new_tensor([each[path] for path in sorted(each)]), is_wide
 

@@ -8,7 +8,7 @@ from typing import Any
 from fpipe.definition import ARGUMENTS
 from fpipe.errors import StageError
 from fpipe.functional.pullback import pullback
-from fpipe.transforms.wrapped_pipelines import P, check_pipeline
+from fpipe.transforms.wrapped_pipelines import P, definition_of
 
 
 def grad(pipe: P, argnums: Any = "params") -> P:
@@ -46,14 +46,13 @@ def grad(pipe: P, argnums: Any = "params") -> P:
         >>> fpipe.grad(pipe, "batch").step(params, batch).grads
         tensor([6., 6., 6.])
     """
-    check_pipeline("grad", pipe)
+    definition = definition_of("grad", pipe)
     names = argnums if isinstance(argnums, tuple) else (argnums,)
     if not names or any(name not in ARGUMENTS or names.count(name) > 1 for name in names):
         raise StageError(
             f"argnums={argnums!r:.60} must be 'params', 'batch' or a tuple of both, such as "
             "('params', 'batch'): names, for a state may come between the two"
         )
-    definition = pipe.definition
     if definition.convention.vectors or definition.sink.join is not None:
         raise StageError(
             "fpipe.grad of a pipeline that takes a vector or goes by rows is not defined: choose "
@@ -109,5 +108,5 @@ def vjp(pipe: P) -> P:
         >>> product.item(), [g.item() for g in grads]
         (-6.0, [-3.0, -2.0])
     """
-    check_pipeline("vjp", pipe)
-    return type(pipe)(pullback(pipe.definition, pipe.definition.out_dims))
+    definition = definition_of("vjp", pipe)
+    return type(pipe)(pullback(definition, definition.out_dims))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol, Self, TypeVar
 
 from fpipe.definition import Definition
-from fpipe.engine import Pipeline
+from fpipe.engine import Engine
 from fpipe.errors import StageError, a_type
+from fpipe.pipelines import Pipeline, engine_of
 from fpipe.schedule import Schedule
 
 
 class Transformable(Protocol):
     """A pipeline of any kind: a transform makes another one of a definition alone."""
 
-    definition: Definition
+    _engine: Engine
 
     def __init__(self, definition: Definition) -> None: ...
 
@@ -30,17 +32,19 @@ P = TypeVar("P", bound=Transformable)
 PT = TypeVar("PT", bound=Transformable | Trained)
 
 
-def check_pipeline(transform: str, pipe: Any) -> None:
-    """Refuse what is no pipeline.
+def definition_of(transform: str, pipe: Transformable) -> Definition:
+    """The definition of what a transform was given.
 
     Raises:
-        StageError: names the transform.
+        StageError: it is no pipeline; names the transform.
     """
-    if not isinstance(getattr(pipe, "definition", None), Definition):
+    engine = getattr(pipe, "_engine", None)
+    if not isinstance(engine, Engine):
         raise StageError(
             f"pipe={pipe!r:.60} is {a_type(pipe)}: fpipe.{transform} takes a pipeline, "
             "which fpipe.pipeline(...) makes, and gives another"
         )
+    return engine.definition
 
 
 class Wrapping:
@@ -48,28 +52,25 @@ class Wrapping:
 
     Args:
         definition: as for `Pipeline`.
-        pipeline: one that was made from it, if there is one.
+        like: as for `Pipeline`.
 
     Attributes:
-        definition: all that it was made from.
-        pipeline: the pipeline that it runs.
-        schedule: the schedule of that.
-        rank: the rank of that.
+        schedule: what it runs.
+        rank: the rank that this process drives; None if it drives all of them.
     """
 
-    def __init__(self, definition: Definition, pipeline: Pipeline | None = None) -> None:
-        self.definition = definition
-        self.pipeline = pipeline or Pipeline(definition)
-        self.schedule, self.rank = self.pipeline.schedule, self.pipeline.rank
+    def __init__(self, definition: Definition, like: Engine | None = None) -> None:
+        self._pipeline = Pipeline(definition, like)
+        self._engine = engine_of(self._pipeline)
+        self.schedule, self.rank = self._engine.schedule, self._engine.rank
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.pipeline!r}>"
+        return f"<{type(self).__name__} {self._pipeline!r}>"
 
     def with_schedule(self, schedule: Schedule) -> Self:
         """The same under another schedule, as `Pipeline.with_schedule`."""
-        pipe = self.pipeline.with_schedule(schedule)
-        return type(self)(pipe.definition, pipe)
+        return type(self)(replace(self._engine.definition, schedule=schedule), like=self._engine)
 
     def local(self, params: Any) -> Any:
         """Parameters, or a vector, without those of other processes, as `Pipeline.local`."""
-        return self.pipeline.local(params)
+        return self._engine.local(params)

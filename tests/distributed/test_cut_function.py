@@ -112,7 +112,7 @@ def many_orders(group: dist.ProcessGroup | None) -> list[Tensor]:
     """Losses of microbatches in many orders, with room for two plans, after calls that fail."""
     lengths = test_microbatches
     pipe = lengths.pipe_of(schedules.zb_h1(ranks=3, microbatches=4), group)
-    controller: Any = pipe._controller
+    controller: Any = pipe._engine._controller
     if group is not None:
         controller._calls._agreed = Latest(2)
     controller.planner._plans = Latest(2)

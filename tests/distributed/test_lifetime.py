@@ -32,7 +32,7 @@ def make_and_drop(group: dist.ProcessGroup, victim: int | None) -> tuple[bool, i
             trap.arm("boom", 0)
         failed = attempt(pipe.step, params, model.batch).failure is not None
         assert failed == (victim is not None)
-        return weakref.ref(pipe._controller)
+        return weakref.ref(pipe._engine._controller)
 
     before = threading.enumerate()
     use()  # what is imported on the way is there to stay
@@ -62,7 +62,7 @@ def refuse_and_drop(group: dist.ProcessGroup) -> bool:
         # One that cannot be traced: the stages want other columns.
         thin = {name: leaf[:, :1] for name, leaf in model.batch.items()}
         assert attempt(pipe.step, params, thin).failure is not None
-        return weakref.ref(pipe._controller)
+        return weakref.ref(pipe._engine._controller)
 
     use()
     gc.collect()
@@ -95,7 +95,7 @@ def buffers_of_steps(group: dist.ProcessGroup) -> list[list[int]]:
     schedule = schedules.zbv(ranks=2, microbatches=6)
     model = model_of("mlp", schedule.num_stages, 12)
     pipe = pipeline(group, model, schedule)
-    controller: Any = pipe._controller
+    controller: Any = pipe._engine._controller
     kept: dict[Any, list[Tensor]] = controller._transports[0]._buffers._kept
     found = []
     for _ in range(4):

@@ -59,7 +59,7 @@ def replica_of(batch: Any, mesh: DeviceMesh) -> Any:
 
 def weight_of(batch: Any, pipe: Pipeline) -> Tensor:
     """What the mean is over: rows, or those that count."""
-    if pipe.definition.reduction == "weighted":
+    if pipe._engine.definition.reduction == "weighted":
         return masked(batch["y"], batch)[1].double()
     leaf: Tensor = next(iter(batch.values()))
     return torch.tensor(float(len(leaf)), dtype=torch.float64)

@@ -62,7 +62,7 @@ def own_channels(group: dist.ProcessGroup) -> list[Any]:
     model = model_of("mlp", 2, 4)
     pipe = pipeline(group, model, fpipe.schedules.one_f_one_b(ranks=2, microbatches=2))
     pipe.step(pipe.local(model.params), model.batch)
-    controller: Any = pipe._controller
+    controller: Any = pipe._engine._controller
     channels: dict[Any, Any] = controller._transports[0]._channels
     cpu = torch.device("cpu")
     shared: Any = group._get_backend(cpu).options
@@ -86,7 +86,7 @@ def channels_of_two(group: dist.ProcessGroup) -> list[bool]:
 
     def channels(pipe: fpipe.Pipeline) -> dict[Any, Any]:
         pipe.step(pipe.local(model.params), model.batch)
-        controller: Any = pipe._controller
+        controller: Any = pipe._engine._controller
         own: dict[Any, Any] = controller._transports[0]._channels
         return own
 

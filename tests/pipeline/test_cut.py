@@ -322,7 +322,7 @@ def test_assignment_to_a_slice_moves_no_cut() -> None:
     schedule = fpipe.schedules.zb_h1(ranks=2, microbatches=2)
     pipe = fpipe.pipeline(loss_fn, schedule=schedule, compile=False)
     loss, grads = pipe.step(params, torch.ones(4, 3))
-    assert pipe.readers() == {(0, 0): (1,), (0, 1): (0,), (0, 2): (0,)}
+    assert pipe._engine.readers() == {(0, 0): (1,), (0, 1): (0,), (0, 2): (0,)}
     expected, whole = torch.func.grad_and_value(loss_fn)(params, torch.ones(4, 3))
     torch.testing.assert_close((loss, grads), (whole, expected))
 

@@ -129,7 +129,9 @@ def test_a_pipeline_with_a_key_within_keyed() -> None:
     given = [torch.ones(()), torch.ones(())], torch.ones(4)
     expected = pipe.value(*given, key=random.key(1))
 
-    again = fpipe.pipeline(pipe.definition.stages, pipe.definition.loss, TWO, compile=False)
+    again = fpipe.pipeline(
+        pipe._engine.definition.stages, pipe._engine.definition.loss, TWO, compile=False
+    )
     for seed in (2, 3):
         with keyed(random.key(seed)):
             assert torch.equal(again.value(*given, key=random.key(1)), expected)

@@ -41,7 +41,7 @@ BY_NAME: dict[str, Callable[[Any], Any]] = {
 
 
 def vectors_of(pipe: Any) -> int:
-    return len(pipe.definition.convention.vectors)
+    return len(pipe._engine.definition.convention.vectors)
 
 
 def composed(chain: Sequence[str]) -> Any:

@@ -229,7 +229,7 @@ def test_readers_of_an_ensemble_are_those_of_a_member() -> None:
     ensemble = fpipe.vmap(NETWORK)
     for pipe, params in ((NETWORK, WEIGHTS), (ensemble, MEMBERS)):
         pipe.value(params, ROWS)
-        assert pipe.readers() == {(0, 0): (0,), (0, 1): (1,)}
+        assert pipe._engine.readers() == {(0, 0): (0,), (0, 1): (1,)}
 
 
 def test_backward_through_a_value_of_a_cut_function() -> None:

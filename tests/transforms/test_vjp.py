@@ -219,7 +219,7 @@ def test_derived_pipeline_is_kept_by_its_out_dims() -> None:
         first, second = pipe.forward([w], x, out_dims=Pair(0, 1)).both
         assert second.shape == (3, 4)
         (first.sum() + second.sum()).backward()
-    assert len(pipe.derived) == 1
+    assert len(pipe._engine.derived) == 1
 
 
 def test_forward_without_autograd_has_no_history() -> None:
