@@ -1,7 +1,8 @@
 """A compiler that runs graphs as they are, and holds values to the strides they were traced with.
 
-Inductor writes strides into its kernels and checks none of them, so a value that lies otherwise is
-read wrongly and in silence. Here it is an error, without the seconds that Inductor takes.
+Inductor writes strides into its kernels and checks none of them, so a value that lies otherwise, or
+that torch has yet to conjugate or negate, is read wrongly and in silence. Here it is an error,
+without the seconds that Inductor takes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def laid_out(
         for name, value, example in zip(places, given, examples, strict=True):
             found, wanted = look(value), look(example)
             assert found == wanted, f"{name} comes as {found} and was traced as {wanted}"
+            assert not (value.is_conj() or value.is_neg()), f"{name} is no memory as it lies"
         # Kernels may lay out their results otherwise than the abstract ones; Inductor's do not.
         return [
             value

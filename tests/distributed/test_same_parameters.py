@@ -13,6 +13,7 @@ import fpipe
 from fpipe import schedules
 from tests.distributed.actors import Group
 from tests.distributed.crew import Crew, Outcome, attempt, values
+from tests.laid_out import laid_out
 from tests.models import assert_same, rand
 
 SCHEDULE = schedules.one_f_one_b(ranks=2, microbatches=2)
@@ -62,7 +63,7 @@ def test_parameters_that_are_others_on_one_rank(crew: Crew) -> None:
         assert_same(answers[-1].value.loss, pipe_of(None).step(*problem()).loss)
 
 
-def step_of_own(group: Group, compile: bool) -> fpipe.Step:
+def step_of_own(group: Group, compile: Any) -> fpipe.Step:
     """Each rank holds what it reads alone, made in other strides or dtypes than the shapes say."""
     params, batch = problem()
     params["b"] = params["b"].T.contiguous().T.float()
@@ -74,10 +75,8 @@ def step_of_own(group: Group, compile: bool) -> fpipe.Step:
     return pipe_of(group, compile=compile).step(params, batch)
 
 
-@pytest.mark.parametrize(
-    "compile", [False, pytest.param(True, marks=pytest.mark.inductor)], ids=["plain", "compiled"]
-)
-def test_parameters_without_data_do_not_count(crew: Crew, compile: bool) -> None:
+@pytest.mark.parametrize("compile", [False, laid_out], ids=["plain", "compiled"])
+def test_parameters_without_data_do_not_count(crew: Crew, compile: Any) -> None:
     """Kernels were compiled for strides that the first rank had been told of."""
     expected = step_of_own(None, False)
     for rank, step in enumerate(values(crew.run(step_of_own, compile, ranks=range(2)))):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe import Action, BatchError, PipelineError, Schedule, ScheduleError, schedules
+from tests.laid_out import laid_out
 from tests.models import (
     Model,
     apply,
@@ -129,11 +130,10 @@ def test_stage_returns_a_view_or_strided_tensor(shape: Callable[[Tensor], Tensor
     check_shaper(shape)
 
 
-@pytest.mark.inductor
 def test_compiled_stage_returns_a_view_or_strided_tensor() -> None:
     # Compiled pieces do not check strides, neither of activations nor of their gradients.
-    for shape in (transposed, expanded):
-        check_shaper(shape, compile=True, microbatches=1)
+    for shape in SHAPERS:
+        check_shaper(shape, compile=laid_out, microbatches=1)
 
 
 def check_shaper(shape: Callable[[Tensor], Tensor], **options: Any) -> None:

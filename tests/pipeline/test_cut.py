@@ -25,6 +25,7 @@ from tests.cut_model import (
     make_network,
     make_params,
 )
+from tests.laid_out import laid_out
 from tests.models import assert_identical, assert_same, rand
 
 
@@ -508,13 +509,13 @@ def test_devices_of_one_function(params: Any, batch: Any) -> None:
         fpipe.pipeline(language_model, schedule=schedule, devices=["cpu", "meta"])
 
 
-@pytest.mark.inductor
 def test_cut_function_compiles(params: Any, batch: Any) -> None:
     single = {key: value for key, value in params.items() if key != "count"}
     pipe = fpipe.pipeline(
         language_model,
         schedule=fpipe.schedules.one_f_one_b(ranks=4, microbatches=1),
         in_dims=IN_DIMS,
+        compile=laid_out,
     )
     loss, grads = pipe.step(params, batch)
     expected_grads, expected = reference(params, batch)

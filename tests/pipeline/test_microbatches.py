@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import fpipe
 from fpipe import BatchError, Microbatches, Schedule, pytree, random, schedules
 from fpipe.plan.latest import Latest
+from tests.laid_out import laid_out
 from tests.models import assert_same, rand
 
 Tree = dict[str, Any]
@@ -209,13 +210,13 @@ def test_parts_of_one_shape_are_those_of_a_batch_that_is_split() -> None:
     assert len(pipe._engine.workshop._chains) == 1
 
 
-@pytest.mark.inductor
 def test_compiled() -> None:
     params, batch, _ = make_mixed()
     xs = Microbatches([batch["x"][0], batch["x"][1], batch["x"][0]])
     pipe = fpipe.pipeline(
         lambda p, x: fpipe.cut(x * p["w"]).square().mean(),
         schedule=schedules.gpipe(ranks=2, microbatches=3),
+        compile=laid_out,
     )
     grads, loss = torch.func.grad_and_value(
         lambda p: torch.stack([(x * p["w"]).square().mean() * len(x) for x in xs]).sum() / 5

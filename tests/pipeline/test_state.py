@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fpipe
 from fpipe import Action, Op, Schedule, schedules
 from fpipe.nn import BatchStats, batch_norm, buffers_of, call, state_of
+from tests.laid_out import laid_out
 from tests.models import assert_identical, assert_same
 from tests.state_model import (
     by_microbatch,
@@ -114,10 +115,11 @@ def test_state_has_memory_of_its_own() -> None:
     assert not torch.equal(*found[:2]) and torch.equal(found[2], torch.full((3,), 6.0))
 
 
-@pytest.mark.inductor
 def test_state_of_compiled_stages() -> None:
     schedule = schedules.one_f_one_b(ranks=4, microbatches=4)
-    pipe = fpipe.pipeline(stateful_model, schedule=schedule, has_state=True, has_aux=True)
+    pipe = fpipe.pipeline(
+        stateful_model, schedule=schedule, has_state=True, has_aux=True, compile=laid_out
+    )
     batch = make_batch()
     assert_same(tuple(pipe.step(make_params(), make_state(), batch)), unpipelined(batch))
 
