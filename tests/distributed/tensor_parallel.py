@@ -64,12 +64,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Two blocks, written by hand."""
+    """A transformer written by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
@@ -81,7 +81,7 @@ class GPT(nn.Module):
         return y
 
 
-def sequence_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
+def sequence_parallel(module: nn.Module, mesh: DeviceMesh, layers: int = 2) -> None:
     """Divide a `GPT` by heads and columns, and between them by positions."""
     by_position, whole = Shard(1), Replicate()
     plan: dict[str, ParallelStyle] = {
@@ -91,7 +91,7 @@ def sequence_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
             input_layouts=by_position, output_layouts=Shard(-1), use_local_output=False
         ),
     }
-    for i in range(2):
+    for i in range(layers):
         block = f"blocks.{i}."
         plan |= {
             block + "norm1": SequenceParallel(),
@@ -107,7 +107,7 @@ def sequence_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(module, mesh, plan)
 
 
-def llama() -> nn.Module:
+def llama(layers: int = 2) -> nn.Module:
     """A Llama of Hugging Face, as it comes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -115,7 +115,7 @@ def llama() -> nn.Module:
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=2,
         use_cache=False,
@@ -125,14 +125,14 @@ def llama() -> nn.Module:
     return module
 
 
-def by_columns_and_rows(module: nn.Module, mesh: DeviceMesh) -> None:
+def by_columns_and_rows(module: nn.Module, mesh: DeviceMesh, layers: int = 2) -> None:
     """Divide a Llama by heads and columns."""
     whole = Replicate()
     plan: dict[str, ParallelStyle] = {
         "lm_head": ColwiseParallel(output_layouts=whole),
         "model.embed_tokens": RowwiseParallel(input_layouts=whole),
     }
-    for i in range(2):
+    for i in range(layers):
         layer = f"model.layers.{i}."
         columns = [f"self_attn.{name}_proj" for name in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
         plan |= {layer + name: ColwiseParallel() for name in columns}
@@ -156,34 +156,44 @@ def surprise(output: Any, batch: Any) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
-def make(kind: str, dims: tuple[str, ...]) -> tuple[nn.Module, nn.Module, DeviceMesh, Any]:
+def make(
+    kind: str, dims: tuple[str, ...], layers: int = 2
+) -> tuple[nn.Module, nn.Module, DeviceMesh, Any]:
     """A whole module, one that is divided over ``"tp"``, the mesh, and a batch."""
     mesh = mesh_of((2, 2), dims)
     build, divide, _ = MODELS[kind]
     torch.manual_seed(0)
-    whole, module = build().double(), build().double()
+    whole, module = build(layers).double(), build(layers).double()
     module.load_state_dict(whole.state_dict())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, that the mesh is a slice
-        divide(module, mesh["tp"])
+        divide(module, mesh["tp"], layers)
     tokens = torch.randint(0, VOCABULARY, (4, 8))
     name = "tokens" if kind == "gpt" else "input_ids"
     return whole, module, mesh, {name: tokens, "labels": tokens.roll(-1, 1)}
 
 
-def pipeline(kind: str, module: nn.Module, schedule: Schedule, **options: Any) -> Any:
+def pipeline(
+    kind: str, module: nn.Module, schedule: Schedule, layers: int = 2, **options: Any
+) -> Any:
+    """A pipeline of four stages or of two; each stage of two has one of two layers."""
     cuts = MODELS[kind][2]
-    chosen = cuts if schedule.num_stages == 4 else cuts[1:2]
+    chosen = cuts if schedule.num_stages == 4 else cuts[layers - 1 : layers]
     return fpipe.from_module(module, schedule=schedule, cuts=chosen, loss=surprise, **options)
 
 
 def errors(
-    group: Any, kind: str, dims: tuple[str, ...], family: str, options: dict[str, Any]
+    group: Any,
+    kind: str,
+    dims: tuple[str, ...],
+    family: str,
+    layers: int,
+    options: dict[str, Any],
 ) -> tuple[float, float, int]:
     """How far loss and gradients are from those of the whole module, and how many there are."""
-    whole, module, mesh, batch = make(kind, dims)
+    whole, module, mesh, batch = make(kind, dims, layers)
     schedule = schedules.get(family, ranks=2, microbatches=2)
-    pipe = pipeline(kind, module, schedule, mesh=mesh, **{"compile": False} | options)
+    pipe = pipeline(kind, module, schedule, layers, mesh=mesh, **{"compile": False} | options)
     params = dict(module.named_parameters())
     with loss_parallel():
         loss, grads = pipe.step(params, batch)
