@@ -22,6 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Compiling takes most of the time of the tests, and kernels without vector instructions take a
 # third less of it. The conformance suite compiles with them, as users do.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+# Nobody profiles these kernels by their lines.
+os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
 # A cache of the checkout's own. In the one that a user's programs share may lie code for narrower
 # vectors than this machine's: Inductor's keys do not tell them apart, and it writes out of bounds.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".cache/inductor"))

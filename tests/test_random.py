@@ -365,7 +365,7 @@ def test_integers_are_equally_likely() -> None:
 
 def test_permutations_are_equally_likely() -> None:
     count = 12_000
-    orders = torch.stack([random.permutation(key, 3) for key in random.split(KEY, count)])
+    orders = torch.vmap(lambda key: random.permutation(key, 3))(random.split(KEY, count))
     shares = torch.unique(orders, dim=0, return_counts=True)[1].double() / count
     assert len(shares) == 6 and float((shares - 1 / 6).abs().max()) < 5 * math.sqrt(5 / 36 / count)
     assert random.permutation(KEY, 1000).sort().values.equal(torch.arange(1000))
