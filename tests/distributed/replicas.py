@@ -133,21 +133,21 @@ def steps(
     batch = data()
     expected = alone(schedule, reduction, batch)
     own = rows_of(mesh, dims, batch, sizes)
+    plain = fpipe.pipeline(
+        [stage] * schedule.num_stages,
+        LOSSES[reduction],
+        schedule,
+        mesh=mesh,
+        data=dims if len(dims) > 1 else dims[0],
+        reduction=reduction,
+        compile=False,
+        **(options or {}),
+    )
+    given = plain.local(parameters(schedule.num_stages))
+    stages = schedule.stages_of(plain.rank or 0)
     done = 0
     for policy in policies:
-        chosen = schedule if policy is None else schedule.sharded(*policy)
-        pipe = fpipe.pipeline(
-            [stage] * schedule.num_stages,
-            LOSSES[reduction],
-            chosen,
-            mesh=mesh,
-            data=dims if len(dims) > 1 else dims[0],
-            reduction=reduction,
-            compile=False,
-            **(options or {}),
-        )
-        given = pipe.local(parameters(schedule.num_stages))
-        stages = schedule.stages_of(pipe.rank or 0)
+        pipe = plain if policy is None else plain.with_schedule(schedule.sharded(*policy))
         for params in (pipe.shard(given), pipe.replicate(given)):
             check_step(pipe, params, own, expected, stages)
             torch.testing.assert_close(pipe.value(params, own), expected.loss, rtol=1e-10, atol=0)
@@ -207,17 +207,18 @@ def module_steps(
     value = found[0] / found[1] if reduction == "weighted" else found
     value.backward()
     own = {"tokens": rows_of(mesh, ["dp"], batch["tokens"], sizes)}
+    plain = fpipe.from_module(
+        module,
+        schedule=schedule,
+        cuts=["base.0", "base.1", "base.2"],
+        loss=loss,
+        mesh=mesh,
+        data="dp",
+        reduction=reduction,
+        compile=False,
+    )
     for policy in policies:
-        pipe = fpipe.from_module(
-            module,
-            schedule=schedule if policy is None else schedule.sharded(*policy),
-            cuts=["base.0", "base.1", "base.2"],
-            loss=loss,
-            mesh=mesh,
-            data="dp",
-            reduction=reduction,
-            compile=False,
-        )
+        pipe = plain if policy is None else plain.with_schedule(schedule.sharded(*policy))
         held = pipe.place(dict(module.named_parameters()), own)
         for params in (pipe.shard(held), pipe.replicate(held)):
             loss_of_all, grads = pipe.step(params, own)
@@ -379,32 +380,33 @@ def three_dimensional(group: Any, policies: Sequence[Any]) -> int:
     """Replicas of a pipeline whose layers are divided too; returns how many gradients it saw."""
     mesh = mesh_of((2, 2, 2), ("dp", "pp", "tp"))
     torch.manual_seed(0)
-    plain, module = tensor_parallel.GPT().double(), tensor_parallel.GPT().double()
-    module.load_state_dict(plain.state_dict())
+    whole, module = tensor_parallel.GPT().double(), tensor_parallel.GPT().double()
+    module.load_state_dict(whole.state_dict())
     tensor_parallel.sequence_parallel(module, mesh["tp"])
     tokens = torch.randint(tensor_parallel.VOCABULARY, (8, 8))
     batch = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
-    expected = tensor_parallel.surprise(plain(tokens), batch)
+    expected = tensor_parallel.surprise(whole(tokens), batch)
     expected.backward()
     replica = mesh.get_local_rank("dp")
-    own = {name: value.split([3, 5])[replica] for name, value in batch.items()}
+    own = {name: value.split([2, 6])[replica] for name, value in batch.items()}
+    schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+    plain = fpipe.from_module(
+        module,
+        schedule=schedule,
+        cuts=["blocks.0"],
+        loss=tensor_parallel.surprise,
+        mesh=mesh,
+        data="dp",
+        compile=False,
+    )
     seen = 0
     for policy in policies:
-        schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
-        pipe = fpipe.from_module(
-            module,
-            schedule=schedule if policy is None else schedule.sharded(*policy),
-            cuts=["blocks.0"],
-            loss=tensor_parallel.surprise,
-            mesh=mesh,
-            data="dp",
-            compile=False,
-        )
+        pipe = plain if policy is None else plain.with_schedule(schedule.sharded(*policy))
         params = pipe.shard(dict(module.named_parameters()))
         with loss_parallel():
             loss, grads = pipe.step(params, own)
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=0)
-        for name, parameter in plain.named_parameters():
+        for name, parameter in whole.named_parameters():
             if grads[name] is not None:
                 assert grads[name].placements == params[name].placements
                 # That of the bias of the keys is 0 but for rounding.

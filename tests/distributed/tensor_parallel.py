@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -186,35 +187,46 @@ def errors(
     group: Any,
     kind: str,
     dims: tuple[str, ...],
-    family: str,
+    families: Sequence[str],
     layers: int,
     options: dict[str, Any],
-) -> tuple[float, float, int]:
-    """How far loss and gradients are from those of the whole module, and how many there are."""
+) -> list[tuple[str, float, float, int]]:
+    """How far loss and gradients are from those of the whole module, and how many there are.
+
+    Once for each of `families`; those of as many stages share what is traced.
+    """
     whole, module, mesh, batch = make(kind, dims, layers)
-    schedule = schedules.get(family, ranks=2, microbatches=2)
-    pipe = pipeline(kind, module, schedule, layers, mesh=mesh, **{"compile": False} | options)
     params = dict(module.named_parameters())
-    with loss_parallel():
-        loss, grads = pipe.step(params, batch)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     expected = surprise(whole(**inputs), batch)
     expected.backward()
-    worst, count = 0.0, 0
-    for name, parameter in whole.named_parameters():
-        grad = grads[name]
-        if grad is None:
-            continue
-        count += 1
-        given: Any = params[name]
-        if isinstance(given, DTensor):
-            assert isinstance(grad, DTensor)
-            assert grad.placements == given.placements
-            assert grad.device_mesh == given.device_mesh
-            grad = grad.full_tensor()
-        assert parameter.grad is not None
-        worst = max(worst, (grad - parameter.grad).abs().max().item())
-    return (loss - expected).abs().item(), worst, count
+    pipes: dict[int, Any] = {}
+    results = []
+    for family in families:
+        schedule = schedules.get(family, ranks=2, microbatches=2)
+        if schedule.num_stages not in pipes:
+            pipes[schedule.num_stages] = pipeline(
+                kind, module, schedule, layers, mesh=mesh, **{"compile": False} | options
+            )
+        pipe = pipes[schedule.num_stages].with_schedule(schedule)
+        with loss_parallel():
+            loss, grads = pipe.step(params, batch)
+        worst, count = 0.0, 0
+        for name, parameter in whole.named_parameters():
+            grad = grads[name]
+            if grad is None:
+                continue
+            count += 1
+            given: Any = params[name]
+            if isinstance(given, DTensor):
+                assert isinstance(grad, DTensor)
+                assert grad.placements == given.placements
+                assert grad.device_mesh == given.device_mesh
+                grad = grad.full_tensor()
+            assert parameter.grad is not None
+            worst = max(worst, (grad - parameter.grad).abs().max().item())
+        results.append((family, (loss - expected).abs().item(), worst, count))
+    return results
 
 
 def trained(group: Any, dims: tuple[str, ...], steps: int = 3) -> dict[str, Any]:
