@@ -11,8 +11,8 @@ To make one: `pipeline` (of stages, or of one function with `cut`), `Stage`, `fr
 To train with one: `train`.
 To run one: `step`, `use`, `global_norm`, `clip_by_global_norm`, `Microbatches`, `random`, `nn`.
 To transform one: `vmap`, `grad`, `per_example_grads`, `per_example_norms`, `jvp`, `vjp`, `hvp`,
-`ggnvp`. Schedules: `schedules`, `Schedule`, `Action`, `Op`, `verify`, `Cost`, `simulate`, `search`,
-`lower_bound`, `profile`, `record`, `Timeline`.
+`ggnvp`. Schedules: `schedules`, `Schedule`, `Action`, `Op`, `verify`, `Cost`, `Jitter`, `simulate`,
+`search`, `lower_bound`, `profile`, `record`, `Timeline`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,9 @@ from fpipe.recording import record
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.bounds.makespan import lower_bound
 from fpipe.schedule.cost import Cost
-from fpipe.schedule.searching.finder import SearchResult, search
+from fpipe.schedule.jitter import Jitter
+from fpipe.schedule.searching.finder import search
+from fpipe.schedule.searching.result import SearchResult
 from fpipe.schedule.simulator import simulate
 from fpipe.schedule.timeline import Timeline
 from fpipe.schedule.verifier import verify
@@ -77,6 +79,7 @@ __all__ = [
     "FpipeError",
     "Hvp",
     "HvpAux",
+    "Jitter",
     "Jvp",
     "Microbatches",
     "ModulePipeline",

@@ -8,9 +8,18 @@ from typing import Any, NamedTuple
 
 from fpipe import schedules
 from fpipe.cli import sources
-from fpipe.cli.options import Commands, add_cost, add_memory, cost_of, new_parser
+from fpipe.cli.options import (
+    Commands,
+    add_cost,
+    add_jitter,
+    add_memory,
+    cost_of,
+    jitter_of,
+    new_parser,
+)
 from fpipe.errors import ScheduleError
 from fpipe.schedule.cost import Cost
+from fpipe.schedule.jitter import Jitter
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.simulator import simulate
 from fpipe.schedule.whole_stage import with_whole_stage
@@ -27,7 +36,9 @@ def add_compare(commands: Commands[Any]) -> None:
         "  idle    part of all ranks' time in which they do nothing\n"
         "  peak    most activations on a rank\n"
         "  gap     how far the makespan is above what no schedule of that placement beats in\n"
-        "          which no rank holds more than here\n\n" + sources.FAMILIES,
+        "          which no rank holds more than here\n"
+        "  mean    of the makespans of trials with --jitter, and their standard deviation\n\n"
+        + sources.FAMILIES,
     )
     parser.add_argument(
         "schedules",
@@ -38,7 +49,15 @@ def add_compare(commands: Commands[Any]) -> None:
     sources.add_size(parser)
     add_cost(parser)
     add_memory(parser)
+    add_jitter(parser)
     parser.set_defaults(run=_compare)
+
+
+class Shake(NamedTuple):
+    """How times vary, in how many trials."""
+
+    jitter: Jitter
+    trials: int
 
 
 class Row(NamedTuple):
@@ -51,20 +70,24 @@ class Row(NamedTuple):
     bubble: float
     idle: float
     gap: float | None
+    mean: float
+    spread: float
     held: tuple[float, ...]  # the peak of each rank
 
 
 def _compare(options: argparse.Namespace) -> None:
     cost, size = cost_of(options), sources.size_of(options)
+    jitter = jitter_of(options)
+    shake = None if jitter is None else Shake(jitter, options.trials)
     rows: list[Row] = []
     refused: list[str] = []
     if options.schedules:
-        rows, refused = _measured(options.schedules, size, cost, options.memory)
+        rows, refused = _measured(options.schedules, size, cost, options.memory, shake)
     else:
         for name in schedules.FAMILIES:
             try:
                 schedule = sources.schedule_of(name, size, cost, options.memory)
-                rows.append(measure(name, schedule, cost))
+                rows.append(measure(name, schedule, cost, shake))
             except ScheduleError as refusal:
                 if size.ranks is None or size.microbatches is None:
                     raise ScheduleError("give --ranks and --microbatches, or a file") from refusal
@@ -105,6 +128,7 @@ def _measured(
     size: sources.Size,
     cost: Cost,
     memory: float | tuple[float, ...] | None,
+    shake: Shake | None,
 ) -> tuple[list[Row], list[str]]:
     """A row for each schedule, and a line on each family that does not fit the cost.
 
@@ -119,7 +143,7 @@ def _measured(
     for name in files:
         schedule = sources.schedule_of(name, expected)
         # Simulate it before a family takes its size, which is only reliable if it can run.
-        rows.append(_measured_one(name, schedule, cost))
+        rows.append(_measured_one(name, schedule, cost, shake))
         shape = schedule.num_ranks, schedule.num_microbatches
         if name != files[0] and shape != size[:2]:
             raise ScheduleError(
@@ -130,7 +154,7 @@ def _measured(
     for name in families:
         try:
             schedule = sources.schedule_of(name, size, cost, memory)
-            rows.append(measure(name, schedule, cost))
+            rows.append(measure(name, schedule, cost, shake))
         except ScheduleError as error:
             sources.schedule_of(name, size)  # raises what is wrong whatever the cost
             if len(names) == 1:
@@ -139,20 +163,21 @@ def _measured(
     return rows, refused
 
 
-def _measured_one(name: str, schedule: Schedule, cost: Cost) -> Row:
+def _measured_one(name: str, schedule: Schedule, cost: Cost, shake: Shake | None) -> Row:
     try:
-        return measure(name, schedule, cost)
+        return measure(name, schedule, cost, shake)
     except ScheduleError as error:
         raise ScheduleError(f"{name}: {error}") from error
 
 
-def measure(name: str, schedule: Schedule, cost: Cost) -> Row:
+def measure(name: str, schedule: Schedule, cost: Cost, shake: Shake | None = None) -> Row:
     """Simulate a schedule, with the whole-stage work that the cost has, and measure it.
 
     Raises:
         ScheduleError: it cannot run, or the cost does not fit its placement.
     """
-    timeline = simulate(with_whole_stage(schedule, cost), cost)
+    arguments = {} if shake is None else shake._asdict()
+    timeline = simulate(with_whole_stage(schedule, cost), cost, **arguments)
     room = timeline.makespan * schedule.num_ranks
     try:
         gap = timeline.gap
@@ -166,15 +191,19 @@ def measure(name: str, schedule: Schedule, cost: Cost) -> Row:
         bubble=min(timeline.bubble),
         idle=sum(timeline.bubble) / room if room else 0.0,
         gap=gap,
+        mean=timeline.mean,
+        spread=timeline.spread,
         held=timeline.peak,
     )
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text, the fastest first, and of equals the one that holds less."""
-    head = ("schedule", "stages", "makespan", "bubble", "idle", "peak", "gap")
+    head = ["schedule", "stages", "makespan", "bubble", "idle", "peak", "gap"]
+    shaken = any(row.spread for row in rows)
+    head += ["mean", "spread"] if shaken else []
     lines = [
-        (
+        [
             row.name,
             str(row.stages),
             f"{row.makespan:g}",
@@ -182,8 +211,9 @@ def table(rows: Sequence[Row]) -> str:
             f"{100 * row.idle:.1f} %",
             f"{row.peak:g}",
             "-" if row.gap is None else f"{100 * row.gap:.1f} %",
-        )
-        for row in sorted(rows)
+            *([f"{row.mean:.1f}", f"{row.spread:.1f}"] if shaken else []),
+        ]
+        for row in sorted(rows, key=(lambda row: row.mean) if shaken else None)
     ]
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     return "\n".join(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Final, NoReturn
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.exchange.files import is_number
 from fpipe.schedule.exchange.json_file import KEYS
+from fpipe.schedule.jitter import Jitter
 
 
 class Parser(argparse.ArgumentParser):
@@ -116,6 +117,34 @@ def add_cost(parser: argparse.ArgumentParser) -> None:
             help=f"time of {what}, per rank; schedules without whole-stage actions get them "
             "(default: 0, or what the file says)",
         )
+
+
+def add_jitter(parser: argparse.ArgumentParser) -> None:
+    """Add ``--jitter`` and ``--trials``."""
+    parser.add_argument(
+        "--jitter",
+        type=numbers,
+        metavar="J[,R[,P,S]]",
+        help="simulate trials in which times vary: by the standard deviations J of each action and "
+        "R of each rank, as fractions, and by stalls with the chance P and the length S",
+    )
+    parser.add_argument(
+        "--trials", type=count, default=200, metavar="N", help="how many of them (default: 200)"
+    )
+
+
+def jitter_of(options: argparse.Namespace) -> Jitter | None:
+    """The jitter that the options describe; None where there is none.
+
+    Raises:
+        ScheduleError: a number is out of range, or there are too many.
+    """
+    values = options.jitter
+    if values is None:
+        return None
+    if len(values) > len(fields(Jitter)):
+        raise ScheduleError(f"--jitter has {len(values)} numbers: it must be J[,R[,P,S]]")
+    return Jitter(*values)
 
 
 def cost_of(options: argparse.Namespace) -> Cost:

@@ -10,11 +10,23 @@ from pathlib import Path
 from typing import Any, Final
 
 from fpipe.cli import sources
-from fpipe.cli.options import Commands, add_cost, add_memory, cost_of, count, new_parser
+from fpipe.cli.options import (
+    Commands,
+    add_cost,
+    add_jitter,
+    add_memory,
+    cost_of,
+    count,
+    jitter_of,
+    new_parser,
+    numbers,
+)
 from fpipe.errors import ScheduleError
 from fpipe.schedule.exchange.files import is_number, save
 from fpipe.schedule.placements import NAMES
 from fpipe.schedule.searching.finder import search
+from fpipe.schedule.searching.problem import LARGE
+from fpipe.schedule.searching.result import USUAL
 from fpipe.schedule.simulator import simulate
 from fpipe.schedule.timeline import Timeline
 from fpipe.schedule.whole_stage import with_whole_stage
@@ -31,6 +43,7 @@ letters for the later stages of the rank, and . for nothing.
   bound          a time that no schedule of that placement beats in which no rank
                  holds more than here
   gap            how far the makespan is above the bound
+  mean, spread   of the makespans of trials in which times vary
   critical path  the actions that the last end waited for"""
 _OUTPUTS: Final = {".csv": "csv", ".json": "json", ".txt": "text", ".svg": "svg", ".html": "html"}
 
@@ -47,6 +60,7 @@ def add_simulate(commands: Commands[Any]) -> None:
     parser.add_argument("schedule", metavar="SCHEDULE", help=sources.HELP)
     sources.add_size(parser)
     add_cost(parser)
+    add_jitter(parser)
     sources.add_outputs(parser, sources.PICTURES)
     parser.set_defaults(run=_simulate)
 
@@ -54,7 +68,9 @@ def add_simulate(commands: Commands[Any]) -> None:
 def _simulate(options: argparse.Namespace) -> None:
     cost = cost_of(options)
     schedule = sources.schedule_of(options.schedule, sources.size_of(options), cost)
-    timeline = simulate(with_whole_stage(schedule, cost), cost)
+    timeline = simulate(
+        with_whole_stage(schedule, cost), cost, jitter=jitter_of(options), trials=options.trials
+    )
     if not sources.write_outputs(options, sources.PICTURES, timeline):
         print(_report(timeline, shutil.get_terminal_size().columns))
 
@@ -74,6 +90,8 @@ def _report(timeline: Timeline, width: int, *, bounded: bool = True) -> str:
         f"bubble {min(timeline.bubble):g}",
         f"peak {max(timeline.peak):g}",
     ]
+    if timeline.trials:
+        facts.append(f"mean {timeline.mean:g}, spread {timeline.spread:.2g}")
     unbounded = []
     if bounded:
         try:
@@ -137,9 +155,9 @@ def add_search(commands: Commands[Any]) -> None:
     )
     parser.add_argument(
         "--objective",
-        choices=("makespan", "span"),
+        choices=("makespan", "span", "robust"),
         default="makespan",
-        help="what to make small (default: makespan)",
+        help="what to make small; robust: the mean makespan under --jitter (default: makespan)",
     )
     parser.add_argument(
         "--seconds", type=float, default=10.0, metavar="S", help="time to search (default: 10)"
@@ -152,6 +170,12 @@ def add_search(commands: Commands[Any]) -> None:
         type=int,
         metavar="N",
         help="work to do in place of --seconds, for the same result on every machine",
+    )
+    parser.add_argument(
+        "--jitter",
+        type=numbers,
+        metavar="J[,R[,P,S]]",
+        help="how times vary, as for fpipe simulate (default: 0.05)",
     )
     parser.add_argument(
         "--remat",
@@ -202,6 +226,7 @@ def _search(options: argparse.Namespace) -> None:
         seed=options.seed,
         iterations=options.iterations,
         remat=options.remat,
+        jitter=jitter_of(options) or USUAL,
     )
     # The bound of the search is another: of all its placements, in the memory that was given.
     print(_report(result.timeline, shutil.get_terminal_size().columns, bounded=False))
@@ -212,6 +237,13 @@ def _search(options: argparse.Namespace) -> None:
         f"searched: {result.objective} {result.value:g}, lower bound {result.bound:g} ({proof}), "
         f"{result.iterations} iterations"
     )
+    if sum(map(len, result.schedule.actions)) <= LARGE and result.best_family is not None:
+        family = result.best_family
+        print(
+            f"at 5 % jitter: mean {result.shaken.mean:g}, {abs(100 * result.loss):.1f} % "
+            f"{'more' if result.loss > 0 else 'less'} than {family.schedule.name} "
+            f"({family.mean:g})"
+        )
     if result.remat is not None:
         print(f"remat: {' '.join(result.remat)}")
     if form is not None:

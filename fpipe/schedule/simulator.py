@@ -7,13 +7,21 @@ from itertools import repeat
 from fpipe.schedule.clocks import run_rows
 from fpipe.schedule.cost import Cost, check_cost
 from fpipe.schedule.events import Event
+from fpipe.schedule.jitter import Draws, Jitter, plain_jitter, plain_trials, trial_makespans
 from fpipe.schedule.required_ops import owed_by_actions
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.timeline import Timeline
 from fpipe.schedule.verifier import check_schedule, verify
 
 
-def simulate(schedule: Schedule, cost: Cost) -> Timeline:
+def simulate(
+    schedule: Schedule,
+    cost: Cost,
+    *,
+    jitter: Jitter | float | None = None,
+    trials: int = 200,
+    seed: int = 0,
+) -> Timeline:
     """The start and end of every action of `schedule` under `cost`.
 
     A rank runs its actions in order, one at a time, and each starts as soon as the rank is free and
@@ -28,13 +36,18 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
         schedule: any schedule that `fpipe.verify` accepts, also one for evaluation (F alone) or
             for frozen stages: the required ops of a stage are inferred from its actions.
         cost: times, latencies and activations.
+        jitter: how times vary, or a number for ``Jitter(each=number)``; None where they do not.
+            The events are those without jitter; `Timeline.trials` has the makespans with it.
+        trials: how many of them.
+        seed: of what is drawn. Actions are drawn by their names, so two schedules under one seed
+            meet the same luck.
 
     Returns:
         The timeline, which computes makespan, span, bubbles, peaks and the critical path on demand.
 
     Raises:
         ScheduleError: the schedule cannot run (the error of `fpipe.verify`), or the cost does not
-            fit its placement.
+            fit its placement; `jitter`, `trials` or `seed` is out of range.
 
     Example:
         >>> import fpipe
@@ -66,4 +79,9 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
         tuple(map(Event, repeat(rank, len(row)), row, run.starts[rank], run.ends[rank]))
         for rank, row in enumerate(schedule.actions)
     )
-    return Timeline(schedule, events, cost)
+    makespans: tuple[float, ...] = ()
+    if jitter is not None:
+        draws = Draws(plain_jitter(jitter), *plain_trials(trials, seed))
+        sizes = cost.sizes_of(schedule.num_microbatches)
+        makespans = tuple(trial_makespans(schedule.actions, costs, sizes, draws))
+    return Timeline(schedule, events, cost, makespans)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Any, Final
 
 from fpipe.errors import ScheduleError
@@ -51,6 +52,7 @@ class Timeline:
         schedule: the schedule that ran.
         events: one tuple per rank, in the order in which the rank ran them.
         cost: the cost of the simulation; None for a recorded run whose costs are unknown.
+        trials: the makespans of trials with jitter; none where there is no jitter.
 
     Raises:
         ScheduleError: `schedule` or `cost` has another type, there is not one row of events per
@@ -69,6 +71,7 @@ class Timeline:
     schedule: Schedule
     events: tuple[tuple[Event, ...], ...]
     cost: Cost | None = None
+    trials: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         check_schedule(self.schedule)
@@ -95,6 +98,16 @@ class Timeline:
     def makespan(self) -> float:
         """Time from the first start to the last end over all ranks."""
         return float(self.end - self.start)
+
+    @cached_property
+    def mean(self) -> float:
+        """The mean makespan of the trials; the makespan where there is no jitter."""
+        return fmean(self.trials) if self.trials else self.makespan
+
+    @cached_property
+    def spread(self) -> float:
+        """The standard deviation of the makespans of the trials; 0 where there is no jitter."""
+        return pstdev(self.trials) if self.trials else 0.0
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
@@ -361,4 +374,5 @@ class Timeline:
             for time in (self.makespan, self.span)
         )
         name = one_line(self.schedule.name)
-        return f"<Timeline of {name}: makespan {makespan}, span {span}>"
+        shaken = f", mean {self.mean:g} ± {self.spread:.2g}" if self.trials else ""
+        return f"<Timeline of {name}: makespan {makespan}, span {span}{shaken}>"

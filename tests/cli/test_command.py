@@ -283,6 +283,17 @@ def test_compare_takes_no_size_from_a_file_that_cannot_run(
 # ── search, verify ──────────────────────────────────────────────────────────────────────────────
 
 
+def test_jitter_adds_means(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "compare", "gpipe", "zb_h1", *SMALL, "--jitter", "0.1,0,0.1,2")
+    assert out.splitlines()[0].endswith("mean  spread")
+    words = ["--jitter", "0.05", "--trials", "5"]
+    assert ", mean " in run(capsys, "simulate", "gpipe", *SMALL, *words)
+    words = ["--placement", "linear", "--iterations", "4", "--objective", "robust"]
+    out = run(capsys, "search", *SMALL, *words, "--jitter", "0.1")
+    assert "searched: robust" in out and "at 5 % jitter: mean" in out
+    assert "--jitter has 5 numbers" in refused(capsys, "compare", *SMALL, "--jitter", "0,0,0,0,0")
+
+
 def test_search_chooses_what_is_computed_again(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--placement", "linear", "--memory", "1.2", "--iterations", "5", "--remat"]
     out = run(capsys, "search", *SMALL, *words, "--kept", "0.1", "--recompute", "0.5")

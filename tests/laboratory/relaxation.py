@@ -3,7 +3,7 @@ until none is too early."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations
 
 from fpipe import Action, Cost, Op, Schedule
@@ -12,8 +12,13 @@ _BESIDE = (Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD)
 Place = tuple[int, ...]  # rank and position in its row; for a message, the reader's rank too
 
 
-def relaxed(schedule: Schedule, cost: Cost) -> dict[Place, tuple[float, float]]:
-    """Start and end of every action: the least that keep all rules."""
+def relaxed(
+    schedule: Schedule, cost: Cost, shaken: Callable[[int, Action, float], float] | None = None
+) -> dict[Place, tuple[float, float]]:
+    """Start and end of every action: the least that keep all rules.
+
+    `shaken` is the time of an action on a rank, given the usual one.
+    """
     costs = cost.on(schedule.placement, schedule.num_ranks)
     times = {Op.F: costs.f, Op.I: costs.i, Op.W: costs.w, Op.B: costs.b}
     whole = {Op.UNSHARD: costs.unshard, Op.REDUCE_GRAD: costs.reduce_grad, Op.UPDATE: costs.update}
@@ -28,6 +33,8 @@ def relaxed(schedule: Schedule, cost: Cost) -> dict[Place, tuple[float, float]]:
             takes[place] = whole[op][stage] if op in whole else 0.0
         else:
             takes[place] = times[op][stage] * (1 if cost.sizes is None else cost.sizes[number])
+    if shaken is not None:
+        takes = {place: shaken(place[0], places[place], time) for place, time in takes.items()}
     rules = list(_rules(places, schedule, cost))
     for message, (_, _, number) in _messages(places, schedule).items():
         takes[message] = cost.transfer_between(message[0], message[2]) * (

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT
 from fpipe.schedule.searching.breeding import random_policy
-from fpipe.schedule.searching.evaluator import Evaluator
+from fpipe.schedule.searching.evaluator import Evaluator, Tables
 from fpipe.schedule.searching.list_scheduler import list_schedule
 from fpipe.schedule.searching.portfolio import Incumbents, Phase, Step
 from fpipe.schedule.searching.problem import Candidate, Order, rename_microbatches
@@ -56,9 +56,7 @@ def annealings(
         nth += 1
 
 
-def anneal(
-    evaluator: Evaluator, order: Order, random: Random, moves: int, heat: float = 0.0
-) -> Phase:
+def anneal(evaluator: Tables, order: Order, random: Random, moves: int, heat: float = 0.0) -> Phase:
     """Improve an order by moves of actions of its critical path; yield each better one.
 
     Args:
@@ -106,7 +104,7 @@ class Move(NamedTuple):
     fused: frozenset[int]
 
 
-def moved(evaluator: Evaluator, order: Order, action: int, random: Random) -> Move | None:
+def moved(evaluator: Tables, order: Order, action: int, random: Random) -> Move | None:
     """Move `action` in its row; None where that is not allowed.
 
     The action moves some places to the left or right in its row, never past one that it depends on.
@@ -153,9 +151,7 @@ def _with_row(order: Order, rank: int, row: list[int], fused: frozenset[int]) ->
     return Move(rows, fused)
 
 
-def _with_room(
-    evaluator: Evaluator, order: Order, rank: int, row: list[int], at: int
-) -> Move | None:
+def _with_room(evaluator: Tables, order: Order, rank: int, row: list[int], at: int) -> Move | None:
     """Move weight gradients that can make room for the forward at `at` before it."""
     count = evaluator.problem.microbatches
     done = set(row[:at])
@@ -170,7 +166,7 @@ def _with_room(
 
 
 def _with_less(
-    evaluator: Evaluator, order: Order, rank: int, row: list[int], at: int, passed: Sequence[int]
+    evaluator: Tables, order: Order, rank: int, row: list[int], at: int, passed: Sequence[int]
 ) -> Move | None:
     """Move forwards that the backward at `at` has passed behind it again."""
     count = evaluator.problem.microbatches
@@ -184,7 +180,7 @@ def _with_less(
     return None
 
 
-def _exchanged(evaluator: Evaluator, order: Order, microbatch: int, random: Random) -> Move | None:
+def _exchanged(evaluator: Tables, order: Order, microbatch: int, random: Random) -> Move | None:
     """Exchange a microbatch with one of another size."""
     problem = evaluator.problem
     other = random.randrange(problem.microbatches)

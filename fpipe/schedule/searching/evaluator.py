@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Protocol
 
 from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT
 from fpipe.schedule.searching.problem import Order, Problem
@@ -11,6 +12,23 @@ from fpipe.schedule.searching.whole_stage_work import WholeStageWork
 from fpipe.schedule.stage_costs import Link
 
 _NOT_YET = -1.0
+
+
+class Tables(Protocol):
+    """An evaluator, or the mean of several."""
+
+    @property
+    def problem(self) -> Problem: ...
+
+    def times(
+        self, rows: list[list[int]], fused: AbstractSet[int], limit: float = ...
+    ) -> tuple[float, list[float]]: ...
+
+    def fits(self, rank: int, row: list[int], fused: AbstractSet[int]) -> bool: ...
+
+    def fits_all(self, order: Order) -> bool: ...
+
+    def critical(self, order: Order, ends: list[float]) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -27,6 +45,7 @@ class Evaluator:
         links: the link that takes its output to another rank, and the time of the transfer; None
             where there is none. No table of them where no transfer takes any time.
         work: of whole stages, which comes last in the tables; None where there is none.
+        rates: by how much each action is longer than usual, in a trial of jitter.
     """
 
     problem: Problem
@@ -37,6 +56,7 @@ class Evaluator:
     after: list[float]
     links: list[tuple[int, float] | None] | None = None
     work: WholeStageWork | None = None
+    rates: list[float] | None = None
 
     def times(
         self, rows: list[list[int]], fused: AbstractSet[int], limit: float = float("inf")
@@ -106,6 +126,8 @@ class Evaluator:
         b, sizes = self.problem.costs.b, self.problem.sizes
         for action in fused:
             durations[action] = b[action // (3 * count)] * sizes[action % count]
+            if self.rates is not None:
+                durations[action] *= self.rates[action]
         return durations
 
     def changes(self, fused: AbstractSet[int]) -> list[float]:

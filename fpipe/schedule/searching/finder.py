@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from random import Random
+from typing import get_args
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.arguments import plain_counts, plain_integer, plain_number
 from fpipe.schedule.bounds.makespan import Memory, Objective
 from fpipe.schedule.cost import PER_STAGE, Cost, check_cost
+from fpipe.schedule.jitter import Jitter, plain_jitter
 from fpipe.schedule.placements import (
     PlacementName,
     linear,
@@ -46,54 +48,14 @@ from fpipe.schedule.searching.problem import (
     to_schedule,
 )
 from fpipe.schedule.searching.recomputing import Case, Task, search_with_remat
+from fpipe.schedule.searching.result import USUAL, SearchObjective, SearchResult
+from fpipe.schedule.searching.robust import find_robust, steadiest
 from fpipe.schedule.searching.seeds import GUESSED, order_of, seeds
 from fpipe.schedule.searching.tightening import tighten
 from fpipe.schedule.searching.windows import reorder_windows
 from fpipe.schedule.simulator import simulate
-from fpipe.schedule.timeline import Timeline
 from fpipe.schedule.verifier import check_schedule, verify
 from fpipe.schedule.whole_stage import with_whole_stage
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The result of `fpipe.search`: the best schedule, and how far it can be from the best of all.
-
-    Attributes:
-        schedule: the schedule.
-        timeline: its simulation under the cost of the search.
-        objective: "makespan" or "span".
-        bound: a lower bound for all placements of the search, in this memory.
-        iterations: work done (see `fpipe.search`).
-        remat: of each stage, ``"full"`` where it computes again and ``"none"`` where it keeps, as
-            ``fpipe.pipeline(remat=)`` takes it; None where the search did not choose. The cost of
-            the timeline is then that of the choice.
-    """
-
-    schedule: Schedule
-    timeline: Timeline
-    objective: Objective
-    bound: float
-    iterations: int
-    remat: tuple[str, ...] | None = None
-
-    @property
-    def value(self) -> float:
-        """The makespan or the span, as the objective says."""
-        return self.timeline.span if self.objective == "span" else self.timeline.makespan
-
-    @property
-    def gap(self) -> float:
-        """How far `value` is above `bound`, as a fraction of it; at 0 there is nothing better."""
-        gap = self.value / self.bound - 1 if self.bound else 0.0
-        return gap if gap > 1e-9 else 0.0
-
-    def __repr__(self) -> str:
-        return (
-            f"<SearchResult {self.objective} {self.value:g}, bound {self.bound:g}, "
-            f"gap {self.gap:.1%}, {self.iterations} iterations>"
-        )
-
 
 _LEAST_EFFORT = 2_000  # of a bound, as that of `timeline.bound`
 _END = 1.2  # the time of making the result, in runs of the list scheduler
@@ -112,10 +74,11 @@ def search(
     placement: Sequence[int] | PlacementName | None = None,
     start: Schedule | None = None,
     seconds: float = 10.0,
-    objective: Objective = "makespan",
+    objective: SearchObjective = "makespan",
     seed: int = 0,
     iterations: int | None = None,
     remat: bool = False,
+    jitter: Jitter | float = USUAL,
 ) -> SearchResult:
     """Search for the best schedule for these costs within this memory.
 
@@ -157,8 +120,10 @@ def search(
         seconds: time to search, all included: processor time of the calling thread, which on an
             idle machine is wall time. Searches by the clock may find different schedules: see
             `iterations`.
-        objective: "makespan", or "span": the longest time from the first start to the last end of
-            one rank.
+        objective: "makespan"; "span", the longest time from the first start to the last end of
+            one rank; or "robust", the mean makespan over trials with `jitter`. A robust search
+            takes half of its budget to search for the makespan, and the other half to better the
+            means of what it met. Of schedules with equal makespans `jitter` decides, too.
         seed: of all random choices.
         iterations: work to do, in place of `seconds`: then the result depends on the arguments
             alone, not on the machine, and is the same on all ranks of a group. An iteration is
@@ -169,6 +134,8 @@ def search(
             first stages, those of the first ranks, and what differs from the best of these in a
             stage; all choices where stages are few. So with `iterations` the result is never worse
             than a search for one of those.
+
+        jitter: how times vary, or a number for ``Jitter(each=number)``.
 
     Returns:
         The schedule, its timeline, the lower bound and the gap to it; with `remat`, the choice.
@@ -197,6 +164,11 @@ def search(
     iterations = _checked_budget(seconds, iterations)
     if (plain := plain_integer(seed)) is None:
         raise ScheduleError(f"seed={seed!r:.60} must be an integer")
+    if objective not in get_args(SearchObjective):
+        raise ScheduleError(f"objective={objective!r:.60} must be 'makespan', 'span' or 'robust'")
+    jitter = plain_jitter(jitter)
+    robust = objective == "robust"
+    timed: Objective = "makespan" if objective == "robust" else objective
     if not isinstance(remat, bool):
         raise ScheduleError(
             f"remat={remat!r:.60} must be True or False: cost.with_remat makes the cost of a choice"
@@ -211,15 +183,18 @@ def search(
     if remat:
         cost.check_kept()
         return _search_with_remat(
-            Task(microbatches, cost, memory, objective),
+            Task(microbatches, cost, memory, timed),
+            partial(search, jitter=jitter, objective=objective),
             [_checked_placement(placement, ranks)] if placement else _placements(ranks, cost),
             start=start,
             seconds=seconds,
             seed=plain,
             iterations=iterations,
         )
-    problems = _problems(ranks, microbatches, cost, memory, placement, objective)
-    meter, incumbents = Meter(seconds, iterations), Incumbents()
+    problems = _problems(ranks, microbatches, cost, memory, placement, timed)
+    share = 2 if robust else 1
+    meter = Meter(seconds / share, None if iterations is None else -(-iterations // share))
+    incumbents = Incumbents()
     for problem in problems:
         incumbents.raise_bound(problem, problem.bound)
     if iterations is None and (large := max(problems, key=lambda each: each.actions)).scale > 1:
@@ -237,21 +212,33 @@ def search(
             )
         incumbents.offer(Candidate(problems[0], order))
     run(_phases(problems, incumbents, plain), incumbents, meter)
-    best = incumbents.best
+
+    def schedule_of(candidate: Candidate) -> Schedule:
+        name = f"searched_{objective}"
+        return with_whole_stage(to_schedule(candidate.problem, candidate.order, name), cost)
+
+    best, spent = incumbents.best, meter.spent
+    if robust:
+        meter = Meter(seconds / 2, None if iterations is None else iterations // 2)
+        best = find_robust(problems, incumbents, meter, schedule_of, jitter, plain)
+        spent += meter.spent
+    elif objective == "makespan":
+        best = steadiest(incumbents.ties, schedule_of, jitter)
     with without_gc():
-        schedule = to_schedule(best.problem, best.order, name=f"searched_{objective}")
-        schedule = with_whole_stage(schedule, cost)
+        schedule = schedule_of(best)
         return SearchResult(
             schedule=schedule,
-            timeline=simulate(schedule, cost),
+            timeline=simulate(schedule, cost, jitter=jitter if robust else None),
             objective=objective,
             bound=incumbents.bound,
-            iterations=round(meter.spent),
+            iterations=round(spent),
+            problems=tuple(problems),
         )
 
 
 def _search_with_remat(
     task: Task,
+    search: Callable[..., SearchResult],
     placements: Sequence[tuple[int, ...]],
     *,
     start: Schedule | None,
@@ -272,7 +259,6 @@ def _search_with_remat(
             memory=task.memory,
             placement=case.placement,
             seconds=seconds,
-            objective=task.objective,
             seed=seed,
             iterations=iterations,
         )

@@ -19,6 +19,7 @@ from fpipe.schedule.searching.evaluator import Evaluator
 from fpipe.schedule.searching.problem import Candidate, Order, Problem
 
 _KEPT = 16  # candidates that phases may start from
+_TIES = 4  # candidates of the best value
 _LATE = 0.15  # how far a step may end after the time limit, as a share of it
 _IDLE = 5.0  # iterations for which a phase that waits is left alone
 
@@ -45,10 +46,12 @@ class Incumbents:
     Attributes:
         candidates: the best, of different values, the very best first.
         bounds: per placement, a lower bound of its orders.
+        ties: the first few candidates with the value of the best.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
     bounds: dict[tuple[int, ...], float] = field(default_factory=dict)
+    ties: list[Candidate] = field(default_factory=list)
 
     @property
     def best(self) -> Candidate:
@@ -67,6 +70,10 @@ class Incumbents:
 
     def offer(self, candidate: Candidate) -> None:
         """Keep a candidate if it is among the best; of equal ones the first."""
+        if candidate.value < self.value:
+            self.ties = [candidate]
+        elif candidate.value == self.value and len(self.ties) < _TIES:
+            self.ties.append(candidate)
         at = len(self.candidates)
         while at and candidate.value < self.candidates[at - 1].value:
             at -= 1

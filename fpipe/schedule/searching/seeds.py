@@ -41,6 +41,7 @@ from fpipe.schedule.stage_costs import StageCosts
 
 GUESSED = 100_000  # actions: above it, families are compared on fewer microbatches
 _BEST = 2  # families that are made in full then
+_UNNAMED = ("greedy_v", "one_by_one")  # families of the search alone
 _GUESS = 8.0  # cost of a comparison, in iterations
 
 
@@ -90,6 +91,19 @@ def makers(problem: Problem) -> list[Maker]:
         for size in sorted({*groups, group_size(ranks=ranks, microbatches=count)}):
             add(group_1f1b, step=size, stages_per_rank=stages, group=size)
     return [*families, Maker(partial(_one_by_one, placement))]
+
+
+def named_families(problem: Problem) -> Iterator[Schedule]:
+    """The schedules of `fpipe.schedules` that exist for a problem and fit its memory."""
+    for maker in makers(problem):
+        try:
+            schedule = maker.make(problem.microbatches)
+        except ScheduleError:
+            continue
+        if schedule is None or schedule.name in _UNNAMED:
+            continue
+        if order_of(problem, schedule) is not None:
+            yield schedule
 
 
 def _in_all_memory(problem: Problem, microbatches: int) -> Schedule:
