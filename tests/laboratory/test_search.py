@@ -341,7 +341,7 @@ def test_integers_may_be_those_of_numpy() -> None:
         ({"seconds": -1}, "seconds=-1 must be a finite number, 0 or more"),
         ({"iterations": -1}, "iterations=-1 must be an integer, 0 or more, or None"),
         ({"seed": 0.5}, "seed=0.5 must be an integer"),
-        ({"objective": "speed"}, "objective='speed' must be 'makespan' or 'span'"),
+        ({"objective": "speed"}, "objective='speed' must be 'makespan', 'span' or 'robust'"),
         ({"placement": [0, 1, 2]}, r"placement=\(0, 1, 2\) must put a stage on each of the ranks"),
         ({"placement": [0, 1, 2, 3.0]}, r"placement=\(0, 1, 2, 3.0\) must have the rank of each"),
         ({"placement": "w"}, "placement='w' must be one of linear, looped, v, wave, or the rank"),
