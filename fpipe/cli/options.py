@@ -109,6 +109,13 @@ def add_cost(parser: argparse.ArgumentParser) -> None:
         help="how long the message of a microbatch occupies the link from one rank to another, "
         "which carries one at a time (default: 0, or what the file says)",
     )
+    parser.add_argument(
+        "--pair",
+        type=float,
+        metavar="S",
+        help="share of the sum of their times that an F and the B of another microbatch behind it "
+        "take, together (default: they do not run together, or what the file says)",
+    )
     for name, what in _WHOLE_STAGE.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}",
@@ -156,7 +163,7 @@ def cost_of(options: argparse.Namespace) -> Cost:
     """
     text = str(options.cost)
     cost = Cost.from_json(text) if text.endswith(".json") else Cost(**_cost_numbers(text))
-    given = {name: getattr(options, name) for name in ("comm", "transfer", *_WHOLE_STAGE)}
+    given = {name: getattr(options, name) for name in ("comm", "transfer", "pair", *_WHOLE_STAGE)}
     return replace(cost, **{name: value for name, value in given.items() if value is not None})
 
 

@@ -17,11 +17,13 @@ class Times(NamedTuple):
         ends: per row, the end of each action.
         whole: every action ran, in an order that makes sense, and each stage did the same work on
             every microbatch.
+        pairs: rank and place of each F that ran together with the B behind it.
     """
 
     starts: list[list[float]]
     ends: list[list[float]]
     whole: bool
+    pairs: list[tuple[int, int]]
 
 
 def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequence[float]) -> Times:
@@ -44,14 +46,27 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequenc
     state = bytearray(len(f) * microbatches)
     forward: list[float | None] = [None] * len(state)
     backward: list[float | None] = [None] * len(state)
+    pair = costs.pair
+    # Ranks whose next two actions wait to start together, and those that do not.
+    paused: dict[int, int] = {}
+    apart: set[tuple[int, int]] = set()
+    pairs: list[tuple[int, int]] = []
+    shared: tuple[float, float] | None = None  # the times of a pair whose B comes next
     waiting: dict[int, int] = {}  # what a blocked rank waits for; backwards are negative
     starts: list[list[float]] = [[] for _ in rows]
     ends: list[list[float]] = [[] for _ in rows]
     ready = list(range(len(rows)))[::-1]
-    while ready:
+    while ready or paused:
+        if not ready:
+            # All ranks wait: the first of these pairs runs one after the other.
+            rank = min(paused)
+            apart.add((rank, len(ends[rank])))
+            del waiting[paused[rank]]
+            ready.append(rank)
         rank = ready.pop()
+        paused.pop(rank, None)  # its input may have come
         row, start_at, end_at = rows[rank], starts[rank], ends[rank]
-        now = clocks[rank]
+        now, shared = clocks[rank], None
         for at in range(len(end_at), len(row)):
             stage, op, microbatch = row[at]
             if microbatch is None:
@@ -86,6 +101,21 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequenc
                     if arrival > now:
                         now = arrival
                 end = now + f[stage] * sizes[microbatch]
+                if pair is not None and (rank, at) not in apart:
+                    partner = partner_of(row, at)
+                    other, _, number = partner or (0, Op.B, None)
+                    if number is not None and state[other * microbatches + number] == 1:
+                        behind = other * microbatches + number
+                        arrival = backward[behind + microbatches] if other < last else 0.0
+                        if arrival is None:
+                            paused[rank] = -1 - behind - microbatches
+                            waiting[paused[rank]] = rank
+                            break
+                        now = max(now, arrival, gathered[other])
+                        both = f[stage] * sizes[microbatch] + b[other] * sizes[number]
+                        end = now + pair * both
+                        shared = (now, end)
+                        pairs.append((rank, at))
                 state[key] = 1
                 if stage < last:
                     forward[key] = (
@@ -113,6 +143,8 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequenc
                     state[key] = 2
                 elif op == Op.B:
                     end = now + b[stage] * sizes[microbatch]
+                    if shared is not None:
+                        (now, end), shared = shared, None
                     state[key] = 3
                 elif op == Op.W:  # of a stage that owes no I
                     end = now + w[stage] * sizes[microbatch]
@@ -138,4 +170,18 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequenc
     for at in range(0, len(state), max(1, microbatches)):
         done = state[at]
         whole = whole and done > 0 and state.count(done, at, at + microbatches) == microbatches
-    return Times(starts, ends, whole)
+    return Times(starts, ends, whole, pairs)
+
+
+def partner_of(row: Sequence[Action], at: int) -> Action | None:
+    """The B that may run together with an F: that of another microbatch directly behind it.
+
+    Example:
+        >>> row = [Action.parse(word) for word in "0F1 3B0 0F2 3I1".split()]
+        >>> str(partner_of(row, 0)), partner_of(row, 2)
+        ('3B0', None)
+    """
+    behind = row[at + 1] if at + 1 < len(row) else None
+    if behind is None or behind.op != Op.B or row[at].op != Op.F:
+        return None
+    return behind if behind.microbatch != row[at].microbatch else None

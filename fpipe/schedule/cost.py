@@ -15,6 +15,7 @@ from fpipe.schedule.cost_arguments import (
     PerStage,
     by_pair,
     checked_flag,
+    checked_pair,
     checked_sizes,
     has_any,
     per_stage,
@@ -67,6 +68,12 @@ class Cost:
             means f. It counts in the cost that `with_remat` returns, as does `kept`.
         kept: what F keeps there, such as the input of the stage; None where that is unknown.
 
+        pair: an F and a B that run together take this share of the sum of their times, such as 0.7,
+            because each hides the messages inside the other; None where nothing runs together. An F
+            and the B of another microbatch directly behind it in its row start together, once both
+            have their inputs, and end together. Where that would make ranks wait in a circle, they
+            run one after the other.
+
     Numbers of any real type are taken, also those of numpy, and kept as Python's int or float.
 
     Raises:
@@ -98,6 +105,7 @@ class Cost:
     transfer: Latency
     recompute: PerStage | None
     kept: PerStage | None
+    pair: float | None
 
     def __init__(
         self,
@@ -116,6 +124,7 @@ class Cost:
         transfer: float | Iterable[Iterable[float]] = 0,
         recompute: float | Iterable[float] | None = None,
         kept: float | Iterable[float] | None = None,
+        pair: float | None = None,
     ) -> None:
         values: dict[str, object] = {
             "f": per_stage("f", f),
@@ -133,6 +142,7 @@ class Cost:
             "transfer": by_pair("transfer", transfer, "time of a transfer"),
             "recompute": None if recompute is None else per_stage("recompute", recompute),
             "kept": None if kept is None else per_stage("kept", kept),
+            "pair": checked_pair(pair),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -320,6 +330,7 @@ class Cost:
             update=each("update", self.update),
             down_links=down if self.has_transfers else (),
             up_links=up if self.has_transfers else (),
+            pair=self.pair,
         )
 
     def sizes_of(self, microbatches: int) -> tuple[float, ...]:
@@ -399,14 +410,22 @@ def _between(name: str, value: Latency, source: int, target: int) -> float:
 
 def alike(cost: Cost, size: float) -> Cost:
     """The cost of microbatches that are all of one size."""
-
-    def scaled(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(scaled, value))
-        return None if value is None else value * size
-
     names = (*PER_MICROBATCH, "transfer", "recompute", "kept")
-    return replace(cost, sizes=None, **{name: scaled(getattr(cost, name)) for name in names})
+    return replace(cost, sizes=None, **_multiplied(cost, names, size))
+
+
+def with_times(cost: Cost, share: float) -> Cost:
+    """The cost with all times of actions on microbatches multiplied by a share."""
+    return replace(cost, **_multiplied(cost, ("f", "i", "w", "b"), share))
+
+
+def _multiplied(cost: Cost, names: Sequence[str], factor: float) -> dict[str, Any]:
+    def multiplied(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(multiplied, value))
+        return None if value is None else value * factor
+
+    return {name: multiplied(getattr(cost, name)) for name in names}
 
 
 def check_cost(cost: object) -> None:

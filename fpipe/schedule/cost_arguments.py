@@ -50,6 +50,13 @@ def checked_flag(name: str, value: object) -> bool:
     return value
 
 
+def checked_pair(pair: object) -> float | None:
+    number = None if pair is None else plain_number(pair)
+    if pair is not None and (number is None or not 0 < number <= 1):
+        raise ScheduleError(f"cost pair={pair!r:.60} must be above 0 and at most 1, or None")
+    return number
+
+
 def checked_sizes(sizes: Iterable[float]) -> tuple[float, ...]:
     if not is_several(sizes):
         raise ScheduleError(f"cost sizes={sizes!r:.60} must be a sequence, a number per microbatch")

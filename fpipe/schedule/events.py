@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
 
 from fpipe.schedule.action import COMPUTE_OPS, SHARDING_OPS, Action, Op
@@ -26,6 +26,31 @@ def is_beside(event: Event, cost: Cost | None) -> bool:
     """Whether a simulated event runs in the lane of collectives, beside what its rank does."""
     lane = cost is not None and cost.collective_lane
     return lane and event.action.op in SHARDING_OPS and event.end > event.start
+
+
+def partners(row: Sequence[Event], cost: Cost | None) -> dict[int, int]:
+    """The places of a row whose actions run together with their neighbour, and that one's place."""
+    together: dict[int, int] = {}
+    if cost is not None and cost.pair is not None:
+        for at, (event, behind) in enumerate(pairwise(row)):
+            ops = event.action.op, behind.action.op
+            if ops == (Op.F, Op.B) and event[2:] == behind[2:] and event.end > event.start:
+                together[at], together[at + 1] = at + 1, at
+    return together
+
+
+def time_taken(spans: Iterable[tuple[float, float]]) -> float:
+    """The time that is in any of these spans, each a start and an end, in order.
+
+    Example:
+        >>> time_taken([(0, 2), (3, 5), (3, 5)])
+        4.0
+    """
+    taken, last = 0.0, -math.inf
+    for start, end in spans:
+        taken += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return taken
 
 
 Steps: TypeAlias = tuple[tuple[float, float], ...]  # a time, and the amount held from then on
@@ -146,9 +171,10 @@ def waits_of(
 
     An action waits for the end of the one before it on its rank, and for its inputs to arrive; a
     collective in a lane for the one before it there too; what computes on a stage for what is
-    gathered for it; and an UPDATE for the reduction of its gradients. On a tie it waited for its
-    rank: a path of such waits shows the work that fills the time. An action that took no time and
-    was over before an input arrived has not read it: in a real step it had nothing to compute.
+    gathered for it; and an UPDATE for the reduction of its gradients. Two that run together wait
+    for the same. On a tie it waited for its rank: a path of such waits shows the work that fills
+    the time. An action that took no time and was over before an input arrived has not read it: in a
+    real step it had nothing to compute.
 
     Args:
         events: the events of each rank.
@@ -165,7 +191,9 @@ def waits_of(
     messages: list[Hop] = []
     for rank, row in enumerate(events):
         waits.append([])
+        together = partners(row, cost)
         before: int | None = None  # the last action that occupied the rank
+        ahead: int | None = None  # and the one before it
         collective: int | None = None  # and the last one in its lane
         gathers: dict[int, int] = {}
         reductions: dict[int, int] = {}
@@ -175,7 +203,11 @@ def waits_of(
             beside = is_beside(event, cost)
             # An UPDATE waits for the reduction of its stage, what computes for its gathering.
             of_stage = reductions if event.action.op == Op.UPDATE else gathers
-            others = [before, collective if beside else of_stage.get(event.action.stage)]
+            partner = together.get(at, at)
+            others = [
+                ahead if partner < at else before,
+                collective if beside else of_stage.get(event.action.stage),
+            ]
             for other in others:
                 if other is not None and (source is None or row[other].end > ready):
                     source, ready = (rank, other), row[other].end
@@ -184,14 +216,20 @@ def waits_of(
                 lane = gathers if event.action.op == Op.UNSHARD else reductions
                 lane[event.action.stage] = at
             else:
-                before = at
-            for need in graph.needs[graph.starts[rank] + at]:
+                before, ahead = at, before
+            first = graph.starts[rank]
+            # Of two that run together, each waits for the inputs of both.
+            needs = [(need, at) for need in graph.needs[first + at]]
+            if partner != at:
+                needs += [(need, partner) for need in graph.needs[first + partner]]
+            for need, reader in needs:
                 place = graph.place(need)
                 arrival = events[place[0]][place[1]].end
                 if row[at].start == row[at].end < arrival:
                     continue
                 if place[0] != rank:
-                    messages.append(Hop(place, (rank, at)))
+                    if reader == at:
+                        messages.append(Hop(place, (rank, at)))
                     arrival = arrivals[place, rank].arrival
                 if source is None or arrival > ready:
                     source, ready = place, arrival

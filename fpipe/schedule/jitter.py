@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 from random import Random
 from typing import Final, TypeAlias
@@ -12,6 +12,7 @@ from typing import Final, TypeAlias
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
 from fpipe.schedule.arguments import plain_integer, plain_number
+from fpipe.schedule.clocks import run_rows
 from fpipe.schedule.dependencies import chain, dependencies
 from fpipe.schedule.stage_costs import Link, StageCosts
 
@@ -112,8 +113,19 @@ def _lognormal(random: Random, deviation: float, trials: int) -> Vector:
 def trial_makespans(
     rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequence[float], draws: Draws
 ) -> Vector:
-    """The makespan of each trial of rows that can run, by the rules of `clocks.run_rows`."""
+    """The makespan of each trial of rows that can run, by the rules of `clocks.run_rows`.
+
+    The same actions run together in all trials.
+    """
     graph = dependencies(rows, chain(len(costs.f)))
+    paired: set[int] = set()  # F's that run together with the B behind them
+    if costs.pair is not None:
+        needs = list(graph.needs)
+        for rank, at in run_rows(rows, costs, sizes).pairs:
+            number = graph.starts[rank] + at
+            paired.add(number)
+            needs[number] += needs[number + 1]
+        graph = replace(graph, needs=tuple(needs))
     zero = [0.0] * draws.trials
     clocks, lanes = [zero] * len(rows), [zero] * len(rows)
     gathered, reduced = [zero] * len(costs.f), [zero] * len(costs.f)
@@ -123,6 +135,7 @@ def trial_makespans(
     times = {Op.F: costs.f, Op.I: costs.i, Op.W: costs.w, Op.B: costs.b}
     whole = {Op.UNSHARD: costs.unshard, Op.REDUCE_GRAD: costs.reduce_grad, Op.UPDATE: costs.update}
     halved: set[tuple[int, int]] = set()  # that have had their I
+    together: dict[int, tuple[Vector, Vector]] = {}  # start and end of B's that do
     last, first = zero, [math.inf] * draws.trials
 
     def send(made: Vector, link: Link | None, least: float, size: float) -> Vector:
@@ -132,17 +145,25 @@ def trial_makespans(
         free[link.number] = end = [each + link.transfer * size for each in end]
         return [each + link.latency for each in end]
 
+    def duration(action: Action, rank: int) -> Vector:
+        stage, op, microbatch = action
+        usual = times[op][stage] * sizes[microbatch] if microbatch is not None else 0.0
+        if op in whole:
+            usual = whole[op][stage]
+        if not usual:
+            return zero
+        factors, stalls = draws.factors(action, rank)
+        return [usual * factor + stall for factor, stall in zip(factors, stalls, strict=True)]
+
+    def gradient(stage: int, microbatch: int) -> Vector:
+        """The arrival of what a backward reads."""
+        return backward.pop((stage + 1, microbatch)) if stage + 1 < len(costs.f) else zero
+
     for number in graph.run_order():
         stage, op, microbatch = action = graph.actions[number]
         rank, _ = graph.place(number)
         now = clocks[rank]
-        usual = times[op][stage] * sizes[microbatch] if microbatch is not None else 0.0
-        if op in whole:
-            usual = whole[op][stage]
-        takes = zero
-        if usual:
-            factors, stalls = draws.factors(action, rank)
-            takes = [usual * factor + stall for factor, stall in zip(factors, stalls, strict=True)]
+        takes = duration(action, rank)
         if microbatch is None:
             begin = now
             if op == Op.UPDATE:
@@ -163,11 +184,23 @@ def trial_makespans(
             begin = _latest(now, gathered[stage])
             if op == Op.F and stage:
                 begin = _latest(begin, forward.pop((stage - 1, microbatch)))
-            elif op != Op.F and key not in halved and stage + 1 < len(costs.f):
-                begin = _latest(begin, backward.pop((stage + 1, microbatch)))
+            elif op != Op.F and key not in halved and number not in together:
+                begin = _latest(begin, gradient(stage, microbatch))
             if op == Op.I:
                 halved.add(key)
-            clocks[rank] = end = list(map(add, begin, takes))
+            if number in paired and costs.pair is not None:
+                partner = graph.actions[number + 1]
+                assert partner.microbatch is not None
+                begin = _latest(begin, gathered[partner.stage])
+                begin = _latest(begin, gradient(partner.stage, partner.microbatch))
+                both = map(add, takes, duration(partner, rank))
+                takes = [costs.pair * time for time in both]
+                together[number + 1] = begin, list(map(add, begin, takes))
+            if number in together:
+                begin, end = together.pop(number)
+            else:
+                end = list(map(add, begin, takes))
+            clocks[rank] = end
             if op == Op.F and stage + 1 < len(costs.f):
                 link = costs.down_links[stage] if costs.down_links else None
                 forward[key] = send(end, link, costs.down[stage], sizes[microbatch])

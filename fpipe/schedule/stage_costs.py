@@ -39,6 +39,8 @@ class StageCosts:
         collective_lane: they run beside the rank.
         update: time of each stage's optimizer's step.
         down_links, up_links: the link of each of these hops, where transfers take any time.
+        pair: the share of the sum of their times that an F and a B take together; None where none
+            run together.
     """
 
     f: tuple[float, ...]
@@ -56,6 +58,7 @@ class StageCosts:
     update: tuple[float, ...] = ()
     down_links: tuple[Link, ...] = ()
     up_links: tuple[Link, ...] = ()
+    pair: float | None = None
 
     @cached_property
     def backward(self) -> tuple[float, ...]:

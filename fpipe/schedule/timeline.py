@@ -21,6 +21,7 @@ from fpipe.schedule.events import (
     critical_path,
     held,
     is_beside,
+    time_taken,
     transfers,
 )
 from fpipe.schedule.exchange.files import PathLike, save
@@ -126,7 +127,7 @@ class Timeline:
     def busy(self) -> tuple[float, ...]:
         """The time that each rank spends in actions, those in a lane beside it apart."""
         return tuple(
-            float(sum(event.end - event.start for event in row)) for row in self._occupying
+            float(time_taken((event.start, event.end) for event in row)) for row in self._occupying
         )
 
     @cached_property

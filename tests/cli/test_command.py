@@ -283,6 +283,12 @@ def test_compare_takes_no_size_from_a_file_that_cannot_run(
 # ── search, verify ──────────────────────────────────────────────────────────────────────────────
 
 
+def test_actions_run_together_in_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "dualpipev", "--ranks", "2", "--microbatches", "8"]
+    assert run(capsys, *words) != run(capsys, *words, "--pair", "0.7")
+    assert "pair=2.0 must be above 0" in refused(capsys, *words, "--pair", "2")
+
+
 def test_jitter_adds_means(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "compare", "gpipe", "zb_h1", *SMALL, "--jitter", "0.1,0,0.1,2")
     assert out.splitlines()[0].endswith("mean  spread")

@@ -3,7 +3,7 @@ until none is too early."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 
 from fpipe import Action, Cost, Op, Schedule
@@ -13,11 +13,15 @@ Place = tuple[int, ...]  # rank and position in its row; for a message, the read
 
 
 def relaxed(
-    schedule: Schedule, cost: Cost, shaken: Callable[[int, Action, float], float] | None = None
+    schedule: Schedule,
+    cost: Cost,
+    shaken: Callable[[int, Action, float], float] | None = None,
+    pairs: Sequence[Place] = (),
 ) -> dict[Place, tuple[float, float]]:
     """Start and end of every action: the least that keep all rules.
 
-    `shaken` is the time of an action on a rank, given the usual one.
+    `shaken` is the time of an action on a rank, given the usual one. `pairs` are the places of F's
+    that run together with the B behind them.
     """
     costs = cost.on(schedule.placement, schedule.num_ranks)
     times = {Op.F: costs.f, Op.I: costs.i, Op.W: costs.w, Op.B: costs.b}
@@ -36,6 +40,12 @@ def relaxed(
     if shaken is not None:
         takes = {place: shaken(place[0], places[place], time) for place, time in takes.items()}
     rules = list(_rules(places, schedule, cost))
+    for rank, at in pairs:
+        first, second = (rank, at), (rank, at + 1)
+        assert cost.pair is not None
+        takes[first] = takes[second] = cost.pair * (takes[first] + takes[second])
+        rules = [rule for rule in rules if rule[:2] != (first, second)]
+        rules += [(first, second, -takes[first]), (second, first, -takes[second])]
     for message, (_, _, number) in _messages(places, schedule).items():
         takes[message] = cost.transfer_between(message[0], message[2]) * (
             1 if cost.sizes is None or number is None else cost.sizes[number]

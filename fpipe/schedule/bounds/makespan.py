@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final, Literal, TypeAlias
 
 from fpipe.errors import ScheduleError
@@ -24,7 +25,7 @@ from fpipe.schedule.bounds.rank_bounds import (
     turns_bound,
 )
 from fpipe.schedule.bounds.whole_stage import with_whole_stage_work
-from fpipe.schedule.cost import Cost, alike, check_cost
+from fpipe.schedule.cost import Cost, alike, check_cost, with_times
 from fpipe.schedule.cost_arguments import MOST
 from fpipe.schedule.placements import plain_placement, stages_by_rank
 from fpipe.schedule.stage_costs import StageCosts
@@ -73,7 +74,8 @@ def lower_bound(
     the second, and so on, of the work of the busiest rank, and of what it holds for how long.
 
     Where the cost has times of whole-stage work, schedules do it: the bound counts the gathering
-    before the first action, and the reduction and the update behind the last gradient. Where
+    before the first action, and the reduction and the update behind the last gradient. Where an F
+    and a B run together, all times are taken to be the share of them that such a pair takes. Where
     transfers take any time, all bounds count those of one microbatch after the other, and one more
     counts all messages of a link.
 
@@ -109,6 +111,9 @@ def lower_bound(
     states = plain_integer(effort)
     if states is None or states < 0:
         raise ScheduleError(f"effort={effort!r:.60} must be an integer, 0 or more")
+    if cost.pair is not None:
+        # All that runs together might as well run one after the other, in this share of its time.
+        cost = replace(with_times(cost, cost.pair), pair=None)
     span = objective == "span"
     if cost.sizes is not None:
         sizes = sorted(cost.sizes_of(microbatches), reverse=True)

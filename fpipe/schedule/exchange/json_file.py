@@ -108,6 +108,7 @@ _LATER: Final = {
     "transfer": 0,
     "recompute": None,
     "kept": None,
+    "pair": None,
 }
 KEYS: Final = (*NEEDED, "comm", "b", "activation", "freed_by_i", "sizes", *_LATER)
 

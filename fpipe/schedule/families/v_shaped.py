@@ -73,7 +73,10 @@ def dualpipev(*, ranks: int, microbatches: int) -> Schedule:
     of the other, so that the communication inside the one (experts, tensor parallelism) hides
     behind the compute of the other. Here such a pair is two actions, F then B. Backwards are split
     into I and W only where a rank would wait. The fullest rank holds min(p + ½, m) microbatches at
-    its peak, counting a stage's as one half. The bubble has no closed form that we know.
+    its peak, counting a stage's as one half. Where such a pair runs together in a time F&B
+    (`Cost.pair`), with F, B and W the times of one stage, the bubble is (p−1)(F&B+B−3W) for m ≥ 4p
+    and F&B at least 0.7 (F+B). Where the two run one after the other it has no closed form that we
+    know.
 
     Args:
         ranks: p, 1 or more; two stages per rank, s and 2p−1−s.

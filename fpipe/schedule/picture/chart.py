@@ -21,7 +21,9 @@ from fpipe.schedule.events import (
     Wait,
     held,
     is_beside,
+    partners,
     sendings,
+    time_taken,
     waits_of,
 )
 from fpipe.schedule.grid import Rows
@@ -39,6 +41,7 @@ class Box(NamedTuple):
         waited: the action that it waited for last; None for none.
         ready: when the output of that action was there: its end plus the latency.
         beside: it is a collective in a lane beside the rank.
+        half: of a pair that runs together, which one: 1 or 2; 0 where it runs alone.
     """
 
     action: Action
@@ -48,6 +51,7 @@ class Box(NamedTuple):
     waited: Position | None
     ready: float
     beside: bool = False
+    half: int = 0
 
 
 class Carried(NamedTuple):
@@ -105,7 +109,7 @@ class Chart:
 
     def idle(self, rank: int) -> float:
         """The fraction of the makespan in which `rank` runs nothing."""
-        busy = sum(box.end - box.start for box in self.rows[rank] if not box.beside)
+        busy = time_taken((box.start, box.end) for box in self.rows[rank] if not box.beside)
         return max(0.0, 1 - busy / self.makespan) if self.makespan else 0.0
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -165,10 +169,12 @@ def draw_up(
                 source,
                 ready - zero,
                 is_beside(event, cost),
+                0 if at not in together else 1 if together[at] > at else 2,
             )
-            for event, (source, ready) in zip(row, row_waits, strict=True)
+            for at, (event, (source, ready)) in enumerate(zip(row, row_waits, strict=True))
         )
         for row, row_waits in zip(events, waited, strict=True)
+        for together in [partners(row, cost)]
     )
     costs = (cost or Cost(1, 1, 1)).on(placement, len(events))
     memory = (tuple((time - zero, amount) for time, amount in held(row, costs)) for row in events)

@@ -211,13 +211,16 @@ def _boxes(chart: Chart, scale: Scale) -> Iterator[str]:
             drawn = max(wide - min(0.8, 0.12 * wide), 0.5)
             x = scale.x(box.start)
             if box.beside:
-                top, thick = scale.y(rank, LANE + 1), 5 * scale.size
-                band = f"M{_n(x)} {_n(top)}h{_n(drawn)}v{_n(thick)}h-{_n(drawn)}z"
+                under, thick = scale.y(rank, LANE + 1), 5 * scale.size
+                band = f"M{_n(x)} {_n(under)}h{_n(drawn)}v{_n(thick)}h-{_n(drawn)}z"
                 collectives[fill].append(band)
                 continue
-            paths[fill].append(f"M{_n(x)} {_n(y)}h{_n(drawn)}v{_n(tall)}h-{_n(drawn)}z")
+            # Two that run together share the height of the lane.
+            high = tall / 2 if box.half else tall
+            top = y + high if box.half == 2 else y
+            paths[fill].append(f"M{_n(x)} {_n(top)}h{_n(drawn)}v{_n(high)}h-{_n(drawn)}z")
             if size := _size(box, drawn, digits, scale.size):
-                middle, base = _n(x + drawn / 2), _n(y + tall / 2 + 0.36 * size)
+                middle, base = _n(x + drawn / 2), _n(top + high / 2 + 0.36 * size)
                 numbers[ink(fill), size].append(
                     f'<text x="{middle}" y="{base}">{box.action.microbatch}</text>'
                 )

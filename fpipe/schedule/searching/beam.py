@@ -171,7 +171,8 @@ def _walk(
         for states in layers[-2].values()
         for state, trail in states.items()
     ]
-    if complete and pipe.complete and not problem.uneven and problem.objective == "makespan":
+    exact = problem.objective == "makespan" and problem.costs.pair is None
+    if complete and pipe.complete and not problem.uneven and exact:
         incumbents.raise_bound(problem, min([incumbents.value, *(end for end, _ in ends)]))
     if ends:
         yield 0, _order(problem, turn, min(ends, key=lambda end: end[0])[1])

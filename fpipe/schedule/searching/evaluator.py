@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT
-from fpipe.schedule.searching.problem import Order, Problem
+from fpipe.schedule.clocks import run_rows
+from fpipe.schedule.searching.problem import Order, Problem, to_rows
 from fpipe.schedule.searching.whole_stage_work import WholeStageWork
 from fpipe.schedule.stage_costs import Link
 
@@ -63,6 +64,8 @@ class Evaluator:
     ) -> tuple[float, list[float]]:
         """The value of an order and the end of each action; infinite if it cannot run, or as soon
         as the makespan is sure to exceed `limit`."""
+        if self.problem.costs.pair is not None:
+            return self._times_with_pairs(rows, fused)
         duration, source, delay, after = self.durations(fused), self.source, self.delay, self.after
         if self.work is not None:
             rows = self.work.dressed(rows)
@@ -117,6 +120,23 @@ class Evaluator:
         if self.problem.objective == "span":
             return max(end - first for end, first in zip(clocks, firsts, strict=True)), ends
         return max(clocks), ends
+
+    def _times_with_pairs(
+        self, rows: list[list[int]], fused: AbstractSet[int]
+    ) -> tuple[float, list[float]]:
+        """The same where an F and a B may run together, by a simulation."""
+        problem = self.problem
+        actions = to_rows(problem, Order(0.0, rows, frozenset(fused)))
+        run = run_rows(actions, problem.costs, problem.sizes)
+        ends = [_NOT_YET] * len(self.duration)
+        for row, times in zip(rows, run.ends, strict=True):
+            for action, end in zip(row, times, strict=False):
+                ends[action] = end
+        if not run.whole:
+            return float("inf"), ends
+        if self.work is None and problem.objective == "makespan":
+            return max(row[-1] for row in run.ends if row), ends
+        return problem.played(Order(0.0, rows, frozenset(fused))).value, ends
 
     def durations(self, fused: AbstractSet[int]) -> list[float]:
         """The time of each action, where those of `fused` are B."""

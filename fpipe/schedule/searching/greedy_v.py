@@ -88,7 +88,7 @@ class _Run:
 
     def order(self) -> Order:
         """What has been run."""
-        if self.problem.cost.has_whole_stage or self.problem.cost.has_transfers:
+        if self.problem.simulated or self.problem.cost.has_transfers:
             return self.problem.played(Order(math.inf, self.rows, frozenset()))
         begun = self.firsts if self.problem.objective == "span" else [0.0] * len(self.firsts)
         value = max(end - first for end, first in zip(self.clocks, begun, strict=True))

@@ -212,7 +212,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
             heappush(heap, (arrival, reader))
     if any(todo):
         return None
-    if problem.cost.has_whole_stage:
+    if problem.simulated:
         return problem.played(Order(UNLIMITED, rows, frozenset(fused)))
     if problem.objective == "span":
         value = max(end - (first or 0.0) for end, first in zip(free, begun, strict=True))

@@ -101,14 +101,24 @@ class Problem:
     def fuses(self) -> bool:
         """Whether a full backward differs from I and W, in time or in memory."""
         costs = self.costs
-        return self.grows or any(
-            abs(b - i - w) > 1e-9 * b for b, i, w in zip(costs.b, costs.i, costs.w, strict=True)
+        return (
+            self.grows
+            or costs.pair is not None
+            or any(
+                abs(b - i - w) > 1e-9 * b for b, i, w in zip(costs.b, costs.i, costs.w, strict=True)
+            )
         )
 
     def played(self, order: Order) -> Order:
         """An order with the value of its schedule, in which whole-stage actions stand as well."""
         rows = whole_stage_rows(self.placement, to_rows(self, order), self.microbatches, self.cost)
         return replace(order, value=self.value_of(rows))
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the value of an order is that of its simulation, which no phase knows by itself:
+        with whole-stage work, or where an F and a B run together."""
+        return self.cost.has_whole_stage or self.costs.pair is not None
 
     def value_of(self, rows: Sequence[Sequence[Action]]) -> float:
         """The makespan or the span of rows that can run."""

@@ -209,7 +209,7 @@ def order_of(problem: Problem, schedule: Schedule) -> Order | None:
         if _peak(row, problem.costs, problem.sizes) > limit * (1 + 1e-9):
             return None
     order = to_order(problem, schedule)
-    if problem.cost.has_whole_stage:
+    if problem.simulated:
         return problem.played(order)
     # Not by `simulate`, whose timeline would cost more than all the rest.
     return replace(order, value=problem.value_of(schedule.actions))
