@@ -30,7 +30,8 @@ def simulate(
     so long, after the values before it. UNSHARD and REDUCE_GRAD take ``cost.unshard`` and
     ``cost.reduce_grad``, in a lane beside the rank unless ``cost.collective_lane`` is False;
     RESHARD takes no time. UPDATE takes ``cost.update`` on the rank, once the gradients of its stage
-    are reduced. With ``cost.pair``, an F and the B behind it run together. A million actions take a few seconds.
+    are reduced. With ``cost.pair``, an F and the B behind it run together. A million
+    actions take a few seconds.
 
     Args:
         schedule: any schedule that `fpipe.verify` accepts, also one for evaluation (F alone) or
