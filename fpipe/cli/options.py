@@ -116,6 +116,13 @@ def add_cost(parser: argparse.ArgumentParser) -> None:
         help="share of the sum of their times that an F and the B of another microbatch behind it "
         "take, together (default: they do not run together, or what the file says)",
     )
+    parser.add_argument(
+        "--speed",
+        type=numbers,
+        metavar="V,V...",
+        help="of each rank, by which its times are divided (default: all alike, or what the file "
+        "says)",
+    )
     for name, what in _WHOLE_STAGE.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}",
@@ -163,7 +170,10 @@ def cost_of(options: argparse.Namespace) -> Cost:
     """
     text = str(options.cost)
     cost = Cost.from_json(text) if text.endswith(".json") else Cost(**_cost_numbers(text))
-    given = {name: getattr(options, name) for name in ("comm", "transfer", "pair", *_WHOLE_STAGE)}
+    given = {
+        name: getattr(options, name)
+        for name in ("comm", "transfer", "pair", "speed", *_WHOLE_STAGE)
+    }
     return replace(cost, **{name: value for name, value in given.items() if value is not None})
 
 

@@ -9,14 +9,16 @@ from itertools import pairwise
 from typing import Any, Final
 
 from fpipe.errors import ScheduleError, a_type
-from fpipe.schedule.arguments import plain_counts, plain_integer
+from fpipe.schedule.arguments import plain_counts
 from fpipe.schedule.cost_arguments import (
     Latency,
     PerStage,
+    between_ranks,
     by_pair,
     checked_flag,
     checked_pair,
     checked_sizes,
+    checked_speed,
     has_any,
     per_stage,
     values_of_stages,
@@ -74,6 +76,9 @@ class Cost:
             have their inputs, and end together. Where that would make ranks wait in a circle, they
             run one after the other.
 
+        speed: of each rank; None where all are alike. All times of actions on a rank, those of
+            collectives apart, are divided by it: all other numbers are for a rank of speed 1.
+
     Numbers of any real type are taken, also those of numpy, and kept as Python's int or float.
 
     Raises:
@@ -106,6 +111,7 @@ class Cost:
     recompute: PerStage | None
     kept: PerStage | None
     pair: float | None
+    speed: tuple[float, ...] | None
 
     def __init__(
         self,
@@ -125,6 +131,7 @@ class Cost:
         recompute: float | Iterable[float] | None = None,
         kept: float | Iterable[float] | None = None,
         pair: float | None = None,
+        speed: Iterable[float] | None = None,
     ) -> None:
         values: dict[str, object] = {
             "f": per_stage("f", f),
@@ -143,6 +150,7 @@ class Cost:
             "recompute": None if recompute is None else per_stage("recompute", recompute),
             "kept": None if kept is None else per_stage("kept", kept),
             "pair": checked_pair(pair),
+            "speed": None if speed is None else checked_speed(speed),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -238,9 +246,11 @@ class Cost:
         if "full" in each:
             self.check_kept()
         costs, p = self.on(placement), max(placement) + 1
-        more = values_of_stages(
-            "recompute", self.f if self.recompute is None else self.recompute, stages, p
-        )
+        more = costs.f
+        if self.recompute is not None:
+            speeds = self._speeds(placement, p) or [1] * stages
+            values = values_of_stages("recompute", self.recompute, stages, p)
+            more = tuple(value / speed for value, speed in zip(values, speeds, strict=True))
         keeps = values_of_stages("kept", 0 if self.kept is None else self.kept, stages, p)
         i, b, kept, freed = map(list, (costs.i, costs.b, costs.activation, costs.freed_by_i))
         for stage, choice in enumerate(each):
@@ -264,7 +274,7 @@ class Cost:
             "freed_by_i": freed,
         }
         changed["b"] = None if self.b is None else b
-        return replace(self, **changed, recompute=None, kept=None)
+        return replace(self, **changed, recompute=None, kept=None, speed=None)
 
     def check_kept(self) -> None:
         """Raise a `ScheduleError` unless `kept` is known."""
@@ -300,7 +310,15 @@ class Cost:
         def each(name: str, value: PerStage) -> tuple[float, ...]:
             return values_of_stages(name, value, stages, p)
 
-        f, i, w = each("f", self.f), each("i", self.i), each("w", self.w)
+        speeds = self._speeds(placement, p)
+
+        def time(name: str, value: PerStage) -> tuple[float, ...]:
+            values = each(name, value)
+            if speeds is None:
+                return values
+            return tuple(value / speed for value, speed in zip(values, speeds, strict=True))
+
+        f, i, w = time("f", self.f), time("i", self.i), time("w", self.w)
         kept, freed = each("activation", self.activation), each("freed_by_i", self.freed_by_i)
         for stage, (has, frees) in enumerate(zip(kept, freed, strict=True)):
             if frees > has * (1 + 1e-9):  # which may have been scaled otherwise
@@ -318,7 +336,7 @@ class Cost:
             f=f,
             i=i,
             w=w,
-            b=tuple(map(sum, zip(i, w, strict=True))) if self.b is None else each("b", self.b),
+            b=tuple(map(sum, zip(i, w, strict=True))) if self.b is None else time("b", self.b),
             down=tuple(link.latency + link.transfer * least for link in down),
             up=tuple(link.latency + link.transfer * least for link in up),
             activation=kept,
@@ -327,11 +345,21 @@ class Cost:
             unshard=each("unshard", self.unshard),
             reduce_grad=each("reduce_grad", self.reduce_grad),
             collective_lane=self.collective_lane,
-            update=each("update", self.update),
+            update=time("update", self.update),
             down_links=down if self.has_transfers else (),
             up_links=up if self.has_transfers else (),
             pair=self.pair,
         )
+
+    def _speeds(self, placement: Sequence[int], ranks: int) -> list[float] | None:
+        """The speed of each stage's rank."""
+        if self.speed is None:
+            return None
+        if len(self.speed) < ranks:
+            raise ScheduleError(
+                f"cost.speed has {len(self.speed)} values for {ranks} ranks: give one per rank"
+            )
+        return [self.speed[rank] for rank in placement]
 
     def sizes_of(self, microbatches: int) -> tuple[float, ...]:
         """The size of each microbatch.
@@ -381,7 +409,7 @@ class Cost:
             ScheduleError: `source` or `target` is not the number of a rank, or `comm` is a table
                 without them.
         """
-        return _between("comm", self.comm, source, target)
+        return between_ranks("comm", self.comm, source, target)
 
     def transfer_between(self, source: int, target: int) -> float:
         """The transfer of a message of size 1 from one rank to another; 0 to itself.
@@ -389,23 +417,7 @@ class Cost:
         Raises:
             ScheduleError: as for `hop`.
         """
-        return _between("transfer", self.transfer, source, target)
-
-
-def _between(name: str, value: Latency, source: int, target: int) -> float:
-    for argument, rank in (("source", source), ("target", target)):
-        if (plain := plain_integer(rank)) is None or plain < 0:
-            raise ScheduleError(f"{argument}={rank!r:.60} must be the number of a rank, 0 or more")
-    if source == target:
-        return 0.0
-    if not isinstance(value, tuple):
-        return value
-    if max(source, target) >= len(value):
-        raise ScheduleError(
-            f"cost.{name} is a table of {len(value)} ranks and the schedule uses rank "
-            f"{max(source, target)}: give a row and a column for each rank"
-        )
-    return value[source][target]
+        return between_ranks("transfer", self.transfer, source, target)
 
 
 def alike(cost: Cost, size: float) -> Cost:

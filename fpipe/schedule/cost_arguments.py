@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from fpipe.errors import ScheduleError
-from fpipe.schedule.arguments import check_ordered, is_several, plain_number
+from fpipe.schedule.arguments import check_ordered, is_several, plain_integer, plain_number
 
 # Between these, sums and ratios of costs neither overflow nor vanish.
 LEAST, MOST = 1e-100, 1e100
@@ -57,6 +57,18 @@ def checked_pair(pair: object) -> float | None:
     return number
 
 
+def checked_speed(speed: Iterable[float]) -> tuple[float, ...]:
+    if not is_several(speed):
+        raise ScheduleError(f"cost speed={speed!r:.60} must be a sequence, a number per rank")
+    check_ordered("cost speed", speed, "rank", "None where all are alike")
+    values = tuple(checked_number(f"speed[{rank}]", entry) for rank, entry in enumerate(speed))
+    if not values or not all(values):
+        raise ScheduleError(
+            f"cost speed={values!r:.60} must have a number above 0 for each rank, or be None"
+        )
+    return values
+
+
 def checked_sizes(sizes: Iterable[float]) -> tuple[float, ...]:
     if not is_several(sizes):
         raise ScheduleError(f"cost sizes={sizes!r:.60} must be a sequence, a number per microbatch")
@@ -85,6 +97,22 @@ def by_pair(name: str, value: float | Iterable[Iterable[float]], what: str) -> L
         tuple(checked_number(f"{name}[{a}][{b}]", entry) for b, entry in enumerate(row))
         for a, row in enumerate(rows)
     )
+
+
+def between_ranks(name: str, value: Latency, source: int, target: int) -> float:
+    for argument, rank in (("source", source), ("target", target)):
+        if (plain := plain_integer(rank)) is None or plain < 0:
+            raise ScheduleError(f"{argument}={rank!r:.60} must be the number of a rank, 0 or more")
+    if source == target:
+        return 0.0
+    if not isinstance(value, tuple):
+        return value
+    if max(source, target) >= len(value):
+        raise ScheduleError(
+            f"cost.{name} is a table of {len(value)} ranks and the schedule uses rank "
+            f"{max(source, target)}: give a row and a column for each rank"
+        )
+    return value[source][target]
 
 
 def checked_number(name: str, value: object, signed: bool = False) -> float:

@@ -244,7 +244,7 @@ class Timeline:
             values[name] = [
                 time if Action(stage, op, None) in actions else 0 for stage, time in times
             ]
-        cost = replace(self.cost, **values)
+        cost = replace(self.cost, **values, speed=None)  # which they have in them
         ranks = max(placement) + 1  # the ranks after it have no stage
         return lower_bound(placement, self.schedule.num_microbatches, cost, self.peak[:ranks])
 

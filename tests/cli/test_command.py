@@ -289,6 +289,12 @@ def test_actions_run_together_in_pairs(capsys: pytest.CaptureFixture[str]) -> No
     assert "pair=2.0 must be above 0" in refused(capsys, *words, "--pair", "2")
 
 
+def test_ranks_have_speeds(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "gpipe", *SMALL]
+    assert run(capsys, *words) != run(capsys, *words, "--speed", "2,1")
+    assert "cost.speed has 1 values for 2 ranks" in refused(capsys, *words, "--speed", "2")
+
+
 def test_jitter_adds_means(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "compare", "gpipe", "zb_h1", *SMALL, "--jitter", "0.1,0,0.1,2")
     assert out.splitlines()[0].endswith("mean  spread")

@@ -109,6 +109,7 @@ _LATER: Final = {
     "recompute": None,
     "kept": None,
     "pair": None,
+    "speed": None,
 }
 KEYS: Final = (*NEEDED, "comm", "b", "activation", "freed_by_i", "sizes", *_LATER)
 
