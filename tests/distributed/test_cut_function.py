@@ -26,7 +26,7 @@ def step(group: dist.ProcessGroup | None, schedule: Schedule) -> fpipe.Step:
     pipe = fpipe.pipeline(
         language_model, schedule=schedule, in_dims=IN_DIMS, compile=False, group=group
     )
-    return pipe.step(make_params(), make_batch(9))
+    return pipe.step(make_params(), make_batch(8))
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ def test_the_loss_of_the_model_itself() -> None:
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable:FutureWarning")
 def test_model_that_checkpoints_its_layers() -> None:
     module: Any = build("mixtral", 2).train()
-    params, batch = detached(module), batch_of("mixtral")
+    params = detached(module)
+    batch = {name: leaf[:4] for name, leaf in batch_of("mixtral").items()}  # two equal microbatches
     schedule = fpipe.schedules.gpipe(ranks=2, microbatches=2)
     expected = unpipelined(module, params, batch, cross_entropy)
     held = []
