@@ -33,6 +33,7 @@ from fpipe.schedule.required_ops import owed_by_actions
 from fpipe.schedule.verifier import verify
 from fpipe.spec.data import Data
 from fpipe.spec.objective import SUM, Objective, Sink
+from fpipe.spec.precision import Precision
 from fpipe.spec.returns import Returns
 from fpipe.spec.stage import Stage
 from fpipe.spec.trainable import ALL, Trainable
@@ -84,6 +85,7 @@ class Definition:
         remat: which values the backward may read.
         compile: how graphs are made callable.
         accum_dtype: dtype of the sums of gradients.
+        precision: the dtypes of stages, to which they and the loss are cast.
         devices: the device of each rank, in one process.
         group: the ranks' processes, None for one process.
         timeout: seconds of silence after which a rank is given up.
@@ -119,6 +121,7 @@ class Definition:
     remat: Remat = "none"
     compile: Compile = True
     accum_dtype: torch.dtype | None = None
+    precision: Precision | None = None
     devices: tuple[torch.device, ...] | None = None
     group: dist.ProcessGroup | None = None
     timeout: float = 60.0
@@ -331,6 +334,7 @@ class Definition:
             argnums=self.wanted,
             trainable=self.trainable,
             accum_dtype=self.accum_dtype,
+            precision=self.precision,
             sink=self.sink,
         )
 
@@ -348,6 +352,7 @@ class Definition:
             "has_state": str((self.has_state, self.convention is DEFERRED)),
             "remat policy": named(self.remat),
             "accum_dtype": str(self.accum_dtype),
+            "mp_policy": str(self.precision),
             "data": str(self.data),
             "in_dims": str(pytree.flatten(self.in_dims)),
             "transform": repr((self.loss_shape, self.loss_cotangent, self.sink.join, self.argnums)),

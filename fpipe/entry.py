@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,12 @@ from fpipe.pipelines import Pipeline
 from fpipe.placing import group_of, placed
 from fpipe.schedule import Schedule
 from fpipe.spec.data import read_data
+from fpipe.spec.precision import cast_function, cast_stages, read_policy
 from fpipe.spec.stage import Stage
 from fpipe.spec.trainable import Trainable
+
+if TYPE_CHECKING:  # to import it takes a tenth of a second
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def pipeline(
@@ -40,6 +44,7 @@ def pipeline(
     remat: Remat = "none",
     compile: Compile = True,
     accum_dtype: torch.dtype | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
     devices: Sequence[torch.device | str | int] | None = None,
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
@@ -115,8 +120,16 @@ def pipeline(
             inputs in a list and may empty it; its outputs must have the strides that the graph's
             have.
         accum_dtype: dtype in which gradients are summed over microbatches, None for that of each
-            parameter, but for float8, in which torch sums nothing. Gradients are returned in the
-            parameters' dtypes.
+            parameter, but for float8, in which torch sums nothing; it is no narrower than that.
+            Gradients are returned in the parameters' dtypes.
+        mp_policy: in which dtypes to compute, as a ``torch.distributed.fsdp.MixedPrecisionPolicy``
+            says: the way to compute in bfloat16 with float32 parameters. They are cast to
+            ``param_dtype`` once a step (with `data`, before they are gathered), and so are
+            floating-point values that stages get and pass on, unless ``cast_forward_inputs`` is
+            False; what the last stage returns is cast to ``output_dtype`` before the loss.
+            Gradients are added up in ``reduce_dtype``, over microbatches and replicas, and come
+            back in the parameters' dtypes. Of one function all of the batch is cast, and there is
+            no ``output_dtype``. Not beside `accum_dtype`.
         devices: the device of each rank, on which the parameters of its stages must lie;
             `Pipeline.place` puts them there. One function is recorded on the device of its first
             stage, where what it closes over must lie, and computes on all of them, which are of
@@ -160,8 +173,11 @@ def pipeline(
     whole = callable(stages) and not isinstance(stages, Stage)
     chosen_loss: Any = _whole_loss(stages, loss) if whole else _stage_loss(stages, loss)
     chosen_schedule: Any = schedule
+    precision = read_policy(mp_policy, accum_dtype)
+    if whole:
+        chosen_loss = cast_function(chosen_loss, precision)
     definition = Definition(
-        stages=() if whole else _stages_of(stages),
+        stages=() if whole else cast_stages(_stages_of(stages), precision),
         loss=chosen_loss,
         function=whole,
         schedule=chosen_schedule,
@@ -176,9 +192,12 @@ def pipeline(
         remat=remat,
         compile=compile,
         accum_dtype=accum_dtype,
+        precision=precision,
         devices=placed(devices),
         group=group_of(group, mesh, schedule),
-        data=read_data(data, mesh, state=replica_state, bucket_bytes=bucket_bytes),
+        data=read_data(
+            data, mesh, state=replica_state, bucket_bytes=bucket_bytes, precision=precision
+        ),
         timeout=timeout,
     )
     if definition.reduction == "weighted":

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,10 @@ from fpipe.placing import group_of, placed
 from fpipe.schedule import Schedule
 from fpipe.schedule.arguments import plain_integer
 from fpipe.spec.data import read_data
+from fpipe.spec.precision import read_policy
+
+if TYPE_CHECKING:  # to import it takes a tenth of a second
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 log = logging.getLogger("fpipe")
 
@@ -58,6 +62,7 @@ def from_module(
     remat: Remat = "none",
     compile: Compile = True,
     accum_dtype: torch.dtype | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
     # Where the stages run.
     devices: Sequence[torch.device | str | int] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -94,7 +99,7 @@ def from_module(
             parts a batch is split into. The arguments that follow say how the module is split into
             stages (`cuts` or `stages`, `example`, `memory`, `measure`), what a step takes and
             returns (`loss` to `buffers`), how stages are traced and compiled (`is_compiling` to
-            `accum_dtype`), and where they run (`devices`, or `group`, or `mesh`).
+            `mp_policy`), and where they run (`devices`, or `group`, or `mesh`).
         cuts: names of submodules, as ``module.named_modules()`` gives them: a stage ends after
             each, so there is one name fewer than the schedule has stages. Values that later stages
             read (the encoder's output, masks, positions) go straight to them. Or a `Balance`, which
@@ -140,6 +145,9 @@ def from_module(
             ``"full"`` computes them again.
         compile: how graphs are made callable: True for Inductor, False for eager.
         accum_dtype: dtype of the sums of gradients over microbatches, None for each parameter's.
+        mp_policy: in which dtypes to compute, as for `fpipe.pipeline`: the forward gets parameters
+            and floating-point arguments in ``param_dtype``, and `loss` what the forward returns
+            in ``output_dtype``. Buffers stay as they are.
         devices: the device of each rank, in this process. Buffers must lie on the device of the
             first stage, on which the forward is traced; parameters may lie anywhere, and
             `Pipeline.place` puts them where they are read.
@@ -197,6 +205,7 @@ def from_module(
             "gradients lie on other ranks; let one process choose, fpipe.balance(..., "
             "measure=True), broadcast its cuts, and pass those"
         )
+    precision = read_policy(mp_policy, accum_dtype)
     uncut = definition_of(
         module,
         loss,
@@ -212,9 +221,12 @@ def from_module(
         remat=remat,
         compile=compile,
         accum_dtype=accum_dtype,
+        precision=precision,
         devices=placed(devices),
         group=group,
-        data=read_data(data, mesh, state=replica_state, bucket_bytes=bucket_bytes),
+        data=read_data(
+            data, mesh, state=replica_state, bucket_bytes=bucket_bytes, precision=precision
+        ),
         timeout=timeout,
     )
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -31,10 +32,13 @@ from fpipe.modules.module_forward import (
 from fpipe.modules.module_mode import Mode, refuse_lost
 from fpipe.nn import buffers_of, call_and_note, called_with, state_of
 from fpipe.schedule import Schedule
+from fpipe.spec.precision import Precision
 from fpipe.spec.returns import LOSS, Returns
 from fpipe.spec.trainable import Trainable
 
 Loss = Callable[[Any, Any], Any]
+
+_HALF: Final = frozenset({torch.bfloat16, torch.float16})
 
 
 class ModuleLoss:
@@ -51,6 +55,7 @@ class ModuleLoss:
         returns: the results beside the loss. Aux, and a weight, come from `loss`.
         buffers: buffers in place of the module's own, by name.
         is_compiling: the value of `torch.compiler.is_compiling` while the forward is traced.
+        precision: the dtypes to which parameters, arguments and output are cast.
 
     Raises:
         StageError: an argument is wrong, or names no submodule.
@@ -65,6 +70,7 @@ class ModuleLoss:
         buffers: Mapping[str, Tensor] | None = None,
         *,
         is_compiling: bool = False,
+        precision: Precision | None = None,
     ) -> None:
         self.module = module
         self.cuts = None if cuts is None else _checked_cuts(module, cuts)
@@ -87,6 +93,8 @@ class ModuleLoss:
                 f"give from_module a loss=(output, batch) -> {without_state.form}"
             )
         self._loss, self._returns, self._is_compiling = loss, returns, is_compiling
+        self._precision = precision or Precision()
+        self._casts = precision is not None
         self.buffers = buffers or {}
         self._signature = signature(module.forward)
         takes = self._signature.parameters
@@ -116,8 +124,9 @@ class ModuleLoss:
             self._cutting(),
             self._naming_entries(batch),
         ):
-            tensors = {**self.buffers, **params}
+            tensors = {**self.buffers, **self._precision.params(params)}
             options = {n: v for n, v in batch.items() if self._takes is None or n in self._takes}
+            options = self._precision.inputs(options)
             if not states:
                 output = called_with(self.module, tensors, {}, (), options)
             else:
@@ -126,6 +135,7 @@ class ModuleLoss:
                 refuse_missing(self.module, {*self.buffers, *buffers_of(states[0])})
                 output, state, written = call_and_note(self.module, tensors, states[0], (), options)
                 refuse_aliases(self.module, written)
+        output = self._precision.output(output)
         loss = replace(self._returns, state=False).with_tensors(self._loss_of(output, batch))
         if not states:
             return loss
@@ -149,7 +159,13 @@ class ModuleLoss:
 
     def _with(self, cuts: Sequence[str] | None, buffers: Mapping[str, Tensor]) -> ModuleLoss:
         return ModuleLoss(
-            self.module, cuts, self._loss, self._returns, buffers, is_compiling=self._is_compiling
+            self.module,
+            cuts,
+            self._loss,
+            self._returns,
+            buffers,
+            is_compiling=self._is_compiling,
+            precision=self._precision if self._casts else None,
         )
 
     def _check(self, params: Any, batch: Any) -> None:
@@ -185,6 +201,20 @@ class ModuleLoss:
                 raise BatchError(
                     f"params[{name!r}] is {a_type(value)}: it must be a tensor, as in "
                     "dict(module.named_parameters())"
+                )
+        if not self._casts:
+            self._check_width(params)
+
+    def _check_width(self, params: Mapping[str, Tensor]) -> None:
+        """Refuse wide parameters for a module of half precision that nothing casts."""
+        for name, held in self.module.named_parameters():
+            value = params[name]
+            if held.dtype in _HALF and value.is_floating_point() and value.itemsize > held.itemsize:
+                raise BatchError(
+                    f"params[{name!r}] is {value.dtype}, and the module has it in {held.dtype}: to "
+                    "compute in that with parameters in the other, give from_module "
+                    f"mp_policy=MixedPrecisionPolicy(param_dtype={held.dtype}) of "
+                    "torch.distributed.fsdp; to compute in the other, convert the module"
                 )
 
     def _check_averages(self) -> None:
@@ -360,7 +390,14 @@ def definition_of(
         modes=Mode(*_modules_among(module, loss)),
         **options,
     )
-    whole = ModuleLoss(module, (), loss, definition.returns, is_compiling=is_compiling)
+    whole = ModuleLoss(
+        module,
+        (),
+        loss,
+        definition.returns,
+        is_compiling=is_compiling,
+        precision=definition.precision,
+    )
     return replace(definition, loss=whole)
 
 

@@ -36,7 +36,8 @@ def replicas_of(signature: Signature, data: Data) -> Replicas:
             dim = _divided_along(place, data)
             if dim is not None:
                 local = shape.leaves[leaf]
-                divided[stage, leaf] = Division(dim, place.shape[dim], local.shape, local.dtype)
+                dtype = data.gathered_dtype(local.dtype)
+                divided[stage, leaf] = Division(dim, place.shape[dim], local.shape, dtype)
     present = sum(size > 0 for size in signature.rows)
     return Replicas(divided, data.groups, data.bucket_bytes, data.mesh.device_type, present)
 
@@ -66,7 +67,8 @@ def _gathered_leaf(leaf: LeafShape, place: Placed | None, data: Data) -> LeafSha
     sizes = list(leaf.shape)
     sizes[dim] = place.shape[dim]
     strides = make_contiguous_strides_for(sizes)
-    return leaf._replace(shape=tuple(sizes), stride=strides)
+    dtype = data.gathered_dtype(leaf.dtype)
+    return leaf._replace(shape=tuple(sizes), stride=strides, dtype=dtype)
 
 
 def _divided_along(place: Placed, data: Data) -> int | None:

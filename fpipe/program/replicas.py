@@ -26,7 +26,7 @@ class Division(NamedTuple):
         dim: the dimension that is divided.
         rows: its size in the whole leaf.
         local: the shape of this replica's part.
-        dtype: of the leaf.
+        dtype: in which it is gathered.
     """
 
     dim: int
@@ -103,7 +103,7 @@ class Packed(NamedTuple):
 
     def pack_parts(self, leaves: Sequence[Tensor]) -> Tensor:
         """The parts of this replica, flat."""
-        flat = leaves[0].new_zeros(sum(self.sizes))
+        flat = leaves[0].new_zeros(sum(self.sizes), dtype=self.dtype)
         for own, place, leaf in zip(self.divisions, flat.split(self.sizes), leaves, strict=True):
             place.view(own.padded(self.parts))[: leaf.shape[own.dim]] = leaf.movedim(own.dim, 0)
         return flat

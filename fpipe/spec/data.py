@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.errors import StageError, check_choice
 from fpipe.schedule.arguments import plain_count
+from fpipe.spec.precision import Precision
 
 STATES = ("mean", "first")
 """How replicas agree on a state: the mean of theirs, or that of the first replica."""
@@ -42,12 +44,18 @@ class Data:
         state: how replicas agree on a state, one of `STATES`.
         bucket_bytes: the most bytes that one collective moves, unless one leaf has more; None for
             one collective per stage and dtype.
+        dtype: in which floating-point parameters are gathered; None for their own.
     """
 
     mesh: DeviceMesh = field(repr=False, compare=False)
     dims: tuple[str, ...]
     state: str = "mean"
     bucket_bytes: int | None = None
+    dtype: torch.dtype | None = None
+
+    def gathered_dtype(self, own: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter is gathered."""
+        return own if self.dtype is None or not own.is_floating_point else self.dtype
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -85,6 +93,7 @@ def read_data(
     *,
     state: str = "mean",
     bucket_bytes: int | None = None,
+    precision: Precision | None = None,
 ) -> Data | None:
     """The dimensions that a user names.
 
@@ -93,6 +102,7 @@ def read_data(
         mesh: as `fpipe.pipeline` takes it.
         state: as for `Data`.
         bucket_bytes: as for `Data`.
+        precision: the dtypes of the pipeline.
 
     Raises:
         StageError: there is no such dimension, or an option is wrong.
@@ -118,4 +128,5 @@ def read_data(
             f"data={data!r:.60} must be one of the mesh's dimensions {tuple(others)}, or two of "
             'them, (replicate, shard); "pp" is the pipeline'
         )
-    return Data(mesh, dims, state, bucket_bytes)
+    dtype = None if precision is None else precision.param_dtype
+    return Data(mesh, dims, state, bucket_bytes, dtype)

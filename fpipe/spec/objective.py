@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fpipe.inputs.signature import is_differentiable
+from fpipe.spec.precision import Precision
 from fpipe.spec.returns import LOSS, Returns
 from fpipe.spec.trainable import ALL, Trainable
 
@@ -54,6 +55,7 @@ class Objective:
         argnums: what gradients are taken by, ``"params"`` and ``"batch"``.
         trainable: which parameters get a gradient.
         accum_dtype: dtype to sum parameter gradients in, None for their own.
+        precision: which says so in its place, if there is one.
         sink: how parameter gradients are collected.
     """
 
@@ -62,7 +64,13 @@ class Objective:
     argnums: tuple[str, ...] = ("params",)
     trainable: Trainable = ALL
     accum_dtype: torch.dtype | None = None
+    precision: Precision | None = None
     sink: Sink = SUM
+
+    @property
+    def sum_dtype(self) -> torch.dtype | None:
+        """The dtype to sum parameter gradients in; None for their own."""
+        return self.accum_dtype if self.precision is None else self.precision.sum_dtype
 
     def is_by(self, argument: str, value: Tensor) -> bool:
         """Whether the gradient by a leaf of an argument is asked for, and exists."""

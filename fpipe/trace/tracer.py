@@ -186,8 +186,7 @@ def finish(
     ]
     outputs, nodes = simplify(module.graph, owners, private)
     gradients = dict(zip(stage.owed, nodes, strict=True))
-    if objective.accum_dtype is None:
-        _check_can_be_summed(name, stage)
+    _check_can_be_summed(name, stage, objective)
     sums = _sums(module.graph, gradients, objective, tied)
     sources |= {
         entry.so_far: SumSoFar(source.leaf)
@@ -205,11 +204,20 @@ def finish(
     )
 
 
-def _check_can_be_summed(name: str, stage: StageGraph) -> None:
-    """Refuse gradients of parameters in whose dtype torch adds nothing."""
+def _check_can_be_summed(name: str, stage: StageGraph, objective: Objective) -> None:
+    """Refuse to sum gradients in a dtype in which torch adds nothing, or one that is narrower."""
+    chosen = objective.accum_dtype
     for source in stage.owed:
         value, path = stage.owners.get(source, (None, ""))
-        if isinstance(source, Param) and value is not None and value.itemsize == 1:
+        if not isinstance(source, Param) or value is None:
+            continue
+        if chosen is not None and torch.finfo(chosen).bits < torch.finfo(value.dtype).bits:
+            raise StageError(
+                f"accum_dtype={chosen} is narrower than {value.dtype}, which {name} has as {path}: "
+                "gradients would lose what the parameter keeps; leave it out, or say "
+                "mp_policy=MixedPrecisionPolicy(param_dtype=…, reduce_dtype=…)"
+            )
+        if objective.sum_dtype is None and value.itemsize == 1:
             raise StageError(
                 f"{name} has {path} of {value.dtype}, in which torch sums no gradients: say "
                 "accum_dtype=torch.float32"
@@ -229,7 +237,7 @@ def _sums(
         if isinstance(source, Param) and objective.sink.join is None
     }
     # The others are kept microbatch by microbatch: each has leaves of the batch of its own.
-    sums = add_sums(graph, summed, objective.accum_dtype) | {
+    sums = add_sums(graph, summed, objective.sum_dtype) | {
         source: Sum(node.name, None, node.name)
         for source, node in gradients.items()
         if isinstance(source, Param | BatchLeaf) and source not in summed
