@@ -182,6 +182,11 @@ def add_search(commands: Commands[Any]) -> None:
         action="store_true",
         help="choose for each stage as well whether it keeps its activation or computes it again",
     )
+    parser.add_argument(
+        "--cut",
+        action="store_true",
+        help="the cost is a file with a value for each layer: choose the layers of each stage, too",
+    )
     for name, what in (
         ("recompute", "time by which a backward that computes again is longer (default: F)"),
         ("kept", "what F keeps there, such as the input of the stage, in the unit of --memory"),
@@ -226,6 +231,7 @@ def _search(options: argparse.Namespace) -> None:
         seed=options.seed,
         iterations=options.iterations,
         remat=options.remat,
+        cut=options.cut,
         jitter=jitter_of(options) or USUAL,
     )
     # The bound of the search is another: of all its placements, in the memory that was given.
@@ -244,6 +250,9 @@ def _search(options: argparse.Namespace) -> None:
             f"{'more' if result.loss > 0 else 'less'} than {family.schedule.name} "
             f"({family.mean:g})"
         )
+    if result.cut is not None:
+        ranks = " ".join(map(str, result.schedule.placement))
+        print(f"cut: {' '.join(map(str, result.cut))} layers, on ranks {ranks}")
     if result.remat is not None:
         print(f"remat: {' '.join(result.remat)}")
     if form is not None:

@@ -289,6 +289,14 @@ def test_actions_run_together_in_pairs(capsys: pytest.CaptureFixture[str]) -> No
     assert "pair=2.0 must be above 0" in refused(capsys, *words, "--pair", "2")
 
 
+def test_search_cuts_a_chain_of_layers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "layers.json"
+    Cost(f=[1, 1, 2, 2, 4], i=[1] * 5, w=[1] * 5).to_json(path)
+    words = ["--cost", str(path), "--placement", "linear", "--iterations", "2", "--cut"]
+    out = run(capsys, "search", *SMALL, *words)
+    assert re.search(r"^cut: \d \d layers, on ranks 0 1$", out, re.MULTILINE)
+
+
 def test_ranks_have_speeds(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", "gpipe", *SMALL]
     assert run(capsys, *words) != run(capsys, *words, "--speed", "2,1")

@@ -28,6 +28,8 @@ from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.annealing import annealings
 from fpipe.schedule.searching.beam import beams
 from fpipe.schedule.searching.breeding import breeding, reduced
+from fpipe.schedule.searching.choosing import Case, Task, search_choices
+from fpipe.schedule.searching.cutting import Cuts
 from fpipe.schedule.searching.evaluator import make_evaluator
 from fpipe.schedule.searching.list_scheduler import list_schedule, plain_policy
 from fpipe.schedule.searching.patterns import patterns
@@ -47,7 +49,7 @@ from fpipe.schedule.searching.problem import (
     make_problem,
     to_schedule,
 )
-from fpipe.schedule.searching.recomputing import Case, Task, search_with_remat
+from fpipe.schedule.searching.recomputing import Recomputing
 from fpipe.schedule.searching.result import USUAL, SearchObjective, SearchResult
 from fpipe.schedule.searching.robust import find_robust, steadiest
 from fpipe.schedule.searching.seeds import GUESSED, order_of, seeds
@@ -79,6 +81,7 @@ def search(
     iterations: int | None = None,
     remat: bool = False,
     jitter: Jitter | float = USUAL,
+    cut: bool = False,
 ) -> SearchResult:
     """Search for the best schedule for these costs within this memory.
 
@@ -136,9 +139,14 @@ def search(
             than a search for one of those.
 
         jitter: how times vary, or a number for ``Jitter(each=number)``.
+        cut: the values of the cost are those of a chain of layers: choose how many of them each
+            stage has, together with placement and order. Cuts are searched as choices of `remat`
+            are: even ones, those that balance the ranks by their speeds, and what differs from the
+            best of these by a layer. It goes neither with `remat` nor with `start`.
 
     Returns:
-        The schedule, its timeline, the lower bound and the gap to it; with `remat`, the choice.
+        The schedule, its timeline, the lower bound and the gap to it; the choice of `remat` or of
+        `cut`.
 
     Raises:
         ScheduleError: an argument is out of range, the cost does not fit a placement, the memory
@@ -169,23 +177,31 @@ def search(
     jitter = plain_jitter(jitter)
     robust = objective == "robust"
     timed: Objective = "makespan" if objective == "robust" else objective
+    if cut and (remat or start is not None):
+        raise ScheduleError("cut=True goes neither with remat=True nor with start=: leave them out")
     if not isinstance(remat, bool):
         raise ScheduleError(
             f"remat={remat!r:.60} must be True or False: cost.with_remat makes the cost of a choice"
         )
     if isinstance(placement, str):
-        placement = named_placement(placement, ranks, _stages_per_rank(ranks, cost))
+        placement = named_placement(
+            placement, ranks, None if cut else _stages_per_rank(ranks, cost)
+        )
     if start is not None:
         placement = _check_start(start, microbatches, placement)
-    _refuse_endless(ranks, microbatches, cost, placement, seconds)
+    if not cut:
+        _refuse_endless(ranks, microbatches, cost, placement, seconds)
     if isinstance(memory, Iterator):
         memory = tuple(memory)  # it is read once per placement
-    if remat:
-        cost.check_kept()
-        return _search_with_remat(
-            Task(microbatches, cost, memory, timed),
+    if remat or cut:
+        kind = Cuts(cost) if cut else Recomputing()
+        if not cut:
+            cost.check_kept()
+        choices = _placements(ranks, Cost(1, 1, 1) if cut else cost)
+        return _search_choices(
+            Task(microbatches, cost, memory, timed, kind),
             partial(search, jitter=jitter, objective=objective),
-            [_checked_placement(placement, ranks)] if placement else _placements(ranks, cost),
+            [_checked_placement(placement, ranks)] if placement else choices,
             start=start,
             seconds=seconds,
             seed=plain,
@@ -236,7 +252,7 @@ def search(
         )
 
 
-def _search_with_remat(
+def _search_choices(
     task: Task,
     search: Callable[..., SearchResult],
     placements: Sequence[tuple[int, ...]],
@@ -273,8 +289,11 @@ def _search_with_remat(
         return result
 
     limit = seconds if iterations is None else None
-    case, result, bound = search_with_remat(task, placements, order, limit)
-    return replace(result, remat=case.remat, bound=bound, iterations=spent)
+    case, result, bound = search_choices(task, placements, order, limit)
+    result = replace(result, bound=bound, iterations=spent)
+    if isinstance(task.kind, Cuts):
+        return replace(result, cut=case.choice)
+    return replace(result, remat=case.choice)
 
 
 def _check_start(

@@ -32,6 +32,8 @@ class SearchResult:
         remat: of each stage, ``"full"`` where it computes again and ``"none"`` where it keeps, as
             ``fpipe.pipeline(remat=)`` takes it; None where the search did not choose. The cost of
             the timeline is then that of the choice.
+        cut: how many layers each stage has; None where the search did not choose. The cost of the
+            timeline is that of the stages.
         problems: what was searched.
     """
 
@@ -41,6 +43,7 @@ class SearchResult:
     bound: float
     iterations: int
     remat: tuple[str, ...] | None = None
+    cut: tuple[int, ...] | None = None
     problems: tuple[Problem, ...] = field(default=(), repr=False, compare=False)
 
     @property

@@ -1,0 +1,179 @@
+"""The search for the best of several costs of one task, each of which has its own best order.
+
+A kind of choice, such as which stages compute again, knows the usual choices of a placement, the
+neighbours of one, and what the cost is with one. Each is searched on its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
+
+from fpipe.errors import ScheduleError
+from fpipe.schedule.bounds.makespan import Memory, Objective, lower_bound
+from fpipe.schedule.cost import Cost
+
+_PROBES: Final = 0.5  # the share of the seconds for choices that are known from the start
+_FLIPS: Final = 0.8  # and up to which share of them others are tried
+
+Choice: TypeAlias = tuple[Any, ...]  # an entry for each stage
+
+
+class Kind(Protocol):
+    """A kind of choice."""
+
+    def complete(self, placement: Sequence[int]) -> bool:
+        """Whether `usual` has all choices."""
+        ...
+
+    def usual(self, cost: Cost, placement: Sequence[int]) -> Iterator[Choice]: ...
+
+    def neighbours(self, choice: Choice) -> Iterator[Choice]: ...
+
+    def cost_of(self, cost: Cost, choice: Choice, placement: Sequence[int]) -> Cost: ...
+
+    def bound_of_all(self, task: Task, placement: tuple[int, ...]) -> float:
+        """A lower bound for every choice."""
+        ...
+
+
+class Case(NamedTuple):
+    """A choice on a placement.
+
+    Attributes:
+        bound: a lower bound of its orders.
+        placement: the rank of each stage.
+        choice: an entry for each stage.
+        cost: what it makes of the cost.
+    """
+
+    bound: float
+    placement: tuple[int, ...]
+    choice: Choice
+    cost: Cost
+
+
+class Found(Protocol):
+    """The result of a search for one choice."""
+
+    @property
+    def value(self) -> float: ...
+
+    @property
+    def bound(self) -> float: ...
+
+
+Result = TypeVar("Result", bound=Found)
+
+
+class Task(NamedTuple):
+    """The arguments of a search that bounds depend on, and the kind of choice."""
+
+    microbatches: int
+    cost: Cost
+    memory: Memory
+    objective: Objective
+    kind: Kind
+
+    def usual(self, placement: tuple[int, ...]) -> Iterator[Choice]:
+        """The usual choices of a placement."""
+        return self.kind.usual(self.cost, placement)
+
+    def case(self, placement: tuple[int, ...], choice: Choice) -> Case:
+        """A choice and its bound.
+
+        Raises:
+            ScheduleError: the cost does not fit the placement, or the memory admits no schedule.
+        """
+        cost = self.kind.cost_of(self.cost, choice, placement)
+        return Case(self.bound(placement, cost), placement, choice, cost)
+
+    def bound(self, placement: tuple[int, ...], cost: Cost) -> float:
+        """A lower bound for a cost."""
+        return lower_bound(
+            placement, self.microbatches, cost, self.memory, objective=self.objective, effort=0
+        )
+
+
+def search_choices(
+    task: Task,
+    placements: Sequence[tuple[int, ...]],
+    search: Callable[[Case, float, Result | None], Result],
+    seconds: float | None,
+) -> tuple[Case, Result, float]:
+    """The best choice, with its order, and a lower bound of all choices.
+
+    The usual choices of its kind are tried, and then the neighbours of the best, as long as that
+    helps. One whose bound is above the best value is left out.
+
+    Args:
+        task: what is searched for.
+        placements: those to choose from.
+        search: the search for one case, for so many seconds, from a result for a similar one.
+        seconds: of it all; None where each search has a budget of its own.
+
+    Raises:
+        ScheduleError: no placement and no choice admits a schedule.
+    """
+    begun = time.thread_time()
+
+    def left(share: float) -> float:
+        if seconds is None:
+            return 0.0
+        return max(0.0, begun + share * seconds - time.thread_time())
+
+    cases, refusal = _cases(task, ((p, choice) for p in placements for choice in task.usual(p)))
+    if not cases:
+        assert refusal is not None
+        raise refusal
+    best: tuple[Case, Result] | None = None
+    bounds = {case[1:3]: case.bound for case in cases}
+    for at, case in enumerate(cases):
+        if best is not None and (
+            case.bound >= best[1].value * (1 - 1e-9) or (seconds is not None and left(1.0) <= 0)
+        ):
+            continue
+        found = search(case, left(_PROBES) / (len(cases) - at), None)
+        bounds[case[1:3]] = max(case.bound, found.bound)
+        if best is None or found.value < best[1].value:
+            best = case, found
+    assert best is not None
+    tried, better = set(bounds), True
+    while better:
+        better = False
+        here, _ = best
+        around = task.kind.neighbours(here.choice)
+        flips, _ = _cases(task, ((here.placement, choice) for choice in around))
+        for at, case in enumerate(flips):
+            if case[1:3] in tried or case.bound >= best[1].value * (1 - 1e-9):
+                continue
+            if seconds is not None and left(_FLIPS) <= 0:
+                break
+            tried.add(case[1:3])
+            found = search(case, left(_FLIPS) / (len(flips) - at), best[1])
+            if found.value < best[1].value:
+                best, better = (case, found), True
+    if seconds is not None and left(1.0) > 0:
+        found = search(best[0], left(1.0), best[1])
+        if found.value < best[1].value:
+            best = best[0], found
+    if all(map(task.kind.complete, placements)):
+        return *best, min(bounds.values())
+    return *best, min(task.kind.bound_of_all(task, placement) for placement in placements)
+
+
+def _cases(
+    task: Task, choices: Iterable[tuple[tuple[int, ...], Choice]]
+) -> tuple[list[Case], ScheduleError | None]:
+    """Those that admit a schedule, the least bound first, and why the first of the others does not.
+
+    A placement that the cost does not fit is left out, too.
+    """
+    cases, refusal = [], None
+    for placement, choice in choices:
+        try:
+            cases.append(task.case(placement, choice))
+        except ScheduleError as error:
+            refusal = refusal or error
+    return sorted(cases, key=lambda case: case.bound), refusal
