@@ -5,18 +5,16 @@ A pipeline is made from its definition alone, so another one like it is made by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fpipe import pytree
 from fpipe.convention import DEFERRED, PLAIN, Convention
 from fpipe.errors import (
-    BatchError,
     ScheduleError,
     StageError,
     a_type,
@@ -26,7 +24,6 @@ from fpipe.errors import (
 )
 from fpipe.pieces.compiler import Compile
 from fpipe.pieces.remat import Remat, named
-from fpipe.random.key_tensors import is_key
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.arguments import plain_number
 from fpipe.schedule.required_ops import owed_by_actions
@@ -254,42 +251,6 @@ class Definition:
     def along(self) -> tuple[str, ...]:
         """For each argument but a state, which of `ARGUMENTS` it is or points along."""
         return (*ARGUMENTS, *self.convention.vectors)
-
-    def without_key(
-        self, arguments: tuple[Any, ...], key: Tensor | None
-    ) -> tuple[tuple[Any, ...], Tensor | None]:
-        """Take the key from the end of the arguments after params, if it came there."""
-        if key is None and len(arguments) == len(self.takes):
-            last = arguments[-1]
-            # Something else is one argument too many, where nothing reads a key.
-            if self.reads_key or last is None or is_key(last):
-                return arguments[:-1], last
-        return arguments, key
-
-    def in_order(
-        self, arguments: tuple[Any, ...], key: Tensor | None, named: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], Tensor | None]:
-        """The arguments after params in order, and the key, of a call that may name some.
-
-        Raises:
-            BatchError: the names are not those of the arguments that have no position.
-        """
-        if not named:
-            return self.without_key(arguments, key)
-        rest = self.takes[1 + len(arguments) :]
-        if sorted(named) != sorted(rest):
-            unknown = [name for name in named if name not in self.takes]
-            if unknown:
-                raise BatchError(
-                    f"the pipeline got by name {', '.join(unknown)}: it takes "
-                    f"{', '.join(self.takes)}, and key=; {ONE_BATCH}"
-                )
-            raise BatchError(
-                f"the pipeline got {1 + len(arguments)} arguments by position, and by name "
-                f"{', '.join(named)}: it takes {', '.join(self.takes)}, each of them once; with "
-                "any of them by name, a key is key="
-            )
-        return (*arguments, *(named[name] for name in rest)), key
 
     @property
     def stage_devices(self) -> tuple[torch.device, ...] | None:

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -28,25 +27,23 @@ from fpipe.autograd.history import (
     tracked_value,
     without_history,
 )
-from fpipe.autograd.levels import call_within, is_within
-from fpipe.convention import DEFERRED, PLAIN, STATE
-from fpipe.definition import ONE_BATCH, Definition
-from fpipe.dtensors import refuse_transformed
-from fpipe.errors import BatchError, FpipeError
+from fpipe.autograd.levels import call_within
+from fpipe.definition import Definition
+from fpipe.errors import FpipeError
 from fpipe.execute.choosing import controller_of, workshop_of
-from fpipe.execute.controller import Enter, Gather
+from fpipe.execute.controller import Gather
 from fpipe.execute.header import CLIPS, PREPARES, TRAINS, Addend, Marked
-from fpipe.execute.keys import read_key
-from fpipe.inputs.caller_modes import refuse_modes
+from fpipe.execute.requests import Reader, Request
+from fpipe.execute.run_result import RunResult
+from fpipe.inputs.ambient import is_within
+from fpipe.inputs.keys import read_key
 from fpipe.inputs.params import Move, Updating, keep
 from fpipe.inputs.signature import Goal
-from fpipe.outcome import Outcome
 from fpipe.plan.workshop import Workshop
 from fpipe.program.program import Program
-from fpipe.random.key_tensors import check_key
-from fpipe.random.keyed_mode import within_pipeline
+from fpipe.random.keyed_mode import PIPELINES_AROUND
 from fpipe.results import ForwardAux
-from fpipe.trace.isolation import refuse_within
+from fpipe.trace.isolation import IS_TRACING, refuse_within
 
 T = TypeVar("T")
 
@@ -67,6 +64,7 @@ class Engine:
         rank: the rank that this process drives; None if it drives all of them.
         derived: the engines that calls of this one within autograd and `torch.func` need.
         workshop: traces and compiles the stages, and keeps them.
+        reader: reads the arguments of calls.
     """
 
     def __init__(self, definition: Definition, workshop: Workshop | None = None) -> None:
@@ -75,7 +73,8 @@ class Engine:
         self.rank = None if definition.group is None else definition.group.rank()
         self.derived: dict[Any, Engine] = {}
         self.workshop = workshop or workshop_of(definition)
-        self._controller = controller_of(definition, self.workshop)
+        self.reader = Reader(definition)
+        self._controller = controller_of(definition, self.reader, self.workshop)
 
     def under(self, definition: Definition) -> Engine:
         """The engine of a definition that differs in its schedule alone.
@@ -101,15 +100,20 @@ class Engine:
     def in_order(
         self, goal: Goal, arguments: tuple[Any, ...], key: Tensor | None, named: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Tensor | None]:
-        """The arguments after params in order, and the key."""
-        refuse_within()
-        return self.told(goal, lambda: self.definition.in_order(arguments, key, named))
+        """The arguments after params in order, and the key; if they are wrong, all ranks know."""
+        if IS_TRACING.get():
+            refuse_within()
+        try:
+            return self.reader.in_order(arguments, key, named)
+        except FpipeError as error:
+            self._tell(goal, error)
+            raise
 
     def step(self, params: Any, *arguments: Any, key: Tensor | None = None) -> Any:
         """What `Pipeline.step` returns."""
         if is_within():
             return call_within(self, "step", params, *arguments, key=key)
-        return self._run(self._entering(params, *arguments), "step", key).step()
+        return self._run("step", (params, *arguments), key).step()
 
     def value(self, params: Any, *arguments: Any, key: Tensor | None = None) -> Any:
         """What `Pipeline.value` returns."""
@@ -152,11 +156,11 @@ class Engine:
         if is_within():
             options = {"key": key} if name is None else {"key": key, "name": name}
             return call_within(self, "run_step", *arguments, **options)
-        outcome = self._run(self._entering(*arguments), "step", key, name)
-        found = outcome.loss, outcome.take_grads()
+        result = self._run("step", arguments, key, name)
+        loss, grads = result.loss, result.take_grads()
         if self.definition.has_aux:
-            return *found, outcome.aux(self.definition.out_dims)
-        return found
+            return loss, grads, result.aux(self.definition.out_dims)
+        return loss, grads
 
     def run_updating(
         self,
@@ -166,7 +170,7 @@ class Engine:
         key: Tensor | None = None,
         clips: bool,
         **named: Any,
-    ) -> Outcome:
+    ) -> RunResult:
         """A step in which each stage is updated where the schedule says so.
 
         Args:
@@ -178,28 +182,24 @@ class Engine:
             clips: keep the gradients, and find their norm.
             named: as in `step`.
         """
-        given, key = self.in_order("step", arguments, key, named)
-
-        def enter() -> tuple[Any, Any]:
-            stage_params, batch = self._enter((params, *given))
-            return Updating(stage_params, *read()), batch
-
-        return self._run(enter, "clip" if clips else "update", key, CLIPS if clips else TRAINS)
+        arguments, key = self.in_order("step", arguments, key, named)
+        goal: Goal = "clip" if clips else "update"
+        return self._run(goal, (params, *arguments), key, CLIPS if clips else TRAINS, read)
 
     def run_value(self, *arguments: Any, key: Tensor | None = None) -> Any:
         """The loss, as the convention returns it."""
         if is_within():
             return call_within(self, "run_value", *arguments, key=key)
-        return self._run(self._entering(*arguments), "value", key).loss
+        return self._run("value", arguments, key).loss
 
     def run_forward(self, *arguments: Any, key: Tensor | None = None, out_dims: Any = 0) -> Any:
         """The output of the last stage as it returns it, its microbatches merged."""
         if is_within():
             return call_within(self, "run_forward", *arguments, key=key, out_dims=out_dims)
-        outcome = self._run(self._entering(*arguments), "forward", key)
+        result = self._run("forward", arguments, key)
         if self.definition.function:
-            return ForwardAux(outcome.loss, outcome.aux(out_dims))
-        return outcome.output(out_dims)
+            return ForwardAux(result.loss, result.aux(out_dims))
+        return result.output(out_dims)
 
     def told(self, goal: Goal, read: Callable[[], T]) -> T:
         """What `read` makes of a call's arguments; if they are wrong, all ranks know.
@@ -210,16 +210,14 @@ class Engine:
         """
         try:
             return read()
-        except FpipeError:
-            if self.rank is None:
-                raise
+        except FpipeError as error:
+            self._tell(goal, error)
+            raise
 
-        def enter() -> NoReturn:
-            read()
-            raise AssertionError("arguments were wrong, and then right")
-
-        self._controller.run(enter, goal)
-        raise AssertionError("a call with wrong arguments has run")
+    def _tell(self, goal: Goal, problem: FpipeError) -> None:
+        """Take part in a call with wrong arguments, so that the other processes know of them."""
+        if self.rank is not None:
+            self._controller.run(Request(problem=problem), goal)
 
     def telling(self, method: str) -> AbstractContextManager[None]:
         """Within it a method is called; where it is refused, other processes are told, later."""
@@ -235,15 +233,16 @@ class Engine:
     ) -> tuple[Program, ...]:
         """The programs for arguments of these shapes, of a step or of one with an optimizer."""
 
-        def enter() -> tuple[Any, Any]:
-            given, last = self.definition.in_order(arguments, None, named)
-            if last is not None and not self.definition.reads_key:
-                raise _miscounted((params, *arguments), self.definition.takes)
-            if last is not None:
-                check_key(last)
-            return self._enter((params, *given))
-
-        return self._controller.programs(enter, goal)
+        try:
+            request = self.reader.request_of_shapes(params, arguments, named)
+        except Exception as error:
+            if self.rank is None:
+                raise
+            request = Request(problem=error)
+        try:
+            return self._controller.programs(request, goal)
+        finally:
+            del request
 
     def local(self, params: Any) -> Any:
         """`params` with None in place of the parts that belong to other processes."""
@@ -320,45 +319,48 @@ class Engine:
 
     # ── one call ────────────────────────────────────────────────────────────────────────────────
 
-    def _entering(self, *arguments: Any) -> Enter:
-        return partial(self._enter, arguments)
-
     def _run(
-        self, enter: Enter, goal: Goal, key: Tensor | None, name: str | None = None
-    ) -> Outcome:
+        self,
+        goal: Goal,
+        arguments: Sequence[Any],
+        key: Tensor | None,
+        name: str | None = None,
+        read: Callable[[], tuple[Sequence[Any], Move]] | None = None,
+    ) -> RunResult:
+        """Make a call.
+
+        Args:
+            goal: what is asked for.
+            arguments: in order.
+            key: as in `step`.
+            name: as in `run_step`.
+            read: as in `run_updating`.
+        """
         recorded = torch.is_grad_enabled()
+        around = PIPELINES_AROUND.set(PIPELINES_AROUND.get() + 1)
+        request = Request()
         try:
-            with within_pipeline():
-                done = self._controller.run(enter, goal, key, name)
+            request = self._request(arguments, key, read)
+            return self._controller.run(request, goal, name)
         finally:
+            del request  # this frame is behind the traceback of its problem, and would keep itself
+            PIPELINES_AROUND.reset(around)
             if torch.is_grad_enabled() != recorded:  # an interrupt has come within torch.no_grad
                 torch.set_grad_enabled(recorded)
-        return Outcome(self.definition, self.rank, done)
 
-    def _enter(self, arguments: Sequence[Any]) -> tuple[Any, Any]:
-        """Parameters and batch, as stages take them."""
-        definition = self.definition
-        refuse_modes(compiled=definition.compile is not False)
-        if len(arguments) != len(definition.takes):
-            raise _miscounted(arguments, definition.takes)
-        if (
-            self.rank == self.schedule.placement[0]
-            and "batch" in definition.wanted
-            and not definition.sink.everywhere
-            and arguments[definition.takes.index("batch")] is None
-        ):
-            raise BatchError(
-                "batch=None on the rank of the first stage, which gets the gradients by the batch: "
-                "pass it there, of which leaves that others read may lie on the meta device"
-            )
-        if definition.convention not in (PLAIN, STATE, DEFERRED):
-            refuse_transformed(arguments, "a transform of fpipe, such as fpipe.vmap and fpipe.hvp")
-        return definition.convention.enter(*arguments)
-
-
-def _miscounted(arguments: Sequence[Any], takes: Sequence[str]) -> BatchError:
-    more = f"; {ONE_BATCH}" if len(arguments) > len(takes) else ""
-    return BatchError(
-        f"the pipeline got {len(arguments)} arguments, but takes {len(takes)}: "
-        f"{', '.join(takes)}{more}"
-    )
+    def _request(
+        self,
+        arguments: Sequence[Any],
+        key: Tensor | None,
+        read: Callable[[], tuple[Sequence[Any], Move]] | None,
+    ) -> Request:
+        """The request of a call; if its arguments are wrong, the other processes are to know."""
+        try:
+            request = self.reader.request(arguments, key)
+            if read is not None:
+                request = request._replace(params=Updating(request.params, *read()))
+            return request
+        except Exception as error:
+            if self.rank is None:
+                raise
+            return Request(problem=error)

@@ -296,4 +296,4 @@ class Loadable:
         """What a trace takes of what `step` takes: all but the key."""
         definition = self._engine.definition
         keyed = definition.reads_key and not definition.convention.vectors
-        return definition.without_key(example, None)[0] if keyed else example
+        return self._engine.reader.in_order(example, None, {})[0] if keyed else example

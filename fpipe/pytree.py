@@ -390,6 +390,11 @@ def paths(spec: optree.PyTreeSpec) -> list[str]:
     return [accessor.codify("") for accessor in spec.accessors()]
 
 
+def is_dim(dim: Any, dims: int) -> bool:
+    """Whether a tensor of so many dimensions has this one."""
+    return type(dim) is int and -dims <= dim < dims
+
+
 def broadcast_prefix(name: str, prefix: Any, tree: Any, tree_name: str) -> list[Any]:
     """One value of `prefix` for each leaf of `tree`, as `torch.func.vmap` reads ``in_dims``.
 

@@ -20,7 +20,8 @@ from fpipe.schedule.timeline import Timeline
 Marks = dict[Action, tuple[float, float]]
 """Start and end of actions, in seconds of the host's monotonic clock."""
 
-_ACTIVE: ContextVar[record | None] = ContextVar("fpipe.recording", default=None)
+ACTIVE: ContextVar[record | None] = ContextVar("fpipe.recording", default=None)
+"""The recording of the current thread or task, if there is one."""
 
 
 class record:
@@ -72,16 +73,11 @@ class record:
         return f"<fpipe.record: {number} timeline{'' if number == 1 else 's'}>"
 
     def __enter__(self) -> record:
-        self._tokens.append(_ACTIVE.set(self))
+        self._tokens.append(ACTIVE.set(self))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _ACTIVE.reset(self._tokens.pop())
-
-
-def active() -> record | None:
-    """The recording of the current thread or task, if there is one."""
-    return _ACTIVE.get()
+        ACTIVE.reset(self._tokens.pop())
 
 
 class Clock(NamedTuple):

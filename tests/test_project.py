@@ -162,7 +162,7 @@ LAYERS: Final = (
         "fpipe.results",
     ),
     ("fpipe.functional", "fpipe.savers"),
-    ("fpipe.autograd", "fpipe.gradients", "fpipe.outcome"),
+    ("fpipe.autograd",),
     ("fpipe.engine",),
     ("fpipe.entry", "fpipe.holding", "fpipe.loadable", "fpipe.pipelines"),
     ("fpipe.profiling",),

@@ -24,18 +24,9 @@ from fpipe.autograd.derived_pipelines import Callee, Method
 from fpipe.autograd.history import has_history, is_tracked, tracked_step, tracked_value
 from fpipe.autograd.operation import Call, refusal
 from fpipe.dtensors import refuse_transformed
-from fpipe.inputs.caller_modes import refuse_modes
+from fpipe.inputs.ambient import refuse_modes
 from fpipe.results import Step, StepAux
 from fpipe.torch_internals import functorch, retrieve_current_functorch_interpreter
-
-
-def is_within() -> bool:
-    """Whether `torch.func`, forward-mode autograd or `torch.compile` surrounds this call."""
-    return (
-        torch.compiler.is_dynamo_compiling()
-        or functorch.peek_interpreter_stack() is not None
-        or _is_forward_mode()
-    )
 
 
 def _is_forward_mode() -> bool:

@@ -18,11 +18,9 @@ import torch.distributed as dist
 from fpipe import pytree
 from fpipe.dtensors import placements_of
 from fpipe.errors import PipelineError, told
-from fpipe.execute.controller import Enter, Reader
 from fpipe.execute.digests import digest, identity
 from fpipe.execute.gathering import connected, gather_objects
 from fpipe.execute.header import CALLS, HISTORY, Header, check_calls, check_keys, start_headers
-from fpipe.execute.keys import Words, as_number
 from fpipe.execute.meshes import Facts, Rows, check_meshes, facts_of
 from fpipe.execute.offer import (
     Offer,
@@ -35,15 +33,17 @@ from fpipe.execute.offer import (
     warn_of_other_numbers,
 )
 from fpipe.execute.refusal import refusal
+from fpipe.execute.requests import Reader, Request
 from fpipe.execute.sample import Sample, numbers, same_numbers, sample, trace_of
 from fpipe.inputs.batch import SplitBatch
+from fpipe.inputs.keys import Words, as_number
 from fpipe.inputs.params import Parameters
 from fpipe.inputs.signature import Goal, Signature, TreeShape, batch_shapes
 from fpipe.plan.latest import Latest
 from fpipe.plan.plan import Plan
 from fpipe.plan.planner import Planner
 from fpipe.program.program import Program, describe
-from fpipe.recording import active
+from fpipe.recording import ACTIVE
 from fpipe.schedule import Schedule
 from fpipe.spec.data import Data
 
@@ -191,25 +191,18 @@ class Calls:
         # What this rank alone expects.
         self._expected: Latest[tuple[int, int, int], Plan] = Latest()
 
-    def announce(
-        self,
-        enter: Enter,
-        goal: Goal,
-        key: Callable[[], Words | None],
-        name: str | None = None,
-    ) -> Call:
+    def announce(self, request: Request, goal: Goal, name: str | None = None) -> Call:
         """Read what this rank was called with, and tell the others.
 
         The frames from here outwards are behind the traceback of what is wrong with it. One that
         had a name for that when it is left would keep itself, the pipeline and the batch.
 
         Args:
-            enter: makes parameters and batch of what the caller passed.
+            request: of this rank.
             goal: what is asked for.
-            key: reads the key.
             name: what was called, if not the method of the goal.
         """
-        given, problem = self._attempt(enter, key)
+        given, problem = self._attempt(request)
         try:
             header = self._header(given, name or f"pipe.{goal}")
             headers = start_headers(header, self._control, self._number)
@@ -269,12 +262,12 @@ class Calls:
         facts, kept.facts = kept.facts, kept.facts._replace(copies=None)
         return agreed, facts
 
-    def _attempt(
-        self, enter: Enter, key: Callable[[], Words | None]
-    ) -> tuple[Given | None, Exception | None]:
-        """What was given, or why it cannot be used."""
+    def _attempt(self, request: Request) -> tuple[Given | None, Exception | None]:
+        """The request, read, or why it cannot be used."""
+        if request.problem is not None:
+            return None, request.problem
         try:
-            return self._read(*enter(), key()), None
+            return self._read(request), None
         except Exception as error:
             return None, error
 
@@ -285,7 +278,7 @@ class Calls:
         if given.parts is not None:
             batch = identity((given.parts.division, given.batch))
         own = identity((*given.shapes.items(), given.held, self._planner.ambient()))
-        records = int(active() is not None)
+        records = int(ACTIVE.get() is not None)
         offsets = _offsets(given) if self._device.type == "cuda" else 0
         places = map(placements_of, given.params.specs)
         self._divided = int(self._data is not None or any(map(any, places)))
@@ -301,11 +294,11 @@ class Calls:
             self._divided,
         )
 
-    def _read(self, params: Any, batch: Any, key: Words | None) -> Given:
-        own = self._reader.params(params)
+    def _read(self, request: Request) -> Given:
+        own, batch = self._reader.params(request.params), request.batch
         parts, shapes = None, None
         if batch is not None:
-            parts = self._reader.split(batch)
+            parts = self._reader.batch(batch)
             shapes = tuple(shape.on(NOWHERE) for shape in batch_shapes(parts))
         described = own.shapes(NOWHERE)
         params_shapes = {stage: described[stage] for stage in self._stages}
@@ -315,7 +308,7 @@ class Calls:
         # What a transform puts beside the batch may differ from rank to rank.
         whole = parts is not None and self._reader.common(batch) is batch
         numbers = trace_of(parts) if parts is not None and whole else 0
-        return Given(own, parts, params_shapes, shapes, key, batch, held, numbers)
+        return Given(own, parts, params_shapes, shapes, request.key, batch, held, numbers)
 
     def _sample(self, given: Given | None) -> Sample | None:
         """Numbers of the batch that this rank was given, None if it was given none."""

@@ -6,18 +6,14 @@ definition ──► tracer, compiler, policies ──► workshop ──┐
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from fpipe.definition import Definition
 from fpipe.divide.function_tracer import FunctionTracer
-from fpipe.execute.controller import Controller, Reader
-from fpipe.execute.keys import read_key
+from fpipe.execute.controller import Controller
 from fpipe.execute.multi import MultiController
+from fpipe.execute.requests import Reader
 from fpipe.execute.single import SingleController
-from fpipe.inputs.batch import split
-from fpipe.inputs.params import Parameters, Updating, keep
 from fpipe.pieces.compiler import Compiler
 from fpipe.pieces.remat import policies
 from fpipe.plan.planner import Planner
@@ -25,7 +21,6 @@ from fpipe.plan.workshop import Workshop
 from fpipe.program.lower import lower
 from fpipe.program.order import lower_for_group
 from fpipe.trace.chain import ChainTracer
-from fpipe.transport.connect import device_of
 
 
 def workshop_of(definition: Definition) -> Workshop:
@@ -37,11 +32,12 @@ def workshop_of(definition: Definition) -> Workshop:
     return Workshop(_tracer(definition), Compiler(definition.compile), both)
 
 
-def controller_of(definition: Definition, workshop: Workshop) -> Controller:
+def controller_of(definition: Definition, reader: Reader, workshop: Workshop) -> Controller:
     """Who drives the ranks of this process.
 
     Args:
         definition: of the pipeline.
+        reader: reads the parameters and batches of calls.
         workshop: that of this definition, or of one that differs in what it does not depend on.
     """
     schedule, group = definition.schedule, definition.group
@@ -60,45 +56,9 @@ def controller_of(definition: Definition, workshop: Workshop) -> Controller:
         data=definition.data,
     )
 
-    def read(params: Any) -> Parameters:
-        if isinstance(params, Updating):
-            return replace(read(params.params), updating=params)
-        if definition.has_state:
-            return Parameters.with_state(params, schedule.num_stages)
-        if definition.function:
-            return Parameters.whole(params, schedule.num_stages)
-        if group is not None:
-            # Parts of other ranks' stages are neither looked at nor kept.
-            params = keep(params, schedule.stages_of(group.rank()))
-        return Parameters.read(params, schedule.num_stages)
-
-    reader = Reader(
-        read,
-        partial(
-            split,
-            in_dims=definition.in_dims,
-            microbatches=schedule.num_microbatches,
-            may_lack_rows=definition.data is not None,
-        ),
-        partial(
-            read_key,
-            wanted=definition.reads_key,
-            replica=None if definition.data is None else definition.data.replica,
-        ),
-        definition.convention.common,
-    )
-    if group is None:
+    if definition.group is None:
         return SingleController(planner, reader, definition)
-    return MultiController(
-        planner,
-        reader,
-        schedule,
-        group,
-        device=device_of(group),
-        timeout=definition.timeout,
-        setup=definition.setup,
-        data=definition.data,
-    )
+    return MultiController(planner, reader, definition, definition.group)
 
 
 def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:

@@ -9,33 +9,32 @@ waiting and the channels stay usable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 
 import torch
 import torch.distributed as dist
 
 from fpipe import pytree
+from fpipe.definition import Definition
 from fpipe.errors import PipelineError, StageError, told
 from fpipe.execute.ahead import Ahead, prelude
 from fpipe.execute.calls import Agreed, Given
-from fpipe.execute.controller import Finished
 from fpipe.execute.fault import Fault, Torn
 from fpipe.execute.gathering import gather, gather_objects
-from fpipe.execute.loading import as_traced, load
+from fpipe.execute.gradient_squares import count_to_send, norm_of_ranks, squares_to_send
 from fpipe.execute.meshes import Rows
 from fpipe.execute.replica_states import agree_on_states
+from fpipe.execute.run_result import LossSum, RunResult, loss_sum
 from fpipe.execute.watch import Watch
+from fpipe.inputs.ambient import without_autocast
 from fpipe.inputs.batch import SplitBatch
 from fpipe.inputs.params import Parameters
-from fpipe.plan.gradient_kinds import count_to_send, squares_received, squares_to_send
 from fpipe.plan.plan import Plan
-from fpipe.plan.total import Total
 from fpipe.program.instrument import observed
-from fpipe.program.interpreter import Run
+from fpipe.program.interpreter import Run, load
 from fpipe.program.program import Compute, Free, Program
 from fpipe.program.transport import ConnectionLost, Interrupted
-from fpipe.recording import Clock, Marks, active, aligned, timeline_of
+from fpipe.recording import ACTIVE, Clock, Marks, aligned, timeline_of
 from fpipe.transport.drain import drain
 from fpipe.transport.group import GroupTransport
 
@@ -48,7 +47,7 @@ class Execution:
         first: the one for kernels that have not yet been run to the end of a step.
         watch: hears of their faults, and tells them of those of this one.
         control: the group over which they tell each other how a step ended.
-        stages: of this rank.
+        definition: of the pipeline.
         device: where it computes.
         rows: of a mesh, which may share DTensors; None without a mesh, or where it has one row.
     """
@@ -59,7 +58,7 @@ class Execution:
         first: GroupTransport,
         watch: Watch,
         control: dist.ProcessGroup,
-        stages: Sequence[int],
+        definition: Definition,
         device: torch.device,
         rows: Rows | None = None,
     ) -> None:
@@ -69,7 +68,8 @@ class Execution:
         self._watch = watch
         self._control = control
         self._rank = control.rank()
-        self._stages = list(stages)
+        self._definition = definition
+        self._stages = list(definition.schedule.stages_of(self._rank))
         self._device = device
 
     def ahead(self, plan: Plan, given: Given) -> Ahead | None:
@@ -81,14 +81,14 @@ class Execution:
         until = prelude(program)
         if not until:
             return None
-        with as_traced():
+        with torch.no_grad(), without_autocast():
             try:
                 run = self._load(program, plan, given)
             except Exception:
                 return None  # it fails again when all ranks are there to hear of it
             return Ahead(plan, run, until, self._device)
 
-    def __call__(self, agreed: Agreed, ahead: Ahead | None) -> Finished:
+    def __call__(self, agreed: Agreed, ahead: Ahead | None) -> RunResult:
         """Run the agreed plan, from where it has been run ahead to.
 
         Raises:
@@ -98,15 +98,15 @@ class Execution:
         given, plan, records, offsets, proven, share = agreed
         transport = self._transport if offsets in proven else self._first
         marks: Marks | None = {} if records else None
-        recording = active()
+        recording = ACTIVE.get()
         alone = recording is not None and recording.alone
         run = ahead.run if ahead else Run(observed(plan.programs[self._rank], marks, alone=alone))
         failure: PipelineError | None = None
-        total: Total | None = None
+        total: LossSum | None = None
         squares = [0.0] * (count_to_send(given.params) if plan.clips else 0)
         begun = False
         transport.begin()
-        with as_traced():
+        with torch.no_grad(), without_autocast():
             try:
                 if ahead is None:
                     run = self._load(run.program, plan, given, share)
@@ -114,9 +114,9 @@ class Execution:
                 if ahead is not None:
                     ahead.join(transport)
                 run.advance(transport)
-                total = _share_of(plan.total([run]), share)
+                total = _share_of(loss_sum(plan, [run]), share)
                 if plan.clips:
-                    squares = squares_to_send(plan, [run], given.params)
+                    squares = squares_to_send(self._result(plan, run, given, total))
             except ConnectionLost:
                 raise
             except Interrupted:
@@ -148,8 +148,14 @@ class Execution:
             everyone = gather_objects(own, self._control)
             if recording is not None:
                 recording.timelines.append(timeline_of(plan.schedule, aligned(everyone)))
-        everyones = squares_received(rows, given.params) if plan.clips else None
-        return Finished(given.params, plan, [run], total, given.whole, everyones)
+        result = self._result(plan, run, given, total)
+        if plan.clips:
+            result.norm = norm_of_ranks(rows, given.params)
+        return result
+
+    def _result(self, plan: Plan, run: Run, given: Given, total: LossSum | None) -> RunResult:
+        own = self._definition, self._rank
+        return RunResult(*own, plan, [run], given.params, given.whole, total)
 
     def _is_shared(self, plan: Plan) -> bool:
         """Whether processes of other rows wait for this one in collectives of its pieces.
@@ -168,7 +174,7 @@ class Execution:
         self._check_params(program, given.params)
         if given.parts is not None and any(leaf.is_meta for leaf in given.parts.leaves[0]):
             self._check_batch(program, given.parts)
-        run = load(program, plan, given.params, given.parts, self._device, given.key)
+        run = load(program, plan.seeds, given.params, given.parts, self._device, given.key)
         if share != 1.0:
             for _, slot in program.bindings.seeds:
                 run.slots[slot] = run.slots[slot] * share
@@ -228,8 +234,8 @@ class Execution:
         return fault.error()
 
     def _finish(
-        self, plan: Plan, total: Total | None, squares: list[float], *, failed: bool
-    ) -> tuple[Total | None, list[list[float]]]:
+        self, plan: Plan, total: LossSum | None, squares: list[float], *, failed: bool
+    ) -> tuple[LossSum | None, list[list[float]]]:
         """Give every rank the loss, and know whether all ranks came to their end.
 
         Where the plan clips, each also sends the squares of its gradients: those of all are
@@ -257,10 +263,10 @@ class Execution:
         word = word.to(self._device, non_blocking=True)
         loss = word[1 : 1 + size].reshape(plan.loss_shape).to(plan.weights.dtype)
         weight = None if several is None else word[1 + size :].reshape(several)
-        return Total(loss, weight), rows
+        return LossSum(loss, weight), rows
 
 
-def _share_of(total: Total | None, share: float) -> Total | None:
+def _share_of(total: LossSum | None, share: float) -> LossSum | None:
     """The part that this replica has in the loss of all of them."""
     return total if total is None or share == 1.0 else total._replace(loss=total.loss * share)
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from fpipe.errors import PipelineError
 from fpipe.execute.gathering import start_gather
-from fpipe.execute.keys import Words, as_number
 from fpipe.execute.refusal import odd_one_out, refusal
+from fpipe.inputs.keys import Words, as_number
 
 log = logging.getLogger("fpipe")
 

@@ -17,16 +17,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from fpipe.definition import Definition
 from fpipe.dtensors import recall
 from fpipe.errors import FpipeError, PipelineError, told
 from fpipe.execute.ahead import Ahead
 from fpipe.execute.calls import Call, Calls
-from fpipe.execute.controller import Enter, Finished, Gather, Reader
+from fpipe.execute.controller import Gather
 from fpipe.execute.execution import Execution
 from fpipe.execute.fault import Fault, Torn, is_connection_error
 from fpipe.execute.gathering import gather_objects
@@ -44,14 +45,14 @@ from fpipe.execute.header import (
 )
 from fpipe.execute.meshes import Rows, rows_of
 from fpipe.execute.refusal import check_problems
+from fpipe.execute.requests import Reader, Request
+from fpipe.execute.run_result import RunResult
 from fpipe.execute.watch import Watch
 from fpipe.inputs.signature import Goal
 from fpipe.plan.planner import Planner
 from fpipe.program.program import Program
 from fpipe.program.transport import ConnectionLost
-from fpipe.schedule import Schedule
-from fpipe.spec.data import Data
-from fpipe.transport.connect import Lines, carriers, lines_of, store_to_ask
+from fpipe.transport.connect import Lines, carriers, device_of, lines_of, store_to_ask
 from fpipe.transport.group import GroupTransport
 from fpipe.transport.staged import StagedTransport, hindrances
 
@@ -65,29 +66,20 @@ class MultiController:
 
     Args:
         planner: makes plans for the programs of this rank.
-        reader: reads what this process is called with.
-        schedule: of all ranks.
+        reader: reads the parameters and batches of calls.
+        definition: of the pipeline.
         group: the ranks of the pipeline.
-        device: where this rank computes.
-        timeout: seconds of silence after which a rank is faulty.
-        setup: what must be the same on all ranks, as texts by name.
-        data: which dimensions of the mesh hold replicas.
     """
 
     def __init__(
         self,
         planner: Planner,
         reader: Reader,
-        schedule: Schedule,
+        definition: Definition,
         group: dist.ProcessGroup,
-        *,
-        device: torch.device,
-        timeout: float,
-        setup: Mapping[str, str],
-        data: Data | None = None,
     ) -> None:
         self.planner = planner
-        self._read_key = reader.key
+        data, setup, device = definition.data, definition.setup, device_of(group)
         self._rank = group.rank()
         self._process = os.getpid()
         self._steps = 0
@@ -114,7 +106,7 @@ class MultiController:
             asked,
             members,
             self._rank,
-            timeout,
+            definition.timeout,
             partial(_ring, self._lines, self._rows),
             f"{self._lines.name}/lost",
             hosts=dist.get_rank() == 0,
@@ -133,14 +125,14 @@ class MultiController:
             self._transports[-1],
             self._watch,
             self._control,
-            schedule.stages_of(self._rank),
+            definition,
             device,
             rows,
         )
         self._calls = Calls(
             planner,
             reader,
-            schedule,
+            definition.schedule,
             self._control,
             rank=self._rank,
             device=device,
@@ -163,23 +155,26 @@ class MultiController:
 
         return kind(self._rank, device, connect, watch.has_fault, watch.hears_of_fault)
 
-    def run(self, enter: Enter, goal: Goal, key: Any = None, name: str | None = None) -> Finished:
+    def run(self, request: Request, goal: Goal, name: str | None = None) -> RunResult:
         """Run this rank's program to its end, in step with the other ranks.
 
         Raises:
             PipelineError: on every rank, when any rank fails.
         """
 
-        def work() -> Finished:
-            call = self._calls.announce(enter, goal, lambda: self._read_key(key), name)
+        def work() -> RunResult:
+            call = self._calls.announce(request, goal, name)
             try:
                 return self._answer(call)
             finally:
                 del call  # this frame is behind the traceback of an error in it: see `announce`
 
-        return self._together(work)
+        try:
+            return self._together(work)
+        finally:
+            request = Request()  # this frame is, too
 
-    def _answer(self, call: Call) -> Finished:
+    def _answer(self, call: Call) -> RunResult:
         """Agree with the other ranks, and run; what can be computed meanwhile is."""
         ahead = self._ahead(call)
         try:
@@ -200,17 +195,20 @@ class MultiController:
             return None
         return self._execute.ahead(plan, call.given)
 
-    def programs(self, enter: Enter, goal: Goal) -> tuple[Program, ...]:
+    def programs(self, request: Request, goal: Goal) -> tuple[Program, ...]:
         """The programs of all ranks for a training step; every rank must ask for them."""
 
         def work() -> tuple[Program, ...]:
-            call = self._calls.announce(enter, goal, lambda: None, PROGRAMS[goal])
+            call = self._calls.announce(request, goal, PROGRAMS[goal])
             try:
                 return self._calls.agree(call).plan.programs
             finally:
                 del call
 
-        return self._together(work)
+        try:
+            return self._together(work)
+        finally:
+            request = Request()
 
     def add_up(self, call: str, deed: str, make: Callable[[], Addend]) -> Marked:
         """The sum of a number over all ranks, in their order, so that it has the same bits.
@@ -309,11 +307,8 @@ class MultiController:
     def settle(self, goal: Goal, refused: Exception) -> None:
         """Take part in a call that this rank has refused."""
 
-        def enter() -> NoReturn:
-            raise refused
-
         def work() -> None:
-            self._calls.agree(self._calls.announce(enter, goal, lambda: None))
+            self._calls.agree(self._calls.announce(Request(problem=refused), goal))
 
         with suppress(PipelineError):  # what this rank's caller knows, the others know now
             self._watched(work)

@@ -6,24 +6,27 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakSet
 
 import torch
 
 from fpipe.definition import Definition
-from fpipe.execute.controller import Enter, Finished, Gather, Reader
+from fpipe.execute.controller import Gather
+from fpipe.execute.gradient_squares import norm_of
 from fpipe.execute.header import Addend, Marked
-from fpipe.execute.loading import Copies, as_traced, load
+from fpipe.execute.requests import Reader, Request
+from fpipe.execute.run_result import RunResult, loss_sum
+from fpipe.inputs.ambient import ambient, without_autocast
 from fpipe.inputs.batch import SplitBatch
 from fpipe.inputs.params import Parameters
 from fpipe.inputs.signature import Goal, Signature, batch_shapes, brought_to, with_data
-from fpipe.plan.gradient_kinds import squares_of
 from fpipe.plan.plan import Plan
 from fpipe.plan.planner import Planner
 from fpipe.program.instrument import observed
+from fpipe.program.interpreter import Copies, load
 from fpipe.program.program import Program
-from fpipe.recording import Marks, active, timeline_of
+from fpipe.recording import ACTIVE, Marks, timeline_of
 from fpipe.transport.local import Lanes, LocalTransport, run_together
 
 log = logging.getLogger("fpipe")
@@ -36,9 +39,9 @@ class SingleController:
 
     Args:
         planner: makes plans.
-        reader: reads what it is called with.
-        definition: says where the ranks compute. With a home, leaves may lie on any device: they
-            are copied to those that read them.
+        reader: reads the parameters and batches of calls.
+        definition: of the pipeline. With a home, leaves may lie on any device: they are copied to
+            those that read them.
     """
 
     def __init__(
@@ -49,50 +52,58 @@ class SingleController:
     ) -> None:
         self.planner = planner
         self._reader = reader
+        self._definition = definition
         self._devices = definition.devices
         self._of_stages = definition.stage_devices
         self._home = definition.home
         self._lanes: Lanes = {}
         self._looked: WeakSet[Plan] = WeakSet()
 
-    def run(self, enter: Enter, goal: Goal, key: Any = None, name: str | None = None) -> Finished:
+    def run(self, request: Request, goal: Goal, name: str | None = None) -> RunResult:
         """Run every rank's program to its end."""
-        params, batch = enter()
-        words = self._reader.key(key)
-        leaves, parts, plan = self._plan(params, batch, goal)
-        self._look_for_strays(plan, leaves)
-        with as_traced():
-            recording = active()
-            marks: list[Marks | None] = [None if recording is None else {} for _ in plan.programs]
-            copies = Copies()
+        params, parts, signature = self._signature(request, goal)
+        plan = self.planner.plans.get(signature) or self.planner(signature)
+        if self._home is not None:
+            self._look_for_strays(plan, params)
+        recording, programs = ACTIVE.get(), plan.programs
+        marks: list[Marks | None] = [None if recording is None else {} for _ in programs]
+        if recording is not None or torch.autograd.profiler._is_profiler_enabled:
+            programs = tuple(map(observed, programs, marks))
+        with torch.no_grad(), without_autocast():
+            copies = None if self._devices is None else Copies()
             runs = [
                 load(
-                    observed(program, own),
-                    plan,
-                    leaves,
+                    program,
+                    plan.seeds,
+                    params,
                     parts,
-                    self._device(program.rank),
-                    words,
+                    None if self._devices is None else self._devices[program.rank],
+                    request.key,
                     copies,
                     self._home,
                 )
-                for program, own in zip(plan.programs, marks, strict=True)
+                for program in programs
             ]
             run_together(runs, LocalTransport(self._devices, self._lanes))
-            total = plan.total(runs)
-            squares = squares_of(plan, runs, leaves) if plan.clips else None
+            total = loss_sum(plan, runs)
+            result = RunResult(self._definition, None, plan, runs, params, request.batch, total)
+            if plan.clips:
+                result.norm = norm_of(result)
         if recording is not None:
             recording.timelines.append(timeline_of(plan.schedule, [own or {} for own in marks]))
-        return Finished(leaves, plan, runs, total, batch, squares)
+        return result
 
     def telling(self, goal: Goal) -> AbstractContextManager[None]:
         """There is nobody to be told."""
         return nullcontext()
 
-    def programs(self, enter: Enter, goal: Goal) -> tuple[Program, ...]:
+    def programs(self, request: Request, goal: Goal) -> tuple[Program, ...]:
         """The programs of a training step on arguments of these shapes."""
-        _, _, signature = self._signature(*enter(), goal)
-        return self.planner(self._at_home(with_data(signature, self._of_stages))).programs
+        _, _, signature = self._signature(request, goal)
+        signature = with_data(signature, self._of_stages)
+        if self._home is not None:
+            signature = brought_to(signature, self._home)
+        return self.planner(signature).programs
 
     def add_up(self, call: str, deed: str, make: Callable[[], Addend]) -> Marked:
         """The number itself: there is one process."""
@@ -105,7 +116,7 @@ class SingleController:
 
     def _look_for_strays(self, plan: Plan, params: Parameters) -> None:
         """Tell the user, once for a plan, of parameters that lie where no rank reads them."""
-        if self._home is None or plan in self._looked:
+        if plan in self._looked:
             return
         self._looked.add(plan)
         # A leaf of the state goes from device to device in any case.
@@ -113,7 +124,7 @@ class SingleController:
         read: dict[int, set[torch.device | None]] = defaultdict(set)
         for program in plan.programs:
             for _, leaf, _ in program.bindings.params:
-                read[leaf].add(self._device(program.rank))
+                read[leaf].add(None if self._devices is None else self._devices[program.rank])
         flat = params.stages[0]
         strays = [
             flat[leaf]
@@ -128,30 +139,20 @@ class SingleController:
                 f"{sum(leaf.nbytes for leaf in strays):,}",
             )
 
-    def _device(self, rank: int) -> torch.device | None:
-        return None if self._devices is None else self._devices[rank]
-
-    def _plan(self, params: Any, batch: Any, goal: Goal) -> tuple[Parameters, SplitBatch, Plan]:
-        leaves, parts, signature = self._signature(params, batch, goal)
-        return leaves, parts, self.planner(signature)
-
-    def _signature(
-        self, params: Any, batch: Any, goal: Goal
-    ) -> tuple[Parameters, SplitBatch, Signature]:
-        leaves = self._reader.params(params)
+    def _signature(self, request: Request, goal: Goal) -> tuple[Parameters, SplitBatch, Signature]:
+        """The leaves of a request, and what its plan depends on."""
+        params = self._reader.params(request.params)
         if self._of_stages is not None and self._home is None:
-            leaves = leaves.with_empty_on(self._of_stages)
-        parts = self._reader.split(batch)
+            params = params.with_empty_on(self._of_stages)
+        parts = self._reader.batch(request.batch)
         signature = Signature(
             goal,
-            leaves.shapes(),
+            params.shapes(),
             parts.rows,
             parts.kinds,
             batch_shapes(parts),
-            self.planner.ambient(),
+            ambient(self._definition.modes()),
         )
-        return leaves, parts, self._at_home(signature)
-
-    def _at_home(self, signature: Signature) -> Signature:
-        """With all leaves where one function is recorded."""
-        return signature if self._home is None else brought_to(signature, self._home)
+        if self._home is not None:  # one function is recorded with all leaves there
+            signature = brought_to(signature, self._home)
+        return params, parts, signature

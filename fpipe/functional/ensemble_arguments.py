@@ -21,7 +21,6 @@ from fpipe.errors import BatchError
 from fpipe.functional.batching import vmap_pytrees
 from fpipe.functional.stagewise import Parts
 from fpipe.inputs.batch import Beneath
-from fpipe.inputs.presplit import is_dim
 
 HINT = "torch.stack makes one of the members' values"
 
@@ -271,7 +270,7 @@ class _Stacked(NamedTuple):
         # A part that belongs to another process is None, however deep the prefix goes.
         dims = [] if value is None else pytree.broadcast_prefix("in_dims", prefix, value, name)
         for path, leaf, dim in zip(pytree.paths(spec), leaves, dims, strict=True):
-            if dim is not None and not is_dim(dim, leaf.dim()):
+            if dim is not None and not pytree.is_dim(dim, leaf.dim()):
                 raise BatchError(
                     f"in_dims is {dim!r} for {name}{path} of shape {tuple(leaf.shape)}: it must be "
                     "the dimension along which the members are stacked, or None for a leaf that "

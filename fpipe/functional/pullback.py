@@ -22,7 +22,6 @@ from fpipe.convention import COTANGENT, Convention
 from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError, label_of
 from fpipe.functional.stagewise import each_stage
-from fpipe.inputs.presplit import is_dim
 from fpipe.inputs.signature import is_differentiable
 from fpipe.microbatches import Microbatches
 from fpipe.spec.returns import Returns, Taken
@@ -107,7 +106,7 @@ class _Entrance:
         # Each part of `fpipe.Microbatches` has rows of its own, which `_product` checks.
         if pytree.number_of_parts((batch, cotangent)) is None:
             pairs = zip(leaves, dims, strict=True)
-            rows = next((v.shape[d] for v, d in pairs if is_dim(d, v.dim())), None)
+            rows = next((v.shape[d] for v, d in pairs if pytree.is_dim(d, v.dim())), None)
         weights, spec = pytree.tensors(COTANGENT, cotangent, "None where there is none")
         dims = pytree.broadcast_prefix("out_dims", self.out_dims, cotangent, "the cotangent")
         not_in_parts = frozenset(pytree.places_of_rest(spec))
@@ -123,7 +122,7 @@ class _Entrance:
                     f"cotangent{path} is of an output of which the last microbatch's is kept alone "
                     "(None in out_dims): give out_dims the dimension of its rows, or pass None"
                 )
-            if rows is not None and (not is_dim(dim, leaf.dim()) or leaf.shape[dim] != rows):
+            if rows is not None and (not pytree.is_dim(dim, leaf.dim()) or leaf.shape[dim] != rows):
                 raise BatchError(
                     f"cotangent{path} of shape {tuple(leaf.shape)} must have {rows} rows along "
                     f"dimension {dim}, as the batch has: a derivative by outputs is of those with "

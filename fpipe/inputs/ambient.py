@@ -1,12 +1,23 @@
-"""What torch is told beside the arguments: autocast, dtypes, kernels, the current device."""
+"""What surrounds a call: transforms and modes of torch, autocast, dtypes, kernels, devices.
+
+A function mode changes what functions of Python do. A trace would keep that, and steps that come
+later, which call none of them, would leave it out. A dispatch mode sees operations as they run: it
+stays out of traces, and sees the steps of uncompiled stages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch
+import torch.autograd.forward_ad as forward_ad
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fpipe.errors import FpipeError, a_type
+from fpipe.torch_internals import TorchFunctionMetadataMode, functorch
 
 
 class Ambient(NamedTuple):
@@ -31,7 +42,7 @@ class Ambient(NamedTuple):
 
 def ambient(modes: Hashable = None) -> Ambient:
     """What a trace depends on now, where the definition has these modes."""
-    casts = tuple((kind, torch.get_autocast_dtype(kind)) for kind in _casting())
+    casts = tuple([(kind, torch.get_autocast_dtype(kind)) for kind in casting()])
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     # As torch.get_default_device does, which takes ten times as long to say it.
     device = torch.empty(0).device
@@ -42,7 +53,7 @@ _KINDS: Final = ("cpu", "cuda")
 """Of devices that have an autocast."""
 
 
-def _casting() -> list[str]:
+def casting() -> list[str]:
     """The kinds of device under autocast."""
     return [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
 
@@ -64,11 +75,16 @@ def cast_as(then: tuple[tuple[str, bool, torch.dtype], ...]) -> Iterator[None]:
         yield
 
 
+def without_autocast() -> AbstractContextManager[Any]:
+    """Disable autocast: the traced graph already contains its casts."""
+    kinds = casting()
+    return _without(kinds) if kinds else nullcontext()
+
+
 @contextmanager
-def without_autocast() -> Iterator[None]:
-    """Within it nothing is cast that was not asked to be: of what has its casts already."""
+def _without(kinds: Sequence[str]) -> Iterator[None]:
     with ExitStack() as stack:
-        for kind in _casting():
+        for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
@@ -92,3 +108,68 @@ def kernels() -> Hashable:
         attention.math_sdp_enabled(),
         attention.cudnn_sdp_enabled(),
     )
+
+
+# ── transforms and modes of the caller's ────────────────────────────────────────────────────────
+
+
+def is_within() -> bool:
+    """Whether `torch.func`, forward-mode autograd or `torch.compile` surrounds this call."""
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or functorch.peek_interpreter_stack() is not None
+        or (forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled())
+    )
+
+
+def refuse_modes(*, compiled: bool) -> None:
+    """Refuse modes of the caller's that a pipeline cannot follow.
+
+    Args:
+        compiled: whether stages become kernels, which call no operation of torch.
+
+    Raises:
+        FpipeError: one is on; names its class.
+    """
+    if torch.jit.is_tracing():
+        raise FpipeError(
+            "a pipeline is called while torch.jit.trace records, which takes shapes for tensors: "
+            "trace the functions that the pipeline was made of"
+        )
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        raise FpipeError(
+            "a pipeline is called under a FakeTensorMode, where tensors have no data: "
+            "pipe.programs takes shapes; call a step outside of it"
+        )
+    for index in range(torch._C._len_torch_function_stack()):
+        mode = torch._C._get_function_stack_at(index)
+        # What torch.set_default_device and `with torch.device(...)` set, a plan depends on; and
+        # what make_fx sets only takes notes.
+        kinds = (DeviceContext, TorchFunctionMetadataMode)
+        if not isinstance(mode, kinds) and not _is_of(mode, "fpipe."):
+            raise FpipeError(
+                f"a pipeline is called under {a_type(mode)}, a TorchFunctionMode, which changes "
+                "what functions do: stages are traced once, and steps do not call them again. Call "
+                "the pipeline outside of it, and enter it in the stages, which are traced with it"
+            )
+    for index in range(torch._C._len_torch_dispatch_stack() if compiled else 0):
+        mode = torch._C._get_dispatch_stack_at(index)
+        if not _is_of(mode, *_WATCHERS) and not _traces(mode):
+            raise FpipeError(
+                f"a pipeline that compiles its stages is called under {a_type(mode)}, a "
+                "TorchDispatchMode, which sees no operation of theirs: call the pipeline outside "
+                "of it, or make it with compile=False"
+            )
+
+
+_WATCHERS: Final = ("fpipe.", "torch.")
+"""Whose dispatch modes change no number: counters, and `fpipe.nn.keyed`, which refuses draws."""
+
+
+def _is_of(mode: Any, *packages: str) -> bool:
+    return type(mode).__module__.startswith(packages)
+
+
+def _traces(mode: Any) -> bool:
+    """Whether a dispatch mode is a part of how torch itself traces."""
+    return isinstance(mode, TorchDispatchMode) and bool(type(mode).is_infra_mode())

@@ -13,7 +13,7 @@ from torch._prims_common import make_contiguous_strides_for
 
 from fpipe import pytree
 from fpipe.errors import BatchError
-from fpipe.inputs.presplit import is_dim, microbatches_of, rows_of
+from fpipe.inputs.presplit import microbatches_of, rows_of
 from fpipe.microbatches import Microbatches
 
 
@@ -93,7 +93,7 @@ def split(
     pairs = zip(leaves, dims, strict=True)
     columns = [_column(leaf, dim, rows) for leaf, dim in pairs]
     parts = _each(columns, microbatches)
-    kinds = tuple(int(0 < size != rows[0]) for size in rows)
+    kinds = tuple([int(0 < size != rows[0]) for size in rows])
     return SplitBatch(parts, (spec,) * microbatches, rows, kinds)
 
 
@@ -154,21 +154,17 @@ def _laid_out(leaf: Tensor) -> Tensor:
 def _evenly(rows: int, microbatches: int) -> tuple[int, ...]:
     """The rows of each microbatch."""
     whole, extra = divmod(rows, microbatches)
-    return tuple(whole + (index < extra) for index in range(microbatches))
+    return (whole + 1,) * extra + (whole,) * (microbatches - extra)
 
 
 def _column(leaf: Tensor, dim: int | None, rows: Sequence[int]) -> Sequence[Tensor]:
     """What each microbatch has of a leaf."""
     if dim is None:
         return [leaf.contiguous()] * len(rows)
-    return _contiguous(leaf.split(rows, dim), leaf, dim)
-
-
-def _contiguous(parts: Sequence[Tensor], leaf: Tensor, dim: int) -> Sequence[Tensor]:
-    """The parts of a leaf, copied where their elements lie apart."""
-    if dim == 0 and leaf.is_contiguous():
-        return parts
-    return [part.contiguous() for part in parts]
+    parts = leaf.split(rows, dim)
+    # Elsewhere their elements lie apart.
+    in_place = dim == 0 and leaf.is_contiguous()
+    return parts if in_place else [part.contiguous() for part in parts]
 
 
 def _count_rows(
@@ -185,7 +181,7 @@ def _count_rows(
     for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if dim is None:
             continue
-        if not is_dim(dim, leaf.dim()):
+        if not pytree.is_dim(dim, leaf.dim()):
             raise BatchError(
                 f"in_dims is {dim!r} for batch{pytree.paths(spec)[index]} of shape "
                 f"{tuple(leaf.shape)}: it must be one of its dimensions, or None for a leaf that "
@@ -302,7 +298,7 @@ def merge(
         if not shape and type(own) is int and own in (0, -1):
             _check_mergeable(sizes, None, label)
             merged.append(torch.stack(parts, levels) if parts else None)
-        elif is_dim(own, len(shape)):
+        elif pytree.is_dim(own, len(shape)):
             at = own % len(shape) + levels
             _check_mergeable(sizes, at, label)
             merged.append(torch.cat(parts, at) if parts else None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import optree
@@ -68,7 +70,12 @@ class Parameters:
 
     def place(self, stage: int, leaf: int) -> int:
         """The place of a stage's leaf among all of them."""
-        return leaf if self.shared else leaf + sum(map(len, self.stages[:stage]))
+        return leaf if self.shared else leaf + self._starts[stage]
+
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        """The place of the first leaf of each stage."""
+        return (0, *accumulate(map(len, self.stages)))
 
     @classmethod
     def whole(cls, params: Any, num_stages: int) -> Parameters:
@@ -128,13 +135,12 @@ class Parameters:
     def shapes(self, device: torch.device | None = None) -> tuple[TreeShape, ...]:
         """Those of each stage's leaves; on `device` if it is given."""
 
-        def of(spec: optree.PyTreeSpec, leaves: tuple[Tensor, ...]) -> TreeShape:
-            own = TreeShape.of(spec, leaves)
-            return own if device is None else own.on(device)
-
-        if self.shared:  # to describe a thousand leaves takes milliseconds
-            return (of(self.spec, self.stages[0]),) * len(self.stages)
-        return tuple(map(of, self.specs, self.stages))
+        count = 1 if self.shared else len(self.stages)
+        shapes = tuple(map(TreeShape.of, self.specs[:count], self.stages[:count]))
+        if device is not None:
+            shapes = tuple([shape.on(device) for shape in shapes])
+        # To describe a thousand leaves takes milliseconds.
+        return shapes * len(self.stages) if self.shared else shapes
 
     def with_empty_on(self, devices: Sequence[torch.device]) -> Parameters:
         """The same with leaves that have no elements on the device of their stage.

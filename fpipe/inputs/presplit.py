@@ -79,11 +79,6 @@ def microbatches_of(
     return tuple(specs), made
 
 
-def is_dim(dim: Any, dims: int) -> bool:
-    """Whether a tensor of so many dimensions has this one."""
-    return type(dim) is int and -dims <= dim < dims
-
-
 def rows_of(made: Sequence[Sequence[Leaf]]) -> tuple[int, ...] | None:
     """The rows of each microbatch as its ready leaves have them; None where they have none.
 
@@ -117,7 +112,7 @@ def _counted(number: int, leaves: Sequence[Leaf]) -> Iterator[tuple[str, int]]:
     for path, value, dim, ready in leaves:
         if not ready or dim is None:
             continue
-        if not is_dim(dim, value.dim()):
+        if not pytree.is_dim(dim, value.dim()):
             raise BatchError(
                 f"in_dims is {dim!r} for {path or 'a leaf'} of microbatch {number}, of shape "
                 f"{tuple(value.shape)}: it must be the one of its dimensions that holds rows, or "

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fpipe import pytree
-from fpipe.inputs.batch import merge
-from fpipe.inputs.params import Parameters
-from fpipe.inputs.signature import memory_of
-from fpipe.plan.total import Total
-from fpipe.program.interpreter import Run
 from fpipe.program.program import Program
 from fpipe.schedule import Schedule
 from fpipe.spec.data import Data
@@ -41,6 +33,7 @@ class Plan:
         frozen: stage and leaf of the parameters that are not trained.
         data: which dimensions of the mesh hold replicas, None without replicas.
         averages: the loss is the mean over the rows of all microbatches, and of all replicas.
+        over_meshes: a parameter is a DTensor.
         clips: the norm of all gradients is wanted, and ranks tell each other theirs with the loss.
     """
 
@@ -58,27 +51,8 @@ class Plan:
     frozen: frozenset[tuple[int, int]]
     data: Data | None = None
     averages: bool = False
+    over_meshes: bool = False
     clips: bool = False
-
-    def total(self, runs: Sequence[Run]) -> Total | None:
-        """What the losses of the microbatches come to; None where `runs` have none."""
-        if not self.numbering.heads or not any(run.program.rank == self.last_rank for run in runs):
-            return None
-        columns = self._columns(runs, 0, self.numbering.heads)
-        # A replica may have fewer rows than there are microbatches.
-        losses, *weights = ([own for own in column if own is not None] for column in columns)
-        if not losses:
-            none = torch.zeros(self.loss_shape, dtype=self.weights.dtype)
-            shape = self.weight_shape
-            return Total(none, None if shape is None else torch.zeros(shape, dtype=torch.float64))
-        if self.sink.join is not None:
-            weight = torch.cat(weights[0], self.sink.join).double() if weights else None
-            return Total(torch.cat(losses, self.sink.join), weight)
-        weight = torch.stack(weights[0]).double().sum(0) if weights else None
-        stacked = torch.stack(losses)
-        if stacked.dim() == 1:
-            return Total(self.weights[: len(losses)].dot(stacked), weight)
-        return Total(torch.tensordot(self.weights[: len(losses)], stacked, 1), weight)
 
     @property
     def readers(self) -> dict[tuple[int, int], set[int]]:
@@ -106,35 +80,3 @@ class Plan:
     def weight_shape(self) -> tuple[int, ...] | None:
         """The shape of what they are divided by; None for nothing."""
         return None if self.numbering.heads < 2 else self.loss_shape[: self.losses]
-
-    def outputs(self, runs: Sequence[Run], out_dims: Any, name: str) -> Any:
-        """The outputs or aux of all microbatches, merged; None for leaves of other processes."""
-        start, spec = self.numbering
-        end = start + spec.num_leaves
-        columns = self._columns(runs, start, end)
-        return merge(columns, self.shapes[start:end], spec, out_dims, name)
-
-    def state(self, runs: Sequence[Run], params: Parameters, batch: Any) -> list[Tensor]:
-        """The leaves of the state that the last microbatch has left; `params` has those given.
-
-        Each has memory of its own, though what a function returns may be what it was given, and
-        lies where the given one does.
-        """
-        given, slots = params.stages[0], dict(runs[0].program.results.states)
-        taken = {memory_of(leaf) for leaf in (*given, *pytree.flatten(batch)[0])}
-        values: list[Tensor] = []
-        for leaf in range(params.spec.children()[0].num_leaves, len(given)):
-            value = runs[0].slots[slots[leaf]] if leaf in slots else given[leaf]
-            value = value.to(given[leaf].device)
-            values.append(value.clone() if memory_of(value) in taken else value)
-            taken.add(memory_of(values[-1]))
-        return values
-
-    def _columns(self, runs: Sequence[Run], start: int, end: int) -> list[list[Any]]:
-        """For each of the numbered values, those of all microbatches."""
-        columns: list[list[Any]] = [[None] * len(self.seeds) for _ in range(start, end)]
-        for run in runs:
-            for microbatch, number, slot in run.program.results.outputs:
-                if start <= number < end:
-                    columns[number - start][microbatch] = run.slots[slot]
-        return columns

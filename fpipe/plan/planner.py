@@ -91,23 +91,23 @@ class Planner:
         self._lower = lower
         self._sink = sink
         self._modes = modes
-        self._plans: Latest[Signature, Plan] = Latest()
+        self.plans: Latest[Signature, Plan] = Latest()
         self._readers: dict[tuple[int, int], set[int]] = {}
         self._traced: Counter[Goal] = Counter()
 
     def __call__(self, signature: Signature) -> Plan:
         """The plan for arguments of these shapes."""
-        plan = self._plans.get(signature)
+        plan = self.plans.get(signature)
         if plan is None:
             with one_at_a_time():
-                plan = self._plans.get(signature)
+                plan = self.plans.get(signature)
                 if plan is None:
                     if torch.is_anomaly_enabled():
                         log.warning("anomaly mode of torch.autograd does not see into a pipeline")
                     # It would look for NaN in what is traced, which has no numbers; and modes
                     # of the caller's would take it for what runs.
                     with torch.autograd.set_detect_anomaly(False), _disable_current_modes():
-                        plan = self._plans[signature] = self._make(signature)
+                        plan = self.plans[signature] = self._make(signature)
         return plan
 
     def ambient(self) -> Ambient:
@@ -121,7 +121,7 @@ class Planner:
 
     def structure(self) -> optree.PyTreeSpec | None:
         """That of the first stage's parameters in the last plan; None if there is no plan yet."""
-        signatures = list(self._plans)
+        signatures = list(self.plans)
         return signatures[-1].params[0].spec if signatures else None
 
     def _make(self, signature: Signature) -> Plan:
@@ -162,7 +162,11 @@ class Planner:
         late = self._late(local)
         programs = self._lower(schedule, code_of, replicas=replicas, goal=goal, late=late)
         plan = self._with_weights(schedule, programs, made, signature)
-        plan = replace(plan, clips=goal == "clip" and self._data is None and not late)
+        plan = replace(
+            plan,
+            over_meshes=any(any(placements_of(spec)) for spec in specs),
+            clips=goal == "clip" and self._data is None and not late,
+        )
         log.info("ready for %s after %.1f s", goal, time.perf_counter() - start)
         has_sums = any(code_of(stage, 0).sums for stage in range(schedule.num_stages))
         traced = [stage for chain in made.chains for stage in chain.stages]
@@ -198,7 +202,7 @@ class Planner:
 
     def _why(self, signature: Signature, *, traces: bool) -> str:
         """What is new since the last trace for the same goal, for the log."""
-        before = [known for known in self._plans if known.goal == signature.goal]
+        before = [known for known in self.plans if known.goal == signature.goal]
         if not before:
             return ""
         if traces and self._traced[signature.goal] == MANY + 1:

@@ -1,10 +1,18 @@
-"""The interpreter: one short loop over a Program."""
+"""The interpreter: one short loop over a Program, and what is in its slots before."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fpipe.errors import PipelineError, told
+from fpipe.inputs.batch import SplitBatch
+from fpipe.inputs.keys import Words, keys_of
+from fpipe.inputs.params import Parameters
+from fpipe.inputs.signature import device_of_keys, is_dense
 from fpipe.program.program import Compute, Free, Program, Recv, Send, WaitRecv
 from fpipe.program.transport import ConnectionLost, Interrupted, Transport
 
@@ -14,8 +22,8 @@ class Run:
 
     Attributes:
         program: what it runs.
-        slots: the registers; filled by the caller according to the program's bindings, and read
-            afterwards according to its results.
+        slots: the registers; `load` fills them according to the program's bindings, and its
+            results say which to read afterwards.
         next: index of the next instruction, or of the one that failed.
     """
 
@@ -79,6 +87,100 @@ class Run:
             raise _blame(self.program, index, error) from error
         self.next = end
         return True
+
+
+class Copies:
+    """Leaves where they are read, each copied once to a device.
+
+    A copy to the CPU has arrived when it is returned; on CUDA the stream sees to that. Pinned
+    memory would still be read when the caller may write there again: it is waited for, once.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, torch.device], Tensor] = {}
+        self._pinned: set[torch.device] = set()
+
+    def of(self, value: Tensor, device: torch.device) -> Tensor:
+        """The copy of a leaf on a device."""
+        key = id(value), device
+        if key not in self._made:
+            if device.type == "cuda" and value.is_pinned():
+                self._pinned.add(device)
+            self._made[key] = value.to(device, non_blocking=device.type == "cuda", copy=True)
+        return self._made[key]
+
+    def settle(self) -> None:
+        """See that the originals may be written to."""
+        for device in self._pinned:
+            torch.cuda.current_stream(device).synchronize()
+        self._pinned.clear()
+
+
+def load(
+    program: Program,
+    seeds: Sequence[Tensor],
+    params: Parameters,
+    parts: SplitBatch | None,
+    device: torch.device | None,
+    key: Words | None = None,
+    copies: Copies | None = None,
+    home: torch.device | None = None,
+) -> Run:
+    """A run with everything in its slots that is there from the start.
+
+    Args:
+        program: of one rank.
+        seeds: the cotangent of each microbatch's loss.
+        params: with the leaves of the rank's stages.
+        parts: the batch; may be None if the program reads nothing of it.
+        device: where parameters and batch leaves are copied to, None to leave them.
+        key: of the step; may be None if the program reads none.
+        copies: of leaves that other runs of the step have made.
+        home: where one function was recorded for stages on several devices, else None. What it
+            closes over there is copied too, and all leaves lie as copies do.
+    """
+    run = Run(program)
+    slots, bindings = run.slots, program.bindings
+    if bindings.batch:
+        assert parts is not None
+    leaves = () if parts is None else parts.leaves
+    for stage, leaf, slot in bindings.params:
+        slots[slot] = params.stages[stage][leaf]
+    for microbatch, leaf, slot in bindings.batch:
+        slots[slot] = leaves[microbatch][leaf]
+    for constant, slot in bindings.constants:
+        slots[slot] = constant
+    if device is not None:
+        _bring(run, device, Copies() if copies is None else copies, home)
+    for microbatch, slot in bindings.seeds:
+        slots[slot] = seeds[microbatch]
+    if params.updating is not None:
+        for stage, leaf, slot in bindings.moments:
+            slots[slot] = params.updating.moments[params.place(stage, leaf)]
+        for (slot,) in bindings.move:
+            slots[slot] = params.move
+    if bindings.keys:
+        assert key is not None
+        if device is None:
+            device = device_of_keys(leaves[0] if leaves else [])
+        places = [(microbatch, number) for microbatch, number, _ in bindings.keys]
+        keys = keys_of(key, places, device)
+        for (_, _, slot), microbatch_key in zip(bindings.keys, keys, strict=True):
+            slots[slot] = microbatch_key
+    return run
+
+
+def _bring(run: Run, device: torch.device, copies: Copies, home: torch.device | None) -> None:
+    """Copy to a device what a run reads and what lies elsewhere."""
+    slots, bindings = run.slots, run.program.bindings
+    for *_, slot in (*bindings.params, *bindings.batch):
+        value = slots[slot]
+        if value.device != device or (home is not None and not is_dense(value)):
+            slots[slot] = copies.of(value, device)
+    for constant, slot in bindings.constants:
+        if constant.device == home != device:
+            slots[slot] = copies.of(constant, device)
+    copies.settle()
 
 
 def _blame(program: Program, index: int, error: Exception) -> PipelineError:

@@ -45,18 +45,9 @@ class OpenAttention(TorchFunctionMode):
             return func(*args, **options)
 
 
-_PIPELINES: ContextVar[int] = ContextVar("fpipe.pipelines", default=0)
-"""How many calls of pipelines surround the current code."""
-
-
-@contextmanager
-def within_pipeline() -> Iterator[None]:
-    """Keep operations inside a pipeline from drawing from the key of a `keyed` outside of it."""
-    token = _PIPELINES.set(_PIPELINES.get() + 1)
-    try:
-        yield
-    finally:
-        _PIPELINES.reset(token)
+PIPELINES_AROUND: ContextVar[int] = ContextVar("fpipe.pipelines", default=0)
+"""How many calls of pipelines surround the current code: what runs within them does not draw from
+the key of a `keyed` outside of them."""
 
 
 class _KeyedMode(TorchDispatchMode):
@@ -66,7 +57,7 @@ class _KeyedMode(TorchDispatchMode):
         super().__init__()
         self._key = key
         self._drawn = 0
-        self._pipelines = _PIPELINES.get()
+        self._pipelines = PIPELINES_AROUND.get()
 
     def __torch_dispatch__(
         self,
@@ -78,7 +69,7 @@ class _KeyedMode(TorchDispatchMode):
         options = kwargs or {}
         if not draws(func, args, options):
             return func(*args, **options)
-        if _PIPELINES.get() != self._pipelines:
+        if PIPELINES_AROUND.get() != self._pipelines:
             raise FpipeError(
                 "a pipeline that draws from torch's generator was called within fpipe.nn.keyed, "
                 "whose key it does not see: let it draw from its own, Stage(fn, reads_key=True) or "

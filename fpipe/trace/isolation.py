@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.utils.parametrize as parametrize
@@ -34,29 +34,29 @@ def apart() -> Iterator[None]:
     Those are hooks on saved tensors, such as `torch.utils.checkpoint` has around what it calls; and
     the cache of parametrized tensors, which would hold abstract ones from then on.
     """
-    token = _TRACING.set(True)
+    token = IS_TRACING.set(True)
     try:
         with _without_saving(), _with_own_cache():
             yield
     finally:
-        _TRACING.reset(token)
+        IS_TRACING.reset(token)
 
 
-def refuse_within() -> None:
+def refuse_within() -> NoReturn:
     """Refuse a call of a pipeline in what is traced.
 
     Raises:
-        Untraceable: this thread is tracing.
+        Untraceable: always.
     """
-    if _TRACING.get():
-        raise Untraceable(
-            "calls a pipeline",
-            "a stage is a function that is traced, and a pipeline runs what was: call the "
-            "functions that it was made of",
-        )
+    raise Untraceable(
+        "calls a pipeline",
+        "a stage is a function that is traced, and a pipeline runs what was: call the functions "
+        "that it was made of",
+    )
 
 
-_TRACING: ContextVar[bool] = ContextVar("fpipe.tracing", default=False)
+IS_TRACING: ContextVar[bool] = ContextVar("fpipe.tracing", default=False)
+"""Whether this thread is tracing."""
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.autograd.levels import is_within
 from fpipe.dtensors import local
 from fpipe.errors import FpipeError
 from fpipe.holding import names_of
+from fpipe.inputs.ambient import is_within
 from fpipe.torch_internals import is_transformed
 from fpipe.training.train_step import TrainState
 

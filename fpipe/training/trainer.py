@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.autograd.levels import is_within
 from fpipe.convention import DEFERRED, PLAIN, STATE
 from fpipe.errors import FpipeError, a_type, check_choice
+from fpipe.execute.gradient_squares import home_of
+from fpipe.execute.run_result import RunResult
+from fpipe.inputs.ambient import is_within
 from fpipe.inputs.params import Move
 from fpipe.inputs.signature import Goal
-from fpipe.outcome import Outcome
 from fpipe.pipelines import Pipeline, check_is_pipeline, engine_of
-from fpipe.plan.gradient_kinds import home_of
 from fpipe.program.program import Program
 from fpipe.torch_internals import innermost_value, is_transformed
 from fpipe.training.compiled import kernels_of
@@ -283,9 +283,9 @@ class Trainer(Savable):
             return self._finished(outcome, *step.trees(moved), state, norm)
 
     def _finished(
-        self, outcome: Outcome, params: Any, moments: Any, state: TrainState, norm: Tensor | None
+        self, outcome: RunResult, params: Any, moments: Any, state: TrainState, norm: Tensor | None
     ) -> Any:
-        loss, model_state, aux = outcome.result()
+        loss, model_state, aux = outcome.without_grads()
         after = TrainState(state.steps + 1, moments)
         return self._returned(loss, params, after, norm, model_state, aux)
 

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from fpipe import pytree
 from fpipe.autograd.history import OF_DUALS, is_tracked, without_history
-from fpipe.autograd.levels import is_within
 from fpipe.convention import Dual
 from fpipe.engine import OWN
 from fpipe.errors import BatchError
 from fpipe.functional.dual import derivative
 from fpipe.functional.stagewise import refuse_argnums
+from fpipe.inputs.ambient import is_within
 from fpipe.inputs.signature import Goal
 from fpipe.pipelines import Pipeline
 from fpipe.program.program import Program

@@ -43,16 +43,19 @@ class LocalTransport:
     Args:
         devices: the device of each rank, or None where all values stay on the device they are on.
         lanes: which steps before have used, to which those are added that are missing.
+
+    Attributes:
+        devices: as given.
     """
 
     def __init__(self, devices: Sequence[torch.device] | None, lanes: Lanes) -> None:
-        self._devices = devices
+        self.devices = devices
         self._lanes = lanes
         self._mail: dict[Message, tuple[Sequence[Tensor], torch.cuda.Event | None]] = {}
 
     def at(self, rank: int) -> AbstractContextManager[Any]:
         """Within it the current device is that of a rank, as code of a stage expects it."""
-        return current(None if self._devices is None else self._devices[rank])
+        return current(None if self.devices is None else self.devices[rank])
 
     def post(self, message: Message) -> None:
         """Nothing: the values come with their own memory."""
@@ -60,8 +63,8 @@ class LocalTransport:
     def send(self, message: Message, values: Sequence[Tensor]) -> None:
         """Put the values where the other rank finds them."""
         arrived = None
-        if self._devices is not None:
-            source, target = self._devices[message.source], self._devices[message.target]
+        if self.devices is not None:
+            source, target = self.devices[message.source], self.devices[message.target]
             lane = self._lane(source, target)
             if lane is None:
                 values = [value.to(target) for value in values]
@@ -75,8 +78,8 @@ class LocalTransport:
     def receive(self, message: Message) -> Sequence[Tensor] | None:
         """The values, once they have been sent."""
         values, arrived = self._mail.pop(message, (None, None))
-        if values is not None and arrived is not None and self._devices is not None:
-            _await(values, arrived, self._devices[message.target])
+        if values is not None and arrived is not None and self.devices is not None:
+            _await(values, arrived, self.devices[message.target])
         return values
 
     def _lane(self, source: torch.device, target: torch.device) -> Lane | None:
@@ -114,7 +117,7 @@ def _await(values: Sequence[Tensor], arrived: torch.cuda.Event, device: torch.de
         value.record_stream(compute)
 
 
-def _advanced(run: Run, transport: LocalTransport) -> bool:
+def _advance_at(run: Run, transport: LocalTransport) -> bool:
     with transport.at(run.program.rank):
         return run.advance(transport)
 
@@ -125,10 +128,11 @@ def run_together(runs: Sequence[Run], transport: LocalTransport) -> None:
     Raises:
         PipelineError: an action failed.
     """
+    advance = Run.advance if transport.devices is None else _advance_at
     waiting = list(runs)
     while waiting:
         before = [run.next for run in waiting]
-        waiting = [run for run in waiting if not _advanced(run, transport)]
+        waiting = [run for run in waiting if not advance(run, transport)]
         if [run.next for run in waiting] == before:
             stuck = ", ".join(f"rank {r.program.rank} at instruction {r.next}" for r in waiting)
             raise PipelineError(f"no rank can go on: {stuck}")

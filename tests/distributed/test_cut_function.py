@@ -115,7 +115,7 @@ def many_orders(group: dist.ProcessGroup | None) -> list[Tensor]:
     controller: Any = pipe._engine._controller
     if group is not None:
         controller._calls._agreed = Latest(2)
-    controller.planner._plans = Latest(2)
+    controller.planner.plans = Latest(2)
     params, parts = lengths.make_params(), lengths.make_parts()
     found = []
     for number, order in enumerate([(0, 1, 2, 3), (1, 0, 2, 3), (3, 2, 1, 0), (0, 1, 2, 3)] * 2):

@@ -562,7 +562,7 @@ def test_orders_of_known_shapes_are_forgotten(
         compile=False,
     )
     planner = pipe._engine._controller.planner
-    planner._plans = Latest(4)
+    planner.plans = Latest(4)
     w, shapes = rand(), [rand(2, 3), rand(1, 5)]
     with caplog.at_level(logging.INFO, "fpipe"):
         for order in itertools.product((0, 1), repeat=4):
@@ -570,7 +570,7 @@ def test_orders_of_known_shapes_are_forgotten(
             losses = [(x * w).mean() * len(x) for x in parts]
             expected = torch.stack(losses).sum() / sum(map(len, parts))
             assert_same(pipe.value(w, Microbatches(parts)), expected)
-    assert len(planner._plans) == 4 and len(pipe._engine.workshop._chains) == 2
+    assert len(planner.plans) == 4 and len(pipe._engine.workshop._chains) == 2
     told = [record.getMessage() for record in caplog.records]
     assert not [text for text in told if "have been traced" in text]
     assert [text for text in told if "come in another order" in text]
