@@ -5,11 +5,13 @@ steps, what the rank ends with ──► slots from where a value is made to its
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from fpipe.program.communication import Step
 from fpipe.program.program import (
     Bindings,
     Compute,
@@ -22,7 +24,6 @@ from fpipe.program.program import (
     WaitRecv,
     WaitSend,
 )
-from fpipe.program.slots import Slots
 from fpipe.program.task import Task
 from fpipe.program.values import (
     BatchValue,
@@ -36,7 +37,6 @@ from fpipe.program.values import (
     SumValue,
     Value,
 )
-from fpipe.program.weaving import Step
 
 
 @dataclass
@@ -186,3 +186,42 @@ def _bind(bound: Iterable[Value], steps: Sequence[Step], slots: Slots) -> Bindin
         tuple(moments),
         tuple(move),
     )
+
+
+class Slots:
+    """Hands out slot numbers, the smallest free one first.
+
+    Args:
+        last_use: for each value, the index of the last step that reads it; a value without an
+            entry is read by nothing.
+    """
+
+    def __init__(self, last_use: dict[Value, int]) -> None:
+        self._last_use = last_use
+        self._slot: dict[Value, int] = {}
+        self._free: list[int] = []
+        self.count = 0
+
+    def __getitem__(self, value: Value) -> int:
+        return self._slot[value]
+
+    def make(self, value: Value) -> int:
+        """A slot for a new value; -1 if nothing reads it."""
+        if value not in self._last_use:
+            return -1
+        if self._free:
+            self._slot[value] = heapq.heappop(self._free)
+        else:
+            self._slot[value] = self.count
+            self.count += 1
+        return self._slot[value]
+
+    def ends(self, value: Value, step: int) -> bool:
+        """Whether nothing reads `value` after `step`."""
+        return self._last_use[value] <= step
+
+    def release(self, value: Value) -> int:
+        """Take the slot of `value` back; returns its number."""
+        slot = self._slot.pop(value)
+        heapq.heappush(self._free, slot)
+        return slot

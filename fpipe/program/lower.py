@@ -10,14 +10,13 @@ from collections.abc import Callable, Collection, Iterator
 
 from fpipe.inputs.signature import UPDATING, Goal
 from fpipe.program.assembly import Ends, assemble
-from fpipe.program.messages import plan_mail
+from fpipe.program.communication import DIRECT, Windows, plan_mail, weave
 from fpipe.program.program import Program
 from fpipe.program.replicas import Replicas
 from fpipe.program.tasks import Tasks, parameters_read, tasks_of
 from fpipe.program.tied import tie
 from fpipe.program.updating import Updates, with_updates
 from fpipe.program.values import Codes, ParamValue, Resolver
-from fpipe.program.weaving import DIRECT, Windows, weave
 from fpipe.schedule import Schedule
 from fpipe.spec.objective import SUM, Sink
 

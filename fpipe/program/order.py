@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 
 from fpipe.errors import ScheduleError
 from fpipe.inputs.signature import Goal
+from fpipe.program.communication import Windows
 from fpipe.program.lower import lower
 from fpipe.program.program import (
     Compute,
@@ -26,7 +27,6 @@ from fpipe.program.program import (
 )
 from fpipe.program.replicas import Replicas
 from fpipe.program.values import Codes
-from fpipe.program.weaving import Windows
 from fpipe.schedule import Schedule
 from fpipe.spec.objective import SUM, Sink
 

@@ -18,10 +18,10 @@ from fpipe.pieces.compiler import Boxed, Compiler
 from fpipe.pieces.remat import Policy, save_all
 from fpipe.pieces.stage_code import StageCode
 from fpipe.plan.codes import codes_of_stages, live_leaves
+from fpipe.program.communication import DIRECT, Windows
 from fpipe.program.interpreter import Run
 from fpipe.program.lower import lower
 from fpipe.program.program import Compute, Message, Program
-from fpipe.program.weaving import DIRECT, Windows
 from fpipe.spec.objective import Objective
 from fpipe.spec.stage import Stage
 from fpipe.trace.chain import ChainTracer

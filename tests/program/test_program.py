@@ -19,6 +19,7 @@ from fpipe import Schedule, schedules
 from fpipe.pieces.compiler import Boxed
 from fpipe.pieces.remat import Policy, save_all, save_nothing
 from fpipe.program import order
+from fpipe.program.communication import BEFORE_BURSTS, BURST, DIRECT, Windows
 from fpipe.program.interpreter import Run
 from fpipe.program.program import (
     Compute,
@@ -31,7 +32,6 @@ from fpipe.program.program import (
     WaitRecv,
     WaitSend,
 )
-from fpipe.program.weaving import BEFORE_BURSTS, BURST, DIRECT, Windows
 from tests.laboratory.random_schedules import schedules as random_schedules
 from tests.meter import Meter
 from tests.models import Model, apply, assert_same, gpt, mlp, plain_pipeline, rand, unpipelined
