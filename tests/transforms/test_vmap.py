@@ -16,6 +16,7 @@ from torch.func import functional_call, grad_and_value, stack_module_state
 
 import fpipe
 from fpipe import BatchError, Stage, StageError, pytree, schedules
+from tests.laid_out import laid_out
 from tests.models import MODELS, apply, assert_same, mlp, short_gpt, unpipelined
 from tests.transforms.helpers import member, pipe_of, stacked
 
@@ -295,10 +296,9 @@ def test_solve_of_single_rows() -> None:
         fpipe.hvp(fpipe.per_example_grads(pipe)).step(params, x, vector),
         fpipe.per_example_grads(fpipe.hvp(pipe)).step(params, x, vector),
     ]
+    by_row = fpipe.hvp(pipe.with_schedule(schedules.zb_h1(ranks=2, microbatches=1)))
     for row in range(4):
-        alone = fpipe.hvp(pipe.with_schedule(schedules.zb_h1(ranks=2, microbatches=1))).step(
-            params, x[row : row + 1], vector
-        )
+        alone = by_row.step(params, x[row : row + 1], vector)
         for several in found:
             assert_same(member(list(several), row), list(alone), 1e-9)
     at_once = fpipe.pipeline([stages[0], solved_at_once], loss, schedule, compile=False)
@@ -388,12 +388,12 @@ def test_vmap_keeps_the_options_of_the_pipeline() -> None:
     assert len(other.programs(params, model.batch)) == 2
 
 
-@pytest.mark.inductor
 def test_compiled_vmap_equals_each_member() -> None:
+    """Kernels of a smaller ensemble are in test_every_schedule.py."""
     model = short_gpt(6, torch.float32)
     schedule = schedules.one_f_one_b(ranks=2, microbatches=1)
     params = stacked(model.params, MEMBERS)
-    loss, grads = fpipe.vmap(pipe_of(model, schedule, compile=True)).step(params, model.batch)
+    loss, grads = fpipe.vmap(pipe_of(model, schedule, compile=laid_out)).step(params, model.batch)
     for number in range(MEMBERS):
         alone = unpipelined(*model._replace(params=member(params, number)))
         assert_same(fpipe.Step(loss[number], member(grads, number)), alone, 2e-5)
