@@ -35,7 +35,8 @@ def best_of(problem: Problem, iterations: int = 500) -> Order | None:
 @pytest.mark.parametrize("placement", [vee(4), looped(4, 2), waves(4, 4), vee(4)[::-1]])
 def test_every_pass_along_all_ranks_can_repeat(placement: tuple[int, ...], memory: float) -> None:
     cost = Cost(10, 12, 8, comm=1, freed_by_i=0.25)
-    assert best_of(make_problem(placement, 24, cost, memory, "makespan")) is not None
+    problem = make_problem(placement, 24, cost, memory, "makespan")
+    assert best_of(problem, iterations=100) is not None
 
 
 def test_other_placements_have_no_patterns() -> None:
@@ -45,7 +46,8 @@ def test_other_placements_have_no_patterns() -> None:
 
 def test_the_period_is_the_work_of_a_rank_where_memory_suffices() -> None:
     # V-Half, in the same memory, takes 30.25 a microbatch where messages take time.
-    short, long = (best_of(make_problem(vee(16), m, UNEVEN, 9, "makespan")) for m in (64, 128))
+    problems = (make_problem(vee(16), m, UNEVEN, 9, "makespan") for m in (64, 128))
+    short, long = (best_of(problem, iterations=200) for problem in problems)
     assert short is not None and long is not None
     assert (long.value - short.value) / 64 == 30
 
