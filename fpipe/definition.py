@@ -315,6 +315,7 @@ class Definition:
             "accum_dtype": str(self.accum_dtype),
             "mp_policy": str(self.precision),
             "data": str(self.data),
+            "reduce": "" if self.data is None else label_of(self.data.reduce),
             "in_dims": str(pytree.flatten(self.in_dims)),
             "transform": repr((self.loss_shape, self.loss_cotangent, self.sink.join, self.argnums)),
         }

@@ -19,7 +19,7 @@ from fpipe.pieces.remat import Remat
 from fpipe.pipelines import Pipeline
 from fpipe.placing import group_of, placed
 from fpipe.schedule import Schedule
-from fpipe.spec.data import read_data
+from fpipe.spec.data import Reduce, read_data
 from fpipe.spec.precision import cast_function, cast_stages, read_policy
 from fpipe.spec.stage import Stage
 from fpipe.spec.trainable import Trainable
@@ -51,6 +51,7 @@ def pipeline(
     data: str | Sequence[str] | None = None,
     replica_state: str = "mean",
     bucket_bytes: int | None = None,
+    reduce: Reduce | None = None,
     timeout: float = 60.0,
 ) -> Pipeline:
     """Make a pipeline of stage functions, in this process or over a process group.
@@ -149,6 +150,13 @@ def pipeline(
             of all, or that of the ``"first"``. Leaves of integers are the first's in both.
         bucket_bytes: with `data`, the most bytes that one collective moves, unless one leaf has
             more; None for one per stage and dtype.
+        reduce: with `data`, what adds up gradients over replicas in place of torch, as a
+            communication hook of DDP does: ``(bucket, group) -> bucket``, pure. A bucket is one
+            flat tensor of sums, and what is returned their sum over the process group, in its shape
+            and dtype. Of divided parameters a bucket has a row for each replica, and the row of
+            this one is returned. In place of the sum it may return something whose ``wait()``
+            returns it, such as a ``torch.futures.Future``: the rank goes on until it needs the sum.
+            `fpipe.reductions` has one.
         timeout: with a group, seconds after which a rank that does not respond is given up. A rank
             that computes or compiles responds.
 
@@ -196,7 +204,12 @@ def pipeline(
         devices=placed(devices),
         group=group_of(group, mesh, schedule),
         data=read_data(
-            data, mesh, state=replica_state, bucket_bytes=bucket_bytes, precision=precision
+            data,
+            mesh,
+            state=replica_state,
+            bucket_bytes=bucket_bytes,
+            precision=precision,
+            reduce=reduce,
         ),
         timeout=timeout,
     )

@@ -158,6 +158,7 @@ LAYERS: Final = (
         "fpipe.definition",
         "fpipe.execute",
         "fpipe.placing",
+        "fpipe.reductions",
         "fpipe.replica_parameters",
         "fpipe.results",
     ),

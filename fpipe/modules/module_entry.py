@@ -27,7 +27,7 @@ from fpipe.pieces.remat import Remat
 from fpipe.placing import group_of, placed
 from fpipe.schedule import Schedule
 from fpipe.schedule.arguments import plain_integer
-from fpipe.spec.data import read_data
+from fpipe.spec.data import Reduce, read_data
 from fpipe.spec.precision import read_policy
 
 if TYPE_CHECKING:  # to import it takes a tenth of a second
@@ -70,6 +70,7 @@ def from_module(
     data: str | Sequence[str] | None = None,
     replica_state: str = "mean",
     bucket_bytes: int | None = None,
+    reduce: Reduce | None = None,
     timeout: float = 60.0,
 ) -> ModulePipeline:
     """Make a pipeline of a module as it is: any whose forward can be traced.
@@ -156,6 +157,7 @@ def from_module(
         data: the dimension of `mesh` that holds replicas, or two for hybrid sharding.
         replica_state: how replicas agree on a state, ``"mean"`` or ``"first"``.
         bucket_bytes: the most bytes that one collective of `data` moves.
+        reduce: what adds up gradients over replicas, ``(bucket, group) -> bucket``.
         timeout: seconds of silence after which a rank is given up.
 
     Returns:
@@ -225,7 +227,12 @@ def from_module(
         devices=placed(devices),
         group=group,
         data=read_data(
-            data, mesh, state=replica_state, bucket_bytes=bucket_bytes, precision=precision
+            data,
+            mesh,
+            state=replica_state,
+            bucket_bytes=bucket_bytes,
+            precision=precision,
+            reduce=reduce,
         ),
         timeout=timeout,
     )

@@ -39,7 +39,9 @@ def replicas_of(signature: Signature, data: Data) -> Replicas:
                 dtype = data.gathered_dtype(local.dtype)
                 divided[stage, leaf] = Division(dim, place.shape[dim], local.shape, dtype)
     present = sum(size > 0 for size in signature.rows)
-    return Replicas(divided, data.groups, data.bucket_bytes, data.mesh.device_type, present)
+    return Replicas(
+        divided, data.groups, data.bucket_bytes, data.mesh.device_type, present, data.reduce
+    )
 
 
 def gathered(signature: Signature, data: Data) -> Signature:

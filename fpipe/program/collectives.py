@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fpipe.errors import StageError, a_type, label_of
 from fpipe.inputs.signature import Spec
 from fpipe.pieces.compiler import Boxed
 from fpipe.program.program import Compute, Program
@@ -27,7 +28,7 @@ from fpipe.program.replicas import Replicas, buckets
 from fpipe.program.task import Task
 from fpipe.program.values import Computed, ParamValue, SumValue, Value
 from fpipe.schedule import Action, Op
-from fpipe.spec.data import Group
+from fpipe.spec.data import Group, Reduce
 
 Row = Sequence[Task | Action]
 """The tasks of a rank, and between them the UNSHARD and RESHARD of its schedule."""
@@ -64,6 +65,42 @@ class UnderWay:
         return self._result
 
 
+class ReductionUnderWay:
+    """A reduction of the user's that has begun, as `UnderWay` is.
+
+    Args:
+        reduce: the user's function, for errors.
+        bucket: what it was given.
+        result: what it has returned: the sum, or something whose ``wait()`` returns it.
+    """
+
+    def __init__(self, reduce: Reduce, bucket: Tensor, result: Any) -> None:
+        self._reduce = reduce
+        self._bucket = bucket
+        self._result = result
+
+    def wait(self) -> Tensor:
+        """The sum, when it is there.
+
+        Raises:
+            StageError: the function has returned something else than a tensor like the bucket.
+        """
+        if hasattr(self._result, "wait"):
+            self._result = self._result.wait()
+        result, like = self._result, self._bucket
+        wanted = like.shape[-1:]
+        if not isinstance(result, Tensor) or (result.shape, result.dtype) != (wanted, like.dtype):
+            got = a_type(result)
+            if isinstance(result, Tensor):
+                got = f"{result.dtype} of shape {tuple(result.shape)}"
+            raise StageError(
+                f"reduce={label_of(self._reduce)} has made {got} of a bucket of {like.dtype} of "
+                f"shape {tuple(like.shape)}: it must return the sum over the group, of shape "
+                f"{tuple(wanted)} in the same dtype, or something whose wait() returns it"
+            )
+        return result
+
+
 @dataclass(frozen=True, eq=False)
 class Begin:
     """A kernel that packs values and begins a collective; what it returns is there later.
@@ -75,7 +112,7 @@ class Begin:
     """
 
     pack: Callable[[list[Tensor]], Tensor]
-    launch: Callable[[Tensor], UnderWay]
+    launch: Callable[[Tensor], UnderWay | ReductionUnderWay]
     text: str
 
     def __call__(self, values: list[Tensor]) -> list[Any]:
@@ -90,18 +127,18 @@ class Wait:
 
     Attributes:
         unpack: from the flat result to the leaves.
-        over: further groups over which the result is added up.
+        over: add up the result over further groups.
     """
 
     unpack: Callable[[Tensor], list[Tensor]]
-    over: tuple[Group, ...] = ()
+    over: tuple[Callable[[Tensor], UnderWay | ReductionUnderWay], ...] = ()
 
     def __call__(self, values: list[Any]) -> list[Tensor]:
         flat = values.pop(0).wait()
         before = values.copy()
         values.clear()
-        for group in self.over:
-            flat = _all_reduce(group, flat).wait()
+        for add_up in self.over:
+            flat = add_up(flat).wait()
         leaves = self.unpack(flat)
         del flat
         return [old + new for old, new in zip(before, leaves, strict=True)] if before else leaves
@@ -138,6 +175,19 @@ def _reduce_scatter(group: Group, flat: Tensor) -> UnderWay:
 def _all_reduce(group: Group, flat: Tensor) -> UnderWay:
     work = dist.all_reduce(flat, group=group.handle, async_op=True)
     return UnderWay(work, flat, flat)
+
+
+def _reduce_by(reduce: Reduce, size: int, group: Group, flat: Tensor) -> ReductionUnderWay:
+    """The user's reduction of a flat tensor.
+
+    Args:
+        reduce: the user's.
+        size: elements of the result: of all of them, or of this replica's part.
+        group: over which it adds up.
+        flat: the sums of this replica.
+    """
+    bucket = flat if size == flat.numel() else flat.view(group.size, size)
+    return ReductionUnderWay(reduce, bucket, reduce(bucket, group.handle))
 
 
 class _Gathers:
@@ -344,21 +394,26 @@ class Reductions:
             pack = packed.pack_wholes
             begin = Begin(
                 lambda values: pack(filled(values)),
-                partial(_reduce_scatter, group),
+                self._over(group, result.shape[0], _reduce_scatter),
                 f"{action} {flat}",
             )
-            wait = Wait(packed.unpack_parts, groups[:-1])
+            over = groups[:-1]
+            unpack: Callable[[Tensor], list[Tensor]] = packed.unpack_parts
             under_way = Spec((flat.shape[0] + result.shape[0],), dtype)
         else:
             group = groups[0]
             flat = result = Spec((sum(prod(spec.shape) for spec in specs),), dtype)
             begin = Begin(
                 lambda values: _flat(filled(values)),
-                partial(_all_reduce, group),
+                self._over(group, result.shape[0], _all_reduce),
                 f"{action} whole {flat}",
             )
-            wait = Wait(partial(_apart, [spec.shape for spec in specs]), groups[1:])
+            over = groups[1:]
+            unpack = partial(_apart, [spec.shape for spec in specs])
             under_way = result
+        wait = Wait(
+            unpack, tuple(self._over(other, result.shape[0], _all_reduce) for other in over)
+        )
         reducing = Computed(stage, 0, f"reducing {number} of leaves {leaves}")
         before = tuple(self._reduced[total] for total in totals if total in self._reduced)
         after = [Computed(stage, 0, f"reduced {number} of leaf {leaf}") for leaf in leaves]
@@ -377,6 +432,13 @@ class Reductions:
         # The sums go as they are packed, before there is a result.
         held = under_way.nbytes - (result.nbytes if divided else 0)
         return Task(action, lambda: begin, inputs, (reducing,), (under_way,), lambda handed: held)
+
+    def _over(
+        self, group: Group, size: int, usual: Callable[[Group, Tensor], UnderWay]
+    ) -> Callable[[Tensor], UnderWay | ReductionUnderWay]:
+        """What adds up a flat tensor over a group, to a result of `size` elements."""
+        reduce = self._replicas.reduce
+        return partial(usual, group) if reduce is None else partial(_reduce_by, reduce, size, group)
 
 
 def _with_zeros(

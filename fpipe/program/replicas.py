@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fpipe.inputs.signature import Spec
-from fpipe.spec.data import Group
+from fpipe.spec.data import Group, Reduce
 
 
 class Division(NamedTuple):
@@ -57,6 +57,7 @@ class Replicas(NamedTuple):
         device: the type of the devices on which collectives run.
         present: how many microbatches this replica has, the first ones: it may have fewer rows than
             the schedule has microbatches.
+        reduce: adds up flat tensors in place of torch, if there is one.
     """
 
     divided: Mapping[tuple[int, int], Division]
@@ -64,6 +65,7 @@ class Replicas(NamedTuple):
     bucket_bytes: int | None
     device: str
     present: int
+    reduce: Reduce | None = None
 
     @property
     def sharding(self) -> Group:

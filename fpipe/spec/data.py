@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.errors import StageError, check_choice
@@ -17,6 +18,10 @@ from fpipe.spec.precision import Precision
 
 STATES = ("mean", "first")
 """How replicas agree on a state: the mean of theirs, or that of the first replica."""
+
+
+Reduce = Callable[[Tensor, dist.ProcessGroup], Any]
+"""A user's reduction: from a flat tensor and the group to the sum, or what waits for it."""
 
 
 class Group(NamedTuple):
@@ -45,6 +50,7 @@ class Data:
         bucket_bytes: the most bytes that one collective moves, unless one leaf has more; None for
             one collective per stage and dtype.
         dtype: in which floating-point parameters are gathered; None for their own.
+        reduce: adds up a flat tensor over a group in place of torch; None for torch.
     """
 
     mesh: DeviceMesh = field(repr=False, compare=False)
@@ -52,6 +58,7 @@ class Data:
     state: str = "mean"
     bucket_bytes: int | None = None
     dtype: torch.dtype | None = None
+    reduce: Reduce | None = field(default=None, repr=False)
 
     def gathered_dtype(self, own: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter is gathered."""
@@ -94,6 +101,7 @@ def read_data(
     state: str = "mean",
     bucket_bytes: int | None = None,
     precision: Precision | None = None,
+    reduce: Reduce | None = None,
 ) -> Data | None:
     """The dimensions that a user names.
 
@@ -103,6 +111,7 @@ def read_data(
         state: as for `Data`.
         bucket_bytes: as for `Data`.
         precision: the dtypes of the pipeline.
+        reduce: as for `Data`.
 
     Raises:
         StageError: there is no such dimension, or an option is wrong.
@@ -112,6 +121,11 @@ def read_data(
         raise StageError(
             f"bucket_bytes={bucket_bytes!r:.60} must be a number of bytes, 1 or more, or None for "
             "one collective per stage and dtype"
+        )
+    if reduce is not None and (data is None or not callable(reduce)):
+        raise StageError(
+            f"reduce={reduce!r:.60} must be a function (bucket, group) -> bucket beside data=, "
+            "which names the dimension of the mesh that holds replicas"
         )
     if data is None:
         return None
@@ -129,4 +143,4 @@ def read_data(
             'them, (replicate, shard); "pp" is the pipeline'
         )
     dtype = None if precision is None else precision.param_dtype
-    return Data(mesh, dims, state, bucket_bytes, dtype)
+    return Data(mesh, dims, state, bucket_bytes, dtype, reduce)
