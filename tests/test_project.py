@@ -90,6 +90,7 @@ PUBLIC_PURE: Final = frozenset(
         "Timeline",
         "lower_bound",
         "record",
+        "reductions",
         "search",
         "simulate",
         "verify",
