@@ -253,6 +253,8 @@ def _search(options: argparse.Namespace) -> None:
     if result.cut is not None:
         ranks = " ".join(map(str, result.schedule.placement))
         print(f"cut: {' '.join(map(str, result.cut))} layers, on ranks {ranks}")
+        steps = (f"{name} {value:g}" for name, value in (result.bought or {}).items())
+        print(f"choice by choice: {', '.join(steps)}")
     if result.remat is not None:
         print(f"remat: {' '.join(result.remat)}")
     if form is not None:

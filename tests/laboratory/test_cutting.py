@@ -52,6 +52,10 @@ def test_the_placement_is_a_choice_too() -> None:
     chosen = search(cost=cost, **arguments)
     assert chosen.cut is not None and len(chosen.cut) == len(chosen.schedule.placement)
     assert sum(chosen.cut) == 8
+    assert chosen.bought is not None
+    assert list(chosen.bought) == ["1F1B", "order", "placement", "cut"]
+    values = list(chosen.bought.values())
+    assert values == sorted(values, reverse=True) and values[-1] == chosen.value < values[0]
     layers = [0, 0]
     for rank, count in zip(chosen.schedule.placement, chosen.cut, strict=True):
         layers[rank] += count

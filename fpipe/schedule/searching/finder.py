@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
 from random import Random
@@ -28,7 +27,8 @@ from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.annealing import annealings
 from fpipe.schedule.searching.beam import beams
 from fpipe.schedule.searching.breeding import breeding, reduced
-from fpipe.schedule.searching.choosing import Case, Task, search_choices
+from fpipe.schedule.searching.choices import best_choice
+from fpipe.schedule.searching.choosing import Task
 from fpipe.schedule.searching.cutting import Cuts
 from fpipe.schedule.searching.evaluator import make_evaluator
 from fpipe.schedule.searching.list_scheduler import list_schedule, plain_policy
@@ -198,7 +198,7 @@ def search(
         if not cut:
             cost.check_kept()
         choices = _placements(ranks, Cost(1, 1, 1) if cut else cost)
-        return _search_choices(
+        return best_choice(
             Task(microbatches, cost, memory, timed, kind),
             partial(search, jitter=jitter, objective=objective),
             [_checked_placement(placement, ranks)] if placement else choices,
@@ -250,50 +250,6 @@ def search(
             iterations=round(spent),
             problems=tuple(problems),
         )
-
-
-def _search_choices(
-    task: Task,
-    search: Callable[..., SearchResult],
-    placements: Sequence[tuple[int, ...]],
-    *,
-    start: Schedule | None,
-    seconds: float,
-    seed: int,
-    iterations: int | None,
-) -> SearchResult:
-    """The search for the order of each choice, and the best of all."""
-    spent = 0
-
-    def order(case: Case, seconds: float, similar: SearchResult | None) -> SearchResult:
-        nonlocal spent
-        search_one = partial(
-            search,
-            ranks=max(case.placement) + 1,
-            microbatches=task.microbatches,
-            cost=case.cost,
-            memory=task.memory,
-            placement=case.placement,
-            seconds=seconds,
-            seed=seed,
-            iterations=iterations,
-        )
-        begin = start if similar is None else similar.schedule
-        try:
-            result = search_one(start=begin)
-        except ScheduleError:
-            if begin is None:
-                raise
-            result = search_one()  # for what it begins with does not fit the memory
-        spent += result.iterations
-        return result
-
-    limit = seconds if iterations is None else None
-    case, result, bound = search_choices(task, placements, order, limit)
-    result = replace(result, bound=bound, iterations=spent)
-    if isinstance(task.kind, Cuts):
-        return replace(result, cut=case.choice)
-    return replace(result, remat=case.choice)
 
 
 def _check_start(

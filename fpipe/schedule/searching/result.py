@@ -34,6 +34,9 @@ class SearchResult:
             the timeline is then that of the choice.
         cut: how many layers each stage has; None where the search did not choose. The cost of the
             timeline is that of the stages.
+        bought: of a search for cuts, what each choice brings: the values of "1F1B" and of a search
+            for the "order" with one stage a rank, both with layers cut evenly, then with the best
+            "placement", then with the best "cut".
         problems: what was searched.
     """
 
@@ -44,6 +47,7 @@ class SearchResult:
     iterations: int
     remat: tuple[str, ...] | None = None
     cut: tuple[int, ...] | None = None
+    bought: dict[str, float] | None = field(default=None, repr=False)
     problems: tuple[Problem, ...] = field(default=(), repr=False, compare=False)
 
     @property
