@@ -24,7 +24,7 @@ import fpipe
 ROOT: Final = Path(__file__).parents[1]
 
 # What `import fpipe` promises. A name is added here in the commit that makes it public.
-PUBLIC_MODULES: Final = frozenset({"nn", "random", "schedules"})
+PUBLIC_MODULES: Final = frozenset({"nn", "random", "reductions", "schedules"})
 PUBLIC_ON_TORCH: Final = frozenset(
     {
         "Clipped",
@@ -67,6 +67,7 @@ PUBLIC_ON_TORCH: Final = frozenset(
         "profile",
         "nn",
         "random",
+        "reductions",
         "step",
         "train",
         "use",
@@ -90,7 +91,6 @@ PUBLIC_PURE: Final = frozenset(
         "Timeline",
         "lower_bound",
         "record",
-        "reductions",
         "search",
         "simulate",
         "verify",
