@@ -26,7 +26,7 @@ def pipe_of(shape: tuple[int, int]) -> fpipe.Pipeline:
     """Four stages over so many replicas and ranks."""
     ranks = shape[1]
     family = "one_f_one_b" if ranks == STAGES else "interleaved_1f1b"
-    options = {} if ranks == STAGES else {"stages_per_rank": STAGES // ranks}
+    options: Any = {} if ranks == STAGES else {"stages_per_rank": STAGES // ranks}
     schedule = schedules.get(family, ranks=ranks, microbatches=4, **options)
     mesh = mesh_of(shape, ("dp", "pp"))
     return fpipe.pipeline(
