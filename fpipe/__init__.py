@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from fpipe.profiling import profile
     from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
     from fpipe.spec.stage import Stage
+    from fpipe.training.train_entry import train
     from fpipe.training.train_step import (
         TrainState,
         TrainStep,
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
         TrainStepState,
         TrainStepStateAux,
     )
-    from fpipe.training.trainer import Trainer, train
+    from fpipe.training.trainer import Trainer
     from fpipe.transforms.directional import Directional, Hvp, HvpAux, Jvp, ggnvp, hvp, jvp
     from fpipe.transforms.mapped import (
         ExampleNorms,
@@ -156,7 +157,8 @@ _LAZY = {
             "fpipe.training.train_step",
             "TrainState TrainStep TrainStepAux TrainStepState TrainStepStateAux",
         ),
-        ("fpipe.training.trainer", "Trainer train"),
+        ("fpipe.training.train_entry", "train"),
+        ("fpipe.training.trainer", "Trainer"),
         ("fpipe.transforms.reverse_mode", "grad vjp"),
         ("fpipe.transforms.directional", "Directional Hvp HvpAux Jvp ggnvp hvp jvp"),
         ("fpipe.transforms.mapped", "ExampleNorms ExampleNormsAux NormPipeline"),

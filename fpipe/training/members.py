@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fpipe import pytree
 from fpipe.errors import FpipeError
+from fpipe.training.averages import Averaging
 from fpipe.training.updates import Moments, Updates
 
 
@@ -25,7 +26,7 @@ class UpdatesOfMembers:
         defaults: hyperparameters that all members share.
     """
 
-    def __init__(self, updates: Updates) -> None:
+    def __init__(self, updates: Updates | Averaging) -> None:
         self._updates = updates
         self.defaults = updates.defaults
 

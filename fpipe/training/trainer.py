@@ -1,4 +1,4 @@
-"""`fpipe.train`: a pipeline's step and an optimizer's as one pure function.
+"""A trainer: a pipeline's step and an optimizer's as one pure function.
 
 params, state, batch ──► pipe.step ──► loss, grads ──► clip ──► update ──► params, state
 """
@@ -6,27 +6,23 @@ params, state, batch ──► pipe.step ──► loss, grads ──► clip �
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final, Literal
 
-import optree
 import torch
 from torch import Tensor
 
 from fpipe import pytree
 from fpipe.convention import DEFERRED, PLAIN, STATE
-from fpipe.errors import FpipeError, a_type, check_choice
+from fpipe.errors import FpipeError, a_type
 from fpipe.execute.gradient_squares import home_of
 from fpipe.execute.run_result import RunResult
 from fpipe.inputs.ambient import is_within
 from fpipe.inputs.params import Move
 from fpipe.inputs.signature import Goal
-from fpipe.pipelines import Pipeline, check_is_pipeline, engine_of
+from fpipe.pipelines import Pipeline, engine_of
 from fpipe.program.program import Program
 from fpipe.torch_internals import innermost_value, is_transformed
-from fpipe.training.compiled import kernels_of
 from fpipe.training.donation import check_donated
-from fpipe.training.groups import Groups, read_groups
 from fpipe.training.savable import Savable
 from fpipe.training.train_step import (
     TrainState,
@@ -35,14 +31,8 @@ from fpipe.training.train_step import (
     TrainStepState,
     TrainStepStateAux,
 )
-from fpipe.training.trees import LeafByLeaf, LeafSteps, PairOfFunctions, Rule
-from fpipe.training.updates import Updates
-from fpipe.transforms.norms import clip_by_global_norm, global_norm, scale_of, scaled_to
-
-Optimizer = (
-    type[torch.optim.Optimizer] | tuple[Callable[[Any], Any], Callable[[Any, Any, Any], Any]]
-)
-
+from fpipe.training.trees import LeafByLeaf, LeafSteps, Rule
+from fpipe.transforms.norms import global_norm, scale_of, scaled_to
 
 Clip = Literal["validate", "wait"]
 CLIPS: Final = ("validate", "wait")
@@ -59,6 +49,8 @@ class Trainer(Savable):
         max_norm: what gradients are clipped to; None for no clipping.
         clip: as for `train`.
         donate: as for `train`.
+        skips: as ``skip_nonfinite`` for `train`.
+        averages: the state has averages of the parameters.
 
     Attributes:
         pipe: computes loss and gradients.
@@ -72,10 +64,14 @@ class Trainer(Savable):
         clip: Clip = "validate",
         *,
         donate: bool = False,
+        skips: bool = False,
+        averages: bool = False,
     ) -> None:
         super().__init__(pipe, rule, donate=donate)
         self._max_norm = max_norm
         self._clip = clip
+        self._skips = skips
+        self._averages = averages
 
     def __repr__(self) -> str:
         return f"<Trainer of {self.pipe!r}>"
@@ -145,17 +141,53 @@ class Trainer(Savable):
         grads, norm = result.grads, None
         if self._max_norm is not None:
             norm = self._norm(grads)
+            if self._skips_step(norm):
+                return self._beside(result, params, state, norm)
             grads = scaled_to(grads, scale_of(norm, self._max_norm))
         tracked = _is_differentiated([result.loss, *named.values()])
         with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
             moved, moments = self._rule.update(
                 grads, state.moments, params, _number(state.steps), named
             )
-        after = TrainState(state.steps + 1, moments)
+        return self._beside(result, moved, TrainState(state.steps + 1, moments), norm)
+
+    def averages(self, params: Any, state: TrainState) -> Any:
+        """The averages over the steps that ``ema=`` keeps: parameters to evaluate and to deploy.
+
+        Args:
+            params: as `step` returned them.
+            state: as `step` returned it.
+
+        Returns:
+            In the structure of `params`: the average of each leaf that is trained, no copy of it,
+            and the other leaves as they are.
+
+        Raises:
+            FpipeError: the trainer has no ``ema``, or `state` does not belong to `params`.
+        """
+        if not self._averages or not isinstance(self._rule, LeafByLeaf):
+            raise FpipeError(
+                "trainer.averages of a trainer that keeps none: fpipe.train(…, ema=0.999)"
+            )
+        return self._rule.averages(params, state.moments)
+
+    def _skips_step(self, norm: Tensor) -> bool:
+        """Whether parameters and state stay as they are; all ranks have the same norm."""
+        if not self._skips:
+            return False
+        if is_transformed(norm):
+            raise FpipeError(
+                "skip_nonfinite=True within a transform of torch.func, in which no step can be "
+                "left out: make the trainer without it"
+            )
+        return not bool(norm.isfinite())
+
+    def _beside(self, result: Any, params: Any, state: TrainState, norm: Tensor | None) -> Any:
+        """What a step returns beside parameters and state that are known."""
         kind = engine_of(self.pipe).definition
         model_state = result.state if kind.has_state else None
         aux = result.aux if kind.has_aux else None
-        return self._returned(result.loss, moved, after, norm, model_state, aux)
+        return self._returned(result.loss, params, state, norm, model_state, aux)
 
     def of_members(self, transform: Callable[[Pipeline], Pipeline]) -> Trainer:
         """The trainer of an ensemble: what `fpipe.vmap` of a trainer returns.
@@ -168,6 +200,11 @@ class Trainer(Savable):
                 "fpipe.vmap of a trainer whose optimizer is a pair of functions: make one of "
                 "(torch.func.vmap(init), torch.func.vmap(update)) and fpipe.vmap(trainer.pipe)"
             )
+        if self._skips:
+            raise FpipeError(
+                "fpipe.vmap of a trainer with skip_nonfinite=True, which leaves out the step of "
+                "all members or of none: make the trainer without it"
+            )
         pipe, rule = transform(self.pipe), self._rule.of_members()
         alone = engine_of(pipe).definition.alone
         if alone is None or alone.in_dims[0] != 0:
@@ -175,7 +212,14 @@ class Trainer(Savable):
                 "in_dims of fpipe.vmap(trainer) must stack all parameters along dimension 0, as "
                 "in_dims=(0, None) does: each member has its own, and its own state"
             )
-        return Trainer(pipe, rule, self._max_norm, self._clip, donate=self._donate)
+        return Trainer(
+            pipe,
+            rule,
+            self._max_norm,
+            self._clip,
+            donate=self._donate,
+            averages=self._averages,
+        )
 
     def _norm(self, grads: Any) -> Tensor:
         """The norm of the gradients; of an ensemble's, one for each member."""
@@ -208,6 +252,8 @@ class Trainer(Savable):
             del result  # which has the gradients
             if self._max_norm is not None:
                 norm = self._norm(grads[0])
+                if self._skips_step(norm):
+                    return self._returned(loss, params, state, norm, model_state, aux)
                 scale = scale_of(norm, self._max_norm)
             step.write_all(grads, None if scale is None or bool((scale == 1).all()) else scale)
             state.steps.add_(1)
@@ -271,6 +317,9 @@ class Trainer(Savable):
                 if norm is None:  # of DTensors, whose parts are counted over their mesh
                     norm = global_norm(grads, pipe=self.pipe)
                 norm = norm.to(home_of(step.leaves))
+                if self._skips_step(norm):
+                    loss, model_state, aux = outcome.without_grads()
+                    return self._returned(loss, params, state, norm, model_state, aux)
                 scale = scale_of(norm, self._max_norm)
                 if not bool(scale == 1):
                     grads = scaled_to(outcome.take_grads() if grads is None else grads, scale)
@@ -320,108 +369,6 @@ class Trainer(Savable):
         clips = self._max_norm is not None
         goal: Goal = ("clip" if clips else "update") if within else "step"
         return engine_of(self.pipe).programs(goal, params, *arguments, key=key, **named)
-
-
-def train(
-    pipe: Pipeline,
-    optimizer: Optimizer,
-    *,
-    groups: Groups | None = None,
-    max_norm: float | None = None,
-    clip: Clip = "validate",
-    donate: bool = False,
-    **hyperparameters: Any,
-) -> Trainer:
-    """Put an optimizer beside a pipeline: a whole training step as a pure function.
-
-    The optimizer's own ``step`` is recorded, for one parameter of each kind, as a pure function
-    from parameter, gradient and state to parameter and state; it has the bits of torch's
-    (``foreach=False``). Hyperparameters are inputs of it, so a new learning rate records nothing.
-
-    Args:
-        pipe: of stages, of one function or of a module.
-        optimizer: a class of `torch.optim` (not LBFGS, which calls the loss several times, nor
-            SparseAdam), or one derived from `torch.optim.Optimizer` that treats each parameter by
-            itself and keeps tensors as its state. Or a pair of pure functions, as optax has it:
-            ``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``.
-        groups: parameters with hyperparameters of their own: a mapping from names or `fnmatch`
-            patterns of names to them, ``{"*.bias": {"weight_decay": 0.0}}``, or a list of such
-            pairs, whose first may be a function of a leaf's path. The first that holds a parameter
-            counts. None in place of hyperparameters leaves parameters as they are. Names are those
-            of `Pipeline.init`.
-        max_norm: gradients are clipped to this norm, of all of them together, as
-            `clip_by_global_norm` does.
-        clip: ``"validate"`` updates each stage with its gradients as they are, where the schedule
-            has its ``UPDATE``, while their norm is still under way; where that turns out to be
-            greater than `max_norm`, the update is made again, clipped. The bits are the same.
-            ``"wait"`` waits for the norm first: it holds no second copy of parameters and state
-            when a step is clipped, and is as fast where most are.
-        donate: the step writes into the parameters and the state that it is given, and returns the
-            same objects: it holds no second copy of either, as an optimizer of torch does not.
-            Whoever needs the old ones clones them first. Stages are updated when all gradients are
-            there, after the norm; a step that raises before that has changed nothing.
-        hyperparameters: what the optimizer is called with: ``lr=3e-4``. Where one has the name of
-            an argument of this function, pass a `functools.partial` of the class.
-
-    Raises:
-        FpipeError: the optimizer cannot be had as a pure function, or refuses a hyperparameter.
-
-    Example:
-        >>> import torch, fpipe
-        >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
-        >>> stages = [lambda w, x: x * w, lambda w, x: x + w]
-        >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
-        >>> trainer = fpipe.train(pipe, torch.optim.SGD, lr=0.5, max_norm=1.0)
-        >>> params = [torch.tensor(2.0), torch.tensor(0.0)]
-        >>> state = trainer.init(params)
-        >>> loss, params, state, norm = trainer.step(params, state, torch.ones(4), lr=0.1)
-        >>> loss.item(), norm.item(), params[1].item() < 0, int(state.steps)
-        (2.0, 1.4142135381698608, True, 1)
-    """
-    check_is_pipeline("pipe", pipe, "fpipe.train")
-    argnums = engine_of(pipe).definition.argnums
-    if argnums != "params":
-        raise FpipeError(
-            f"pipe has argnums={argnums!r}: fpipe.train takes one whose gradients "
-            "are by the parameters alone"
-        )
-    if max_norm is not None:
-        clip_by_global_norm([], max_norm)  # refuses what is no bound
-    check_choice("clip", clip, CLIPS)
-    rule = _rule(pipe, optimizer, groups, hyperparameters)
-    if donate and not isinstance(rule, LeafByLeaf):
-        raise FpipeError(
-            "donate=True with a pair of functions, which make parameters and state anew: pass a "
-            "class of torch.optim"
-        )
-    return Trainer(pipe, rule, max_norm, clip, donate=donate)
-
-
-def _rule(pipe: Pipeline, optimizer: Any, groups: Groups | None, hyper: dict[str, Any]) -> Rule:
-    if isinstance(optimizer, tuple) and len(optimizer) == 2 and all(map(callable, optimizer)):
-        refused = [*hyper, *(["groups"] if groups is not None else [])]
-        if refused:
-            raise FpipeError(
-                f"{', '.join(refused)}: an optimizer that is a pair of functions has "
-                "hyperparameters of its own"
-            )
-        return PairOfFunctions(*optimizer)
-    while hasattr(optimizer, "func") and hasattr(optimizer, "keywords"):
-        hyper = optimizer.keywords | hyper
-        optimizer = optimizer.func
-
-    definition = engine_of(pipe).definition
-    updates = Updates(optimizer, hyper, kernels_of(definition.compile))
-
-    def trained(spec: optree.PyTreeSpec) -> list[bool]:
-        """Transforms put other things beside parameters, which the caller's have not."""
-        choice = replace(definition.trainable, within=())
-        if definition.function:
-            return list(choice.flags([spec], shared=True)[0])
-        flags = choice.flags(spec.children(), shared=False)
-        return [flag for part in flags for flag in part]
-
-    return LeafByLeaf(updates, read_groups(groups), trained)
 
 
 def _number(count: Tensor) -> int:

@@ -19,6 +19,7 @@ from fpipe.dtensors import Placed, local, placements_of
 from fpipe.errors import FpipeError, label_of
 from fpipe.holding import names_of
 from fpipe.inputs.params import Moved
+from fpipe.training.averages import EMA, Averaging
 from fpipe.training.groups import Group, group_of
 from fpipe.training.members import UpdatesOfMembers
 from fpipe.training.updates import Moments, Updates
@@ -64,7 +65,7 @@ class LeafSteps(NamedTuple):
         in_place: write into the leaves and their moments.
     """
 
-    updates: Updates | UpdatesOfMembers
+    updates: Updates | Averaging | UpdatesOfMembers
     spec: optree.PyTreeSpec
     leaves: Sequence[Tensor]
     states: Sequence[Any]
@@ -135,7 +136,10 @@ class LeafByLeaf:
     """
 
     def __init__(
-        self, updates: Updates | UpdatesOfMembers, groups: Sequence[Group], trained: Trained
+        self,
+        updates: Updates | Averaging | UpdatesOfMembers,
+        groups: Sequence[Group],
+        trained: Trained,
     ) -> None:
         self._updates = updates
         self._groups = groups
@@ -167,6 +171,17 @@ class LeafByLeaf:
         leaves, spec = pytree.flatten(params)
         names, moved = names_of(spec), self._moved(leaves, spec)
         return {names[at]: list(self._updates.init(leaves[at], hyper)) for at, hyper in moved}
+
+    def averages(self, params: Any, moments: Any) -> Any:
+        """The average of each leaf that is trained, and the other leaves as they are."""
+        spec = pytree.structure(params)
+        states = _up_to(spec, moments, "state.moments")
+        leaves = pytree.entries(spec, params)
+        found = [
+            leaf if state is None else state[EMA]
+            for leaf, state in zip(leaves, states, strict=True)
+        ]
+        return pytree.unflatten(pytree.structure_of_wholes(spec), found)
 
     def _moved(
         self, leaves: Sequence[Tensor], spec: optree.PyTreeSpec

@@ -1,0 +1,159 @@
+"""`fpipe.train`: a pipeline and an optimizer as a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import optree
+import torch
+
+from fpipe.errors import FpipeError, check_choice, check_flags
+from fpipe.pipelines import Pipeline, check_is_pipeline, engine_of
+from fpipe.training.averages import Averaging
+from fpipe.training.compiled import kernels_of
+from fpipe.training.groups import Groups, read_groups
+from fpipe.training.trainer import CLIPS, Clip, Trainer
+from fpipe.training.trees import LeafByLeaf, PairOfFunctions, Rule
+from fpipe.training.updates import Updates
+from fpipe.transforms.norms import clip_by_global_norm
+
+Optimizer = (
+    type[torch.optim.Optimizer] | tuple[Callable[[Any], Any], Callable[[Any, Any, Any], Any]]
+)
+
+
+def train(
+    pipe: Pipeline,
+    optimizer: Optimizer,
+    *,
+    groups: Groups | None = None,
+    max_norm: float | None = None,
+    clip: Clip = "validate",
+    donate: bool = False,
+    ema: float | None = None,
+    skip_nonfinite: bool = False,
+    **hyperparameters: Any,
+) -> Trainer:
+    """Put an optimizer beside a pipeline: a whole training step as a pure function.
+
+    The optimizer's own ``step`` is recorded, for one parameter of each kind, as a pure function
+    from parameter, gradient and state to parameter and state; it has the bits of torch's
+    (``foreach=False``). Hyperparameters are inputs of it, so a new learning rate records nothing.
+
+    Args:
+        pipe: of stages, of one function or of a module.
+        optimizer: a class of `torch.optim` (not LBFGS, which calls the loss several times, nor
+            SparseAdam), or one derived from `torch.optim.Optimizer` that treats each parameter by
+            itself and keeps tensors as its state. Or a pair of pure functions, as optax has it:
+            ``init(params) -> state`` and ``update(grads, state, params) -> (updates, state)``.
+        groups: parameters with hyperparameters of their own: a mapping from names or `fnmatch`
+            patterns of names to them, ``{"*.bias": {"weight_decay": 0.0}}``, or a list of such
+            pairs, whose first may be a function of a leaf's path. The first that holds a parameter
+            counts. None in place of hyperparameters leaves parameters as they are. Names are those
+            of `Pipeline.init`.
+        max_norm: gradients are clipped to this norm, of all of them together, as
+            `clip_by_global_norm` does.
+        clip: ``"validate"`` updates each stage with its gradients as they are, where the schedule
+            has its ``UPDATE``, while their norm is still under way; where that turns out to be
+            greater than `max_norm`, the update is made again, clipped. The bits are the same.
+            ``"wait"`` waits for the norm first: it holds no second copy of parameters and state
+            when a step is clipped, and is as fast where most are.
+        donate: the step writes into the parameters and the state that it is given, and returns the
+            same objects: it holds no second copy of either, as an optimizer of torch does not.
+            Whoever needs the old ones clones them first. Stages are updated when all gradients are
+            there, after the norm; a step that raises before that has changed nothing.
+        ema: keep an exponential moving average of each parameter that is trained, of which this
+            share stays in each step, such as 0.999. It begins with the parameters of
+            `Trainer.init`, is part of the state and saved with it; `Trainer.averages` returns it.
+        skip_nonfinite: a step whose norm is infinite or NaN changes neither parameters nor state,
+            and does not count, on all ranks alike. `TrainStep.norm` is there then, also without
+            `max_norm`. A model's state is as the step has left it.
+        hyperparameters: what the optimizer is called with: ``lr=3e-4``. Where one has the name of
+            an argument of this function, pass a `functools.partial` of the class.
+
+    Raises:
+        FpipeError: the optimizer cannot be had as a pure function, or refuses a hyperparameter.
+
+    Example:
+        >>> import torch, fpipe
+        >>> schedule = fpipe.schedules.one_f_one_b(ranks=2, microbatches=2)
+        >>> stages = [lambda w, x: x * w, lambda w, x: x + w]
+        >>> pipe = fpipe.pipeline(stages, lambda y, _: y.mean(), schedule, compile=False)
+        >>> trainer = fpipe.train(pipe, torch.optim.SGD, lr=0.5, max_norm=1.0)
+        >>> params = [torch.tensor(2.0), torch.tensor(0.0)]
+        >>> state = trainer.init(params)
+        >>> loss, params, state, norm = trainer.step(params, state, torch.ones(4), lr=0.1)
+        >>> loss.item(), norm.item(), params[1].item() < 0, int(state.steps)
+        (2.0, 1.4142135381698608, True, 1)
+    """
+    check_is_pipeline("pipe", pipe, "fpipe.train")
+    argnums = engine_of(pipe).definition.argnums
+    if argnums != "params":
+        raise FpipeError(
+            f"pipe has argnums={argnums!r}: fpipe.train takes one whose gradients "
+            "are by the parameters alone"
+        )
+    if max_norm is not None:
+        clip_by_global_norm([], max_norm)  # refuses what is no bound
+    check_choice("clip", clip, CLIPS)
+    check_flags(donate=donate, skip_nonfinite=skip_nonfinite)
+    if skip_nonfinite and max_norm is None:
+        max_norm = inf
+    rule = _rule(pipe, optimizer, groups, hyperparameters, ema)
+    if donate and not isinstance(rule, LeafByLeaf):
+        raise FpipeError(
+            "donate=True with a pair of functions, which make parameters and state anew: pass a "
+            "class of torch.optim"
+        )
+    return Trainer(
+        pipe,
+        rule,
+        max_norm,
+        clip,
+        donate=donate,
+        skips=skip_nonfinite,
+        averages=ema is not None,
+    )
+
+
+def _rule(
+    pipe: Pipeline,
+    optimizer: Any,
+    groups: Groups | None,
+    hyper: dict[str, Any],
+    ema: float | None,
+) -> Rule:
+    if ema is not None and not (isinstance(ema, float) and 0 <= ema < 1):
+        raise FpipeError(
+            f"ema={ema!r:.60} must be a number from 0 to 1, the share of the average that stays in "
+            "each step, such as 0.999, or None"
+        )
+    if isinstance(optimizer, tuple) and len(optimizer) == 2 and all(map(callable, optimizer)):
+        refused = [*hyper, *(["groups"] if groups is not None else [])]
+        refused += [] if ema is None else ["ema"]
+        if refused:
+            raise FpipeError(
+                f"{', '.join(refused)}: an optimizer that is a pair of functions has "
+                "hyperparameters of its own"
+            )
+        return PairOfFunctions(*optimizer)
+    while hasattr(optimizer, "func") and hasattr(optimizer, "keywords"):
+        hyper = optimizer.keywords | hyper
+        optimizer = optimizer.func
+
+    definition = engine_of(pipe).definition
+    updates = Updates(optimizer, hyper, kernels_of(definition.compile))
+
+    def trained(spec: optree.PyTreeSpec) -> list[bool]:
+        """Transforms put other things beside parameters, which the caller's have not."""
+        choice = replace(definition.trainable, within=())
+        if definition.function:
+            return list(choice.flags([spec], shared=True)[0])
+        flags = choice.flags(spec.children(), shared=False)
+        return [flag for part in flags for flag in part]
+
+    steps = updates if ema is None else Averaging(updates, ema)
+    return LeafByLeaf(steps, read_groups(groups), trained)
