@@ -20,6 +20,7 @@ from torch._inductor import config as inductor_config
 
 import fpipe
 from fpipe import Op, pytree, schedules
+from fpipe.program import interpreter
 from fpipe.program.instrument import instrument
 from tests.models import assert_same, conv, gpt, mean_square, mlp, unpipelined
 from tests.state_model import make_batch, make_params, make_state, without_aux
@@ -229,7 +230,7 @@ def test_two_devices_compute_at_once(family: str, monkeypatch: pytest.MonkeyPatc
     pipe.step(params, model.batch)
     took = {Op.F: 1.0, Op.I: 1.0, Op.W: 1.0, Op.B: 2.0}
 
-    def observed(program: Any, _: Any) -> Any:
+    def load(program: Any, *arguments: Any) -> Any:
         stream: Any = torch.cuda.current_stream(devices[program.rank])
 
         def wrap(call: Any, action: Any) -> Any:
@@ -239,9 +240,9 @@ def test_two_devices_compute_at_once(family: str, monkeypatch: pytest.MonkeyPatc
 
             return timed
 
-        return instrument(program, wrap)
+        return interpreter.load(instrument(program, wrap), *arguments)
 
-    monkeypatch.setattr("fpipe.execute.single.observed", observed)
+    monkeypatch.setattr("fpipe.execute.single.load", load)
     streams: Any = [torch.cuda.current_stream(device) for device in devices]
     start = max(stream.time for stream in streams)
     for stream in streams:
