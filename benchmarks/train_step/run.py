@@ -128,6 +128,7 @@ def measure_gpt(rank: int, names: Sequence[str], rounds: int, compile: bool) -> 
         problem = make_gpt(Size(), schedule.num_stages)
         adamw: Any = torch.optim.AdamW
         steps = {
+            "fpipe, no clipping": ours(problem, schedule, adamw, compile),
             "fpipe, validated": ours(problem, schedule, adamw, compile, max_norm=NORM),
             "fpipe, barrier": ours(problem, schedule, adamw, compile, max_norm=NORM, clip="wait"),
             "fpipe, donated": ours(problem, schedule, adamw, compile, max_norm=NORM, donate=True),
