@@ -14,91 +14,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Final, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fpipe.errors import StageError, a_type, label_of
 from fpipe.inputs.signature import Spec
 from fpipe.pieces.compiler import Boxed
 from fpipe.program.program import Compute, Program
 from fpipe.program.replicas import Replicas, buckets
 from fpipe.program.task import Task
+from fpipe.program.under_way import (
+    ReductionUnderWay,
+    UnderWay,
+    all_gather,
+    all_reduce,
+    reduce_by,
+    reduce_scatter,
+)
 from fpipe.program.values import Computed, ParamValue, SumValue, Value
 from fpipe.schedule import Action, Op
-from fpipe.spec.data import Group, Reduce
+from fpipe.spec.data import Group
 
 Row = Sequence[Task | Action]
 """The tasks of a rank, and between them the UNSHARD and RESHARD of its schedule."""
-
-# torch 2.13 has renamed them.
-_gather: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_scatter: Final[Callable[..., Any]] = getattr(
-    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
-)
-
-
-class UnderWay:
-    """A collective that has begun: it stands in the slot of its result until that is waited for.
-
-    Not ``torch.ops._c10d_functional``, whose waiting corrupts the heap on gloo now and then (torch
-    2.13).
-
-    Args:
-        work: of torch, to be waited for.
-        result: what it fills.
-        flat: what it was given, which it reads until it has ended.
-    """
-
-    def __init__(self, work: dist.Work, result: Tensor, flat: Tensor) -> None:
-        self._work: dist.Work | None = work
-        self._result = result
-        self._flat: Tensor | None = flat
-
-    def wait(self) -> Tensor:
-        """The result, when the collective has ended; who waits again waits for nothing."""
-        if self._work is not None:
-            self._work.wait()
-        self._work = self._flat = None
-        return self._result
-
-
-class ReductionUnderWay:
-    """A reduction of the user's that has begun, as `UnderWay` is.
-
-    Args:
-        reduce: the user's function, for errors.
-        bucket: what it was given.
-        result: what it has returned: the sum, or something whose ``wait()`` returns it.
-    """
-
-    def __init__(self, reduce: Reduce, bucket: Tensor, result: Any) -> None:
-        self._reduce = reduce
-        self._bucket = bucket
-        self._result = result
-
-    def wait(self) -> Tensor:
-        """The sum, when it is there.
-
-        Raises:
-            StageError: the function has returned something else than a tensor like the bucket.
-        """
-        if hasattr(self._result, "wait"):
-            self._result = self._result.wait()
-        result, like = self._result, self._bucket
-        wanted = like.shape[-1:]
-        if not isinstance(result, Tensor) or (result.shape, result.dtype) != (wanted, like.dtype):
-            got = a_type(result)
-            if isinstance(result, Tensor):
-                got = f"{result.dtype} of shape {tuple(result.shape)}"
-            raise StageError(
-                f"reduce={label_of(self._reduce)} has made {got} of a bucket of {like.dtype} of "
-                f"shape {tuple(like.shape)}: it must return the sum over the group, of shape "
-                f"{tuple(wanted)} in the same dtype, or something whose wait() returns it"
-            )
-        return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,36 +97,6 @@ def begins(call: Boxed) -> bool:
 def waits(call: Boxed) -> bool:
     """Whether a kernel waits for a collective that another one has begun."""
     return isinstance(call, Wait)
-
-
-def _all_gather(group: Group, flat: Tensor) -> UnderWay:
-    gathered = flat.new_empty(flat.numel() * group.size)
-    work = _gather(gathered, flat, group=group.handle, async_op=True)
-    return UnderWay(work, gathered, flat)
-
-
-def _reduce_scatter(group: Group, flat: Tensor) -> UnderWay:
-    scattered = flat.new_empty(flat.numel() // group.size)
-    work = _scatter(scattered, flat, group=group.handle, async_op=True)
-    return UnderWay(work, scattered, flat)
-
-
-def _all_reduce(group: Group, flat: Tensor) -> UnderWay:
-    work = dist.all_reduce(flat, group=group.handle, async_op=True)
-    return UnderWay(work, flat, flat)
-
-
-def _reduce_by(reduce: Reduce, size: int, group: Group, flat: Tensor) -> ReductionUnderWay:
-    """The user's reduction of a flat tensor.
-
-    Args:
-        reduce: the user's.
-        size: elements of the result: of all of them, or of this replica's part.
-        group: over which it adds up.
-        flat: the sums of this replica.
-    """
-    bucket = flat if size == flat.numel() else flat.view(group.size, size)
-    return ReductionUnderWay(reduce, bucket, reduce(bucket, group.handle))
 
 
 class _Gathers:
@@ -253,7 +162,7 @@ class _Gathers:
         gathering = Computed(stage, 0, f"gathering {number} of leaves {leaves}")
         wholes = [Computed(stage, 0, f"gathered {number} of leaf {leaf}") for leaf in leaves]
         specs = tuple(Spec(own.whole, dtype) for own in packed.divisions)
-        begin = Begin(packed.pack_parts, partial(_all_gather, group), f"{action} {flat}")
+        begin = Begin(packed.pack_parts, partial(all_gather, group), f"{action} {flat}")
         arrive = Task(
             action,
             lambda: Wait(packed.unpack_wholes),
@@ -394,7 +303,7 @@ class Reductions:
             pack = packed.pack_wholes
             begin = Begin(
                 lambda values: pack(filled(values)),
-                self._over(group, result.shape[0], _reduce_scatter),
+                self._over(group, result.shape[0], reduce_scatter),
                 f"{action} {flat}",
             )
             over = groups[:-1]
@@ -405,15 +314,13 @@ class Reductions:
             flat = result = Spec((sum(prod(spec.shape) for spec in specs),), dtype)
             begin = Begin(
                 lambda values: _flat(filled(values)),
-                self._over(group, result.shape[0], _all_reduce),
+                self._over(group, result.shape[0], all_reduce),
                 f"{action} whole {flat}",
             )
             over = groups[1:]
             unpack = partial(_apart, [spec.shape for spec in specs])
             under_way = result
-        wait = Wait(
-            unpack, tuple(self._over(other, result.shape[0], _all_reduce) for other in over)
-        )
+        wait = Wait(unpack, tuple(self._over(other, result.shape[0], all_reduce) for other in over))
         reducing = Computed(stage, 0, f"reducing {number} of leaves {leaves}")
         before = tuple(self._reduced[total] for total in totals if total in self._reduced)
         after = [Computed(stage, 0, f"reduced {number} of leaf {leaf}") for leaf in leaves]
@@ -438,7 +345,7 @@ class Reductions:
     ) -> Callable[[Tensor], UnderWay | ReductionUnderWay]:
         """What adds up a flat tensor over a group, to a result of `size` elements."""
         reduce = self._replicas.reduce
-        return partial(usual, group) if reduce is None else partial(_reduce_by, reduce, size, group)
+        return partial(usual, group) if reduce is None else partial(reduce_by, reduce, size, group)
 
 
 def _with_zeros(

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import fpipe
 from fpipe import Schedule, dtensors, pytree
-from fpipe.program import collectives
+from fpipe.program import under_way
 from tests.distributed import tensor_parallel
 from tests.distributed.crew import Outcome, attempt, mesh_of
 from tests.distributed.traps import Trap
@@ -328,7 +328,7 @@ def profiled(group: Any) -> tuple[fpipe.Cost, fpipe.Cost, list[str]]:
     )
 
 
-class Unseen(collectives.UnderWay):
+class Unseen(under_way.UnderWay):
     """Collectives that hold nothing of their own, as those of other backends than gloo.
 
     It fills one more tensor, and its thread lets go of the others a moment after the end.
@@ -367,7 +367,7 @@ def memory(group: Any, gather: Any, reduce: Any, width: int) -> tuple[int, int]:
     pipe.step(params, batch)
     program = pipe.programs(params, batch)[pipe.rank or 0]
     given = [*pytree.flatten(params)[0], batch]
-    with patch("fpipe.program.collectives.UnderWay", Unseen), Meter(given) as meter:
+    with patch("fpipe.program.under_way.UnderWay", Unseen), Meter(given) as meter:
         result = pipe.step(params, batch)
     del result
     return program.peak_bytes, meter.peak
