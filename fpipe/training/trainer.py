@@ -240,12 +240,17 @@ class Trainer(Savable):
     ) -> Any:
         """A step that writes into parameters and state, when all gradients are there."""
         assert isinstance(self._rule, LeafByLeaf)
-        with torch.no_grad():
+        rule, engine = self._rule, engine_of(self.pipe)
+
+        def read() -> LeafSteps:
             check_donated(params, named.values())
-            rule, before = self._rule, _number(state.steps)
-            step = rule.step(state.moments, params, before, named, in_place=True)
+            before = _number(state.steps)
+            return rule.step(state.moments, params, before, named, in_place=True)
+
+        with torch.no_grad():
+            step = engine.told("step", read)
             result = self.pipe.step(params, *arguments, key=key, **passed)
-            kind = engine_of(self.pipe).definition
+            kind = engine.definition
             loss, model_state = result.loss, result.state if kind.has_state else None
             aux = result.aux if kind.has_aux else None
             grads, norm, scale = [result.grads], None, None

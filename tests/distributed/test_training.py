@@ -115,21 +115,24 @@ def test_leaves_that_lie_elsewhere_are_no_trouble(crew: Crew, max_norm: float) -
         assert_same(part[2], {name: whole[2][name] for name in part[2]})
 
 
-def wrong_rate(group: Group, schedule: Schedule) -> list[Any]:
+def wrong_rate(group: Group, schedule: Schedule, donate: bool) -> list[Any]:
     """A step that one rank refuses, and one after it."""
     model = actors.model_of("mlp", schedule.num_stages, 8)
     pipe = actors.pipeline(group, model, schedule)
-    trainer = fpipe.train(pipe, torch.optim.SGD, lr=0.1)
-    params = pipe.local(model.params)
+    trainer = fpipe.train(pipe, torch.optim.SGD, lr=0.1, donate=donate)
+    params = pipe.local(pytree.tree_map(torch.clone, model.params))
     state = trainer.init(params)
     rate = -1.0 if pipe.rank == 1 else 0.1
     refused = attempt(lambda: trainer.step(params, state, model.batch, lr=rate))
     return [refused, trainer.step(params, state, model.batch).loss]
 
 
-def test_what_one_rank_refuses_leaves_nobody_waiting(crew: Crew) -> None:
+@pytest.mark.parametrize("donate", [False, True])
+def test_what_one_rank_refuses_leaves_nobody_waiting(crew: Crew, donate: bool) -> None:
     schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
-    first, second = values(crew.run(wrong_rate, schedule, ranks=range(2)))
+    first, second = values(crew.run(wrong_rate, schedule, donate, ranks=range(2)))
+    assert first[0].failure is not None
+    assert first[0].seconds < 20
     assert "does not take" in second[0].error.text
     assert_same(first[1], second[1])
 
