@@ -1,8 +1,7 @@
-"""The demo's own file under torchrun, on one host and on two: what it tells in one process.
+"""The demo's own file under torchrun tells what it tells in one process, and two hosts step alike.
 
 Two hosts are two network namespaces with a cable between them, which may be cut. They need root and
-iproute2; skipped elsewhere, with the reason. All of it is in one file, so that the demo runs in one
-process once.
+iproute2; skipped elsewhere, with the reason.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from threading import Timer
 from typing import Final
 
 import pytest
+
+from tests.hosts import steps
 
 ROOT: Final = Path(__file__).parents[2]
 DEMO: Final = str(ROOT / "examples" / "gpt.py")
@@ -40,15 +40,10 @@ def told(command: list[str]) -> list[str]:
     return [line for line in lines[start:] if not re.match("tracing|compiling|making|ready", line)]
 
 
-@cache
-def told_in_one_process() -> list[str]:
-    return told([sys.executable, DEMO, "--smoke"])
-
-
 @pytest.mark.examples
 def test_demo_under_torchrun_tells_what_it_tells_in_one_process() -> None:
     together = told([TORCHRUN, "--standalone", "--nproc-per-node", "2", DEMO, "--smoke"])
-    assert together == told_in_one_process()
+    assert together == told([sys.executable, DEMO, "--smoke"])
     assert sum("loss" in line for line in together) > 10
 
 
@@ -161,22 +156,13 @@ def read_until(run: subprocess.Popen[str], word: str, seconds: float) -> str:
         timer.cancel()
 
 
-@pytest.mark.examples
 @pytest.mark.usefixtures("hosts")
-def test_demo_on_two_hosts() -> None:
-    with launched(DEMO, "--smoke") as runs:
-        texts = [run.communicate(timeout=200)[0] for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], "\n".join(texts)
-    text = re.sub(r"[\d,]+ tokens/s", "", texts[0])
-    for line in told_in_one_process():
-        assert line in text, texts[0]
-
-
-@pytest.mark.usefixtures("hosts")
-def test_a_cable_that_is_cut() -> None:
+def test_two_hosts_step_as_one_process_does_until_the_cable_is_cut() -> None:
     """No connection breaks, nothing answers any more: both hosts tell of it after the timeout."""
-    with launched(str(Path(__file__).with_name("steps.py"))) as runs:
-        read_until(runs[0], "first step", 100)
+    expected = steps.lines_of(steps.step_of(steps.pipeline_of(None)))
+    with launched(str(Path(steps.__file__))) as runs:
+        for run, line in zip(runs, expected, strict=True):
+            assert read_until(run, "first step", 100).strip() == line
         ip("-n", HOSTS[1], "link", "set", "cable", "down")
         start = time.monotonic()
         first, second = (read_until(run, "PipelineError", 30) for run in runs)
