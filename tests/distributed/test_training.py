@@ -15,10 +15,12 @@ from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
 from tests.distributed import actors
 from tests.distributed.actors import Group
 from tests.distributed.crew import Crew, attempt, values
-from tests.models import assert_identical, assert_same
+from tests.models import Model, assert_identical, assert_same
 
 STEPS = 3
 CLIPS = ("validate", "wait")
+NORMS = (None, 0.05, 1e3)
+"""Gradients that are not clipped, those that are, and those that are too small to be."""
 
 
 def steps_of(
@@ -33,10 +35,14 @@ def steps_of(
     return steps
 
 
-def trained(group: Group, schedule: Schedule, max_norm: float | None) -> list[Any]:
-    """Loss, norm, parameters and moments after a few steps of stages."""
+def trained(group: Group, schedule: Schedule) -> list[list[Any]]:
+    """Loss, norm, parameters and moments after a few steps of stages, for each of `NORMS`."""
     model = actors.model_of("mlp", schedule.num_stages, 8)
     pipe = actors.pipeline(group, model, schedule)
+    return [_trained(pipe, model, max_norm) for max_norm in NORMS]
+
+
+def _trained(pipe: fpipe.Pipeline, model: Model, max_norm: float | None) -> list[Any]:
     within, waited = (
         steps_of(pipe, pipe.local(model.params), model.batch, max_norm, clip=clip) for clip in CLIPS
     )
@@ -47,44 +53,43 @@ def trained(group: Group, schedule: Schedule, max_norm: float | None) -> list[An
     return [loss, norm, params, state.moments, int(state.steps)]
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.05, 1e3])
 @pytest.mark.parametrize("family", ["one_f_one_b", "zb_h1", "zbv"])
-def test_ranks_train_to_the_numbers_of_one_process(
-    crew: Crew, family: str, max_norm: float | None
-) -> None:
+def test_ranks_train_to_the_numbers_of_one_process(crew: Crew, family: str) -> None:
     schedule = schedules.get(family, ranks=2, microbatches=4)
-    parts = values(crew.run(trained, schedule, max_norm, ranks=range(2)))
-    whole = trained(None, schedule, max_norm)
-    assert_same([part[:2] for part in parts], [whole[:2]] * 2)
-    for part in parts:
-        for stage, own in enumerate(part[2]):
-            if own is not None:
-                assert_same([own, part[3][stage]], [whole[2][stage], whole[3][stage]])
-        assert part[4] == STEPS
-    assert sum(own is not None for part in parts for own in part[2]) == schedule.num_stages
+    by_rank = values(crew.run(trained, schedule, ranks=range(2)))
+    for whole, *parts in zip(trained(None, schedule), *by_rank, strict=True):
+        assert_same([part[:2] for part in parts], [whole[:2]] * 2)
+        for part in parts:
+            for stage, own in enumerate(part[2]):
+                if own is not None:
+                    assert_same([own, part[3][stage]], [whole[2][stage], whole[3][stage]])
+            assert part[4] == STEPS
+        assert sum(own is not None for part in parts for own in part[2]) == schedule.num_stages
 
 
-def shared(group: Group, schedule: Schedule, max_norm: float | None) -> Any:
-    """Parameters after a step of one function, whose ends read one table on two ranks."""
+def shared(group: Group, schedule: Schedule) -> list[list[Any]]:
+    """A table that the ends of one function read on two ranks, after steps with each norm."""
     pipe = fpipe.pipeline(
         language_model, schedule=schedule, in_dims=IN_DIMS, compile=False, group=group
     )
-    params, batch = make_params(), make_batch()
-    within, waited = (steps_of(pipe, params, batch, max_norm, clip=clip) for clip in CLIPS)
-    assert_identical(within, waited)
-    loss, params, _, norm = within[-1]
-    return [loss, norm, params["table"]]
+    results = []
+    for max_norm in NORMS:
+        given, batch = make_params(), make_batch()
+        within, waited = (steps_of(pipe, given, batch, max_norm, clip=clip) for clip in CLIPS)
+        assert_identical(within, waited)
+        loss, params, _, norm = within[-1]
+        results.append([loss, norm, params["table"]])
+    return results
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.1, 1e3])
-def test_a_shared_parameter_stays_equal_on_its_ranks(crew: Crew, max_norm: float | None) -> None:
+def test_a_shared_parameter_stays_equal_on_its_ranks(crew: Crew) -> None:
     schedule = schedules.one_f_one_b(ranks=4, microbatches=4)
-    parts = values(crew.run(shared, schedule, max_norm))
-    whole = shared(None, schedule, max_norm)
-    for part in parts:
-        assert_same(part[:2], whole[:2])
-    assert_identical(parts[0][2], parts[3][2])
-    assert_same(parts[0][2], whole[2])
+    by_rank = values(crew.run(shared, schedule))
+    for whole, *parts in zip(shared(None, schedule), *by_rank, strict=True):
+        for part in parts:
+            assert_same(part[:2], whole[:2])
+        assert_identical(parts[0][2], parts[3][2])
+        assert_same(parts[0][2], whole[2])
 
 
 def init_fn(key: Any, name: str, like: torch.Tensor) -> torch.Tensor:
@@ -93,26 +98,29 @@ def init_fn(key: Any, name: str, like: torch.Tensor) -> torch.Tensor:
     return fpipe.random.normal(key, like.shape, like.dtype)
 
 
-def clipped_parts(group: Group, schedule: Schedule, max_norm: float) -> Any:
-    """A clipped step of one function, each rank with the leaves that it reads alone."""
+def clipped_parts(group: Group, schedule: Schedule) -> list[list[Any]]:
+    """Steps of one function that know a norm, each rank with the leaves that it reads alone."""
     pipe = fpipe.pipeline(
         language_model, schedule=schedule, in_dims=IN_DIMS, compile=False, group=group
     )
     batch = make_batch()
-    params = pipe.init(init_fn, fpipe.random.key(0), batch, shapes=make_params())
-    trainer = fpipe.train(pipe, torch.optim.AdamW, lr=0.1, max_norm=max_norm)
-    loss, params, _, norm = trainer.step(params, trainer.init(params), batch)
-    return [loss, norm, pipe.own(params)]
+    drawn = pipe.init(init_fn, fpipe.random.key(0), batch, shapes=make_params())
+    results = []
+    for max_norm in NORMS[1:]:
+        trainer = fpipe.train(pipe, torch.optim.AdamW, lr=0.1, max_norm=max_norm)
+        loss, params, _, norm = trainer.step(drawn, trainer.init(drawn), batch)
+        results.append([loss, norm, pipe.own(params)])
+    return results
 
 
-@pytest.mark.parametrize("max_norm", [0.1, 1e3])
-def test_leaves_that_lie_elsewhere_are_no_trouble(crew: Crew, max_norm: float) -> None:
+def test_leaves_that_lie_elsewhere_are_no_trouble(crew: Crew) -> None:
     # The squares of the norm were made where the first leaf lay, on the meta device.
     schedule = schedules.one_f_one_b(ranks=4, microbatches=4)
-    whole = clipped_parts(None, schedule, max_norm)
-    for part in values(crew.run(clipped_parts, schedule, max_norm)):
-        assert_same(part[:2], whole[:2])
-        assert_same(part[2], {name: whole[2][name] for name in part[2]})
+    whole = clipped_parts(None, schedule)
+    for parts in values(crew.run(clipped_parts, schedule)):
+        for (*numbers, own), (*expected, params) in zip(parts, whole, strict=True):
+            assert_same(numbers, expected)
+            assert_same(own, {name: params[name] for name in own})
 
 
 def wrong_rate(group: Group, schedule: Schedule, donate: bool) -> list[Any]:
