@@ -289,15 +289,21 @@ def states(group: Any, kind: str, sizes: Sequence[int], microbatches: int) -> An
     return pipe.step(params, state, rows_of(mesh, ["dp"], data(), sizes)).state
 
 
-def trained(group: Any, divided: bool, max_norm: float | None) -> list[Any]:
-    """Loss, norm and whole parameters after steps of an optimizer over replicas."""
+def trained(group: Any, cases: Sequence[tuple[bool, float | None]]) -> list[list[Any]]:
+    """Loss, norm and whole parameters after steps of an optimizer over replicas.
+
+    One for each of `cases`: whether parameters are divided, and the norm to which gradients are
+    clipped.
+    """
     mesh = mesh_of((2, 2), ("dp", "pp"))
     schedule = fpipe.schedules.zbv(ranks=2, microbatches=4)
     options: dict[str, Any] = {"mesh": mesh, "data": "dp", "compile": False}
     pipe = fpipe.pipeline([stage] * 4, mean_square, schedule, **options)
-    held = pipe.local(parameters(4))
-    params = pipe.shard(held) if divided else pipe.replicate(held)
-    return train(pipe, params, rows_of(mesh, ["dp"], data()), max_norm)
+    held, batch = pipe.local(parameters(4)), rows_of(mesh, ["dp"], data())
+    return [
+        train(pipe, pipe.shard(held) if divided else pipe.replicate(held), batch, max_norm)
+        for divided, max_norm in cases
+    ]
 
 
 def train(pipe: fpipe.Pipeline, params: Any, batch: Any, max_norm: float | None) -> list[Any]:

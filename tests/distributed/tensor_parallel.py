@@ -229,7 +229,7 @@ def errors(
     return results
 
 
-def trained(group: Any, dims: tuple[str, ...], steps: int = 3) -> dict[str, Any]:
+def trained(group: Any, dims: tuple[str, ...], steps: int = 2) -> dict[str, Any]:
     """Norms and parameters after clipped steps, beside those of the whole module in one process."""
     whole, module, mesh, batch = make("gpt", dims)
     schedule = schedules.zb_h1(ranks=2, microbatches=2)
