@@ -26,6 +26,7 @@ from fpipe.inputs.ambient import kernels, without_autocast
 from fpipe.pieces import inductor_lowerings
 from fpipe.pieces.onednn_products import blas_is_slow, with_onednn
 from fpipe.pieces.piece import Piece
+from fpipe.pieces.wgrad_sums import OPTION, choose_measured, with_wgrad_kernel
 from fpipe.torch_internals import make_shape_env
 
 log = logging.getLogger("fpipe")
@@ -57,7 +58,8 @@ class Compiler:
 
     Args:
         compile: True for Inductor; False to run the graphs uncompiled; a mapping with what
-            `torch.compile` accepts (``backend``, ``mode``, ``options``); the name of a backend;
+            `torch.compile` accepts (``backend``, ``mode``, ``options``, among which
+            ``fpipe.wgrad_kernel`` may be False; see `wgrad_sums`); the name of a backend;
             or a callable from a `GraphModule` and its example inputs (fake tensors) to a boxed
             callable: one that takes a list, which it may empty, and returns a sequence.
 
@@ -121,7 +123,7 @@ def _maker(compile: Compile) -> Callable[[fx.Graph, list[Tensor]], Boxed]:
 
 def _maker_of_modules(compile: Compile) -> Callable[[fx.GraphModule, list[Tensor]], Boxed]:
     if compile is True:
-        return lambda module, examples: _inductor(module, examples, {})
+        return lambda module, examples: _inductor(module, examples, {}, True)
     if isinstance(compile, str):
         return _maker_of_modules({"backend": compile})
     if isinstance(compile, Mapping):
@@ -150,6 +152,7 @@ def _maker_from_options(options: dict[str, Any]) -> Callable[[fx.GraphModule, li
         )
     if backend != "inductor":
         return _of_plain(lambda module, examples: _by_torch_compile(module, options))
+    options, takes_kernel = _without_own(options)
     patches = _patches(options)
     if patches.get("triton.cudagraphs"):
         raise StageError(
@@ -157,7 +160,26 @@ def _maker_from_options(options: dict[str, Any]) -> Callable[[fx.GraphModule, li
             "call, while a pipeline holds the outputs of many calls: choose another mode, such as "
             "'max-autotune-no-cudagraphs'"
         )
-    return lambda module, examples: _inductor(module, examples, patches)
+    return lambda module, examples: _inductor(module, examples, patches, takes_kernel)
+
+
+def _without_own(options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The options of Inductor's own, and whether sums of weight gradients may have a kernel.
+
+    Raises:
+        StageError: it is said by something else than True or False.
+    """
+    others = options.get("options")
+    if not isinstance(others, Mapping) or OPTION not in others:
+        return options, True
+    takes_kernel = others[OPTION]
+    if not isinstance(takes_kernel, bool):
+        raise StageError(
+            f"compile={options!r:.200} says {takes_kernel!r:.40} of {OPTION!r}: it is True, for "
+            "the kernel where it is measured to be faster, or False"
+        )
+    rest = {name: value for name, value in others.items() if name != OPTION}
+    return options | {"options": rest or None}, takes_kernel
 
 
 def _patches(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,12 +259,16 @@ def _by_torch_compile(module: fx.GraphModule, options: dict[str, Any]) -> Boxed:
     return _relaid(call, layouts_of(module.graph))
 
 
-def _inductor(module: fx.GraphModule, examples: list[Tensor], patches: dict[str, Any]) -> Boxed:
+def _inductor(
+    module: fx.GraphModule, examples: list[Tensor], patches: dict[str, Any], takes_kernel: bool
+) -> Boxed:
     """Inductor's own boxed callable, without the wrappers around it where they do nothing.
 
     What comes out lies as it did in the trace, for which the pieces that read it are compiled.
     """
     layouts = layouts_of(module.graph)
+    if takes_kernel:
+        module = _module(with_wgrad_kernel(module.graph, choose_measured, _OPTIONS | patches))
     call, others = _by_inductor(module, examples, patches, layouts)
     if others:
         laid = copy_of(module.graph)
