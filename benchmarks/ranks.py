@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -73,7 +74,9 @@ def _rank(
     dist.barrier()  # a rank that leaves early would break the others' connections
     sys.stdout.flush()
     sys.stderr.flush()
-    # No tidy shutdown: helper threads of compilers and pipelines may still be about.
+    # No tidy shutdown: helper threads of compilers and pipelines may still be about. But semaphores
+    # go with the finalizers alone: torch's tracing makes one, the lock of a progress bar.
+    util._run_finalizers(0)  # type: ignore[attr-defined]
     os._exit(0)
 
 

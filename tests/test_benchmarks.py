@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import subprocess
+import sys
 import time
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, Final
 
 import pytest
@@ -186,6 +190,24 @@ def fail_on_rank_1(rank: int) -> None:
 def test_a_rank_that_fails_ends_the_benchmark() -> None:
     with pytest.raises(Exception, match="rank 1 has failed"):
         on_ranks(2, fail_on_rank_1)
+
+
+def take_a_lock(rank: int) -> None:
+    """As torch does when it traces with tqdm installed."""
+    globals()["lock"] = multiprocessing.RLock()
+
+
+def test_ranks_leave_no_semaphore() -> None:
+    # The process that keeps track of them complained of each at the end of a benchmark.
+    program = """
+        from benchmarks.ranks import on_ranks
+        from tests.test_benchmarks import take_a_lock
+        if __name__ == "__main__":
+            on_ranks(2, take_a_lock)
+    """
+    command = [sys.executable, "-c", dedent(program)]  # -W error would silence that process
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def name_and_time(rank: int) -> Any:
