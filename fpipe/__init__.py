@@ -10,7 +10,7 @@ To make one: `pipeline` (of stages, or of one function with `cut`), `Stage`, `fr
 `balance`, `load_buffers`.
 To train with one: `train`.
 To run one: `step`, `use`, `global_norm`, `clip_by_global_norm`, `Microbatches`, `random`, `nn`,
-`reductions`.
+`reductions`, `losses`.
 To transform one: `vmap`, `grad`, `per_example_grads`, `per_example_norms`, `jvp`, `vjp`, `hvp`,
 `ggnvp`. Schedules: `schedules`, `Schedule`, `Action`, `Op`, `verify`, `Cost`, `Jitter`, `simulate`,
 `search`, `lower_bound`, `profile`, `record`, `Timeline`.
@@ -33,7 +33,7 @@ from fpipe.schedule.verifier import verify
 from fpipe.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from fpipe import nn, random, reductions
+    from fpipe import losses, nn, random, reductions
     from fpipe.current import step, use
     from fpipe.divide.cuts import cut
     from fpipe.entry import pipeline
@@ -115,6 +115,7 @@ __all__ = [
     "hvp",
     "jvp",
     "load_buffers",
+    "losses",
     "lower_bound",
     "nn",
     "per_example_grads",
@@ -171,7 +172,7 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name in ("nn", "random", "reductions"):
+    if name in ("losses", "nn", "random", "reductions"):
         return importlib.import_module(f"fpipe.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'fpipe' has no attribute {name!r}")

@@ -24,7 +24,7 @@ import fpipe
 ROOT: Final = Path(__file__).parents[1]
 
 # What `import fpipe` promises. A name is added here in the commit that makes it public.
-PUBLIC_MODULES: Final = frozenset({"nn", "random", "reductions", "schedules"})
+PUBLIC_MODULES: Final = frozenset({"losses", "nn", "random", "reductions", "schedules"})
 PUBLIC_ON_TORCH: Final = frozenset(
     {
         "Clipped",
@@ -61,6 +61,7 @@ PUBLIC_ON_TORCH: Final = frozenset(
         "hvp",
         "jvp",
         "load_buffers",
+        "losses",
         "per_example_grads",
         "per_example_norms",
         "pipeline",
@@ -158,6 +159,7 @@ LAYERS: Final = (
         "fpipe.convention",
         "fpipe.definition",
         "fpipe.execute",
+        "fpipe.losses",
         "fpipe.placing",
         "fpipe.reductions",
         "fpipe.replica_parameters",

@@ -12,6 +12,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from fpipe import pytree, random
+from fpipe.checks.data_branches import once_more
 from fpipe.definition import Definition
 from fpipe.engine import Engine
 from fpipe.errors import PipelineError, StageError, check_flags, told
@@ -50,7 +51,7 @@ def balance(
     has_aux: bool = False,
     has_state: bool = False,
     reduction: str = "mean",
-    is_compiling: bool = False,
+    is_compiling: bool | None = None,
     candidates: Sequence[str] | None = None,
     memory: float = inf,
     intensity: float = INTENSITY,
@@ -117,7 +118,8 @@ def balance(
         >>> balance.cuts
         ('1', '3')
     """
-    check_flags(is_compiling=is_compiling)
+    if is_compiling is not None:
+        check_flags(is_compiling=is_compiling)
     definition = definition_of(
         module,
         loss,
@@ -245,7 +247,8 @@ def _divide_module(
     split_batch = split(batch, definition.in_dims, schedule.num_microbatches)
     with one_at_a_time(), uncompiled():
         kind = split_batch.kinds[split_batch.biggest()]  # the biggest decides how much is held
-        parts = parts_of(definition, batch_shapes(split_batch)[kind], candidates)
+        shape = batch_shapes(split_batch)[kind]
+        parts = once_more(lambda: parts_of(definition, shape, candidates))
     sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
     memory = Memory(parts, sizes, schedule)
     weights = loads(parts)

@@ -58,7 +58,7 @@ def from_module(
     batch_norm: str = "microbatch",
     buffers: Mapping[str, Tensor] | None = None,
     # How the stages are traced and compiled.
-    is_compiling: bool = False,
+    is_compiling: bool | None = None,
     remat: Remat = "none",
     compile: Compile = True,
     accum_dtype: torch.dtype | None = None,
@@ -118,7 +118,8 @@ def from_module(
         loss: ``(output, microbatch) -> scalar``, a floating-point tensor of no dimensions; `output`
             is what the forward returns. Entries of the batch that the forward does not take are for
             `loss` alone. None takes ``output.loss`` or ``output["loss"]``, as Hugging Face models
-            return it for ``labels``.
+            return it for ``labels``: a mean over labels, of which those of -100 do not count, is
+            that of the whole batch, however they are spread over its rows.
         reduction: with ``"mean"``, the loss must be the mean over the rows of the microbatch, and
             the batch's loss is the mean over all its rows; otherwise as for `fpipe.pipeline`, as
             are the following arguments where nothing else is said.
@@ -141,7 +142,7 @@ def from_module(
             them. `fpipe.load_buffers` reads those that a checkpoint has.
         is_compiling: the value of ``torch.compiler.is_compiling()`` while the forward is traced.
             With True, Hugging Face models do not look at data, such as whether a padding mask masks
-            anything, which cannot be traced.
+            anything, which cannot be traced. None for True where a trace without it looks at data.
         remat: which values the backward may read, in all stages or in each: ``"none"`` keeps all,
             ``"full"`` computes them again.
         compile: how graphs are made callable: True for Inductor, False for eager.
@@ -199,7 +200,9 @@ def from_module(
         ('1',)
     """
     group = group_of(group, mesh, schedule)
-    check_flags(measure=measure, is_compiling=is_compiling, has_key=has_key)
+    check_flags(measure=measure, has_key=has_key)
+    if is_compiling is not None:
+        check_flags(is_compiling=is_compiling)
     if measure and mesh is not None and group is not None and mesh.size() > group.size():
         raise StageError(
             f"measure=True with a mesh of {mesh.size()} processes, in which a pipeline has "

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.modules import module as modules
 
+from fpipe.checks import data_branches
 from fpipe.checks.explain import Untraceable, place, told_apart
 from fpipe.errors import StageError, a_type, told
 from fpipe.locks import Turns
@@ -28,20 +29,20 @@ log = logging.getLogger("fpipe")
 
 
 @contextmanager
-def explaining(name: str, *, is_compiling: bool) -> Iterator[None]:
+def explaining(name: str, *, is_compiling: bool | None) -> Iterator[None]:
     """Explain errors of a forward that is traced within the context.
 
     Args:
         name: of the module's class.
-        is_compiling: the value of `torch.compiler.is_compiling` meanwhile, as in `torch.export`.
+        is_compiling: the value of `torch.compiler.is_compiling` meanwhile, as in `torch.export`;
+            None where a trace that looks at data is made once more with True.
 
     Raises:
         StageError: the forward cannot be traced; says what to do about it.
     """
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = is_compiling or before
     try:
-        yield
+        with data_branches.is_compiling(is_compiling):
+            yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         at = place(error)
         if "transformers/utils/import_utils.py:" in at:
@@ -56,7 +57,9 @@ def explaining(name: str, *, is_compiling: bool) -> Iterator[None]:
         if known is not None and not (of_hugging_face and "aten.nonzero" in known):
             raise StageError(f"{name} {known}") from error
         advice = (
-            "" if is_compiling else ", or trace it with is_compiling=True, so that it does not look"
+            ", or trace it with is_compiling=True, so that it does not look"
+            if is_compiling is False
+            else " (it looks with is_compiling=True as well)"
         )
         if of_hugging_face:
             advice = (
@@ -78,8 +81,6 @@ def explaining(name: str, *, is_compiling: bool) -> Iterator[None]:
             'experts_implementation="batched_mm", or call '
             'module.set_experts_implementation("batched_mm")'
         ) from error
-    finally:
-        torch.compiler._is_compiling_flag = before
 
 
 as_left = Turns()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from inspect import signature
 from typing import Any, Final
@@ -30,6 +30,7 @@ from fpipe.modules.module_forward import (
     unchanged,
 )
 from fpipe.modules.module_mode import Mode, refuse_lost
+from fpipe.modules.own_loss import OwnLoss, loss_of
 from fpipe.nn import buffers_of, call_and_note, called_with, state_of
 from fpipe.schedule import Schedule
 from fpipe.spec.precision import Precision
@@ -51,10 +52,13 @@ class ModuleLoss:
             the forward gets those entries that it takes.
         cuts: names of submodules, as in ``module.get_submodule``: a stage ends after each. None
             where the forward calls `fpipe.cut` itself.
-        loss: ``(output, batch) -> scalar``; None takes the attribute ``loss`` of the output.
-        returns: the results beside the loss. Aux, and a weight, come from `loss`.
+        loss: ``(output, batch) -> scalar``; None takes the attribute ``loss`` of the output. If
+            `returns` is weighted, that comes as a sum and its weight.
+        returns: the results beside the loss. Aux comes from `loss`.
         buffers: buffers in place of the module's own, by name.
-        is_compiling: the value of `torch.compiler.is_compiling` while the forward is traced.
+        in_dims: how the batch is split.
+        is_compiling: the value of `torch.compiler.is_compiling` while the forward is traced; None
+            for True if it looks at data otherwise.
         precision: the dtypes to which parameters, arguments and output are cast.
 
     Raises:
@@ -69,7 +73,8 @@ class ModuleLoss:
         returns: Returns = LOSS,
         buffers: Mapping[str, Tensor] | None = None,
         *,
-        is_compiling: bool = False,
+        in_dims: Any = 0,
+        is_compiling: bool | None = None,
         precision: Precision | None = None,
     ) -> None:
         self.module = module
@@ -86,12 +91,7 @@ class ModuleLoss:
                 "(loss.requires_grad_(False))"
             )
         self.__qualname__ = type(module).__name__
-        if loss is None and (returns.aux or returns.weighted):
-            without_state = replace(returns, state=False)
-            raise StageError(
-                f"{without_state.declared} is about what the loss function returns, and loss=None: "
-                f"give from_module a loss=(output, batch) -> {without_state.form}"
-            )
+        self._in_dims = in_dims
         self._loss, self._returns, self._is_compiling = loss, returns, is_compiling
         self._precision = precision or Precision()
         self._casts = precision is not None
@@ -118,11 +118,14 @@ class ModuleLoss:
 
     def _compute(self, params: Mapping[str, Tensor], states: Sequence[Any], batch: Any) -> Any:
         refuse_global_hooks(self.__qualname__)
+        is_own = self._loss is None and self._returns.weighted
+        own = OwnLoss(self.__qualname__, self._in_dims) if is_own else None
         with (
             explaining(self.__qualname__, is_compiling=self._is_compiling),
             self._naming_shapes(params),
             self._cutting(),
             self._naming_entries(batch),
+            own.noting() if own is not None else nullcontext(),
         ):
             tensors = {**self.buffers, **self._precision.params(params)}
             options = {n: v for n, v in batch.items() if self._takes is None or n in self._takes}
@@ -135,8 +138,12 @@ class ModuleLoss:
                 refuse_missing(self.module, {*self.buffers, *buffers_of(states[0])})
                 output, state, written = call_and_note(self.module, tensors, states[0], (), options)
                 refuse_aliases(self.module, written)
-        output = self._precision.output(output)
-        loss = replace(self._returns, state=False).with_tensors(self._loss_of(output, batch))
+        if own is None:
+            value = self._loss_of(self._precision.output(output), batch)
+        else:
+            total, weight = own.weighted(loss_of(output, self.__qualname__), batch)
+            value = self._precision.output(total), weight
+        loss = replace(self._returns, state=False).with_tensors(value)
         if not states:
             return loss
         if not self._returns.aux:
@@ -164,6 +171,7 @@ class ModuleLoss:
             self._loss,
             self._returns,
             buffers,
+            in_dims=self._in_dims,
             is_compiling=self._is_compiling,
             precision=self._precision if self._casts else None,
         )
@@ -305,16 +313,7 @@ class ModuleLoss:
                     "and the batch, a dict)",
                 )
                 raise
-        loss = getattr(output, "loss", None)
-        if loss is None and isinstance(output, Mapping):
-            loss = output.get("loss")
-        if loss is None:
-            raise StageError(
-                f"{self.__qualname__} returns {a_type(output)} without a loss: give "
-                "from_module a loss=(output, batch) -> scalar, or the batch what the module makes "
-                "its loss of (labels, for Hugging Face models)"
-            )
-        return loss
+        return loss_of(output, self.__qualname__)
 
 
 def _modules_among(*functions: Any) -> list[nn.Module]:
@@ -356,7 +355,7 @@ def definition_of(
     schedule: Schedule,
     *,
     batch_norm: str = "microbatch",
-    is_compiling: bool = False,
+    is_compiling: bool | None = None,
     **options: Any,
 ) -> Definition:
     """The definition of a pipeline of a module, without cuts.
@@ -379,6 +378,7 @@ def definition_of(
             "torch.nn.Module; fpipe.pipeline takes functions"
         )
     refuse_lost(module)
+    options = _of_own_loss(options) if loss is None else options
     trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     definition = Definition(
         stages=(),
@@ -395,10 +395,27 @@ def definition_of(
         (),
         loss,
         definition.returns,
+        in_dims=definition.in_dims,
         is_compiling=is_compiling,
         precision=definition.precision,
     )
     return replace(definition, loss=whole)
+
+
+def _of_own_loss(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with which a pipeline has the loss that its module computes.
+
+    Raises:
+        StageError: they are about what a loss function returns.
+    """
+    reduction = options.get("reduction", "mean")
+    returns = Returns(weighted=reduction == "weighted", aux=options.get("has_aux") is True)
+    if returns.declared:
+        raise StageError(
+            f"{returns.declared} is about what the loss function returns, and loss=None: give "
+            f"from_module a loss=(output, batch) -> {returns.form}"
+        )
+    return options | {"reduction": "weighted"} if reduction == "mean" else options
 
 
 def held_by(definition: Definition) -> tuple[Any, ...]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
+from fpipe.checks.data_branches import once_more
 from fpipe.divide.function_tracer import FunctionTracer
 from fpipe.errors import StageError
 from fpipe.graph.joint import Source
@@ -83,8 +85,9 @@ class Workshop:
         for size, shape in zip(signature.sizes(), signature.batch, strict=True):
             chain = self._known(signature, size, shape)
             if chain is None:
+                trace = partial(self._tracer, signature.params, shape, signature.goal, size)
                 with uncompiled():
-                    chain = self._tracer(signature.params, shape, signature.goal, size)
+                    chain = once_more(trace)
             self._chains[_key(signature, size, shape)] = chain
             chains.append(chain)
         _check_results(chains)

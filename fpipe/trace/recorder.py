@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from fpipe.checks.closure_names import name_in_closure, refuse_mapped
+from fpipe.checks.data_branches import is_compiling
 from fpipe.checks.explain import SPARSE, Untraceable, explain
 from fpipe.checks.purity import WriteGuard
 from fpipe.checks.randomness import undrawn, unseeded
@@ -205,6 +206,7 @@ class _Trace:
                 stack.enter_context(WriteGuard(paths, self._origin))
                 stack.enter_context(Unchecked())
                 stack.enter_context(self._known)
+                stack.enter_context(is_compiling())
                 outputs = list(map(self._settled, self._function(list(arguments))))
         self._depends = tuple(map(_depends, outputs))
         demand = self._demand = Demand.of(self._leaves, outputs, self._readers)

@@ -85,6 +85,7 @@ def test_padding_mask_is_refused_with_the_place_and_the_way_round() -> None:
         "model.layers.0",
         schedule=fpipe.schedules.zb_h1(ranks=2, microbatches=5),
         loss=cross_entropy,
+        is_compiling=False,
     )
     with pytest.raises(
         fpipe.StageError,
@@ -101,6 +102,9 @@ def test_padding_mask_is_refused_with_the_place_and_the_way_round() -> None:
         ("llama", "eager"),
         ("llama", "is_compiling"),
         ("bert", "is_compiling"),  # which looks at its mask under "eager" too
+        ("llama", "by itself"),
+        ("bert", "by itself"),
+        ("t5", "by itself"),
     ],
 )
 def test_ways_round_the_padding_mask(name: str, way: str) -> None:
@@ -119,12 +123,13 @@ def test_ways_round_the_padding_mask(name: str, way: str) -> None:
         schedule=fpipe.schedules.zb_h1(ranks=2, microbatches=5),
         loss=summed,
         reduction="sum",
-        is_compiling=way == "is_compiling",
+        is_compiling=None if way == "by itself" else way == "is_compiling",
     )
     assert_equal_steps(pipe.step(params, batch | {"attention_mask": mask}), expected)
 
 
-def test_cuts_are_chosen_beside_a_padding_mask() -> None:
+@pytest.mark.parametrize("is_compiling", [None, True])
+def test_cuts_are_chosen_beside_a_padding_mask(is_compiling: bool | None) -> None:
     batch, present = padded_batch()
     balance = fpipe.balance(
         build("bert", 2),
@@ -132,7 +137,7 @@ def test_cuts_are_chosen_beside_a_padding_mask() -> None:
         batch | {"attention_mask": present.long()},
         loss=summed,
         reduction="sum",
-        is_compiling=True,
+        is_compiling=is_compiling,
     )
     assert balance.cuts == ("bert.encoder.layer.0",)
 
