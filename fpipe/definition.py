@@ -30,6 +30,7 @@ from fpipe.schedule.required_ops import owed_by_actions
 from fpipe.schedule.verifier import verify
 from fpipe.spec.data import Data
 from fpipe.spec.objective import SUM, Objective, Sink
+from fpipe.spec.offload import Offload
 from fpipe.spec.precision import Precision
 from fpipe.spec.returns import Returns
 from fpipe.spec.stage import Stage
@@ -98,6 +99,7 @@ class Definition:
             submodules are in training mode.
         alone: of an ensemble what it was made of.
         data: which dimensions of the mesh hold replicas.
+        offload: where parameters and gradients live, if not where stages compute.
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -131,6 +133,7 @@ class Definition:
     modes: Callable[[], Hashable] = tuple
     alone: Alone | None = None
     data: Data | None = None
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         check_flags(has_aux=self.has_aux, has_key=self.has_key, has_state=self.has_state)
@@ -178,6 +181,12 @@ class Definition:
             raise StageError(
                 f"data={self.data.dims} is not for transforms, whose gradients are no sums over "
                 "replicas: transform a pipeline without data=, and add up what it returns"
+            )
+
+        if self.offload is not None and (self.sink is not SUM or self.convention.vectors):
+            raise StageError(
+                "offload_policy is not for transforms: transform a pipeline without it, and move "
+                "what it returns to the CPU"
             )
 
     def _check_timeout(self) -> None:
@@ -274,6 +283,11 @@ class Definition:
         return self.home or device_of(self.group)
 
     @property
+    def copies_params(self) -> bool:
+        """Whether parameters live on the CPU, and are copied to where stages compute."""
+        return self.offload is not None and self.offload.copies
+
+    @property
     def wanted(self) -> tuple[str, ...]:
         """The names in `argnums`."""
         return (self.argnums,) if isinstance(self.argnums, str) else self.argnums
@@ -314,6 +328,7 @@ class Definition:
             "remat policy": named(self.remat),
             "accum_dtype": str(self.accum_dtype),
             "mp_policy": str(self.precision),
+            "offload_policy": str(self.offload is not None and self.offload.pins),
             "data": str(self.data),
             "reduce": "" if self.data is None else label_of(self.data.reduce),
             "in_dims": str(pytree.flatten(self.in_dims)),

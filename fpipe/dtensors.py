@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.errors import BatchError
+from fpipe.torch_internals import dtensor_on_the_cpu
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -85,21 +86,12 @@ class Placed:
 
     def made_of(self, local: Tensor) -> Any:
         """The DTensor with this local tensor."""
-        from torch.distributed.tensor import DTensor
-
         if self.mesh is None:
             raise BatchError(
                 f"a DTensor lies over the mesh dimensions {self.dims}, which this process does not "
                 "know: pass the mesh that has them to the pipeline, mesh="
             )
-        return DTensor.from_local(
-            local,
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=_size(self.shape),
-            stride=self.stride,
-        )
+        return assembled(local, self.mesh, self.placements, self.shape, self.stride)
 
     def without(self, names: Collection[str]) -> Placed | None:
         """The same without some dimensions of the mesh; None where no other is left."""
@@ -142,6 +134,23 @@ def _received(
     stride: tuple[int, ...],
 ) -> Placed:
     return Placed(dims, placements, shape, stride, _MESHES.get(dims))
+
+
+def assembled(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: tuple[int, ...],
+) -> Any:
+    """The DTensor with this local tensor, which stays where it lies."""
+    from torch.distributed.tensor import DTensor
+
+    if local.device.type == "cpu" != mesh.device_type:
+        return dtensor_on_the_cpu(local, mesh, placements, _size(shape), stride)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=_size(shape), stride=stride
+    )
 
 
 def _size(shape: Sequence[int]) -> Any:

@@ -17,15 +17,16 @@ from fpipe.errors import StageError, a_type
 from fpipe.pieces.compiler import Compile
 from fpipe.pieces.remat import Remat
 from fpipe.pipelines import Pipeline
-from fpipe.placing import group_of, placed
+from fpipe.placing import devices_of_ranks, group_of, placed
 from fpipe.schedule import Schedule
 from fpipe.spec.data import Reduce, read_data
+from fpipe.spec.offload import read_offload
 from fpipe.spec.precision import cast_function, cast_stages, read_policy
 from fpipe.spec.stage import Stage
 from fpipe.spec.trainable import Trainable
 
 if TYPE_CHECKING:  # to import it takes a tenth of a second
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 
 def pipeline(
@@ -46,6 +47,7 @@ def pipeline(
     accum_dtype: torch.dtype | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     devices: Sequence[torch.device | str | int] | None = None,
+    offload_policy: OffloadPolicy | None = None,
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     data: str | Sequence[str] | None = None,
@@ -137,6 +139,13 @@ def pipeline(
             one type; its parameters may lie anywhere, and are copied in every step where they are
             read on another device. A gradient lies where its parameter does. None leaves everything
             on the device that it is on. Not with `group` or `mesh`.
+        offload_policy: a ``torch.distributed.fsdp.CPUOffloadPolicy`` keeps parameters and gradients
+            on the CPU, page-locked unless it says otherwise: `Pipeline.place`, `init`, `load` and
+            `shard` put them there. A step copies parameters to the device that reads them, those
+            that replicas hold parts of for each gather anew, and gradients back when they are
+            whole, on a stream of their own; an optimizer's step of them is made on the CPU. Where
+            ranks compute on the CPU it changes nothing. In one process it takes `devices`. The
+            state and the batch stay where they are.
         group: a process group with one process per rank of the schedule (gloo or NCCL), such as
             ``torch.distributed.group.WORLD``.
         mesh: instead of `group`, a `DeviceMesh` whose dimension ``"pp"`` is the pipeline.
@@ -184,6 +193,7 @@ def pipeline(
     precision = read_policy(mp_policy, accum_dtype)
     if whole:
         chosen_loss = cast_function(chosen_loss, precision)
+    group, places = group_of(group, mesh, schedule), placed(devices)
     definition = Definition(
         stages=() if whole else cast_stages(_stages_of(stages), precision),
         loss=chosen_loss,
@@ -201,8 +211,9 @@ def pipeline(
         compile=compile,
         accum_dtype=accum_dtype,
         precision=precision,
-        devices=placed(devices),
-        group=group_of(group, mesh, schedule),
+        devices=places,
+        offload=read_offload(offload_policy, devices_of_ranks(places, group)),
+        group=group,
         data=read_data(
             data,
             mesh,

@@ -10,21 +10,32 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from os import PathLike
+from typing import Any, Final, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
 from fpipe import dtensors, pytree, random
+from fpipe.definition import Definition
 from fpipe.engine import Engine
 from fpipe.errors import BatchError, StageError, a_type
+from fpipe.host_memory import CPU, MappedFolder
 from fpipe.inputs.params import check_parts
 from fpipe.inputs.signature import in_words
+from fpipe.program.replicas import buckets
 from fpipe.random.key_tensors import check_key
+from fpipe.transport.connect import device_of
 
 Make = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """From meta tensors of the shapes and dtypes of some leaves to the leaves, all by name."""
+
+Keep = Callable[[Tensor], Tensor] | None
+"""Puts a leaf where it is to live."""
+
+AT_ONCE: Final = 1 << 26
+"""Bytes of leaves that are made before they are kept, unless one leaf has more."""
 
 InitFn = Callable[[Tensor, str, Tensor], Tensor]
 """``(key, name, like) -> leaf``: `like` is a meta tensor of its shape and dtype."""
@@ -120,6 +131,7 @@ def held(
     home: torch.device | None,
     name: str = "shapes",
     key: Tensor | None = None,
+    storage: str | PathLike[str] | None = None,
 ) -> Any:
     """Parameters of a pipeline, real where this process holds them.
 
@@ -131,6 +143,7 @@ def held(
         home: where leaves are to lie, unless each rank has a device; None for where they are made.
         name: of `shapes` in messages.
         key: that `maker` draws from, if it does.
+        storage: a directory in whose files they are to lie; None for memory.
 
     Returns:
         As `Pipeline.init`.
@@ -143,9 +156,11 @@ def held(
     """
     definition = engine.definition
     group, schedule = definition.group, definition.schedule
+    copies = definition.copies_params
     apart = group is not None or definition.devices is not None
 
-    def read() -> Skeleton:
+    def read() -> tuple[Skeleton, Keep]:
+        keep = keeping(definition, storage)
         found = _skeleton("parameters", shapes, name)
         if not definition.function:
             check_parts(name, shapes, schedule.num_stages)
@@ -155,9 +170,9 @@ def held(
                 "an example of the batch, as in pipe.init(init_fn, key, batch), pipe.load(path, "
                 "batch) and pipe.place(params, batch); meta tensors of its shapes will do"
             )
-        return found
+        return found, keep
 
-    skeleton = engine.each("make its parameters", read, key)
+    skeleton, keep = engine.each("make its parameters", read, key)
     _, names, spec = skeleton
     flags = [True] * len(names)
     devices: Sequence[torch.device | None] = [home] * len(names)
@@ -166,7 +181,7 @@ def held(
             engine.programs("step", shapes, *example)
         if group is not None:
             flags = _read_by(engine, group.rank(), len(names))
-        if definition.devices is not None:
+        if definition.devices is not None and not copies:
             devices = _homes(engine, definition.devices, len(names))
     else:
         sizes = [part.num_leaves for part in spec.children()]
@@ -174,9 +189,10 @@ def held(
         if group is not None:
             own = schedule.stages_of(group.rank())
             flags = [stage in own for stage in stages]
-        if definition.stage_devices is not None:
+        if definition.stage_devices is not None and not copies:
             devices = [definition.stage_devices[stage] for stage in stages]
-    filled = _filled(engine, maker, skeleton, flags, devices, "parameters")
+    devices = [CPU] * len(names) if copies else devices
+    filled = _filled(engine, maker, skeleton, flags, devices, "parameters", keep)
     return engine.local(pytree.unflatten(spec, filled))
 
 
@@ -267,8 +283,11 @@ def _filled(
     flags: Sequence[bool],
     devices: Sequence[torch.device | None],
     what: str,
+    keep: Keep = None,
 ) -> list[Tensor]:
     """The leaves with those made that have a flag, and bare shapes in place of the others.
+
+    Those that are kept are made a few at a time, so that no more of them lie beside it.
 
     Raises:
         PipelineError: another rank cannot make its own.
@@ -283,18 +302,52 @@ def _filled(
     ]
     wanted = {name: like for name, like, own in zip(names, likes, flags, strict=True) if own}
 
+    found = dict(zip(names, zip(devices, places, strict=True), strict=True))
+
+    def finished(name: str, leaf: Tensor) -> Tensor:
+        device, place = found[name]
+        leaf = leaf if place is None else place.part_of(leaf)
+        leaf = leaf if device is None else _on(device, leaf)
+        return leaf if keep is None else keep(leaf)
+
     def make() -> dict[str, Tensor]:
-        made = dict(maker(names)(wanted))
-        for name, device, place in zip(names, devices, places, strict=True):
-            if place is not None and name in made:
-                made[name] = place.part_of(made[name])
-            if device is not None and name in made:
-                made[name] = _on(device, made[name])
+        make_some = maker(names)
+        made: dict[str, Tensor] = {}
+        sizes = [like.nbytes for like in wanted.values()]
+        every = list(wanted)
+        for run in buckets(sizes, None if keep is None else AT_ONCE):
+            some = make_some({every[at]: wanted[every[at]] for at in run})
+            made |= {name: finished(name, leaf) for name, leaf in some.items()}
+            del some
         return made
 
     made = engine.each(f"make or read its {what}", make)
     bare = [torch.empty_like(leaf, device="meta") for leaf in leaves]
     return [made.get(name, like) for name, like in zip(names, bare, strict=True)]
+
+
+def keeping(definition: Definition, storage: str | PathLike[str] | None) -> Keep:
+    """What puts parameters where they are to live; None where they stay as they are made.
+
+    Args:
+        definition: of the pipeline.
+        storage: a directory in whose files they are to lie; None for memory.
+
+    Raises:
+        StageError: stages compute elsewhere than on the CPU, and no policy says that parameters
+            live there.
+        FpipeError: the directory cannot be used.
+    """
+    if storage is None:
+        return definition.offload.home if definition.copies_params and definition.offload else None
+    computing = definition.devices or (device_of(definition.group),)
+    if definition.offload is None and any(device.type != "cpu" for device in computing):
+        raise StageError(
+            f"storage={str(storage)!r:.60} keeps parameters in files that are mapped into the "
+            f"CPU's memory, and stages compute on {computing[0]}: pass "
+            "offload_policy=CPUOffloadPolicy(), which copies them there"
+        )
+    return MappedFolder(storage).hold
 
 
 def _on(device: torch.device, leaf: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from fpipe.holding import (
     either,
     given,
     held,
+    keeping,
     own,
     saved,
     whole,
@@ -34,7 +35,14 @@ class Loadable:
 
     _engine: Engine
 
-    def init(self, init_fn: InitFn, key: Tensor, *example: Any, shapes: Any = None) -> Any:
+    def init(
+        self,
+        init_fn: InitFn,
+        key: Tensor,
+        *example: Any,
+        shapes: Any = None,
+        storage: str | PathLike[str] | None = None,
+    ) -> Any:
         """Make parameters; over a process group each process makes those of its own stages alone.
 
         What a leaf becomes depends on `key` and its name, and so neither on the schedule nor on the
@@ -53,16 +61,23 @@ class Loadable:
                 functions of their own.
             shapes: parameters as for `step`, of which shapes and dtypes count, such as those that
                 were made under ``torch.device("meta")``. The pipeline of a module knows them.
+            storage: a directory on a disk: leaves become memory-mapped files in it, which the
+                system reads and writes as it has memory (DeepSpeed calls it offload to NVMe). They
+                have no names, and are gone with the process. A step only reads them; that of
+                `fpipe.train` with ``donate=True`` writes the new ones into them.
 
         Returns:
             Parameters in the structure of `shapes`. Over a process group there is None in place of
             other processes' stages, and of one function a meta tensor for each leaf that this
             process does not read: `step` takes such parameters. They lie on the device of the
-            process group or of each rank, if it has one, and else where `init_fn` made them.
+            process group or of each rank, if it has one, and else where `init_fn` made them; with
+            an ``offload_policy`` on the CPU.
 
         Raises:
             BatchError: `shapes` is no such tree, or `init_fn` returns something else.
-            StageError: `shapes` or `example` is missing.
+            StageError: `shapes` or `example` is missing; or `storage` is given where stages compute
+                on another device than the CPU, without an ``offload_policy``.
+            FpipeError: `storage` cannot be a directory, or its disk is full.
             PipelineError: over a process group, where all ranks must call this, another rank has
                 failed, or was given another key.
 
@@ -80,7 +95,13 @@ class Loadable:
         likes, traced_on = self._shapes(shapes), self._traced_on(example)
         home = self._home()
         return held(
-            self._engine, lambda _: drawn(init_fn, key), likes, traced_on, home=home, key=key
+            self._engine,
+            lambda _: drawn(init_fn, key),
+            likes,
+            traced_on,
+            home=home,
+            key=key,
+            storage=storage,
         )
 
     def load(
@@ -92,6 +113,7 @@ class Loadable:
         strict: bool = True,
         init_fn: InitFn | None = None,
         key: Tensor | None = None,
+        storage: str | PathLike[str] | None = None,
     ) -> Any:
         """Read parameters from files; over a process group each process reads those that it needs.
 
@@ -106,6 +128,7 @@ class Loadable:
             init_fn: as for `init`, makes parameters that the checkpoint lacks, such as adapters of
                 a model that was trained without them, or all but the adapters. None refuses them.
             key: as for `init`; None for ``fpipe.random.key(0)``.
+            storage: as for `init`.
 
         Returns:
             As `init`, on the default device, that of each rank or that of the process group.
@@ -125,7 +148,13 @@ class Loadable:
         likes, traced_on = self._shapes(shapes), self._traced_on(example)
         own_key = None if init_fn is None else key
         return held(
-            self._engine, reader, likes, traced_on, home=self._engine.definition.device, key=own_key
+            self._engine,
+            reader,
+            likes,
+            traced_on,
+            home=self._engine.definition.device,
+            key=own_key,
+            storage=storage,
         )
 
     def save(self, path: str | PathLike[str], params: Any) -> None:
@@ -198,9 +227,10 @@ class Loadable:
             StageError: the pipeline is made without ``data=``.
             BatchError: a leaf is no tensor, or divided over replicas already.
         """
-        return replicated(params, self._engine.definition.data)
+        definition = self._engine.definition
+        return replicated(params, definition.data, keeping(definition, None))
 
-    def shard(self, params: Any) -> Any:
+    def shard(self, params: Any, *, storage: str | PathLike[str] | None = None) -> Any:
         """Divide the parameters of the first replica over all replicas (FSDP, ZeRO-3).
 
         Each leaf is divided along its first dimension as `torch.chunk` divides it, 7 rows over 2
@@ -210,6 +240,7 @@ class Loadable:
 
         Args:
             params: whole parameters, as for `replicate`: all of them, or what `local` left.
+            storage: as for `init`.
 
         Returns:
             DTensors over the dimensions of ``data=`` in the structure of `params`, to be passed to
@@ -219,7 +250,8 @@ class Loadable:
             StageError: the pipeline is made without ``data=``.
             BatchError: a leaf is no tensor, or divided over replicas already.
         """
-        return divided(params, self._engine.definition.data)
+        definition = self._engine.definition
+        return divided(params, definition.data, keeping(definition, storage))
 
     def load_state(
         self,

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fpipe import dtensors
 from fpipe.errors import StageError, a_type
 from fpipe.schedule import Schedule
+from fpipe.transport.connect import device_of
 
 log = logging.getLogger("fpipe")
 
@@ -35,6 +36,13 @@ def placed(devices: Sequence[torch.device | str | int] | None) -> tuple[torch.de
         return tuple(torch.empty(0, device=device).device for device in devices)
     except (RuntimeError, TypeError, AssertionError) as error:
         raise StageError(f"devices={devices!r:.60} cannot be used: {error}") from error
+
+
+def devices_of_ranks(
+    devices: tuple[torch.device, ...] | None, group: dist.ProcessGroup | None
+) -> tuple[torch.device, ...] | None:
+    """On which device each rank computes; None where it does so wherever its parameters lie."""
+    return devices if group is None else (device_of(group),) * group.size()
 
 
 def group_of(

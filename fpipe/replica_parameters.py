@@ -15,40 +15,47 @@ from torch._prims_common import make_contiguous_strides_for
 
 from fpipe import dtensors, pytree
 from fpipe.errors import BatchError, StageError
+from fpipe.holding import Keep
 from fpipe.spec.data import Data
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
-def replicated(params: Any, data: Data | None) -> Any:
+def replicated(params: Any, data: Data | None, keep: Keep = None) -> Any:
     """The parameters of the first replica, on every replica.
 
     Args:
         params: as for `Pipeline.replicate`.
         data: of the pipeline.
+        keep: puts a leaf where it is to live; None to leave it where it lies.
 
     Raises:
         StageError: the pipeline has no replicas.
         BatchError: a leaf is no tensor, or divided over replicas already.
     """
     data = _checked(data, "replicate")
-    return pytree.map_wholes(lambda leaf, path: _as_first(leaf, path, data), params)
+    return pytree.map_wholes(lambda leaf, path: _kept(_as_first(leaf, path, data), keep), params)
 
 
-def divided(params: Any, data: Data | None) -> Any:
+def divided(params: Any, data: Data | None, keep: Keep = None) -> Any:
     """The parameters of the first replica, each divided over all of them.
 
     Args:
         params: as for `Pipeline.shard`.
         data: of the pipeline.
+        keep: puts a leaf where it is to live; None to leave it where it lies.
 
     Raises:
         StageError: the pipeline has no replicas.
         BatchError: a leaf is no tensor, or divided over replicas already.
     """
     data = _checked(data, "shard")
-    return pytree.map_wholes(lambda leaf, path: _part(_as_first(leaf, path, data), data), params)
+
+    def part(leaf: Any, path: str) -> Any:
+        return _kept(_part(_as_first(leaf, path, data), data), keep)
+
+    return pytree.map_wholes(part, params)
 
 
 def _checked(data: Data | None, method: str) -> Data:
@@ -58,6 +65,14 @@ def _checked(data: Data | None, method: str) -> Data:
             'the mesh that holds them, as in fpipe.pipeline(..., mesh=mesh, data="dp")'
         )
     return data
+
+
+def _kept(leaf: Any, keep: Keep) -> Any:
+    """A leaf where it is to live."""
+    if keep is None or leaf.is_meta:
+        return leaf
+    place, own = dtensors.place_of(leaf), keep(dtensors.local(leaf))
+    return own if place is None else place.made_of(own)
 
 
 def _as_first(leaf: Any, path: str, data: Data) -> Any:
@@ -76,7 +91,8 @@ def _as_first(leaf: Any, path: str, data: Data) -> Any:
         return leaf
     with torch.no_grad():
         first = own.detach().clone(memory_format=torch.preserve_format)
-        sent = first if first.is_contiguous() else first.contiguous()
+        # What lives on the CPU goes by way of the device whose messages the mesh carries.
+        sent = first.contiguous().to(data.mesh.device_type)
         for dim in reversed(data.dims):
             dist.broadcast(sent, group_src=0, group=data.mesh.get_group(dim))
         if sent is not first:
@@ -86,7 +102,7 @@ def _as_first(leaf: Any, path: str, data: Data) -> Any:
 
 def _part(leaf: Any, data: Data) -> Any:
     """This replica's part of a leaf, as a DTensor over the replicas' dimensions as well."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard
 
     place = dtensors.place_of(leaf)
     own = dtensors.local(leaf)
@@ -105,14 +121,9 @@ def _part(leaf: Any, data: Data) -> Any:
         # A part that lies in the memory of the whole would keep all of it.
         own = part.clone(memory_format=torch.contiguous_format)
     names = [name for name in data.mesh.mesh_dim_names or () if name in known]
-    return DTensor.from_local(
-        own,
-        data.mesh[tuple(names)],
-        [known[name] for name in names],
-        run_check=False,
-        shape=leaf.shape,
-        stride=leaf.stride() if place is not None else make_contiguous_strides_for(leaf.shape),
-    )
+    stride = leaf.stride() if place is not None else make_contiguous_strides_for(leaf.shape)
+    mesh, placements = data.mesh[tuple(names)], [known[name] for name in names]
+    return dtensors.assembled(own, mesh, placements, leaf.shape, stride)
 
 
 def _dim_to_divide(own: Tensor, placements: Sequence[Placement]) -> int | None:

@@ -7,7 +7,7 @@ half as long as torch itself takes: they are imported at the first trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,7 @@ __all__ = [
     "current_autograd_node",
     "custom_function_call",
     "disable_proxy_modes_tracing",
+    "dtensor_on_the_cpu",
     "enable_single_level_autograd_function",
     "from_fun",
     "functionalized",
@@ -87,6 +88,22 @@ def make_shape_env(**options: Any) -> ShapeEnv:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return ShapeEnv(**options)
+
+
+def dtensor_on_the_cpu(
+    local: Tensor,
+    mesh: Any,
+    placements: Sequence[Any],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+) -> Tensor:
+    """A DTensor over a mesh of other devices, to which torch's own function would move it."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(shape, stride, local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=local.requires_grad)
 
 
 def autograd_counter() -> int:

@@ -139,6 +139,7 @@ LAYERS: Final = (
     ("fpipe.schedules",),
     ("fpipe.cli",),
     (
+        "fpipe.host_memory",
         "fpipe.locks",
         "fpipe.nn",
         "fpipe.random",

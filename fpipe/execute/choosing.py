@@ -54,6 +54,7 @@ def controller_of(definition: Definition, reader: Reader, workshop: Workshop) ->
         sink=definition.sink,
         modes=definition.modes,
         data=definition.data,
+        offload=definition.offload,
     )
 
     if definition.group is None:

@@ -26,6 +26,7 @@ from fpipe.execute.meshes import Rows
 from fpipe.execute.replica_states import agree_on_states
 from fpipe.execute.run_result import LossSum, RunResult, loss_sum
 from fpipe.execute.watch import Watch
+from fpipe.host_memory import CPU
 from fpipe.inputs.ambient import without_autocast
 from fpipe.inputs.batch import SplitBatch
 from fpipe.inputs.params import Parameters
@@ -174,22 +175,37 @@ class Execution:
         self._check_params(program, given.params)
         if given.parts is not None and any(leaf.is_meta for leaf in given.parts.leaves[0]):
             self._check_batch(program, given.parts)
-        run = load(program, plan.seeds, given.params, given.parts, self._device, given.key)
+        run = load(
+            program,
+            plan.seeds,
+            given.params,
+            given.parts,
+            self._device,
+            given.key,
+            brings_params=not self._definition.copies_params,
+        )
         if share != 1.0:
             for _, slot in program.bindings.seeds:
                 run.slots[slot] = run.slots[slot] * share
         return run
 
     def _check_params(self, program: Program, params: Parameters) -> None:
-        """Refuse parameters that do not lie where this rank computes."""
+        """Refuse parameters that do not lie where this rank computes, or where they live."""
+        copies = self._definition.copies_params
+        states = params.state_leaves(has_state=self._definition.has_state)
         for stage, leaf, _ in program.bindings.params:
             device = params.stages[stage][leaf].device
-            if device == self._device:
+            if device == self._device and (not copies or leaf in states or device == CPU):
+                continue
+            if device == CPU and copies:
                 continue
             place = (
                 "the meta device and has no data: pipe.init and pipe.load make those that a rank "
                 "reads (or, of a vector, it is None)"
                 if device.type == "meta"
+                else f"{device}, and offload_policy keeps parameters on the CPU: "
+                "pipe.place(params) puts them there"
+                if copies
                 else f"{device} while the rank computes on {self._device}, where its process group "
                 "moves values: move it there (NCCL moves those of CUDA, of the device that "
                 "init_process_group(device_id=) or torch.cuda.set_device has chosen before the "

@@ -20,7 +20,14 @@ from fpipe.execute.run_result import RunResult, loss_sum
 from fpipe.inputs.ambient import ambient, without_autocast
 from fpipe.inputs.batch import SplitBatch
 from fpipe.inputs.params import Parameters
-from fpipe.inputs.signature import Goal, Signature, batch_shapes, brought_to, with_data
+from fpipe.inputs.signature import (
+    Goal,
+    Signature,
+    batch_shapes,
+    brought_to,
+    refuse_elsewhere,
+    with_data,
+)
 from fpipe.plan.plan import Plan
 from fpipe.plan.planner import Planner
 from fpipe.program.instrument import observed
@@ -63,7 +70,7 @@ class SingleController:
         """Run every rank's program to its end."""
         params, parts, signature = self._signature(request, goal)
         plan = self.planner.plans.get(signature) or self.planner(signature)
-        if self._home is not None:
+        if self._home is not None and not self._definition.copies_params:
             self._look_for_strays(plan, params)
         recording, programs = ACTIVE.get(), plan.programs
         marks: list[Marks | None] = [None if recording is None else {} for _ in programs]
@@ -81,6 +88,7 @@ class SingleController:
                     request.key,
                     copies,
                     self._home,
+                    brings_params=not self._definition.copies_params,
                 )
                 for program in programs
             ]
@@ -145,9 +153,15 @@ class SingleController:
         if self._of_stages is not None and self._home is None:
             params = params.with_empty_on(self._of_stages)
         parts = self._reader.batch(request.batch)
+        shapes = params.shapes()
+        if self._definition.copies_params:
+            refuse_elsewhere(shapes, params.state_leaves(has_state=self._definition.has_state))
+            assert self._of_stages is not None
+            places = zip(shapes, self._of_stages, strict=True)
+            shapes = tuple(shape.brought_to(device) for shape, device in places)
         signature = Signature(
             goal,
-            params.shapes(),
+            shapes,
             parts.rows,
             parts.kinds,
             batch_shapes(parts),

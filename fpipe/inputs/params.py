@@ -72,6 +72,12 @@ class Parameters:
         """The place of a stage's leaf among all of them."""
         return leaf if self.shared else leaf + self._starts[stage]
 
+    def state_leaves(self, *, has_state: bool) -> frozenset[int]:
+        """The leaves that are a state, which comes behind the parameters."""
+        if not has_state:
+            return frozenset()
+        return frozenset(range(self.spec.children()[0].num_leaves, self.spec.num_leaves))
+
     @cached_property
     def _starts(self) -> tuple[int, ...]:
         """The place of the first leaf of each stage."""

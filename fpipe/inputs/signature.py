@@ -178,6 +178,28 @@ def refuse_without_data(signature: Signature) -> None:
                 )
 
 
+def refuse_elsewhere(params: Sequence[TreeShape], but: frozenset[int]) -> None:
+    """Refuse parameters that do not live on the CPU, where a policy says that they do.
+
+    Args:
+        params: of each stage.
+        but: leaves that are no parameters.
+
+    Raises:
+        BatchError: names the first.
+    """
+    for stage, shape in enumerate(params):
+        for number, leaf in enumerate(shape.leaves):
+            if leaf.device.type not in ("cpu", "meta") and number not in but:
+                path = pytree.paths(shape.spec)[number]
+                whole = all(other is shape for other in params)
+                name = "params" if whole else f"params[{stage}]"
+                raise BatchError(
+                    f"{name}{path} lies on {leaf.device}, and offload_policy keeps parameters on "
+                    "the CPU: pipe.place(params) puts them there"
+                )
+
+
 def firsts(kinds: Sequence[int]) -> list[int]:
     """The first microbatch of each kind.
 

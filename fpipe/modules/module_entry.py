@@ -24,14 +24,15 @@ from fpipe.modules.module_pipeline import ModulePipeline
 from fpipe.modules.stage_shares import Balance
 from fpipe.pieces.compiler import Compile
 from fpipe.pieces.remat import Remat
-from fpipe.placing import group_of, placed
+from fpipe.placing import devices_of_ranks, group_of, placed
 from fpipe.schedule import Schedule
 from fpipe.schedule.arguments import plain_integer
 from fpipe.spec.data import Reduce, read_data
+from fpipe.spec.offload import read_offload
 from fpipe.spec.precision import read_policy
 
 if TYPE_CHECKING:  # to import it takes a tenth of a second
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 log = logging.getLogger("fpipe")
 
@@ -65,6 +66,7 @@ def from_module(
     mp_policy: MixedPrecisionPolicy | None = None,
     # Where the stages run.
     devices: Sequence[torch.device | str | int] | None = None,
+    offload_policy: OffloadPolicy | None = None,
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     data: str | Sequence[str] | None = None,
@@ -153,6 +155,7 @@ def from_module(
         devices: the device of each rank, in this process. Buffers must lie on the device of the
             first stage, on which the forward is traced; parameters may lie anywhere, and
             `Pipeline.place` puts them where they are read.
+        offload_policy: a ``CPUOffloadPolicy`` keeps parameters and gradients on the CPU.
         group: a process group with one process per rank of the schedule.
         mesh: instead of `group`, a mesh with a dimension ``"pp"``.
         data: the dimension of `mesh` that holds replicas, or two for hybrid sharding.
@@ -210,7 +213,7 @@ def from_module(
             "gradients lie on other ranks; let one process choose, fpipe.balance(..., "
             "measure=True), broadcast its cuts, and pass those"
         )
-    precision = read_policy(mp_policy, accum_dtype)
+    precision, places = read_policy(mp_policy, accum_dtype), placed(devices)
     uncut = definition_of(
         module,
         loss,
@@ -227,7 +230,8 @@ def from_module(
         compile=compile,
         accum_dtype=accum_dtype,
         precision=precision,
-        devices=placed(devices),
+        devices=places,
+        offload=read_offload(offload_policy, devices_of_ranks(places, group)),
         group=group,
         data=read_data(
             data,

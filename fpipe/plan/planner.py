@@ -22,6 +22,7 @@ from fpipe.inputs.signature import (
     UPDATING,
     Goal,
     Signature,
+    Spec,
     difference,
     in_words,
     is_differentiable,
@@ -32,7 +33,9 @@ from fpipe.plan.latest import Latest
 from fpipe.plan.plan import Plan
 from fpipe.plan.replicated import gathered, replicas_of
 from fpipe.plan.workshop import Made, Workshop
+from fpipe.program.offloading import Offloading
 from fpipe.program.program import Program
+from fpipe.program.replicas import Replicas
 from fpipe.program.values import Codes
 from fpipe.schedule import Op, Schedule
 from fpipe.schedule.families.evaluation import forwards_of
@@ -40,6 +43,7 @@ from fpipe.schedule.required_ops import owed_by_actions
 from fpipe.schedule.sharding import STEP
 from fpipe.spec.data import Data
 from fpipe.spec.objective import Sink
+from fpipe.spec.offload import Offload
 from fpipe.trace.interrupts import held_back
 from fpipe.trace.isolation import one_at_a_time
 
@@ -64,6 +68,7 @@ class Planner:
         sink: how gradients and losses are collected.
         modes: as in the definition.
         data: as in the definition.
+        offload: as in the definition.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class Planner:
         sink: Sink,
         modes: Callable[[], Hashable],
         data: Data | None = None,
+        offload: Offload | None = None,
     ) -> None:
         self._workshop = workshop
         self._schedule = schedule
@@ -86,6 +92,7 @@ class Planner:
                 self._schedule = schedule.sharded()
             self._forwards = self._forwards.sharded(self._schedule.gathered_at_once or STEP)
         self._data = data
+        self._offload = offload
         self._mean = mean
         self._cotangent = cotangent
         self._lower = lower
@@ -160,7 +167,14 @@ class Planner:
         if differentiates:
             _check_owed(schedule, code_of)
         late = self._late(local)
-        programs = self._lower(schedule, code_of, replicas=replicas, goal=goal, late=late)
+        programs = self._lower(
+            schedule,
+            code_of,
+            replicas=replicas,
+            goal=goal,
+            late=late,
+            offloading=self._offloading(local, replicas),
+        )
         plan = self._with_weights(schedule, programs, made, signature)
         plan = replace(
             plan,
@@ -199,6 +213,17 @@ class Planner:
             for leaf, place in enumerate(placements_of(shape.spec))
             if place is not None and not set(place.dims[0] or ("",)) <= set(dims)
         )
+
+    def _offloading(self, signature: Signature, replicas: Replicas | None) -> Offloading | None:
+        """What of these parameters lives on the CPU; None where all ranks compute there."""
+        offload = self._offload
+        if offload is None or not offload.copies:
+            return None
+        params = [
+            [Spec(leaf.shape, leaf.dtype) for leaf in shape.leaves] for shape in signature.params
+        ]
+        repeated = frozenset() if replicas is None else frozenset(replicas.divided)
+        return Offloading(offload.devices, offload.pins, params, repeated)
 
     def _why(self, signature: Signature, *, traces: bool) -> str:
         """What is new since the last trace for the same goal, for the log."""

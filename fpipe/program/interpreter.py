@@ -125,6 +125,8 @@ def load(
     key: Words | None = None,
     copies: Copies | None = None,
     home: torch.device | None = None,
+    *,
+    brings_params: bool = True,
 ) -> Run:
     """A run with everything in its slots that is there from the start.
 
@@ -138,6 +140,7 @@ def load(
         copies: of leaves that other runs of the step have made.
         home: where one function was recorded for stages on several devices, else None. What it
             closes over there is copied too, and all leaves lie as copies do.
+        brings_params: copy parameters too; where they live on the CPU, the program does so.
     """
     run = Run(program)
     slots, bindings = run.slots, program.bindings
@@ -151,7 +154,8 @@ def load(
     for constant, slot in bindings.constants:
         slots[slot] = constant
     if device is not None:
-        _bring(run, device, Copies() if copies is None else copies, home)
+        copies = Copies() if copies is None else copies
+        _bring(run, device, copies, home, brings_params=brings_params)
     for microbatch, slot in bindings.seeds:
         slots[slot] = seeds[microbatch]
     if params.updating is not None:
@@ -170,10 +174,17 @@ def load(
     return run
 
 
-def _bring(run: Run, device: torch.device, copies: Copies, home: torch.device | None) -> None:
+def _bring(
+    run: Run,
+    device: torch.device,
+    copies: Copies,
+    home: torch.device | None,
+    *,
+    brings_params: bool,
+) -> None:
     """Copy to a device what a run reads and what lies elsewhere."""
     slots, bindings = run.slots, run.program.bindings
-    for *_, slot in (*bindings.params, *bindings.batch):
+    for *_, slot in (*(bindings.params if brings_params else ()), *bindings.batch):
         value = slots[slot]
         if value.device != device or (home is not None and not is_dense(value)):
             slots[slot] = copies.of(value, device)

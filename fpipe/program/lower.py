@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from fpipe.inputs.signature import UPDATING, Goal
 from fpipe.program.assembly import Ends, assemble
 from fpipe.program.communication import DIRECT, Windows, plan_mail, weave
+from fpipe.program.offloading import Offloading, with_copies
 from fpipe.program.program import Program
 from fpipe.program.replicas import Replicas
 from fpipe.program.tasks import Tasks, parameters_read, tasks_of
@@ -32,6 +33,7 @@ def lower(
     replicas: Replicas | None = None,
     goal: Goal = "step",
     late: Collection[tuple[int, int]] = (),
+    offloading: Offloading | None = None,
 ) -> tuple[Program, ...]:
     """Lower `schedule` to one program per rank.
 
@@ -47,6 +49,7 @@ def lower(
         goal: ``"update"`` and ``"clip"`` update each stage where the schedule has its UPDATE.
         late: stage and leaf of parameters that are not updated within, for their gradients are not
             whole then.
+        offloading: of parameters that live on the CPU; None where they lie on the devices.
     """
     resolve = Resolver(codes)
     present = schedule.num_microbatches if replicas is None else replicas.present
@@ -56,9 +59,11 @@ def lower(
     if tied:
         several = not all(map(runs_here, range(schedule.num_ranks)))
         tasks = tie(tasks, schedule, codes, sink, everywhere=several, replicas=replicas)
+    if offloading is not None:
+        tasks = with_copies(tasks, offloading, tied=tied)
     updates: Updates = {}
     if goal in UPDATING:
-        tasks, updates = with_updates(tasks, schedule, late)
+        tasks, updates = with_updates(tasks, schedule, late, settles=offloading is not None)
     ends = _ends_of(tasks, schedule, codes, resolve, sink, present)
     for total, updated in updates.items():
         rank = schedule.placement[total.stage]

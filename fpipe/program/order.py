@@ -14,6 +14,7 @@ from fpipe.errors import ScheduleError
 from fpipe.inputs.signature import Goal
 from fpipe.program.communication import Windows
 from fpipe.program.lower import lower
+from fpipe.program.offloading import Offloading
 from fpipe.program.program import (
     Compute,
     Instruction,
@@ -51,6 +52,7 @@ def lower_for_group(
     replicas: Replicas | None = None,
     goal: Goal = "step",
     late: Collection[tuple[int, int]] = (),
+    offloading: Offloading | None = None,
 ) -> tuple[Program, ...]:
     """Lower a schedule for processes that each run one rank, and prove that they come to an end.
 
@@ -66,6 +68,7 @@ def lower_for_group(
         replicas: as for `lower`.
         goal: as for `lower`.
         late: as for `lower`.
+        offloading: as for `lower`.
 
     Raises:
         ScheduleError: the programs would not come to an end.
@@ -83,6 +86,7 @@ def lower_for_group(
             replicas=replicas,
             goal=goal,
             late=late,
+            offloading=offloading,
         )
 
     programs = within(2, RUN_AHEAD)

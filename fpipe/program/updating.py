@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fpipe.inputs.signature import Spec
+from fpipe.program.offloading import settle_all
 from fpipe.program.task import Task
 from fpipe.program.tasks import Tasks
 from fpipe.program.values import Computed, MomentsValue, MoveValue, ParamValue, SumValue, Value
@@ -35,11 +36,15 @@ class Update:
 
     Attributes:
         leaves: stage and number of each.
+        settles: gradients are being copied to the CPU.
     """
 
     leaves: tuple[tuple[int, int], ...]
+    settles: bool = False
 
     def __call__(self, values: list[Any]) -> list[Any]:
+        if self.settles:
+            settle_all()
         move, *rest = values
         values.clear()
         rest.reverse()
@@ -47,13 +52,17 @@ class Update:
         for stage, leaf in self.leaves:
             gradient: Tensor = rest.pop()
             value, moments = rest.pop(), rest.pop()
-            moved.append(move(stage, leaf, value, gradient.to(value.dtype), moments))
+            moved.append(move(stage, leaf, value, gradient.to(value), moments))
             del gradient
         return moved
 
 
 def with_updates(
-    tasks: Tasks, schedule: Schedule, late: Collection[tuple[int, int]]
+    tasks: Tasks,
+    schedule: Schedule,
+    late: Collection[tuple[int, int]],
+    *,
+    settles: bool = False,
 ) -> tuple[Tasks, Updates]:
     """The tasks with the optimizer's step of each parameter that has a sum of gradients.
 
@@ -61,6 +70,7 @@ def with_updates(
         tasks: with the place of each UPDATE.
         schedule: whose they are.
         late: as for `lower`.
+        settles: as for `Update`.
     """
     specs: dict[Value, Spec] = {
         value: spec
@@ -88,13 +98,13 @@ def with_updates(
                 ]
                 waiting = [total for total in waiting if total not in ready]
                 if ready:
-                    whole.append(_update(stage, ready, tasks, specs, updates))
+                    whole.append(_update(stage, ready, tasks, specs, updates, settles))
             else:
                 there.update(task.outputs)
                 whole.append(task)
         for stage in dict.fromkeys(total.stage for total in waiting):
             rest = [total for total in waiting if total.stage == stage]
-            whole.append(_update(stage, rest, tasks, specs, updates))
+            whole.append(_update(stage, rest, tasks, specs, updates, settles))
         rows.append(whole)
     return Tasks(tuple(rows), tasks.sums), updates
 
@@ -114,6 +124,7 @@ def _update(
     tasks: Tasks,
     specs: dict[Value, Spec],
     updates: Updates,
+    settles: bool,
 ) -> Task:
     inputs: list[Value] = [MoveValue()]
     outputs: list[Computed] = []
@@ -127,7 +138,7 @@ def _update(
     needed = sum(spec.nbytes for spec in sizes)
     return Task(
         Action(stage, Op.UPDATE, None),
-        lambda: Update(leaves),
+        lambda: Update(leaves, settles),
         tuple(inputs),
         tuple(outputs),
         sizes,

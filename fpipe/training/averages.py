@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from fpipe.errors import FpipeError
-from fpipe.training.updates import Moments, Updates
+from fpipe.training.leaf_update import LeafUpdate, Moments
 
 EMA: Final = "ema"
 """The name of the average in a parameter's state."""
 
 
 class Averaging:
-    """`Updates` that also keep an exponential moving average of the parameter.
+    """A `LeafUpdate` that also keeps an exponential moving average of the parameter.
 
     As `torch.optim.swa_utils.get_ema_multi_avg_fn` makes it (Polyak and Juditsky, 1992). It begins
     with the parameters before the first step.
@@ -32,24 +33,32 @@ class Averaging:
         defaults: hyperparameters by default.
     """
 
-    def __init__(self, updates: Updates, ema: float) -> None:
+    def __init__(self, updates: LeafUpdate, ema: float) -> None:
         self._updates = updates
         self._ema = ema
         self.defaults = updates.defaults
 
     def replaced(self, hyper: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
-        """As `Updates.replaced`."""
+        """As `LeafUpdate.replaced`."""
         return self._updates.replaced(hyper, by)
 
     def init(self, param: Tensor, hyper: Mapping[str, Any]) -> Moments:
-        """As `Updates.init`, with the average."""
+        """As `LeafUpdate.init`, with the average."""
         state = self._updates.init(param, hyper)
         if EMA in state:
             raise FpipeError(f"the optimizer has {EMA!r} in its state, the name of fpipe's average")
         return state | {EMA: param.detach().clone()}
 
+    def names(self, param: Tensor, hyper: Mapping[str, Any]) -> list[str]:
+        """As `LeafUpdate.names`, with that of the average."""
+        return [*self._updates.names(param, hyper), EMA]
+
+    def held(self, value: Tensor, device: torch.device) -> Tensor:
+        """As `LeafUpdate.held`."""
+        return self._updates.held(value, device)
+
     def check_divided(self, name: str, param: Tensor, hyper: Mapping[str, Any]) -> None:
-        """As `Updates.check_divided`."""
+        """As `LeafUpdate.check_divided`."""
         self._updates.check_divided(name, param, hyper)
 
     def __call__(
@@ -62,7 +71,7 @@ class Averaging:
         *,
         in_place: bool = False,
     ) -> tuple[Tensor, Moments]:
-        """As `Updates`, with the average."""
+        """As `LeafUpdate`, with the average."""
         if EMA not in moments:
             raise FpipeError(
                 f"state.moments has no {EMA!r}: the state is that of a trainer without ema=; make "

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from fpipe import pytree
 from fpipe.errors import FpipeError
-from fpipe.training.averages import Averaging
-from fpipe.training.updates import Moments, Updates
+from fpipe.training.leaf_update import LeafUpdate, Moments
 
 
 class UpdatesOfMembers:
-    """`Updates`, mapped over the first dimension of parameter, gradient and state.
+    """A `LeafUpdate`, mapped over the first dimension of parameter, gradient and state.
 
     A hyperparameter may be a tensor of one dimension, with a number for each member.
 
@@ -26,23 +25,32 @@ class UpdatesOfMembers:
         defaults: hyperparameters that all members share.
     """
 
-    def __init__(self, updates: Updates | Averaging) -> None:
+    def __init__(self, updates: LeafUpdate) -> None:
         self._updates = updates
         self.defaults = updates.defaults
 
     def replaced(self, hyper: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
-        """As `Updates.replaced`; of a number for each member the first is looked at."""
+        """As `LeafUpdate.replaced`; of a number for each member the first is looked at."""
         self._updates.replaced(hyper, {name: _of_first(value) for name, value in by.items()})
         return dict(hyper) | dict(by)
 
     def init(self, param: Tensor, hyper: Mapping[str, Any]) -> Moments:
-        """As `Updates.init`, with the members along dimension 0."""
+        """As `LeafUpdate.init`, with the members along dimension 0."""
         shared = {name: _of_first(value) for name, value in hyper.items()}
         state: Moments = torch.func.vmap(lambda p: self._updates.init(p, shared))(param)
         return pytree.tree_map(torch.clone, state)
 
+    def names(self, param: Tensor, hyper: Mapping[str, Any]) -> list[str]:
+        """As `LeafUpdate.names`."""
+        shared = {name: _of_first(value) for name, value in hyper.items()}
+        return self._updates.names(param[0], shared)
+
+    def held(self, value: Tensor, device: torch.device) -> Tensor:
+        """As `LeafUpdate.held`."""
+        return self._updates.held(value, device)
+
     def check_divided(self, name: str, param: Tensor, hyper: Mapping[str, Any]) -> None:
-        """As `Updates.check_divided`."""
+        """As `LeafUpdate.check_divided`."""
         self._updates.check_divided(name, param[0], hyper)
 
     def __call__(
@@ -55,7 +63,7 @@ class UpdatesOfMembers:
         *,
         in_place: bool = False,
     ) -> tuple[Tensor, Moments]:
-        """As `Updates`, with the members along dimension 0 of all tensors."""
+        """As `LeafUpdate`, with the members along dimension 0 of all tensors."""
         each = {name: value for name, value in hyper.items() if _is_of_members(value)}
         for name, value in each.items():
             if len(value) != len(param):

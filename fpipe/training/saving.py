@@ -202,10 +202,9 @@ def _moments(pipe: Pipeline, rule: Any, source: Path, facts: Any, params: Any) -
         for moment in stored[name]:
             value = read[f"state.{name}.{moment}"]
             if place is not None and tuple(value.shape) == place.shape:
-                moments[moment] = place.made_of(place.part_of(value).to(leaf.device))
+                moments[moment] = place.made_of(rule.held(place.part_of(value), leaf.device))
             else:
-                # One without dimensions is a number, which is read on the CPU.
-                moments[moment] = value.to(leaf.device) if value.dim() else value
+                moments[moment] = rule.held(value, leaf.device)
         return moments
 
     return pytree.unflatten(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
+from os import PathLike
 from typing import Any
 
 import optree
@@ -15,6 +16,8 @@ from fpipe.pipelines import Pipeline, check_is_pipeline, engine_of
 from fpipe.training.averages import Averaging
 from fpipe.training.compiled import kernels_of
 from fpipe.training.groups import Groups, read_groups
+from fpipe.training.leaf_update import LeafUpdate
+from fpipe.training.offloaded_state import offloaded
 from fpipe.training.trainer import CLIPS, Clip, Trainer
 from fpipe.training.trees import LeafByLeaf, PairOfFunctions, Rule
 from fpipe.training.updates import Updates
@@ -35,6 +38,7 @@ def train(
     donate: bool = False,
     ema: float | None = None,
     skip_nonfinite: bool = False,
+    offload: str | PathLike[str] | None = None,
     **hyperparameters: Any,
 ) -> Trainer:
     """Put an optimizer beside a pipeline: a whole training step as a pure function.
@@ -71,6 +75,13 @@ def train(
         skip_nonfinite: a step whose norm is infinite or NaN changes neither parameters nor state,
             and does not count, on all ranks alike. `TrainStep.norm` is there then, also without
             `max_norm`. A model's state is as the step has left it.
+        offload: where the state lives, if not beside the parameters. ``"cpu"``: in the CPU's
+            memory, page-locked where there is CUDA; each parameter is copied there with its
+            gradient, updated, and copied back (ZeRO-Offload, arXiv 2101.06840). A path: in
+            memory-mapped files in that directory, on a disk, which the system reads and writes as
+            it has memory; they have no names, and are gone with the process, so that nothing is
+            left of one that is killed. With ``donate=True`` they are written in place, and else
+            made anew in each step. `Trainer.save` writes such a state as any other.
         hyperparameters: what the optimizer is called with: ``lr=3e-4``. Where one has the name of
             an argument of this function, pass a `functools.partial` of the class.
 
@@ -102,7 +113,7 @@ def train(
     check_flags(donate=donate, skip_nonfinite=skip_nonfinite)
     if skip_nonfinite and max_norm is None:
         max_norm = inf
-    rule = _rule(pipe, optimizer, groups, hyperparameters, ema)
+    rule = _rule(pipe, optimizer, groups, hyperparameters, ema, offload)
     if donate and not isinstance(rule, LeafByLeaf):
         raise FpipeError(
             "donate=True with a pair of functions, which make parameters and state anew: pass a "
@@ -125,6 +136,7 @@ def _rule(
     groups: Groups | None,
     hyper: dict[str, Any],
     ema: float | None,
+    offload: str | PathLike[str] | None,
 ) -> Rule:
     if ema is not None and not (isinstance(ema, float) and 0 <= ema < 1):
         raise FpipeError(
@@ -134,6 +146,7 @@ def _rule(
     if isinstance(optimizer, tuple) and len(optimizer) == 2 and all(map(callable, optimizer)):
         refused = [*hyper, *(["groups"] if groups is not None else [])]
         refused += [] if ema is None else ["ema"]
+        refused += [] if offload is None else ["offload"]
         if refused:
             raise FpipeError(
                 f"{', '.join(refused)}: an optimizer that is a pair of functions has "
@@ -155,5 +168,5 @@ def _rule(
         flags = choice.flags(spec.children(), shared=False)
         return [flag for part in flags for flag in part]
 
-    steps = updates if ema is None else Averaging(updates, ema)
-    return LeafByLeaf(steps, read_groups(groups), trained)
+    steps: LeafUpdate = updates if ema is None else Averaging(updates, ema)
+    return LeafByLeaf(offloaded(steps, offload), read_groups(groups), trained)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import optree
+import torch
 from torch import Tensor
 
 from fpipe import pytree
@@ -19,10 +20,11 @@ from fpipe.dtensors import Placed, local, placements_of
 from fpipe.errors import FpipeError, label_of
 from fpipe.holding import names_of
 from fpipe.inputs.params import Moved
-from fpipe.training.averages import EMA, Averaging
+from fpipe.training.averages import EMA
 from fpipe.training.groups import Group, group_of
+from fpipe.training.leaf_update import LeafUpdate, Moments
 from fpipe.training.members import UpdatesOfMembers
-from fpipe.training.updates import Moments, Updates
+from fpipe.training.offloaded_state import Offloaded
 from fpipe.transforms.norms import scaled_to, square_of
 
 Trained = Callable[[optree.PyTreeSpec], Sequence[bool]]
@@ -65,7 +67,7 @@ class LeafSteps(NamedTuple):
         in_place: write into the leaves and their moments.
     """
 
-    updates: Updates | Averaging | UpdatesOfMembers
+    updates: LeafUpdate
     spec: optree.PyTreeSpec
     leaves: Sequence[Tensor]
     states: Sequence[Any]
@@ -137,7 +139,7 @@ class LeafByLeaf:
 
     def __init__(
         self,
-        updates: Updates | Averaging | UpdatesOfMembers,
+        updates: LeafUpdate,
         groups: Sequence[Group],
         trained: Trained,
     ) -> None:
@@ -150,9 +152,11 @@ class LeafByLeaf:
 
     def of_members(self) -> LeafByLeaf:
         """The same optimizer for the members of an ensemble, stacked along dimension 0."""
-        if isinstance(self._updates, UpdatesOfMembers):
-            raise FpipeError("fpipe.vmap of a trainer that has members already: map it once")
-        return LeafByLeaf(UpdatesOfMembers(self._updates), self._groups, self._trained)
+        if isinstance(self._updates, Offloaded):
+            updates: LeafUpdate = self._updates.with_updates(_of_members)
+        else:
+            updates = _of_members(self._updates)
+        return LeafByLeaf(updates, self._groups, self._trained)
 
     def init(self, params: Any) -> Any:
         """Zeros in the shapes of the optimizer's state, for each leaf that is trained."""
@@ -170,7 +174,11 @@ class LeafByLeaf:
         """The names of what `init` makes, by those of the leaves that are trained."""
         leaves, spec = pytree.flatten(params)
         names, moved = names_of(spec), self._moved(leaves, spec)
-        return {names[at]: list(self._updates.init(leaves[at], hyper)) for at, hyper in moved}
+        return {names[at]: self._updates.names(leaves[at], hyper) for at, hyper in moved}
+
+    def held(self, value: Tensor, device: torch.device) -> Tensor:
+        """As `LeafUpdate.held`."""
+        return self._updates.held(value, device)
 
     def averages(self, params: Any, moments: Any) -> Any:
         """The average of each leaf that is trained, and the other leaves as they are."""
@@ -287,6 +295,12 @@ class PairOfFunctions:
             for leaf, update in zip(leaves, _up_to(spec, updates, "updates"), strict=True)
         ]
         return pytree.unflatten(spec, moved), moments
+
+
+def _of_members(updates: LeafUpdate) -> LeafUpdate:
+    if isinstance(updates, UpdatesOfMembers):
+        raise FpipeError("fpipe.vmap of a trainer that has members already: map it once")
+    return UpdatesOfMembers(updates)
 
 
 def _placed(state: Moments, leaf: Tensor, place: Placed | None) -> Moments:

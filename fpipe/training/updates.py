@@ -17,6 +17,7 @@ from torch import Tensor
 from fpipe.errors import FpipeError, label_of, told
 from fpipe.training.adafactor import Adafactor
 from fpipe.training.compiled import Kernels, is_elementwise
+from fpipe.training.leaf_update import Moments, held_beside
 from fpipe.training.recording import (
     COUNT,
     Kind,
@@ -30,9 +31,6 @@ from fpipe.training.recording import (
 )
 from fpipe.training.scalars import WithTensors, all_hold
 
-Moments = dict[str, Tensor]
-"""The state of one parameter, by the names that the optimizer gives: ``exp_avg``."""
-
 _RECORDABLE: Final[Mapping[type, type]] = {torch.optim.Adafactor: Adafactor}
 """What is recorded in place of a class that cannot be."""
 
@@ -43,7 +41,7 @@ _REFUSED: Final[Mapping[type, str]] = {
 
 
 class Updates:
-    """The pure step of one optimizer, for parameters of any kind.
+    """A `LeafUpdate` that records the step of one optimizer, for each kind of parameter once.
 
     Args:
         optimizer: a class of `torch.optim`, or one derived from `torch.optim.Optimizer`.
@@ -94,11 +92,7 @@ class Updates:
         return group | chosen
 
     def replaced(self, hyper: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
-        """All hyperparameters, of which some are replaced.
-
-        Raises:
-            FpipeError: the optimizer does not have one of them, or refuses it.
-        """
+        """As `LeafUpdate.replaced`."""
         if by:
             known = {name: value for name, value in hyper.items() if name in self._arguments}
             self.checked(known | dict(by))
@@ -112,12 +106,16 @@ class Updates:
             for name, kind in zip(update.state, update.shapes, strict=True)
         }
 
-    def check_divided(self, name: str, param: Tensor, hyper: Mapping[str, Any]) -> None:
-        """Refuse to update a part of a parameter by itself, where the whole would move otherwise.
+    def names(self, param: Tensor, hyper: Mapping[str, Any]) -> list[str]:
+        """As `LeafUpdate.names`."""
+        return list(self._recording(param, None, hyper, 0, numbers_of(hyper)).state)
 
-        Raises:
-            FpipeError: the optimizer computes with more than the elements one by one.
-        """
+    def held(self, value: Tensor, device: torch.device) -> Tensor:
+        """As `LeafUpdate.held`."""
+        return held_beside(value, device)
+
+    def check_divided(self, name: str, param: Tensor, hyper: Mapping[str, Any]) -> None:
+        """As `LeafUpdate.check_divided`."""
         update = self._recording(param, None, hyper, 0, numbers_of(hyper))
         odd = [node for node in update.graph.graph.nodes if not is_elementwise(node)]
         if odd:
@@ -137,17 +135,7 @@ class Updates:
         *,
         in_place: bool = False,
     ) -> tuple[Tensor, Moments]:
-        """The parameter and its state after one step.
-
-        Args:
-            param: any shape and floating-point dtype.
-            grad: like `param`.
-            moments: what `init` or the step before has returned.
-            hyper: all hyperparameters, as `checked` returns them. A float may be a tensor without
-                dimensions, which may be mapped by `torch.func.vmap` or have a history of autograd.
-            count: how many steps were made before.
-            in_place: write into `param` and `moments`, and return them.
-        """
+        """As `LeafUpdate`."""
         state = moments if count else None
         numbers = numbers_of(hyper) | {COUNT: float(count)}
         if state is not None:

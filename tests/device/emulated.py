@@ -172,6 +172,24 @@ _REPLACED = {
     "get_rng_state": lambda device=None: torch.get_rng_state(),
     "set_rng_state": lambda state, device=None: None,
 }
+_EMPTY_STRIDED = torch.empty_strided
+
+
+def _empty_strided(*arguments: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
+    """Page-locked memory is any memory, of which is known where it begins."""
+    found = _EMPTY_STRIDED(*arguments, **named)
+    if pin_memory:
+        _page_locked.add(found.untyped_storage().data_ptr())
+    return found
+
+
+def _is_pinned(self: torch.Tensor) -> bool:
+    return not self.is_cuda and self.untyped_storage().data_ptr() in _page_locked
+
+
+_page_locked: set[int] = set()
+torch.empty_strided = _empty_strided  # type: ignore[assignment]
+torch.Tensor.is_pinned = _is_pinned  # type: ignore[method-assign, assignment]
 for _name, _value in _REPLACED.items():
     setattr(torch.cuda, _name, _value)
 _TO = torch.Tensor.to
@@ -319,3 +337,47 @@ dist.ProcessGroup.send = _send  # type: ignore[method-assign, assignment]
 dist.ProcessGroup.recv = _recv  # type: ignore[method-assign, assignment]
 dist.ProcessGroupNCCL = distributed_c10d.ProcessGroupNCCL = _NCCL  # type: ignore[misc, assignment]
 distributed_c10d._NCCL_AVAILABLE = True
+
+
+class _Done:
+    """What has been waited for."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        """It is done."""
+        return True
+
+
+def _by_way_of_the_cpu(name: str) -> Any:
+    """A collective of a group, whose values of the device go by way of the CPU's backend."""
+    plain = getattr(dist.ProcessGroup, name)
+
+    def call(group: dist.ProcessGroup, *arguments: Any) -> Any:
+        values = [
+            value
+            for one in arguments
+            for value in (one if isinstance(one, list) else [one])
+            if isinstance(value, torch.Tensor)
+        ]
+        if _carrier(group, values) is None:
+            return plain(group, *arguments)
+        copies = {id(value): value.cpu() for value in values}
+
+        def swapped(one: Any) -> Any:
+            if isinstance(one, list):
+                return [swapped(own) for own in one]
+            return copies[id(one)] if isinstance(one, torch.Tensor) else one
+
+        plain(group, *map(swapped, arguments)).wait()
+        for value in values:
+            value.copy_(copies[id(value)])
+        return _Done()
+
+    return call
+
+
+for _name in (
+    *("broadcast", "allreduce", "_allgather_base", "_reduce_scatter_base"),
+    *("all_gather_single", "reduce_scatter_single"),  # as torch 2.13 calls the last two
+):
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(dist.ProcessGroup, _name, _by_way_of_the_cpu(_name))

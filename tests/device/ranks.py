@@ -20,6 +20,7 @@ if os.environ.get("EMULATED"):
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -64,6 +65,7 @@ def main() -> None:
         assert_same(torch.as_tensor(fpipe.global_norm(step.grads, pipe=pipe)).cpu().double(), norm)
     if not os.environ.get("EMULATED"):  # which has no collectives of DTensors
         divides_layers(device)
+    keeps_shards_on_the_cpu(device)
     if world > 1:
         goes_by_way_of_the_cpu_once(device)
         runs_out_of_memory_for_what_arrives(device)
@@ -103,6 +105,42 @@ def divides_layers(device: torch.device) -> None:
         assert_same([found[name] for name, _ in whole.named_parameters()], list(grads))
         norm = torch.stack([grad.norm() for grad in grads]).norm()
         assert_same(torch.as_tensor(fpipe.global_norm(step.grads, pipe=pipe)).to(norm), norm)
+
+
+def keeps_shards_on_the_cpu(device: torch.device) -> None:
+    """Replicas whose parts of parameters, gradients and states live on the CPU."""
+    schedule = schedules.one_f_one_b(ranks=1, microbatches=2).sharded(1, 1)
+    model, world = mlp(1, 4 * dist.get_world_size()), dist.get_world_size()
+    mesh = init_device_mesh("cuda", (world, 1), mesh_dim_names=("dp", "pp"))
+    expected = unpipelined(*model)
+    rows = pytree.tree_map(
+        lambda leaf: leaf.chunk(world)[mesh.get_local_rank("dp")].to(device), model.batch
+    )
+    for bucket in (None, 64):
+        pipe = fpipe.pipeline(
+            model.stages,
+            model.loss,
+            schedule,
+            compile=False,
+            mesh=mesh,
+            data="dp",
+            bucket_bytes=bucket,
+            offload_policy=CPUOffloadPolicy(),
+        )
+        params = pipe.shard(model.params)
+        for _ in range(2):
+            step = pipe.step(params, rows)
+        assert_same(step.loss.cpu(), expected.loss)
+        for part, grad, whole in zip(
+            *(pytree.flatten(tree)[0] for tree in (params, step.grads, expected.grads)),
+            strict=True,
+        ):
+            assert part.is_pinned() and grad.is_pinned(), (part, grad)
+            assert part.shape == grad.shape, (part, grad)
+            assert_same(grad, whole.chunk(world)[mesh.get_local_rank("dp")])
+        trainer = fpipe.train(pipe, torch.optim.AdamW, lr=0.1, max_norm=0.1)
+        _, params, state, _ = trainer.step(params, trainer.init(params), rows)
+        assert all(leaf.device.type == "cpu" for leaf in pytree.flatten((params, state))[0])
 
 
 def goes_by_way_of_the_cpu_once(device: torch.device) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import fpipe
 from fpipe import Schedule, pytree, schedules
 from tests.cut_model import IN_DIMS, language_model, make_batch, make_params
-from tests.distributed import actors
+from tests.distributed import actors, replicas
 from tests.distributed.actors import Group
-from tests.distributed.crew import Crew, attempt, values
+from tests.distributed.crew import Crew, attempt, mesh_of, values
 from tests.models import Model, assert_identical, assert_same
 
 STEPS = 3
@@ -186,3 +187,31 @@ def test_a_run_goes_on_over_other_ranks(crew: Crew, tmp_path: Path) -> None:
         assert [part[2] for part in read] == [2] * len(ranks)
         losses = [part[3] for part in read]
         assert_same(losses, [read_on(None, schedule, path)[3]] * len(ranks))
+
+
+def in_files(group: Group, path: str) -> list[Any]:
+    """Donated steps of divided parameters: with them and their state in memory, and in files."""
+    mesh = mesh_of((2, 2), ("dp", "pp"))
+    rows = replicas.rows_of(mesh, ["dp"], replicas.data(), None)
+    pipe = fpipe.pipeline(
+        [replicas.stage] * 2,
+        replicas.mean_square,
+        schedules.zb_h1(ranks=2, microbatches=4),
+        mesh=mesh,
+        data="dp",
+        compile=False,
+        offload_policy=CPUOffloadPolicy(),
+    )
+    ends = []
+    for folder in (None, path):
+        params = pipe.shard(pipe.local(replicas.parameters(2)), storage=folder)
+        options: Any = {"max_norm": 0.05, "donate": True, "offload": folder}
+        last = steps_of(pipe, params, rows, **options)[-1]
+        ends.append((last.loss, last.norm, pipe.own(last.params), last.state.steps))
+    assert_identical(*ends)
+    return [len(ends[0][2])]
+
+
+def test_divided_parameters_and_their_state_in_files(crew: Crew, tmp_path: Path) -> None:
+    assert values(crew.run(in_files, str(tmp_path))) == [[4]] * 4
+    assert list(tmp_path.iterdir()) == []

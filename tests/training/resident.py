@@ -1,0 +1,74 @@
+"""The anonymous memory of a process that trains: ``python -m tests.training.resident KIND``.
+
+KIND is ``memory``, ``params`` (parameters in files), ``states`` (the optimizer's state in files) or
+``both``. It prints MiB of RssAnon after the last of a few donated steps, above what the process had
+before it made parameters, and then those of parameters and of the state.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+import fpipe
+from fpipe import pytree, schedules
+
+WIDTH: Final = 1024
+LAYERS: Final = 4
+MIB: Final = 1 << 20
+
+
+def main(kind: str) -> None:
+    """Train, and print."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        schedule = schedules.one_f_one_b(ranks=2, microbatches=2)
+        pipe = fpipe.pipeline([stage, stage], loss, schedule, compile=False)
+        shapes = [[torch.empty(WIDTH, WIDTH, device="meta")] * LAYERS] * 2
+        storage = folder if kind in ("params", "both") else None
+        offload = folder if kind in ("states", "both") else None
+        before = anonymous()
+        params = pipe.init(normal, fpipe.random.key(0), shapes=shapes, storage=storage)
+        trainer = fpipe.train(pipe, torch.optim.AdamW, lr=1e-3, donate=True, offload=offload)
+        state, batch = trainer.init(params), torch.ones(4, WIDTH)
+        for _ in range(3):
+            _, params, state, _ = trainer.step(params, state, batch)
+        sizes = [sum(leaf.nbytes for leaf in pytree.flatten(tree)[0]) for tree in (params, state)]
+        print(*(value // MIB for value in (anonymous() - before, *sizes)), flush=True)
+        if "--stay" in sys.argv:
+            sys.stdin.read()
+
+
+def stage(params: Any, x: Tensor) -> Tensor:
+    """Some layers."""
+    for weight in params:
+        x = torch.tanh(x @ weight)
+    return x
+
+
+def loss(y: Tensor, _: Any) -> Tensor:
+    """Of the last output."""
+    return y.square().mean()
+
+
+def normal(key: Tensor, name: str, like: Tensor) -> Tensor:
+    """A weight."""
+    return fpipe.random.normal(key, like.shape, like.dtype) / WIDTH**0.5
+
+
+def anonymous() -> int:
+    """Bytes of RssAnon, without what the allocator keeps of memory that nobody holds."""
+    ctypes.CDLL(None).malloc_trim(0)
+    lines = Path("/proc/self/status").read_text("ascii").splitlines()
+    [line] = [line for line in lines if line.startswith("RssAnon:")]
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
