@@ -109,11 +109,13 @@ class Engine:
             self._tell(goal, error)
             raise
 
-    def step(self, params: Any, *arguments: Any, key: Tensor | None = None) -> Any:
-        """What `Pipeline.step` returns."""
+    def step(
+        self, params: Any, *arguments: Any, key: Tensor | None = None, scale: float = 1.0
+    ) -> Any:
+        """What `Pipeline.step` returns, with gradients of the loss times `scale`."""
         if is_within():
             return call_within(self, "step", params, *arguments, key=key)
-        return self._run("step", (params, *arguments), key).step()
+        return self._run("step", (params, *arguments), key, scale=scale).step()
 
     def value(self, params: Any, *arguments: Any, key: Tensor | None = None) -> Any:
         """What `Pipeline.value` returns."""
@@ -169,6 +171,7 @@ class Engine:
         *arguments: Any,
         key: Tensor | None = None,
         clips: bool,
+        scale: float = 1.0,
         **named: Any,
     ) -> RunResult:
         """A step in which each stage is updated where the schedule says so.
@@ -180,11 +183,13 @@ class Engine:
             arguments: as in `step`.
             key: as in `step`.
             clips: keep the gradients, and find their norm.
+            scale: what the loss is multiplied with in the backward.
             named: as in `step`.
         """
         arguments, key = self.in_order("step", arguments, key, named)
         goal: Goal = "clip" if clips else "update"
-        return self._run(goal, (params, *arguments), key, CLIPS if clips else TRAINS, read)
+        name = CLIPS if clips else TRAINS
+        return self._run(goal, (params, *arguments), key, name, read, scale)
 
     def run_value(self, *arguments: Any, key: Tensor | None = None) -> Any:
         """The loss, as the convention returns it."""
@@ -326,6 +331,7 @@ class Engine:
         key: Tensor | None,
         name: str | None = None,
         read: Callable[[], tuple[Sequence[Any], Move]] | None = None,
+        scale: float = 1.0,
     ) -> RunResult:
         """Make a call.
 
@@ -335,12 +341,13 @@ class Engine:
             key: as in `step`.
             name: as in `run_step`.
             read: as in `run_updating`.
+            scale: what the loss is multiplied with in the backward.
         """
         recorded = torch.is_grad_enabled()
         around = PIPELINES_AROUND.set(PIPELINES_AROUND.get() + 1)
         request = Request()
         try:
-            request = self._request(arguments, key, read)
+            request = self._request(arguments, key, read)._replace(scale=scale)
             return self._controller.run(request, goal, name)
         finally:
             del request  # this frame is behind the traceback of its problem, and would keep itself

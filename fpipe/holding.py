@@ -21,7 +21,7 @@ from fpipe import dtensors, pytree, random
 from fpipe.definition import Definition
 from fpipe.engine import Engine
 from fpipe.errors import BatchError, StageError, a_type
-from fpipe.host_memory import CPU, MappedFolder
+from fpipe.host_memory import CPU, Keep, MappedFolder
 from fpipe.inputs.params import check_parts
 from fpipe.inputs.signature import in_words
 from fpipe.program.replicas import buckets
@@ -30,9 +30,6 @@ from fpipe.transport.connect import device_of
 
 Make = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """From meta tensors of the shapes and dtypes of some leaves to the leaves, all by name."""
-
-Keep = Callable[[Tensor], Tensor] | None
-"""Puts a leaf where it is to live."""
 
 AT_ONCE: Final = 1 << 26
 """Bytes of leaves that are made before they are kept, unless one leaf has more."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -20,6 +21,9 @@ from torch import Tensor
 from fpipe.errors import FpipeError
 
 CPU: Final = torch.device("cpu")
+
+Keep = Callable[[Tensor], Tensor] | None
+"""Puts a tensor where it is to live; None leaves it where it is."""
 
 
 def empty_on_the_cpu(like: Tensor, *, pin: bool) -> Tensor:

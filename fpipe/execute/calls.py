@@ -63,6 +63,7 @@ class Given(NamedTuple):
         whole: the batch, as stages take it.
         held: of one function, which leaves of its parameters have data here; else None.
         numbers: as in the header.
+        scale: what the loss is multiplied with in the backward.
     """
 
     params: Parameters
@@ -73,6 +74,7 @@ class Given(NamedTuple):
     whole: Any
     held: tuple[bool, ...] | None
     numbers: int
+    scale: float
 
 
 class Call(NamedTuple):
@@ -308,7 +310,8 @@ class Calls:
         # What a transform puts beside the batch may differ from rank to rank.
         whole = parts is not None and self._reader.common(batch) is batch
         numbers = trace_of(parts) if parts is not None and whole else 0
-        return Given(own, parts, params_shapes, shapes, request.key, batch, held, numbers)
+        common = (own, parts, params_shapes, shapes, request.key, batch, held, numbers)
+        return Given(*common, request.scale)
 
     def _sample(self, given: Given | None) -> Sample | None:
         """Numbers of the batch that this rank was given, None if it was given none."""

@@ -70,6 +70,7 @@ class Execution:
         self._control = control
         self._rank = control.rank()
         self._definition = definition
+        self._copies_params = definition.copies_params
         self._stages = list(definition.schedule.stages_of(self._rank))
         self._device = device
 
@@ -182,16 +183,17 @@ class Execution:
             given.parts,
             self._device,
             given.key,
-            brings_params=not self._definition.copies_params,
+            brings_params=not self._copies_params,
         )
-        if share != 1.0:
+        factor = share * given.scale
+        if factor != 1.0:
             for _, slot in program.bindings.seeds:
-                run.slots[slot] = run.slots[slot] * share
+                run.slots[slot] = run.slots[slot] * factor
         return run
 
     def _check_params(self, program: Program, params: Parameters) -> None:
         """Refuse parameters that do not lie where this rank computes, or where they live."""
-        copies = self._definition.copies_params
+        copies = self._copies_params
         states = params.state_leaves(has_state=self._definition.has_state)
         for stage, leaf, _ in program.bindings.params:
             device = params.stages[stage][leaf].device

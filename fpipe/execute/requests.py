@@ -30,12 +30,14 @@ class Request(NamedTuple):
         batch: as the stages take it.
         key: None where nothing reads one.
         problem: why the arguments are wrong; None where they are not.
+        scale: what the loss is multiplied with in the backward.
     """
 
     params: Any = None
     batch: Any = None
     key: Words | None = None
     problem: Exception | None = None
+    scale: float = 1.0
 
 
 class Reader:

@@ -63,6 +63,7 @@ class SingleController:
         self._devices = definition.devices
         self._of_stages = definition.stage_devices
         self._home = definition.home
+        self._copies_params = definition.copies_params
         self._lanes: Lanes = {}
         self._looked: WeakSet[Plan] = WeakSet()
 
@@ -70,25 +71,27 @@ class SingleController:
         """Run every rank's program to its end."""
         params, parts, signature = self._signature(request, goal)
         plan = self.planner.plans.get(signature) or self.planner(signature)
-        if self._home is not None and not self._definition.copies_params:
+        if self._home is not None and not self._copies_params:
             self._look_for_strays(plan, params)
         recording, programs = ACTIVE.get(), plan.programs
         marks: list[Marks | None] = [None if recording is None else {} for _ in programs]
         if recording is not None or torch.autograd.profiler._is_profiler_enabled:
             programs = tuple(map(observed, programs, marks))
         with torch.no_grad(), without_autocast():
-            copies = None if self._devices is None else Copies()
+            copies, seeds = None if self._devices is None else Copies(), plan.seeds
+            if request.scale != 1.0:
+                seeds = tuple(seed * request.scale for seed in seeds)
             runs = [
                 load(
                     program,
-                    plan.seeds,
+                    seeds,
                     params,
                     parts,
                     None if self._devices is None else self._devices[program.rank],
                     request.key,
                     copies,
                     self._home,
-                    brings_params=not self._definition.copies_params,
+                    brings_params=not self._copies_params,
                 )
                 for program in programs
             ]
@@ -154,7 +157,7 @@ class SingleController:
             params = params.with_empty_on(self._of_stages)
         parts = self._reader.batch(request.batch)
         shapes = params.shapes()
-        if self._definition.copies_params:
+        if self._copies_params:
             refuse_elsewhere(shapes, params.state_leaves(has_state=self._definition.has_state))
             assert self._of_stages is not None
             places = zip(shapes, self._of_stages, strict=True)

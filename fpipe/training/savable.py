@@ -10,6 +10,7 @@ from fpipe.errors import FpipeError
 from fpipe.pipelines import Pipeline, engine_of
 from fpipe.savers import savers_of
 from fpipe.training.donation import clones
+from fpipe.training.loss_scaling import LossScaling
 from fpipe.training.saving import content_of, load
 from fpipe.training.train_step import TrainState
 from fpipe.training.trees import LeafByLeaf, Rule
@@ -22,12 +23,21 @@ class Savable:
         pipe: computes loss and gradients.
         rule: makes parameters and state of the next step.
         donate: that step writes into those of the last one.
+        scaling: of the loss; None for none.
     """
 
-    def __init__(self, pipe: Pipeline, rule: Rule, *, donate: bool = False) -> None:
+    def __init__(
+        self,
+        pipe: Pipeline,
+        rule: Rule,
+        *,
+        donate: bool = False,
+        scaling: LossScaling | None = None,
+    ) -> None:
         self.pipe = pipe
         self._rule = rule
         self._donate = donate
+        self._scaling = scaling
 
     def save(
         self,
@@ -150,7 +160,7 @@ class Savable:
             PipelineError: over a process group, another rank has raised this.
         """
         rule = self._named_rule("load")
-        return load(self.pipe, rule, path, example, like, like_state)
+        return load(self.pipe, rule, path, example, like, like_state, self._scaling)
 
     def _content(
         self,

@@ -29,6 +29,7 @@ from fpipe.holding import names_of, saved
 from fpipe.modules.module_pipeline import ModulePipeline
 from fpipe.nn import buffers_of, state_of
 from fpipe.pipelines import Pipeline, engine_of
+from fpipe.training.loss_scaling import LossScale, LossScaling
 from fpipe.training.stored_trees import described, joined, tree_of
 from fpipe.training.train_step import TrainState
 
@@ -92,6 +93,7 @@ def content_of(
             "moments": {name: kind for _, part in facts for name, kind in part.items()},
             "model_state": described_state,
             "steps": state.steps,
+            "scale": None if state.scale is None else tuple(state.scale),
             "step": step,
             "extra": extra,
         }
@@ -106,8 +108,13 @@ def load(
     example: tuple[Any, ...],
     like: Any,
     like_state: Any,
+    scaling: LossScaling | None,
 ) -> Saved | SavedState:
-    """Read them; arguments and errors are those of `Trainer.load`."""
+    """Read them; other arguments and errors are those of `Trainer.load`.
+
+    Args:
+        scaling: of the loss. It begins anew where it was not scaled when they were saved.
+    """
     source = absolute(path)
     if not source.exists() and beside(source).exists():
         source = beside(source)
@@ -125,7 +132,11 @@ def load(
     moments = engine_of(pipe).each(
         "read its checkpoint", lambda: _moments(pipe, rule, source, facts, params)
     )
-    common = (params, TrainState(facts["steps"], moments), facts["step"], facts["extra"])
+    scale = None
+    if scaling is not None:
+        stored = facts.get("scale")
+        scale = scaling.init() if stored is None else LossScale(*stored)
+    common = (params, TrainState(facts["steps"], moments, scale), facts["step"], facts["extra"])
     return SavedState(*common, model_state) if has_state else Saved(*common)
 
 

@@ -17,8 +17,10 @@ from fpipe.training.averages import Averaging
 from fpipe.training.compiled import kernels_of
 from fpipe.training.groups import Groups, read_groups
 from fpipe.training.leaf_update import LeafUpdate
+from fpipe.training.loss_scaling import read_loss_scale
 from fpipe.training.offloaded_state import offloaded
-from fpipe.training.trainer import CLIPS, Clip, Trainer
+from fpipe.training.stepping import CLIPS, Clip, Settings
+from fpipe.training.trainer import Trainer
 from fpipe.training.trees import LeafByLeaf, PairOfFunctions, Rule
 from fpipe.training.updates import Updates
 from fpipe.transforms.norms import clip_by_global_norm
@@ -39,6 +41,7 @@ def train(
     ema: float | None = None,
     skip_nonfinite: bool = False,
     offload: str | PathLike[str] | None = None,
+    loss_scale: str | torch.amp.GradScaler | None = None,
     **hyperparameters: Any,
 ) -> Trainer:
     """Put an optimizer beside a pipeline: a whole training step as a pure function.
@@ -82,6 +85,13 @@ def train(
             it has memory; they have no names, and are gone with the process, so that nothing is
             left of one that is killed. With ``donate=True`` they are written in place, and else
             made anew in each step. `Trainer.save` writes such a state as any other.
+        loss_scale: ``"dynamic"`` multiplies the loss, within the backward, with a scale that keeps
+            gradients of float16 from vanishing, and divides them by it before all else, by the rule
+            of `torch.amp.GradScaler` (Micikevicius et al., 2018): a step whose gradients are not
+            finite is left out, as by `skip_nonfinite`, and halves the scale; after 2000 others in a
+            row it doubles. Scale and counter are ``state.scale``, and saved with it. A
+            ``torch.amp.GradScaler`` says other numbers, and is only read. Parameters are float32,
+            and stages compute in float16 by ``mp_policy``.
         hyperparameters: what the optimizer is called with: ``lr=3e-4``. Where one has the name of
             an argument of this function, pass a `functools.partial` of the class.
 
@@ -111,7 +121,9 @@ def train(
         clip_by_global_norm([], max_norm)  # refuses what is no bound
     check_choice("clip", clip, CLIPS)
     check_flags(donate=donate, skip_nonfinite=skip_nonfinite)
-    if skip_nonfinite and max_norm is None:
+    scaling = read_loss_scale(loss_scale)
+    skips = skip_nonfinite or scaling is not None
+    if skips and max_norm is None:
         max_norm = inf
     rule = _rule(pipe, optimizer, groups, hyperparameters, ema, offload)
     if donate and not isinstance(rule, LeafByLeaf):
@@ -119,15 +131,8 @@ def train(
             "donate=True with a pair of functions, which make parameters and state anew: pass a "
             "class of torch.optim"
         )
-    return Trainer(
-        pipe,
-        rule,
-        max_norm,
-        clip,
-        donate=donate,
-        skips=skip_nonfinite,
-        averages=ema is not None,
-    )
+    averages = ema is not None
+    return Trainer(Settings(pipe, rule, max_norm, clip, donate, skips, averages, scaling))
 
 
 def _rule(

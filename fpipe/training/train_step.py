@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fpipe.training.loss_scaling import LossScale
+
 
 class TrainState(NamedTuple):
     """The state of an optimizer, as a value.
@@ -15,10 +17,12 @@ class TrainState(NamedTuple):
         moments: in the structure of the parameters, with a dictionary of tensors in place of each
             leaf that is trained, by the names of the optimizer (``exp_avg``), and None for others.
             With a pair of functions it is what ``init`` returns.
+        scale: that of the loss, ``(scale, growth_tracker)``; None without ``loss_scale``.
     """
 
     steps: Tensor
     moments: Any
+    scale: LossScale | None = None
 
 
 class TrainStep(NamedTuple):

@@ -65,6 +65,7 @@ class LeafSteps(NamedTuple):
         before: how many steps were made before.
         squares: find the squares of the gradients' norms, too.
         in_place: write into the leaves and their moments.
+        unscale: what gradients are multiplied with first.
     """
 
     updates: LeafUpdate
@@ -77,10 +78,12 @@ class LeafSteps(NamedTuple):
     before: int
     squares: bool
     in_place: bool = False
+    unscale: float = 1.0
 
     def move(self, place: int, leaf: Tensor, grad: Tensor, state: Moments | None) -> Moved:
         """What the step makes of one leaf; it stays if it has no moments."""
         grad = local(grad)
+        grad = grad if self.unscale == 1 else grad * self.unscale
         square = square_of(grad) if self.squares else None
         if state is None:
             return Moved(leaf, None, square)
@@ -134,18 +137,18 @@ class LeafByLeaf:
     Args:
         updates: its pure step.
         groups: parameters with hyperparameters of their own.
-        trained: which leaves have a gradient.
+        has_gradient: which leaves have a gradient.
     """
 
     def __init__(
         self,
         updates: LeafUpdate,
         groups: Sequence[Group],
-        trained: Trained,
+        has_gradient: Trained,
     ) -> None:
         self._updates = updates
         self._groups = groups
-        self._trained = trained
+        self._has_gradient = has_gradient
         self._members: dict[optree.PyTreeSpec, list[int | None]] = {}
         defaults = updates.defaults
         self._defaults = [updates.replaced(defaults, group.hyper or {}) for group in groups]
@@ -156,7 +159,7 @@ class LeafByLeaf:
             updates: LeafUpdate = self._updates.with_updates(_of_members)
         else:
             updates = _of_members(self._updates)
-        return LeafByLeaf(updates, self._groups, self._trained)
+        return LeafByLeaf(updates, self._groups, self._has_gradient)
 
     def init(self, params: Any) -> Any:
         """Zeros in the shapes of the optimizer's state, for each leaf that is trained."""
@@ -169,6 +172,12 @@ class LeafByLeaf:
                 self._updates.check_divided(names[index], leaf, hyper)
             moments[index] = _placed(self._updates.init(leaf, hyper), leaf, places[index])
         return pytree.unflatten(pytree.structure_of_wholes(spec), moments)
+
+    def trained(self, params: Any) -> Iterator[tuple[str, Tensor]]:
+        """The leaves that are trained, by name."""
+        leaves, spec = pytree.flatten(params)
+        names = names_of(spec)
+        return ((names[at], leaves[at]) for at, _ in self._moved(leaves, spec))
 
     def state_names(self, params: Any) -> dict[str, list[str]]:
         """The names of what `init` makes, by those of the leaves that are trained."""
@@ -195,7 +204,7 @@ class LeafByLeaf:
         self, leaves: Sequence[Tensor], spec: optree.PyTreeSpec
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """The place of each leaf that is trained, and its hyperparameters."""
-        each = zip(leaves, self._members_of(spec), self._trained(spec), strict=True)
+        each = zip(leaves, self._members_of(spec), self._has_gradient(spec), strict=True)
         for index, (leaf, member, flag) in enumerate(each):
             if flag and self._changes(member) and _has_gradient(leaf):
                 yield index, self._hyper(member, {})
@@ -218,6 +227,7 @@ class LeafByLeaf:
         *,
         squares: bool = False,
         in_place: bool = False,
+        unscale: float = 1.0,
     ) -> LeafSteps:
         """The step of each leaf by itself.
 
@@ -228,6 +238,7 @@ class LeafByLeaf:
             hyper: as for `update`.
             squares: find the squares of the gradients' norms, too.
             in_place: write into the leaves and their moments.
+            unscale: what gradients are multiplied with first.
         """
         leaves, spec = pytree.flatten(params)
         self._updates.replaced(self._updates.defaults, hyper)  # refuses those that are wrong
@@ -242,6 +253,7 @@ class LeafByLeaf:
             count,
             squares,
             in_place,
+            unscale,
         )
 
     def _hyper(self, member: int | None, step: Mapping[str, Any]) -> dict[str, Any]:

@@ -147,8 +147,8 @@ def test_anonymous_memory_is_lower_by_what_lies_in_files() -> None:
         output, _ = process.communicate("", timeout=100)
         found[kind], params, states = map(int, output.split())
     assert (params, states) == (32, 64)
-    assert found["params"] <= found["memory"] - 0.95 * params, found
-    assert found["states"] <= found["memory"] - 0.95 * states, found
+    assert found["params"] <= found["memory"] - 0.9 * params, found
+    assert found["states"] <= found["memory"] - 0.9 * states, found
 
 
 def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:

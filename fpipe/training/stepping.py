@@ -1,0 +1,350 @@
+"""The three ways in which a trainer's step goes: they come to the same numbers.
+
+    plain      loss, grads ──► norm ──► clip ──► update            new parameters and state
+    donated    loss, grads ──► norm ──► clip ──► update, leaf by leaf, in place
+    within     each stage is updated where the schedule says so; the norm comes after that, and
+               where it is too great, updates are made again, of clipped gradients
+
+Where the loss is scaled, gradients are divided by the scale before all else. A step whose norm is
+not finite may be left out: parameters and state stay as they are, but for the scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fpipe import pytree
+from fpipe.convention import DEFERRED, PLAIN, STATE
+from fpipe.definition import Definition
+from fpipe.errors import FpipeError
+from fpipe.execute.gradient_squares import home_of
+from fpipe.execute.run_result import RunResult
+from fpipe.inputs.ambient import is_within
+from fpipe.inputs.params import Move
+from fpipe.pipelines import Pipeline, engine_of
+from fpipe.torch_internals import innermost_value, is_transformed
+from fpipe.training.donation import check_donated
+from fpipe.training.loss_scaling import LossScaling
+from fpipe.training.train_step import (
+    TrainState,
+    TrainStep,
+    TrainStepAux,
+    TrainStepState,
+    TrainStepStateAux,
+)
+from fpipe.training.trees import LeafByLeaf, LeafSteps, Rule
+from fpipe.transforms.norms import global_norm, scale_of, scaled_to
+
+Clip = Literal["validate", "wait"]
+CLIPS: Final = ("validate", "wait")
+
+
+class Settings(NamedTuple):
+    """What a trainer was made with.
+
+    Attributes:
+        pipe: computes loss and gradients.
+        rule: makes parameters and state of the next step.
+        max_norm: what gradients are clipped to; None where nobody asks for their norm.
+        clip: as for `fpipe.train`.
+        donate: as for `fpipe.train`.
+        skips: leaves out steps that are not finite.
+        averages: the state has averages of the parameters.
+        scaling: of the loss; None for none.
+    """
+
+    pipe: Pipeline
+    rule: Rule
+    max_norm: float | None
+    clip: Clip = "validate"
+    donate: bool = False
+    skips: bool = False
+    averages: bool = False
+    scaling: LossScaling | None = None
+
+    @property
+    def definition(self) -> Definition:
+        """Of the pipeline."""
+        return engine_of(self.pipe).definition
+
+    def rule_within(self, hyper: Sequence[Any]) -> LeafByLeaf | None:
+        """The rule, if stages can be updated within the step; None if all are updated after it.
+
+        All ranks find the same: the parameters of some say nothing about it.
+
+        Args:
+            hyper: values of hyperparameters.
+        """
+        definition = self.definition
+        plain = (
+            self.clip != "wait"
+            and not self.donate
+            and definition.convention in (PLAIN, STATE, DEFERRED)
+            and definition.reduction != "weighted"
+            and definition.devices is None
+            and not definition.loss_shape
+        )
+        if not plain or is_within() or _is_differentiated(hyper):
+            return None
+        return self.rule if isinstance(self.rule, LeafByLeaf) else None
+
+
+class Call(NamedTuple):
+    """What a step is called with.
+
+    Attributes:
+        params: as for `Trainer.step`.
+        state: as for `Trainer.step`.
+        arguments: as for `Trainer.step`.
+        key: as for `Trainer.step`.
+        named: of the arguments, those that came by name.
+        hyper: hyperparameters of this step.
+    """
+
+    params: Any
+    state: TrainState
+    arguments: Sequence[Any]
+    key: Tensor | None
+    named: Mapping[str, Any]
+    hyper: Mapping[str, Any]
+
+    @property
+    def scale(self) -> float:
+        """What the loss is multiplied with."""
+        return 1.0 if self.state.scale is None else float(self.state.scale.scale)
+
+
+def step(settings: Settings, call: Call) -> Any:
+    """What `Trainer.step` returns."""
+    _check_scale(settings, call)
+    if settings.donate:
+        return _donated(settings, call)
+    rule = settings.rule_within(list(call.hyper.values()))
+    return _plain(settings, call) if rule is None else _within(settings, rule, call)
+
+
+def _plain(settings: Settings, call: Call) -> Any:
+    """A step that updates all stages at its end."""
+    params, state = call.params, call.state
+    result = _gradients(settings, call)
+    grads, norm = result.grads, None
+    if settings.scaling is not None:
+        grads = scaled_to(grads, torch.tensor(1 / call.scale, dtype=torch.float64))
+    if settings.max_norm is not None:
+        norm = _norm(settings.pipe, grads)
+        if _is_left_out(settings, norm):
+            return _beside(settings, result, params, _after(settings, state, None), norm)
+        grads = scaled_to(grads, scale_of(norm, settings.max_norm))
+    tracked = _is_differentiated([result.loss, *call.hyper.values()])
+    with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
+        count = number_of(state.steps)
+        moved, moments = settings.rule.update(grads, state.moments, params, count, call.hyper)
+    return _beside(settings, result, moved, _after(settings, state, moments), norm)
+
+
+def _donated(settings: Settings, call: Call) -> Any:
+    """A step that writes into parameters and state, when all gradients are there."""
+    rule, engine, params, state = settings.rule, engine_of(settings.pipe), call.params, call.state
+    assert isinstance(rule, LeafByLeaf)
+
+    def read() -> LeafSteps:
+        check_donated(params, call.hyper.values())
+        before = number_of(state.steps)
+        return rule.step(state.moments, params, before, call.hyper, in_place=True)
+
+    with torch.no_grad():
+        steps = engine.told("step", read)
+        result = _gradients(settings, call)
+        loss, grads = result.loss, [result.grads]
+        model_state, aux = _model_state_and_aux(settings, result)
+        del result  # which has the gradients
+        scale, norm, skips = torch.tensor(1 / call.scale, dtype=torch.float64), None, False
+        if settings.max_norm is not None:
+            norm = _norm(settings.pipe, grads[0]) / call.scale
+            skips = _is_left_out(settings, norm)
+            scale = scale * scale_of(norm, settings.max_norm).to(scale.device)
+        if not skips:
+            steps.write_all(grads, None if bool((scale == 1).all()) else scale)
+        after = _after(settings, state, None if skips else state.moments)
+        state.steps.copy_(after.steps)
+        if state.scale is not None and after.scale is not None:
+            for old, new in zip(state.scale, after.scale, strict=True):
+                old.copy_(new)
+        return _returned(settings, loss, params, state, norm, model_state, aux)
+
+
+def _within(settings: Settings, rule: LeafByLeaf, call: Call) -> Any:
+    """A step in which each stage is updated as soon as its gradients are whole.
+
+    The norm is known only when those of all ranks are. Where it turns out to be too great, the
+    updates are made again, of clipped gradients.
+    """
+    params, state, scale = call.params, call.state, call.scale
+    clips = settings.max_norm is not None
+    steps: list[LeafSteps] = []
+
+    def read() -> tuple[Sequence[Any], Move]:
+        count = number_of(state.steps)
+        own = rule.step(
+            state.moments, params, count, call.hyper, squares=clips, unscale=1 / call.scale
+        )
+        steps.append(own)
+        return own.states, own.move
+
+    with torch.no_grad():
+        outcome = engine_of(settings.pipe).run_updating(
+            read,
+            params,
+            *call.arguments,
+            key=call.key,
+            clips=clips,
+            scale=scale,
+            **call.named,
+        )
+        [own] = steps
+        moved = outcome.updates()
+        norm, grads = outcome.norm, None
+        if outcome.leaves_gradients() or (clips and norm is None):
+            grads = outcome.take_grads()
+            own.move_others(moved, grads)
+        if settings.max_norm is not None:
+            if norm is None:  # of DTensors, whose parts are counted over their mesh
+                norm = global_norm(grads, pipe=settings.pipe) / scale
+            norm = norm.to(home_of(own.leaves))
+            if _is_left_out(settings, norm):
+                return _finished(settings, outcome, params, _after(settings, state, None), norm)
+            clip = scale_of(norm, settings.max_norm)
+            if not bool(clip == 1):
+                grads = scaled_to(outcome.take_grads() if grads is None else grads, clip / scale)
+                update = rule.update(grads, state.moments, params, own.before, call.hyper)
+                after = _after(settings, state, update[1])
+                return _finished(settings, outcome, update[0], after, norm)
+        values, moments = own.trees(moved)
+        return _finished(settings, outcome, values, _after(settings, state, moments), norm)
+
+
+def _gradients(settings: Settings, call: Call) -> Any:
+    """What `Pipeline.step` returns, with the gradients of the scaled loss."""
+    pipe = settings.pipe
+    if settings.scaling is None:
+        return pipe.step(call.params, *call.arguments, key=call.key, **call.named)
+    engine = engine_of(pipe)
+    arguments, key = engine.in_order("step", tuple(call.arguments), call.key, call.named)
+    return engine.step(call.params, *arguments, key=key, scale=call.scale)
+
+
+def _check_scale(settings: Settings, call: Call) -> None:
+    """Refuse to scale the loss where that cannot be.
+
+    Raises:
+        FpipeError: the state is that of another trainer, or a transform is at work.
+    """
+    if (settings.scaling is None) != (call.state.scale is None):
+        which = "without" if call.state.scale is None else "with"
+        raise FpipeError(
+            f"state is that of a trainer {which} loss_scale=: make one by trainer.init(params), or "
+            "read it by trainer.load"
+        )
+    if settings.scaling is not None and is_within():
+        raise FpipeError(
+            "loss_scale= within a transform of torch.func: make the trainer without it"
+        )
+
+
+def _is_left_out(settings: Settings, norm: Tensor) -> bool:
+    """Whether parameters and state stay as they are; all ranks have the same norm."""
+    if not settings.skips:
+        return False
+    if is_transformed(norm):
+        raise FpipeError(
+            "skip_nonfinite=True within a transform of torch.func, in which no step can be "
+            "left out: make the trainer without it"
+        )
+    return not bool(norm.isfinite())
+
+
+def _after(settings: Settings, state: TrainState, moments: Any) -> TrainState:
+    """The state after a step; moments are None after one that is left out."""
+    scale, left_out = state.scale, moments is None
+    if settings.scaling is not None and scale is not None:
+        scale = settings.scaling.after(scale, finite=not left_out)
+    if left_out:
+        return state._replace(scale=scale)
+    return TrainState(state.steps + 1, moments, scale)
+
+
+def _norm(pipe: Pipeline, grads: Any) -> Tensor:
+    """The norm of the gradients; of an ensemble's, one for each member."""
+    if engine_of(pipe).definition.alone is None:
+        return global_norm(grads, pipe=pipe)
+    members = len(pytree.flatten(grads)[0][0])
+    parts = (pytree.tree_map(lambda g, m=m: g[m], grads) for m in range(members))
+    return torch.stack([global_norm(part, pipe=pipe) for part in parts])
+
+
+def _beside(
+    settings: Settings, result: Any, params: Any, state: TrainState, norm: Tensor | None
+) -> Any:
+    """What a step returns of what the pipeline has returned."""
+    more = _model_state_and_aux(settings, result)
+    return _returned(settings, result.loss, params, state, norm, *more)
+
+
+def _model_state_and_aux(settings: Settings, result: Any) -> tuple[Any, Any]:
+    kind = settings.definition
+    return (
+        result.state if kind.has_state else None,
+        result.aux if kind.has_aux else None,
+    )
+
+
+def _finished(
+    settings: Settings, outcome: RunResult, params: Any, state: TrainState, norm: Tensor | None
+) -> Any:
+    """What a step returns that has updated its stages."""
+    loss, *more = outcome.without_grads()
+    return _returned(settings, loss, params, state, norm, *more)
+
+
+def _returned(
+    settings: Settings,
+    loss: Tensor,
+    params: Any,
+    state: TrainState,
+    norm: Tensor | None,
+    model_state: Any,
+    aux: Any,
+) -> Any:
+    """The named tuple of all that the pipeline declares."""
+    kind = settings.definition
+    common = (loss, params, state, norm)
+    if kind.has_state and kind.has_aux:
+        return TrainStepStateAux(*common, model_state, aux)
+    if kind.has_state:
+        return TrainStepState(*common, model_state)
+    return TrainStepAux(*common, aux) if kind.has_aux else TrainStep(*common)
+
+
+def number_of(count: Tensor) -> int:
+    """The number of steps, which the members of an ensemble have in common.
+
+    Raises:
+        FpipeError: they have not.
+    """
+    counts = innermost_value(count).flatten()
+    number = int(counts[0])
+    if not bool((counts == number).all()):
+        raise FpipeError(
+            f"state.steps is {counts.tolist()}: members of an ensemble must have made as many steps"
+        )
+    return number
+
+
+def _is_differentiated(values: Sequence[Any]) -> bool:
+    """Whether a transform or autograd wants the history of a step."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return any(value.requires_grad or is_transformed(value) for value in tensors)
