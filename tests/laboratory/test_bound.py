@@ -71,7 +71,7 @@ def test_it_is_exact_where_one_microbatch_fits() -> None:
     assert lower_bound((0, 1), 3, UNIT, memory=1) == best((0, 1), 3, UNIT, 1) == 15
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("cost", [UNIT, Cost(10, 12, 8), Cost(2, 1, 1), Cost(1, 1, 1, comm=2)])
 def test_no_family_beats_it(ranks: int, cost: Cost) -> None:
     for name in schedules.FAMILIES:

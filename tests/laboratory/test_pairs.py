@@ -52,7 +52,7 @@ def pairs_of(timeline: Timeline) -> list[Place]:
     ]
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(case=paired())
 def test_simulation_agrees_with_one_that_relaxes_rules(case: tuple[Schedule, Cost]) -> None:
     schedule, cost = case

@@ -67,8 +67,9 @@ def test_a_search_finds_the_best_choice_and_order_of_all(
     assert again.makespan == result.value and max(again.peak) <= memory + 1e-9
 
 
-@pytest.mark.parametrize("placement", ["linear", "looped", "v"])
-@pytest.mark.parametrize("memory", [1.5, 2.5])
+@pytest.mark.parametrize(
+    ("placement", "memory"), [("linear", 1.5), ("linear", 2.5), ("looped", 2.5), ("v", 1.5)]
+)
 def test_no_uniform_choice_and_no_first_stages_are_better(placement: Any, memory: float) -> None:
     cost = Cost(f=1, i=1.2, w=0.8, b=1.9, comm=0.1, kept=0.1)
     arguments: dict[str, Any] = {
