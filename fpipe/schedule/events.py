@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from fpipe.schedule.action import COMPUTE_OPS, SHARDING_OPS, Action, Op
 from fpipe.schedule.cost import Cost
@@ -26,6 +26,9 @@ def is_beside(event: Event, cost: Cost | None) -> bool:
     """Whether a simulated event runs in the lane of collectives, beside what its rank does."""
     lane = cost is not None and cost.collective_lane
     return lane and event.action.op in SHARDING_OPS and event.end > event.start
+
+
+_IN_LANE: Final = frozenset({Op.UNSHARD, Op.REDUCE_GRAD})
 
 
 def partners(row: Sequence[Event], cost: Cost | None) -> dict[int, int]:
@@ -200,7 +203,8 @@ def waits_of(
         for at, event in enumerate(row):
             source: Position | None = None
             ready = begun
-            beside = is_beside(event, cost)
+            # One that takes no time waits for the lane too, and its rank does not wait for it.
+            beside = cost is not None and cost.collective_lane and event.action.op in _IN_LANE
             # An UPDATE waits for the reduction of its stage, what computes for its gathering.
             of_stage = reductions if event.action.op == Op.UPDATE else gathers
             partner = together.get(at, at)

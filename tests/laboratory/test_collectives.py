@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,14 @@ def test_the_cost_of_collectives_is_written_and_read(tmp_path: Path) -> None:
 def test_a_lane_is_there_or_not(value: Any) -> None:
     with pytest.raises(ScheduleError, match="collective_lane"):
         Cost(f=1, i=1, w=1, collective_lane=value)
+
+
+def test_no_rank_waits_for_a_collective_that_takes_no_time() -> None:
+    """It waits for those before it in the lane, and was taken for work of the rank's."""
+    rows = "0F0 1F0 2F0 2B0 2REDUCE_GRAD 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD"
+    cost = Cost(f=1, i=0, w=0, b=1, reduce_grad=[0, 0, 5], collective_lane=True)
+    timeline = simulate(Schedule.from_text(rows), cost)
+    path = timeline.critical_path
+    assert all(before.end <= after.start for before, after in pairwise(path))
+    walked = " ".join(str(event.action) for event in path)
+    assert walked == "0F0 1F0 2F0 2B0 2REDUCE_GRAD 1REDUCE_GRAD 0REDUCE_GRAD"
