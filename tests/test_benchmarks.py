@@ -15,12 +15,15 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import fpipe
 from benchmarks import contest, memory
 from benchmarks.efficiency import run as efficiency
+from benchmarks.flops import flops_of_token, peak_of
 from benchmarks.harness import WARMUP, Report, Timings, add_arguments, interleave
-from benchmarks.models import blocks, init_blocks, mean_square
+from benchmarks.models import blocks, init_blocks, mean_square, trainable
 from benchmarks.overhead.alone import lone_process_group
 from benchmarks.overhead.problem import make_problem
 from benchmarks.ranks import greatest, interleave_ranks, on_ranks
@@ -229,6 +232,35 @@ def test_split_runs(tmp_path: Path) -> None:
         "benchmarks.split.run", tmp_path, *options, "--microbatches", "2", "--uncompiled"
     )
     assert [row[0] for row in report["rows"]] == ["compiled autograd", "F+B", "F+I+W"]
+    assert all(0 < row[5] < 100 for row in report["rows"])  # MFU
+
+
+@with_peer
+def test_gpt_runs(tmp_path: Path) -> None:
+    size = {"layers": 1, "width": 64, "length": 8, "vocabulary": 32, "rows": 1, "microbatches": 2}
+    options = [part for name, value in size.items() for part in (f"--{name}", str(value))]
+    report = run_benchmark("benchmarks.gpt.run", tmp_path, *options, "--uncompiled")
+    assert [row[0] for row in report["rows"]] == ["torch, compiled", "fpipe"]
+    assert all(0 < row[5] < 100 for row in report["rows"])
+    assert report["settings"]["MFU"] == "tokens/s x (6 N + 12 layers width length) / peak"
+
+
+def test_flops_of_a_step_are_those_that_torch_counts() -> None:
+    width, length, layers = 64, 8, 2
+    params = init_blocks(layers, width, torch.device("cpu"), torch.float32)
+    x = torch.ones(3, length, width)
+    weights = trainable(params)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        # That of the batch too: all but the first block have such a gradient.
+        mean_square(blocks(weights, x.requires_grad_()), x).backward()
+    matrices = sum(leaf.numel() for block in params for leaf in block.values() if leaf.ndim == 2)
+    expected = 3 * length * flops_of_token(matrices, layers, width, length)
+    assert counter.get_total_flops() == expected
+
+
+def test_the_peak_is_measured_where_no_maker_tells() -> None:
+    peak, source = peak_of(torch.device("cpu"), torch.float32, side=64)
+    assert peak > 0 and source == "measured, products of 64 x 64 matrices"
 
 
 def test_ensemble_runs(tmp_path: Path) -> None:

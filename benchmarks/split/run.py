@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import fpipe
+from benchmarks.flops import FORMULA, flops_of_token, peak_of
 from benchmarks.harness import (
     Cell,
     Report,
@@ -147,7 +148,9 @@ def check(steps: dict[str, Step], params: list[Block], tolerance: float) -> None
                 assert difference < tolerance, f"{name}: {leaf} differs by {difference:.1e}"
 
 
-def measure(size: Size, device: torch.device, rounds: int, compile: bool) -> list[list[Cell]]:
+def measure(
+    size: Size, device: torch.device, peak: float, rounds: int, compile: bool
+) -> list[list[Cell]]:
     """The rows of the table."""
     generator = torch.Generator(device).manual_seed(1)
     rows = size.rows * size.microbatches
@@ -179,12 +182,16 @@ def measure(size: Size, device: torch.device, rounds: int, compile: bool) -> lis
         after_f[name] = held_after(program, "0F0")
         if pattern == "FIW":
             after_i[name] = held_after(program, "0I0")
+    matrices = sum(leaf.numel() for block in params for leaf in block.values() if leaf.ndim == 2)
+    flops = rows * size.length * flops_of_token(matrices, size.depth, size.width, size.length)
     return [
         [
             name,
             timings.median(name) / size.microbatches * 1e3,
             timings.ratio(name, "compiled autograd"),
             timings.ratio(name, "F+B"),
+            flops / timings.median(name) / 1e12,
+            100 * flops / timings.median(name) / peak,
             after_f[name] / 2**20,
             after_i[name] / 2**20 if name in after_i else None,
             peak_bytes(run, device),
@@ -198,6 +205,8 @@ COLUMNS: Final = (
     "ms a microbatch",
     "/ compiled autograd",
     "/ F+B",
+    "TFLOP/s",
+    "MFU, %",
     "MiB held after F",
     "MiB held after I",
     "MiB peak",
@@ -223,7 +232,8 @@ def main() -> None:
     size = SIZES[arguments.device]
     given = {name: getattr(arguments, name) for name in SHAPES}
     size = size._replace(**{name: value for name, value in given.items() if value is not None})
-    rows = measure(size, device, arguments.rounds, not arguments.uncompiled)
+    peak, source = peak_of(device, size.dtype)
+    rows = measure(size, device, peak, arguments.rounds, not arguments.uncompiled)
     report = Report(
         title="A backward pass in one piece and in two",
         command=command("benchmarks.split.run"),
@@ -231,6 +241,8 @@ def main() -> None:
         settings={
             **{name: str(value).removeprefix("torch.") for name, value in size._asdict().items()},
             "rounds": arguments.rounds,
+            "MFU": FORMULA,
+            "peak": f"{peak / 1e12:.3g} TFLOP/s ({source})",
         },
         columns=COLUMNS,
         rows=rows,
