@@ -9,6 +9,7 @@
 #   make models     Hugging Face models, compiled, against themselves without a pipeline
 #   make layers     layers and operations of torch, compiled, against themselves uncompiled
 #   make emulate    the tests of CUDA, on a device that is made of the CPU
+#   make device     what only a GPU can show, in eight minutes; results in build/device
 #   make reference  the docstrings of all public names as pages, in build/reference
 #   make lint       ruff and mypy alone
 #   make format     let ruff rewrite the files
@@ -38,7 +39,7 @@ ROUNDS ?= 300
 COUNT ?= 1000
 SEED ?= 0
 
-.PHONY: test demo examples soak programs models layers emulate reference lint format clean
+.PHONY: test demo examples soak programs models layers emulate device reference lint format clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml constraints.txt
@@ -71,6 +72,9 @@ layers: $(STAMP)
 
 emulate: $(STAMP)
 	$(BIN)/python -m pytest -p tests.device.emulated -m "cuda and not real_device"
+
+device: $(STAMP)
+	$(BIN)/python -m tests.device.campaign
 
 reference: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
