@@ -13,6 +13,7 @@ This module imports Triton; with ``TRITON_INTERPRET=1`` in the environment it ru
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Final, NamedTuple
 
 import torch
@@ -65,17 +66,19 @@ def add_product(so_far: Tensor, a: Tensor, b: Tensor, config: Config) -> Tensor:
     # Triton's interpreter, which is numpy, takes the bits of bfloat16 for integers.
     widen = bool(triton.knobs.runtime.interpret) and a.dtype is torch.bfloat16
     if tiles:
-        _add_product[(tiles,)](
-            *(so_far, a, b, total, rows, columns, depth),
-            *(so_far.stride() + a.stride() + b.stride() + total.stride()),
-            WIDEN=widen,
-            ROWS=config.rows,
-            COLUMNS=config.columns,
-            DEPTH=config.depth,
-            GROUP=GROUP,
-            num_warps=config.warps,
-            num_stages=config.stages,
-        )
+        # Triton launches on the current device, wherever the matrices lie.
+        with torch.cuda.device(so_far.device) if so_far.is_cuda else nullcontext():
+            _add_product[(tiles,)](
+                *(so_far, a, b, total, rows, columns, depth),
+                *(so_far.stride() + a.stride() + b.stride() + total.stride()),
+                WIDEN=widen,
+                ROWS=config.rows,
+                COLUMNS=config.columns,
+                DEPTH=config.depth,
+                GROUP=GROUP,
+                num_warps=config.warps,
+                num_stages=config.stages,
+            )
     return total
 
 

@@ -67,7 +67,7 @@ def choices() -> dict[str, Any]:
         Operand((5, 3), (1, 5), small),
         Operand((3, 4), (4, 1), small),
         torch.device("cpu"),
-        {},
+        compiler._OPTIONS,
     )
     plain, measured = wgrad_kernel.add_product, wgrad_sums._measured.__wrapped__
     state = torch.get_rng_state()
