@@ -49,7 +49,8 @@ class Pipeline(Loadable):
         raise FpipeError(
             f"{self!r} cannot be copied or pickled, for its code and connections are this "
             "process's: make another of the same functions and schedule where it is needed, and "
-            "keep it out of objects that are copied, such as modules"
+            "keep it out of objects that are copied, such as modules. To go on later save "
+            "parameters and state, with torch.save or trainer.save, and pipe.schedule.to_json()"
         )
 
     def step(self, params: Any, *arguments: Any, key: Tensor | None = None, **named: Any) -> Any:
@@ -188,7 +189,8 @@ class Pipeline(Loadable):
         ``program.peak_bytes`` is what the rank will hold at most, beside parameters and batch.
         Tensors on the meta device will do; a step on real tensors of those shapes, which lie on the
         CPU or on the devices of the pipeline, then runs these programs. They depend on no key:
-        it may be left out.
+        it may be left out. Over a process group it is a collective, as a step is: every rank calls
+        it, outside of any ``if rank == 0``, and one may print what it returns.
         """
         return self._engine.programs("step", params, *arguments, key=key, **named)
 

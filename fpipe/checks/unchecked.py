@@ -23,10 +23,14 @@ _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.mv.default, ate
 """Products whose dtypes torch does not compare on abstract tensors; it does for all others."""
 
 
-class Unchecked(Seeing):
-    """Refuses products of two dtypes, writes that overlap, and views beyond the memory.
+_OF_TARGETS = frozenset({aten.nll_loss_forward.default, aten.nll_loss2d_forward.default})
+"""Losses whose targets are numbers of classes, in what cross entropy comes to."""
 
-    A product raises `RuntimeError`, as it does in torch, and the others are `Untraceable`.
+
+class Unchecked(Seeing):
+    """Refuses wrong dtypes of products and labels, writes that overlap, views beyond the memory.
+
+    Products and targets raise `RuntimeError`, as in torch, and the others are `Untraceable`.
     """
 
     def __torch_dispatch__(
@@ -40,6 +44,8 @@ class Unchecked(Seeing):
         options = kwargs or {}
         if func in _PRODUCTS:
             _check_dtypes(func, pytree.flatten((args, dict(options)))[0])
+        elif func in _OF_TARGETS:
+            _check_target(args[1])
         elif func is aten.as_strided.default:
             _check_reach(*args, **options)
         elif func._schema.is_mutable and torch.Tag.inplace_view not in func.tags:
@@ -54,6 +60,15 @@ def _check_dtypes(func: torch._ops.OpOverload, leaves: Iterable[Any]) -> None:
         raise RuntimeError(
             f"{func} multiplies or adds {names}: give the parameters and the batch one "
             "dtype, or convert one of them with .to()"
+        )
+
+
+def _check_target(target: Tensor) -> None:
+    if target.dtype not in (torch.int64, torch.uint8):
+        name = str(target.dtype).removeprefix("torch.")
+        raise RuntimeError(
+            f"the labels of a cross entropy are {name}: numbers of classes must be int64, as "
+            "labels.long() makes them"
         )
 
 

@@ -212,7 +212,8 @@ def _search(options: argparse.Namespace) -> None:
         form = _OUTPUTS.get(Path(options.output).suffix)
         if form is None:
             raise ScheduleError(
-                f"--output {options.output}: the suffix must be one of {', '.join(_OUTPUTS)}"
+                f"--output {options.output}: the suffix must be one of {', '.join(_OUTPUTS)}; a "
+                "picture is an .svg, or an .html page"
             )
         _check_output(Path(options.output))  # before it searches, not after
     cost = cost_of(options)

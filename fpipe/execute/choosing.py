@@ -55,6 +55,7 @@ def controller_of(definition: Definition, reader: Reader, workshop: Workshop) ->
         modes=definition.modes,
         data=definition.data,
         offload=definition.offload,
+        in_dims=definition.in_dims,
     )
 
     if definition.group is None:

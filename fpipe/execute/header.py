@@ -158,10 +158,12 @@ def check_calls(headers: Sequence[Header]) -> None:
     rank = odd_one_out(calls)
     if rank is not None:
         other = next(call for call in calls if call != calls[rank])
+        asked = next((CALLS[call] for call in calls if CALLS[call] in PROGRAMS.values()), None)
+        more = f"; {asked} too, and one may print what it returns" if asked is not None else ""
         raise refusal(
             rank,
             f"rank {rank} called {CALLS[calls[rank]]}, but others called {CALLS[other]}: all ranks "
-            "must call the same method",
+            f"must call the same method{more}",
         )
 
 

@@ -6,6 +6,7 @@ other what they were given.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
@@ -19,6 +20,8 @@ from fpipe import pytree
 from fpipe.errors import BatchError
 from fpipe.inputs.ambient import Ambient
 from fpipe.inputs.batch import SplitBatch
+
+log = logging.getLogger("fpipe")
 
 Goal = Literal["step", "value", "forward", "update", "clip"]
 """What is asked for: loss and gradients, the loss alone, or the last stage's output; a step whose
@@ -128,6 +131,34 @@ class Signature(NamedTuple):
     def sizes(self) -> list[int]:
         """The rows of a microbatch of each kind; one where a replica has none."""
         return [max(1, self.rows[first]) for first in firsts(self.kinds)]
+
+
+def warn_of_other_rows(signature: Signature) -> None:
+    """Warn of leaves whose rows seem to lie along dimension 1, and which were split along 0.
+
+    Such are position ids of shape [3, rows, tokens], beside tokens of shape [rows, tokens], if
+    there happen to be as many rows as the first dimension has.
+    """
+    total = sum(signature.rows)
+    for rows, batch in zip(signature.sizes(), signature.batch, strict=True):
+        shapes = dict(
+            zip(pytree.paths(batch.spec), (leaf.shape for leaf in batch.leaves), strict=True)
+        )
+        for path, shape in shapes.items():
+            split_so = len(shape) > 2 and shape[:2] == (rows, total) and rows != total
+            if not split_so or shape[1] == shape[2]:
+                continue
+            like = [other for other, its in shapes.items() if its == (rows, *shape[2:])]
+            if like:
+                log.warning(
+                    "batch%s of shape %s is split along dimension 0, but each of its %d entries "
+                    "there has the shape of batch%s: if its rows lie along dimension 1, name that "
+                    "with in_dims, or None where all microbatches read the whole",
+                    path,
+                    (total, *shape[1:]),
+                    total,
+                    like[0],
+                )
 
 
 def brought_to(signature: Signature, device: torch.device) -> Signature:

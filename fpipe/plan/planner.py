@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import optree
 import torch
@@ -27,6 +27,7 @@ from fpipe.inputs.signature import (
     in_words,
     is_differentiable,
     refuse_without_data,
+    warn_of_other_rows,
 )
 from fpipe.pieces.stage_code import StageCode
 from fpipe.plan.latest import Latest
@@ -69,6 +70,7 @@ class Planner:
         modes: as in the definition.
         data: as in the definition.
         offload: as in the definition.
+        in_dims: as in the definition.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Planner:
         modes: Callable[[], Hashable],
         data: Data | None = None,
         offload: Offload | None = None,
+        in_dims: Any = None,
     ) -> None:
         self._workshop = workshop
         self._schedule = schedule
@@ -98,6 +101,8 @@ class Planner:
         self._lower = lower
         self._sink = sink
         self._modes = modes
+        # Whoever names dimensions by leaf has looked at each.
+        self._warns_of_rows = in_dims == 0 and isinstance(in_dims, int)
         self.plans: Latest[Signature, Plan] = Latest()
         self._readers: dict[tuple[int, int], set[int]] = {}
         self._traced: Counter[Goal] = Counter()
@@ -152,6 +157,8 @@ class Planner:
             _in_words(signature),
             self._why(local, traces=traces),
         )
+        if self._warns_of_rows and traces:
+            warn_of_other_rows(signature)
         with held_back():
             made = self._workshop(signature)
         differentiates = signature.goal == "step"

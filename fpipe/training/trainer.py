@@ -53,7 +53,16 @@ class Trainer(Savable):
         Returns:
             A `TrainState`. Its tensors lie where their parameters do. What the first step makes by
             itself, as a momentum, is 0 until then.
+
+        Raises:
+            FpipeError: in one process, the optimizer changes none of the parameters.
         """
+        rule, alone = self._rule, self.pipe.rank is None
+        if alone and isinstance(rule, LeafByLeaf) and not any(map(bool, rule.trained(params))):
+            raise FpipeError(
+                "params has nothing that the optimizer changes: it has no floating-point tensor, "
+                "or trainable= of the pipeline and groups= of fpipe.train leave all as they are"
+            )
         count, scaling = torch.zeros((), dtype=torch.int64, device="cpu"), self._settings.scaling
         if scaling is not None and isinstance(self._rule, LeafByLeaf):
             check_scaled(self._rule.trained(params))

@@ -212,6 +212,7 @@ def test_a_rank_that_asks_for_programs_is_named(crew: Crew) -> None:
     answers = values(crew.run(actors.programs_and_step, ranks=range(2)))
     for error in failures(answers, 0):
         assert "rank 1 called pipe.programs, but others called pipe.step" in error.text
+        assert "same method; pipe.programs too, and one may print" in error.text
     assert_good(answers, 1)
 
 

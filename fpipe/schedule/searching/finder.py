@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -58,6 +59,8 @@ from fpipe.schedule.searching.windows import reorder_windows
 from fpipe.schedule.simulator import simulate
 from fpipe.schedule.verifier import check_schedule, verify
 from fpipe.schedule.whole_stage import with_whole_stage
+
+log = logging.getLogger("fpipe")
 
 _LEAST_EFFORT = 2_000  # of a bound, as that of `timeline.bound`
 _END = 1.2  # the time of making the result, in runs of the list scheduler
@@ -188,6 +191,12 @@ def search(
             placement, ranks, None if cut else _stages_per_rank(ranks, cost)
         )
     if start is not None:
+        if placement is None:
+            log.warning(
+                "the search keeps the placement of start, %s: leave start out to search others, or "
+                "give placement=start.placement to say so",
+                start.placement,
+            )
         placement = _check_start(start, microbatches, placement)
     if not cut:
         _refuse_endless(ranks, microbatches, cost, placement, seconds)
