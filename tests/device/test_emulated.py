@@ -15,6 +15,9 @@ ROOT: Final = Path(__file__).parents[2]
 
 # Two ranks; where everything lies, that nobody waits, that copies overlap; `make emulate` runs all.
 CHOSEN: Final = (
+    "test_offload.py::test_gradients_come_to_the_cpu[zbv]",
+    "test_offload.py::test_an_optimizer_updates_on_the_cpu[options1]",
+    "test_offload.py::test_one_function_whose_stages_share_a_parameter",
     "test_over_ranks.py::test_ranks[2]",
     "test_over_ranks.py::test_the_device_that_a_group_is_bound_to",
     "test_over_ranks.py::test_a_transport_that_is_dropped_waits_for_its_last_messages",

@@ -230,7 +230,7 @@ def test_two_devices_compute_at_once(family: str, monkeypatch: pytest.MonkeyPatc
     pipe.step(params, model.batch)
     took = {Op.F: 1.0, Op.I: 1.0, Op.W: 1.0, Op.B: 2.0}
 
-    def load(program: Any, *arguments: Any) -> Any:
+    def load(program: Any, *arguments: Any, **options: Any) -> Any:
         stream: Any = torch.cuda.current_stream(devices[program.rank])
 
         def wrap(call: Any, action: Any) -> Any:
@@ -240,7 +240,7 @@ def test_two_devices_compute_at_once(family: str, monkeypatch: pytest.MonkeyPatc
 
             return timed
 
-        return interpreter.load(instrument(program, wrap), *arguments)
+        return interpreter.load(instrument(program, wrap), *arguments, **options)
 
     monkeypatch.setattr("fpipe.execute.single.load", load)
     streams: Any = [torch.cuda.current_stream(device) for device in devices]
