@@ -39,8 +39,7 @@ from fpipe.inputs.batch import SplitBatch
 from fpipe.inputs.keys import Words, as_number
 from fpipe.inputs.params import Parameters
 from fpipe.inputs.signature import Goal, Signature, TreeShape, batch_shapes
-from fpipe.plan.latest import Latest
-from fpipe.plan.plan import Plan
+from fpipe.plan.plan import Latest, Plan
 from fpipe.plan.planner import Planner
 from fpipe.program.program import Program, describe
 from fpipe.recording import ACTIVE

@@ -30,8 +30,7 @@ from fpipe.inputs.signature import (
     warn_of_other_rows,
 )
 from fpipe.pieces.stage_code import StageCode
-from fpipe.plan.latest import Latest
-from fpipe.plan.plan import Plan
+from fpipe.plan.plan import Latest, Plan
 from fpipe.plan.replicated import gathered, replicas_of
 from fpipe.plan.workshop import Made, Workshop
 from fpipe.program.offloading import Offloading

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe import Schedule, pytree, schedules
-from fpipe.plan.latest import Latest
+from fpipe.plan.plan import Latest
 from tests.custom_model import WrongWithCtx, with_cuts
 from tests.custom_model import make_batch as custom_batch
 from tests.custom_model import make_params as custom_params

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fpipe
 from fpipe import BatchError, Microbatches, Schedule, pytree, random, schedules
-from fpipe.plan.latest import Latest
+from fpipe.plan.plan import Latest
 from tests.laid_out import laid_out
 from tests.models import assert_same, rand
 
