@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fpipe import Cost, Schedule, ScheduleError, Timeline, schedules, simulate
+from fpipe import Cost, Schedule, ScheduleError, Timeline, schedules, search, simulate
 
 SPACE = "{http://www.w3.org/2000/svg}"
 SIZES = [("one_f_one_b", 4, 16), ("zbv", 4, 16), ("one_f_one_b", 16, 64), ("zbv", 16, 64)]
@@ -159,6 +159,8 @@ def test_notebooks_show_a_picture_unless_it_is_huge() -> None:
     assert schedule._repr_svg_() == schedule.to_svg()
     timeline = simulate(schedule, Cost(1, 1, 1))
     assert timeline._repr_svg_() == timeline.to_svg()
+    result = search(ranks=2, microbatches=2, cost=Cost(1, 1, 1), iterations=1)
+    assert result._repr_svg_() == result.timeline.to_svg()
     huge = schedules.gpipe(ranks=2, microbatches=6000)
     assert huge._repr_svg_() is None
     assert simulate(huge, Cost(1, 1, 1))._repr_svg_() is None

@@ -97,6 +97,10 @@ class SearchResult:
             raise ScheduleError("no named family fits this placement and memory: compare by hand")
         return self.shaken.mean / self.best_family.mean - 1
 
+    def _repr_svg_(self) -> str | None:
+        """The timeline of the schedule, in a notebook."""
+        return self.timeline._repr_svg_()
+
     def __repr__(self) -> str:
         return (
             f"<SearchResult {self.objective} {self.value:g}, bound {self.bound:g}, "
