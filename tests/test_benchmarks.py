@@ -263,12 +263,15 @@ def test_the_peak_is_measured_where_no_maker_tells() -> None:
     assert peak > 0 and source == "measured, products of 64 x 64 matrices"
 
 
-def test_ensemble_runs(tmp_path: Path) -> None:
-    options = ("--length", "4", "--rows", "2", "--microbatches", "2", "--members", "2")
-    report = run_benchmark("benchmarks.ensemble.run", tmp_path, *options, "--uncompiled")
-    ((members, *figures),) = report["rows"]
-    assert members == "2"
-    assert all(figure > 0 for figure in figures)
+@pytest.mark.parametrize(
+    ("kind", "names"), [("members", ["2"]), ("microbatches", ["1", "2"]), ("ranks", ["2"])]
+)
+def test_ensemble_runs(tmp_path: Path, kind: str, names: list[str]) -> None:
+    shape = ("--length", "4", "--rows", "2", "--microbatches", "2", "--members", "2")
+    options = ("--kind", kind, *shape, "--rounds", "1", "--uncompiled")
+    report = run_benchmark("benchmarks.ensemble.run", tmp_path, *options)
+    assert [name for name, *_ in report["rows"]] == names
+    assert all(figure > 0 for _, *figures in report["rows"] for figure in figures)
 
 
 @with_peer

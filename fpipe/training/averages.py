@@ -53,6 +53,10 @@ class Averaging:
         """As `LeafUpdate.names`, with that of the average."""
         return [*self._updates.names(param, hyper), EMA]
 
+    def takes_stacked(self, params: Tensor, hyper: Mapping[str, Any]) -> bool:
+        """As `LeafUpdate.takes_stacked`."""
+        return self._updates.takes_stacked(params, hyper)
+
     def held(self, value: Tensor, device: torch.device) -> Tensor:
         """As `LeafUpdate.held`."""
         return self._updates.held(value, device)

@@ -121,7 +121,7 @@ def apart(graph: fx.Graph, count: int) -> tuple[fx.GraphModule, fx.GraphModule] 
             if not all(own in is_number for own in node.all_input_nodes):
                 return None
             is_number.add(node)
-    if any(node.target is torch.ops.aten._local_scalar_dense.default for node in nodes):
+    if reads_numbers(graph):
         return None
     read = [
         node for node in nodes if node in is_number and any(u not in is_number for u in node.users)
@@ -142,6 +142,11 @@ def apart(graph: fx.Graph, count: int) -> tuple[fx.GraphModule, fx.GraphModule] 
             rest[node] = tensors.node_copy(node, rest.__getitem__)
     empty = torch.nn.Module()
     return fx.GraphModule(empty, scalars), fx.GraphModule(empty, tensors)
+
+
+def reads_numbers(graph: fx.Graph) -> bool:
+    """Whether a recording makes a number of Python's of a tensor's value."""
+    return any(node.target is torch.ops.aten._local_scalar_dense.default for node in graph.nodes)
 
 
 def _write_back(graph: fx.Graph, count: int) -> None:

@@ -34,6 +34,9 @@ class LeafUpdate(Protocol):
     def names(self, param: Tensor, hyper: Mapping[str, Any]) -> list[str]:
         """The names of what `init` makes, without making it."""
 
+    def takes_stacked(self, params: Tensor, hyper: Mapping[str, Any]) -> bool:
+        """Whether parameters along dimension 0 may be taken for one, to the same bits."""
+
     def held(self, value: Tensor, device: torch.device) -> Tensor:
         """A tensor of a state that was read from a file, where it is to live.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fpipe import pytree
 from fpipe.errors import FpipeError
+from fpipe.torch_internals import is_transformed
 from fpipe.training.leaf_update import LeafUpdate, Moments
 
 
@@ -27,6 +28,7 @@ class UpdatesOfMembers:
 
     def __init__(self, updates: LeafUpdate) -> None:
         self._updates = updates
+        self._elementwise: dict[Any, bool] = {}
         self.defaults = updates.defaults
 
     def replaced(self, hyper: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,6 +46,10 @@ class UpdatesOfMembers:
         """As `LeafUpdate.names`."""
         shared = {name: _of_first(value) for name, value in hyper.items()}
         return self._updates.names(param[0], shared)
+
+    def takes_stacked(self, params: Tensor, hyper: Mapping[str, Any]) -> bool:
+        """As `LeafUpdate.takes_stacked`."""
+        return False
 
     def held(self, value: Tensor, device: torch.device) -> Tensor:
         """As `LeafUpdate.held`."""
@@ -75,6 +81,8 @@ class UpdatesOfMembers:
         def one(param: Tensor, grad: Tensor, moments: Moments, own: Mapping[str, Any]) -> Any:
             return self._updates(param, grad, moments, {**hyper, **own}, count)
 
+        if not each and self._is_elementwise(param, hyper):
+            return self._updates(param, grad, moments, hyper, count, in_place=in_place)
         moved: tuple[Tensor, Moments] = torch.func.vmap(one)(param, grad, moments, each)
         if not in_place:
             return moved
@@ -82,6 +90,15 @@ class UpdatesOfMembers:
         for name, value in moved[1].items():
             moments[name].copy_(value)
         return param, moments
+
+    def _is_elementwise(self, param: Tensor, hyper: Mapping[str, Any]) -> bool:
+        """Whether the members together may be taken for one parameter: to the same bits."""
+        if is_transformed(param) or any(isinstance(value, Tensor) for value in hyper.values()):
+            return False
+        kind = param.shape, param.dtype, param.device
+        if kind not in self._elementwise:
+            self._elementwise[kind] = self._updates.takes_stacked(param, hyper)
+        return self._elementwise[kind]
 
 
 def _is_of_members(value: Any) -> bool:

@@ -52,6 +52,10 @@ class Offloaded:
         """As `LeafUpdate.names`."""
         return self._updates.names(torch.empty_like(param, device=CPU), hyper)
 
+    def takes_stacked(self, params: Tensor, hyper: Mapping[str, Any]) -> bool:
+        """As `LeafUpdate.takes_stacked`."""
+        return self._updates.takes_stacked(torch.empty_like(params, device=CPU), hyper)
+
     def held(self, value: Tensor, device: torch.device) -> Tensor:
         """As `LeafUpdate.held`."""
         return self._keep(value) if value.dim() else value

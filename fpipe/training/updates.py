@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import FpipeError, label_of, told
+from fpipe.torch_internals import is_transformed
 from fpipe.training.adafactor import Adafactor
-from fpipe.training.compiled import Kernels, is_elementwise
+from fpipe.training.compiled import Kernels, is_elementwise, reads_numbers
 from fpipe.training.leaf_update import Moments, held_beside
 from fpipe.training.recording import (
     COUNT,
@@ -110,6 +111,15 @@ class Updates:
         """As `LeafUpdate.names`."""
         return list(self._recording(param, None, hyper, 0, numbers_of(hyper)).state)
 
+    def takes_stacked(self, params: Tensor, hyper: Mapping[str, Any]) -> bool:
+        """As `LeafUpdate.takes_stacked`; an optimizer may go by the number of dimensions."""
+        if params.dim() < 2 or not len(params):
+            return False
+        numbers = numbers_of(hyper)
+        one, all_ = (self._recording(p, None, hyper, 0, numbers) for p in (params[0], params))
+        nodes = all_.graph.graph.nodes
+        return one.graph.code == all_.graph.code and all(map(is_elementwise, nodes))
+
     def held(self, value: Tensor, device: torch.device) -> Tensor:
         """As `LeafUpdate.held`."""
         return held_beside(value, device)
@@ -143,7 +153,8 @@ class Updates:
         update = self._recording(param, state, hyper, count, numbers)
         leaves = [param, grad, *(() if state is None else (state[name] for name in state))]
         values = [numbers[name] for name in update.numbers]
-        if any(isinstance(value, Tensor) for value in values):
+        follows = is_transformed(param) and reads_numbers(update.graph.graph)
+        if follows or any(isinstance(value, Tensor) for value in values):
             tensors = [torch.as_tensor(v, dtype=torch.float64) for v in values]
             outputs = WithTensors(update.graph).run(*leaves, *tensors)
         else:

@@ -78,3 +78,34 @@ def test_what_cannot_be_mapped_is_refused() -> None:
     rates: Tensor = RATES[:2]
     with pytest.raises(FpipeError, match="lr has 2 numbers for 3 members"):
         ensemble.step(members, ensemble.init(members), model.batch, lr=rates)
+
+
+class DecaysMatrices(torch.optim.SGD):
+    """An optimizer that goes by the number of dimensions."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.dim() > 1:
+                    param.mul_(0.5)
+                param.sub_(param.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("optimizer", [DecaysMatrices, torch.optim.AdamW, torch.optim.Adafactor])
+def test_members_move_as_each_does_alone(optimizer: Any) -> None:
+    model = mlp(2, 8)
+    pipe = fpipe.pipeline(
+        model.stages, model.loss, schedules.gpipe(ranks=2, microbatches=2), compile=False
+    )
+    trainer = fpipe.train(pipe, optimizer, lr=0.1)
+    members = [pytree.tree_map(lambda leaf, n=n: leaf * n, model.params) for n in (1, 2)]
+    stacked = pytree.tree_map(lambda *leaves: torch.stack(leaves), *members)
+    ensemble = fpipe.vmap(trainer, in_dims=(0, None))
+    state, states = ensemble.init(stacked), [trainer.init(own) for own in members]
+    for _ in range(3):
+        _, stacked, state, _ = ensemble.step(stacked, state, model.batch)
+        for at, own in enumerate(members):
+            _, members[at], states[at], _ = trainer.step(own, states[at], model.batch)
+    expected = pytree.tree_map(lambda *leaves: torch.stack(leaves), *members)
+    assert_same(stacked, expected)
