@@ -13,13 +13,14 @@ To run one: `step`, `use`, `global_norm`, `clip_by_global_norm`, `Microbatches`,
 `reductions`, `losses`.
 To transform one: `vmap`, `grad`, `per_example_grads`, `per_example_norms`, `jvp`, `vjp`, `hvp`,
 `ggnvp`. Schedules: `schedules`, `Schedule`, `Action`, `Op`, `verify`, `Cost`, `Jitter`, `simulate`,
-`search`, `lower_bound`, `profile`, `record`, `Timeline`.
+`search`, `lower_bound`, `profile`, `record`, `Timeline`. What takes long is shown: `progress`.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from fpipe import schedules
 from fpipe.errors import BatchError, FpipeError, PipelineError, ScheduleError, StageError
+from fpipe.live_line import progress
 from fpipe.recording import record
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.bounds.makespan import lower_bound
@@ -122,6 +123,7 @@ __all__ = [
     "per_example_norms",
     "pipeline",
     "profile",
+    "progress",
     "random",
     "record",
     "reductions",

@@ -29,12 +29,11 @@ from fpipe.schedule.arguments import plain_number
 from fpipe.schedule.required_ops import owed_by_actions
 from fpipe.schedule.verifier import verify
 from fpipe.spec.data import Data
-from fpipe.spec.objective import SUM, Objective, Sink
+from fpipe.spec.objective import ALL, SUM, Objective, Sink, Trainable
 from fpipe.spec.offload import Offload
 from fpipe.spec.precision import Precision
 from fpipe.spec.returns import Returns
 from fpipe.spec.stage import Stage
-from fpipe.spec.trainable import ALL, Trainable
 from fpipe.transport.connect import device_of
 
 REDUCTIONS = ("mean", "sum", "weighted")

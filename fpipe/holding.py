@@ -24,6 +24,7 @@ from fpipe.errors import BatchError, StageError, a_type
 from fpipe.host_memory import CPU, Keep, MappedFolder
 from fpipe.inputs.params import check_parts
 from fpipe.inputs.signature import in_words
+from fpipe.live_line import working
 from fpipe.program.replicas import buckets
 from fpipe.random.key_tensors import check_key
 from fpipe.transport.connect import device_of
@@ -318,7 +319,8 @@ def _filled(
             del some
         return made
 
-    made = engine.each(f"make or read its {what}", make)
+    with working(f"making or reading {what}"):
+        made = engine.each(f"make or read its {what}", make)
     bare = [torch.empty_like(leaf, device="meta") for leaf in leaves]
     return [made.get(name, like) for name, like in zip(names, bare, strict=True)]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.errors import FpipeError, PipelineError
 from fpipe.inputs.batch import split
+from fpipe.live_line import advance, working
 from fpipe.pipelines import Pipeline, check_is_pipeline, engine_of
 from fpipe.program.program import Compute, Free, Program, WaitRecv
 from fpipe.recording import record
@@ -76,8 +77,10 @@ def profile(
         probe = pipe.with_schedule(
             all_forwards_first(pipe.schedule.placement, microbatches, halved, ranks)
         )
-        with record(alone=True) as recording:
+        what = "measuring I and W" if halved else "measuring F and B"
+        with record(alone=True) as recording, working(what, lambda: steps + 1):
             for _ in range(steps + 1):
+                advance()
                 probe.step(params, *arguments, key=key)
         for timeline in recording.timelines[1:]:
             for row in timeline.events:

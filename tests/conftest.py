@@ -24,6 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # Nobody profiles these kernels by their lines.
 os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
+# Tests say what they read of a process's standard error.
+os.environ.setdefault("FPIPE_PROGRESS", "0")
 # A cache of the checkout's own. In the one that a user's programs share may lie code for narrower
 # vectors than this machine's: Inductor's keys do not tell them apart, and it writes out of bounds.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".cache/inductor"))

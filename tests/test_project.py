@@ -91,6 +91,7 @@ PUBLIC_PURE: Final = frozenset(
         "StageError",
         "Timeline",
         "lower_bound",
+        "progress",
         "record",
         "search",
         "simulate",
@@ -103,6 +104,7 @@ LAYERS: Final = (
     (
         "fpipe.dtensors",
         "fpipe.errors",
+        "fpipe.live_line",
         "fpipe.microbatches",
         "fpipe.torch_internals",
         "fpipe.pytree",

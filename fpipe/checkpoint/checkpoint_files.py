@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fpipe.errors import BatchError, few, told
+from fpipe.live_line import advance
 
 INDEX = "*.safetensors.index.json"
 """The name of an index of safetensors."""
@@ -107,6 +108,7 @@ class SafetensorsFiles:
             by_file[self._files[name]].append(name)
         values = {}
         for file, names in by_file.items():
+            advance(file.name)
             opened = _opened(file)
             absent = set(names).difference(opened.keys())
             if absent:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fpipe.checkpoint.checkpoint_files import HEAD, MARK
 from fpipe.errors import FpipeError, PipelineError, told
+from fpipe.live_line import working
 
 T = TypeVar("T")
 
@@ -126,10 +127,11 @@ def write(
             _keep_last(path, keep)
 
     try:
-        prepared = _together(path, processes, prepare)
-        plans, metadata = _together(path, processes, divide)[0]
-        written = _together(path, processes, fill)
-        _together(path, processes, finish)
+        with working(f"saving {path.name}"):
+            prepared = _together(path, processes, prepare)
+            plans, metadata = _together(path, processes, divide)[0]
+            written = _together(path, processes, fill)
+            _together(path, processes, finish)
     except PipelineError:
         if first:
             shutil.rmtree(partial, ignore_errors=True)

@@ -55,6 +55,7 @@ def controller_of(definition: Definition, reader: Reader, workshop: Workshop) ->
         modes=definition.modes,
         data=definition.data,
         offload=definition.offload,
+        rank=None if group is None else group.rank(),
         in_dims=definition.in_dims,
     )
 

@@ -19,7 +19,7 @@ from fpipe.convention import Convention, Dual
 from fpipe.errors import BatchError
 from fpipe.functional.stagewise import Parts
 from fpipe.inputs.signature import is_differentiable
-from fpipe.spec.trainable import Trainable
+from fpipe.spec.objective import Trainable
 
 HINT = "the gradients that step returns have the structure of a vector"
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fpipe.definition import Definition
 from fpipe.divide.cuts import cut
 from fpipe.errors import StageError, a_type, check_flags
+from fpipe.live_line import working
 from fpipe.modules.balancing import choose_cuts
 from fpipe.modules.module_buffers import real_buffers, refuse_elsewhere, refuse_missing
 from fpipe.modules.module_loss import Loss, definition_of, with_buffers, with_cuts
@@ -258,9 +259,10 @@ def from_module(
 
     balance = cuts if isinstance(cuts, Balance) else None
     if cuts is None:
-        balance = choose_cuts(
-            uncut, example, memory=memory, measure=measure, complete=with_real_buffers
-        )
+        with working("choosing cuts"):
+            balance = choose_cuts(
+                uncut, example, memory=memory, measure=measure, complete=with_real_buffers
+            )
         log.info("chose the cuts of %s:\n%s", type(module).__name__, balance)
     elif stages is not None or example is not None or memory != inf or measure:
         raise StageError(

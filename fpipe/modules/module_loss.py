@@ -33,9 +33,9 @@ from fpipe.modules.module_mode import Mode, refuse_lost
 from fpipe.modules.own_loss import OwnLoss, loss_of
 from fpipe.nn import buffers_of, call_and_note, called_with, state_of
 from fpipe.schedule import Schedule
+from fpipe.spec.objective import Trainable
 from fpipe.spec.precision import Precision
 from fpipe.spec.returns import LOSS, Returns
-from fpipe.spec.trainable import Trainable
 
 Loss = Callable[[Any, Any], Any]
 

@@ -23,6 +23,7 @@ from fpipe.graph.layouts import Layout, lay_out, layouts_of, unlike
 from fpipe.graph.nodes import value_of
 from fpipe.graph.rewrites import copy_of, free_views_of_layout, with_uniform_draws
 from fpipe.inputs.ambient import kernels, without_autocast
+from fpipe.live_line import advance
 from fpipe.pieces import inductor_lowerings
 from fpipe.pieces.onednn_products import blas_is_slow, with_onednn
 from fpipe.pieces.piece import Piece
@@ -76,15 +77,24 @@ class Compiler:
         self.fuses = compile is not False
         self._artefacts: dict[Hashable, Boxed] = {}
 
+    def key(self, piece: Piece) -> Hashable:
+        """The same for pieces that share a callable."""
+        # Inductor writes the number of threads into its loops, and takes the kernels it is told to.
+        return piece.fingerprint, piece.places, torch.get_num_threads(), kernels()
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether a callable was made by this key."""
+        return key in self._artefacts
+
     def __call__(self, piece: Piece, label: str) -> Boxed:
         """The boxed callable of `piece`; `label` names it in the log and in errors.
 
         Raises:
             StageError: it cannot be compiled; the cause is what the compiler raised.
         """
-        # Inductor writes the number of threads into its loops, and takes the kernels it is told to.
-        key = (piece.fingerprint, piece.places, torch.get_num_threads(), kernels())
+        key = self.key(piece)
         if key not in self._artefacts:
+            advance(label)
             examples = [value_of(n) for n in piece.graph.nodes if n.op == "placeholder"]
             log.info("%s %s", "compiling" if self.fuses else "making", label)
             try:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import optree
@@ -29,6 +30,7 @@ from fpipe.inputs.signature import (
     refuse_without_data,
     warn_of_other_rows,
 )
+from fpipe.live_line import working
 from fpipe.pieces.stage_code import StageCode
 from fpipe.plan.plan import Latest, Plan
 from fpipe.plan.replicated import gathered, replicas_of
@@ -69,6 +71,7 @@ class Planner:
         modes: as in the definition.
         data: as in the definition.
         offload: as in the definition.
+        rank: that this process drives, None for all of them.
         in_dims: as in the definition.
     """
 
@@ -84,6 +87,7 @@ class Planner:
         modes: Callable[[], Hashable],
         data: Data | None = None,
         offload: Offload | None = None,
+        rank: int | None = None,
         in_dims: Any = None,
     ) -> None:
         self._workshop = workshop
@@ -95,6 +99,7 @@ class Planner:
             self._forwards = self._forwards.sharded(self._schedule.gathered_at_once or STEP)
         self._data = data
         self._offload = offload
+        self._rank = rank
         self._mean = mean
         self._cotangent = cotangent
         self._lower = lower
@@ -117,7 +122,9 @@ class Planner:
                         log.warning("anomaly mode of torch.autograd does not see into a pipeline")
                     # It would look for NaN in what is traced, which has no numbers; and modes
                     # of the caller's would take it for what runs.
-                    with torch.autograd.set_detect_anomaly(False), _disable_current_modes():
+                    anomalies = torch.autograd.set_detect_anomaly(False)
+                    what = f"tracing and compiling a {signature.goal}"
+                    with anomalies, _disable_current_modes(), working(what):
                         plan = self.plans[signature] = self._make(signature)
         return plan
 
@@ -153,12 +160,12 @@ class Planner:
             "%s %s for microbatches of %s%s",
             "tracing" if traces else "planning",
             goal,
-            _in_words(signature),
+            _in_words(signature) if log.isEnabledFor(logging.INFO) else "",
             self._why(local, traces=traces),
         )
         if self._warns_of_rows and traces:
             warn_of_other_rows(signature)
-        with held_back():
+        with held_back(), working(f"tracing a {goal}"):
             made = self._workshop(signature)
         differentiates = signature.goal == "step"
         schedule = self._schedule if differentiates else self._forwards
@@ -173,14 +180,11 @@ class Planner:
         if differentiates:
             _check_owed(schedule, code_of)
         late = self._late(local)
-        programs = self._lower(
-            schedule,
-            code_of,
-            replicas=replicas,
-            goal=goal,
-            late=late,
-            offloading=self._offloading(local, replicas),
-        )
+        offloading = None if self._offload is None else self._offloading(local, replicas)
+        with working(f"compiling a {goal}", partial(self._to_compile, made, schedule)):
+            programs = self._lower(
+                schedule, code_of, replicas=replicas, goal=goal, late=late, offloading=offloading
+            )
         plan = self._with_weights(schedule, programs, made, signature)
         plan = replace(
             plan,
@@ -220,10 +224,19 @@ class Planner:
             if place is not None and not set(place.dims[0] or ("",)) <= set(dims)
         )
 
+    def _to_compile(self, made: Made, schedule: Schedule) -> int:
+        """How many pieces this process has yet to compile."""
+        stages = list(range(schedule.num_stages))
+        if self._rank is not None:
+            stages = [stage for stage in stages if schedule.placement[stage] == self._rank]
+        ops = {str(action.op) for row in schedule.actions for action in row}
+        return self._workshop.count_to_compile(made, stages, ops)
+
     def _offloading(self, signature: Signature, replicas: Replicas | None) -> Offloading | None:
         """What of these parameters lives on the CPU; None where all ranks compute there."""
         offload = self._offload
-        if offload is None or not offload.copies:
+        assert offload is not None
+        if not offload.copies:
             return None
         params = [
             [Spec(leaf.shape, leaf.dtype) for leaf in shape.leaves] for shape in signature.params

@@ -8,7 +8,7 @@ what one of them has traced and compiled serves the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from fpipe.graph.joint import Source
 from fpipe.graph.nodes import may_draw
 from fpipe.inputs.signature import Signature, TreeShape, in_words
 from fpipe.pieces.compiler import Compiler
-from fpipe.pieces.piece import Piece
+from fpipe.pieces.piece import PREPARE, Piece
 from fpipe.pieces.remat import Policies
 from fpipe.pieces.stage_code import StageCode
 from fpipe.plan.codes import codes_of_stages, live_leaves
@@ -108,6 +108,24 @@ class Workshop:
             self._known(signature, size, shape) is not None
             for size, shape in zip(signature.sizes(), signature.batch, strict=True)
         )
+
+    def count_to_compile(self, made: Made, stages: Iterable[int], ops: Collection[str]) -> int:
+        """How many distinct pieces are not callable yet.
+
+        Args:
+            made: what `__call__` has returned.
+            stages: that are run.
+            ops: of their actions; a piece that continues a sum goes with the one that begins it.
+        """
+        found = {
+            self._compiler.key(piece)
+            for codes in (made.usual, made.last)
+            for kind in codes
+            for stage in stages
+            for op, piece in kind[stage].pieces.items()
+            if op.rstrip("+") in ops or op == PREPARE
+        }
+        return sum(key not in self._compiler for key in found)
 
     @property
     def may_draw(self) -> bool:

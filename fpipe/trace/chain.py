@@ -22,6 +22,7 @@ from fpipe.graph.joint import BatchLeaf, Joint, Key, Param, Source, Upstream
 from fpipe.graph.nodes import is_zero
 from fpipe.inputs.ambient import ambient
 from fpipe.inputs.signature import Goal, TreeShape
+from fpipe.live_line import advance
 from fpipe.spec.objective import Objective
 from fpipe.spec.returns import Numbering, Taken
 from fpipe.spec.stage import Stage
@@ -151,6 +152,7 @@ class ChainTracer:
         last = len(self._stages) - 1
         for index, stage in enumerate(self._stages):
             labels.append(f"stage {index} ({stage.label})")
+            advance(labels[-1])
             with_loss = index == last and goal != "forward"
             x, here = (
                 replace(own, values=self._places.bring(own.values, index)) for own in (x, batch)

@@ -494,7 +494,7 @@ def test_parameter_that_is_not_trained_has_no_direction(transform: Any, choice: 
     if choice == "whole stages":
         flags = [False, True, False, True]
     given: Any = flags
-    chosen = fpipe.spec.trainable.Trainable(flags).flags(
+    chosen = fpipe.spec.objective.Trainable(flags).flags(
         [pytree.structure(part) for part in model.params], shared=False
     )
     if choice == "function":

@@ -12,6 +12,7 @@ from random import Random
 from typing import get_args
 
 from fpipe.errors import ScheduleError
+from fpipe.live_line import working
 from fpipe.schedule.arguments import plain_counts, plain_integer, plain_number
 from fpipe.schedule.bounds.makespan import Memory, Objective
 from fpipe.schedule.cost import PER_STAGE, Cost, check_cost
@@ -236,7 +237,8 @@ def search(
                 "another schedule (timeline.peak of fpipe.simulate says what it holds)"
             )
         incumbents.offer(Candidate(problems[0], order))
-    run(_phases(problems, incumbents, plain), incumbents, meter)
+    with working("searching"):
+        run(_phases(problems, incumbents, plain), incumbents, meter)
 
     def schedule_of(candidate: Candidate) -> Schedule:
         name = f"searched_{objective}"

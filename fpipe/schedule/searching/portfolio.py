@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
+from fpipe.live_line import advance
 from fpipe.schedule.searching.evaluator import Evaluator
 from fpipe.schedule.searching.problem import Candidate, Order, Problem
 
@@ -178,6 +179,7 @@ def run(entries: Sequence[Entry], incumbents: Incumbents, meter: Meter) -> None:
         if begins and not meter.allows(longest[at], free=free):
             left = {other for other in left if entries[other].free} if meter.counts else set()
             continue
+        advance(f"best {incumbents.best.value:g}" if incumbents.candidates else "")
         begun = time.thread_time()
         step = next(phase, None)
         longest[at] = max(longest[at], time.thread_time() - begun)
