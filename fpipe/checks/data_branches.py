@@ -53,17 +53,13 @@ def once_more(attempt: Callable[[], T]) -> T:
     try:
         return attempt()
     except StageError as error:
-        refusal = error
-    cause = _look(refusal)
-    if cause is None or _AS_COMPILED.get():
-        raise refusal
+        cause = _look(error)
+        if cause is None or _AS_COMPILED.get():
+            raise
+        refusal: StageError | None = error
     token = _AS_COMPILED.set(True)
     try:
         value = attempt()
-    except StageError as error:
-        if _look(error) is not None:
-            refusal = error
-    else:
         log.info(
             "traced as compiled code runs, where torch.compiler.is_compiling() is True: otherwise "
             "the trace looks at data (%s)%s",
@@ -71,9 +67,15 @@ def once_more(attempt: Callable[[], T]) -> T:
             place(cause),
         )
         return value
+    except StageError as error:
+        if _look(error) is not None:
+            raise
+        assert refusal is not None
+        raise refusal from refusal.__cause__
     finally:
         _AS_COMPILED.reset(token)
-    raise refusal
+        # This frame is behind the traceback of what it raises, and would keep itself.
+        refusal = cause = None
 
 
 def _look(error: BaseException) -> BaseException | None:
