@@ -28,7 +28,7 @@ from fpipe.inputs.params import Move
 from fpipe.pipelines import Pipeline, engine_of
 from fpipe.torch_internals import innermost_value, is_transformed
 from fpipe.training.donation import check_donated
-from fpipe.training.loss_scaling import LossScaling
+from fpipe.training.loss_scaling import LossScale, LossScaling
 from fpipe.training.train_step import (
     TrainState,
     TrainStep,
@@ -137,7 +137,7 @@ def _plain(settings: Settings, call: Call) -> Any:
     if settings.max_norm is not None:
         norm = _norm(settings.pipe, grads)
         if _is_left_out(settings, norm):
-            return _beside(settings, result, params, _after(settings, state, None), norm)
+            return _beside(settings, result, params, _left_out(settings, state), norm)
         grads = scaled_to(grads, scale_of(norm, settings.max_norm))
     tracked = _is_differentiated([result.loss, *call.hyper.values()])
     with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
@@ -162,14 +162,17 @@ def _donated(settings: Settings, call: Call) -> Any:
         loss, grads = result.loss, [result.grads]
         model_state, aux = _model_state_and_aux(settings, result)
         del result  # which has the gradients
-        scale, norm, skips = torch.tensor(1 / call.scale, dtype=torch.float64), None, False
+        scale, norm, skips = None, None, False
         if settings.max_norm is not None:
             norm = _norm(settings.pipe, grads[0]) / call.scale
             skips = _is_left_out(settings, norm)
-            scale = scale * scale_of(norm, settings.max_norm).to(scale.device)
-        if not skips:
-            steps.write_all(grads, None if bool((scale == 1).all()) else scale)
-        after = _after(settings, state, None if skips else state.moments)
+            clip = scale_of(norm, settings.max_norm) / call.scale
+            scale = None if bool((clip == 1).all()) else clip
+        if skips:
+            after = _left_out(settings, state)
+        else:
+            steps.write_all(grads, scale)
+            after = _after(settings, state, state.moments)
         state.steps.copy_(after.steps)
         if state.scale is not None and after.scale is not None:
             for old, new in zip(state.scale, after.scale, strict=True):
@@ -216,7 +219,7 @@ def _within(settings: Settings, rule: LeafByLeaf, call: Call) -> Any:
                 norm = global_norm(grads, pipe=settings.pipe) / scale
             norm = norm.to(home_of(own.leaves))
             if _is_left_out(settings, norm):
-                return _finished(settings, outcome, params, _after(settings, state, None), norm)
+                return _finished(settings, outcome, params, _left_out(settings, state), norm)
             clip = scale_of(norm, settings.max_norm)
             if not bool(clip == 1):
                 grads = scaled_to(outcome.take_grads() if grads is None else grads, clip / scale)
@@ -268,13 +271,19 @@ def _is_left_out(settings: Settings, norm: Tensor) -> bool:
 
 
 def _after(settings: Settings, state: TrainState, moments: Any) -> TrainState:
-    """The state after a step; moments are None after one that is left out."""
-    scale, left_out = state.scale, moments is None
-    if settings.scaling is not None and scale is not None:
-        scale = settings.scaling.after(scale, finite=not left_out)
-    if left_out:
-        return state._replace(scale=scale)
-    return TrainState(state.steps + 1, moments, scale)
+    """The state after a step."""
+    return TrainState(state.steps + 1, moments, _scale_after(settings, state, finite=True))
+
+
+def _left_out(settings: Settings, state: TrainState) -> TrainState:
+    """The state after a step that is left out."""
+    return state._replace(scale=_scale_after(settings, state, finite=False))
+
+
+def _scale_after(settings: Settings, state: TrainState, *, finite: bool) -> LossScale | None:
+    if settings.scaling is None or state.scale is None:
+        return state.scale
+    return settings.scaling.after(state.scale, finite=finite)
 
 
 def _norm(pipe: Pipeline, grads: Any) -> Tensor:

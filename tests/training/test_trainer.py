@@ -288,3 +288,19 @@ def test_stages_that_read_a_key_are_trained() -> None:
     result = trainer.step(params, trainer.init(params), x, key=key)
     grads = pipe.step(params, x, key=key).grads
     assert_same(result.params, [p - 0.1 * g for p, g in zip(params, grads, strict=True)], 1e-6)
+
+
+def test_a_pair_of_functions_may_have_no_state() -> None:
+    pair: Any = (
+        lambda params: None,
+        lambda grads, state, params: (pytree.tree_map(torch.neg, grads), None),
+    )
+    model = mlp(2, 8)
+    pipe = fpipe.pipeline(
+        model.stages, model.loss, schedules.gpipe(ranks=2, microbatches=2), compile=False
+    )
+    trainer = fpipe.train(pipe, pair)
+    state = trainer.init(model.params)
+    for _ in range(2):
+        state = trainer.step(model.params, state, model.batch).state
+    assert (int(state.steps), state.moments) == (2, None)
