@@ -10,6 +10,7 @@ module returns is such a mean, the pipeline takes the two in its place.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -61,7 +62,8 @@ class OwnLoss:
         self._means.clear()
         self._sums.clear()
         sums = {function: self._noting_sums(function) for function in _ADDING}
-        return Instead({**sums, F.cross_entropy: self._cross_entropy, F.nll_loss: self._nll_loss})
+        means = {function: self._noting_means(function) for function in _AVERAGING}
+        return Instead(sums | means)
 
     def weighted(self, loss: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor | float]:
         """The loss of a microbatch as a sum and its weight.
@@ -102,47 +104,24 @@ class OwnLoss:
         # There is more to it, such as the balance of experts, which the same weight weighs.
         return mean.total + (loss - mean.value) * mean.weight, mean.weight
 
-    def _cross_entropy(
-        self,
-        input: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> Tensor:
-        def called(input: Tensor, reduction: str) -> Tensor:
-            return F.cross_entropy(
-                input,
-                target,
-                weight,
-                ignore_index=ignore_index,
-                reduction=reduction,
-                label_smoothing=label_smoothing,
-            )
+    def _noting_means(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`cross_entropy` or `nll_loss`, whose means are noted."""
+        signature = inspect.signature(function)
 
-        return self._noted(
-            called, input, target, weight, ignore_index, (size_average, reduce), reduction
-        )
+        def called(*arguments: Any, **options: Any) -> Tensor:
+            bound = signature.bind(*arguments, **options)
+            bound.apply_defaults()
+            rest = bound.arguments
+            input, reduction = rest.pop("input"), rest.pop("reduction")
+            old = rest.pop("size_average"), rest.pop("reduce")
 
-    def _nll_loss(
-        self,
-        input: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-    ) -> Tensor:
-        def called(input: Tensor, reduction: str) -> Tensor:
-            return F.nll_loss(input, target, weight, ignore_index=ignore_index, reduction=reduction)
+            def again(input: Tensor, reduction: str) -> Tensor:
+                return function(input, reduction=reduction, **rest)
 
-        return self._noted(
-            called, input, target, weight, ignore_index, (size_average, reduce), reduction
-        )
+            target, weight, ignored = rest["target"], rest["weight"], rest["ignore_index"]
+            return self._noted(again, input, target, weight, ignored, old, reduction)
+
+        return called
 
     def _noted(
         self,
@@ -181,6 +160,9 @@ class OwnLoss:
 
         return called
 
+
+_AVERAGING: Final[tuple[Callable[..., Tensor], ...]] = (F.cross_entropy, F.nll_loss)
+"""Functions that take a mean over targets, of which some may not count."""
 
 _ADDING: Final = (
     F.binary_cross_entropy,
