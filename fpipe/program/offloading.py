@@ -20,14 +20,12 @@ from torch import Tensor
 
 from fpipe.host_memory import CPU, empty_on_the_cpu
 from fpipe.inputs.signature import Spec
-from fpipe.program.task import Task
+from fpipe.program.task import NOTHING, Task
 from fpipe.program.tasks import Tasks
 from fpipe.program.values import Computed, ParamValue, SumValue, Value
 from fpipe.schedule import Action, Op
 
 _STREAMS: Final[dict[torch.device, torch.cuda.Stream]] = {}
-_NOTHING: Final = Spec((0,), torch.float32)
-"""What a tensor of the CPU takes of the memory of a device."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ class _Copies:
         stored = sums[total] = Computed(value.stage, 0, f"gradient of leaf {which}, on the CPU")
         call = partial(_store, self.offloading.pins)
         action = Action(value.stage, Op.REDUCE_GRAD, None)
-        return _task(action, call, (value,), (stored,), (_NOTHING,))
+        return _task(action, call, (value,), (stored,), (NOTHING,))
 
 
 def _task(

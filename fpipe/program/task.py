@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,10 @@ class Task(NamedTuple):
     specs: tuple[Spec, ...]
     footprint: Callable[[frozenset[int]], int]
     constants: tuple[Tensor, ...] = ()
+
+
+NOTHING: Final = Spec((0,), torch.float32)
+"""What takes no memory where a rank computes."""
 
 
 def update_of(action: Action) -> Task:

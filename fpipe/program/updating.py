@@ -10,22 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from fpipe.inputs.signature import Spec
 from fpipe.program.offloading import settle_all
-from fpipe.program.task import Task
+from fpipe.program.task import NOTHING, Task
 from fpipe.program.tasks import Tasks
 from fpipe.program.values import Computed, MomentsValue, MoveValue, ParamValue, SumValue, Value
 from fpipe.schedule import Action, Op, Schedule
 
 Updates = dict[SumValue, Computed]
 """What the optimizer makes of the parameter of each sum of gradients."""
-
-_NOTHING: Final = Spec((0,), torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +130,7 @@ def _update(
         inputs += [tasks.sums[total], ParamValue(stage, leaf), MomentsValue(stage, leaf)]
         updates[total] = Computed(stage, 0, f"leaf {leaf} after the step")
         outputs.append(updates[total])
-    sizes = tuple(specs.get(tasks.sums[total], _NOTHING) for total in totals)
+    sizes = tuple(specs.get(tasks.sums[total], NOTHING) for total in totals)
     leaves = tuple((total.stage, total.leaf) for total in totals)
     needed = sum(spec.nbytes for spec in sizes)
     return Task(
