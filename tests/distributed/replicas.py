@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 import fpipe
+from benchmarks.tensor_parallel import model as gpt
 from fpipe import Schedule, dtensors, pytree
 from fpipe.program import under_way
 from tests.distributed import tensor_parallel
@@ -352,28 +353,24 @@ class Unseen(under_way.UnderWay):
 
 
 def memory(group: Any, gather: Any, reduce: Any, width: int) -> tuple[int, int]:
-    """The planned peak of a step, and the measured one, in bytes."""
+    """The planned peak of a step of the GPT of the benchmarks, and the measured one, in bytes."""
     mesh = mesh_of((2, 2), ("dp", "pp"))
     schedule = fpipe.schedules.interleaved_1f1b(ranks=2, microbatches=4, stages_per_rank=2)
-
-    def layer(p: Any, x: Tensor) -> Tensor:
-        return x + torch.tanh(x @ p["into"]) @ p["out"]
-
+    stages = gpt.make_stages(schedule.num_stages, width, 8, 4)
     pipe = fpipe.pipeline(
-        [layer] * 4,
-        mean_square,
+        [gpt.stage_function(stage) for stage in stages],
+        gpt.batch_loss,
         schedule.sharded(gather, reduce),
         mesh=mesh,
         data="dp",
         compile=False,
     )
-    make = {"into": torch.randn(width, 2 * width), "out": torch.randn(2 * width, width)}
-    params = pipe.shard(pipe.local([make] * 4))
-    batch = torch.randn(16, width)
+    params = pipe.shard(pipe.local([dict(stage.named_parameters()) for stage in stages]))
+    batch = gpt.make_batch(8, 32, mesh.get_local_rank("dp"), 2)
     pipe.step(params, batch)
     program = pipe.programs(params, batch)[pipe.rank or 0]
-    given = [*pytree.flatten(params)[0], batch]
-    with patch("fpipe.program.under_way.UnderWay", Unseen), Meter(given) as meter:
+    held = [*pytree.flatten(params)[0], *batch.values()]
+    with patch("fpipe.program.under_way.UnderWay", Unseen), Meter(held) as meter:
         result = pipe.step(params, batch)
     del result
     return program.peak_bytes, meter.peak

@@ -225,6 +225,6 @@ def test_the_times_of_collectives_are_measured_and_shown(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize(("gather", "reduce"), [("step", "step"), (1, "step"), ("step", 1), (1, 1)])
-def test_the_peak_of_a_step_is_planned(crew: Crew, gather: Any, reduce: Any) -> None:
+def test_the_peak_of_a_gpt_is_planned(crew: Crew, gather: Any, reduce: Any) -> None:
     for planned, measured in values(crew.run(replicas.memory, gather, reduce, 256)):
         assert planned == pytest.approx(measured, rel=0.03)
