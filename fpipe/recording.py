@@ -15,6 +15,7 @@ from fpipe.errors import FpipeError
 from fpipe.schedule import Action, Schedule
 from fpipe.schedule.dependencies import chain, dependencies
 from fpipe.schedule.events import Event
+from fpipe.schedule.grid import one_line
 from fpipe.schedule.timeline import Timeline
 
 Marks = dict[Action, tuple[float, float]]
@@ -72,6 +73,24 @@ class record:
         number = len(self.timelines)
         return f"<fpipe.record: {number} timeline{'' if number == 1 else 's'}>"
 
+    def _repr_html_(self) -> str:
+        """The last timeline in a notebook, and a table of all."""
+        from fpipe.schedule.picture.captions import timed
+        from fpipe.schedule.picture.tables import table
+
+        rows = [
+            [
+                str(number),
+                one_line(timeline.schedule.name),
+                timed(timeline.makespan, "s"),
+                f"{sum(timeline.bubble) / len(timeline.bubble) / (timeline.makespan or 1):.1%}",
+            ]
+            for number, timeline in enumerate(self.timelines)
+        ]
+        header = ["timeline", "schedule", "makespan", "idle, mean of ranks"]
+        last = self.timelines[-1]._repr_html_() if self.timelines else ""
+        return last + table(f"Recorded: {len(rows)} steps", header, rows)
+
     def __enter__(self) -> record:
         self._tokens.append(ACTIVE.set(self))
         return self
@@ -113,11 +132,11 @@ def aligned(rows: Sequence[tuple[Clock, Marks]]) -> list[Marks]:
         [[(4.0, 5.0)], [(2.0, 3.0)]]
     """
     first = rows[0][0]
-    shifted = []
+    found = []
     for clock, marks in rows:
         by = 0.0 if clock.host == first.host else clock.ahead - first.ahead
-        shifted.append({action: (start + by, end + by) for action, (start, end) in marks.items()})
-    return shifted
+        found.append({action: (start + by, end + by) for action, (start, end) in marks.items()})
+    return found
 
 
 def timeline_of(
@@ -136,9 +155,9 @@ def timeline_of(
     for actions, row in zip(schedule.actions, marks, strict=True):
         # An UNSHARD may stand in the schedule again, and computes what it does once.
         left = dict(row)
-        row_marks = [left.pop(action, None) for action in actions]
-        starts = [inf if mark is None else mark[0] - origin for mark in row_marks]
-        ran += row_marks
+        own = [left.pop(action, None) for action in actions]
+        starts = [inf if mark is None else mark[0] - origin for mark in own]
+        ran += own
         until += reversed(list(accumulate(reversed(starts), min)))
     ends = [0.0] * len(ran)
     events: list[list[Event]] = [[] for _ in schedule.actions]

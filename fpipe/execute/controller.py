@@ -1,4 +1,4 @@
-"""The interface through which a pipeline drives its ranks."""
+"""What a pipeline asks of whoever drives its ranks."""
 
 from __future__ import annotations
 

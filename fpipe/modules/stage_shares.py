@@ -78,6 +78,20 @@ class Balance:
         return _evenness(list(loads.values()))
 
     def __str__(self) -> str:
+        rows = self._table()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+        return "\n".join([*lines, self._summary()])
+
+    def _repr_html_(self) -> str:
+        """The table in a notebook."""
+        from fpipe.schedule.picture.tables import table
+
+        header, *rows = self._table()
+        return table("Balance of the stages", header, rows, self._summary())
+
+    def _table(self) -> list[list[str]]:
+        """The header and a row for each stage."""
         whole = sum(stage.load for stage in self.stages) or 1
         timed = self.unit == "s"
         header = ["stage", "rank", "ends after", "share", *["ms"] * timed]
@@ -91,12 +105,13 @@ class Balance:
                     f"{stage.sends / 1e6:.4g}",
                 ]
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+        return rows
+
+    def _summary(self) -> str:
         summary = f"evenness {self.evenness:.1%}"
         if len({stage.rank for stage in self.stages}) < len(self.stages):
             summary += f", of ranks {self.rank_evenness:.1%}"
-        return "\n".join([*lines, summary])
+        return summary
 
 
 def _evenness(loads: Sequence[float]) -> float:

@@ -59,11 +59,11 @@ class Plan:
     @property
     def readers(self) -> dict[tuple[int, int], set[int]]:
         """The ranks that read a parameter, by stage and leaf."""
-        ranks: dict[tuple[int, int], set[int]] = {}
+        found: dict[tuple[int, int], set[int]] = {}
         for program in self.programs:
             for stage, leaf, _ in program.bindings.params:
-                ranks.setdefault((stage, leaf), set()).add(program.rank)
-        return ranks
+                found.setdefault((stage, leaf), set()).add(program.rank)
+        return found
 
     @property
     def last_rank(self) -> int:

@@ -30,7 +30,7 @@ _STREAMS: Final[dict[torch.device, torch.cuda.Stream]] = {}
 
 @dataclass(frozen=True)
 class Offloading:
-    """The tensors that live on the CPU.
+    """What lives on the CPU.
 
     Attributes:
         devices: of the ranks.

@@ -139,7 +139,7 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Program:
-    """The program that one rank runs.
+    """What one rank runs.
 
     Attributes:
         rank: the rank.
@@ -170,6 +170,25 @@ class Program:
 
     def __str__(self) -> str:
         return describe(self)
+
+    def _repr_html_(self) -> str:
+        """The bytes that it holds, in a notebook, a table of its instructions, and all of them."""
+        from fpipe.schedule.picture.tables import curve, folded, table
+
+        held = memory_curve(self)
+        peak, count = max(held, default=0), len(self.instructions)
+        at = held.index(peak) if held else 0
+        title = f"Program of rank {self.rank}"
+        most = f"at most {peak:,} bytes, at instruction {at} of {count}"
+        picture = curve(held, f"{title}: bytes held, {most}.", most, f"instructions 0 to {count}")
+        kinds: dict[str, list[int]] = {}
+        for instruction in self.instructions:
+            kind, nbytes = _kind(instruction)
+            kinds.setdefault(kind, []).append(nbytes)
+        rows = [(kind, len(each), sum(each) or "") for kind, each in kinds.items()]
+        header = ["instruction", "number", "bytes of messages"]
+        note = f"{self.num_slots} slots; {most}"
+        return picture + table(title, header, rows, note) + folded("All instructions", str(self))
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise FpipeError(
@@ -213,11 +232,11 @@ def memory_curve(program: Program, *, running: bool = True) -> list[int]:
             gone = instruction.last_use
         elif isinstance(instruction, Free):
             gone = instruction.slots
-        written = {slot: program.sizes[index, slot] for slot in _written(instruction)}
-        needed = program.needs.get(index, 0) if running else sum(written.values())
+        made = {slot: program.sizes[index, slot] for slot in _written(instruction)}
+        needed = program.needs.get(index, 0) if running else sum(made.values())
         during = total + needed
-        total += sum(written.values()) - sum(held.pop(slot, 0) for slot in gone)
-        held |= written
+        total += sum(made.values()) - sum(held.pop(slot, 0) for slot in gone)
+        held |= made
         curve.append(max(during, total))
     return curve
 
@@ -296,6 +315,21 @@ def _describe(instruction: Instruction) -> str:
             return f"receive  {_route(message)} -> {_slots(slots)}"
         case Free(slots):
             return f"free     {_slots(slots)}"
+
+
+def _kind(instruction: Instruction) -> tuple[str, int]:
+    """What an instruction is in a table, and the bytes of its message."""
+    match instruction:
+        case Compute(action=action):
+            return f"compute {action.op}", 0
+        case Send(message) | Recv(message):
+            return "send" if isinstance(instruction, Send) else "post a buffer", message.nbytes
+        case WaitSend():
+            return "wait until it is sent", 0
+        case WaitRecv():
+            return "receive", 0
+        case Free():
+            return "free", 0
 
 
 def _route(message: Message) -> str:

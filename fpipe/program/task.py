@@ -39,7 +39,7 @@ class Task(NamedTuple):
 
 
 NOTHING: Final = Spec((0,), torch.float32)
-"""The spec of a value that takes no memory on the rank's device."""
+"""What takes no memory where a rank computes."""
 
 
 def update_of(action: Action) -> Task:

@@ -315,8 +315,15 @@ class Schedule:
         return save(path, trace(unit_chart(self, self.name)))
 
     def _repr_svg_(self) -> str | None:
-        """The picture in a notebook; None if it would be too large, for text instead."""
+        """The picture where a page takes no HTML; None if it would be too large."""
         return self.to_svg() if sum(map(len, self.actions)) <= LARGEST_SHOWN else None
+
+    def _repr_html_(self) -> str:
+        """The picture in a notebook, as wide as the page at most, however long the schedule."""
+        from fpipe.schedule.picture.chart import unit_chart
+        from fpipe.schedule.picture.notebook import figure
+
+        return figure([unit_chart(self, self.name, waits=False)])
 
     @cached_property
     def _hash(self) -> int:

@@ -340,8 +340,14 @@ class Timeline:
         return save(path, trace(self._chart(unit)))
 
     def _repr_svg_(self) -> str | None:
-        """The picture in a notebook; None if it would be too large, for text instead."""
+        """The picture where a page takes no HTML; None if it would be too large."""
         return self.to_svg() if sum(map(len, self.events)) <= LARGEST_SHOWN else None
+
+    def _repr_html_(self) -> str:
+        """The picture in a notebook, as wide as the page at most, however long the timeline."""
+        from fpipe.schedule.picture.notebook import figure
+
+        return figure([self._chart(None, waits=False)])
 
     def _chart(self, unit: str | None, *, waits: bool = True) -> Chart:
         """The chart of the pictures; much faster without waits and messages."""

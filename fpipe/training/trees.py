@@ -194,11 +194,11 @@ class LeafByLeaf:
         spec = pytree.structure(params)
         states = _up_to(spec, moments, "state.moments")
         leaves = pytree.entries(spec, params)
-        averaged = [
+        found = [
             leaf if state is None else state[EMA]
             for leaf, state in zip(leaves, states, strict=True)
         ]
-        return pytree.unflatten(pytree.structure_of_wholes(spec), averaged)
+        return pytree.unflatten(pytree.structure_of_wholes(spec), found)
 
     def _moved(
         self, leaves: Sequence[Tensor], spec: optree.PyTreeSpec

@@ -98,11 +98,10 @@ def connect(
     else:
         kind = dist.ProcessGroup.BackendType.GLOO
         gloo: Any = dist.ProcessGroupGloo
-        gloo_options = gloo._Options()
-        gloo_options._timeout, gloo_options._threads = timeout, 1
-        gloo_options._devices = list(interfaces) or _interfaces()
+        own = gloo._Options()
+        own._timeout, own._threads, own._devices = timeout, 1, list(interfaces) or _interfaces()
         group._set_default_backend(kind)
-        group._register_backend(torch.device("cpu"), kind, gloo(store, rank, size, gloo_options))
+        group._register_backend(torch.device("cpu"), kind, gloo(store, rank, size, own))
     return group
 
 
@@ -192,13 +191,13 @@ class Lines:
             RuntimeError: one of them does not come, for as long as a wait of the caller's group.
         """
         if name not in self._made:
-            store = dist.PrefixStore(name, self._store)
+            own = dist.PrefixStore(name, self._store)
             rank, size = ranks.index(self._rank), len(ranks)
             if backend == "gloo" and not self._interfaces:
                 self._interfaces = _interfaces()
-            _meet(store, rank, size, self.timeout, given_up)
-            group = connect(backend, store, rank, size, self.timeout, self._interfaces, self.device)
-            self._made[name] = group
+            _meet(own, rank, size, self.timeout, given_up)
+            made = connect(backend, own, rank, size, self.timeout, self._interfaces, self.device)
+            self._made[name] = made
         return self._made[name]
 
     def ring(self) -> None:
@@ -210,7 +209,7 @@ _LINES: Final[WeakKeyDictionary[dist.ProcessGroup, Lines]] = WeakKeyDictionary()
 
 
 def lines_of(group: dist.ProcessGroup, name: str, store: dist.Store, device: torch.device) -> Lines:
-    """The connections that pipelines over `group` share; every rank calls this when it makes one.
+    """What pipelines over `group` share; every rank asks for it when it makes a pipeline.
 
     Args:
         group: the caller's.
@@ -309,7 +308,7 @@ def _ring(group: dist.ProcessGroup) -> None:
 
 
 def _nccl_of(group: dist.ProcessGroup) -> Any:
-    """The backend that moves a group's tensors on CUDA, if it is NCCL; else None."""
+    """What moves a group's tensors on CUDA, if that is NCCL; else None."""
     is_nccl = carriers(group).get("cuda") == "nccl"
     return group._get_backend(torch.device("cuda")) if is_nccl else None
 

@@ -1,4 +1,4 @@
-"""Numbers, times and facts as short text, for every form of picture."""
+"""Numbers and times as short text, for every form of picture and table."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import math
 import re
 from html import escape
 from typing import Final
-
-from fpipe.schedule.grid import sizes
-from fpipe.schedule.picture.chart import Chart
 
 
 def ticks(length: float, about: int) -> list[float]:
@@ -67,8 +64,6 @@ def readable_unit(length: float, unit: str) -> tuple[float, str]:
 # Characters that XML 1.0 forbids, escaped or not: a viewer would refuse the whole file.
 _NO_CHARACTER: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
-BETWEEN: Final = " · "  # between two facts
-
 
 def marked_up(text: str) -> str:
     """Text escaped for SVG and HTML, with U+FFFD for characters that XML forbids.
@@ -78,29 +73,3 @@ def marked_up(text: str) -> str:
         'a &lt; b'
     """
     return escape(_NO_CHARACTER.sub("\ufffd", text))
-
-
-def facts(chart: Chart) -> str:
-    """The size and the makespan of a schedule, and the note on its times."""
-    texts = [
-        sizes(len(chart.rows), len(chart.placement), chart.microbatches),
-        f"makespan {timed(chart.makespan, chart.unit)}",
-        *([chart.note] if chart.note else []),
-    ]
-    return BETWEEN.join(texts)
-
-
-def stage_names(chart: Chart, rank: int) -> str:
-    """The stages of a rank in words; empty if it runs only the stage of the same number."""
-    stages = chart.stages_of(rank)
-    if stages == (rank,):
-        return ""
-    if not stages:
-        return "no stage"
-    named = ", ".join(map(str, stages)) if len(stages) < 4 else f"{stages[0]}, {stages[1]}, …"
-    return f"{'stage' if len(stages) == 1 else 'stages'} {named}"
-
-
-def idle(chart: Chart, rank: int) -> str:
-    """The idle share of a rank, in percent."""
-    return f"idle {100 * chart.idle(rank):.1f} %"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import Action, Op
@@ -109,8 +110,13 @@ class Chart:
 
     def idle(self, rank: int) -> float:
         """The fraction of the makespan in which `rank` runs nothing."""
-        busy = time_taken((box.start, box.end) for box in self.rows[rank] if not box.beside)
-        return max(0.0, 1 - busy / self.makespan) if self.makespan else 0.0
+        return self._idle[rank]
+
+    @cached_property
+    def _idle(self) -> tuple[float, ...]:
+        ran = (((b.start, b.end) for b in row if not b.beside) for row in self.rows)
+        whole = self.makespan
+        return tuple(max(0.0, 1 - time_taken(row) / whole) if whole else 0.0 for row in ran)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of `rank`, in order."""
@@ -196,6 +202,38 @@ def draw_up(
     )
 
 
+Name = TypeVar("Name")
+
+
+def fillings(
+    row: Sequence[Box],
+    span: float,
+    columns: int,
+    name: Callable[[Box], Name],
+    start: float = 0.0,
+) -> list[Mapping[Name, float]]:
+    """What fills each of so many columns of time, from `start`: the time of each name in it.
+
+    Args:
+        row: the boxes of a rank; those beside it are left out.
+        span: of a column.
+        columns: how many there are.
+        name: of a box; those of equal names are counted together.
+        start: when the first column begins.
+    """
+    times: list[defaultdict[Name, float]] = [defaultdict(float) for _ in range(columns)]
+    until = start + span * columns
+    for box in row:
+        if box.beside or box.end <= start or box.start >= until:
+            continue
+        at = min(max(int((box.start - start) / span), 0), columns - 1) if span else 0
+        while at < columns and start + at * span < box.end:
+            inside = min(box.end, start + (at + 1) * span) - max(box.start, start + at * span)
+            times[at][name(box)] += inside
+            at += 1
+    return [*times]
+
+
 def _turns(placement: Sequence[int]) -> list[int]:
     """The place of each stage among the stages of its rank."""
     seen: dict[int, int] = {}
@@ -206,10 +244,11 @@ def _turns(placement: Sequence[int]) -> list[int]:
     return turns
 
 
-def unit_chart(schedule: Rows, name: str) -> Chart:
+def unit_chart(schedule: Rows, name: str, *, waits: bool = True) -> Chart:
     """The chart of a schedule with one unit of time for each of F, I and W per rank, two for B.
 
-    Sending takes none. A schedule that cannot run is drawn as its plain rows, with a note.
+    Sending takes none. A schedule that cannot run is drawn as its plain rows, with a note. Without
+    waits and messages it is made faster.
 
     Example:
         >>> from fpipe.schedule.families.single_stage import gpipe
@@ -234,4 +273,6 @@ def unit_chart(schedule: Rows, name: str) -> Chart:
         ]
         for rank, (row, times) in enumerate(zip(rows, starts, strict=True))
     ]
-    return draw_up(name, schedule.placement, events, Cost(f=1, i=1, w=1), note=note, waits=runs)
+    return draw_up(
+        name, schedule.placement, events, Cost(f=1, i=1, w=1), note=note, waits=waits and runs
+    )

@@ -9,8 +9,9 @@ from importlib.resources import files
 from typing import Any
 
 from fpipe.schedule.action import Op
-from fpipe.schedule.picture.captions import facts, idle, marked_up, readable_unit, stage_names
+from fpipe.schedule.picture.captions import marked_up, readable_unit
 from fpipe.schedule.picture.chart import Chart
+from fpipe.schedule.picture.facts import facts, idle, stage_names
 from fpipe.schedule.picture.legend import MEANING, entries, ink, shade
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.action import COMPUTE_OPS
 from fpipe.schedule.arguments import plain_integer
 from fpipe.schedule.picture.captions import readable_unit, short, ticks
-from fpipe.schedule.picture.chart import Box, Chart
+from fpipe.schedule.picture.chart import Box, Chart, fillings
 
 NARROWEST: Final = 50
 WIDEST: Final = 1_000_000
@@ -51,7 +50,9 @@ def strip(chart: Chart, *, width: int = 80) -> str:
     margin, right = max(map(len, labels)), max(map(len, facts))
     columns = room - margin - right - 4
     lines = [_axis(chart.makespan * factor, columns)]
-    lines += ["".join(_letters(row, chart.makespan / columns, columns)) for row in chart.rows]
+    for row in chart.rows:
+        span = chart.makespan / columns
+        lines.append("".join(_most(fill, span) for fill in fillings(row, span, columns, _letter)))
     return "\n".join(
         f"{label:{margin}}  {line:{columns}}  {fact}".rstrip()
         for label, line, fact in zip(labels, lines, facts, strict=True)
@@ -67,18 +68,6 @@ def _axis(length: float, columns: int) -> str:
         if at + len(short(mark)) <= columns and (at > len(line) or not line):
             line = line.ljust(at) + short(mark)
     return line
-
-
-def _letters(row: Sequence[Box], span: float, columns: int) -> list[str]:
-    """The letter that fills most of each column of `span` time units."""
-    fills: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(columns)]
-    for box in (box for box in row if not box.beside):
-        at = min(int(box.start / span), columns - 1) if span else 0
-        while at < columns and at * span < box.end:
-            inside = min(box.end, (at + 1) * span) - max(box.start, at * span)
-            fills[at][_letter(box)] += inside
-            at += 1
-    return [_most(fill, span) for fill in fills]
 
 
 def _letter(box: Box) -> str:

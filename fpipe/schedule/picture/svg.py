@@ -1,33 +1,32 @@
-"""A chart as SVG: a lane per rank, its memory beneath it, a legend above and the time below."""
+"""A chart as SVG: a lane per rank, its memory beneath it, a legend above and the time below.
+
+A long one may be broken into bands of equal time, below each other.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
+from math import inf
 from statistics import quantiles
 from typing import Final, NamedTuple
 from unicodedata import east_asian_width
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.arguments import plain_number
-from fpipe.schedule.picture.captions import (
-    BETWEEN,
-    facts,
-    idle,
-    marked_up,
-    readable_unit,
-    short,
-    stage_names,
-    ticks,
-)
-from fpipe.schedule.picture.chart import Box, Chart
+from fpipe.schedule.events import Steps
+from fpipe.schedule.picture.captions import marked_up, readable_unit, short, ticks
+from fpipe.schedule.picture.chart import Box, Chart, fillings
+from fpipe.schedule.picture.facts import BETWEEN, described, facts, idle, stage_names
 from fpipe.schedule.picture.legend import (
     CAPITAL,
+    COLOURS,
     FONT,
     IDLE,
     LETTER,
     MEMORY_FILL,
+    OTHER,
     ink,
     legend,
     shade,
@@ -48,21 +47,31 @@ EDGE: Final = 8.0  # free at the end of a title
 
 
 class Scale(NamedTuple):
-    """Coordinates: `pixels` per unit of time, lanes from `top` down, all else in `size` pixels."""
+    """Coordinates: `pixels` per unit of time, lanes from `top` down, all else in `size` pixels.
+
+    Times before `start` and after `end` lie at the edges.
+    """
 
     pixels: float
     width: float
     top: float
     size: float
+    start: float = 0.0
+    end: float = inf
 
     def x(self, time: float) -> float:
-        return LEFT * self.size + time * self.pixels
+        return LEFT * self.size + (min(max(time, self.start), self.end) - self.start) * self.pixels
+
+    def shows(self, start: float, end: float) -> bool:
+        return start < self.end and (end > self.start or start == end == self.start)
 
     def y(self, rank: int, down: float = 0) -> float:
         return self.top + (rank * (LANE + MEMORY + GAP) + down) * self.size
 
 
-def svg(charts: Sequence[Chart], *, width: float | None = None) -> str:
+def svg(
+    charts: Sequence[Chart], *, width: float | None = None, bands: int = 1, columns: int = 0
+) -> str:
     """Draw charts below each other, on one scale of time.
 
     Each rank is a lane of boxes, coloured by op and lighter for the later stages of the rank, with
@@ -73,6 +82,9 @@ def svg(charts: Sequence[Chart], *, width: float | None = None) -> str:
         charts: the charts, at least one.
         width: of the whole picture, in pixels; None for as wide as the boxes need to be numbered,
             within limits. Viewers scale it down where there is less room.
+        bands: parts of the time, of equal length, that are drawn below each other.
+        columns: draw no boxes but the shares of the ops in each of so many columns of a band; 0
+            for boxes.
 
     Returns:
         The text of an SVG 1.1 file, the same for the same charts.
@@ -81,7 +93,9 @@ def svg(charts: Sequence[Chart], *, width: float | None = None) -> str:
         ScheduleError: `width` leaves no room for the lanes, or is not a number.
     """
     length = max(chart.makespan for chart in charts)
-    lanes = _room(charts, length) if width is None else (plain_number(width) or 0) - LEFT - RIGHT
+    lanes = min(max(natural_width(charts), NARROWEST), WIDEST)
+    if width is not None:
+        lanes = (plain_number(width) or 0) - LEFT - RIGHT
     if not 50 <= lanes < 1e6:
         raise ScheduleError(
             f"width={width!r} must be at least {LEFT + RIGHT + 50:g} pixels, {LEFT + RIGHT:g} of "
@@ -96,16 +110,24 @@ def svg(charts: Sequence[Chart], *, width: float | None = None) -> str:
     for chart in charts:
         lines = title_lines(chart, lanes / size + RIGHT - EDGE)
         top = y + (HEAD + LINE * (len(lines) - 1)) * size
-        scale = Scale(lanes / length if length else 1.0, lanes, top, size)
+        span = length / bands
+        scale = Scale(lanes / span if length else 1.0, lanes, top, size)
         body += _title(lines, scale)
-        body += _chart(chart, scale)
-        y = scale.y(len(chart.rows), FOOT)
+        for band in range(bands):
+            if band and band * span >= chart.makespan:
+                break
+            end = inf if band == bands - 1 else (band + 1) * span
+            scale = scale._replace(top=top, start=band * span, end=end)
+            body += _chart(chart, scale, span / columns if columns else 0)
+            y = scale.y(len(chart.rows), FOOT)
+            top = y + GAP * size
     wide, tall = _n((LEFT + RIGHT) * size + lanes), _n(y)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{tall}" '
             f'viewBox="0 0 {wide} {tall}" font-family="{FONT}" font-size="{_n(11 * size)}" '
-            'style="max-width:100%" preserveAspectRatio="xMinYMin">',
+            'style="max-width:100%" preserveAspectRatio="xMinYMin" role="img" '
+            f'aria-label="{marked_up(" ".join(map(described, charts)))}">',
             f"<title>{marked_up(', '.join(chart.name for chart in charts))}</title>",
             '<defs><pattern id="idle" width="5" height="5" patternUnits="userSpaceOnUse" '
             'patternTransform="rotate(45)"><rect width="5" height="5" fill="#f4f4f4"/>'
@@ -120,14 +142,15 @@ def svg(charts: Sequence[Chart], *, width: float | None = None) -> str:
     )
 
 
-def _room(charts: Sequence[Chart], length: float) -> float:
-    """The width in which an ordinary box (of the shortest tenth) has room for a number, limited."""
+def natural_width(charts: Sequence[Chart]) -> float:
+    """The width of lanes in which an ordinary box, of the shortest tenth, has room for a number."""
+    length = max(chart.makespan for chart in charts)
     lengths = [box.end - box.start for chart in charts for row in chart.rows for box in row]
     lengths = [value for value in lengths if value > 0]
     if not lengths:
         return NARROWEST
     usual = quantiles(lengths, n=10)[0] if len(lengths) > 1 else lengths[0]
-    return round(min(max(length / max(usual, length * 1e-9) * BOX, NARROWEST), WIDEST), 1)
+    return round(length / max(usual, length * 1e-9) * BOX, 1)
 
 
 def _title(lines: Sequence[Sequence[str]], scale: Scale) -> Iterator[str]:
@@ -137,12 +160,16 @@ def _title(lines: Sequence[Sequence[str]], scale: Scale) -> Iterator[str]:
         yield f'<text x="{_n(scale.x(0))}" y="{y}">{"".join(line)}</text>'
 
 
-def _chart(chart: Chart, scale: Scale) -> Iterator[str]:
-    """A chart's axis and its lanes."""
+def _chart(chart: Chart, scale: Scale, column: float) -> Iterator[str]:
+    """A chart's axis and its lanes, of boxes or of columns of so much time."""
     factor, unit = readable_unit(chart.makespan, chart.unit)
     ranks = len(chart.rows)
     about = int(chart.makespan * scale.pixels / (90 * scale.size))
-    marks = ticks(chart.makespan * factor, max(2, about))
+    marks = [
+        mark
+        for mark in ticks(chart.makespan * factor, max(2, about))
+        if scale.start <= mark / factor < scale.end
+    ]
     xs = [_n(scale.x(mark / factor)) for mark in marks]
     top, bottom, base = scale.y(0, -3), scale.y(ranks, 4 - GAP), _n(scale.y(ranks, 16 - GAP))
     lines = "".join(f"M{x} {_n(top)}V{_n(bottom)}" for x in xs)
@@ -152,16 +179,18 @@ def _chart(chart: Chart, scale: Scale) -> Iterator[str]:
         yield f'<text x="{x}" y="{base}">{short(mark)}</text>'
     yield "</g>"
     # Behind the last number, which is centred on its time.
-    behind = scale.x(marks[-1] / factor) + (3.5 * len(short(marks[-1])) + 4) * scale.size
+    behind = 0.0
+    if marks:
+        behind = scale.x(marks[-1] / factor) + (3.5 * len(short(marks[-1])) + 4) * scale.size
     right = _n(max(scale.x(chart.makespan) + 8 * scale.size, behind))
     named = marked_up(f"time ({unit})") if unit else "time"
     yield f'<text x="{right}" y="{base}" fill="#555">{named}</text>'
     for rank in range(ranks):
-        yield from _rank(chart, rank, scale)
-    yield from _boxes(chart, scale)
+        yield from _rank(chart, rank, scale, column)
+    yield from _columns(chart, scale, column) if column else _boxes(chart, scale)
 
 
-def _rank(chart: Chart, rank: int, scale: Scale) -> Iterator[str]:
+def _rank(chart: Chart, rank: int, scale: Scale, column: float) -> Iterator[str]:
     """A rank's labels, its idle background and its memory."""
     end, zero = chart.makespan, scale.y(rank, LANE + MEMORY)
     middle, beneath = _n(scale.y(rank, LANE / 2 + 4)), _n(scale.y(rank, LANE + MEMORY - 3))
@@ -172,25 +201,51 @@ def _rank(chart: Chart, rank: int, scale: Scale) -> Iterator[str]:
             f'<text x="{left}" y="{beneath}" text-anchor="end" font-size=".82em" fill="#555">'
             f"{stages}</text>"
         )
-    yield f'<text x="{right}" y="{middle}">{idle(chart, rank)}</text>'
+    if not scale.start:
+        yield f'<text x="{right}" y="{middle}">{idle(chart, rank)}</text>'
+        yield (
+            f'<text x="{right}" y="{beneath}" font-size=".82em" fill="#555">'
+            f"peak {short(chart.peaks[rank])}</text>"
+        )
+    wide = _n(scale.x(end) - scale.x(0))
     yield (
-        f'<text x="{right}" y="{beneath}" font-size=".82em" fill="#555">'
-        f"peak {short(chart.peaks[rank])}</text>"
-    )
-    yield (
-        f'<rect x="{_n(scale.x(0))}" y="{_n(scale.y(rank))}" width="{_n(end * scale.pixels)}" '
+        f'<rect x="{_n(scale.x(0))}" y="{_n(scale.y(rank))}" width="{wide}" '
         f'height="{_n(LANE * scale.size)}" fill="{IDLE}"/>'
     )
     most = max(chart.peaks, default=0.0)
     if most > 0:
         # A step per change; the last amount, usually none, holds to the end.
         path = [f"M{_n(scale.x(0))} {_n(zero)}"]
-        for (time, amount), (until, _) in pairwise([*chart.memory[rank], (end, 0.0)]):
+        for time, amount, until in _amounts(chart.memory[rank], end, scale, column):
             if until > time:
                 level = zero - (MEMORY - 2) * scale.size * max(amount, 0.0) / most
                 path.append(f"H{_n(scale.x(time))}V{_n(level)}H{_n(scale.x(until))}")
         yield f'<path d="{"".join(path)}V{_n(zero)}z" fill="{MEMORY_FILL}"/>'
     yield f'<path d="M{_n(scale.x(0))} {_n(zero)}H{_n(scale.x(end))}" stroke="#999"/>'
+
+
+def _amounts(
+    steps: Steps, end: float, scale: Scale, column: float
+) -> Iterator[tuple[float, float, float]]:
+    """From when, how much and until when a rank holds, in the time that the scale shows.
+
+    In columns of time, the most of each.
+    """
+    last, most = -1, 0.0
+    for (time, amount), (until, _) in pairwise([*steps, (end, 0.0)]):
+        if not scale.shows(time, until):
+            continue
+        if not column:
+            yield time, amount, until
+            continue
+        number = int((max(time, scale.start) - scale.start) / column)
+        if number > last:
+            if last >= 0:
+                yield scale.start + last * column, most, scale.start + number * column
+            last, most = number, 0.0
+        most = max(most, amount)
+    if last >= 0:
+        yield scale.start + last * column, most, min(scale.end, end)
 
 
 def _boxes(chart: Chart, scale: Scale) -> Iterator[str]:
@@ -205,8 +260,10 @@ def _boxes(chart: Chart, scale: Scale) -> Iterator[str]:
     for rank, row in enumerate(chart.rows):
         turns, y = len(chart.stages_of(rank)), scale.y(rank)
         for box in row:
+            if not scale.shows(box.start, box.end):
+                continue
             fill = shade(box.action.op, box.turn, turns)
-            wide = (box.end - box.start) * scale.pixels
+            wide = scale.x(box.end) - scale.x(box.start)
             # A hairline of the background keeps neighbours apart.
             drawn = max(wide - min(0.8, 0.12 * wide), 0.5)
             x = scale.x(box.start)
@@ -228,6 +285,34 @@ def _boxes(chart: Chart, scale: Scale) -> Iterator[str]:
         yield f'<path fill="{fill}" d="{"".join(path)}"/>'
     for (colour, size), texts in numbers.items():
         yield f'<g fill="{colour}" font-size="{size:g}" text-anchor="middle">{"".join(texts)}</g>'
+
+
+def _columns(chart: Chart, scale: Scale, span: float) -> Iterator[str]:
+    """The share of each op in each column of `span` time, one path for all of a colour."""
+    paths: defaultdict[str, list[str]] = defaultdict(list)
+    end = min(scale.end, chart.makespan)
+    number, ops = max(round((end - scale.start) / span), 1), [*COLOURS]
+    for rank, row in enumerate(chart.rows):
+        turns, top = len(chart.stages_of(rank)), scale.y(rank)
+
+        def place(box: Box) -> tuple[int, int]:
+            op = box.action.op
+            return ops.index(op) if op in ops else len(ops), box.turn
+
+        fills = fillings(row, span, number, place, scale.start)
+        stacks = [tuple((k, round(LANE * fill[k] / span)) for k in sorted(fill)) for fill in fills]
+        at = 0
+        for stack, alike in groupby(stacks):
+            many, y = sum(1 for _ in alike), top
+            x, wide = scale.x(scale.start + at * span), many * span * scale.pixels
+            for (op, turn), share in stack:
+                tall = share * scale.size
+                fill = shade(ops[op], turn, turns) if op < len(ops) else OTHER
+                paths[fill].append(f"M{_n(x)} {_n(y)}h{_n(wide)}v{_n(tall)}h-{_n(wide)}z")
+                y += tall
+            at += many
+    for fill, path in paths.items():
+        yield f'<path fill="{fill}" d="{"".join(path)}"/>'
 
 
 def _size(box: Box, drawn: float, digits: int, scale: float) -> float:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Final, Literal, TypeAlias
 
 from fpipe.errors import ScheduleError
+from fpipe.schedule.grid import one_line
 from fpipe.schedule.schedule import Schedule
 from fpipe.schedule.searching.problem import Problem
 from fpipe.schedule.searching.seeds import named_families
@@ -98,8 +99,26 @@ class SearchResult:
         return self.shaken.mean / self.best_family.mean - 1
 
     def _repr_svg_(self) -> str | None:
-        """The timeline of the schedule, in a notebook."""
+        """The timeline of the schedule, where a page takes no HTML."""
         return self.timeline._repr_svg_()
+
+    def _repr_html_(self) -> str:
+        """The timeline in a notebook, and what the search found, as a table."""
+        from fpipe.schedule.picture.tables import table
+
+        rows: list[tuple[str, object]] = [
+            (self.objective, float(self.value)),
+            ("lower bound of all schedules", float(self.bound)),
+            ("above that bound", f"{self.gap:.1%}"),
+            ("iterations", self.iterations),
+        ]
+        if self.remat is not None:
+            rows.append(("remat of each stage", ", ".join(self.remat)))
+        if self.cut is not None:
+            rows.append(("layers of each stage", ", ".join(map(str, self.cut))))
+        rows += [(f"best by {name}", value) for name, value in (self.bought or {}).items()]
+        name = one_line(self.schedule.name)
+        return self.timeline._repr_html_() + table(f"Search: {name}", ["", "value"], rows)
 
     def __repr__(self) -> str:
         return (
