@@ -3,8 +3,9 @@
     with working("compiling")          shown after a second, gone at the end; one line stays
         advance("F of stage 0")  ──►   fpipe: compiling, 3 of 12, F of stage 0, 9 s, about 40 s left
 
-On a terminal, and in a notebook, the line is written over and over; elsewhere, as in a log file,
-each piece of work writes one line when it has ended.
+On a terminal the line is written over and over, by a thread of its own where a part takes long; a
+notebook has one output for it, which is replaced. Elsewhere, as in a log file, each piece of work
+writes one line when it has ended.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from importlib import import_module
 from math import inf
-from typing import Final
+from threading import Event, RLock, Thread
+from typing import Any, Final
 
 DELAY: Final = 1.0
 """Seconds of work before anything is shown, and less of which nothing stays."""
@@ -40,20 +43,22 @@ class Work:
     Attributes:
         what: is done, such as ``"compiling"``.
         total: the number of its parts, if that is known.
+        unit: of its parts.
         done: how many parts have begun.
         part: the one that has.
         start: when it began, by `time.perf_counter`.
-        outer: the work of which it is a part.
-        drawn: when the live line was written last.
+        warm: when its second part began: the first often starts what all others use.
+        line: shows it.
     """
 
     what: str
     total: int | None
+    unit: str
+    line: Line
     done: int = 0
     part: str = ""
     start: float = field(default_factory=_now)
-    outer: Work | None = None
-    drawn: float = -inf
+    warm: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -69,10 +74,96 @@ class Work:
             words.append(str(self.done))
         words += [self.part] if self.part else []
         words.append(f"{self.seconds:.0f} s")
-        if self.total and 1 < self.done < self.total:
-            left = self.seconds / (self.done - 1) * (self.total - self.done + 1)
+        if self.total and 2 < self.done < self.total:
+            left = (_now() - self.warm) / (self.done - 2) * (self.total - self.done + 1)
             words.append(f"about {left:.0f} s left")
         return f"fpipe: {', '.join(words)}"
+
+
+class Line:
+    """Shows a piece of work and all that are parts of it, the innermost at any time.
+
+    Attributes:
+        works: under way, the outermost first.
+    """
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self._drawn = -inf
+        self._lock = RLock()
+        self._over = Event()
+        self._thread: Thread | None = None
+        self._output: Any = None  # of a notebook
+
+    def begin(self, work: Work) -> None:
+        self.works.append(work)
+        if self._thread is None and _is_live():
+            self._thread = Thread(target=self._tick, name="fpipe live line", daemon=True)
+            self._thread.start()
+
+    def advance(self, work: Work, part: str) -> None:
+        with self._lock:
+            work.done += 1
+            work.part = part
+            if work.done == 2:
+                work.warm = _now()
+            self.draw()
+
+    def draw(self) -> None:
+        """Show the innermost work, unless it is too early or has just been shown."""
+        with self._lock:
+            now = _now()
+            if not self.works or now - self._drawn < EVERY or self.works[0].seconds < DELAY:
+                return
+            self._drawn = now
+            if _is_live():
+                self._write(self.works[-1].text())
+
+    def end(self) -> None:
+        """End the innermost work: take the live line away, and leave one that says what was done.
+
+        On a terminal and in a notebook, only the outermost leaves one.
+        """
+        with self._lock:
+            outermost, work = self.works[0], self.works.pop()
+            shown, live = outermost.seconds >= DELAY, _is_live()
+            stays = work.seconds >= DELAY and (work is outermost or not live)
+            parts = f", {work.done} {work.unit}" if work.done > 1 else ""
+            text = f"fpipe: {work.what}: {work.seconds:.1f} s{parts}" if stays else ""
+            if shown and _is_notebook():
+                if work is outermost:
+                    self._write(text)
+            elif shown:
+                if live:
+                    self._write("")
+                if text:
+                    _print(text)
+        if work is outermost:
+            self._over.set()
+            if self._thread is not None:
+                self._thread.join()
+
+    def _tick(self) -> None:
+        """Draw again and again, until all work has ended."""
+        wait = DELAY
+        while not self._over.wait(wait):
+            wait = max(EVERY, 0.01)
+            self.draw()
+
+    def _write(self, text: str) -> None:
+        """Write over the live line; nothing is left of it where the text is empty."""
+        if _is_notebook():
+            output: Any = {"text/plain": text}
+            if self._output is not None:
+                self._output.update(output, raw=True)
+            elif text:
+                display = import_module("IPython.display").display
+                self._output = display(output, raw=True, display_id=True)
+        elif sys.stderr is not None:
+            width = shutil.get_terminal_size((100, 24)).columns - 1
+            end = "" if text else "\r"
+            sys.stderr.write(f"\r{text[:width].ljust(width)}{end}")
+            sys.stderr.flush()
 
 
 _CURRENT: ContextVar[Work | None] = ContextVar("fpipe.work", default=None)
@@ -97,24 +188,30 @@ def progress(shown: bool = True) -> None:
 
 
 @contextmanager
-def working(what: str, total: Callable[[], int] | None = None) -> Iterator[None]:
+def working(
+    what: str, total: Callable[[], int] | None = None, unit: str = "parts"
+) -> Iterator[None]:
     """Within it the live line is about this work, and `advance` about its parts.
 
     Args:
         what: is done.
         total: returns the number of its parts, if it is known.
+        unit: of its parts.
     """
     shown = os.environ.get("FPIPE_PROGRESS", "1") != "0" if _shown is None else _shown
     if not (shown and _is_first()):
         yield
         return
-    work = Work(what, total if total is None else total(), outer=_CURRENT.get())
+    outer = _CURRENT.get()
+    line = Line() if outer is None else outer.line
+    work = Work(what, total if total is None else total(), unit, line)
     token = _CURRENT.set(work)
+    line.begin(work)
     try:
         yield
     finally:
         _CURRENT.reset(token)
-        _end(work)
+        line.end()
 
 
 def advance(part: str = "") -> None:
@@ -122,33 +219,7 @@ def advance(part: str = "") -> None:
     work = _CURRENT.get()
     if work is None:
         return
-    work.done += 1
-    work.part = part
-    now = _now()
-    if now - work.drawn < EVERY:
-        return
-    work.drawn = now
-    if _age(work) >= DELAY and _is_live():
-        _write(work.text())
-
-
-def _age(work: Work) -> float:
-    """Seconds since the outermost work began."""
-    while work.outer is not None:
-        work = work.outer
-    return work.seconds
-
-
-def _end(work: Work) -> None:
-    """Take the live line away, and leave one line that says what was done."""
-    if _age(work) < DELAY:
-        return
-    live = _is_live()
-    if live:
-        _write("")
-    if work.seconds >= DELAY and (work.outer is None or not live):
-        parts = f", {work.done} parts" if work.done > 1 else ""
-        _print(f"fpipe: {work.what}: {work.seconds:.1f} s{parts}")
+    work.line.advance(work, part)
 
 
 def _is_first() -> bool:
@@ -161,17 +232,11 @@ def _is_first() -> bool:
 
 def _is_live() -> bool:
     """Whether a line can be written over: on a terminal, or in a notebook."""
-    stream = sys.stderr
-    return stream is not None and (stream.isatty() or type(stream).__name__ == "OutStream")
+    return _is_notebook() or (sys.stderr is not None and sys.stderr.isatty())
 
 
-def _write(text: str) -> None:
-    """Write over the live line; nothing is left of it where the text is empty."""
-    width = shutil.get_terminal_size((100, 24)).columns - 1
-    if sys.stderr is not None:
-        end = "" if text else "\r"
-        sys.stderr.write(f"\r{text[:width].ljust(width)}{end}")
-        sys.stderr.flush()
+def _is_notebook() -> bool:
+    return type(sys.stderr).__name__ == "OutStream" and "IPython" in sys.modules
 
 
 def _print(text: str) -> None:

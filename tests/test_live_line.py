@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import io
 import re
+import sys
+import threading
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,7 +57,8 @@ def test_a_terminal_has_one_line_in_the_end(
     some_work(clock)
     assert terminal.screen() == ["fpipe: all: 8.5 s", ""]
     states = [state.rstrip() for state in terminal.getvalue().split("\r")]
-    assert "fpipe: compiling, 2 of 4, B of stage 0, 2 s, about 6 s left" in states
+    # The first part tells nothing of the others: it starts what all use.
+    assert "fpipe: compiling, 2 of 4, B of stage 0, 2 s" in states
     assert "fpipe: compiling, 3 of 4, I of stage 0, 4 s, about 4 s left" in states
 
 
@@ -92,6 +97,56 @@ def test_what_is_short_is_not_shown(clock: list[float], monkeypatch: pytest.Monk
     assert terminal.getvalue() == ""
 
 
+def test_a_part_that_takes_long_is_shown_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr(live_line, "_shown", True)
+    monkeypatch.setattr(live_line, "DELAY", 0.01)
+    monkeypatch.setattr(live_line, "EVERY", 0.01)
+    with working("compiling", lambda: 2):
+        advance("F of stage 0")
+        end = time.monotonic() + 10
+        while terminal.getvalue().count("1 of 2, F of stage 0") < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+    assert terminal.getvalue().count("fpipe: compiling, 1 of 2, F of stage 0, 0 s") >= 3
+    assert len(terminal.screen()) == 2
+    assert not [thread for thread in threading.enumerate() if "fpipe live" in thread.name]
+
+
+class OutStream(io.StringIO):
+    """The standard error of a notebook."""
+
+
+class Output:
+    """The output of a cell, as IPython's displays it."""
+
+    def __init__(self) -> None:
+        self.states: list[str] = []
+
+    def update(self, data: dict[str, str], raw: bool) -> None:
+        self.states.append(data["text/plain"])
+
+
+def test_a_notebook_has_one_output_that_is_replaced(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, output = OutStream(), Output()
+
+    def display(data: dict[str, str], raw: bool, display_id: bool) -> Output:
+        assert not output.states and raw and display_id
+        output.update(data, raw)
+        return output
+
+    shows = SimpleNamespace(display=display)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=shows))
+    monkeypatch.setitem(sys.modules, "IPython.display", shows)
+    monkeypatch.setattr("sys.stderr", stream)
+    some_work(clock)
+    assert "fpipe: compiling, 3 of 4, I of stage 0, 4 s, about 4 s left" in output.states
+    assert output.states[-1] == "fpipe: all: 8.5 s"
+    assert stream.getvalue() == ""
+
+
 def test_a_first_step_says_what_is_traced_and_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
@@ -111,7 +166,8 @@ def test_a_first_step_says_what_is_traced_and_compiled(monkeypatch: pytest.Monke
     pipe.step(*arguments)
     shown = terminal.getvalue()
     assert "fpipe: tracing a step, 2, stage 1 (" in shown
-    counts = re.findall(r"compiling a step, (\d+) of (\d+), (\w\+?) of stage", shown)
+    found = re.findall(r"compiling a step, (\d+) of (\d+), (\w\+?) of stage", shown)
+    counts = [*dict.fromkeys(found)]  # a state may be drawn again
     assert counts and counts[-1][0] == counts[-1][1] == str(len(counts))
     assert terminal.screen()[-2].startswith("fpipe: tracing and compiling a step: ")
     before = len(shown)

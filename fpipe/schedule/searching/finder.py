@@ -237,7 +237,7 @@ def search(
                 "another schedule (timeline.peak of fpipe.simulate says what it holds)"
             )
         incumbents.offer(Candidate(problems[0], order))
-    with working("searching"):
+    with working("searching", unit="steps"):
         run(_phases(problems, incumbents, plain), incumbents, meter)
 
     def schedule_of(candidate: Candidate) -> Schedule:
@@ -247,7 +247,8 @@ def search(
     best, spent = incumbents.best, meter.spent
     if robust:
         meter = Meter(seconds / 2, None if iterations is None else iterations // 2)
-        best = find_robust(problems, incumbents, meter, schedule_of, jitter, plain)
+        with working("choosing the best under jitter"):
+            best = find_robust(problems, incumbents, meter, schedule_of, jitter, plain)
         spent += meter.spent
     elif objective == "makespan":
         best = steadiest(incumbents.ties, schedule_of, jitter)
