@@ -26,6 +26,9 @@ aten = torch.ops.aten
 # Identity ops that tracing leaves behind: the value is the argument.
 _IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default})
 
+# Views that look at their argument as it is, where they have its shape and strides.
+_RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.expand.default})
+
 # The fill values of ops that read only the shape of their argument.
 _FILLS: Final[dict[Any, Callable[[fx.Node], Any]]] = {
     aten.zeros_like.default: lambda node: 0,
@@ -55,7 +58,7 @@ def simplify(
         _give_memory(node)
         if node.target in _FILLS:
             _look_at_nothing(node)
-        elif node.target in _IDENTITIES or _is_overwritten(node):
+        elif node.target in _IDENTITIES or _is_overwritten(node) or _is_same_view(node):
             replace(node, node.args[0])
         elif node.target is aten._conj.default and not isinstance(node.args[0], fx.Node):
             _conjugate_number(node)
@@ -66,9 +69,19 @@ def simplify(
         elif node.target is aten.nll_loss2d_backward.default:
             _give_in_order(node)
     graph.eliminate_dead_code()
+    for node, owner in dict(zip(_results(graph)[1], owners, strict=True)).items():
+        _turn_product(node, owner)
     _settle_gradients(graph, owners)
     _settle_outputs(graph, private)
     return _results(graph)
+
+
+def _is_same_view(node: fx.Node) -> bool:
+    """Whether `node` looks at its argument as the argument looks at itself."""
+    if node.target not in _RESHAPES:
+        return False
+    value, other = value_of(node), value_of(node.all_input_nodes[0])
+    return value.shape == other.shape and value.stride() == other.stride()
 
 
 def _is_overwritten(node: fx.Node) -> bool:
@@ -95,6 +108,24 @@ def _results(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
     returned: Any = graph.output_node().args[0]
     outputs, gradients = returned
     return list(outputs), list(gradients)
+
+
+def _turn_product(node: fx.Node, owner: Tensor | None) -> None:
+    """Let a product of batches come out as its parameter lies, where it is transposed at the end.
+
+    So `torch.func.vmap` maps the gradient of a linear layer. The product of both sides, transposed
+    and exchanged, is the same, and needs no copy; torch itself does so for a single product.
+    """
+    if node.target is not aten.transpose.int or owner is None:
+        return
+    product, dims = node.args[0], {int(dim) % 3 for dim in node.args[1:]}  # type: ignore[arg-type]
+    if not isinstance(product, fx.Node) or product.target is not aten.bmm.default:
+        return
+    usual = _order_of(value_of(node), owner) == [0, 1, 2]
+    if usual and dims == {1, 2} and len(product.users) == 1:
+        left, right = (inserted(product, aten.transpose.int, side, 1, 2) for side in product.args)
+        replace(node, inserted(product, aten.bmm.default, right, left))
+        node.graph.erase_node(product)
 
 
 def _settle_gradients(graph: fx.Graph, owners: Sequence[Tensor | None]) -> None:

@@ -70,6 +70,55 @@ def test_parameter_gradients_own_their_memory(function: Callable[..., Any]) -> N
         assert ours.equal(theirs)
 
 
+def test_views_that_look_the_same_go() -> None:
+    graph = traced(lambda x: ([x.view(2, 3).expand(2, 3).reshape(2, 3) * 2], []), rand(2, 3))
+    simplify(graph, [])
+    assert targets(graph) == ["aten.mul.Tensor"]
+
+
+def test_views_of_other_strides_stay() -> None:
+    """Along a dimension of one element strides do not matter, but they are those of the trace."""
+    graph = traced(lambda x: ([x.t().view(1, 3) * 2], []), rand(3, 1))
+    simplify(graph, [])
+    x = rand(3, 1)
+    assert torch.equal(run(graph, x)[0][0], x.t() * 2)
+
+
+def gradient_of_mapped_linear(weight: Tensor, x: Tensor, cotangent: Tensor) -> Tensor:
+    """As `torch.func.vmap` maps it, over members of an ensemble."""
+    _, pullback = torch.func.vjp(lambda w: torch.bmm(x, w.transpose(1, 2)), weight)
+    gradient: Tensor = pullback(cotangent)[0]
+    return gradient
+
+
+def test_the_gradient_of_mapped_linear_layers_is_a_product_without_a_copy() -> None:
+    weight, x, cotangent = rand(3, 5, 4), rand(3, 2, 4), rand(3, 2, 5)
+    graph = traced(lambda *a: ([], [gradient_of_mapped_linear(*a)]), weight, x, cotangent)
+    simplify(graph, [weight])
+    assert "aten.clone.default" not in targets(graph)
+    graph.lint()
+    [gradient] = run(graph, weight, x, cotangent)[1]
+    assert gradient.is_contiguous()
+    expected = gradient_of_mapped_linear(weight, x, cotangent)
+    assert not expected.is_contiguous()
+    torch.testing.assert_close(gradient, expected, rtol=1e-14, atol=1e-14)
+
+
+def test_a_product_that_something_else_reads_is_copied_where_it_is_transposed() -> None:
+    left, right = rand(3, 4, 2), rand(3, 2, 5)
+
+    def both(a: Tensor, b: Tensor) -> Any:
+        product = torch.bmm(a, b)
+        return [], [product.transpose(1, 2), product.sum()]
+
+    graph = traced(both, left, right)
+    simplify(graph, [rand(3, 5, 4), rand()])
+    assert targets(graph).count("aten.bmm.default") == 1
+    for found, expected in zip(run(graph, left, right)[1], both(left, right)[1], strict=True):
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, expected)
+
+
 def test_input_gradients_are_contiguous() -> None:
     x = rand(2, 3)
     graph = traced(lambda x: ([], [(x * 2).t(), x]), x)
