@@ -86,7 +86,7 @@ def test_views_of_other_strides_stay() -> None:
 
 def gradient_of_mapped_linear(weight: Tensor, x: Tensor, cotangent: Tensor) -> Tensor:
     """As `torch.func.vmap` maps it, over members of an ensemble."""
-    _, pullback = torch.func.vjp(lambda w: torch.bmm(x, w.transpose(1, 2)), weight)
+    pullback: Any = torch.func.vjp(lambda w: torch.bmm(x, w.transpose(1, 2)), weight)[1]
     gradient: Tensor = pullback(cotangent)[0]
     return gradient
 
