@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fpipe.schedule.action import Action, Op
-from fpipe.schedule.stage_costs import Queues, StageCosts
+from fpipe.schedule.link_queues import Queues
+from fpipe.schedule.stage_costs import StageCosts
 
 
 class Times(NamedTuple):
@@ -39,7 +40,7 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequenc
     clocks, lanes = [0.0] * len(rows), [0.0] * len(rows)
     gathered, reduced = [0.0] * len(costs.f), [0.0] * len(costs.f)
     f, i, w, b, down, up = costs.f, costs.i, costs.w, costs.b, costs.down, costs.up
-    queues = Queues(costs) if costs.down_links else None
+    queues = Queues(costs.links) if costs.down_links else None
     last = len(f) - 1
     # Per stage and microbatch, at stage * microbatches + microbatch: how far its work is (1 after
     # F, 2 after I, 3 after W or B), and when its output arrives at the reader.

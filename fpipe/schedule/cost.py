@@ -25,8 +25,10 @@ from fpipe.schedule.cost_arguments import (
 )
 from fpipe.schedule.exchange.files import PathLike, load, save
 from fpipe.schedule.exchange.json_file import format_cost, parse_cost
+from fpipe.schedule.link_queues import Link
 from fpipe.schedule.placements import plain_placement
-from fpipe.schedule.stage_costs import Link, StageCosts
+from fpipe.schedule.recomputed import choices_of, recomputed
+from fpipe.schedule.stage_costs import StageCosts
 
 PER_MICROBATCH: Final = ("f", "i", "w", "b", "activation", "freed_by_i")
 PER_STAGE: Final = (*PER_MICROBATCH, "recompute", "kept", "unshard", "reduce_grad", "update")
@@ -239,44 +241,19 @@ class Cost:
             >>> cost.i, cost.activation, cost.freed_by_i
             ((2, 1), (0.25, 1), (-0.75, 0))
         """
-        stages = len(plain_placement(placement))
-        each = [remat] * stages if isinstance(remat, str) else list(remat)
-        if len(each) != stages or not set(each) <= {"none", "full"}:
-            raise ScheduleError(
-                f"remat={remat!r:.60} must be 'none' or 'full', or one of these for each of the "
-                f"{stages} stages"
-            )
+        each = choices_of(remat, len(plain_placement(placement)))
         if "full" in each:
             self.check_kept()
         costs, p = self.on(placement), max(placement) + 1
         more = costs.f
         if self.recompute is not None:
-            speeds = self._speeds(placement, p) or [1] * stages
-            values = values_of_stages("recompute", self.recompute, stages, p)
+            speeds = self._speeds(placement, p) or [1] * len(each)
+            values = values_of_stages("recompute", self.recompute, len(each), p)
             more = tuple(value / speed for value, speed in zip(values, speeds, strict=True))
-        keeps = values_of_stages("kept", 0 if self.kept is None else self.kept, stages, p)
-        i, b, kept, freed = map(list, (costs.i, costs.b, costs.activation, costs.freed_by_i))
-        for stage, choice in enumerate(each):
-            if choice == "none":
-                continue
-            if keeps[stage] > kept[stage] * (1 + 1e-9):
-                raise ScheduleError(
-                    f"cost.kept is {keeps[stage]:g} for stage {stage} and cost.activation is "
-                    f"{kept[stage]:g}: a stage that computes again keeps no more than one that "
-                    "does not"
-                )
-            i[stage] += more[stage]
-            b[stage] += more[stage]
-            freed[stage] += keeps[stage] - kept[stage]
-            kept[stage] = keeps[stage]
-        changed: dict[str, Any] = {
-            "f": costs.f,
-            "i": i,
-            "w": costs.w,
-            "activation": kept,
-            "freed_by_i": freed,
-        }
-        changed["b"] = None if self.b is None else b
+        keeps = values_of_stages("kept", self.kept or 0, len(each), p)
+        changed = recomputed(costs, each, more, keeps)
+        if self.b is None:
+            del changed["b"]
         return replace(self, **changed, recompute=None, kept=None, speed=None)
 
     def check_kept(self) -> None:
@@ -447,26 +424,6 @@ class Cost:
             ScheduleError: as for `hop`.
         """
         return between_ranks("transfer", self.transfer, source, target)
-
-
-def alike(cost: Cost, size: float) -> Cost:
-    """The cost of microbatches that are all of one size."""
-    names = (*PER_MICROBATCH, "transfer", "recompute", "kept")
-    return replace(cost, sizes=None, **_multiplied(cost, names, size))
-
-
-def with_times(cost: Cost, share: float) -> Cost:
-    """The cost with all times of actions on microbatches multiplied by a share."""
-    return replace(cost, **_multiplied(cost, ("f", "i", "w", "b"), share))
-
-
-def _multiplied(cost: Cost, names: Sequence[str], factor: float) -> dict[str, Any]:
-    def multiplied(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(multiplied, value))
-        return None if value is None else value * factor
-
-    return {name: multiplied(getattr(cost, name)) for name in names}
 
 
 def check_cost(cost: object) -> None:

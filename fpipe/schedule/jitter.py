@@ -14,7 +14,8 @@ from fpipe.schedule.action import Action, Op
 from fpipe.schedule.arguments import plain_integer, plain_number
 from fpipe.schedule.clocks import run_rows
 from fpipe.schedule.dependencies import chain, dependencies
-from fpipe.schedule.stage_costs import Link, StageCosts
+from fpipe.schedule.link_queues import Link
+from fpipe.schedule.stage_costs import StageCosts
 
 Vector: TypeAlias = list[float]  # a number for each trial
 

@@ -25,9 +25,10 @@ from fpipe.schedule.bounds.rank_bounds import (
     turns_bound,
 )
 from fpipe.schedule.bounds.whole_stage import with_whole_stage_work
-from fpipe.schedule.cost import Cost, alike, check_cost, with_times
+from fpipe.schedule.cost import Cost, check_cost
 from fpipe.schedule.cost_arguments import MOST
 from fpipe.schedule.placements import plain_placement, stages_by_rank
+from fpipe.schedule.scaled_costs import alike, with_times
 from fpipe.schedule.stage_costs import StageCosts
 
 # Where microbatches differ: how many bounds are taken, and how many sizes are distinguished.

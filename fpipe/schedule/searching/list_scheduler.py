@@ -9,8 +9,8 @@ from itertools import accumulate
 from operator import add
 
 from fpipe.schedule.bounds.states import FORWARD, GRADIENT, WEIGHT, needed_later
+from fpipe.schedule.link_queues import Queues
 from fpipe.schedule.searching.problem import Order, Problem
-from fpipe.schedule.stage_costs import Queues
 
 UNLIMITED = float("inf")
 
@@ -84,7 +84,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
     # F keeps `kept`, I frees `freed` of it, and W frees the rest.
     kept, freed = costs.activation, costs.freed_by_i
     later = [has - frees for has, frees in zip(kept, freed, strict=True)]
-    queues = Queues(costs) if costs.down_links else None
+    queues = Queues(costs.links) if costs.down_links else None
     prefer_f, prefer_i, prefer_w = policy.priorities
     windows, patience = policy.windows, policy.patience
     pace = policy.pace * problem.work * count / total
