@@ -123,6 +123,7 @@ LAYERS: Final = (
         "fpipe.schedule.jitter",
         "fpipe.schedule.link_queues",
         "fpipe.schedule.picture",
+        "fpipe.schedule.placed_costs",
         "fpipe.schedule.placements",
         "fpipe.schedule.recomputed",
         "fpipe.schedule.scaled_costs",

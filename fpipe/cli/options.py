@@ -85,6 +85,12 @@ _WHOLE_STAGE: Final = {
 }
 
 
+_SIZES: Final = {
+    "sizes": "its times are multiplied, and what it keeps and sends",
+    "memory_sizes": "what it keeps and sends is multiplied, where that is not --sizes",
+}
+
+
 def add_cost(parser: argparse.ArgumentParser) -> None:
     """Add ``--cost``, ``--comm`` and the times of whole-stage work."""
     parser.add_argument(
@@ -110,6 +116,26 @@ def add_cost(parser: argparse.ArgumentParser) -> None:
         "which carries one at a time (default: 0, or what the file says)",
     )
     parser.add_argument(
+        "--message",
+        type=memory,
+        metavar="B[,B...]",
+        help="what a stage hands to the next, for all or each, by which --transfer is multiplied: "
+        "with bytes, --transfer is one over the bandwidth (default: 1, or what the file says)",
+    )
+    parser.add_argument(
+        "--shared",
+        action="store_const",
+        const=True,
+        help="both ways between two ranks are one link (half duplex); a file may say of each hop "
+        "which link it takes",
+    )
+    parser.add_argument(
+        "--blocking",
+        action="store_const",
+        const=True,
+        help="a send occupies its rank until its transfer has ended",
+    )
+    parser.add_argument(
         "--pair",
         type=float,
         metavar="S",
@@ -123,6 +149,13 @@ def add_cost(parser: argparse.ArgumentParser) -> None:
         help="of each rank, by which its times are divided (default: all alike, or what the file "
         "says)",
     )
+    for name, what in _SIZES.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=numbers,
+            metavar="Z,Z...",
+            help=f"of each microbatch, by which {what} (default: all 1, or what the file says)",
+        )
     for name, what in _WHOLE_STAGE.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}",
@@ -131,6 +164,20 @@ def add_cost(parser: argparse.ArgumentParser) -> None:
             help=f"time of {what}, per rank; schedules without whole-stage actions get them "
             "(default: 0, or what the file says)",
         )
+    parser.add_argument(
+        "--no-collective-lane",
+        dest="collective_lane",
+        action="store_const",
+        const=False,
+        help="gathers and reductions occupy their rank (default: they run beside it)",
+    )
+
+
+_GIVEN: Final = (
+    *("comm", "transfer", "message", "shared", "blocking", "pair", "speed", "collective_lane"),
+    *_SIZES,
+    *_WHOLE_STAGE,
+)
 
 
 def add_jitter(parser: argparse.ArgumentParser) -> None:
@@ -170,10 +217,7 @@ def cost_of(options: argparse.Namespace) -> Cost:
     """
     text = str(options.cost)
     cost = Cost.from_json(text) if text.endswith(".json") else Cost(**_cost_numbers(text))
-    given = {
-        name: getattr(options, name)
-        for name in ("comm", "transfer", "pair", "speed", *_WHOLE_STAGE)
-    }
+    given = {name: getattr(options, name) for name in _GIVEN}
     return replace(cost, **{name: value for name, value in given.items() if value is not None})
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from fpipe.schedule.action import Action, Op
-from fpipe.schedule.link_queues import Queues
+from fpipe.schedule.link_queues import Link, Queues
 from fpipe.schedule.stage_costs import StageCosts
 
 
@@ -27,20 +29,46 @@ class Times(NamedTuple):
     pairs: list[tuple[int, int]]
 
 
-def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequence[float]) -> Times:
+def run_rows(
+    rows: Sequence[Sequence[Action]],
+    costs: StageCosts,
+    sizes: Sequence[float],
+    times: Sequence[Sequence[float]] | None = None,
+) -> Times:
     """Starts and ends of the actions of each row, in its order.
 
     A row ends early at an action whose input never comes, or that is repeated or out of order.
-    `costs` are for a microbatch of size 1.
+
+    Args:
+        rows: the actions of each rank.
+        costs: for a microbatch of size 1.
+        sizes: of the microbatches.
+        times: how long each action of each row takes, where that is not what the costs say.
     """
+    if not costs.shared or costs.pair is None:
+        return _run(rows, costs, sizes, times)
+    # Which actions run together does not depend on times. Messages of ranks that share a link are
+    # sent in the order of time, so that has to be known before.
+    pairs = _run(rows, replace(costs, shared=False), sizes, times).pairs
+    return _run(rows, costs, sizes, times, frozenset(pairs))
+
+
+def _run(
+    rows: Sequence[Sequence[Action]],
+    costs: StageCosts,
+    sizes: Sequence[float],
+    times: Sequence[Sequence[float]] | None,
+    together: Collection[tuple[int, int]] | None = None,
+) -> Times:
+    """The same, with the places of the F's that run together; None to find them."""
     microbatches = len(sizes)
+    amounts = costs.memory_sizes or (1,) * microbatches  # by which messages are multiplied
     beside = costs.collective_lane
     # Per rank, when its last action ended, and its last collective; per stage, when what it has
     # gathered is there, and when its gradients are reduced.
     clocks, lanes = [0.0] * len(rows), [0.0] * len(rows)
     gathered, reduced = [0.0] * len(costs.f), [0.0] * len(costs.f)
     f, i, w, b, down, up = costs.f, costs.i, costs.w, costs.b, costs.down, costs.up
-    queues = Queues(costs.links) if costs.down_links else None
     last = len(f) - 1
     # Per stage and microbatch, at stage * microbatches + microbatch: how far its work is (1 after
     # F, 2 after I, 3 after W or B), and when its output arrives at the reader.
@@ -52,12 +80,48 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequenc
     paused: dict[int, int] = {}
     apart: set[tuple[int, int]] = set()
     pairs: list[tuple[int, int]] = []
-    shared: tuple[float, float] | None = None  # the times of a pair whose B comes next
     waiting: dict[int, int] = {}  # what a blocked rank waits for; backwards are negative
     starts: list[list[float]] = [[] for _ in rows]
     ends: list[list[float]] = [[] for _ in rows]
     ready = list(range(len(rows)))[::-1]
-    while ready or paused:
+    queues = Queues(costs.links) if costs.down_links else None
+    # Messages on links that ranks share: when each is made, by which rank, at which place of its
+    # row, what it is (as in `waiting`), its way and its size. And those that their rank waits for.
+    unsent: list[tuple[float, int, int, int, Link, float]] = []
+    blocked = [0] * len(rows)
+
+    def send(rank: int, at: int, key: int, link: Link, made: float, size: float) -> float:
+        """Send an output; return when its rank may go on."""
+        assert queues is not None
+        if costs.shared and link.transfer:
+            heappush(unsent, (made, rank, at, key, link, size))
+            blocked[rank] += costs.blocking
+            return made
+        off, arrival = queues.send(link, made, size)
+        arrive(key, arrival)
+        return off if costs.blocking else made
+
+    def arrive(key: int, arrival: float) -> None:
+        if key >= 0:
+            forward[key] = arrival
+        else:
+            backward[-1 - key] = arrival
+        if (reader := waiting.pop(key, None)) is not None:
+            ready.append(reader)
+
+    while ready or unsent or paused:
+        if not ready and unsent:
+            # No rank can go on without these, so none will be made before the first.
+            made, rank, _, key, link, size = heappop(unsent)
+            assert queues is not None
+            off, there = queues.send(link, made, size)
+            arrive(key, there)
+            if costs.blocking:
+                clocks[rank] = max(clocks[rank], off)
+                blocked[rank] -= 1
+                if not blocked[rank]:
+                    ready.append(rank)
+            continue
         if not ready:
             # All ranks wait: the first of these pairs runs one after the other.
             rank = min(paused)
@@ -67,21 +131,24 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequenc
         rank = ready.pop()
         paused.pop(rank, None)  # its input may have come
         row, start_at, end_at = rows[rank], starts[rank], ends[rank]
-        now, shared = clocks[rank], None
+        now = clocks[rank]
+        both: tuple[float, float] | None = None  # the times of a pair whose B comes next
         for at in range(len(end_at), len(row)):
             stage, op, microbatch = row[at]
             if microbatch is None:
                 begin = end = now
                 if op == Op.UNSHARD:
                     begin = max(now, lanes[rank])
-                    end = lanes[rank] = gathered[stage] = begin + costs.unshard[stage]
+                    end = begin + (costs.unshard[stage] if times is None else times[rank][at])
+                    lanes[rank] = gathered[stage] = end
                 elif op == Op.REDUCE_GRAD:
                     now = max(now, reduced[stage])
                     begin = max(now, lanes[rank])
-                    end = lanes[rank] = reduced[stage] = begin + costs.reduce_grad[stage]
+                    end = begin + (costs.reduce_grad[stage] if times is None else times[rank][at])
+                    lanes[rank] = reduced[stage] = end
                 elif op == Op.UPDATE:
                     begin = max(now, reduced[stage])
-                    end = begin + costs.update[stage]
+                    end = begin + (costs.update[stage] if times is None else times[rank][at])
                 start_at.append(begin)
                 end_at.append(end)
                 if not beside or op == Op.UPDATE:
@@ -101,8 +168,11 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequenc
                         break
                     if arrival > now:
                         now = arrival
-                end = now + f[stage] * sizes[microbatch]
-                if pair is not None and (rank, at) not in apart:
+                takes = f[stage] * sizes[microbatch] if times is None else times[rank][at]
+                end = now + takes
+                if pair is not None and (
+                    (rank, at) not in apart if together is None else (rank, at) in together
+                ):
                     partner = partner_of(row, at)
                     other, _, number = partner or (0, Op.B, None)
                     if number is not None and state[other * microbatches + number] == 1:
@@ -113,24 +183,28 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequenc
                             waiting[paused[rank]] = rank
                             break
                         now = max(now, arrival, gathered[other])
-                        both = f[stage] * sizes[microbatch] + b[other] * sizes[number]
-                        end = now + pair * both
-                        shared = (now, end)
+                        takes += b[other] * sizes[number] if times is None else times[rank][at + 1]
+                        end = now + pair * takes
+                        both = (now, end)
                         pairs.append((rank, at))
                 state[key] = 1
+                begin, free = now, end
                 if stage < last:
-                    forward[key] = (
-                        end + down[stage]
-                        if queues is None
-                        else queues.send(costs.down_links[stage], end, sizes[microbatch])
-                    )
-                    if (reader := waiting.pop(key, None)) is not None:
-                        ready.append(reader)
+                    if queues is not None:
+                        link = costs.down_links[stage]
+                        free = send(rank, at, key, link, end, amounts[microbatch])
+                    else:
+                        forward[key] = end + down[stage]
+                        if (reader := waiting.pop(key, None)) is not None:
+                            ready.append(reader)
             elif op == Op.W and done == 2:
-                end = now + w[stage] * sizes[microbatch]
+                begin = now
+                free = end = now + (
+                    w[stage] * sizes[microbatch] if times is None else times[rank][at]
+                )
                 state[key] = 3
             else:
-                if done != 1:
+                if done != 1 or op not in (Op.I, Op.B, Op.W):
                     break
                 if stage < last:
                     arrival = backward[key + microbatches]
@@ -139,30 +213,28 @@ def run_rows(rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequenc
                         break
                     if arrival > now:
                         now = arrival
-                if op == Op.I:
-                    end = now + i[stage] * sizes[microbatch]
-                    state[key] = 2
-                elif op == Op.B:
-                    end = now + b[stage] * sizes[microbatch]
-                    if shared is not None:
-                        (now, end), shared = shared, None
-                    state[key] = 3
-                elif op == Op.W:  # of a stage that owes no I
-                    end = now + w[stage] * sizes[microbatch]
-                    state[key] = 3
-                else:
-                    break
+                # A W here is of a stage that owes no I.
+                time = i[stage] if op == Op.I else b[stage] if op == Op.B else w[stage]
+                begin = now
+                free = end = now + (time * sizes[microbatch] if times is None else times[rank][at])
+                state[key] = 2 if op == Op.I else 3
+                if both is not None:
+                    (begin, end), both = both, None
+                    free = end
                 if stage and op != Op.W:
-                    backward[key] = (
-                        end + up[stage - 1]
-                        if queues is None
-                        else queues.send(costs.up_links[stage - 1], end, sizes[microbatch])
-                    )
-                    if (reader := waiting.pop(-1 - key, None)) is not None:
-                        ready.append(reader)
-            start_at.append(now)
+                    if queues is not None:
+                        link = costs.up_links[stage - 1]
+                        free = send(rank, at, -1 - key, link, end, amounts[microbatch])
+                    else:
+                        backward[key] = end + up[stage - 1]
+                        if (reader := waiting.pop(-1 - key, None)) is not None:
+                            ready.append(reader)
+            start_at.append(begin)
             end_at.append(end)
-            now = end
+            if free > now:
+                now = free
+            if blocked[rank] and both is None:
+                break
         clocks[rank] = now
     whole = microbatches > 0 and all(
         len(row) == len(done_at) for row, done_at in zip(rows, ends, strict=True)

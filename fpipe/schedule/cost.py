@@ -13,24 +13,29 @@ from fpipe.schedule.arguments import plain_counts
 from fpipe.schedule.cost_arguments import (
     Latency,
     PerStage,
+    Shared,
     between_ranks,
     by_pair,
     checked_flag,
     checked_pair,
+    checked_shared,
     checked_sizes,
     checked_speed,
     has_any,
     per_stage,
+    values_of_microbatches,
     values_of_stages,
 )
 from fpipe.schedule.exchange.files import PathLike, load, save
 from fpipe.schedule.exchange.json_file import format_cost, parse_cost
-from fpipe.schedule.link_queues import Link
+from fpipe.schedule.link_queues import links_on
+from fpipe.schedule.placed_costs import check_freed, placed_values
 from fpipe.schedule.placements import plain_placement
 from fpipe.schedule.recomputed import choices_of, recomputed
 from fpipe.schedule.stage_costs import StageCosts
 
 PER_MICROBATCH: Final = ("f", "i", "w", "b", "activation", "freed_by_i")
+_PLACED: Final = (*PER_MICROBATCH, "unshard", "reduce_grad", "update")
 PER_STAGE: Final = (*PER_MICROBATCH, "recompute", "kept", "unshard", "reduce_grad", "update")
 
 SHOWN_ALWAYS: Final = ("f", "i", "w", "comm", "activation")
@@ -54,8 +59,9 @@ class Cost:
             0. A hop delays its reader and occupies no rank.
         transfer: how long the message of a microbatch occupies the link from one rank to another:
             its bytes over the bandwidth. 0 by default; a number, or a table as for `comm`. A link
-            goes one way and carries one message after the other, in the order in which they are
-            made; a message arrives `comm` after its transfer ends.
+            carries one message after the other, in the order in which they are made, those of the
+            lower rank first where they are made at once; a message arrives `comm` after its
+            transfer ends.
         b: time of a full backward; None means i + w.
         activation: what F keeps until B or W ends, in bytes or any unit.
         freed_by_i: the share of `activation` that I already frees, 0 by default. Negative where I
@@ -63,6 +69,8 @@ class Cost:
         sizes: of the microbatches, such as those of sequences of different lengths; None where all
             are equal. All other numbers are for a microbatch of size 1: times and activations of
             microbatch k are ``sizes[k]`` times as large, transfers too, and `comm` is not.
+        memory_sizes: those of activations and transfers, where they are others than `sizes`: the
+            time of attention grows with the square of a length, and its activations need not.
         unshard: time of the collective of an UNSHARD, 0 by default, whatever the microbatches are.
         reduce_grad: the same of a REDUCE_GRAD.
         collective_lane: those run beside the rank, one after the other: the rank goes on, and waits
@@ -80,6 +88,15 @@ class Cost:
             and the B of another microbatch directly behind it in its row start together, once both
             have their inputs, and end together. Where that would make ranks wait in a circle, they
             run one after the other.
+
+        message: what a stage hands to the next one, and gets back as a gradient, for all stages or
+            each; 1 by default. A transfer takes `transfer` times as long: with messages in bytes,
+            `transfer` is one over the bandwidth.
+        shared: which hops share a link. False: each from one rank to another has its own (full
+            duplex). True: both ways between two ranks are one (half duplex). A square table: where
+            ``shared[a][b]`` is the same number, the hops are on one link, such as all those that
+            leave a host.
+        blocking: a send occupies its rank: that goes on once the transfer has ended.
 
         speed: of each rank; None where all are alike. All times of actions on a rank, those of
             collectives apart, are divided by it: all other numbers are for a rank of speed 1.
@@ -117,6 +134,10 @@ class Cost:
     kept: PerStage | None
     pair: float | None
     speed: tuple[float, ...] | None
+    message: PerStage
+    shared: Shared
+    blocking: bool
+    memory_sizes: tuple[float, ...] | None
 
     def __init__(
         self,
@@ -137,6 +158,10 @@ class Cost:
         kept: float | Iterable[float] | None = None,
         pair: float | None = None,
         speed: Iterable[float] | None = None,
+        message: float | Iterable[float] = 1,
+        shared: bool | Iterable[Iterable[int]] = False,
+        blocking: bool = False,
+        memory_sizes: Iterable[float] | None = None,
     ) -> None:
         values: dict[str, object] = {
             "f": per_stage("f", f),
@@ -146,7 +171,7 @@ class Cost:
             "b": None if b is None else per_stage("b", b),
             "activation": per_stage("activation", activation),
             "freed_by_i": per_stage("freed_by_i", freed_by_i, signed=True),
-            "sizes": None if sizes is None else checked_sizes(sizes),
+            "sizes": None if sizes is None else checked_sizes("sizes", sizes),
             "unshard": per_stage("unshard", unshard),
             "reduce_grad": per_stage("reduce_grad", reduce_grad),
             "collective_lane": checked_flag("collective_lane", collective_lane),
@@ -156,6 +181,12 @@ class Cost:
             "kept": None if kept is None else per_stage("kept", kept),
             "pair": checked_pair(pair),
             "speed": None if speed is None else checked_speed(speed),
+            "message": per_stage("message", message),
+            "shared": checked_shared(shared),
+            "blocking": checked_flag("blocking", blocking),
+            "memory_sizes": (
+                None if memory_sizes is None else checked_sizes("memory_sizes", memory_sizes)
+            ),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -186,7 +217,7 @@ class Cost:
         So costs measured on the stages of one schedule serve another with fewer stages. Times and
         activations of merged stages are summed, which for activations may be a little too much: a
         value between two of them may then be kept once. A number for all stages is for a share of
-        the model, and stays.
+        the model, and stays. A `message` is that of the last stage.
 
         Args:
             stages: how many become one; a divisor of the number of stages.
@@ -213,9 +244,10 @@ class Cost:
                     f"stages={count} do not divide the {len(value)} of cost.{name}: choose a "
                     "divisor"
                 )
-            return tuple(sum(value[at : at + count]) for at in range(0, len(value), count))
+            groups = (value[at : at + count] for at in range(0, len(value), count))
+            return tuple(group[-1] if name == "message" else sum(group) for group in groups)
 
-        return replace(self, **{name: merge(name) for name in PER_STAGE})
+        return replace(self, **{name: merge(name) for name in (*PER_STAGE, "message")})
 
     def with_remat(self, remat: str | Sequence[str], placement: Sequence[int]) -> Cost:
         """The cost where some stages keep only their inputs, and compute the rest again.
@@ -247,9 +279,8 @@ class Cost:
         costs, p = self.on(placement), max(placement) + 1
         more = costs.f
         if self.recompute is not None:
-            speeds = self._speeds(placement, p) or [1] * len(each)
-            values = values_of_stages("recompute", self.recompute, len(each), p)
-            more = tuple(value / speed for value, speed in zip(values, speeds, strict=True))
+            again = {"recompute": self.recompute}
+            more = placed_values(again, placement, p, self.speed)["recompute"]
         keeps = values_of_stages("kept", self.kept or 0, len(each), p)
         changed = recomputed(costs, each, more, keeps)
         if self.b is None:
@@ -287,59 +318,39 @@ class Cost:
                 )
             p = count
 
-        def each(name: str, value: PerStage) -> tuple[float, ...]:
-            return values_of_stages(name, value, stages, p)
-
-        speeds = self._speeds(placement, p)
-
-        def time(name: str, value: PerStage) -> tuple[float, ...]:
-            values = each(name, value)
-            if speeds is None:
-                return values
-            return tuple(value / speed for value, speed in zip(values, speeds, strict=True))
-
-        f, i, w = time("f", self.f), time("i", self.i), time("w", self.w)
-        kept, freed = each("activation", self.activation), each("freed_by_i", self.freed_by_i)
-        for stage, (has, frees) in enumerate(zip(kept, freed, strict=True)):
-            if frees > has * (1 + 1e-9):  # which may have been scaled otherwise
-                raise ScheduleError(
-                    f"cost.freed_by_i is {frees:g} for stage {stage} and cost.activation is "
-                    f"{has:g}: I cannot free more than F keeps"
-                )
+        values = {name: getattr(self, name) for name in _PLACED}
+        if self.b is None:
+            del values["b"]
+        each = placed_values(values, placement, p, self.speed)
+        check_freed(each["activation"], each["freed_by_i"])
+        if isinstance(self.message, tuple):
+            values_of_stages("message", self.message, stages, p)  # refuses another number of them
         pairs = list(pairwise(placement))
         hops = [*pairs, *((b, a) for a, b in pairs)]
-        numbers = {hop: number for number, hop in enumerate(dict.fromkeys(hops))}
-        links = [Link(numbers[hop], self.hop(*hop), self.transfer_between(*hop)) for hop in hops]
-        down, up = tuple(links[: stages - 1]), tuple(links[stages - 1 :])
-        least = 1 if self.sizes is None else min(self.sizes)
+        messages = [self.message_of(stage) for stage in range(stages - 1)] * 2
+        links, shared = links_on(
+            [self.way(*hop) for hop in hops],
+            [self.hop(*hop) for hop in hops],
+            [self.transfer_between(*hop) * size for hop, size in zip(hops, messages, strict=True)],
+            [source for source, _ in hops],
+        )
+        down, up = links[: stages - 1], links[stages - 1 :]
+        amounts = self.sizes if self.memory_sizes is None else self.memory_sizes
+        least = 1 if amounts is None else min(amounts)
+        each.setdefault("b", tuple(map(sum, zip(each["i"], each["w"], strict=True))))
+        each["freed_by_i"] = tuple(map(min, each["activation"], each["freed_by_i"]))
         return StageCosts(
-            f=f,
-            i=i,
-            w=w,
-            b=tuple(map(sum, zip(i, w, strict=True))) if self.b is None else time("b", self.b),
+            **each,
             down=tuple(link.latency + link.transfer * least for link in down),
             up=tuple(link.latency + link.transfer * least for link in up),
-            activation=kept,
-            freed_by_i=tuple(map(min, kept, freed)),
-            sizes=self.sizes,
-            unshard=each("unshard", self.unshard),
-            reduce_grad=each("reduce_grad", self.reduce_grad),
+            memory_sizes=amounts,
             collective_lane=self.collective_lane,
-            update=time("update", self.update),
             down_links=down if self.has_transfers else (),
             up_links=up if self.has_transfers else (),
             pair=self.pair,
+            shared=shared,
+            blocking=self.blocking and self.has_transfers,
         )
-
-    def _speeds(self, placement: Sequence[int], ranks: int) -> list[float] | None:
-        """The speed of each stage's rank."""
-        if self.speed is None:
-            return None
-        if len(self.speed) < ranks:
-            raise ScheduleError(
-                f"cost.speed has {len(self.speed)} values for {ranks} ranks: give one per rank"
-            )
-        return [self.speed[rank] for rank in placement]
 
     def sizes_of(self, microbatches: int) -> tuple[float, ...]:
         """The size of each microbatch.
@@ -352,14 +363,17 @@ class Cost:
             >>> Cost(f=1, i=1, w=1).sizes_of(3), Cost(f=1, i=1, w=1, sizes=[1, 0.5]).sizes_of(2)
             ((1, 1, 1), (1, 0.5))
         """
-        if self.sizes is None:
-            return (1,) * microbatches
-        if len(self.sizes) != microbatches:
-            raise ScheduleError(
-                f"cost.sizes has {len(self.sizes)} values for {microbatches} microbatches: give "
-                "one for each, or None where all are alike"
-            )
-        return self.sizes
+        return values_of_microbatches("sizes", self.sizes, microbatches)
+
+    def memory_sizes_of(self, microbatches: int) -> tuple[float, ...]:
+        """By how much activations and messages of each microbatch are multiplied.
+
+        Raises:
+            ScheduleError: `memory_sizes`, or `sizes` in its place, has another number of values.
+        """
+        if self.memory_sizes is None:
+            return self.sizes_of(microbatches)
+        return values_of_microbatches("memory_sizes", self.memory_sizes, microbatches)
 
     def _repr_html_(self) -> str:
         """The cost in a notebook: a table with a row for each stage, or one for each number."""
@@ -418,12 +432,26 @@ class Cost:
         return between_ranks("comm", self.comm, source, target)
 
     def transfer_between(self, source: int, target: int) -> float:
-        """The transfer of a message of size 1 from one rank to another; 0 to itself.
+        """The transfer of a message of 1 from one rank to another; 0 to itself.
 
         Raises:
             ScheduleError: as for `hop`.
         """
         return between_ranks("transfer", self.transfer, source, target)
+
+    def message_of(self, stage: int) -> float:
+        """The message from a stage to the next, and of the gradient that comes back."""
+        return self.message[stage] if isinstance(self.message, tuple) else self.message
+
+    def way(self, source: int, target: int) -> tuple[int, ...]:
+        """A name of the link from one rank to another, the same for hops that share it.
+
+        Raises:
+            ScheduleError: as for `hop`, where `shared` is a table.
+        """
+        if isinstance(self.shared, bool):
+            return tuple(sorted((source, target))) if self.shared else (source, target)
+        return (int(between_ranks("shared", self.shared, source, target)),)
 
 
 def check_cost(cost: object) -> None:

@@ -14,6 +14,7 @@ LEAST, MOST = 1e-100, 1e100
 
 PerStage: TypeAlias = float | tuple[float, ...]
 Latency: TypeAlias = float | tuple[tuple[float, ...], ...]
+Shared: TypeAlias = bool | tuple[tuple[int, ...], ...]
 
 
 def per_stage(name: str, value: float | Iterable[float], *, signed: bool = False) -> PerStage:
@@ -69,17 +70,33 @@ def checked_speed(speed: Iterable[float]) -> tuple[float, ...]:
     return values
 
 
-def checked_sizes(sizes: Iterable[float]) -> tuple[float, ...]:
+def checked_sizes(name: str, sizes: Iterable[float]) -> tuple[float, ...]:
     if not is_several(sizes):
-        raise ScheduleError(f"cost sizes={sizes!r:.60} must be a sequence, a number per microbatch")
-    check_ordered("cost sizes", sizes, "microbatch", "None where all are alike")
-    values = tuple(checked_number(f"sizes[{k}]", entry) for k, entry in enumerate(sizes))
+        raise ScheduleError(
+            f"cost {name}={sizes!r:.60} must be a sequence, a number per microbatch"
+        )
+    check_ordered(f"cost {name}", sizes, "microbatch", "None where all are alike")
+    values = tuple(checked_number(f"{name}[{k}]", entry) for k, entry in enumerate(sizes))
     if not values:
-        raise ScheduleError("cost sizes=() must have a number for each microbatch, or be None")
+        raise ScheduleError(f"cost {name}=() must have a number for each microbatch, or be None")
     if not all(values):
         raise ScheduleError(
-            f"cost sizes[{values.index(0)}]=0: a microbatch of nothing takes no time; give a size "
+            f"cost {name}[{values.index(0)}]=0: a microbatch of nothing takes no time; give a size "
             "above 0"
+        )
+    return values
+
+
+def values_of_microbatches(
+    name: str, values: tuple[float, ...] | None, microbatches: int
+) -> tuple[float, ...]:
+    """A size for each microbatch; 1 where there is none."""
+    if values is None:
+        return (1,) * microbatches
+    if len(values) != microbatches:
+        raise ScheduleError(
+            f"cost.{name} has {len(values)} values for {microbatches} microbatches: give "
+            "one for each, or None where all are alike"
         )
     return values
 
@@ -97,6 +114,26 @@ def by_pair(name: str, value: float | Iterable[Iterable[float]], what: str) -> L
         tuple(checked_number(f"{name}[{a}][{b}]", entry) for b, entry in enumerate(row))
         for a, row in enumerate(rows)
     )
+
+
+def checked_shared(shared: bool | Iterable[Iterable[int]]) -> Shared:
+    if isinstance(shared, bool):
+        return shared
+    rows = [tuple(row) if is_several(row) else () for row in shared] if is_several(shared) else []
+    if not rows or any(len(row) != len(rows) for row in rows):
+        raise ScheduleError(
+            f"cost shared={shared!r:.60} must be True, False, or a square table with shared[a][b] "
+            "the number of the link from rank a to rank b"
+        )
+    numbers = tuple(tuple(plain_integer(entry) for entry in row) for row in rows)
+    for a, row in enumerate(numbers):
+        for b, number in enumerate(row):
+            if number is None:
+                raise ScheduleError(
+                    f"cost shared[{a}][{b}]={rows[a][b]!r:.60} must be an integer, the number of a "
+                    "link"
+                )
+    return numbers  # type: ignore[return-value]
 
 
 def between_ranks(name: str, value: Latency, source: int, target: int) -> float:

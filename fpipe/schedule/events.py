@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple, TypeAlias
 
@@ -108,7 +108,8 @@ def held(row: Sequence[Event], costs: StageCosts) -> Steps:
     for (_, (stage, _, microbatch), start, end), op in zip(row, ops, strict=True):
         if op is None:
             continue
-        size = 1 if costs.sizes is None or microbatch is None else costs.sizes[microbatch]
+        sizes = costs.memory_sizes
+        size = 1 if sizes is None or microbatch is None else sizes[microbatch]
         kept, freed = costs.activation[stage] * size, costs.freed_by_i[stage] * size
         times.append(start if op == Op.F else end)
         if op == Op.F:
@@ -172,12 +173,12 @@ def waits_of(
 ) -> tuple[list[list[Wait]], list[Hop]]:
     """The wait of each action per rank, and every value that goes from rank to rank.
 
-    An action waits for the end of the one before it on its rank, and for its inputs to arrive; a
-    collective in a lane for the one before it there too; what computes on a stage for what is
-    gathered for it; and an UPDATE for the reduction of its gradients. Two that run together wait
-    for the same. On a tie it waited for its rank: a path of such waits shows the work that fills
-    the time. An action that took no time and was over before an input arrived has not read it: in a
-    real step it had nothing to compute.
+    An action waits for the end of the one before it on its rank, or of its transfer where that
+    occupies the rank, and for its inputs to arrive; a collective in a lane for the one before it
+    there too; what computes on a stage for what is gathered for it; and an UPDATE for the reduction
+    of its gradients. Two that run together wait for the same. On a tie it waited for its rank: a
+    path of such waits shows the work that fills the time. An action that took no time and was over
+    before an input arrived has not read it: in a real step it had nothing to compute.
 
     Args:
         events: the events of each rank.
@@ -190,6 +191,7 @@ def waits_of(
     graph = dependencies([[event.action for event in row] for row in events], chain(num_stages))
     begun = min((row[0].start for row in events if row), default=0.0)
     arrivals = _arrivals(events, graph, cost)
+    left = _left(events, arrivals, cost)
     waits: list[list[Wait]] = []
     messages: list[Hop] = []
     for rank, row in enumerate(events):
@@ -213,8 +215,8 @@ def waits_of(
                 collective if beside else of_stage.get(event.action.stage),
             ]
             for other in others:
-                if other is not None and (source is None or row[other].end > ready):
-                    source, ready = (rank, other), row[other].end
+                if other is not None and (source is None or left[rank][other] > ready):
+                    source, ready = (rank, other), left[rank][other]
             if beside:
                 collective = at
                 lane = gathers if event.action.op == Op.UNSHARD else reductions
@@ -260,28 +262,44 @@ def sendings(
 def _arrivals(
     events: Events, graph: Dependencies, cost: Cost | None
 ) -> dict[tuple[Position, int], Sending]:
-    readers: dict[int, set[int]] = {}
+    messages: set[tuple[float, int, int, int]] = set()  # when made, by whom and where, for whom
     for number, needs in enumerate(graph.needs):
-        for need in needs:
-            readers.setdefault(need, set()).add(graph.place(number)[0])
-    free: dict[tuple[int, int], float] = {}  # when the link from one rank to another is
+        target, _ = graph.place(number)
+        for rank, at in map(graph.place, needs):
+            if rank != target:
+                messages.add((events[rank][at].end, rank, at, target))
+    free: dict[tuple[int, ...], float] = {}  # when a link is
+    sizes = None if cost is None else cost.memory_sizes or cost.sizes
     arrivals = {}
-    for rank, row in enumerate(events):
-        for at, event in enumerate(row):
-            for target in readers.get(graph.starts[rank] + at, ()):
-                if target == rank:
-                    continue
-                start = end = event.end
-                latency = 0.0
-                if cost is not None:
-                    latency = cost.hop(rank, target)
-                    if transfer := cost.transfer_between(rank, target):
-                        name = event.action.microbatch
-                        size = 1 if cost.sizes is None or name is None else cost.sizes[name]
-                        start = max(end, free.get((rank, target), 0.0))
-                        end = free[rank, target] = start + transfer * size
-                arrivals[(rank, at), target] = Sending(start, end, end + latency)
+    for made, rank, at, target in sorted(messages):
+        start = end = made
+        latency = 0.0
+        if cost is not None:
+            latency = cost.hop(rank, target)
+            stage, op, name = events[rank][at].action
+            size = cost.message_of(stage if op == Op.F else stage - 1)
+            if transfer := cost.transfer_between(rank, target) * size:
+                if sizes is not None and name is not None:
+                    transfer *= sizes[name]
+                way = cost.way(rank, target)
+                start = max(made, free.get(way, 0.0))
+                end = free[way] = start + transfer
+        arrivals[(rank, at), target] = Sending(start, end, end + latency)
     return arrivals
+
+
+def _left(
+    events: Events, arrivals: Mapping[tuple[Position, int], Sending], cost: Cost | None
+) -> list[list[float]]:
+    """When each action leaves its rank free: at its end, or that of its transfer."""
+    left = [[event.end for event in row] for row in events]
+    if cost is not None and cost.blocking:
+        for ((rank, at), _), sending in arrivals.items():
+            left[rank][at] = max(left[rank][at], sending.end)
+        for row, ends in zip(events, left, strict=True):
+            for at, other in partners(row, cost).items():
+                ends[at] = ends[other] = max(ends[at], ends[other])
+    return left
 
 
 def critical_path(events: Events, num_stages: int, cost: Cost | None) -> list[Position]:

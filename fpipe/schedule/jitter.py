@@ -118,6 +118,9 @@ def trial_makespans(
 
     The same actions run together in all trials.
     """
+    if costs.shared:
+        # The order of messages on a link differs from trial to trial.
+        return _one_by_one(rows, costs, sizes, draws)
     graph = dependencies(rows, chain(len(costs.f)))
     paired: set[int] = set()  # F's that run together with the B behind them
     if costs.pair is not None:
@@ -128,33 +131,25 @@ def trial_makespans(
             needs[number] += needs[number + 1]
         graph = replace(graph, needs=tuple(needs))
     zero = [0.0] * draws.trials
+    amounts = costs.memory_sizes or (1,) * len(sizes)  # by which messages are multiplied
     clocks, lanes = [zero] * len(rows), [zero] * len(rows)
     gathered, reduced = [zero] * len(costs.f), [zero] * len(costs.f)
     free: dict[int, Vector] = {}  # by link
     forward: dict[tuple[int, int], Vector] = {}  # arrivals at the reader, by maker
     backward: dict[tuple[int, int], Vector] = {}
-    times = {Op.F: costs.f, Op.I: costs.i, Op.W: costs.w, Op.B: costs.b}
-    whole = {Op.UNSHARD: costs.unshard, Op.REDUCE_GRAD: costs.reduce_grad, Op.UPDATE: costs.update}
     halved: set[tuple[int, int]] = set()  # that have had their I
     together: dict[int, tuple[Vector, Vector]] = {}  # start and end of B's that do
     last, first = zero, [math.inf] * draws.trials
 
-    def send(made: Vector, link: Link | None, least: float, size: float) -> Vector:
+    def send(made: Vector, link: Link | None, least: float, size: float, rank: int) -> Vector:
+        """When a message arrives; its rank is occupied meanwhile where sends are blocking."""
         if link is None or not link.transfer:
             return [end + least for end in made]
         end = _latest(made, free.get(link.number, zero))
         free[link.number] = end = [each + link.transfer * size for each in end]
+        if costs.blocking:
+            clocks[rank] = _latest(clocks[rank], end)
         return [each + link.latency for each in end]
-
-    def duration(action: Action, rank: int) -> Vector:
-        stage, op, microbatch = action
-        usual = times[op][stage] * sizes[microbatch] if microbatch is not None else 0.0
-        if op in whole:
-            usual = whole[op][stage]
-        if not usual:
-            return zero
-        factors, stalls = draws.factors(action, rank)
-        return [usual * factor + stall for factor, stall in zip(factors, stalls, strict=True)]
 
     def gradient(stage: int, microbatch: int) -> Vector:
         """The arrival of what a backward reads."""
@@ -164,7 +159,7 @@ def trial_makespans(
         stage, op, microbatch = action = graph.actions[number]
         rank, _ = graph.place(number)
         now = clocks[rank]
-        takes = duration(action, rank)
+        takes = _durations(action, rank, costs, sizes, draws)
         if microbatch is None:
             begin = now
             if op == Op.UPDATE:
@@ -194,23 +189,56 @@ def trial_makespans(
                 assert partner.microbatch is not None
                 begin = _latest(begin, gathered[partner.stage])
                 begin = _latest(begin, gradient(partner.stage, partner.microbatch))
-                both = map(add, takes, duration(partner, rank))
+                other = _durations(partner, rank, costs, sizes, draws)
+                both = map(add, takes, other)
                 takes = [costs.pair * time for time in both]
                 together[number + 1] = begin, list(map(add, begin, takes))
             if number in together:
                 begin, end = together.pop(number)
             else:
                 end = list(map(add, begin, takes))
-            clocks[rank] = end
+            clocks[rank] = _latest(now, end)  # a send of the partner's may last longer
             if op == Op.F and stage + 1 < len(costs.f):
                 link = costs.down_links[stage] if costs.down_links else None
-                forward[key] = send(end, link, costs.down[stage], sizes[microbatch])
+                forward[key] = send(end, link, costs.down[stage], amounts[microbatch], rank)
             elif stage and op in (Op.B, Op.I):
                 link = costs.up_links[stage - 1] if costs.up_links else None
-                backward[key] = send(end, link, costs.up[stage - 1], sizes[microbatch])
+                backward[key] = send(end, link, costs.up[stage - 1], amounts[microbatch], rank)
         last = _latest(last, end)
         first = list(map(min, first, begin))
     return [end - start for end, start in zip(last, first, strict=True)] if graph.actions else zero
+
+
+def _durations(
+    action: Action, rank: int, costs: StageCosts, sizes: Sequence[float], draws: Draws
+) -> Vector:
+    """How long an action takes in each trial."""
+    stage, op, microbatch = action
+    times = {Op.F: costs.f, Op.I: costs.i, Op.W: costs.w, Op.B: costs.b}
+    whole = {Op.UNSHARD: costs.unshard, Op.REDUCE_GRAD: costs.reduce_grad, Op.UPDATE: costs.update}
+    usual = times[op][stage] * sizes[microbatch] if microbatch is not None else 0.0
+    if op in whole:
+        usual = whole[op][stage]
+    if not usual:
+        return [0.0] * draws.trials
+    factors, stalls = draws.factors(action, rank)
+    return [usual * factor + stall for factor, stall in zip(factors, stalls, strict=True)]
+
+
+def _one_by_one(
+    rows: Sequence[Sequence[Action]], costs: StageCosts, sizes: Sequence[float], draws: Draws
+) -> Vector:
+    """The makespan of each trial, one after the other."""
+    durations = [
+        [_durations(action, rank, costs, sizes, draws) for action in row]
+        for rank, row in enumerate(rows)
+    ]
+    makespans = []
+    for trial in range(draws.trials):
+        run = run_rows(rows, costs, sizes, [[each[trial] for each in row] for row in durations])
+        last = max((max(row) for row in run.ends if row), default=0.0)
+        makespans.append(last - min((min(row) for row in run.starts if row), default=0.0))
+    return makespans
 
 
 def _latest(one: Vector, other: Vector) -> Vector:

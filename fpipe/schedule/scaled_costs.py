@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fpipe.schedule.cost import PER_MICROBATCH, Cost
+from fpipe.schedule.cost import Cost
 
 
-def alike(cost: Cost, size: float) -> Cost:
-    """The cost of microbatches that are all of one size."""
-    names = (*PER_MICROBATCH, "transfer", "recompute", "kept")
-    return replace(cost, sizes=None, **_multiplied(cost, names, size))
+def alike(cost: Cost, size: float, memory_size: float | None = None) -> Cost:
+    """The cost of microbatches that are all of one size, and of another as to memory."""
+    times = _multiplied(cost, ("f", "i", "w", "b", "recompute"), size)
+    names = ("activation", "freed_by_i", "kept", "transfer")
+    amounts = _multiplied(cost, names, size if memory_size is None else memory_size)
+    return replace(cost, sizes=None, memory_sizes=None, **times, **amounts)
 
 
 def with_times(cost: Cost, share: float) -> Cost:

@@ -72,6 +72,7 @@ def simulate(
         # Some microbatches have no action. Their tables could be larger than the machine's memory.
         verify(schedule, owed_by_actions(schedule))
     costs = cost.on(schedule.placement, schedule.num_ranks)
+    cost.memory_sizes_of(schedule.num_microbatches)  # refuses another number of them
     run = run_rows(schedule.actions, costs, cost.sizes_of(schedule.num_microbatches))
     if not run.whole or None in numbers:
         # The run has seen a fault; the verifier names it.

@@ -19,14 +19,16 @@ class StageCosts:
         up: the same from stage s + 1 to stage s, at index s.
         activation: what F keeps.
         freed_by_i: the share of it that I frees; B or W frees the rest.
-        sizes: of each microbatch; times and activations are multiplied by it. None where all are
-            equal.
+        memory_sizes: by which activations and transfers of each microbatch are multiplied. None
+            where all are equal.
         unshard, reduce_grad: times of each stage's collectives.
         collective_lane: they run beside the rank.
         update: time of each stage's optimizer's step.
         down_links, up_links: the link of each of these hops, where transfers take any time.
         pair: the share of the sum of their times that an F and a B take together; None where none
             run together.
+        shared: some link carries the messages of several ranks.
+        blocking: a rank does nothing while a link carries its message.
     """
 
     f: tuple[float, ...]
@@ -37,7 +39,7 @@ class StageCosts:
     up: tuple[float, ...]
     activation: tuple[float, ...]
     freed_by_i: tuple[float, ...]
-    sizes: tuple[float, ...] | None
+    memory_sizes: tuple[float, ...] | None
     unshard: tuple[float, ...] = ()
     reduce_grad: tuple[float, ...] = ()
     collective_lane: bool = True
@@ -45,6 +47,14 @@ class StageCosts:
     down_links: tuple[Link, ...] = ()
     up_links: tuple[Link, ...] = ()
     pair: float | None = None
+    shared: bool = False
+    blocking: bool = False
+
+    @property
+    def entangled(self) -> bool:
+        """Whether actions of several ranks, or messages, move each other's starts in ways that
+        tables of durations and delays do not tell."""
+        return self.pair is not None or self.shared or self.blocking
 
     @property
     def links(self) -> tuple[Link, ...]:

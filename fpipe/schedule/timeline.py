@@ -79,6 +79,7 @@ class Timeline:
         if self.cost is not None:
             check_cost(self.cost)
             self.cost.sizes_of(self.schedule.num_microbatches)
+            self.cost.memory_sizes_of(self.schedule.num_microbatches)
         rows, ranks = self.events, self.schedule.num_ranks
         if not isinstance(rows, Sequence) or len(rows) != ranks:
             raise ScheduleError(

@@ -582,3 +582,18 @@ def test_times_of_whole_stage_work_are_options(
 def test_the_time_of_a_transfer_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "simulate", "gpipe", *SMALL, "--transfer", "5")
     assert "makespan 46" in out
+
+
+def test_links_and_sizes_are_options(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "gpipe", *SMALL, "--transfer", "5"]
+    blocking = run(capsys, *words, "--blocking")
+    assert "makespan 55" in blocking
+    assert run(capsys, *words, "--shared", "--blocking") != blocking
+    assert "makespan 86" in run(capsys, *words, "--message", "2")
+    assert "makespan 86" in run(capsys, *words, "--message", "2,0")
+    uneven = ["simulate", "gpipe", *SMALL, "--sizes", "1,2,1,2"]
+    assert "makespan 24" in run(capsys, *uneven) and "peak 6" in run(capsys, *uneven)
+    assert "peak 5" in run(capsys, *uneven, "--memory-sizes", "1,2,1,1")
+    work = ["simulate", "gpipe", *SMALL, "--reduce-grad", "2", "--unshard", "4"]
+    lane = run(capsys, *work)
+    assert run(capsys, *work, "--no-collective-lane") != lane

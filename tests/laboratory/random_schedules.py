@@ -55,8 +55,11 @@ def costs(draw: st.DrawFn, stages: int, ranks: int, microbatches: int | None = N
     sizes = None
     if microbatches is not None and draw(st.booleans()):
         sizes = draw(st.lists(st.integers(1, 3), min_size=microbatches, max_size=microbatches))
+    amounts = None
+    if microbatches is not None and draw(st.booleans()):
+        amounts = draw(st.lists(st.integers(1, 3), min_size=microbatches, max_size=microbatches))
     b = draw(st.one_of(st.none(), st.just(each())))
-    return Cost(each(), each(), each(), comm=comm, b=b, sizes=sizes)
+    return Cost(each(), each(), each(), comm=comm, b=b, sizes=sizes, memory_sizes=amounts)
 
 
 def tick_by_tick(schedule: Schedule, cost: Cost) -> dict[Action, tuple[int, int]]:

@@ -4,7 +4,6 @@ until none is too early."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations
 
 from fpipe import Action, Cost, Op, Schedule
 
@@ -44,12 +43,31 @@ def relaxed(
         first, second = (rank, at), (rank, at + 1)
         assert cost.pair is not None
         takes[first] = takes[second] = cost.pair * (takes[first] + takes[second])
-        rules = [rule for rule in rules if rule[:2] != (first, second)]
+        rules = [rule for rule in rules if rule[0][:2] != first or rule[1] != second]
         rules += [(first, second, -takes[first]), (second, first, -takes[second])]
-    for message, (_, _, number) in _messages(places, schedule).items():
+    messages = _messages(places, schedule)
+    amounts = cost.memory_sizes or cost.sizes
+    for message, (stage, op, number) in messages.items():
         takes[message] = cost.transfer_between(message[0], message[2]) * (
-            1 if cost.sizes is None or number is None else cost.sizes[number]
+            1 if amounts is None or number is None else amounts[number]
         )
+        takes[message] *= cost.message_of(stage if op == Op.F else stage - 1)
+    made = dict.fromkeys(messages, 0.0)
+    for _ in range(2 * len(messages) + 2):
+        # Each time at least one more of the messages has its place in the queue of its link.
+        queued = list(_queues(cost, sorted(messages, key=lambda each: (made[each], each)), takes))
+        starts, settled = _least(takes, rules + queued)
+        now = {message: starts[message[:2]] + takes[message[:2]] for message in messages}
+        if settled and all(abs(now[each] - made[each]) < 1e-9 for each in messages):
+            return {place: (starts[place], starts[place] + takes[place]) for place in places}
+        made = now
+    raise AssertionError("the rules go round in a circle")
+
+
+def _least(
+    takes: dict[Place, float], rules: Sequence[tuple[Place, Place, float]]
+) -> tuple[dict[Place, float], bool]:
+    """The least starts that keep all rules, and whether there are any."""
     starts = dict.fromkeys(takes, 0.0)
     for _ in range(len(takes) + 1):
         changed = False
@@ -58,8 +76,21 @@ def relaxed(
             if least > starts[after] + 1e-12:
                 starts[after], changed = least, True
         if not changed:
-            return {place: (starts[place], starts[place] + takes[place]) for place in places}
-    raise AssertionError("the rules go round in a circle")
+            return starts, True
+    return starts, False
+
+
+def _queues(
+    cost: Cost, messages: Sequence[Place], takes: dict[Place, float]
+) -> Iterator[tuple[Place, Place, float]]:
+    """Messages, in the order in which they are made, leave one after the other on each link."""
+    last: dict[tuple[int, ...], Place] = {}
+    for message in messages:
+        if takes[message]:
+            way = cost.way(message[0], message[2])
+            if way in last:
+                yield last[way], message, 0.0
+            last[way] = message
 
 
 def _rules(
@@ -97,11 +128,10 @@ def _rules(
                     message = (*source, place[0])
                     yield source, message, 0.0
                     yield message, place, cost.hop(source[0], place[0])
-    for first, second in combinations(_messages(places, schedule), 2):
-        if (first[0], first[2]) == (second[0], second[2]) and cost.transfer_between(
-            first[0], first[2]
-        ):
-            yield min(first, second), max(first, second), 0.0
+    if cost.blocking:
+        for message in _messages(places, schedule):
+            for at in range(message[1] + 1, len(schedule.actions[message[0]])):
+                yield message, (message[0], at), 0.0
 
 
 def _messages(places: dict[Place, Action], schedule: Schedule) -> dict[Place, Action]:

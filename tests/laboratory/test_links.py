@@ -18,6 +18,7 @@ from fpipe import Cost, Schedule, ScheduleError, lower_bound, schedules, search,
 from fpipe.schedule.searching.evaluator import make_evaluator
 from fpipe.schedule.searching.list_scheduler import list_schedule, plain_policy
 from fpipe.schedule.searching.problem import make_problem, to_order, to_schedule
+from fpipe.schedule.whole_stage import with_whole_stage
 from tests.laboratory.relaxation import relaxed
 from tests.laboratory.test_whole_stage import cases, every_row
 
@@ -34,7 +35,19 @@ def linked(draw: st.DrawFn) -> tuple[Schedule, Cost]:
     transfer: Any = draw(st.one_of(entries, table))
     if draw(st.booleans()):
         cost = replace(cost, unshard=0, reduce_grad=0, update=0)
-    return schedule, replace(cost, transfer=transfer)
+    if draw(st.booleans()):
+        return schedule, replace(cost, transfer=transfer)
+    numbers = st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks)
+    shared: Any = draw(st.booleans() | st.lists(numbers, min_size=ranks, max_size=ranks))
+    stages, count = schedule.num_stages, schedule.num_microbatches
+    message: Any = draw(
+        st.sampled_from([1, 2]) | st.lists(st.integers(0, 2), min_size=stages, max_size=stages)
+    )
+    sizes: Any = draw(st.none() | st.lists(st.integers(1, 3), min_size=count, max_size=count))
+    return schedule, replace(
+        cost, transfer=transfer, shared=shared, message=message, memory_sizes=sizes,
+        blocking=draw(st.booleans()),
+    )  # fmt: skip
 
 
 @settings(max_examples=150)
@@ -109,17 +122,99 @@ def pairs() -> Iterator[Schedule]:
         yield Schedule([0, 1], rows)
 
 
-def test_a_search_finds_the_best_of_all() -> None:
-    cost = Cost(f=[3, 2], i=[1, 4], w=[2, 3], comm=1, transfer=[[0, 4], [6, 0]])
+def test_both_ways_may_share_a_link() -> None:
+    gpipe = schedules.gpipe(ranks=2, microbatches=2)
+    alone = simulate(gpipe, Cost(f=1, i=1, w=1, transfer=9))
+    shared = simulate(gpipe, Cost(f=1, i=1, w=1, transfer=9, shared=True))
+    # 0F1 is on the link from 10 to 19, and 1B0, which nothing else holds up, goes behind it.
+    late = {str(each.source): (each.sent, each.arrives) for each in shared.transfers}
+    assert late == {"0F0": (1, 10), "0F1": (2, 19), "1B0": (22, 31), "1B1": (24, 40)}
+    assert alone.makespan == shared.makespan == 42
+    busy = Cost(f=1, i=1, w=1, transfer=9, shared=True)
+    rows = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+    early = Schedule([0, 1], [[fpipe.Action.parse(word) for word in row] for row in rows])
+    late = {str(each.source): (each.sent, each.arrives) for each in simulate(early, busy).transfers}
+    assert late["1B0"] == (13, 28)  # made while 0F1 is on the link, until 19
+    assert simulate(early, replace(busy, shared=False)).transfers[-1].arrives < 40
+
+
+def test_links_are_shared_by_their_numbers() -> None:
+    """All that leaves ranks 0 and 1 is on one link, and all that leaves 2 and 3 on another."""
+    host: Any = [[rank // 2] * 4 for rank in range(4)]
+    cost = Cost(f=1, i=1, w=1, transfer=4)
+    zb = schedules.zb_h1(ranks=4, microbatches=6)
+    every: list[Any] = [False, host, [[7] * 4] * 4]
+    own, one, two = (simulate(zb, replace(cost, shared=shared)).makespan for shared in every)
+    assert own < one < two
+    assert simulate(zb, replace(cost, shared=host)).bound >= 2 * 6 * 4 * 1.5  # 3 of 6 hops
+    # A link of each rank's own, for all its messages, is nobody else's.
+    own_links: Any = [[rank] * 4 for rank in range(4)]
+    costs = replace(cost, shared=own_links).on(zb.placement)
+    assert not costs.shared and len({link.number for link in costs.links}) == 4
+
+
+def test_a_send_may_occupy_its_rank() -> None:
+    gpipe = schedules.gpipe(ranks=2, microbatches=2)
+    cost = Cost(f=1, i=1, w=1, comm=3, transfer=2, blocking=True)
+    timeline = simulate(gpipe, cost)
+    assert [event.start for event in timeline.events[0]] == [0, 3, 17, 21]
+    assert [event.start for event in timeline.events[1]] == [6, 9, 10, 14]
+    assert [message.arrives for message in timeline.transfers] == [17, 21, 6, 9]
+    assert timeline.bubble == (17, 17)  # nothing is computed meanwhile
+    path = [str(event.action) for event in timeline.critical_path]
+    assert path == ["0F0", "0F1", "1F1", "1B0", "1B1", "0B1"]
+    with_latency = replace(cost, transfer=0, comm=5)  # which occupies nobody
+    assert simulate(gpipe, with_latency).makespan < timeline.makespan == 23
+
+
+def test_messages_of_stages_differ() -> None:
+    cost = Cost(f=1, i=1, w=1, transfer=2, message=[3, 1, 9])
+    timeline = simulate(schedules.gpipe(ranks=3, microbatches=1), cost)
+    times = {str(each.source): each.arrives - each.sent for each in timeline.transfers}
+    assert times == {"0F0": 6, "1F0": 2, "2B0": 2, "1B0": 6}
+    four = Cost(f=1, i=1, w=1, message=[1, 2, 3, 4])
+    assert four.merged(2).message == (2, 4)
+    each: dict[str, Any] = dict.fromkeys(("f", "i", "w", "activation"), [1] * 4)
+    layers = Cost(**each, transfer=1, message=[9, 1, 9, 9])
+    result = search(
+        ranks=2, microbatches=3, cost=layers, placement="linear", cut=True, iterations=20
+    )
+    assert result.cut == (2, 2) and result.timeline.cost is not None
+    assert result.timeline.cost.message == (1, 9)
+    with pytest.raises(ScheduleError, match=r"cost\.message has 2 values for a placement of 3"):
+        Cost(1, 1, 1, message=[1, 2]).on([0, 1, 2])
+
+
+WORLDS: list[dict[str, Any]] = [
+    {},
+    {"shared": True},
+    {"blocking": True},
+    {"shared": True, "blocking": True},
+    {"shared": True, "reduce_grad": 4, "update": 2},
+    {"blocking": True, "unshard": 3, "reduce_grad": 4},
+    {"shared": True, "sizes": [1, 2], "memory_sizes": [2, 1], "reduce_grad": 4},
+]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("memory", [None, 1.5])
+def test_a_search_finds_the_best_of_all(world: dict[str, Any], memory: float | None) -> None:
+    cost = Cost(f=[3, 2], i=[1, 4], w=[2, 3], comm=1, transfer=[[0, 4], [6, 0]], **world)
+    memory = None if memory is None else memory * max(cost.memory_sizes_of(2))
     values = []
     for schedule in pairs():
         try:
-            values.append(simulate(schedule, cost).makespan)
+            timeline = simulate(with_whole_stage(schedule, cost), cost)
         except ScheduleError:
             continue  # which waits for itself
-    result = search(ranks=2, microbatches=2, cost=cost, placement="linear", iterations=100)
+        if memory is None or max(timeline.peak) <= memory:
+            values.append(timeline.makespan)
+    result = search(
+        ranks=2, microbatches=2, cost=cost, memory=memory, placement="linear", iterations=100
+    )
     assert result.value == min(values) == simulate(result.schedule, cost).makespan
     assert result.bound <= min(values)
+    assert lower_bound([0, 1], 2, cost, memory) <= min(values)
 
 
 def test_a_slow_link_decides_the_placement() -> None:
@@ -165,6 +260,30 @@ def test_transfers_are_written_and_read(tmp_path: Path) -> None:
     assert Cost.from_json(tmp_path / "cost.json") == cost
     assert json.loads(cost.to_json())["transfer"] == [[0, 2], [3, 0]]
     assert "transfer" not in Cost(f=1, i=1, w=1).to_json()
+
+
+def test_links_of_every_kind_are_written_and_read(tmp_path: Path) -> None:
+    cost = Cost(f=1, i=1, w=1, transfer=2, message=[1, 2], shared=[[0, 1], [1, 0]], blocking=True)
+    cost.to_json(tmp_path / "cost.json")
+    assert Cost.from_json(tmp_path / "cost.json") == cost
+    assert not {"message", "shared", "blocking"} & json.loads(Cost(1, 1, 1).to_json()).keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shared": "half"}, r"cost shared='half' must be True, False, or a square table"),
+        ({"shared": [[0, 1]]}, r"cost shared=\[\[0, 1\]\] must be True, False, or a square table"),
+        ({"shared": [[0, 1], [0.5, 0]]}, r"cost shared\[1\]\[0\]=0\.5 must be an integer"),
+        ({"blocking": 1}, "cost blocking=1 must be True or False"),
+        ({"message": -1}, "cost message=-1 must be a finite number"),
+    ],
+)
+def test_a_link_that_makes_no_sense_is_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        Cost(f=1, i=1, w=1, **arguments)
+    with pytest.raises(ScheduleError, match=r"cost\.shared is a table of 1 ranks"):
+        Cost(1, 1, 1, shared=[[0]]).on([0, 1])
 
 
 @pytest.mark.parametrize("value", [-1, [[0, 1]], "fast"])

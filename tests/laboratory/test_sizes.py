@@ -45,6 +45,28 @@ def test_sizes_that_are_alike_are_a_unit() -> None:
     assert twice.peak == simulate(schedule, Cost(4, 6, 2, comm=1, activation=10)).peak
 
 
+def test_time_and_memory_of_a_microbatch_are_two_numbers() -> None:
+    """Attention takes four times as long where a sequence is twice as long, and keeps twice."""
+    cost = Cost(1, 1, 1, activation=10, comm=1, transfer=3, sizes=[4, 1, 9], memory_sizes=[2, 1, 3])
+    timeline = simulate(fpipe.schedules.gpipe(ranks=2, microbatches=3), cost)
+    assert [event.end - event.start for event in timeline.events[0][:3]] == [4, 1, 9]
+    assert timeline.peak == (60, 60)
+    taken = {str(each.source): each.arrives - each.sent for each in timeline.transfers}
+    assert taken["0F0"] == 2 * 3 + 1 and taken["0F2"] == 3 * 3 + 1
+    assert cost.sizes_of(3) == (4, 1, 9) and cost.memory_sizes_of(3) == (2, 1, 3)
+    # Either may be alone: times are alike then, or what is kept grows as they do.
+    alike = simulate(timeline.schedule, replace(cost, sizes=None))
+    assert alike.busy == (9, 9) and alike.peak == (60, 60)
+    assert replace(cost, memory_sizes=None).memory_sizes_of(3) == (4, 1, 9)
+    for memory in (29, [30, 29]):
+        with pytest.raises(ScheduleError, match=r"memory=29 of rank \d admits no schedule"):
+            lower_bound([0, 1], 3, cost, memory=memory)
+    with pytest.raises(ScheduleError, match=r"cost.memory_sizes has 3 values for 2 microbatches"):
+        simulate(fpipe.schedules.gpipe(ranks=2, microbatches=2), replace(cost, sizes=None))
+    with pytest.raises(ScheduleError, match=r"cost memory_sizes\[0\]=0: a microbatch of nothing"):
+        Cost(1, 1, 1, memory_sizes=[0])
+
+
 @settings(max_examples=150)
 @given(data=st.data())
 def test_no_schedule_beats_the_bound(data: st.DataObject) -> None:
@@ -145,8 +167,11 @@ def interleavings(chains: Sequence[Sequence[Action]]) -> Iterator[list[Action]]:
 
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 1)])
 @pytest.mark.parametrize("memory", [None, 3])
-def test_a_search_finds_the_best_of_all(sizes: tuple[int, int], memory: float | None) -> None:
-    cost = Cost(f=2, i=1, w=2, comm=0.5, sizes=sizes)
+@pytest.mark.parametrize("amounts", [None, (2, 1), (1, 2), (3, 3)])
+def test_a_search_finds_the_best_of_all(
+    sizes: tuple[int, int], memory: float | None, amounts: tuple[int, int] | None
+) -> None:
+    cost = Cost(f=2, i=1, w=2, comm=0.5, sizes=sizes, memory_sizes=amounts)
     rows = [
         list(interleavings([[Action(stage, op, m) for op in (Op.F, Op.I, Op.W)] for m in range(2)]))
         for stage in range(2)
@@ -165,6 +190,7 @@ def test_a_search_finds_the_best_of_all(sizes: tuple[int, int], memory: float | 
         ranks=2, microbatches=2, cost=cost, memory=memory, placement=[0, 1], iterations=300
     )
     assert found.value == pytest.approx(min(values))
+    assert found.bound <= min(values) + 1e-9
 
 
 @settings(max_examples=100)
@@ -174,7 +200,10 @@ def test_a_search_is_never_worse_than_a_family(data: st.DataObject) -> None:
     microbatches = data.draw(st.integers(1, 6))
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=microbatches, max_size=microbatches))
     cost = Cost(f=1, i=data.draw(st.integers(1, 2)), w=1, comm=0.25, sizes=sizes)
-    memory = data.draw(st.none() | st.integers(max(sizes), 2 * sum(sizes)))
+    amounts: Any = st.lists(st.integers(1, 4), min_size=microbatches, max_size=microbatches)
+    cost = replace(cost, memory_sizes=data.draw(st.none() | amounts))
+    kept = cost.memory_sizes_of(microbatches)
+    memory = data.draw(st.none() | st.integers(int(max(kept)), int(2 * sum(kept))))
     objective: Any = data.draw(st.sampled_from(["makespan", "span"]))
     found = fpipe.search(
         ranks=ranks,

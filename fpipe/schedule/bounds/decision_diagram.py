@@ -137,7 +137,7 @@ def walk(pipe: Subpipeline, microbatches: int, width: int, budget: int) -> Diagr
             return Diagram(0.0, visited, False)
         visited += size
         for counts, states in kept.items():
-            steps = possible_steps(pipe, counts, sums)
+            steps = possible_steps(pipe, counts, sums, sums)
             targets = [
                 layers[turn + 1 + (step.kind == WHOLE)].setdefault(step.counts, set())
                 for step in steps

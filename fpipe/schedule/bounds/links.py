@@ -1,16 +1,18 @@
-"""A lower bound by the messages of one link, which carries one at a time."""
+"""Lower bounds by messages: of one link, which carries one at a time, or of a rank that sends."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from fpipe.schedule.stage_costs import StageCosts
 
 
-def link_bound(costs: StageCosts, microbatches: int) -> float:
+def link_bound(costs: StageCosts, microbatches: float) -> float:
     """The makespan by the busiest link: before its first message, all of them, after the last.
 
     Args:
-        costs: of microbatches that are alike.
-        microbatches: how many there are.
+        costs: of the smallest microbatch.
+        microbatches: how many of that size are as large as all there are.
 
     Example:
         >>> from fpipe import Cost
@@ -34,3 +36,34 @@ def link_bound(costs: StageCosts, microbatches: int) -> float:
                 after = link.latency + end - read
                 rest[at] = min(after, rest.get(at, after))
     return max((first[at] + work[at] + rest[at] for at in first), default=0.0)
+
+
+def sending_bound(
+    costs: StageCosts, stages_of: Sequence[Sequence[int]], work: float, messages: float
+) -> float:
+    """The makespan by the rank that is busiest where it does nothing else while it sends.
+
+    Args:
+        costs: of the smallest microbatch.
+        stages_of: the stages of each rank.
+        work: how many of them take as long as all there are.
+        messages: how many of them send as much.
+
+    Example:
+        >>> from fpipe import Cost
+        >>> costs = Cost(f=1, i=1, w=1, transfer=2, blocking=True).on([0, 1])
+        >>> sending_bound(costs, [[0], [1]], 8, 8)
+        43.0
+    """
+    starts, _ = costs.earliest
+    best = 0.0
+    for stages in stages_of:
+        total = starts[stages[0]] if stages else 0.0
+        for stage in stages:
+            total += work * (costs.f[stage] + costs.backward[stage])
+            if stage < len(costs.down_links):
+                total += messages * costs.down_links[stage].transfer
+            if stage:
+                total += messages * costs.up_links[stage - 1].transfer
+        best = max(best, total)
+    return best

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Final, Literal, TypeAlias
 
 from fpipe.errors import ScheduleError
@@ -16,7 +17,7 @@ from fpipe.schedule.arguments import (
     plain_number,
 )
 from fpipe.schedule.bounds.decision_diagram import scarce_bound
-from fpipe.schedule.bounds.links import link_bound
+from fpipe.schedule.bounds.links import link_bound, sending_bound
 from fpipe.schedule.bounds.rank_bounds import (
     RankProblem,
     area_bound,
@@ -78,7 +79,7 @@ def lower_bound(
     before the first action, and the reduction and the update behind the last gradient. Where an F
     and a B run together, all times are taken to be the share of them that such a pair takes. Where
     transfers take any time, all bounds count those of one microbatch after the other, and one more
-    counts all messages of a link.
+    counts all messages of a link; where sends occupy their rank, another counts those of a rank.
 
     Args:
         placement: the rank of each stage.
@@ -114,13 +115,17 @@ def lower_bound(
         raise ScheduleError(f"effort={effort!r:.60} must be an integer, 0 or more")
     if cost.pair is not None:
         # All that runs together might as well run one after the other, in this share of its time.
-        cost = replace(with_times(cost, cost.pair), pair=None)
+        # Both send at its end, at once.
+        cost = replace(with_times(cost, cost.pair), pair=None, blocking=False)
     span = objective == "span"
-    if cost.sizes is not None:
-        sizes = sorted(cost.sizes_of(microbatches), reverse=True)
+    if cost.sizes is not None or cost.memory_sizes is not None:
+        both = zip(cost.sizes_of(microbatches), cost.memory_sizes_of(microbatches), strict=True)
+        sizes = sorted(both, reverse=True)
+        amounts = list(accumulate((amount for _, amount in sizes), min))
         if isinstance(memory, Iterator):
             memory = tuple(memory)  # it is read for each bound
-        limits = memory_limits(memory, placement, alike(cost, sizes[0]).on(placement))
+        largest = alike(cost, sizes[0][0], max(amount for _, amount in sizes))
+        limits = memory_limits(memory, placement, largest.on(placement))
         # No schedule is slower with microbatches left out, or made smaller.
         counts = [n for n in range(1, microbatches) if sizes[n - 1] > sizes[n]]
         counts = [*counts[:: -(-len(counts) // _COUNTS) or 1], microbatches]
@@ -128,7 +133,7 @@ def lower_bound(
             lower_bound(
                 placement,
                 count,
-                alike(cost, sizes[count - 1]),
+                alike(cost, sizes[count - 1][0], amounts[count - 1]),
                 memory,
                 objective=objective,
                 effort=states // len(counts),
@@ -141,6 +146,9 @@ def lower_bound(
     best = _even_bound(costs, placement, microbatches, limits, span, states)
     if costs.down_links and not span:
         best = max(best, link_bound(costs, microbatches))
+        if costs.blocking:
+            stages_of = stages_by_rank(placement)
+            best = max(best, sending_bound(costs, stages_of, microbatches, microbatches))
     return with_whole_stage_work(best, costs, stages_by_rank(placement), microbatches, span)
 
 
@@ -207,27 +215,36 @@ def memory_limits(memory: Memory, placement: Sequence[int], costs: StageCosts) -
 def _uneven_bound(
     placement: Sequence[int],
     cost: Cost,
-    sizes: Sequence[float],
+    sizes: Sequence[tuple[float, float]],
     limits: Sequence[float],
     span: bool,
 ) -> float:
-    """The bound of each rank by its work and by the area of its activations.
+    """The bound of each rank by its work, by the area of its activations, and by messages.
 
-    `cost` is of a microbatch of size 1; `sizes` are of all microbatches, falling.
+    `cost` is of a microbatch of size 1; `sizes` are those of times, falling, and of memory of all
+    microbatches.
     """
-    costs, (starts, _) = cost.on(placement), alike(cost, sizes[-1]).on(placement).earliest
+    shortest, smallest = sizes[-1][0], min(amount for _, amount in sizes)
+    costs, least = cost.on(placement), alike(cost, shortest, smallest).on(placement)
+    starts, _ = least.earliest
     step = -(-len(sizes) // _SIZES)  # the least of so many stands for all
-    groups: Counter[float] = Counter()
+    groups: Counter[tuple[float, float]] = Counter()
     for at in range(0, len(sizes), step):
         group = sizes[at : at + step]
-        groups[group[-1]] += len(group)
-    by_size = [(alike(cost, size).on(placement), count) for size, count in groups.items()]
-    best = 0.0
+        groups[group[-1][0], min(amount for _, amount in group)] += len(group)
+    by_size = [(alike(cost, *size).on(placement), count) for size, count in groups.items()]
+    best, total = 0.0, sum(size for size, _ in sizes)
     for stages, limit in zip(stages_by_rank(placement), limits, strict=True):
         if stages:
-            work = sum(sizes) * sum(costs.f[stage] + costs.backward[stage] for stage in stages)
+            work = total * sum(costs.f[stage] + costs.backward[stage] for stage in stages)
             if limit < float("inf"):
                 area = sum(count * area_of(each, stages) for each, count in by_size)
                 work = max(work, area / limit if area else 0.0)
             best = max(best, (0.0 if span else starts[stages[0]]) + work)
+    if costs.down_links and not span:
+        messages = sum(amount for _, amount in sizes) / smallest
+        best = max(best, link_bound(least, messages))
+        if costs.blocking:
+            work, stages_of = total / shortest, stages_by_rank(placement)
+            best = max(best, sending_bound(least, stages_of, work, messages))
     return best

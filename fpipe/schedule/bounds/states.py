@@ -79,11 +79,19 @@ def work_left(pipe: Subpipeline, counts: Counts, sums: Sequence[float]) -> list[
     ]
 
 
-def possible_steps(pipe: Subpipeline, counts: Counts, sums: Sequence[float]) -> list[Step]:
+def possible_steps(
+    pipe: Subpipeline, counts: Counts, sums: Sequence[float], amounts: Sequence[float]
+) -> list[Step]:
     """The actions for which the counts leave room: inputs are made, memory is there.
 
     Forwards that would lead into a dead end are left out. Every stage takes the microbatches in
     their order.
+
+    Args:
+        pipe: the subpipeline.
+        counts: of the actions that are done.
+        sums: of the sizes of the microbatches (see `prefix_sums`).
+        amounts: the same of what they keep.
     """
     f_done, i_done, w_done = counts
     ranks, last, rank_of = len(pipe.memory), len(f_done) - 1, pipe.rank_of
@@ -99,9 +107,9 @@ def possible_steps(pipe: Subpipeline, counts: Counts, sums: Sequence[float]) -> 
     ]
     held = [0.0] * ranks
     for at, rank in enumerate(rank_of):
-        over = sums[w_done[at]]
-        held[rank] += pipe.kept[at] * (sums[f_done[at]] - over)
-        held[rank] -= pipe.freed[at] * (sums[i_done[at]] - over)
+        over = amounts[w_done[at]]
+        held[rank] += pipe.kept[at] * (amounts[f_done[at]] - over)
+        held[rank] -= pipe.freed[at] * (amounts[i_done[at]] - over)
     steps = []
 
     def add(kind: int, at: int, done: int, takes: int, makes: int, delay: float) -> None:
@@ -139,7 +147,7 @@ def possible_steps(pipe: Subpipeline, counts: Counts, sums: Sequence[float]) -> 
         back = i_done[at]
         if gradients[at]:
             takes = offsets[last + 1 + at]
-            size = sums[back + 1] - sums[back]
+            size = amounts[back + 1] - amounts[back]
             for kind in pipe.backwards[at]:
                 if kind == WHOLE or held[rank] - pipe.freed[at] * size <= limit:
                     add(kind, at, back, takes, takes if at else -1, pipe.backward_delay[at])
@@ -147,10 +155,10 @@ def possible_steps(pipe: Subpipeline, counts: Counts, sums: Sequence[float]) -> 
             add(WEIGHT, at, w_done[at], -1, -1, 0.0)
         here = f_done[at]
         if forwards[at] if at else here < len(sums) - 1:
-            size = sums[here + 1] - sums[here]
+            size = amounts[here + 1] - amounts[here]
             if held[rank] + pipe.kept[at] * size <= limit and (
                 len(stages := pipe.stages_of[rank]) == 1
-                or needed_later(stages, pipe.kept, f_done, at, sums) <= limit
+                or needed_later(stages, pipe.kept, f_done, at, amounts) <= limit
             ):
                 makes = offsets[at + 2 if at < last else 2 * last + 2] - (at > 0)
                 add(FORWARD, at, here, offsets[at] if at else -1, makes, pipe.forward_delay[at])
@@ -175,7 +183,7 @@ def needed_later(
         kept: per stage, what F keeps.
         f_done: per stage, how many F are done.
         at: the stage of the forward.
-        sums: of the sizes of the microbatches.
+        sums: of what the microbatches keep, as shares of `kept`.
     """
     oldest = min(f_done[stages[-1]] + (at == stages[-1]), len(sums) - 2)
     since = sums[oldest]

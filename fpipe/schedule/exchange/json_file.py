@@ -110,6 +110,10 @@ _LATER: Final = {
     "kept": None,
     "pair": None,
     "speed": None,
+    "message": 1,
+    "shared": False,
+    "blocking": False,
+    "memory_sizes": None,
 }
 KEYS: Final = (*NEEDED, "comm", "b", "activation", "freed_by_i", "sizes", *_LATER)
 

@@ -184,7 +184,7 @@ def _exchanged(evaluator: Tables, order: Order, microbatch: int, random: Random)
     """Exchange a microbatch with one of another size."""
     problem = evaluator.problem
     other = random.randrange(problem.microbatches)
-    if problem.sizes[other] == problem.sizes[microbatch]:
+    if all(row[other] == row[microbatch] for row in (problem.sizes, problem.amounts)):
         return None
     changed = rename_microbatches(problem, order, {microbatch: other, other: microbatch})
     return Move(changed.rows, changed.fused) if evaluator.fits_all(changed) else None

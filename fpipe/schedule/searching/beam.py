@@ -106,10 +106,11 @@ def _turns(problem: Problem, random: Random) -> list[tuple[int, ...]]:
     turns = {problem.turn: None}
     if problem.uneven:
         turns |= dict.fromkeys(map(tuple, by_size(problem.sizes, problem.turn)))
-        seen = {tuple(problem.sizes[k] for k in turn) for turn in turns}
+        both = list(zip(problem.sizes, problem.amounts, strict=True))
+        seen = {tuple(both[k] for k in turn) for turn in turns}
         for _ in range(4 * _TURNS):
             turn = tuple(random.sample(problem.turn, problem.microbatches))
-            sizes = tuple(problem.sizes[k] for k in turn)
+            sizes = tuple(both[k] for k in turn)
             if sizes not in seen and len(turns) < _TURNS:
                 seen.add(sizes)
                 turns[turn] = None
@@ -130,6 +131,7 @@ def _walk(
     """
     counts, state = initial_state(pipe)
     sums, ranks = prefix_sums([problem.sizes[k] for k in turn]), len(pipe.memory)
+    amounts = prefix_sums([problem.amounts[k] for k in turn])
     weights = [each * problem.mean_time for each in guide]
     # By how many F, I and W are done: a B is two of them.
     layers: list[dict[Counts, dict[State, Trail]]] = [
@@ -157,7 +159,7 @@ def _walk(
         for one in scored:
             kept.setdefault(one.counts, []).append(one)
         for counts, ones in kept.items():
-            steps = possible_steps(pipe, counts, sums)
+            steps = possible_steps(pipe, counts, sums, amounts)
             targets = [
                 layers[nth + 1 + (step.kind == WHOLE)].setdefault(step.counts, {}) for step in steps
             ]

@@ -16,7 +16,7 @@ class Cuts:
     """Choices of a chain of layers into stages, for a cost that has a value for each layer."""
 
     def __init__(self, cost: Cost) -> None:
-        values = [getattr(cost, name) for name in PER_STAGE]
+        values = [getattr(cost, name) for name in (*PER_STAGE, "message")]
         lengths = {len(value) for value in values if isinstance(value, tuple)}
         if len(lengths) != 1:
             raise ScheduleError(
@@ -38,13 +38,14 @@ class Cuts:
         if sum(cut) != self.layers:
             raise ScheduleError(f"{self.layers} layers are too few for {len(cut)} stages")
 
-        def merged(value: Any) -> Any:
+        def merged(name: str) -> Any:
+            value = getattr(cost, name)
             if not isinstance(value, tuple):
                 return value
-            ends = list(accumulate(cut, initial=0))
-            return tuple(sum(value[start:end]) for start, end in pairwise(ends))
+            groups = (value[start:end] for start, end in pairwise(accumulate(cut, initial=0)))
+            return tuple(group[-1] if name == "message" else sum(group) for group in groups)
 
-        return replace(cost, **{name: merged(getattr(cost, name)) for name in PER_STAGE})
+        return replace(cost, **{name: merged(name) for name in (*PER_STAGE, "message")})
 
     def even(self, placement: Sequence[int]) -> Choice:
         """As many layers for each stage, or nearly."""

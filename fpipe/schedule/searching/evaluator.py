@@ -64,8 +64,8 @@ class Evaluator:
     ) -> tuple[float, list[float]]:
         """The value of an order and the end of each action; infinite if it cannot run, or as soon
         as the makespan is sure to exceed `limit`."""
-        if self.problem.costs.pair is not None:
-            return self._times_with_pairs(rows, fused)
+        if self.problem.costs.entangled:
+            return self._simulated(rows, fused)
         duration, source, delay, after = self.durations(fused), self.source, self.delay, self.after
         if self.work is not None:
             rows = self.work.dressed(rows)
@@ -121,16 +121,20 @@ class Evaluator:
             return max(end - first for end, first in zip(clocks, firsts, strict=True)), ends
         return max(clocks), ends
 
-    def _times_with_pairs(
+    def _simulated(
         self, rows: list[list[int]], fused: AbstractSet[int]
     ) -> tuple[float, list[float]]:
-        """The same where an F and a B may run together, by a simulation."""
+        """The same by a simulation, where the tables do not tell all."""
         problem = self.problem
+        times: list[list[float]] | None = None
         actions = to_rows(problem, Order(0.0, rows, frozenset(fused)))
-        run = run_rows(actions, problem.costs, problem.sizes)
+        if self.rates is not None:
+            durations = self.durations(fused)
+            times = [[durations[action] for action in row] for row in rows]
+        run = run_rows(actions, problem.costs, problem.sizes, times)
         ends = [_NOT_YET] * len(self.duration)
-        for row, times in zip(rows, run.ends, strict=True):
-            for action, end in zip(row, times, strict=False):
+        for row, ended in zip(rows, run.ends, strict=True):
+            for action, end in zip(row, ended, strict=False):
                 ends[action] = end
         if not run.whole:
             return float("inf"), ends
@@ -211,7 +215,7 @@ class Evaluator:
 def make_evaluator(problem: Problem) -> Evaluator:
     """Lay out a problem's actions as tables."""
     count, costs, stages = problem.microbatches, problem.costs, len(problem.placement)
-    sizes = problem.sizes
+    sizes, amounts = problem.sizes, problem.amounts
     duration: list[float] = []
     source: list[int] = []
     delay: list[float] = []
@@ -232,7 +236,7 @@ def make_evaluator(problem: Problem) -> Evaluator:
             (WEIGHT, costs.w[stage], freed - kept, 0.0, 0.0),
         ):
             duration += [time * size for size in sizes]
-            change += [holds * size for size in sizes]
+            change += [holds * amount for amount in amounts]
             after += [hops + (rest - hops) * size for size in sizes]
             link = None
             if kind == FORWARD:
@@ -251,7 +255,7 @@ def make_evaluator(problem: Problem) -> Evaluator:
             delay += (
                 [latency] * count
                 if link is None
-                else [link.latency + link.transfer * size for size in sizes]
+                else [link.latency + link.transfer * amount for amount in amounts]
             )
     links = _links(problem) if costs.down_links else None
     if not problem.cost.has_whole_stage:
@@ -279,7 +283,7 @@ def _links(problem: Problem) -> list[tuple[int, float] | None]:
         up = costs.up_links[stage - 1] if stage else none
         for link in (down, up, none):
             links += [
-                (link.number, link.transfer * size) if link.transfer else None
-                for size in problem.sizes
+                (link.number, link.transfer * amount) if link.transfer else None
+                for amount in problem.amounts
             ]
     return links

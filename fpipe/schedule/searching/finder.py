@@ -400,7 +400,7 @@ def _placements(ranks: int, cost: Cost) -> list[tuple[int, ...]]:
 
 def _stages_per_rank(ranks: int, cost: Cost) -> int | None:
     """How many stages each rank has, by the values that the cost has; None where it has none."""
-    values = [getattr(cost, name) for name in PER_STAGE]
+    values = [getattr(cost, name) for name in (*PER_STAGE, "message")]
     lengths = {len(value) for value in values if isinstance(value, tuple)}
     if not lengths:
         return None

@@ -78,6 +78,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
     # From here on a microbatch is known by its place in the turn.
     turn = policy.turn or problem.turn
     size = [problem.sizes[microbatch] for microbatch in turn]
+    amount = [problem.amounts[microbatch] for microbatch in turn]
     total = sum(size)
     stages_of, last = problem.stages, len(placement) - 1
     f, i, w, b, down, up = costs.f, costs.i, costs.w, costs.b, costs.down, costs.up
@@ -96,6 +97,7 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
     inputs: list[list[float]] = [[] for _ in placement]
     gradients: list[list[float]] = [[] for _ in placement]
     before = list(accumulate(size, initial=0.0))
+    held_before = list(accumulate(amount, initial=0.0))
     inputs[0] = [pace * before[k - k % policy.bunch] for k in range(count)]
     # Per rank: memory held, the share of it that waits for W alone, when it is free, when it means
     # to wake (never while it is busy), work and actions left, and its first start.
@@ -129,16 +131,17 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
                     coming.append((arrival, prefer_i[stage]))
                 elif prefer_i[stage] > best:
                     best, chosen, kind = prefer_i[stage], stage, GRADIENT
-                    whole = policy.fused or held[rank] - freed[stage] * size[returned] > memory
+                    whole = policy.fused or held[rank] - freed[stage] * amount[returned] > memory
                     duration = (b[stage] if whole else i[stage]) * size[returned]
             if late[stage] and prefer_w[stage] > best:
                 best, chosen, kind = prefer_w[stage], stage, WEIGHT
                 duration = w[stage] * size[late[stage][0]]
             if took - returned < windows[stage] and took < len(inputs[stage]):
                 arrival = inputs[stage][took]
-                need = held[rank] + kept[stage] * size[took]
+                need = held[rank] + kept[stage] * amount[took]
                 if need - owed[rank] > memory or (
-                    len(stages) > 1 and needed_later(stages, kept, done_f, stage, before) > memory
+                    len(stages) > 1
+                    and needed_later(stages, kept, done_f, stage, held_before) > memory
                 ):
                     continue
                 if need > memory:
@@ -169,19 +172,18 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
         end = now + duration
         if begun[rank] is None:
             begun[rank] = now
-        free[rank], wake[rank] = end, -1.0
+        wake[rank] = -1.0
         left[rank] -= duration
         todo[rank] -= 1
-        heappush(heap, (end, rank))
-        arrival, reader = end, rank
+        arrival, off, reader = end, end, rank
         if kind == FORWARD:
             place = done_f[chosen]
             done_f[chosen] += 1
-            held[rank] += kept[chosen] * size[place]
+            held[rank] += kept[chosen] * amount[place]
             if chosen < last:
                 arrival, reader = end + down[chosen], placement[chosen + 1]
                 if queues is not None:
-                    arrival = queues.send(costs.down_links[chosen], end, size[place])
+                    off, arrival = queues.send(costs.down_links[chosen], end, amount[place])
                 inputs[chosen + 1].append(arrival)
             else:
                 gradients[chosen].append(end)
@@ -191,22 +193,24 @@ def list_schedule(problem: Problem, policy: Policy, limit: float = UNLIMITED) ->
             if whole:
                 fused.add((chosen * 3 + kind) * count + turn[place])
                 todo[rank] -= 1
-                held[rank] -= kept[chosen] * size[place]
+                held[rank] -= kept[chosen] * amount[place]
                 left[rank] -= backward[chosen] * size[place] - duration
             else:
                 late[chosen].append(place)
-                held[rank] -= freed[chosen] * size[place]
-                owed[rank] += later[chosen] * size[place]
+                held[rank] -= freed[chosen] * amount[place]
+                owed[rank] += later[chosen] * amount[place]
             if chosen:
                 arrival, reader = end + up[chosen - 1], placement[chosen - 1]
                 if queues is not None:
-                    arrival = queues.send(costs.up_links[chosen - 1], end, size[place])
+                    off, arrival = queues.send(costs.up_links[chosen - 1], end, amount[place])
                 gradients[chosen - 1].append(arrival)
         else:
             place = late[chosen].popleft()
-            held[rank] -= later[chosen] * size[place]
-            owed[rank] -= later[chosen] * size[place]
+            held[rank] -= later[chosen] * amount[place]
+            owed[rank] -= later[chosen] * amount[place]
         rows[rank].append((chosen * 3 + kind) * count + turn[place])
+        free[rank] = off if costs.blocking else end
+        heappush(heap, (free[rank], rank))
         if reader != rank and wake[reader] > arrival:
             wake[reader] = arrival
             heappush(heap, (arrival, reader))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
 from typing import NamedTuple
 
 from fpipe.schedule.action import Action, Op
@@ -40,7 +41,8 @@ class Problem:
         bound: a lower bound; by formulas alone, unless `examined`.
         stages: the stages of each rank.
         work: the busiest rank's work on one microbatch, of the mean size where they differ.
-        sizes: of the microbatches; times and activations are multiplied by them.
+        sizes: of the microbatches; times are multiplied by them.
+        amounts: by which their activations and messages are multiplied.
         turn: the default order in which stages take the microbatches.
     """
 
@@ -54,12 +56,13 @@ class Problem:
     stages: tuple[tuple[int, ...], ...]
     work: float
     sizes: tuple[float, ...]
+    amounts: tuple[float, ...]
     turn: tuple[int, ...]
 
     @cached_property
     def uneven(self) -> bool:
         """Whether microbatches differ in size, so that it matters which comes when."""
-        return len(set(self.sizes)) > 1
+        return len(set(self.sizes)) > 1 or len(set(self.amounts)) > 1
 
     def parts(self, action: int) -> tuple[int, int, int]:
         """The stage, kind and microbatch of the number of an action."""
@@ -118,8 +121,9 @@ class Problem:
     @property
     def simulated(self) -> bool:
         """Whether the value of an order is that of its simulation, which no phase knows by itself:
-        with whole-stage work, or where an F and a B run together."""
-        return self.cost.has_whole_stage or self.costs.pair is not None
+        with whole-stage work, or where an F and a B run together, ranks share a link or wait while
+        they send."""
+        return self.cost.has_whole_stage or self.costs.entangled
 
     def value_of(self, rows: Sequence[Sequence[Action]]) -> float:
         """The makespan or the span of rows that can run."""
@@ -144,6 +148,7 @@ class Problem:
             cost=cost,
             costs=cost.on(self.placement),
             sizes=(1.0,) * microbatches,
+            amounts=(1.0,) * microbatches,
             turn=tuple(range(microbatches)),
             bound=0.0,
         )
@@ -153,7 +158,7 @@ class Problem:
         """The cost; of another number of microbatches those of the mean size where they differ."""
         if microbatches == self.microbatches or not self.uneven:
             return self.cost
-        return alike(self.cost, sum(self.sizes) / self.microbatches)
+        return alike(self.cost, fmean(self.sizes), fmean(self.amounts))
 
     def examined(self, effort: int) -> Problem:
         """The same with the best bound for this effort (see `lower_bound`)."""
@@ -207,11 +212,13 @@ def make_problem(
     Raises:
         ScheduleError: the cost does not fit the placement, or the memory admits no schedule.
     """
-    sizes = cost.sizes_of(microbatches)
-    if cost.sizes is not None and len(set(sizes)) == 1:
-        cost, sizes = alike(cost, sizes[0]), (1.0,) * microbatches
+    sizes, amounts = cost.sizes_of(microbatches), cost.memory_sizes_of(microbatches)
+    if len(set(zip(sizes, amounts, strict=True))) == 1:
+        cost = alike(cost, sizes[0], amounts[0])
+        sizes = amounts = (1.0,) * microbatches
     costs = cost.on(placement)
-    limits = memory_limits(memory, placement, alike(cost, max(sizes)).on(placement))
+    largest = alike(cost, max(sizes), max(amounts))
+    limits = memory_limits(memory, placement, largest.on(placement))
     stages = stages_by_rank(placement)
     work = max(sum(costs.f[s] + costs.backward[s] for s in row) for row in stages)
     problem = Problem(
@@ -225,6 +232,7 @@ def make_problem(
         stages=stages,
         work=work * sum(sizes) / microbatches,
         sizes=sizes,
+        amounts=amounts,
         turn=tuple(range(microbatches)),
     )
     return problem.examined(effort=0)

@@ -206,7 +206,7 @@ def _family_order(problem: Problem, maker: Maker) -> Order | None:
 def order_of(problem: Problem, schedule: Schedule) -> Order | None:
     """The order of a schedule that can run, or None where it does not fit the memory."""
     for row, limit in zip(schedule.actions, problem.memory, strict=True):
-        if _peak(row, problem.costs, problem.sizes) > limit * (1 + 1e-9):
+        if _peak(row, problem.costs, problem.amounts) > limit * (1 + 1e-9):
             return None
     order = to_order(problem, schedule)
     if problem.simulated:
@@ -215,19 +215,19 @@ def order_of(problem: Problem, schedule: Schedule) -> Order | None:
     return replace(order, value=problem.value_of(schedule.actions))
 
 
-def _peak(row: Sequence[Action], costs: StageCosts, sizes: Sequence[float]) -> float:
+def _peak(row: Sequence[Action], costs: StageCosts, amounts: Sequence[float]) -> float:
     held = peak = 0.0
     for stage, op, microbatch in row:
         if microbatch is None:
             continue
         if op == Op.F:
-            held += costs.activation[stage] * sizes[microbatch]
+            held += costs.activation[stage] * amounts[microbatch]
         elif op == Op.B:
-            held -= costs.activation[stage] * sizes[microbatch]
+            held -= costs.activation[stage] * amounts[microbatch]
         elif op == Op.I:
-            held -= costs.freed_by_i[stage] * sizes[microbatch]
+            held -= costs.freed_by_i[stage] * amounts[microbatch]
         elif op == Op.W:
-            held += (costs.freed_by_i[stage] - costs.activation[stage]) * sizes[microbatch]
+            held += (costs.freed_by_i[stage] - costs.activation[stage]) * amounts[microbatch]
         if held > peak:
             peak = held
     return peak

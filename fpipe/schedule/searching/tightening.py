@@ -28,8 +28,8 @@ _NONE: Final[frozenset[int]] = frozenset()
 def tighten(evaluator: Evaluator, order: Order) -> Phase:
     """Tighten an order round by round, until that brings nothing; each step is a round."""
     best, fused, problem = order.value, order.fused, evaluator.problem
-    if problem.costs.pair is not None:
-        return  # it moves one action at a time, and knows of none that run together
+    if problem.costs.entangled:
+        return  # it moves one action at a time, and knows nothing of what that does to others
     # Tables in which a fused gradient costs what B does.
     tables = replace(
         evaluator, duration=evaluator.durations(fused), change=evaluator.changes(fused)

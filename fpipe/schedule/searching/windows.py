@@ -32,11 +32,11 @@ _NONE: Final[frozenset[int]] = frozenset()
 def reorder_windows(evaluator: Evaluator, order: Order) -> Phase:
     """Improve an order window by window along its longest path, until that brings nothing.
 
-    Only for the makespan: a span has no end that all tails lead to. And only where no two actions
-    run together.
+    Only for the makespan: a span has no end that all tails lead to. And only where its tables tell
+    all that an action waits for.
     """
     fused, problem = order.fused, evaluator.problem
-    if problem.objective != "makespan" or problem.costs.pair is not None:
+    if problem.objective != "makespan" or problem.costs.entangled:
         return
     # Tables in which a fused gradient costs what B does.
     tables = replace(
