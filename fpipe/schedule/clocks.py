@@ -112,9 +112,9 @@ def _run(
     while ready or unsent or paused:
         if not ready and unsent:
             # No rank can go on without these, so none will be made before the first.
-            made, rank, _, key, link, size = heappop(unsent)
+            end, rank, _, key, link, size = heappop(unsent)
             assert queues is not None
-            off, there = queues.send(link, made, size)
+            off, there = queues.send(link, end, size)
             arrive(key, there)
             if costs.blocking:
                 clocks[rank] = max(clocks[rank], off)

@@ -271,8 +271,8 @@ def _arrivals(
     free: dict[tuple[int, ...], float] = {}  # when a link is
     sizes = None if cost is None else cost.memory_sizes or cost.sizes
     arrivals = {}
-    for made, rank, at, target in sorted(messages):
-        start = end = made
+    for ended, rank, at, target in sorted(messages):
+        start = end = ended
         latency = 0.0
         if cost is not None:
             latency = cost.hop(rank, target)
@@ -282,7 +282,7 @@ def _arrivals(
                 if sizes is not None and name is not None:
                     transfer *= sizes[name]
                 way = cost.way(rank, target)
-                start = max(made, free.get(way, 0.0))
+                start = max(ended, free.get(way, 0.0))
                 end = free[way] = start + transfer
         arrivals[(rank, at), target] = Sending(start, end, end + latency)
     return arrivals

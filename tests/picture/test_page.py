@@ -43,11 +43,53 @@ def test_data_of_the_page() -> None:
     assert chart["memory"][0][0] == [0, 1]
 
 
+def test_parts_of_a_lane_and_links_in_the_data() -> None:
+    rows = "0UNSHARD 0F0 0F1 0B0 0B1 0RESHARD 0REDUCE_GRAD\n1F0 1B0 1F1 1B1"
+    cost = Cost(f=2, i=1, w=1, pair=0.5, unshard=4, transfer=3)
+    chart = data(simulate(Schedule.from_text(rows), cost).to_html())["charts"][0]
+    parts = [box[9:] for box in chart["rows"][0]]
+    assert parts == [[3], [], [1], [2], [], [], []]  # beside, whole, upper and lower half
+    assert [link["name"] for link in chart["links"]] == ["0 → 1", "1 → 0"]
+    assert chart["links"][0]["messages"][0] == [0, 1, 1, 6, 9]  # 0F0 to rank 1, from 6 to 9
+
+
 def test_a_name_cannot_end_the_script() -> None:
     name = "</script><b>"
     html = Schedule([0], Schedule.from_text("0F0 0B0").actions, name=name).to_html()
     assert data(html)["charts"][0]["name"] == name
     assert "</script><b>" not in html
+
+
+HALVES = """
+<script>{
+const said = [];
+const { left, top } = canvas.getBoundingClientRect();
+const chart = data.charts[0];
+function over(time, y) {
+  const place = { clientX: left + toX(time), clientY: top + y };
+  canvas.dispatchEvent(new PointerEvent("pointermove", place));
+  said.push(tip.textContent.split("\\n").slice(0, 2).join("; "));
+}
+const upper = chart.rows[0].find((box) => box[PART] === 1);
+const middle = (upper[START] + upper[END]) / 2;
+over(middle, laneY(chart, 0) + 3);
+over(middle, laneY(chart, 0) + LANE - 3);
+over(1, laneY(chart, 0) + LANE + 3);
+const { messages } = chart.links[0];
+over((messages[0][SENT] + messages[0][OFF]) / 2, linkY(chart, 0) + 3);
+over(0.1, linkY(chart, 1) + 3);
+const at = (time, y) => [...pen.getImageData(
+  toX(time) * devicePixelRatio, y * devicePixelRatio, 1, 1).data].slice(0, 3);
+hovered = null;
+draw();
+const near = upper[START] + 0.05 * (upper[END] - upper[START]);
+said.push(at(near, laneY(chart, 0) + 2), at(near, laneY(chart, 0) + LANE - 2));
+const out = document.createElement("pre");
+out.id = "said";
+out.textContent = JSON.stringify(said);
+document.body.append(out);
+}</script>
+"""
 
 
 DRIVE = """
@@ -113,6 +155,20 @@ def said(html: str, folder: Path) -> Any:
     )
     (text,) = re.findall(r'<pre id="said">(.*?)</pre>', done.stdout) or [done.stderr]
     return json.loads(text)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_pairs_collectives_and_messages_have_places_of_their_own(tmp_path: Path) -> None:
+    """A B that runs together with an F was drawn over it, and a gather over what ran beside it."""
+    rows = "0UNSHARD 0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
+    cost = Cost(f=2, i=1, w=1, pair=0.5, unshard=4, transfer=3)
+    html = simulate(Schedule.from_text(rows), cost).to_html().replace("</html>", HALVES)
+    forward, backward, gather, message, free, above, below = said(html, tmp_path)
+    assert forward.startswith("0F1: forward") and backward.startswith("0B0: full backward")
+    assert gather.startswith("0UNSHARD: UNSHARD, stage 0")
+    assert message == "0F0 from rank 0 to rank 1; on the link from 6 to 9"
+    assert free == "link 1 → 0; free at 0.1"
+    assert above == [0x56, 0xB4, 0xE9] and below == [0xD5, 0x5E, 0x00]
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -45,6 +47,28 @@ def test_every_action_is_a_box_with_its_number(name: str, ranks: int, microbatch
     for top in {top for _, _, top in drawn}:
         lane = sorted(box for box in drawn if box[2] == top)
         assert all(one[1] <= other[0] for one, other in pairwise(lane))
+
+
+def test_every_link_is_a_lane_of_messages() -> None:
+    schedule = schedules.zbv(ranks=3, microbatches=4)
+    cost = Cost(f=10, i=10, w=10, transfer=4)
+    timeline = simulate(schedule, cost)
+    svg = timeline.to_svg()
+    names = ["0 → 1", "1 → 0", "1 → 2", "2 → 1"]
+    assert [text for text in texts(svg) if "→" in text] == names
+    assert "below: messages on links" in texts(svg)
+    plain = simulate(schedule, replace(cost, transfer=0)).to_svg()
+    assert len(boxes(svg)) == len(boxes(plain)) + len(timeline.transfers)
+    assert not [text for text in texts(plain) if "→" in text or "links" in text]
+    # No link carries two messages at one time; the bottom lane ends above the axis.
+    for top in sorted({top for _, _, top in boxes(svg)})[-4:]:
+        lane = sorted(box for box in boxes(svg) if box[2] == top)
+        assert all(one[1] <= other[0] for one, other in pairwise(lane)) and len(lane) == 8
+    half = simulate(schedule, replace(cost, shared=True)).to_svg()
+    assert [text for text in texts(half) if "↔" in text] == ["0 ↔ 1", "1 ↔ 2"]
+    host: Any = [[7, 7, 7], [7, 7, 7], [3, 3, 3]]
+    hosts = simulate(schedule, replace(cost, shared=host)).to_svg()
+    assert [text for text in texts(hosts) if "link " in text or "→" in text] == ["2 → 1", "link 7"]
 
 
 def test_labels_of_a_small_picture() -> None:

@@ -56,13 +56,32 @@ class Box(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """A message while it occupies a link: from one rank to another, the output of an action."""
+    """A message while it occupies a link.
+
+    Attributes:
+        source: the rank that sends it.
+        target: the rank that it goes to.
+        action: the action that made it.
+        start: when it leaves.
+        end: when the link is free again.
+        at: the place of the action in the row of its rank.
+        way: the name of the link (see `Cost.way`).
+    """
 
     source: int
     target: int
     action: Action
     start: float
     end: float
+    at: int
+    way: tuple[int, ...]
+
+
+class LinkLane(NamedTuple):
+    """A link as it is drawn: its name, and its messages in order of time."""
+
+    name: str
+    messages: tuple[Carried, ...]
 
 
 @dataclass(frozen=True)
@@ -107,6 +126,16 @@ class Chart:
         """Number of microbatches: one more than the greatest that is named."""
         named = (box.action.microbatch for row in self.rows for box in row)
         return max((number for number in named if number is not None), default=-1) + 1
+
+    @cached_property
+    def links(self) -> tuple[LinkLane, ...]:
+        """The links that carry messages, those of the first ranks first."""
+        lanes: dict[tuple[int, ...], list[Carried]] = {}
+        for message in sorted(self.carried, key=lambda each: each.start):
+            lanes.setdefault(message.way, []).append(message)
+        return tuple(
+            LinkLane(_name_of(way, lanes[way]), tuple(lanes[way])) for way in sorted(lanes)
+        )
 
     def idle(self, rank: int) -> float:
         """The fraction of the makespan in which `rank` runs nothing."""
@@ -188,7 +217,9 @@ def draw_up(
     if waits and cost is not None and cost.has_transfers:
         for ((rank, at), target), way in sendings(events, len(placement), cost).items():
             action, start, end = events[rank][at].action, way.start - zero, way.end - zero
-            carried.append(Carried(rank, target, action, start, end))
+            if end > start:
+                link = cost.way(rank, target)
+                carried.append(Carried(rank, target, action, start, end, at, link))
     return Chart(
         name=name,
         placement=placement,
@@ -232,6 +263,16 @@ def fillings(
             times[at][name(box)] += inside
             at += 1
     return [*times]
+
+
+def _name_of(way: tuple[int, ...], messages: Sequence[Carried]) -> str:
+    """The ranks that a link joins, or its number where these are many."""
+    hops = sorted({(each.source, each.target) for each in messages})
+    if len(hops) == 1:
+        return f"{hops[0][0]} → {hops[0][1]}"
+    if len(hops) == 2 and hops[0] == hops[1][::-1]:
+        return f"{hops[0][0]} ↔ {hops[0][1]}"
+    return f"link {way[0]}"
 
 
 def _turns(placement: Sequence[int]) -> list[int]:

@@ -85,8 +85,8 @@ class Entry(NamedTuple):
         return 14.0 * len(self.fills) + 5 + len(self.text) * LETTER + capitals * CAPITAL
 
 
-def entries(charts: Sequence[Chart]) -> list[Entry]:
-    """The entries of a legend: every op that occurs, with its shades; idle time; memory."""
+def entries(charts: Sequence[Chart], *, links: bool = True) -> list[Entry]:
+    """The entries of a legend: every op that occurs, with its shades; idle time; memory; links."""
     ops = {box.action.op for chart in charts for row in chart.rows for box in row}
     turns = max(len(chart.stages_of(rank)) for chart in charts for rank in range(len(chart.rows)))
     ops_shown = [
@@ -99,11 +99,13 @@ def entries(charts: Sequence[Chart]) -> list[Entry]:
     if others := sorted(op for op in ops if op not in COLOURS):
         ops_shown.append(Entry(", ".join(others), (OTHER,)))
     first, *more = _amounts(charts)
+    carry = links and any(chart.carried for chart in charts)
     return [
         *ops_shown,
         Entry("idle", (IDLE,)),
         Entry(f"activations held, 0 to {first}", (MEMORY_FILL,)),
         *(Entry(f"or 0 to {amounts}", ()) for amounts in more),
+        *([Entry("below: messages on links", ())] if carry else []),
     ]
 
 
@@ -120,11 +122,11 @@ def _amounts(charts: Sequence[Chart]) -> list[str]:
     return texts
 
 
-def legend(charts: Sequence[Chart], width: float) -> tuple[list[str], float]:
-    """The legend, wrapped to `width` pixels, and its height in pixels."""
+def legend(charts: Sequence[Chart], width: float, *, links: bool) -> tuple[list[str], float]:
+    """The legend, wrapped to `width` pixels, and its height in pixels; `links` are drawn."""
     elements: list[str] = []
     x, y = _MARGIN, 10.0
-    for entry in entries(charts):
+    for entry in entries(charts, links=links):
         if x > _MARGIN and x + entry.width > width:
             x, y = _MARGIN, y + _LINE
         start = x

@@ -11,7 +11,8 @@ from typing import Final
 from zlib import crc32
 
 from fpipe.schedule.picture.chart import Chart
-from fpipe.schedule.picture.svg import LEFT, RIGHT, natural_width, svg
+from fpipe.schedule.picture.coordinates import LEFT, RIGHT
+from fpipe.schedule.picture.svg import natural_width, svg
 
 BAND: Final = 900.0
 """Pixels of the lanes in a band: on the page of a notebook its text is large enough."""

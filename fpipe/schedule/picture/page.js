@@ -14,11 +14,15 @@ const shown = {
 const LEFT = 92, RIGHT = 124, TOP = 34, FOOT = 34, LANE = 22, MEMORY = 16, GAP = 8;
 const NAME = { size: 14, bold: true }, FACTS = { colour: "#555" }, LINE = 17;
 const STEP = LANE + MEMORY + GAP;
+const LINK = 12, LINK_STEP = LINK + 3; // a lane for each link, beneath all ranks
 const LENGTH = Math.max(...data.charts.map((chart) => chart.makespan)) || 1;
-const [STAGE, OP, MICROBATCH, START, END, STYLE, WAITED_RANK, WAITED_AT, READY] = Array(9).keys();
+const [STAGE, OP, MICROBATCH, START, END, STYLE, WAITED_RANK, WAITED_AT, READY, PART] = Array(10).keys();
+// Of two that run together each has half of the lane; collectives run beside it.
+const LOWER = 2, BESIDE = 3;
+const [SOURCE, MAKER, TARGET, SENT, OFF] = Array(5).keys(); // of a message on a link
 
 let view = { from: 0, to: LENGTH };
-let hovered = null; // { chart, rank, at }
+let hovered = null; // { chart, rank, at } or { chart, link, message }
 let width = 0;
 let height = 0;
 
@@ -28,6 +32,9 @@ const longest = (names) => names.reduce((most, name) => Math.max(most, name.leng
 
 for (const chart of data.charts) {
   chart.most = Math.max(0, ...chart.peaks);
+  // The places of the boxes in each lane, in order of time.
+  chart.lanes = chart.rows.map((row) => [...row.keys()].filter((at) => row[at][PART] !== BESIDE));
+  chart.bands = chart.rows.map((row) => [...row.keys()].filter((at) => row[at][PART] === BESIDE));
   chart.path = criticalPath(chart);
   // Letters of the longest number and of the longest label, so that all boxes are written alike.
   const boxes = chart.rows.flat();
@@ -53,7 +60,7 @@ function layOut() {
       ...facts.map((line, at) => [line, joined ? beside : 0, place(after + at), FACTS]),
     ];
     chart.top = y + TOP + (after + facts.length - 1) * LINE;
-    y = chart.top + chart.rows.length * STEP + FOOT;
+    y = linkY(chart, chart.links.length) + FOOT;
   }
   height = y;
 }
@@ -88,26 +95,47 @@ const pixels = () => (width - LEFT - RIGHT) / (view.to - view.from);
 const toX = (time) => LEFT + (time - view.from) * pixels();
 const toTime = (x) => view.from + (x - LEFT) / pixels();
 const laneY = (chart, rank) => chart.top + rank * STEP;
+const linkY = (chart, link) => laneY(chart, chart.rows.length) + link * LINK_STEP;
 
-// The first box of a row that ends after `time`: rows are in order of time.
-function firstAfter(row, time) {
-  let low = 0, high = row.length;
+// The first of `count` things in order of time that ends after `time`.
+function firstAfter(count, end, time) {
+  let low = 0, high = count;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (row[middle][END] > time) high = middle;
+    if (end(middle) > time) high = middle;
     else low = middle + 1;
   }
   return low;
 }
 
+// The places in `row` of those of `places` that are in view, in order of time.
+function* inView(row, places) {
+  const first = firstAfter(places.length, (at) => row[places[at]][END], view.from);
+  for (let at = first; at < places.length && row[places[at]][START] < view.to; at++) yield places[at];
+}
+
+// The top and the height of a box, in its rank.
+function spanOf(box) {
+  if (box[PART] === BESIDE) return [LANE + 1, 5];
+  return box[PART] ? [box[PART] === LOWER ? LANE / 2 : 0, LANE / 2] : [0, LANE];
+}
+
 function boxAt(x, y) {
   for (const chart of data.charts) {
+    const time = toTime(x), link = Math.floor((y - linkY(chart, 0)) / LINK_STEP);
+    if (link >= 0 && link < chart.links.length) {
+      const { messages } = chart.links[link];
+      const at = firstAfter(messages.length, (each) => messages[each][OFF], time);
+      return { chart, link, time, message: messages[at]?.[SENT] <= time ? messages[at] : null };
+    }
     const rank = Math.floor((y - chart.top) / STEP);
     if (rank < 0 || rank >= chart.rows.length) continue;
-    const time = toTime(x), row = chart.rows[rank], inLane = (y - chart.top) % STEP < LANE;
-    const at = firstAfter(row, time);
-    const hit = inLane && at < row.length && row[at][START] <= time;
-    return { chart, rank, time, at: hit ? at : null };
+    const row = chart.rows[rank], down = (y - chart.top) % STEP;
+    const hit = [...chart.lanes[rank], ...chart.bands[rank]].find((at) => {
+      const [top, high] = spanOf(row[at]);
+      return row[at][START] <= time && time < row[at][END] && top <= down && down < top + high;
+    });
+    return { chart, rank, time, at: hit ?? null };
   }
   return null;
 }
@@ -125,6 +153,19 @@ function label(box) {
   return box[STAGE] + data.ops[box[OP]].name + (box[MICROBATCH] ?? "");
 }
 
+function describeLink({ chart, link, time, message }) {
+  const { name, messages } = chart.links[link];
+  if (!message) return `link ${name}\nfree at ${timeText(chart, time)}`;
+  const maker = chart.rows[message[SOURCE]][message[MAKER]];
+  const lines = [
+    `${label(maker)} from rank ${message[SOURCE]} to rank ${message[TARGET]}`,
+    `on the link from ${timeText(chart, message[SENT])} to ${timeText(chart, message[OFF])}`,
+  ];
+  const late = message[SENT] - maker[END];
+  if (late > 1e-9 * LENGTH) lines.push(`waited for the link for ${timeText(chart, late)}`);
+  return lines.join("\n");
+}
+
 function describe({ chart, rank, time, at }) {
   const held = amountAt(chart.memory[rank], time);
   if (at === null) {
@@ -133,8 +174,9 @@ function describe({ chart, rank, time, at }) {
   }
   const box = chart.rows[rank][at], op = data.ops[box[OP]];
   const of = box[MICROBATCH] === null ? "" : `, microbatch ${box[MICROBATCH]}`;
-  const before = at ? chart.rows[rank][at - 1][END] : 0;
-  const idle = box[START] - before;
+  const earlier = at - (box[PART] === LOWER ? 2 : 1); // two that run together start together
+  const before = earlier >= 0 ? chart.rows[rank][earlier][END] : 0;
+  const idle = box[PART] === BESIDE ? 0 : box[START] - before;
   const lines = [
     `${label(box)}: ${op.meaning}, stage ${box[STAGE]}${of}, rank ${rank}`,
     `start ${timeText(chart, box[START])}, end ${timeText(chart, box[END])}, ` +
@@ -168,12 +210,14 @@ function amountAt(steps, time) {
 
 function criticalPath(chart) {
   let here = null, end = -1;
-  chart.rows.forEach((row, rank) => {
-    if (row.length && row[row.length - 1][END] > end) {
-      end = row[row.length - 1][END];
-      here = [rank, row.length - 1];
-    }
-  });
+  chart.rows.forEach((row, rank) =>
+    row.forEach((box, at) => {
+      if (box[END] > end || (box[END] === end && here[0] === rank)) {
+        end = box[END];
+        here = [rank, at];
+      }
+    }),
+  );
   const path = [];
   while (here) {
     path.push(here);
@@ -232,7 +276,7 @@ function draw() {
 }
 
 function drawChart(chart) {
-  const bottom = chart.top + chart.rows.length * STEP - GAP;
+  const bottom = linkY(chart, chart.links.length) - (chart.links.length ? 3 : GAP);
   for (const [line, x, y, style] of chart.title) text(line, LEFT + x, y, style);
   chart.rows.forEach((row, rank) => {
     const y = laneY(chart, rank), stages = chart.stages[rank];
@@ -242,15 +286,22 @@ function drawChart(chart) {
     text("peak " + number(chart.peaks[rank]), width - RIGHT + 8, y + LANE + MEMORY - 4,
       { size: 10, colour: "#555" });
   });
+  chart.links.forEach(({ name, messages }, link) => {
+    const y = linkY(chart, link) + LINK - 2;
+    const busy = messages.reduce((sum, each) => sum + each[OFF] - each[SENT], 0) / chart.makespan;
+    text(name, LEFT - 8, y, { align: "right", size: 10, colour: "#555" });
+    text(`busy ${Math.round(100 * busy)}%`, width - RIGHT + 8, y, { size: 10, colour: "#555" });
+  });
   drawAxis(chart, bottom);
   pen.save();
   pen.beginPath();
   pen.rect(LEFT, chart.top - 4, width - LEFT - RIGHT, bottom - chart.top + 8);
   pen.clip();
   chart.rows.forEach((row, rank) => drawRank(chart, row, rank));
+  chart.links.forEach((lane, link) => drawLink(chart, lane.messages, linkY(chart, link)));
   if (shown.messages.checked) drawMessages(chart);
   if (shown.critical.checked) drawCritical(chart);
-  if (hovered && hovered.chart === chart && hovered.at !== null) drawHovered(chart);
+  if (hovered?.chart === chart && (hovered.at ?? null) !== null) drawHovered(chart);
   pen.restore();
 }
 
@@ -295,28 +346,48 @@ function drawRank(chart, row, rank) {
   pen.fillStyle = "#999";
   pen.fillRect(left, floor, right - left, 1);
 
-  for (let at = firstAfter(row, view.from); at < row.length && row[at][START] < view.to; at++) {
-    const box = row[at], style = data.styles[box[STYLE]];
+  for (const at of [...inView(row, chart.lanes[rank]), ...inView(row, chart.bands[rank])]) {
+    const box = row[at], style = data.styles[box[STYLE]], [top, high] = spanOf(box);
     const x = toX(box[START]), wide = (box[END] - box[START]) * pixels();
     pen.fillStyle = style.fill;
-    pen.fillRect(x, y, Math.max(wide - Math.min(0.8, 0.12 * wide), 0.5), LANE);
+    pen.fillRect(x, y + top, Math.max(wide - Math.min(0.8, 0.12 * wide), 0.5), high);
+    if (box[PART] === BESIDE) continue;
     const room = wide - 2;
     const whole = chart.letters * 6.8 <= chart.usual * pixels() - 2;
     const letters = whole ? chart.letters : chart.digits;
     const size = [11, 10, 9, 8, 7].find((size) => letters * size * 0.6 <= room);
     const name = whole ? label(box) : String(box[MICROBATCH] ?? "");
     if (size) {
-      text(name, x + wide / 2, y + LANE / 2 + 4, { align: "center", colour: style.ink, size });
+      text(name, x + wide / 2, y + top + high / 2 + 4, { align: "center", colour: style.ink, size });
     }
   }
 }
 
-const middle = (chart, rank) => laneY(chart, rank) + LANE / 2;
+function drawLink(chart, messages, y) {
+  pen.fillStyle = "#f4f4f4";
+  pen.fillRect(toX(0), y, toX(chart.makespan) - toX(0), LINK);
+  const first = firstAfter(messages.length, (each) => messages[each][OFF], view.from);
+  for (let at = first; at < messages.length && messages[at][SENT] < view.to; at++) {
+    const message = messages[at], maker = chart.rows[message[SOURCE]][message[MAKER]];
+    const x = toX(message[SENT]), wide = (message[OFF] - message[SENT]) * pixels();
+    const style = data.styles[maker[STYLE]];
+    pen.fillStyle = style.fill;
+    pen.fillRect(x, y, Math.max(wide - Math.min(0.8, 0.12 * wide), 0.5), LINK);
+    const name = chart.letters * 6.8 <= wide - 2 ? label(maker) : String(maker[MICROBATCH] ?? "");
+    const size = [9, 8, 7].find((size) => name.length * size * 0.6 <= wide - 2);
+    if (size) text(name, x + wide / 2, y + LINK - 3, { align: "center", colour: style.ink, size });
+  }
+}
+
+function middle(chart, rank, box) {
+  const [top, high] = spanOf(box);
+  return laneY(chart, rank) + top + high / 2;
+}
 
 function arrow(chart, source, target, colour) {
   const made = chart.rows[source[0]][source[1]], read = chart.rows[target[0]][target[1]];
-  const x0 = toX(made[END]), y0 = middle(chart, source[0]);
-  const x1 = toX(read[START]), y1 = middle(chart, target[0]);
+  const x0 = toX(made[END]), y0 = middle(chart, source[0], made);
+  const x1 = toX(read[START]), y1 = middle(chart, target[0], read);
   if (Math.max(x0, x1) < LEFT || Math.min(x0, x1) > width - RIGHT) return;
   pen.strokeStyle = pen.fillStyle = colour;
   pen.beginPath();
@@ -334,11 +405,11 @@ function drawMessages(chart) {
 }
 
 function outline(chart, [rank, at], colour, thick) {
-  const box = chart.rows[rank][at];
+  const box = chart.rows[rank][at], [top, high] = spanOf(box);
   pen.lineWidth = thick;
   pen.strokeStyle = colour;
-  pen.strokeRect(toX(box[START]) + 1, laneY(chart, rank) + 1,
-    Math.max((box[END] - box[START]) * pixels() - 2, 1), LANE - 2);
+  pen.strokeRect(toX(box[START]) + 1, laneY(chart, rank) + top + 1,
+    Math.max((box[END] - box[START]) * pixels() - 2, 1), high - 2);
 }
 
 function drawCritical(chart) {
@@ -379,7 +450,7 @@ function hover(event) {
   hovered = x < LEFT || x > width - RIGHT ? null : boxAt(x, y);
   tip.hidden = hovered === null;
   if (hovered) {
-    tip.textContent = describe(hovered);
+    tip.textContent = hovered.link === undefined ? describe(hovered) : describeLink(hovered);
     const { width: wide, height: tall } = tip.getBoundingClientRect();
     tip.style.left = Math.max(4, Math.min(event.clientX + 14, window.innerWidth - wide - 8)) + "px";
     const below = event.clientY + 18;

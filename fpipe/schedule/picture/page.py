@@ -6,13 +6,15 @@ import json
 import re
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import Any
+from typing import Any, Final
 
 from fpipe.schedule.action import Op
 from fpipe.schedule.picture.captions import marked_up, readable_unit
 from fpipe.schedule.picture.chart import Chart
 from fpipe.schedule.picture.facts import facts, idle, stage_names
 from fpipe.schedule.picture.legend import MEANING, entries, ink, shade
+
+_BESIDE: Final = 3  # where the script expects the half of a pair
 
 
 def page(charts: Sequence[Chart]) -> str:
@@ -72,6 +74,7 @@ def _chart(chart: Chart, ops: dict[Op, int], styles: dict[str, int]) -> dict[str
                     styles.setdefault(shade(box.action.op, box.turn, turns), len(styles)),
                     *(box.waited or (None, None)),
                     box.ready,
+                    *([_BESIDE] if box.beside else [box.half] if box.half else []),
                 ]
                 for box in chart.rows[rank]
             ]
@@ -84,6 +87,16 @@ def _chart(chart: Chart, ops: dict[Op, int], styles: dict[str, int]) -> dict[str
         "makespan": chart.makespan,
         "rows": rows,
         "memory": chart.memory,
+        "links": [
+            {
+                "name": lane.name,
+                "messages": [
+                    [each.source, each.at, each.target, each.start, each.end]
+                    for each in lane.messages
+                ],
+            }
+            for lane in chart.links
+        ],
         "messages": [[*message.source, *message.target] for message in chart.messages],
         "peaks": chart.peaks,
         "idle": [idle(chart, rank) for rank in ranks],

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from math import inf
 from statistics import quantiles
-from typing import Final, NamedTuple
+from typing import Final
 from unicodedata import east_asian_width
 
 from fpipe.errors import ScheduleError
@@ -18,6 +18,7 @@ from fpipe.schedule.arguments import plain_number
 from fpipe.schedule.events import Steps
 from fpipe.schedule.picture.captions import marked_up, readable_unit, short, ticks
 from fpipe.schedule.picture.chart import Box, Chart, fillings
+from fpipe.schedule.picture.coordinates import GAP, LANE, LEFT, MEMORY, RIGHT, Scale, px
 from fpipe.schedule.picture.facts import BETWEEN, described, facts, idle, stage_names
 from fpipe.schedule.picture.legend import (
     CAPITAL,
@@ -31,42 +32,15 @@ from fpipe.schedule.picture.legend import (
     legend,
     shade,
 )
+from fpipe.schedule.picture.link_lanes import depth, link_lane
 
 BOX: Final = 14.0  # how wide an ordinary box is where there is room: two digits fit
 NARROWEST, WIDEST = 420.0, 3200.0  # of the lanes
 # These grow with the width, so that the labels of a wide picture can be read when it is fitted in.
 ROOMY, GROWTH = 1400.0, 1.8
-LANE: Final = 20.0
-MEMORY: Final = 14.0
-GAP: Final = 8.0  # between ranks
-LEFT: Final = 84.0
-RIGHT: Final = 116.0
 HEAD: Final = 26.0  # a chart's title
 FOOT: Final = 34.0  # its axis
 EDGE: Final = 8.0  # free at the end of a title
-
-
-class Scale(NamedTuple):
-    """Coordinates: `pixels` per unit of time, lanes from `top` down, all else in `size` pixels.
-
-    Times before `start` and after `end` lie at the edges.
-    """
-
-    pixels: float
-    width: float
-    top: float
-    size: float
-    start: float = 0.0
-    end: float = inf
-
-    def x(self, time: float) -> float:
-        return LEFT * self.size + (min(max(time, self.start), self.end) - self.start) * self.pixels
-
-    def shows(self, start: float, end: float) -> bool:
-        return start < self.end and (end > self.start or start == end == self.start)
-
-    def y(self, rank: int, down: float = 0) -> float:
-        return self.top + (rank * (LANE + MEMORY + GAP) + down) * self.size
 
 
 def svg(
@@ -76,7 +50,9 @@ def svg(
 
     Each rank is a lane of boxes, coloured by op and lighter for the later stages of the rank, with
     the number of the microbatch where it fits. Idle time is hatched. Beneath a lane is the memory
-    of the rank over time, on the same scale for all ranks of a chart.
+    of the rank over time, on the same scale for all ranks of a chart. Beneath all ranks of a
+    picture of boxes is a thin lane for each link that takes time to carry messages, in the colours
+    of their makers.
 
     Args:
         charts: the charts, at least one.
@@ -105,7 +81,7 @@ def svg(
     if width is None:
         size = min(max(lanes / ROOMY, 1.0), GROWTH)
     body: list[str] = []
-    key, above = legend(charts, LEFT + lanes / size + RIGHT)
+    key, above = legend(charts, LEFT + lanes / size + RIGHT, links=not columns)
     y = above * size
     for chart in charts:
         lines = title_lines(chart, lanes / size + RIGHT - EDGE)
@@ -119,13 +95,13 @@ def svg(
             end = inf if band == bands - 1 else (band + 1) * span
             scale = scale._replace(top=top, start=band * span, end=end)
             body += _chart(chart, scale, span / columns if columns else 0)
-            y = scale.y(len(chart.rows), FOOT)
+            y = scale.y(len(chart.rows), (0 if columns else depth(chart)) + FOOT)
             top = y + GAP * size
-    wide, tall = _n((LEFT + RIGHT) * size + lanes), _n(y)
+    wide, tall = px((LEFT + RIGHT) * size + lanes), px(y)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{tall}" '
-            f'viewBox="0 0 {wide} {tall}" font-family="{FONT}" font-size="{_n(11 * size)}" '
+            f'viewBox="0 0 {wide} {tall}" font-family="{FONT}" font-size="{px(11 * size)}" '
             'style="max-width:100%" preserveAspectRatio="xMinYMin" role="img" '
             f'aria-label="{marked_up(" ".join(map(described, charts)))}">',
             f"<title>{marked_up(', '.join(chart.name for chart in charts))}</title>",
@@ -133,7 +109,7 @@ def svg(
             'patternTransform="rotate(45)"><rect width="5" height="5" fill="#f4f4f4"/>'
             '<rect width="1.2" height="5" fill="#d4d4d4"/></pattern></defs>',
             f'<rect width="{wide}" height="{tall}" fill="#fff"/>',
-            f'<g transform="scale({_n(size)})" font-size="11">',
+            f'<g transform="scale({px(size)})" font-size="11">',
             *key,
             "</g>",
             *body,
@@ -156,8 +132,8 @@ def natural_width(charts: Sequence[Chart]) -> float:
 def _title(lines: Sequence[Sequence[str]], scale: Scale) -> Iterator[str]:
     """A chart's title, above its lanes."""
     for at, line in enumerate(lines, 1 - len(lines)):
-        y = _n(scale.y(0, LINE * at - 10))
-        yield f'<text x="{_n(scale.x(0))}" y="{y}">{"".join(line)}</text>'
+        y = px(scale.y(0, LINE * at - 10))
+        yield f'<text x="{px(scale.x(0))}" y="{y}">{"".join(line)}</text>'
 
 
 def _chart(chart: Chart, scale: Scale, column: float) -> Iterator[str]:
@@ -170,9 +146,11 @@ def _chart(chart: Chart, scale: Scale, column: float) -> Iterator[str]:
         for mark in ticks(chart.makespan * factor, max(2, about))
         if scale.start <= mark / factor < scale.end
     ]
-    xs = [_n(scale.x(mark / factor)) for mark in marks]
-    top, bottom, base = scale.y(0, -3), scale.y(ranks, 4 - GAP), _n(scale.y(ranks, 16 - GAP))
-    lines = "".join(f"M{x} {_n(top)}V{_n(bottom)}" for x in xs)
+    xs = [px(scale.x(mark / factor)) for mark in marks]
+    deep = (0 if column else depth(chart)) - GAP
+    top, bottom = scale.y(0, -3), scale.y(ranks, 4 + deep)
+    base = px(scale.y(ranks, 16 + deep))
+    lines = "".join(f"M{x} {px(top)}V{px(bottom)}" for x in xs)
     yield f'<path d="{lines}" stroke="#e4e4e4"/>'
     yield '<g text-anchor="middle" fill="#555">'
     for x, mark in zip(xs, marks, strict=True):
@@ -182,19 +160,27 @@ def _chart(chart: Chart, scale: Scale, column: float) -> Iterator[str]:
     behind = 0.0
     if marks:
         behind = scale.x(marks[-1] / factor) + (3.5 * len(short(marks[-1])) + 4) * scale.size
-    right = _n(max(scale.x(chart.makespan) + 8 * scale.size, behind))
+    right = px(max(scale.x(chart.makespan) + 8 * scale.size, behind))
     named = marked_up(f"time ({unit})") if unit else "time"
     yield f'<text x="{right}" y="{base}" fill="#555">{named}</text>'
     for rank in range(ranks):
         yield from _rank(chart, rank, scale, column)
-    yield from _columns(chart, scale, column) if column else _boxes(chart, scale)
+    if column:
+        yield from _columns(chart, scale, column)
+        return
+    yield from _boxes(chart, scale)
+    for number in range(len(chart.links)):
+        yield from link_lane(chart, number, scale)
 
 
 def _rank(chart: Chart, rank: int, scale: Scale, column: float) -> Iterator[str]:
     """A rank's labels, its idle background and its memory."""
     end, zero = chart.makespan, scale.y(rank, LANE + MEMORY)
-    middle, beneath = _n(scale.y(rank, LANE / 2 + 4)), _n(scale.y(rank, LANE + MEMORY - 3))
-    left, right = _n(scale.x(0) - 8 * scale.size), _n(scale.x(end) + 8 * scale.size)
+    middle, beneath = (
+        px(scale.y(rank, LANE / 2 + 4)),
+        px(scale.y(rank, LANE + MEMORY - 3)),
+    )
+    left, right = px(scale.x(0) - 8 * scale.size), px(scale.x(end) + 8 * scale.size)
     yield f'<text x="{left}" y="{middle}" text-anchor="end">rank {rank}</text>'
     if stages := stage_names(chart, rank):
         yield (
@@ -207,21 +193,21 @@ def _rank(chart: Chart, rank: int, scale: Scale, column: float) -> Iterator[str]
             f'<text x="{right}" y="{beneath}" font-size=".82em" fill="#555">'
             f"peak {short(chart.peaks[rank])}</text>"
         )
-    wide = _n(scale.x(end) - scale.x(0))
+    wide = px(scale.x(end) - scale.x(0))
     yield (
-        f'<rect x="{_n(scale.x(0))}" y="{_n(scale.y(rank))}" width="{wide}" '
-        f'height="{_n(LANE * scale.size)}" fill="{IDLE}"/>'
+        f'<rect x="{px(scale.x(0))}" y="{px(scale.y(rank))}" width="{wide}" '
+        f'height="{px(LANE * scale.size)}" fill="{IDLE}"/>'
     )
     most = max(chart.peaks, default=0.0)
     if most > 0:
         # A step per change; the last amount, usually none, holds to the end.
-        path = [f"M{_n(scale.x(0))} {_n(zero)}"]
+        path = [f"M{px(scale.x(0))} {px(zero)}"]
         for time, amount, until in _amounts(chart.memory[rank], end, scale, column):
             if until > time:
                 level = zero - (MEMORY - 2) * scale.size * max(amount, 0.0) / most
-                path.append(f"H{_n(scale.x(time))}V{_n(level)}H{_n(scale.x(until))}")
-        yield f'<path d="{"".join(path)}V{_n(zero)}z" fill="{MEMORY_FILL}"/>'
-    yield f'<path d="M{_n(scale.x(0))} {_n(zero)}H{_n(scale.x(end))}" stroke="#999"/>'
+                path.append(f"H{px(scale.x(time))}V{px(level)}H{px(scale.x(until))}")
+        yield f'<path d="{"".join(path)}V{px(zero)}z" fill="{MEMORY_FILL}"/>'
+    yield f'<path d="M{px(scale.x(0))} {px(zero)}H{px(scale.x(end))}" stroke="#999"/>'
 
 
 def _amounts(
@@ -269,15 +255,15 @@ def _boxes(chart: Chart, scale: Scale) -> Iterator[str]:
             x = scale.x(box.start)
             if box.beside:
                 under, thick = scale.y(rank, LANE + 1), 5 * scale.size
-                band = f"M{_n(x)} {_n(under)}h{_n(drawn)}v{_n(thick)}h-{_n(drawn)}z"
+                band = f"M{px(x)} {px(under)}h{px(drawn)}v{px(thick)}h-{px(drawn)}z"
                 collectives[fill].append(band)
                 continue
             # Two that run together share the height of the lane.
             high = tall / 2 if box.half else tall
             top = y + high if box.half == 2 else y
-            paths[fill].append(f"M{_n(x)} {_n(top)}h{_n(drawn)}v{_n(high)}h-{_n(drawn)}z")
+            paths[fill].append(f"M{px(x)} {px(top)}h{px(drawn)}v{px(high)}h-{px(drawn)}z")
             if size := _size(box, drawn, digits, scale.size):
-                middle, base = _n(x + drawn / 2), _n(top + high / 2 + 0.36 * size)
+                middle, base = px(x + drawn / 2), px(top + high / 2 + 0.36 * size)
                 numbers[ink(fill), size].append(
                     f'<text x="{middle}" y="{base}">{box.action.microbatch}</text>'
                 )
@@ -308,7 +294,7 @@ def _columns(chart: Chart, scale: Scale, span: float) -> Iterator[str]:
             for (op, turn), share in stack:
                 tall = share * scale.size
                 fill = shade(ops[op], turn, turns) if op < len(ops) else OTHER
-                paths[fill].append(f"M{_n(x)} {_n(y)}h{_n(wide)}v{_n(tall)}h-{_n(wide)}z")
+                paths[fill].append(f"M{px(x)} {px(y)}h{px(wide)}v{px(tall)}h-{px(wide)}z")
                 y += tall
             at += many
     for fill, path in paths.items():
@@ -321,11 +307,6 @@ def _size(box: Box, drawn: float, digits: int, scale: float) -> float:
         return 0
     sizes = (10 * scale, 10, 9, 8, 7, 6)
     return next((size for size in sizes if digits * size * 0.6 <= drawn), 0)
-
-
-def _n(value: float) -> str:
-    """A coordinate, to a hundredth of a pixel."""
-    return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 LINE: Final = 15.0
