@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from statistics import mean, median
 from typing import Any
 
@@ -13,15 +12,16 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.errors import FpipeError, PipelineError
 from fpipe.inputs.batch import split
+from fpipe.link_probe import LinkTimes, measured_links
+from fpipe.link_probe import hops as _hops
 from fpipe.live_line import advance, working
 from fpipe.pipelines import Pipeline, check_is_pipeline, engine_of
-from fpipe.program.program import Compute, Free, Program, WaitRecv
+from fpipe.program.program import Compute, Free, Program, Send, WaitRecv
 from fpipe.recording import record
 from fpipe.schedule import Action, Op
 from fpipe.schedule.arguments import plain_count
 from fpipe.schedule.cost import Cost
 from fpipe.schedule.families.evaluation import all_forwards_first
-from fpipe.schedule.timeline import Timeline
 
 
 def profile(
@@ -44,14 +44,20 @@ def profile(
         A `fpipe.Cost` with one value per stage: medians of the times of F, I, W and B in seconds,
         the bytes that a forward keeps until its backward, and how many of them I frees (negative
         if it hands more to W), taken from the microbatch that keeps most for its size; with
-        ``remat="except_last"`` that is the last. ``comm`` is the median time from the end of an
-        action to the start of one on another rank that waited for it, in seconds, between hosts as
-        exact as the times of day that these have; 0 in one process. With ``data=``, ``unshard`` and
-        ``reduce_grad`` are the times of the collectives of each stage, once a step.
+        ``remat="except_last"`` that is the last. With ``data=``, ``unshard`` and ``reduce_grad``
+        are the times of the collectives of each stage, once a step.
+
+        ``message`` has the bytes that each stage hands to the next. Over a process group
+        ``transfer`` is the seconds that a link takes for a byte, measured by messages of 64 bytes
+        and of 4 MiB between the ranks of the pipeline, each alone; ``comm`` is what else passes
+        from the end of an action to the start of one on another rank that waited for it, the
+        median, between hosts as exact as the times of day that these have. Both are 0 in one
+        process. To plan for another network, replace them.
 
         Where the batch is `fpipe.Microbatches` of different shapes, ``sizes`` are the times that
-        they took, divided by the mean. Bytes seldom grow as times do, so a simulated peak is then
-        at least the real one, and may be much more: ``pipe.programs`` has that.
+        they took, and ``memory_sizes`` the bytes that they keep, each divided by the mean. Stages
+        may differ in that, so a simulated peak is at least the real one, and may be more:
+        ``pipe.programs`` has that.
 
     Raises:
         FpipeError: `pipe` is no pipeline, or `steps` no positive integer.
@@ -70,7 +76,7 @@ def profile(
     _check_steps(pipe, steps)
     kinds = _kinds(pipe, params, arguments)
     times: dict[Action, list[float]] = defaultdict(list)
-    hops: list[float] = []
+    delays: list[float] = []
     programs: list[Program] = []
     for halved in (False, True):
         ranks, microbatches = pipe.schedule.num_ranks, pipe.schedule.num_microbatches
@@ -86,7 +92,7 @@ def profile(
             for row in timeline.events:
                 for event in row:
                     times[event.action].append(event.end - event.start)
-            hops += _hops(timeline)
+            delays += _hops(timeline)
         if halved:
             programs += probe.programs(params, *arguments)
     stages = range(pipe.schedule.num_stages)
@@ -94,24 +100,53 @@ def profile(
     found: dict[tuple[int, Op], list[float]] = defaultdict(list)
     for (stage, op, microbatch), own in times.items():
         found[stage, op] += own if microbatch is None else [t / sizes[microbatch] for t in own]
-    kept: dict[int, tuple[float, float]] = {}
+    held: dict[tuple[int, int], tuple[float, float]] = {}
+    sent: dict[tuple[int, int], float] = {}
     for program in programs:
-        kept |= residual_bytes(program, sizes)
+        held |= residual_bytes(program)
+        for crossing, amount in message_bytes(program).items():
+            sent[crossing] = max(amount, sent.get(crossing, 0.0))
+    totals = [sum(kept for (_, m), (kept, _) in held.items() if m == n) for n in range(len(kinds))]
+    amounts = _shares(totals, kinds) if any(totals) else sizes
+    kept: dict[int, tuple[float, float]] = {}
+    for (stage, microbatch), (amount, freed) in held.items():
+        unit = amount / amounts[microbatch], freed / amounts[microbatch]
+        kept[stage] = max(unit, kept.get(stage, (0.0, 0.0)))
+    # Where a stage hands on within its rank nothing tells how much: as much as others, at most.
+    most = max((amount / amounts[m] for (_, m), amount in sent.items()), default=0.0)
+    messages = [
+        max((amount / amounts[m] for (s, m), amount in sent.items() if s == stage), default=most)
+        for stage in stages
+    ]
 
     def each(op: Op) -> list[float]:
         # What has nothing to compute, as the backward of a frozen start, costs nothing.
         return [median(found[stage, op] or [0.0]) for stage in stages]
 
-    in_process, replicas = pipe.rank is None, engine_of(pipe).definition.data is not None
+    definition = engine_of(pipe).definition
+    links = LinkTimes(0.0, 0.0)
+    if definition.group is not None and most:
+        links = measured_links(
+            definition.group, pipe.schedule.placement, steps=steps, timeout=definition.timeout
+        )
+    latency = links.latency
+    if definition.group is not None and delays:
+        # That of real actions, which do more than to hand on, where the transfers leave any.
+        usual = median(delays) - links.per_byte * median(messages[:-1] or [0.0])
+        latency = usual if usual > 0 else latency
+    replicas, uneven = definition.data is not None, len(set(kinds)) > 1
     return Cost(
         f=each(Op.F),
         i=each(Op.I),
         w=each(Op.W),
         b=each(Op.B),
-        comm=0.0 if in_process or not hops else max(0.0, median(hops)),
+        comm=latency,
+        transfer=links.per_byte,
+        message=messages,
         activation=[kept.get(stage, (0.0, 0.0))[0] for stage in stages],
         freed_by_i=[kept.get(stage, (0.0, 0.0))[1] for stage in stages],
-        sizes=sizes if len(set(kinds)) > 1 else None,
+        sizes=sizes if uneven else None,
+        memory_sizes=amounts if uneven else None,
         unshard=each(Op.UNSHARD) if replicas else 0,
         reduce_grad=each(Op.REDUCE_GRAD) if replicas else 0,
     )
@@ -142,12 +177,17 @@ def _sizes(times: Mapping[Action, Sequence[float]], kinds: Sequence[int]) -> tup
     for action, own in times.items():
         if action.microbatch is not None:
             taken[action.microbatch] += median(own)
+    return _shares(taken, kinds)
+
+
+def _shares(amounts: Sequence[float], kinds: Sequence[int]) -> tuple[float, ...]:
+    """The amount of a microbatch of each one's kind, divided by the mean over all."""
     alike = [
-        mean(own for own, other in zip(taken, kinds, strict=True) if other == kind)
+        mean(amount for amount, other in zip(amounts, kinds, strict=True) if other == kind)
         for kind in kinds
     ]
     usual = mean(alike)
-    return tuple(own / usual if own else 1.0 for own in alike)  # 0 is too short for the clock
+    return tuple(amount / usual if amount else 1.0 for amount in alike)  # 0: nothing to measure
 
 
 def _check_steps(pipe: Pipeline, steps: Any) -> None:
@@ -172,37 +212,21 @@ def _check_steps(pipe: Pipeline, steps: Any) -> None:
     )
 
 
-def _hops(timeline: Timeline) -> list[float]:
-    """How long each value took to a rank that was waiting for it.
-
-    What had nothing to compute took no time and read nothing; W then reads what I would have.
-    """
-    delays = []
-    rows = [[event for event in row if event.end > event.start] for row in timeline.events]
-    ended = {event.action: event.end for row in rows for event in row}
-    placement = timeline.schedule.placement
-    for row in rows:
-        for before, event in pairwise(row):
-            stage, op, microbatch = event.action
-            if op == Op.W and Action(stage, Op.I, microbatch) in ended:
-                continue
-            source = stage - 1 if op == Op.F else stage + 1
-            if not 0 <= source < len(placement) or placement[source] == event.rank:
-                continue
-            sent = [
-                ended[action]
-                for kind in ((Op.F,) if op == Op.F else (Op.B, Op.I))
-                if (action := Action(source, kind, microbatch)) in ended
-            ]
-            if sent and sent[0] >= before.end:
-                delays.append(event.start - sent[0])
-    return delays
+def message_bytes(program: Program) -> dict[tuple[int, int], float]:
+    """The bytes of each message that a rank sends, by the stage before the boundary that it crosses
+    and by its microbatch; of a value and its gradient the larger."""
+    result: dict[tuple[int, int], float] = {}
+    for instruction in program.instructions:
+        if isinstance(instruction, Send):
+            stage, op, microbatch = instruction.message.action
+            key = (stage if op == Op.SEND_F else stage - 1, microbatch or 0)
+            result[key] = max(float(instruction.message.nbytes), result.get(key, 0.0))
+    return result
 
 
-def residual_bytes(program: Program, sizes: Sequence[float]) -> dict[int, tuple[float, float]]:
-    """For each stage, the bytes that F keeps for its backward, and those of them that I frees.
-
-    They are those of a microbatch of size 1, by the one that keeps most for its size.
+def residual_bytes(program: Program) -> dict[tuple[int, int], tuple[float, float]]:
+    """The bytes that F keeps for its backward, and those of them that I frees, by stage and
+    microbatch.
 
     A value counts for the stage and microbatch whose backward uses it last, wherever it was made:
     the input of a stage is kept for it too. What I makes for W counts as not freed, and so does a
@@ -233,8 +257,7 @@ def residual_bytes(program: Program, sizes: Sequence[float]) -> dict[int, tuple[
         for slot in made:
             if slot >= 0:
                 born[slot] = (program.sizes[index, slot], by)
-    result: dict[int, tuple[float, float]] = {}
-    for (stage, microbatch), both in kept.items():
-        size, freed = (amount / sizes[microbatch or 0] for amount in both)
-        result[stage] = max(result.get(stage, (0.0, 0.0)), (size, min(freed, size)))
-    return result
+    return {
+        (stage, microbatch or 0): (size, min(freed, size))
+        for (stage, microbatch), (size, freed) in kept.items()
+    }

@@ -176,7 +176,7 @@ LAYERS: Final = (
     ("fpipe.autograd",),
     ("fpipe.engine",),
     ("fpipe.entry", "fpipe.holding", "fpipe.loadable", "fpipe.pipelines"),
-    ("fpipe.profiling",),
+    ("fpipe.link_probe", "fpipe.profiling"),
     ("fpipe.modules",),
     ("fpipe.current", "fpipe.transforms"),
     ("fpipe.training",),

@@ -77,3 +77,31 @@ def test_sizes_of_microbatches_are_the_same_on_all_ranks(crew: Crew) -> None:
     first, second = values(crew.run(measured_apart, ranks=range(2)))
     assert first.sizes == second.sizes
     assert first.sizes[0] == first.sizes[2] < 1 < first.sizes[1]
+    # What is kept grows with the rows; the times of so small products hardly do.
+    assert first.memory_sizes == second.memory_sizes
+    assert first.memory_sizes[1] == pytest.approx(256 * first.memory_sizes[0])
+    assert first.message[0] * first.memory_sizes[1] == pytest.approx(512 * 64 * 4)
+
+
+def linked(group: dist.ProcessGroup) -> list[fpipe.Cost]:
+    """Costs of stages that hand on messages of 1 KiB and of 4 MiB."""
+    pipe = fpipe.pipeline(
+        [linear, linear],
+        lambda y, _: y.square().mean(),
+        fpipe.schedules.zb_h1(ranks=2, microbatches=2),
+        compile=False,
+        group=group,
+    )
+    params = pipe.local([torch.eye(64), torch.eye(64)])
+    return [fpipe.profile(pipe, params, torch.ones(2 * rows, 64), steps=3) for rows in (4, 16384)]
+
+
+def test_latency_and_bandwidth_are_two_numbers(crew: Crew) -> None:
+    for small, large in values(crew.run(linked, ranks=range(2))):
+        assert small.message == (1024, 1024) and large.message == (1 << 22, 1 << 22)
+        for cost in (small, large):
+            assert cost.comm > 0
+            assert 1e-12 < cost.transfer < 1e-7  # from 10 MB/s to 1 TB/s
+            assert cost.transfer_between(0, 1) == cost.transfer
+        # The latency is not that of moving 4 MiB.
+        assert large.comm < small.comm + 4 * large.transfer * (1 << 22)
