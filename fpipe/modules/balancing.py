@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch._compile import _disable_dynamo
@@ -27,7 +27,7 @@ from fpipe.pieces.compiler import Compile
 from fpipe.pipelines import Pipeline
 from fpipe.profiling import profile
 from fpipe.schedule import Schedule
-from fpipe.schedule.arguments import plain_number
+from fpipe.schedule.arguments import is_several, plain_number
 from fpipe.schedule.families.evaluation import all_forwards_first
 from fpipe.trace.isolation import one_at_a_time, uncompiled
 
@@ -58,6 +58,7 @@ def balance(
     slack: float = 0.02,
     measure: bool = False,
     compile: Compile = True,
+    speed: Sequence[float] | None = None,
 ) -> Balance:
     """Choose the cuts of a module for a schedule, by what its parts cost.
 
@@ -97,6 +98,8 @@ def balance(
         measure: run every part, forward and backward, and balance seconds instead of counts. The
             module and one microbatch must fit into the memory of this process.
         compile: how the measured parts are made callable.
+        speed: of each rank, where they are unequal: a rank of speed 2 is given twice as much as one
+            of speed 1. `Cost.speed` tells the search the same.
 
     Returns:
         The cuts, and for each stage its FLOPs, bytes and load; it prints as a table, and
@@ -139,6 +142,7 @@ def balance(
         intensity=intensity,
         slack=slack,
         measure=measure,
+        speed=speed,
     )
 
 
@@ -151,6 +155,7 @@ def choose_cuts(
     intensity: float = INTENSITY,
     slack: float = 0.02,
     measure: bool = False,
+    speed: Sequence[float] | None = None,
     complete: Callable[[], Definition] | None = None,
 ) -> Balance:
     """Choose the cuts of a module whose definition has none yet.
@@ -165,6 +170,7 @@ def choose_cuts(
         intensity: FLOPs for each byte.
         slack: a fraction.
         measure: balance times instead of counts.
+        speed: of each rank.
         complete: gives the definition with the buffers of this rank, the same one at each call, or
             raises an error, of which the other ranks must hear. None for `definition`.
 
@@ -174,19 +180,48 @@ def choose_cuts(
     """
     _check_numbers(memory=memory, intensity=intensity, slack=slack)
     check_flags(measure=measure)
+    limits = Limits(candidates, memory, slack, _checked_speed(speed, definition.schedule))
     completed = complete or (lambda: definition)
     if not measure:
         loads = counted_loads(intensity)
-        return _divide_module(completed(), batch, loads, "FLOP", candidates, memory, slack)
+        return _divide_module(completed(), batch, loads, "FLOP", limits)
 
     def by_time() -> Balance:
         loads = measured_loads(completed(), batch)
-        return _divide_module(completed(), batch, loads, "s", candidates, memory, slack)
+        return _divide_module(completed(), batch, loads, "s", limits)
 
     def check() -> None:
         completed()
 
     return by_time() if definition.group is None else _on_first_rank(by_time, check, definition)
+
+
+class Limits(NamedTuple):
+    """What bounds the choice of cuts; as for `balance`."""
+
+    candidates: Sequence[str] | None
+    memory: float
+    slack: float
+    speed: tuple[float, ...] | None
+
+
+def _checked_speed(speed: Any, schedule: Schedule) -> tuple[float, ...] | None:
+    """A number above 0 for each rank.
+
+    Raises:
+        StageError: `speed` is something else.
+    """
+    if speed is None:
+        return None
+    ranks = schedule.num_ranks
+    values = tuple(map(plain_number, speed)) if is_several(speed) else ()
+    numbers = tuple(value for value in values if value is not None and 0 < value < inf)
+    if len(numbers) != len(values) or len(values) != ranks or isinstance(speed, Mapping | Set):
+        raise StageError(
+            f"speed={speed!r:.60} must be a sequence with a number above 0 for each of the {ranks} "
+            "ranks, or None"
+        )
+    return numbers
 
 
 def _check_numbers(**numbers: Any) -> None:
@@ -237,9 +272,7 @@ def _divide_module(
     batch: Any,
     loads: Loads,
     unit: str,
-    candidates: Sequence[str] | None,
-    limit: float,
-    slack: float,
+    limits: Limits,
 ) -> Balance:
     """Record the parts of a module, weigh them, and divide them into stages."""
     assert isinstance(definition.loss, ModuleLoss)
@@ -248,7 +281,7 @@ def _divide_module(
     with one_at_a_time(), uncompiled():
         kind = split_batch.kinds[split_batch.biggest()]  # the biggest decides how much is held
         shape = batch_shapes(split_batch)[kind]
-        parts = once_more(lambda: parts_of(definition, shape, candidates))
+        parts = once_more(lambda: parts_of(definition, shape, limits.candidates))
     sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
     memory = Memory(parts, sizes, schedule)
     weights = loads(parts)
@@ -259,20 +292,21 @@ def _divide_module(
         microbatches=schedule.num_microbatches,
         memory=memory.of,
         least=memory.at_least,
-        limit=limit,
-        slack=slack,
+        limit=limits.memory,
+        slack=limits.slack,
+        speed=limits.speed,
     )
     shares = []
     for stage, (first, end) in enumerate(zip((0, *division.ends), division.ends, strict=False)):
-        stage_parts = parts[first:end]
+        stage_parts, rank = parts[first:end], schedule.placement[stage]
         shares.append(
             StageShare(
-                rank=schedule.placement[stage],
+                rank=rank,
                 first=stage_parts[0].name,
                 last=stage_parts[-1].name,
                 flops=sum(part.flops for part in stage_parts),
                 moved=sum(part.moved for part in stage_parts),
-                load=sum(weights[first:end]),
+                load=sum(weights[first:end]) / (limits.speed[rank] if limits.speed else 1),
                 params=memory.params(first, end),
                 memory=memory.of(stage, first, end),
                 sends=stage_parts[-1].width,

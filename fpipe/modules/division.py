@@ -8,6 +8,7 @@ next, each time held up by the slowest stage at most:
 
 With one stage per rank that is (m + p - 1) times the slowest stage, the time of GPipe and 1F1B;
 with several even stages per rank it is that of interleaving (Narayanan et al., arXiv 2104.04473).
+The times of a rank are its loads over its speed.
 
 A label of the search stands for one way to choose the first few stages. Of two labels that end at
 the same part, one that is as good in every respect makes the other needless. With one stage per
@@ -41,8 +42,8 @@ class Division(NamedTuple):
 
     Attributes:
         ends: for each stage, how many parts it and all stages before it have.
-        slowest: the biggest load of a stage.
-        busiest: the biggest load of a rank.
+        slowest: the longest time of a stage: its load, by the speed of its rank.
+        busiest: the longest time of a rank.
         time: of a step, as above.
         crossing: bytes that cross the boundaries between stages on different ranks.
     """
@@ -69,6 +70,7 @@ def divide(
     least: Memory | None = None,
     limit: float = inf,
     slack: float = 0.0,
+    speed: Sequence[float] | None = None,
 ) -> Division:
     """The division whose step is shortest; among those, the one with the narrowest boundaries.
 
@@ -89,6 +91,7 @@ def divide(
         limit: bytes of memory of each rank.
         slack: by how much the step may be longer than the shortest, as a fraction, for the sake of
             narrower boundaries.
+        speed: of each rank, by which loads are divided; None where all are alike.
 
     Raises:
         StageError: there are fewer parts than stages, or no division stays within the limit.
@@ -99,7 +102,8 @@ def divide(
             f"{len(placement)} stages of the schedule: name more candidates, or choose a schedule "
             "with fewer stages"
         )
-    search = _Search(loads, widths, placement, microbatches, memory, least or memory, limit)
+    speeds = [1.0] * (max(placement) + 1) if speed is None else [*speed]
+    search = _Search(loads, widths, placement, microbatches, memory, least or memory, limit, speeds)
     fastest = search.fastest()
     if fastest is None:
         none = f"no division into {len(placement)} stages"
@@ -132,9 +136,11 @@ class _Search:
         memory: Memory,
         least: Memory,
         limit: float,
+        speeds: Sequence[float],
     ) -> None:
+        self._speeds = speeds
         self._before = [0.0, *accumulate(loads)]
-        self._biggest = max(loads)
+        self._biggest = max(loads) / max(speeds)
         self._widths = widths
         self._placement = placement
         self._microbatches = microbatches
@@ -149,9 +155,9 @@ class _Search:
     def fastest(self) -> Division | None:
         """The division whose step is shortest."""
         whole = self._before[-1]
-        most = self._time(whole, whole)
+        most = self._time(*[whole / min(self._speeds)] * 2)
         # A bound close to the optimum leaves few labels: start at the least that is possible.
-        least = self._time(*self._at_least(0.0, 0.0, whole, len(self._placement), self._ranks))
+        least = self._time(*self._at_least(0.0, 0.0, whole, self._placement))
         spare = 0.1
         while (bound := min(least * (1 + spare), most)) < most:
             if (division := self.within(Want.FASTEST, bound)) is not None:
@@ -167,9 +173,13 @@ class _Search:
         return division
 
     def squares(self, division: Division) -> float:
-        """The sum of squares of the loads of its stages."""
-        ends = pairwise((0, *division.ends))
-        return sum((self._before[end] - self._before[first]) ** 2 for first, end in ends)
+        """The sum of squares of the times of its stages."""
+        ends = enumerate(pairwise((0, *division.ends)))
+        return sum(self._load(stage, first, end) ** 2 for stage, (first, end) in ends)
+
+    def _load(self, stage: int, first: int, end: int) -> float:
+        """The time of a stage of the parts from `first` to `end`."""
+        return (self._before[end] - self._before[first]) / self._speeds[self._placement[stage]]
 
     def within(
         self,
@@ -189,7 +199,7 @@ class _Search:
             following: dict[int, list[Label]] = {}
             for first, labels in reached.items():
                 for end in range(first + 1 if left else count, count - left + 1):
-                    if exceeds(self._time(*[self._before[end] - self._before[first]] * 2), time):
+                    if exceeds(self._time(*[self._load(stage, first, end)] * 2), time):
                         break
                     further = self._further(labels, stage, first, end)
                     following.setdefault(end, []).extend(
@@ -214,7 +224,7 @@ class _Search:
         rank, later = self._placement[stage], self._placement[stage + 1 :]
         again, open_ranks = rank in later, len(set(later))
         hop = self._widths[end - 1] if later and later[0] != rank else 0.0
-        load = self._before[end] - self._before[first]
+        load = self._load(stage, first, end)
         rest = self._before[-1] - self._before[end]
         need = self._memory(stage, first, end) if self._limit < inf else 0.0
         for label in labels:
@@ -232,7 +242,7 @@ class _Search:
             if not again:
                 busiest = max(busiest, rank_load)
             # The parts that are left go to the ranks that come again, at best evenly.
-            least = self._at_least(slowest, busiest, rest, len(later), open_ranks, sum(loads))
+            least = self._at_least(slowest, busiest, rest, later, loads)
             time = self._time(least[0], max(least[1], *loads))
             yield Label(
                 label.crossing + hop,
@@ -262,15 +272,25 @@ class _Search:
         slowest: float,
         busiest: float,
         rest: float,
-        stages: int,
-        ranks: int,
-        held: float = 0.0,
+        later: Sequence[int],
+        loads: Sequence[float] = (),
     ) -> tuple[float, float]:
-        """Lower bounds of the slowest stage and the busiest rank, with `rest` left to divide."""
-        if not stages:
+        """Lower bounds of the slowest stage and the busiest rank.
+
+        Args:
+            slowest: of the stages so far.
+            busiest: of the ranks that do not come again.
+            rest: the load that is left to divide.
+            later: the ranks of the stages that are left.
+            loads: the time of each rank that comes again, so far.
+        """
+        if not later:
             return slowest, busiest
-        slowest = max(slowest, self._biggest, rest / stages)
-        return slowest, max(busiest, slowest, (rest + held) / ranks)
+        speeds = self._speeds
+        slowest = max(slowest, self._biggest, rest / sum(speeds[rank] for rank in later))
+        held = sum(load * speeds[rank] for rank, load in enumerate(loads))
+        shared = (rest + held) / sum(speeds[rank] for rank in set(later))
+        return slowest, max(busiest, slowest, shared)
 
     def _time(self, slowest: float, busiest: float) -> float:
         return self._microbatches * busiest + (self._ranks - 1) * slowest
@@ -290,11 +310,11 @@ class Label(NamedTuple):
     Attributes:
         crossing: bytes that cross the boundaries so far.
         time: a lower bound of the time of a step, whatever stages follow.
-        slowest: the biggest load of a stage so far.
-        busiest: the biggest load of a rank that does not come again.
-        loads: the load of each rank that comes again.
+        slowest: the longest time of a stage so far.
+        busiest: the longest time of a rank that does not come again.
+        loads: the time of each rank that comes again.
         memory: the memory of each rank that comes again.
-        squares: the sum of squares of the loads of the stages.
+        squares: the sum of squares of the times of the stages.
         ends: as in `Division`.
     """
 

@@ -30,7 +30,8 @@ class StageShare:
         last: the candidate that ends its last part; empty for the end of the module.
         flops: of the forward of one microbatch.
         moved: bytes that this forward reads and writes.
-        load: the number that was balanced: FLOPs, with bytes as FLOPs; or seconds.
+        load: the number that was balanced: FLOPs, with bytes as FLOPs; or seconds; over the speed
+            of its rank.
         params: bytes of the parameters that it reads.
         memory: bytes that its rank needs for it at most, as `fpipe.balance` counts them.
         sends: bytes that cross the boundary behind it, for one microbatch.

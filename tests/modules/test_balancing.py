@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise
+from math import inf
 from typing import Any
 
 import pytest
@@ -49,6 +50,28 @@ def test_flops_and_boundaries_are_counted_and_balanced() -> None:
     lines = str(balance).splitlines()
     assert lines[0].split()[:2] == ["stage", "rank"] and lines[-1] == "evenness 100.0%"
     assert "layers.2  50.0%" in lines[1] and "the end  50.0%" in lines[2]
+
+
+def test_a_slow_rank_is_given_less() -> None:
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10))).to("meta")
+    batch = {"input": torch.ones(8, 8, device="meta")}
+    linear = fpipe.schedules.one_f_one_b(ranks=3, microbatches=4)
+    balance = fpipe.balance(module, linear, batch, loss=total, intensity=0, speed=[2, 2, 1])
+    assert balance.cuts == ("3", "7")  # 4, 4 and 2 layers
+    assert balance.evenness == pytest.approx(1.0)
+    first, _, last = balance.stages
+    assert first.flops == 2 * last.flops and first.load == pytest.approx(last.load)
+    # Both stages of a rank have its speed.
+    v = fpipe.schedules.zbv(ranks=2, microbatches=4)
+    counts = [stage.flops for stage in fpipe.balance(
+        module, v, batch, loss=total, intensity=0, speed=[4, 1]
+    ).stages]  # fmt: skip
+    assert counts[0] + counts[3] == 4 * (counts[1] + counts[2])
+    alike = fpipe.balance(module, linear, batch, loss=total, intensity=0, speed=[3, 3, 3])
+    assert alike.cuts == fpipe.balance(module, linear, batch, loss=total, intensity=0).cuts
+    for speed in ([1, 1], [1, 1, 0], 2, {0: 1, 1: 1, 2: 1}, [1, 1, "fast"], [1, 1, inf]):
+        with pytest.raises(fpipe.StageError, match=r"speed=.* above 0 for each of the 3 ranks"):
+            fpipe.balance(module, linear, batch, loss=total, speed=speed)  # type: ignore[arg-type]
 
 
 def test_chosen_cuts_train() -> None:

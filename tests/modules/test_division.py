@@ -26,6 +26,7 @@ def every_division(
     placement: tuple[int, ...],
     needs: list[float],
     microbatches: int,
+    speed: list[float] | None = None,
 ) -> list[tuple[Division, float]]:
     """All of them, each with the memory of its fullest rank."""
     divisions = []
@@ -35,7 +36,7 @@ def every_division(
         ranks = max(placement) + 1
         load, memory, busy = [], [0.0] * ranks, [0.0] * ranks
         for start, end, rank in zip(starts, ends, placement, strict=True):
-            load.append(sum(loads[start:end]))
+            load.append(sum(loads[start:end]) / (speed[rank] if speed else 1))
             busy[rank] += load[-1]
             memory[rank] += sum(needs[start:end])
         time = microbatches * max(busy) + (ranks - 1) * max(load)
@@ -57,6 +58,7 @@ def every_division(
     slack=st.sampled_from([0.0, 0.3]),
     share=st.sampled_from([0.6, 1.0]),
     microbatches=st.sampled_from([1, 4, 16]),
+    speed=st.just([1.0] * 4) | st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=4, max_size=4),
 )
 def test_division_is_the_best_of_all(
     parts: list[tuple[float, float, float]],
@@ -64,10 +66,12 @@ def test_division_is_the_best_of_all(
     slack: float,
     share: float,
     microbatches: int,
+    speed: list[float],
 ) -> None:
     loads, widths, needs = (list(column) for column in zip(*parts, strict=True))
     limit = share * sum(needs)
-    everything = every_division(loads, widths, placement, needs, microbatches)
+    speed = speed[: max(placement) + 1]
+    everything = every_division(loads, widths, placement, needs, microbatches, speed)
     options = [division for division, used in everything if used <= limit]
     best_of = partial(
         divide,
@@ -78,6 +82,7 @@ def test_division_is_the_best_of_all(
         memory=lambda stage, first, end: sum(needs[first:end]),
         limit=limit,
         slack=slack,
+        speed=speed,
     )
     if not options:
         with pytest.raises(fpipe.StageError, match=r"no division into .* within memory="):
@@ -91,7 +96,9 @@ def test_division_is_the_best_of_all(
     assert (got.crossing, got.time) == (best.crossing, best.time)
     # Among equally good ones, the one with the most even stages.
     as_good = [o for o in allowed if all(map(le, o.figures, got.figures))]
-    assert squares(loads, got) == min(squares(loads, o) for o in as_good)
+    assert squares(loads, got, placement, speed) == min(
+        squares(loads, o, placement, speed) for o in as_good
+    )
     if len(set(placement)) == len(placement):
         # One stage a rank: the shortest step is the fastest slowest stage.
         assert fastest == min(o.slowest for o in options) * (microbatches + len(placement) - 1)
@@ -178,9 +185,11 @@ def step_of(schedule: Schedule, loads: list[float], ends: tuple[int, ...]) -> fl
     return fpipe.simulate(schedule, fpipe.Cost(f=stages, i=stages, w=stages)).makespan
 
 
-def squares(loads: list[float], division: Division) -> float:
-    ends = pairwise((0, *division.ends))
-    return sum(sum(loads[first:end]) ** 2 for first, end in ends)
+def squares(
+    loads: list[float], division: Division, placement: tuple[int, ...], speed: list[float]
+) -> float:
+    ends = zip(pairwise((0, *division.ends)), placement, strict=True)
+    return sum((sum(loads[first:end]) / speed[rank]) ** 2 for (first, end), rank in ends)
 
 
 def test_layers_beside_a_head_that_weighs_as_much_as_all_of_them_are_divided_evenly() -> None:
