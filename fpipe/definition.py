@@ -189,13 +189,13 @@ class Definition:
             )
 
     def _check_timeout(self) -> None:
-        given = self.timeout
-        seconds = None if isinstance(given, bool) else plain_number(given)
+        timeout = self.timeout
+        seconds = None if isinstance(timeout, bool) else plain_number(timeout)
         if seconds is None or not seconds > 0:
-            raise StageError(f"timeout={given!r:.60} must be a positive number of seconds")
-        if given < SHORTEST and self.group is not None:
+            raise StageError(f"timeout={timeout!r:.60} must be a positive number of seconds")
+        if timeout < SHORTEST and self.group is not None:
             raise StageError(
-                f"timeout={given!r} is shorter than {SHORTEST:g} s: a rank that is well is heard "
+                f"timeout={timeout!r} is shorter than {SHORTEST:g} s: a rank that is well is heard "
                 "of twice a second"
             )
 
@@ -291,13 +291,13 @@ class Definition:
         """The names in `argnums`."""
         return (self.argnums,) if isinstance(self.argnums, str) else self.argnums
 
-    def asked(self, found: tuple[Any, ...]) -> Any:
-        """What a call returns where there is something for each of `wanted`: that one, or all."""
-        return found[0] if isinstance(self.argnums, str) else found
+    def unwrap(self, values: tuple[Any, ...]) -> Any:
+        """Unwrap the values for `wanted` to a single one if `argnums` is a string."""
+        return values[0] if isinstance(self.argnums, str) else values
 
-    def for_each(self, given: Any) -> Any:
-        """What `asked` has returned, or a caller has given so, for each of `wanted` again."""
-        return (given,) if isinstance(self.argnums, str) else given
+    def wrap(self, values: Any) -> Any:
+        """A tuple with a value for each of `wanted`: the inverse of `unwrap`."""
+        return (values,) if isinstance(self.argnums, str) else values
 
     @property
     def objective(self) -> Objective:

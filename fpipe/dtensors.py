@@ -173,7 +173,9 @@ def learn(mesh: DeviceMesh, pipeline: str) -> None:
     _WHOLE[pipeline] = mesh
     names = [name for name in mesh.mesh_dim_names or () if name != "pp"]
     parts = chain.from_iterable(combinations(names, n) for n in range(1, len(names) + 1))
-    _PIPELINES[pipeline] = {_dims_of(own): own for own in (mesh[chosen] for chosen in parts)}
+    _PIPELINES[pipeline] = {
+        _dims_of(submesh): submesh for submesh in (mesh[chosen] for chosen in parts)
+    }
 
 
 def meshes_of(pipeline: str) -> list[DeviceMesh]:
@@ -218,8 +220,8 @@ def placements_of(spec: optree.PyTreeSpec) -> list[Placed | None]:
     """For each leaf of a tree how the DTensor lies whose local tensor it is, None for a tensor."""
     if not registered:
         return [None] * spec.num_leaves
-    found = optree.tree_unflatten(spec, [_PROBE] * spec.num_leaves)
-    leaves = optree.tree_leaves(found, namespace="fpipe")
+    probes = optree.tree_unflatten(spec, [_PROBE] * spec.num_leaves)
+    leaves = optree.tree_leaves(probes, namespace="fpipe")
     return [leaf if isinstance(leaf, Placed) else None for leaf in leaves]
 
 
@@ -259,17 +261,21 @@ def add_over_meshes(numbers: Tensor, places: Sequence[Placed | None]) -> Tensor:
     numbers = numbers.clone()
     for mesh in meshes:
         assert mesh is not None
-        held = [index for index, own in enumerate(places) if own is not None and own.mesh == mesh]
-        part = numbers[held]
+        held = [
+            index
+            for index, placed in enumerate(places)
+            if placed is not None and placed.mesh == mesh
+        ]
+        sums = numbers[held]
         for at, index in enumerate(held):
             place = places[index]
             assert place is not None
             for placement, size in zip(place.placements, mesh.shape, strict=True):
                 if placement.is_replicate():
-                    part[at] /= size
+                    sums[at] /= size
         for dim in range(len(mesh.shape)):
-            dist.all_reduce(part, group=mesh.get_group(dim))
-        numbers[held] = part
+            dist.all_reduce(sums, group=mesh.get_group(dim))
+        numbers[held] = sums
     return numbers
 
 
@@ -317,8 +323,8 @@ def add_up_replicated(
                 alike = [grad for grad in held if grad.dtype == dtype]
                 flat = torch.cat([grad.reshape(-1) for grad in alike])
                 dist.all_reduce(flat, group=mesh.get_group(dim))
-                for grad, part in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
-                    grad.copy_(part.view(grad.shape))
+                for grad, piece in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
+                    grad.copy_(piece.view(grad.shape))
 
 
 class _AsParameter(torch.autograd.Function):
@@ -335,12 +341,14 @@ class _AsParameter(torch.autograd.Function):
 
         place = ctx.place
         wanted = [
-            target if not target.is_replicate() else (found if found.is_partial() else Replicate())
-            for target, found in zip(place.placements, grad.placements, strict=True)
+            target
+            if not target.is_replicate()
+            else (placed if placed.is_partial() else Replicate())
+            for target, placed in zip(place.placements, grad.placements, strict=True)
         ]
         local = grad.redistribute(place.mesh, wanted).to_local(grad_placements=wanted)
-        for target, found, size in zip(place.placements, wanted, place.mesh.shape, strict=True):
-            if target.is_replicate() and found.is_replicate():
+        for target, placed, size in zip(place.placements, wanted, place.mesh.shape, strict=True):
+            if target.is_replicate() and placed.is_replicate():
                 local = local / size  # the same on all of them, which are to be added
         return local, None
 

@@ -206,8 +206,8 @@ class Engine:
             return ForwardAux(result.loss, result.aux(out_dims))
         return result.output(out_dims)
 
-    def told(self, goal: Goal, read: Callable[[], T]) -> T:
-        """What `read` makes of a call's arguments; if they are wrong, all ranks know.
+    def validated(self, goal: Goal, read: Callable[[], T]) -> T:
+        """Read a call's arguments with `read`; if they are wrong, raise on every rank.
 
         Raises:
             BatchError: in one process, as `read` raises it.
@@ -260,14 +260,14 @@ class Engine:
 
         The leaves of one function's parameters are all counted as those of stage 0.
         """
-        found: dict[tuple[int, int], tuple[int, ...]] = {}
+        by_leaf: dict[tuple[int, int], tuple[int, ...]] = {}
         # Each ensemble has put the number of its members before them.
         before = len(self.definition.trainable.within)
         for (stage, leaf), ranks in self._controller.planner.readers().items():
             if leaf >= before:
                 key = (0 if self.definition.function else stage, leaf - before)
-                found[key] = tuple(sorted({*found.get(key, ()), *ranks}))
-        return found
+                by_leaf[key] = tuple(sorted({*by_leaf.get(key, ()), *ranks}))
+        return by_leaf
 
     def structure(self) -> optree.PyTreeSpec | None:
         """That of one function's parameters, if it is known: from when it was first traced."""

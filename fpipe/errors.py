@@ -64,11 +64,11 @@ def few(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
-def told(error: BaseException, text: str | None = None) -> str:
+def error_text(error: BaseException, text: str | None = None) -> str:
     """An error's kind and text, or another text, for a message.
 
     Example:
-        >>> told(KeyError("w")), told(AssertionError())
+        >>> error_text(KeyError("w")), error_text(AssertionError())
         ("KeyError: 'w'", 'AssertionError')
     """
     text = str(error) if text is None else text

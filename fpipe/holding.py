@@ -93,14 +93,14 @@ def either(first: Make, second: Make) -> Make:
     """What makes by `second` those leaves that `first` does not make."""
 
     def make(wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = dict(first(wanted))
-        return {**found, **second({n: like for n, like in wanted.items() if n not in found})}
+        tensors = dict(first(wanted))
+        return {**tensors, **second({n: like for n, like in wanted.items() if n not in tensors})}
 
     return make
 
 
-def given(params: Any, names: Sequence[str]) -> Make:
-    """What takes the leaves of a tree, which have these names, as they are.
+def taken(params: Any, names: Sequence[str]) -> Make:
+    """A maker that takes the leaves of a tree, which have these names, as they are.
 
     Raises:
         BatchError: when a leaf is taken that has no data.
@@ -108,14 +108,14 @@ def given(params: Any, names: Sequence[str]) -> Make:
 
     def make(wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         leaves, _ = pytree.flatten(params)
-        found = {n: v for n, v in zip(names, leaves, strict=True) if n in wanted}
-        for name, leaf in found.items():
+        chosen = {n: v for n, v in zip(names, leaves, strict=True) if n in wanted}
+        for name, leaf in chosen.items():
             if leaf.is_meta:
                 raise BatchError(
                     f"the parameter {name!r} lies on the meta device and has no data: pipe.init "
                     "makes it where it belongs, and pipe.load reads it there"
                 )
-        return found
+        return chosen
 
     return make
 
@@ -159,7 +159,7 @@ def held(
 
     def read() -> tuple[Skeleton, Keep]:
         keep = keeping(definition, storage)
-        found = _skeleton("parameters", shapes, name)
+        skeleton = _skeleton("parameters", shapes, name)
         if not definition.function:
             check_parts(name, shapes, schedule.num_stages)
         elif apart and not example and not engine.readers():
@@ -168,7 +168,7 @@ def held(
                 "an example of the batch, as in pipe.init(init_fn, key, batch), pipe.load(path, "
                 "batch) and pipe.place(params, batch); meta tensors of its shapes will do"
             )
-        return found, keep
+        return skeleton, keep
 
     skeleton, keep = engine.each("make its parameters", read, key)
     _, names, spec = skeleton
@@ -182,11 +182,11 @@ def held(
         if definition.devices is not None and not copies:
             devices = _homes(engine, definition.devices, len(names))
     else:
-        sizes = [part.num_leaves for part in spec.children()]
+        sizes = [stage_spec.num_leaves for stage_spec in spec.children()]
         stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
         if group is not None:
-            own = schedule.stages_of(group.rank())
-            flags = [stage in own for stage in stages]
+            read_here = schedule.stages_of(group.rank())
+            flags = [stage in read_here for stage in stages]
         if definition.stage_devices is not None and not copies:
             devices = [definition.stage_devices[stage] for stage in stages]
     devices = [CPU] * len(names) if copies else devices
@@ -223,7 +223,7 @@ def whole(engine: Engine, maker: Callable[[Sequence[str]], Make], shapes: Any) -
     return pytree.unflatten(spec, _filled(engine, maker, skeleton, flags, devices, "state"))
 
 
-def own(engine: Engine, params: Any) -> dict[str, Tensor]:
+def leaves_read_here(engine: Engine, params: Any) -> dict[str, Tensor]:
     """The leaves that this process reads, by name; arguments and errors as of `Pipeline.own`."""
     definition = engine.definition
     if not definition.function or definition.group is None:
@@ -240,7 +240,7 @@ def own(engine: Engine, params: Any) -> dict[str, Tensor]:
             "makes, which trace it"
         )
     try:
-        found = pytree.entries(structure, params)
+        entries = pytree.entries(structure, params)
     except ValueError as error:
         raise BatchError(
             f"params has another structure than the parameters that were traced: {error}"
@@ -248,7 +248,7 @@ def own(engine: Engine, params: Any) -> dict[str, Tensor]:
     names = names_of(structure)
     flags = _read_by(engine, definition.group.rank(), len(names))
     # Gradients have None where there is none.
-    pairs = zip(names, found, flags, strict=True)
+    pairs = zip(names, entries, flags, strict=True)
     return {name: leaf for name, leaf, flag in pairs if flag and leaf is not None}
 
 
@@ -298,31 +298,31 @@ def _filled(
         else torch.empty(place.shape, dtype=leaf.dtype, device="meta")
         for leaf, place in zip(leaves, places, strict=True)
     ]
-    wanted = {name: like for name, like, own in zip(names, likes, flags, strict=True) if own}
+    wanted = {name: like for name, like, flag in zip(names, likes, flags, strict=True) if flag}
 
-    found = dict(zip(names, zip(devices, places, strict=True), strict=True))
+    targets = dict(zip(names, zip(devices, places, strict=True), strict=True))
 
     def finished(name: str, leaf: Tensor) -> Tensor:
-        device, place = found[name]
+        device, place = targets[name]
         leaf = leaf if place is None else place.part_of(leaf)
         leaf = leaf if device is None else _on(device, leaf)
         return leaf if keep is None else keep(leaf)
 
     def make() -> dict[str, Tensor]:
         make_some = maker(names)
-        made: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         sizes = [like.nbytes for like in wanted.values()]
         every = list(wanted)
         for run in buckets(sizes, None if keep is None else AT_ONCE):
             some = make_some({every[at]: wanted[every[at]] for at in run})
-            made |= {name: finished(name, leaf) for name, leaf in some.items()}
+            tensors |= {name: finished(name, leaf) for name, leaf in some.items()}
             del some
-        return made
+        return tensors
 
     with working(f"making or reading {what}"):
-        made = engine.each(f"make or read its {what}", make)
+        tensors = engine.each(f"make or read its {what}", make)
     bare = [torch.empty_like(leaf, device="meta") for leaf in leaves]
-    return [made.get(name, like) for name, like in zip(names, bare, strict=True)]
+    return [tensors.get(name, like) for name, like in zip(names, bare, strict=True)]
 
 
 def keeping(definition: Definition, storage: str | PathLike[str] | None) -> Keep:
@@ -373,13 +373,13 @@ def _read_by(engine: Engine, rank: int, count: int) -> list[bool]:
 
 
 def _checked(name: str, value: Any, like: Tensor) -> Tensor:
-    found = a_type(value)
+    shown = a_type(value)
     if isinstance(value, Tensor):
         if not value.is_meta and (value.shape, value.dtype) == (like.shape, like.dtype):
             return value.detach()
-        found = f"{in_words(value)} on {value.device}"
+        shown = f"{in_words(value)} on {value.device}"
     raise BatchError(
-        f"init_fn made {found} of {name!r}, which is {in_words(like)}: it must return a tensor "
+        f"init_fn made {shown} of {name!r}, which is {in_words(like)}: it must return a tensor "
         "with data, of that shape and dtype"
     )
 
@@ -388,9 +388,9 @@ def saved(engine: Engine, params: Any) -> dict[str, Tensor]:
     """What this process has to save, by name.
 
     Raises:
-        BatchError: as of `own`; or a leaf has no data.
+        BatchError: as of `leaves_read_here`; or a leaf has no data.
     """
-    leaves = own(engine, params)
+    leaves = leaves_read_here(engine, params)
     for name, leaf in leaves.items():
         if leaf.is_meta:
             raise BatchError(

@@ -19,11 +19,11 @@ from fpipe.holding import (
     Make,
     drawn,
     either,
-    given,
     held,
     keeping,
-    own,
+    leaves_read_here,
     saved,
+    taken,
     whole,
 )
 from fpipe.replica_parameters import divided, replicated
@@ -210,7 +210,7 @@ class Loadable:
             >>> [str(leaf.device) for leaf in params]
             ['cpu', 'cpu']
         """
-        maker, traced_on = partial(given, params), self._traced_on(example)
+        maker, traced_on = partial(taken, params), self._traced_on(example)
         return held(self._engine, maker, params, traced_on, home=self._home(), name="params")
 
     def replicate(self, params: Any) -> Any:
@@ -310,7 +310,7 @@ class Loadable:
             >>> list(own)
             ['0.w', '1.w']
         """
-        return own(self._engine, params)
+        return leaves_read_here(self._engine, params)
 
     def _home(self) -> torch.device | None:
         """Where a process of a group holds its own; one alone leaves leaves where they are."""

@@ -59,8 +59,8 @@ def entries(spec: optree.PyTreeSpec, tree: Any) -> list[Any]:
     Raises:
         ValueError: it has another structure.
     """
-    found: list[Any] = dtensors.structure_of_wholes(spec).flatten_up_to(tree)
-    return found
+    values: list[Any] = dtensors.structure_of_wholes(spec).flatten_up_to(tree)
+    return values
 
 
 def key_paths(spec: optree.PyTreeSpec) -> list[tuple[Any, ...]]:
@@ -219,7 +219,7 @@ def orders(spec: optree.PyTreeSpec) -> tuple[Any, ...]:
         >>> one == other, orders(one) == orders(other)
         (True, False)
     """
-    found: list[Any] = []
+    by_dict: list[Any] = []
     waiting = [spec]
     while waiting:
         node = waiting.pop()
@@ -230,9 +230,11 @@ def orders(spec: optree.PyTreeSpec) -> tuple[Any, ...]:
             assert level is not None
             keys = tuple(level.unflatten(range(level.num_leaves)))
             # Nearly all are strings, and this is asked in each step.
-            found.append(keys if {*map(type, keys)} == _STRINGS else tuple(map(_told_apart, keys)))
+            by_dict.append(
+                keys if {*map(type, keys)} == _STRINGS else tuple(map(_told_apart, keys))
+            )
         waiting += node.children()
-    return tuple(found)
+    return tuple(by_dict)
 
 
 _DICTS: Final = frozenset({dict, defaultdict, OrderedDict})
@@ -311,7 +313,7 @@ def places_of_parts(spec: optree.PyTreeSpec, parts: int) -> list[list[int]]:
         [[0, 2], [1, 2]]
     """
     places = unflatten(spec, range(spec.num_leaves))
-    return [flatten(part_of(places, part))[0] for part in range(parts)]
+    return [flatten(part_of(places, number))[0] for number in range(parts)]
 
 
 def places_of_rest(spec: optree.PyTreeSpec) -> list[int]:
@@ -428,8 +430,8 @@ def broadcast_prefix(name: str, prefix: Any, tree: Any, tree_name: str) -> list[
 def _broadcast_to_parts(name: str, prefix: Any, tree: Any, tree_name: str, parts: int) -> list[Any]:
     """`broadcast_prefix` of a tree with `Microbatches` of so many parts, to each of them."""
     spec = structure(tree)
-    found: dict[int, Any] = {}
-    for part, places in enumerate(places_of_parts(spec, parts)):
-        values = broadcast_prefix(name, prefix, part_of(tree, part), tree_name)
-        found |= zip(places, values, strict=True)
-    return [found[place] for place in range(spec.num_leaves)]
+    by_place: dict[int, Any] = {}
+    for number, places in enumerate(places_of_parts(spec, parts)):
+        values = broadcast_prefix(name, prefix, part_of(tree, number), tree_name)
+        by_place |= zip(places, values, strict=True)
+    return [by_place[place] for place in range(spec.num_leaves)]

@@ -132,11 +132,11 @@ def aligned(rows: Sequence[tuple[Clock, Marks]]) -> list[Marks]:
         [[(4.0, 5.0)], [(2.0, 3.0)]]
     """
     first = rows[0][0]
-    found = []
+    shifted = []
     for clock, marks in rows:
         by = 0.0 if clock.host == first.host else clock.ahead - first.ahead
-        found.append({action: (start + by, end + by) for action, (start, end) in marks.items()})
-    return found
+        shifted.append({action: (start + by, end + by) for action, (start, end) in marks.items()})
+    return shifted
 
 
 def timeline_of(
@@ -155,9 +155,9 @@ def timeline_of(
     for actions, row in zip(schedule.actions, marks, strict=True):
         # An UNSHARD may stand in the schedule again, and computes what it does once.
         left = dict(row)
-        own = [left.pop(action, None) for action in actions]
-        starts = [inf if mark is None else mark[0] - origin for mark in own]
-        ran += own
+        row_marks = [left.pop(action, None) for action in actions]
+        starts = [inf if mark is None else mark[0] - origin for mark in row_marks]
+        ran += row_marks
         until += reversed(list(accumulate(reversed(starts), min)))
     ends = [0.0] * len(ran)
     events: list[list[Event]] = [[] for _ in schedule.actions]

@@ -52,10 +52,10 @@ def divided(params: Any, data: Data | None, keep: Keep = None) -> Any:
     """
     data = _checked(data, "shard")
 
-    def part(leaf: Any, path: str) -> Any:
+    def divide(leaf: Any, path: str) -> Any:
         return _kept(_part(_as_first(leaf, path, data), data), keep)
 
-    return pytree.map_wholes(part, params)
+    return pytree.map_wholes(divide, params)
 
 
 def _checked(data: Data | None, method: str) -> Data:
@@ -71,8 +71,8 @@ def _kept(leaf: Any, keep: Keep) -> Any:
     """A leaf where it is to live."""
     if keep is None or leaf.is_meta:
         return leaf
-    place, own = dtensors.place_of(leaf), keep(dtensors.local(leaf))
-    return own if place is None else place.made_of(own)
+    place, local = dtensors.place_of(leaf), keep(dtensors.local(leaf))
+    return local if place is None else place.made_of(local)
 
 
 def _as_first(leaf: Any, path: str, data: Data) -> Any:
@@ -86,11 +86,11 @@ def _as_first(leaf: Any, path: str, data: Data) -> Any:
             f"params{path} is a DTensor over {over} already: pass whole parameters, "
             ".full_tensor(), or use it as it is"
         )
-    own = dtensors.local(leaf)
-    if own.is_meta:
+    local = dtensors.local(leaf)
+    if local.is_meta:
         return leaf
     with torch.no_grad():
-        first = own.detach().clone(memory_format=torch.preserve_format)
+        first = local.detach().clone(memory_format=torch.preserve_format)
         # What lives on the CPU goes by way of the device whose messages the mesh carries.
         sent = first.contiguous().to(data.mesh.device_type)
         for dim in reversed(data.dims):
@@ -105,28 +105,28 @@ def _part(leaf: Any, data: Data) -> Any:
     from torch.distributed.tensor import Replicate, Shard
 
     place = dtensors.place_of(leaf)
-    own = dtensors.local(leaf)
+    local = dtensors.local(leaf)
     known = {} if place is None else dict(zip(place.dims[0] or (), place.placements, strict=True))
-    dim = _dim_to_divide(own, list(known.values()))
+    dim = _dim_to_divide(local, list(known.values()))
     size = data.mesh[data.sharding].size()
     rank = data.mesh.get_local_rank(data.sharding)
     for name in data.dims:
         known[name] = Replicate()
     if dim is not None:
         known[data.sharding] = Shard(dim)
-        rows = own.shape[dim]
+        rows = local.shape[dim]
         each = -(-rows // size)
         start = min(rank * each, rows)
-        part = own.narrow(dim, start, min(each, rows - start))
+        shard = local.narrow(dim, start, min(each, rows - start))
         # A part that lies in the memory of the whole would keep all of it.
-        own = part.clone(memory_format=torch.contiguous_format)
+        local = shard.clone(memory_format=torch.contiguous_format)
     names = [name for name in data.mesh.mesh_dim_names or () if name in known]
     stride = leaf.stride() if place is not None else make_contiguous_strides_for(leaf.shape)
     mesh, placements = data.mesh[tuple(names)], [known[name] for name in names]
-    return dtensors.assembled(own, mesh, placements, leaf.shape, stride)
+    return dtensors.assembled(local, mesh, placements, leaf.shape, stride)
 
 
-def _dim_to_divide(own: Tensor, placements: Sequence[Placement]) -> int | None:
+def _dim_to_divide(local: Tensor, placements: Sequence[Placement]) -> int | None:
     """The first dimension that no other dimension of the mesh divides, None for no dimension."""
-    free = [d for d in range(own.dim()) if not any(p.is_shard(d) for p in placements)]
+    free = [d for d in range(local.dim()) if not any(p.is_shard(d) for p in placements)]
     return free[0] if free else None

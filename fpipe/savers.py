@@ -103,9 +103,9 @@ def savers_of(definition: Definition, leaves: Mapping[str, Tensor]) -> Savers:
 def _gather(group: dist.ProcessGroup) -> Callable[[Any], list[Any]]:
     """What gives each process the picklable values of all."""
 
-    def rows(own: Tensor) -> list[Tensor]:
-        everyone = [torch.empty_like(own) for _ in range(group.size())]
-        group.allgather([everyone], [own]).wait()
+    def rows(row: Tensor) -> list[Tensor]:
+        everyone = [torch.empty_like(row) for _ in range(group.size())]
+        group.allgather([everyone], [row]).wait()
         return everyone
 
     def gather(value: Any) -> list[Any]:

@@ -203,10 +203,10 @@ def node_of(value: Tensor) -> fx.Node | None:
 
 def nodes_after(graph: fx.Graph, node: fx.Node | None) -> Iterable[fx.Node]:
     """The nodes that have been recorded since `node`, all if it is None."""
-    found = graph._root._next if node is None else node._next
-    while found is not graph._root:
-        yield found
-        found = found._next
+    current = graph._root._next if node is None else node._next
+    while current is not graph._root:
+        yield current
+        current = current._next
 
 
 def symbol_of(env: ShapeEnv, name: str, value: float) -> Any:

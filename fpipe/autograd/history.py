@@ -254,7 +254,7 @@ def _step(
     """The loss of a step, and its gradients by the names of the arguments."""
     loss, grads, *_ = pipe.run_step(*arguments, key=key)
     definition = pipe.definition
-    return loss, dict(zip(definition.wanted, definition.for_each(grads), strict=True))
+    return loss, dict(zip(definition.wanted, definition.wrap(grads), strict=True))
 
 
 class _ForwardOperation(torch.autograd.Function):

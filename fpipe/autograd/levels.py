@@ -100,7 +100,7 @@ def _call_tracked(
     if pipe.rank is not None:
         raise refusal(kind)
     loss, grads, *aux = tracked_step(pipe, pipe.definition.wanted, *arguments, **options)
-    grads = pipe.definition.asked(grads)
+    grads = pipe.definition.unwrap(grads)
     if method == "run_step":
         return loss, grads, *aux
     return StepAux(loss, grads, *aux) if aux else Step(loss, grads)

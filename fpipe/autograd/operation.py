@@ -99,7 +99,7 @@ class Call:
             result = getattr(self.pipe, self.method)(*arguments, **self.options)
         if self.differentiable and self.method == "run_step":
             loss, grads, *aux = result
-            result = (loss, self.pipe.definition.for_each(grads), *aux)  # grads as a tuple
+            result = (loss, self.pipe.definition.wrap(grads), *aux)  # grads as a tuple
         after = _drawn_from(leaves) if runs_again else []
         # Other threads may have drawn.
         self.drew = not all(map(torch.equal, before, after)) and self.pipe.workshop.may_draw

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fpipe.errors import BatchError, few, told
+from fpipe.errors import BatchError, error_text, few
 from fpipe.live_line import advance
 
 INDEX = "*.safetensors.index.json"
@@ -165,7 +165,7 @@ class DistributedDirectory:
             stored: Mapping[MetadataIndex, Any] = metadata.storage_data
         except Exception as error:  # it is a pickle, and reading one may raise anything
             raise BatchError(
-                f"{path / HEAD} cannot be read ({told(error)}): it must be that "
+                f"{path / HEAD} cannot be read ({error_text(error)}): it must be that "
                 "of a whole checkpoint, as torch.distributed.checkpoint.save writes it at its end"
             ) from error
         self._kinds = {

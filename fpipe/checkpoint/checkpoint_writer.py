@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fpipe.checkpoint.checkpoint_files import HEAD, MARK
-from fpipe.errors import FpipeError, PipelineError, told
+from fpipe.errors import FpipeError, PipelineError, error_text
 from fpipe.live_line import working
 
 T = TypeVar("T")
@@ -196,12 +196,12 @@ def _together(path: Path, processes: Processes, work: Callable[[], T]) -> list[T
     try:
         mine = work(), None
     except Exception as error:
-        failure, mine = error, (None, told(error))
+        failure, mine = error, (None, error_text(error))
     try:
         everyone = processes.gather(mine)
     except RuntimeError as error:
         raise PipelineError(
-            f"{path} was not written: another process is gone ({told(error)})"
+            f"{path} was not written: another process is gone ({error_text(error)})"
         ) from (failure or error)
     for rank, (_, problem) in enumerate(everyone):
         if problem is not None:

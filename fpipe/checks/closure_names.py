@@ -35,7 +35,7 @@ def name_in_closure(value: Tensor, origin: Any) -> str:
         >>> name_in_closure(weights[1], lambda p, x: x * weights[1])
         "'weights[1]'"
     """
-    names = (repr(name) for name, found in _reached(origin) if found is value)
+    names = (repr(name) for name, reached in _reached(origin) if reached is value)
     return next(names, "an unnamed tensor")
 
 
@@ -47,8 +47,8 @@ def refuse_mapped(origin: Any) -> None:
     Raises:
         Untraceable: a function does.
     """
-    for name, found in _reached(origin):
-        if isinstance(found, Tensor) and functorch.is_functorch_wrapped_tensor(found):
+    for name, value in _reached(origin):
+        if isinstance(value, Tensor) and functorch.is_functorch_wrapped_tensor(value):
             raise Untraceable(
                 "closes over a tensor that a transform of torch.func maps or differentiates "
                 f"({name!r})",
@@ -61,45 +61,45 @@ def _reached(origin: Any) -> Iterator[tuple[str, Any]]:
     waiting: deque[tuple[str, Any]] = deque(("", one) for one in _several(origin))
     seen: set[int] = set()
     while waiting and len(seen) < _MOST:
-        name, found = waiting.popleft()
-        yield name, found
-        if id(found) not in seen:
-            seen.add(id(found))
+        name, value = waiting.popleft()
+        yield name, value
+        if id(value) not in seen:
+            seen.add(id(value))
             # A cell may be empty yet, and not every callable tells its signature.
             with suppress(TypeError, ValueError):
-                waiting.extend(_within(name, found))
+                waiting.extend(_within(name, value))
 
 
 def _several(origin: Any) -> tuple[Any, ...]:
     return origin if isinstance(origin, tuple) else (origin,)
 
 
-def _within(name: str, found: Any) -> Iterator[tuple[str, Any]]:
+def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The objects within an object, each with its name."""
-    if isinstance(found, Tensor | str | bytes | type | ModuleType):
+    if isinstance(value, Tensor | str | bytes | type | ModuleType):
         return
-    if isinstance(found, partial):
-        yield "", found.func
-        bound = inspect.signature(found.func).bind_partial(*found.args, **found.keywords)
+    if isinstance(value, partial):
+        yield "", value.func
+        bound = inspect.signature(value.func).bind_partial(*value.args, **value.keywords)
         yield from bound.arguments.items()
-    elif isinstance(found, MethodType):
-        yield "", found.__func__
-        yield name or _of(found.__self__), found.__self__
-    elif isinstance(found, FunctionType):
-        yield from _of_function(found)
-    elif isinstance(found, torch.nn.Module):
-        owner = name or type(found).__name__
-        for path, tensor in chain(found.named_parameters(), found.named_buffers()):
+    elif isinstance(value, MethodType):
+        yield "", value.__func__
+        yield name or _of(value.__self__), value.__self__
+    elif isinstance(value, FunctionType):
+        yield from _of_function(value)
+    elif isinstance(value, torch.nn.Module):
+        owner = name or type(value).__name__
+        for path, tensor in chain(value.named_parameters(), value.named_buffers()):
             yield f"{owner}.{path}", tensor
         if not name:
-            yield "", found.forward
-    elif isinstance(found, Mapping):
-        yield from ((f"{name}[{key!r}]", item) for key, item in list(found.items()))
-    elif isinstance(found, list | tuple):
-        yield from ((f"{name}[{index}]", item) for index, item in enumerate(found))
-    elif not inspect.isroutine(found):
-        attributes = getattr(found, "__dict__", {})
-        yield from ((f"{name or _of(found)}.{key}", item) for key, item in attributes.items())
+            yield "", value.forward
+    elif isinstance(value, Mapping):
+        yield from ((f"{name}[{key!r}]", item) for key, item in list(value.items()))
+    elif isinstance(value, list | tuple):
+        yield from ((f"{name}[{index}]", item) for index, item in enumerate(value))
+    elif not inspect.isroutine(value):
+        attributes = getattr(value, "__dict__", {})
+        yield from ((f"{name or _of(value)}.{key}", item) for key, item in attributes.items())
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -113,6 +113,6 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield from ((p.name, p.default) for p in defaults if p.default is not p.empty)
 
 
-def _of(found: Any) -> str:
+def _of(value: Any) -> str:
     """A name for an object that has none."""
-    return type(found).__name__
+    return type(value).__name__

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from fpipe import pytree
-from fpipe.errors import StageError, told
+from fpipe.errors import StageError, error_text
 from fpipe.inputs.signature import in_words
 
 log = logging.getLogger("fpipe")
@@ -110,7 +110,7 @@ def unreported() -> Iterator[None]:
         theirs.removeFilter(raises_nothing)
 
 
-def explain(name: str, error: Exception, given: str, called: str = "") -> StageError:
+def explain(name: str, error: Exception, arguments: str, called: str = "") -> StageError:
     """The refusal of a function that raised `error` while it was traced.
 
     The error keeps those frames of its traceback that are the user's, if any are; logged with all
@@ -119,16 +119,16 @@ def explain(name: str, error: Exception, given: str, called: str = "") -> StageE
     Args:
         name: the function in messages, such as ``"stage 2 (block)"``.
         error: what it raised.
-        given: what it was called with, such as ``"what stage 1 (f) returns (x: float32[3, 4])"``.
+        arguments: of the call, such as ``"what stage 1 (f) returns (x: float32[3, 4])"``.
         called: how it is called, such as ``"fn(params, x)"``; empty where its user knows.
     """
-    refusal = _refusal(name, error, given, called)
+    refusal = _refusal(name, error, arguments, called)
     log.debug("%s is refused", name, exc_info=error)
     error.__traceback__ = own_traceback(error.__traceback__) or error.__traceback__
     return refusal
 
 
-def _refusal(name: str, error: Exception, given: str, called: str) -> StageError:
+def _refusal(name: str, error: Exception, arguments: str, called: str) -> StageError:
     text = str(error).partition("\nPlease file an issue to PyTorch")[0]
     at = place(error)
     if isinstance(error, ImpureError):
@@ -158,7 +158,7 @@ def _refusal(name: str, error: Exception, given: str, called: str) -> StageError
         lacks = called.startswith("fn(") and re.search(r"missing \d required", text)
         more = "; fpipe.Stage(fn, reads_batch=True) takes the microbatch too, reads_key=True a key"
         text += f" (it is called as {called}{more if lacks else ''})"
-    return StageError(f"{name} cannot be traced on {given}{at}: {told(error, text)}")
+    return StageError(f"{name} cannot be traced on {arguments}{at}: {error_text(error, text)}")
 
 
 # Errors of a function that mistakes its arguments for others.
@@ -302,15 +302,15 @@ def impure(name: str, where: str, op: str) -> StageError:
 def describe(name: str, value: Any) -> str:
     """The tensors of a pytree as text, such as ``"x['a']: float32[3, 4]"``; of many the first."""
     leaves, spec = pytree.flatten(value)
-    found = [
+    texts = [
         f"{name}{path}: {in_words(leaf)}"
         for path, leaf in zip(pytree.paths(spec), leaves, strict=True)
         if isinstance(leaf, Tensor)
     ]
-    if len(found) > SHOWN:
-        found[SHOWN:] = [f"and {len(found) - SHOWN} more"]
+    if len(texts) > SHOWN:
+        texts[SHOWN:] = [f"and {len(texts) - SHOWN} more"]
     nothing = "None" if value is None else "no tensor"
-    return ", ".join(found) or f"{name}: {nothing}"
+    return ", ".join(texts) or f"{name}: {nothing}"
 
 
 # Frames of these are not the user's own.
@@ -330,16 +330,16 @@ def place(error: BaseException) -> str:
     If no frame is the user's, as for a `torch.nn` module that is itself the stage, it is the place
     in that module.
     """
-    found = layer = ""
+    user_place = layer_place = ""
     traceback = error.__traceback__
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
         if _is_own(traceback.tb_frame):
-            found = f" at {file}:{traceback.tb_lineno}"
+            user_place = f" at {file}:{traceback.tb_lineno}"
         elif file.startswith(_LAYERS):
-            layer = f" at {file}:{traceback.tb_lineno}"
+            layer_place = f" at {file}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
-    return found or layer
+    return user_place or layer_place
 
 
 def calls(error: BaseException, function: str) -> bool:
@@ -362,12 +362,12 @@ def _is_own(frame: FrameType) -> bool:
 
 def own_traceback(traceback: TracebackType | None) -> TracebackType | None:
     """The frames of a traceback that are the user's, None if none are."""
-    found = []
+    frames = []
     while traceback is not None:
         if _is_own(traceback.tb_frame):
-            found.append(traceback)
+            frames.append(traceback)
         traceback = traceback.tb_next
     kept: TracebackType | None = None
-    for one in reversed(found):
+    for one in reversed(frames):
         kept = TracebackType(kept, one.tb_frame, one.tb_lasti, one.tb_lineno)
     return kept

@@ -73,7 +73,7 @@ def _refusing(module: Any) -> Callable[[int], Any]:
     def manual_seed(seed: int) -> Any:
         calls = _CALLS.get()
         if calls is None:
-            return _SEEDS.own(module)(seed)
+            return _SEEDS.original(module)(seed)
         calls.append(seed)
         raise _refusal()
 

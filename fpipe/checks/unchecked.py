@@ -90,11 +90,13 @@ def _check_overlap(
     func: torch._ops.OpOverload, args: Sequence[Any], options: Mapping[str, Any]
 ) -> None:
     declared = func._schema.arguments
-    given = [*zip(declared, args, strict=False)]
-    given += [(own, options[own.name]) for own in declared if own.name in options]
+    pairs = [*zip(declared, args, strict=False)]
+    pairs += [
+        (argument, options[argument.name]) for argument in declared if argument.name in options
+    ]
     dense = [
-        (own.is_write, value)
-        for own, value in given
+        (argument.is_write, value)
+        for argument, value in pairs
         if isinstance(value, Tensor) and value.layout == torch.strided
     ]
     for written in (value for is_write, value in dense if is_write):

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor, fx
 
-from fpipe.divide.dividing import Part
+from fpipe.divide.dividing import Segment
 from fpipe.graph.fingerprint import fingerprint, places_of
 from fpipe.graph.joint import Constant, Joint, Param, Source, SumSoFar
 from fpipe.graph.nodes import CHECKPOINT
@@ -34,21 +34,24 @@ def merge_constants(module: fx.GraphModule) -> None:
             node.target = names.setdefault(key, node.target)
 
 
-def likeness(part: Part) -> Hashable:
-    """Equal for parts of one function whose graphs differ only in the names of their sources.
+def likeness(segment: Segment) -> Hashable:
+    """Equal for segments of one function whose graphs differ only in the names of their sources.
 
     Args:
-        part: a stage of the function.
+        segment: a stage of the function.
     """
-    placeholders = part.graph.find_nodes(op="placeholder")
+    placeholders = segment.graph.find_nodes(op="placeholder")
     return (
-        fingerprint(part.graph),
-        _checkpoints(part.graph),
-        places_of(part.graph),
-        tuple(type(part.sources.get(node.name)) for node in placeholders),
-        tuple(map(len, part.cotangents)),
-        tuple(map(type, part.owed)),
-        tuple(isinstance(own, Param) and own in part.sources.values() for own in part.owed),
+        fingerprint(segment.graph),
+        _checkpoints(segment.graph),
+        places_of(segment.graph),
+        tuple(type(segment.sources.get(node.name)) for node in placeholders),
+        tuple(map(len, segment.cotangents)),
+        tuple(map(type, segment.owed)),
+        tuple(
+            isinstance(source, Param) and source in segment.sources.values()
+            for source in segment.owed
+        ),
     )
 
 
@@ -60,16 +63,16 @@ def _checkpoints(graph: fx.Graph) -> tuple[tuple[int, bool] | None, ...]:
     return tuple(call and (numbers[call.number], call.saved) for call in calls)
 
 
-def seen_from(joint: Joint, other: Part, part: Part) -> Joint:
-    """The finished graph of a part as that of one like it.
+def seen_from(joint: Joint, other: Segment, segment: Segment) -> Joint:
+    """The finished graph of a segment, made from that of one like it.
 
     Args:
-        joint: of the other part.
-        other: that part.
-        part: this one.
+        joint: of the other segment.
+        other: that segment.
+        segment: this one.
     """
-    names = dict(zip(other.sources.values(), part.sources.values(), strict=True))
-    names |= dict(zip(other.owed, part.owed, strict=True))
+    names = dict(zip(other.sources.values(), segment.sources.values(), strict=True))
+    names |= dict(zip(other.owed, segment.owed, strict=True))
 
     def rename(source: Source) -> Source:
         match source:
@@ -80,4 +83,6 @@ def seen_from(joint: Joint, other: Part, part: Part) -> Joint:
             case _:
                 return names[source]
 
-    return joint.renamed(rename, [[own.reader for own in group] for group in part.cotangents])
+    return joint.renamed(
+        rename, [[cotangent.reader for cotangent in group] for group in segment.cotangents]
+    )

@@ -74,14 +74,14 @@ def homes(
 
 def roots_of(node: fx.Node, stage_of: Mapping[fx.Node, int]) -> list[fx.Node]:
     """The placeholders that a node reads by itself, and not from another stage's work."""
-    found: dict[fx.Node, None] = {}
+    reached: dict[fx.Node, None] = {}
     stack = [node]
     while stack:
         current = stack.pop()
-        if current not in found:
-            found[current] = None
+        if current not in reached:
+            reached[current] = None
             stack += [n for n in current.all_input_nodes if n not in stage_of]
-    return [n for n in found if n.op == "placeholder"]
+    return [n for n in reached if n.op == "placeholder"]
 
 
 aten = torch.ops.aten
@@ -123,7 +123,10 @@ class Backward:
         self._add_up()
         first = _views_made_again(nodes, self.entering)
         for handed in self.handed.values():
-            handed[:] = [own._replace(value=first.get(own.value, own.value)) for own in handed]
+            handed[:] = [
+                gradient._replace(value=first.get(gradient.value, gradient.value))
+                for gradient in handed
+            ]
         self._add_up()
         self._incoming: dict[int, list[Edge]] = defaultdict(list)
         for edge in self.handed:
@@ -133,7 +136,9 @@ class Backward:
     def _add_up(self) -> None:
         """Find the sum of the gradients along each edge."""
         taken: set[fx.Node] = set()
-        self.totals = {edge: _total(edge, own, taken) for edge, own in self.handed.items()}
+        self.totals = {
+            edge: _total(edge, gradients, taken) for edge, gradients in self.handed.items()
+        }
         self.entering = {(total, edge.node): edge for edge, total in self.totals.items()}
 
     def home(self, number: int) -> int | None:
@@ -142,19 +147,19 @@ class Backward:
 
     def givers(self, edge: Edge) -> frozenset[int]:
         """The stages from which gradients come along an edge."""
-        found: set[int] = set()
+        stages: set[int] = set()
         for node, _ in self.handed.get(edge, ()):
             home = self._homes[node]
-            found |= self._running(node) if home is None else {home}
-        return frozenset(found)
+            stages |= self._running(node) if home is None else {home}
+        return frozenset(stages)
 
-    def given(self, edge: Edge, stage: int) -> list[Handed]:
+    def handed_from(self, edge: Edge, stage: int) -> list[Handed]:
         """The gradients that come along an edge from one stage."""
         return [
-            own
-            for own in self.handed.get(edge, ())
-            if (self._homes[own.node] == stage)
-            or (self._homes[own.node] is None and stage in self._running(own.node))
+            gradient
+            for gradient in self.handed.get(edge, ())
+            if (self._homes[gradient.node] == stage)
+            or (self._homes[gradient.node] is None and stage in self._running(gradient.node))
         ]
 
     def _running(self, number: int) -> frozenset[int]:
@@ -204,8 +209,8 @@ def _views_made_again(
         base = node.all_input_nodes[0]
         turn, other = node.meta[TURN], base.meta.get(TURN)
         same = first.meta[TURN].node == turn.node
-        own = other is None or (other.node == turn.node and not turn.adding)
-        foreign = not own and (base, turn.node) not in entering
+        within_turn = other is None or (other.node == turn.node and not turn.adding)
+        foreign = not within_turn and (base, turn.node) not in entering
         if first is not node and (same or foreign):
             node.replace_all_uses_with(first)
             firsts[node] = first
@@ -221,7 +226,7 @@ def _total(edge: Edge, handed: Sequence[Handed], taken: set[fx.Node]) -> fx.Node
         taken: the sums that belong to other edges, which may be of the same gradients.
     """
     total = handed[0].value
-    for own in handed[1:]:
+    for gradient in handed[1:]:
         sums = [
             user
             for user in _users(total)
@@ -229,7 +234,7 @@ def _total(edge: Edge, handed: Sequence[Handed], taken: set[fx.Node]) -> fx.Node
             and user not in taken
             and TURN in user.meta
             and user.meta[TURN].adding
-            and {_origin(used) for used in user.all_input_nodes} == {total, own.value}
+            and {_origin(used) for used in user.all_input_nodes} == {total, gradient.value}
         ]
         read = (n for n in sums if any(_turn_of(user) == edge.node for user in n.users))
         total = next(read, sums[0])

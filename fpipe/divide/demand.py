@@ -88,8 +88,8 @@ class Demand:
         self.backward = Backward(labels, self.nodes, self._stage_of, seed, last)
         returned: Any = graph.output_node().args[0]
         self.results, self._gradients = returned
-        found = ancestors(self.results)
-        live = [node for node in forward if node in found]
+        needed = ancestors(self.results)
+        live = [node for node in forward if node in needed]
         self.homes = [last] * heads + homes(
             self.results[heads:], live, self._stage_of, sources, last
         )
@@ -131,14 +131,14 @@ class Demand:
 
     def _read(self, node: fx.Node, reader: Turn | None, stage: int) -> None:
         """A stage reads a value."""
-        own, kind = self.stages[stage], self.kind(node, reader, stage)
+        needs, kind = self.stages[stage], self.kind(node, reader, stage)
         if isinstance(kind, Edge):
             self._total(kind, stage)
         elif kind == "argument":
-            own.arguments[node] = None
+            needs.arguments[node] = None
         elif kind == "crossing":
             home = self._stage_of[node]
-            own.crossing[node] = home
+            needs.crossing[node] = home
             self.stages[home].outputs[Output(node, True)] = None
             self._compute(node, home)
         else:
@@ -166,7 +166,8 @@ class Demand:
             if giver != stage:
                 self.stages[giver].hands[edge] = None
             self._waiting += [
-                (value, Turn(number), giver) for number, value in self.backward.given(edge, giver)
+                (value, Turn(number), giver)
+                for number, value in self.backward.handed_from(edge, giver)
             ]
 
     def kind(self, node: fx.Node, reader: Turn | None, stage: int) -> str | Edge:
@@ -202,12 +203,14 @@ class Demand:
 
 def _constants(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Nodes that depend only on closed-over tensors: any stage can compute them."""
-    found: set[fx.Node] = set()
+    constants: set[fx.Node] = set()
     for node in nodes:
-        made = node.op == "call_function" and not is_random(node)
-        if node.op == "get_attr" or (made and all(n in found for n in node.all_input_nodes)):
-            found.add(node)
-    return found
+        is_computed = node.op == "call_function" and not is_random(node)
+        if node.op == "get_attr" or (
+            is_computed and all(n in constants for n in node.all_input_nodes)
+        ):
+            constants.add(node)
+    return constants
 
 
 def _look_at_whole(graph: fx.Graph) -> None:

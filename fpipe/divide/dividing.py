@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Segment:
     """The graph that one stage runs, and how it is connected.
 
     Attributes:
@@ -52,11 +52,11 @@ class Divided(NamedTuple):
     """The stages of a function.
 
     Attributes:
-        parts: one per stage.
+        segments: one per stage.
         results: where each result comes from.
     """
 
-    parts: tuple[Part, ...]
+    segments: tuple[Segment, ...]
     results: tuple[Upstream, ...]
 
 
@@ -97,14 +97,14 @@ def divide(
         }
         for stage in range(demand.last + 1)
     ]
-    parts = tuple(
-        _StageBuilder(demand, stage, leaves, origins).part() for stage in range(demand.last + 1)
+    segments = tuple(
+        _StageBuilder(demand, stage, leaves, origins).build() for stage in range(demand.last + 1)
     )
     results = tuple(
         Upstream(home, leaves[home][Output(node, False)])
         for node, home in zip(demand.results, demand.homes, strict=True)
     )
-    return Divided(parts, results)
+    return Divided(segments, results)
 
 
 class _StageBuilder:
@@ -130,7 +130,7 @@ class _StageBuilder:
         self._sources: dict[str, Source] = {}
         self._is_stale = False
 
-    def part(self) -> Part:
+    def build(self) -> Segment:
         demand, need = self._demand, self._need
         seed = self._place_arguments()
         for node in demand.nodes:
@@ -172,7 +172,7 @@ class _StageBuilder:
             value = self._added([*self._parts(edge, self._stage)], edge)
             gradients.append(self._sent(value, value_of(self._backward.totals[edge])))
         self.graph.output((outputs, gradients))
-        return Part(self.graph, self._sources, cotangents, tuple(owed), self._is_stale)
+        return Segment(self.graph, self._sources, cotangents, tuple(owed), self._is_stale)
 
     def _place_arguments(self) -> fx.Node | None:
         """Placeholders first; returns that of the seed."""
@@ -245,11 +245,11 @@ class _StageBuilder:
         return self._called(aten.permute.default, node, order)
 
     def _called(self, target: Any, *arguments: Any, **options: Any) -> fx.Node:
-        made = self.graph.call_function(target, arguments, options)
+        node = self.graph.call_function(target, arguments, options)
         values = fx.map_arg(arguments, value_of)
         with self._demand.mode, torch.no_grad():
-            made.meta["val"] = target(*values, **options)
-        return made
+            node.meta["val"] = target(*values, **options)
+        return node
 
     def _value(self, node: fx.Node, reader: Turn | None) -> fx.Node:
         kind = self._demand.kind(node, reader, self._stage)
@@ -266,15 +266,17 @@ class _StageBuilder:
         return self._sums[edge]
 
     def _parts(self, edge: Edge, stage: int) -> list[fx.Node]:
-        return [self._value(v, Turn(number)) for number, v in self._backward.given(edge, stage)]
+        return [
+            self._value(v, Turn(number)) for number, v in self._backward.handed_from(edge, stage)
+        ]
 
-    def _added(self, parts: list[fx.Node], edge: Edge) -> fx.Node:
+    def _added(self, terms: list[fx.Node], edge: Edge) -> fx.Node:
         like = value_of(self._backward.totals[edge])
-        if not parts:
+        if not terms:
             return self._zeros(like)
-        total = parts[0]
-        for part in parts[1:]:
-            total = self._called(aten.add.Tensor, total, part)
+        total = terms[0]
+        for term in terms[1:]:
+            total = self._called(aten.add.Tensor, total, term)
         return total
 
     def _zeros(self, like: Tensor) -> fx.Node:

@@ -24,7 +24,7 @@ from fpipe import pytree
 from fpipe.checks.explain import Untraceable, describe, explain
 from fpipe.divide.alike import merge_constants
 from fpipe.divide.cuts import noting
-from fpipe.divide.dividing import Part, divide
+from fpipe.divide.dividing import Segment, divide
 from fpipe.divide.state_updates import keep_changed
 from fpipe.dtensors import as_parameters
 from fpipe.errors import StageError, label_of
@@ -48,7 +48,7 @@ class Recorded(NamedTuple):
 
     Attributes:
         module: has what the function closes over as its attributes.
-        parts: what is between the cuts.
+        segments: those between the cuts.
         results: where each value that the caller gets of a microbatch comes from; then the new
             values of the leaves of the state that change.
         numbering: how the former are numbered.
@@ -58,7 +58,7 @@ class Recorded(NamedTuple):
     """
 
     module: fx.GraphModule
-    parts: tuple[Part, ...]
+    segments: tuple[Segment, ...]
     results: tuple[Upstream, ...]
     numbering: Numbering
     changed: list[int]
@@ -136,7 +136,7 @@ class Recorder:
         sources, changed = self._settle(recording, params, batch)
         module = recording.module
         try:
-            parts, results = divide(
+            segments, results = divide(
                 module.graph,
                 labels,
                 sources,
@@ -149,7 +149,7 @@ class Recorder:
         except Untraceable as error:
             raise explain(self.name, error, "") from error
         return Recorded(
-            module, parts, results, numbering, changed, recording.depends, recording.original
+            module, segments, results, numbering, changed, recording.depends, recording.original
         )
 
     def _record(
@@ -249,7 +249,7 @@ class Recorder:
                 *("key" for _ in keys),
             ),
             differentiable=(*trained, *by, *(False for _ in keys)),
-            given=describe("batch", pytree.unflatten(batch.spec, batch.values)),
+            arguments=describe("batch", pytree.unflatten(batch.spec, batch.values)),
             called=self._call,
         )
 
@@ -264,9 +264,9 @@ class Recorder:
         """Call the function with flat arguments."""
         count = len(params.values)
         end = count + len(batch.values)
-        given = as_parameters(params.spec, leaves[:count])
+        tree = as_parameters(params.spec, leaves[:count])
         return self.loss_fn(
-            *(given if self.returns.state else (given,)),
+            *(tree if self.returns.state else (tree,)),
             pytree.unflatten(batch.spec, leaves[count:end]),
             **({"key": leaves[end]} if self.has_key else {}),
         )

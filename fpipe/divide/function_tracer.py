@@ -1,6 +1,6 @@
 """Trace a whole loss function with cuts into the same chain that stage functions make.
 
-    loss_fn(params, batch) ── record ──► parts ── finish each ──► Chain
+    loss_fn(params, batch) ── record ──► segments ── finish each ──► Chain
 
 Every stage sees all parameter leaves by their own number, so a parameter that several stages read
 is one leaf with several contributors; a value may be read by any later stage.
@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from fpipe import pytree
 from fpipe.divide.alike import likeness, seen_from
-from fpipe.divide.dividing import Part
+from fpipe.divide.dividing import Segment
 from fpipe.divide.function_recorder import Recorded, Recorder
 from fpipe.divide.state_updates import updates_of
 from fpipe.errors import StageError
@@ -48,7 +48,7 @@ class FunctionTracer:
         has_key: it is called with the key of the microbatch, as the keyword argument ``key``.
         keyed: what it draws, it draws from the key of the microbatch, which it is not called with.
         devices: the device of each stage, all of one type: the function is recorded on the first,
-            and its parts are moved. None to leave all values where they are.
+            and its segments are moved. None to leave all values where they are.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class FunctionTracer:
         )
         self._mode = self._places.mode
         # The state comes with the parameters, after them.
-        own = objective.trainable
-        within = (0, *own.within) if objective.returns.state else own.within
-        self._trainable = replace(own, within=within)
+        trainable = objective.trainable
+        within = (0, *trainable.within) if objective.returns.state else trainable.within
+        self._trainable = replace(trainable, within=within)
 
     def __call__(
         self, shapes: Sequence[TreeShape], microbatch: TreeShape, goal: Goal, rows: int = 1
@@ -109,31 +109,34 @@ class FunctionTracer:
         ]
         with self._places.at(0):
             recorded = record(params, batch, trained, goal, rows)
-        parts, results = recorded.parts, recorded.results
-        if goal == "step" and not _reads_parameters(parts[-1]) and len(parts) > 1:
+        segments, results = recorded.segments, recorded.results
+        if goal == "step" and not _reads_parameters(segments[-1]) and len(segments) > 1:
             log.warning(
                 "stage %d (%s), the last, reads no parameter: a stage ends where fpipe.cut is "
                 "called, or after the submodule that cuts= names",
-                len(parts) - 1,
+                len(segments) - 1,
                 name,
             )
-        updates = updates_of(name, record.paths(params), parts, results, recorded.changed)
+        updates = updates_of(name, record.paths(params), segments, results, recorded.changed)
         results = results[: len(results) - len(updates)]
         owners = self._owners(params, batch)
-        tied = self._tied(parts)
+        tied = self._tied(segments)
         traced: list[Traced] = []
-        labels = [f"stage {index} ({name})" for index in range(len(parts))]
-        known: dict[Hashable, tuple[Joint, Part]] = {}
-        for index, (label, part) in enumerate(zip(labels, parts, strict=True)):
+        labels = [f"stage {index} ({name})" for index in range(len(segments))]
+        known: dict[Hashable, tuple[Joint, Segment]] = {}
+        for index, (label, segment) in enumerate(zip(labels, segments, strict=True)):
             kind = (
-                likeness(part),
-                tuple(source in tied for source in part.sources.values()),
+                likeness(segment),
+                tuple(source in tied for source in segment.sources.values()),
                 self._places.device(index),
             )
             if kind not in known:
                 with self._places.at(index):
-                    known[kind] = self._finished(index, label, part, recorded, owners, tied), part
-            joint = seen_from(*known[kind], part)
+                    known[kind] = (
+                        self._finished(index, label, segment, recorded, owners, tied),
+                        segment,
+                    )
+            joint = seen_from(*known[kind], segment)
             values = tuple(
                 contiguous_like(value_of(joint.nodes[output]), self._mode)
                 for output in joint.outputs
@@ -161,55 +164,59 @@ class FunctionTracer:
         count, states = len(shapes[0].leaves), self._record.num_states(shapes[0].spec)
         return frozen | {(0, leaf) for leaf in range(count - states, count)}
 
-    def parts(self, params: TreeShape, microbatch: TreeShape) -> tuple[Part, ...]:
+    def segments(self, params: TreeShape, microbatch: TreeShape) -> tuple[Segment, ...]:
         """The stages between the cuts, forward only, to be measured."""
-        own, batch = (Abstract.of(shape, self._mode) for shape in (params, microbatch))
-        count = len(own.values) - self._record.num_states(own.spec)
-        trained = [n < count and is_differentiable(value) for n, value in enumerate(own.values)]
-        return self._record(own, batch, trained, "forward", rows=0).parts
+        fake_params, batch = (Abstract.of(shape, self._mode) for shape in (params, microbatch))
+        count = len(fake_params.values) - self._record.num_states(fake_params.spec)
+        trained = [
+            n < count and is_differentiable(value) for n, value in enumerate(fake_params.values)
+        ]
+        return self._record(fake_params, batch, trained, "forward", rows=0).segments
 
     def _owners(self, params: Abstract, batch: Abstract) -> dict[Source, tuple[Tensor, str]]:
         """The fake tensor and the path of each of the caller's leaves."""
         named = zip(params.values, self._record.paths(params), strict=True)
         rows = zip(batch.values, pytree.paths(batch.spec), strict=True)
         return {
-            **{Param(leaf): own for leaf, own in enumerate(named)},
+            **{Param(leaf): owner for leaf, owner in enumerate(named)},
             **{BatchLeaf(n): (value, f"batch{path}") for n, (value, path) in enumerate(rows)},
         }
 
-    def _tied(self, parts: Sequence[Part]) -> frozenset[Source]:
-        """The parameters that several parts read, where their gradients are not kept whole."""
+    def _tied(self, segments: Sequence[Segment]) -> frozenset[Source]:
+        """The parameters that several segments read, where their gradients are not kept whole."""
         if self._objective.sink.fold is None:
             return frozenset()
-        counts = Counter(source for part in parts for source in {*part.sources.values()})
+        counts = Counter(source for segment in segments for source in {*segment.sources.values()})
         return frozenset(source for source, count in counts.items() if count > 1)
 
     def _finished(
         self,
         index: int,
         label: str,
-        part: Part,
+        segment: Segment,
         recorded: Recorded,
         owners: Mapping[Source, tuple[Tensor, str]],
         tied: Collection[Source],
     ) -> Joint:
         """The joint graph of a part."""
-        module, original = fx.GraphModule(recorded.module, part.graph), recorded.original
+        module, original = fx.GraphModule(recorded.module, segment.graph), recorded.original
         home, device = self._places.device(0), self._places.device(index)
         if home is not None and device is not None and home != device:
             original = move(module, home, device, self._mode, original)
-        elif part.is_stale:
+        elif segment.is_stale:
             propagate(module.graph, self._mode)
         fold = self._objective.sink.fold
         if fold is not None:
-            self._fold(module.graph, part, fold, tied)
-        stage = StageGraph(module, part.sources, part.cotangents, part.owed, owners, original)
+            self._fold(module.graph, segment, fold, tied)
+        stage = StageGraph(
+            module, segment.sources, segment.cotangents, segment.owed, owners, original
+        )
         return finish(label, stage, self._objective, origin=self._record.loss_fn, tied=tied)
 
     def _fold(
         self,
         graph: fx.Graph,
-        part: Part,
+        segment: Segment,
         fold: Callable[[Tensor], Tensor],
         tied: Collection[Source],
     ) -> None:
@@ -222,13 +229,13 @@ class FunctionTracer:
             inline.call(end, fold, node)
             if isinstance(source, Param) and source not in tied
             else node
-            for source, node in zip(part.owed, gradients, strict=True)
+            for source, node in zip(segment.owed, gradients, strict=True)
         ]
         end.args = ((outputs, kept),)
 
 
-def _reads_parameters(part: Part) -> bool:
-    return any(isinstance(source, Param) for source in part.sources.values())
+def _reads_parameters(segment: Segment) -> bool:
+    return any(isinstance(source, Param) for source in segment.sources.values())
 
 
 def move(
@@ -276,6 +283,6 @@ def move(
     propagate(module.graph, mode, place)
 
     def of(value: Tensor) -> Tensor:
-        return next((own for copy, own in copies if copy is value), original(value))
+        return next((constant for copy, constant in copies if copy is value), original(value))
 
     return of

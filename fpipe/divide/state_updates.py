@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fpipe.divide.dividing import Part
+from fpipe.divide.dividing import Segment
 from fpipe.errors import StageError
 from fpipe.graph.joint import StateLeaf, Upstream
 
@@ -17,22 +17,22 @@ _COPIES = frozenset(
 )
 
 
-def keep_changed(graph: fx.Graph, given: Sequence[fx.Node], states: int) -> list[int]:
+def keep_changed(graph: fx.Graph, inputs: Sequence[fx.Node], states: int) -> list[int]:
     """Return the leaves of the state that change alone, and say which they are.
 
     Args:
         graph: returns two lists, of which the first ends with the new state.
-        given: the placeholders of parameters and state.
+        inputs: the placeholders of parameters and state.
         states: how many leaves the state has, the last of `given` and of what is returned.
     """
     end = graph.output_node()
     returned: Any = end.args[0]
     results, gradients = list(returned[0]), returned[1]
-    first, before = len(given) - states, len(results) - states
+    first, before = len(inputs) - states, len(results) - states
     changed = [
         leaf
-        for leaf in range(first, len(given))
-        if _copied(results[before + leaf - first]) is not given[leaf]
+        for leaf in range(first, len(inputs))
+        if _copied(results[before + leaf - first]) is not inputs[leaf]
     ]
     results[before:] = [results[before + leaf - first] for leaf in changed]
     end.args = ((results, gradients),)
@@ -49,7 +49,7 @@ def _copied(node: Any) -> Any:
 def updates_of(
     name: str,
     paths: Sequence[str],
-    parts: Sequence[Part],
+    segments: Sequence[Segment],
     results: Sequence[Upstream],
     changed: Sequence[int],
 ) -> dict[int, Upstream]:
@@ -58,7 +58,7 @@ def updates_of(
     Args:
         name: of the function, for messages.
         paths: how a user would write each leaf of parameters and state.
-        parts: what is between the cuts.
+        segments: those between the cuts.
         results: where each result comes from, those of `changed` last.
         changed: the leaves of the state that change.
 
@@ -68,7 +68,9 @@ def updates_of(
     updates: dict[int, Upstream] = {}
     for leaf, source in zip(changed, results[len(results) - len(changed) :], strict=True):
         updates[leaf] = source
-        readers = [i for i, part in enumerate(parts) if StateLeaf(leaf) in part.sources.values()]
+        readers = [
+            i for i, segment in enumerate(segments) if StateLeaf(leaf) in segment.sources.values()
+        ]
         if any(reader != source.stage for reader in readers):
             raise StageError(
                 f"{name} reads {paths[leaf]} in stage "

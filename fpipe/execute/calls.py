@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fpipe import pytree
 from fpipe.dtensors import placements_of
-from fpipe.errors import PipelineError, told
+from fpipe.errors import PipelineError, error_text
 from fpipe.execute.digests import digest, identity
 from fpipe.execute.gathering import connected, gather_objects
 from fpipe.execute.header import CALLS, HISTORY, Header, check_calls, check_keys, start_headers
@@ -50,8 +50,8 @@ NOWHERE = torch.device("meta")
 """Stands for every rank's own device in what ranks compare."""
 
 
-class Given(NamedTuple):
-    """What this rank was called with, read and checked.
+class Arguments(NamedTuple):
+    """The arguments of this rank's call, read and checked.
 
     Attributes:
         params: with the parts of this rank's stages.
@@ -77,18 +77,18 @@ class Given(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What this rank was called for, under way to the others.
+    """A call of this rank, announced to the other ranks.
 
     Attributes:
         goal: what is asked for.
-        given: what this rank was called with, None if it cannot be used.
+        arguments: of this rank, None if they are wrong.
         problem: why not.
         header: what the others are told of it.
         headers: waits for those of all ranks.
     """
 
     goal: Goal
-    given: Given | None
+    arguments: Arguments | None
     problem: Exception | None
     header: Header
     headers: Callable[[], list[Header]]
@@ -100,10 +100,10 @@ class Call(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What all ranks are about to run.
+    """The run on which all ranks have agreed.
 
     Attributes:
-        given: what this rank was called with.
+        arguments: of this rank.
         plan: the same on all ranks.
         records: whether any rank records the step.
         offsets: of all ranks, in their headers: with the plan they tell which kernels run.
@@ -111,7 +111,7 @@ class Agreed(NamedTuple):
         share: what the losses of this replica count in a mean over the rows of all replicas.
     """
 
-    given: Given
+    arguments: Arguments
     plan: Plan
     records: bool
     offsets: tuple[int, ...]
@@ -189,7 +189,7 @@ class Calls:
         self._divided = int(data is not None)
         # All ranks agree on the same in the same order, and so forget the same.
         self._agreed: Latest[tuple[int, ...], _Kept] = Latest()
-        # What this rank alone expects.
+        # The plans that this rank expects, whatever the others do.
         self._expected: Latest[tuple[int, int, int], Plan] = Latest()
 
     def announce(self, request: Request, goal: Goal, name: str | None = None) -> Call:
@@ -203,11 +203,11 @@ class Calls:
             goal: what is asked for.
             name: what was called, if not the method of the goal.
         """
-        given, problem = self._attempt(request)
+        arguments, problem = self._attempt(request)
         try:
-            header = self._header(given, name or f"pipe.{goal}")
+            header = self._header(arguments, name or f"pipe.{goal}")
             headers = start_headers(header, self._control, self._number)
-            return Call(goal, given, problem, header, headers)
+            return Call(goal, arguments, problem, header, headers)
         finally:
             del problem
 
@@ -233,37 +233,37 @@ class Calls:
         """The plan that all ranks of this row run, and what other rows must have alike."""
         check_calls(headers)
         check_keys(headers)
-        given = call.given
-        # A value of which any rank wants the gradients is a step of all.
-        asked = headers[0].call
+        arguments = call.arguments
+        # If any rank wants gradients of a value, all ranks run a step.
+        called = headers[0].call
         if any(header.call == CALLS.index(HISTORY) for header in headers):
-            asked = CALLS.index("pipe.step")
+            called = CALLS.index("pipe.step")
             call = call._replace(goal="step")
-        shapes = (asked, *(word for h in headers for word in (h.batch, h.params)))
-        if given is None or shapes not in self._agreed or any(h.failed for h in headers):
+        shapes = (called, *(word for h in headers for word in (h.batch, h.params)))
+        if arguments is None or shapes not in self._agreed or any(h.failed for h in headers):
             signature = self._make_signature(call)
-            assert given is not None
-            # Kept only when made: what any rank refused is refused again, by all of them.
-            made = self._make_plan(signature)
+            assert arguments is not None
+            # A failure is not kept: all ranks refuse such a call again.
+            plan = self._make_plan(signature)
             alike = same_numbers([h.numbers for h in headers])
-            program = made.programs[self._rank]
+            program = plan.programs[self._rank]
             facts = facts_of(
-                signature, made, program, self._setup, partial(self._copies, made, given.params)
+                signature, plan, program, self._setup, partial(self._copies, plan, arguments.params)
             )
-            self._agreed[shapes] = _Kept(made, set(), alike, facts)
-            self._compare_copies(made, given.params)
+            self._agreed[shapes] = _Kept(plan, set(), alike, facts)
+            self._compare_copies(plan, arguments.params)
         kept = self._agreed[shapes]
         if kept.alike and not same_numbers([h.numbers for h in headers]):
-            check_numbers(gather_objects(self._sample(given), self._control))
+            check_numbers(gather_objects(self._sample(arguments), self._control))
             kept.alike = False  # they are rounded otherwise
         self._expected[call.kind] = kept.plan
         offsets = tuple(h.offsets for h in headers)
         records = any(h.records for h in headers)
-        agreed = Agreed(given, kept.plan, records, offsets, kept.proven)
+        agreed = Agreed(arguments, kept.plan, records, offsets, kept.proven)
         facts, kept.facts = kept.facts, kept.facts._replace(copies=None)
         return agreed, facts
 
-    def _attempt(self, request: Request) -> tuple[Given | None, Exception | None]:
+    def _attempt(self, request: Request) -> tuple[Arguments | None, Exception | None]:
         """The request, read, or why it cannot be used."""
         if request.problem is not None:
             return None, request.problem
@@ -272,68 +272,70 @@ class Calls:
         except Exception as error:
             return None, error
 
-    def _header(self, given: Given | None, name: str) -> Header:
-        if given is None:
+    def _header(self, arguments: Arguments | None, name: str) -> Header:
+        if arguments is None:
             return Header(1, CALLS.index(name), 0, 0, 0, divided=self._divided)
         batch = 0
-        if given.parts is not None:
-            batch = identity((given.parts.division, given.batch))
-        own = identity((*given.shapes.items(), given.held, self._planner.ambient()))
+        if arguments.parts is not None:
+            batch = identity((arguments.parts.division, arguments.batch))
+        params = identity((*arguments.shapes.items(), arguments.held, self._planner.ambient()))
         records = int(ACTIVE.get() is not None)
-        offsets = _offsets(given) if self._device.type == "cuda" else 0
-        places = map(placements_of, given.params.specs)
+        offsets = _offsets(arguments) if self._device.type == "cuda" else 0
+        places = map(placements_of, arguments.params.specs)
         self._divided = int(self._data is not None or any(map(any, places)))
         return Header(
             0,
             CALLS.index(name),
             batch,
-            own,
+            params,
             records,
-            as_number(given.key),
+            as_number(arguments.key),
             offsets,
-            given.numbers,
+            arguments.numbers,
             self._divided,
         )
 
-    def _read(self, request: Request) -> Given:
-        own, batch = self._reader.params(request.params), request.batch
+    def _read(self, request: Request) -> Arguments:
+        params, batch = self._reader.params(request.params), request.batch
         parts, shapes = None, None
         if batch is not None:
             parts = self._reader.batch(batch)
             shapes = tuple(shape.on(NOWHERE) for shape in batch_shapes(parts))
-        described = own.shapes(NOWHERE)
+        described = params.shapes(NOWHERE)
         params_shapes = {stage: described[stage] for stage in self._stages}
         held = None
-        if own.shared and self._stages:
-            held = tuple(not leaf.is_meta for leaf in own.stages[0])
-        # What a transform puts beside the batch may differ from rank to rank.
+        if params.shared and self._stages:
+            held = tuple(not leaf.is_meta for leaf in params.stages[0])
+        # Arguments that a transform adds to the batch may differ from rank to rank.
         whole = parts is not None and self._reader.common(batch) is batch
         numbers = trace_of(parts) if parts is not None and whole else 0
-        common = (own, parts, params_shapes, shapes, request.key, batch, held, numbers)
-        return Given(*common, request.scale)
+        common = (params, parts, params_shapes, shapes, request.key, batch, held, numbers)
+        return Arguments(*common, request.scale)
 
-    def _sample(self, given: Given | None) -> Sample | None:
+    def _sample(self, arguments: Arguments | None) -> Sample | None:
         """Numbers of the batch that this rank was given, None if it was given none."""
-        if given is None or given.parts is None:
+        if arguments is None or arguments.parts is None:
             return None
-        return sample(self._reader.common(given.whole))
+        return sample(self._reader.common(arguments.whole))
 
     def _make_signature(self, call: Call) -> Signature:
-        """Exchange offers, and put together what all ranks were given."""
-        goal, given, problem = call.goal, call.given, call.problem
+        """Exchange offers, and combine them into the signature of all ranks."""
+        goal, arguments, problem = call.goal, call.arguments, call.problem
         offer = Offer(
             setup=self._setup,
-            params={} if given is None else given.shapes,
-            held=None if given is None else given.held,
-            division=None if given is None or given.parts is None else given.parts.division,
-            batch=None if given is None else given.batch,
-            sample=self._sample(given),
+            params={} if arguments is None else arguments.shapes,
+            held=None if arguments is None else arguments.held,
+            division=None
+            if arguments is None or arguments.parts is None
+            else arguments.parts.division,
+            batch=None if arguments is None else arguments.batch,
+            sample=self._sample(arguments),
             ambient=self._planner.ambient(),
             schedule=repr(self._schedule),
-            problem=None if problem is None else told(problem),
+            problem=None if problem is None else error_text(problem),
         )
         if problem is None and (problem := unsendable(offer)) is not None:
-            offer = offer._replace(params={}, batch=None, problem=told(problem))
+            offer = offer._replace(params={}, batch=None, problem=error_text(problem))
         offers: list[Offer] = gather_objects(offer, self._control)
         check_offers(offers, self._rank, problem)
         warn_of_other_numbers(offers)
@@ -375,22 +377,22 @@ class Calls:
         several = sorted(leaf for leaf, ranks in readers.items() if len(ranks) > 1)
         if several:
             paths = pytree.paths(params.spec)
-            own = {
+            copies = {
                 paths[leaf]: numbers(params.stages[0][leaf])
                 for leaf in several
                 if self._rank in readers[leaf]
             }
-            warn_of_other_copies(gather_objects(own, self._control))
+            warn_of_other_copies(gather_objects(copies, self._control))
 
     def _copies(self, plan: Plan, params: Parameters) -> Sample:
         """Numbers of the parameters that this rank reads and every replica has whole."""
-        found: Sample = {}
+        copies: Sample = {}
         for stage, leaf, _ in plan.programs[self._rank].bindings.params:
             if placements_of(params.specs[stage])[leaf] is None:
                 path = pytree.paths(params.specs[stage])[leaf]
                 where = path if params.shared else f"[{stage}]{path}"
-                found[where] = numbers(params.stages[stage][leaf])
-        return found
+                copies[where] = numbers(params.stages[stage][leaf])
+        return copies
 
     def _planned(self, signature: Signature) -> tuple[Plan | None, str, Exception | None]:
         """The plan and its digest, or why there is none."""
@@ -401,21 +403,21 @@ class Calls:
             texts = [describe(program, weighed=False) for program in plan.programs]
             return plan, digest("\n".join((*texts, plan.fingerprint))), None
         except Exception as error:
-            return None, told(error), error
+            return None, error_text(error), error
 
     def expected(self, call: Call) -> Plan | None:
         """The plan of the last call that was like this one as far as this rank knows, if any."""
         return self._expected.get(call.kind)
 
 
-def _offsets(given: Given) -> int:
+def _offsets(arguments: Arguments) -> int:
     """Where the arguments that lie on a device begin, in bytes after a multiple of `_ALIGNED`.
 
     torch has other kernels for those that do not begin at one.
     """
-    groups = [given.params.stages[stage] for stage in given.shapes]
-    if given.parts is not None:
-        groups.extend(given.parts.leaves)
+    groups = [arguments.params.stages[stage] for stage in arguments.shapes]
+    if arguments.parts is not None:
+        groups.extend(arguments.parts.leaves)
     offsets = tuple(
         leaf.storage_offset() * leaf.itemsize % _ALIGNED
         for leaves in groups

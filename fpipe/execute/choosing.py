@@ -24,16 +24,16 @@ from fpipe.trace.chain import ChainTracer
 
 
 def workshop_of(definition: Definition) -> Workshop:
-    """What makes the code of the stages.
+    """The workshop that compiles the stages.
 
-    Of the schedule it depends on the number of stages, and on the device of each, alone.
+    It depends on no more of the schedule than the number of stages and the device of each.
     """
     both = policies(definition.remat, definition.schedule.num_stages)
     return Workshop(_tracer(definition), Compiler(definition.compile), both)
 
 
 def controller_of(definition: Definition, reader: Reader, workshop: Workshop) -> Controller:
-    """Who drives the ranks of this process.
+    """The controller that drives the ranks of this process.
 
     Args:
         definition: of the pipeline.
@@ -65,7 +65,7 @@ def controller_of(definition: Definition, reader: Reader, workshop: Workshop) ->
 
 
 def _tracer(definition: Definition) -> ChainTracer | FunctionTracer:
-    """What turns the user's functions into a chain of graphs."""
+    """The tracer that turns the user's functions into a chain of graphs."""
     if definition.function:
         return FunctionTracer(
             definition.loss,

@@ -1,4 +1,4 @@
-"""What a pipeline asks of whoever drives its ranks."""
+"""The interface through which a pipeline drives its ranks."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from fpipe import pytree
 from fpipe.definition import Definition
-from fpipe.errors import PipelineError, StageError, told
+from fpipe.errors import PipelineError, StageError, error_text
 from fpipe.execute.ahead import Ahead, prelude
-from fpipe.execute.calls import Agreed, Given
+from fpipe.execute.calls import Agreed, Arguments
 from fpipe.execute.fault import Fault, Torn
 from fpipe.execute.gathering import gather, gather_objects
 from fpipe.execute.gradient_squares import count_to_send, norm_of_ranks, squares_to_send
@@ -74,9 +74,9 @@ class Execution:
         self._stages = list(definition.schedule.stages_of(self._rank))
         self._device = device
 
-    def ahead(self, plan: Plan, given: Given) -> Ahead | None:
+    def ahead(self, plan: Plan, arguments: Arguments) -> Ahead | None:
         """Compute by a plan that is expected, up to the first message; None if there is nothing."""
-        # What is dropped is computed again, but the processes in its collectives do so once.
+        # Dropped work is computed again; the other processes join its collectives only once.
         if plan.communicates:
             return None
         program = observed(plan.programs[self._rank], None)
@@ -85,7 +85,7 @@ class Execution:
             return None
         with torch.no_grad(), without_autocast():
             try:
-                run = self._load(program, plan, given)
+                run = self._load(program, plan, arguments)
             except Exception:
                 return None  # it fails again when all ranks are there to hear of it
             return Ahead(plan, run, until, self._device)
@@ -97,7 +97,7 @@ class Execution:
             PipelineError: a rank failed, and all of them have come to the end of their programs.
             ConnectionLost: a rank is gone.
         """
-        given, plan, records, offsets, proven, share = agreed
+        arguments, plan, records, offsets, proven, share = agreed
         transport = self._transport if offsets in proven else self._first
         marks: Marks | None = {} if records else None
         recording = ACTIVE.get()
@@ -105,20 +105,20 @@ class Execution:
         run = ahead.run if ahead else Run(observed(plan.programs[self._rank], marks, alone=alone))
         failure: PipelineError | None = None
         total: LossSum | None = None
-        squares = [0.0] * (count_to_send(given.params) if plan.clips else 0)
+        squares = [0.0] * (count_to_send(arguments.params) if plan.clips else 0)
         begun = False
         transport.begin()
         with torch.no_grad(), without_autocast():
             try:
                 if ahead is None:
-                    run = self._load(run.program, plan, given, share)
+                    run = self._load(run.program, plan, arguments, share)
                 begun = True
                 if ahead is not None:
                     ahead.join(transport)
                 run.advance(transport)
                 total = _share_of(loss_sum(plan, [run]), share)
                 if plan.clips:
-                    squares = squares_to_send(self._result(plan, run, given, total))
+                    squares = squares_to_send(self._result(plan, run, arguments, total))
             except ConnectionLost:
                 raise
             except Interrupted:
@@ -146,18 +146,19 @@ class Execution:
                 del failure  # with its traceback this frame would keep itself, and the pipeline
         proven.add(offsets)
         if records:
-            own = Clock.here(), marks
-            everyone = gather_objects(own, self._control)
+            everyone = gather_objects((Clock.here(), marks), self._control)
             if recording is not None:
                 recording.timelines.append(timeline_of(plan.schedule, aligned(everyone)))
-        result = self._result(plan, run, given, total)
+        result = self._result(plan, run, arguments, total)
         if plan.clips:
-            result.norm = norm_of_ranks(rows, given.params)
+            result.norm = norm_of_ranks(rows, arguments.params)
         return result
 
-    def _result(self, plan: Plan, run: Run, given: Given, total: LossSum | None) -> RunResult:
-        own = self._definition, self._rank
-        return RunResult(*own, plan, [run], given.params, given.whole, total)
+    def _result(
+        self, plan: Plan, run: Run, arguments: Arguments, total: LossSum | None
+    ) -> RunResult:
+        params, batch = arguments.params, arguments.whole
+        return RunResult(self._definition, self._rank, plan, [run], params, batch, total)
 
     def _is_shared(self, plan: Plan) -> bool:
         """Whether processes of other rows wait for this one in collectives of its pieces.
@@ -166,26 +167,26 @@ class Execution:
         """
         return plan.communicates and self._rows is not None and self._rows.active
 
-    def _load(self, program: Program, plan: Plan, given: Given, share: float = 1.0) -> Run:
-        if program.bindings.batch and given.parts is None:
+    def _load(self, program: Program, plan: Plan, arguments: Arguments, share: float = 1.0) -> Run:
+        if program.bindings.batch and arguments.parts is None:
             raise PipelineError(
                 f"rank {self._rank} was given batch=None, but its stages {self._stages} read "
                 "the batch: pass it on this rank too",
                 rank=self._rank,
             )
-        self._check_params(program, given.params)
-        if given.parts is not None and any(leaf.is_meta for leaf in given.parts.leaves[0]):
-            self._check_batch(program, given.parts)
+        self._check_params(program, arguments.params)
+        if arguments.parts is not None and any(leaf.is_meta for leaf in arguments.parts.leaves[0]):
+            self._check_batch(program, arguments.parts)
         run = load(
             program,
             plan.seeds,
-            given.params,
-            given.parts,
+            arguments.params,
+            arguments.parts,
             self._device,
-            given.key,
+            arguments.key,
             brings_params=not self._copies_params,
         )
-        factor = share * given.scale
+        factor = share * arguments.scale
         if factor != 1.0:
             for _, slot in program.bindings.seeds:
                 run.slots[slot] = run.slots[slot] * factor
@@ -237,7 +238,7 @@ class Execution:
         cause = error.__cause__
         if not isinstance(error, PipelineError):
             cause = error
-            error = PipelineError(f"rank {self._rank} failed: {told(error)}", rank=self._rank)
+            error = PipelineError(f"rank {self._rank} failed: {error_text(error)}", rank=self._rank)
         fault = Fault.of(error)
         self._watch.report(fault)
         failure = fault.error()
@@ -245,7 +246,7 @@ class Execution:
         return failure
 
     def _reported(self) -> PipelineError:
-        """What failed on another rank."""
+        """The failure that another rank reported."""
         fault = self._watch.await_fault()
         if fault is None:
             fault = Fault(None, "a rank failed and could not tell why", breaks=False)

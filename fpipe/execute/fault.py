@@ -1,4 +1,4 @@
-"""What ranks tell each other when one of them fails."""
+"""The message that ranks send each other when one of them fails."""
 
 from __future__ import annotations
 

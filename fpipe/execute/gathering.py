@@ -1,4 +1,4 @@
-"""What every rank gets of all others: tensors of one shape, and picklable values."""
+"""All-gathers: tensors of one shape, and picklable values."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     ]
 
 
-def gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gather(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The tensors of all ranks, all of one shape, along a new first dimension.
 
     Raises:
         ConnectionLost: a rank is gone.
     """
-    return start_gather(own, group)()
+    return start_gather(value, group)()
 
 
 def start_gather(
-    own: Tensor, group: dist.ProcessGroup, tell: Callable[[float], None] | None = None
+    value: Tensor, group: dist.ProcessGroup, tell: Callable[[float], None] | None = None
 ) -> Callable[[], Tensor]:
     """Begin to gather; what comes back waits for the tensors of all ranks.
 
@@ -56,7 +56,7 @@ def start_gather(
     """
     # Gloo gathers and reduces around a ring, one rank after the other. This is one message to each,
     # and takes a fourth of the time on four ranks whose cores are asleep.
-    copies = own.expand(group.size(), *own.shape).contiguous()
+    copies = value.expand(group.size(), *value.shape).contiguous()
     everyone = torch.empty_like(copies)
     work = connected(lambda: group.alltoall_base(everyone, copies, [], []))
 

@@ -29,7 +29,7 @@ PROGRAMS: Final[Mapping[str, str]] = {
     "update": "trainer.programs",
     "clip": "trainer.programs with max_norm",
 }
-"""What is called for the programs of each goal."""
+"""The call that returns the programs of each goal."""
 
 CALLS = (
     *("pipe.step", HISTORY, "pipe.value", "pipe.forward", "pipe.add_up", PROGRAMS["step"]),
@@ -41,14 +41,14 @@ CALLS = (
     PROGRAMS["update"],
     PROGRAMS["clip"],
 )
-"""What all ranks do together."""
+"""The calls that all ranks make together."""
 
 Marked = tuple[float, bool]
 """A sum, and a mark that it has if one of the numbers that were added up has it."""
 
 
 class Addend(NamedTuple):
-    """What a rank brings to a sum over all of them.
+    """A rank's addend in a sum over all ranks.
 
     Attributes:
         number: to be added up.
@@ -158,8 +158,14 @@ def check_calls(headers: Sequence[Header]) -> None:
     rank = odd_one_out(calls)
     if rank is not None:
         other = next(call for call in calls if call != calls[rank])
-        asked = next((CALLS[call] for call in calls if CALLS[call] in PROGRAMS.values()), None)
-        more = f"; {asked} too, and one may print what it returns" if asked is not None else ""
+        programs_call = next(
+            (CALLS[call] for call in calls if CALLS[call] in PROGRAMS.values()), None
+        )
+        more = (
+            f"; {programs_call} too, and one may print what it returns"
+            if programs_call is not None
+            else ""
+        )
         raise refusal(
             rank,
             f"rank {rank} called {CALLS[calls[rank]]}, but others called {CALLS[other]}: all ranks "
@@ -188,16 +194,16 @@ def meet(call: str, group: dist.ProcessGroup, pipeline: int) -> None:
     Raises:
         PipelineError: a rank does something else.
     """
-    own = Header(0, CALLS.index(call), 0, 0, 0)
-    check_calls(gather_headers(own, group, pipeline))
+    header = Header(0, CALLS.index(call), 0, 0, 0)
+    check_calls(gather_headers(header, group, pipeline))
 
 
 def of_number(call: str, value: Addend | None) -> Header:
     """The header of a call that adds a number up; None where this rank has none."""
-    own = value or Addend(0.0)
-    (bits,) = struct.unpack("<q", struct.pack("<d", own.number))
+    addend = value or Addend(0.0)
+    (bits,) = struct.unpack("<q", struct.pack("<d", addend.number))
     failed = int(value is None)
-    return Header(failed, CALLS.index(call), bits, int(own.marked), 0, as_number(own.key))
+    return Header(failed, CALLS.index(call), bits, int(addend.marked), 0, as_number(addend.key))
 
 
 def sum_of(headers: Sequence[Header]) -> Marked:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fpipe.dtensors import Placed, meshes_of, placements_of, whole_mesh
-from fpipe.errors import BatchError, PipelineError, told
+from fpipe.errors import BatchError, PipelineError, error_text
 from fpipe.execute.digests import digest, identity
 from fpipe.execute.gathering import gather, gather_objects
 from fpipe.execute.refusal import odd_one_out, refusal
@@ -42,7 +42,7 @@ Alike = tuple[tuple[str, str], ...]
 
 
 class Facts(NamedTuple):
-    """What a row tells the others of the step that it is about to take.
+    """Facts about a row's next step, for the other rows.
 
     Attributes:
         everywhere: what all rows must have alike.
@@ -76,7 +76,7 @@ def check_meshes(signature: Signature, pipeline: str) -> None:
     """
     known = meshes_of(pipeline)
     for place in places_in(signature):
-        # What lies over "pp" the planner refuses.
+        # The planner refuses DTensors over "pp".
         if place.mesh not in known and "pp" not in (place.dims[0] or ()):
             raise BatchError(
                 f"params has a DTensor over {place.mesh}, which is no part of the pipeline's mesh: "
@@ -92,7 +92,7 @@ def facts_of(
     setup: Mapping[str, str],
     copies: Callable[[], Sample],
 ) -> Facts:
-    """What a row tells the others of a step that it has not taken before.
+    """Collect the facts about a step that a row has not taken before.
 
     Args:
         signature: of the step.
@@ -164,8 +164,8 @@ class Rows:
             tuple(at for at, name in zip(place, others, strict=True) if name not in data)
             for place in places
         ]
-        own = beside[self._place]
-        self._one_of_each = [at for at, place in enumerate(beside) if place == own]
+        here = beside[self._place]
+        self._one_of_each = [at for at, place in enumerate(beside) if place == here]
         self._deed = "holds a replica of" if data else "shares DTensors with"
 
     def topic(self) -> str | None:
@@ -207,9 +207,9 @@ class Rows:
             word = [identity(facts.everywhere), identity(facts.within), facts.rows, is_new]
         words = gather(torch.tensor(word, device="cpu"), self._peers).tolist()
         same = len({everywhere for everywhere, *_ in words}) == 1
-        pairs = {(replica, own[1]) for replica, own in zip(self._replicas, words, strict=True)}
+        pairs = {(replica, row[1]) for replica, row in zip(self._replicas, words, strict=True)}
         if facts is None or not same or len(pairs) > len({*self._replicas}):
-            text = None if problem is None else told(problem)
+            text = None if problem is None else error_text(problem)
             everyone = gather_objects((facts and facts._replace(copies=None), text), self._peers)
             if problem is None:
                 raise self._difference(everyone)
@@ -232,9 +232,9 @@ class Rows:
         Raises:
             PipelineError: on all of them.
         """
-        found = unlike([samples[at] for at in self._one_of_each], COPIED)
-        if found is not None:
-            path, one, other = found
+        difference = unlike([samples[at] for at in self._one_of_each], COPIED)
+        if difference is not None:
+            path, one, other = difference
             ranks = [self._ranks[at] for at in self._one_of_each]
             raise refusal(
                 None,
@@ -262,10 +262,10 @@ class Rows:
         )
 
     def _odd_fact(self, known: Sequence[Facts]) -> tuple[str, int]:
-        """What differs, and the process that has it."""
+        """The fact that differs, and the process that has it."""
         groups = [(list(range(len(known))), [facts.everywhere for facts in known])]
         for replica in dict.fromkeys(self._replicas):
-            members = [at for at, own in enumerate(self._replicas) if own == replica]
+            members = [at for at, number in enumerate(self._replicas) if number == replica]
             groups.append((members, [known[at].within for at in members]))
         return next(
             (alike[0][0], self._ranks[members[place]])

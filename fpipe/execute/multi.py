@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from fpipe.definition import Definition
 from fpipe.dtensors import recall
-from fpipe.errors import FpipeError, PipelineError, told
+from fpipe.errors import FpipeError, PipelineError, error_text
 from fpipe.execute.ahead import Ahead
 from fpipe.execute.calls import Call, Calls
 from fpipe.execute.controller import Gather
@@ -99,11 +99,11 @@ class MultiController:
             self._control = self._lines.make("gloo", "control", range(group.size()))
         # None of these refers to this object: a cycle would keep threads, connections and code
         # until the garbage collector comes by.
-        asked = dist.PrefixStore("fpipe", store_to_ask())
+        watch_store = dist.PrefixStore("fpipe", store_to_ask())
         dims = () if data is None else data.dims
         rows = self._rows = rows_of(group, store, self._lines.timeout, dims)
         self._watch = Watch(
-            asked,
+            watch_store,
             members,
             self._rank,
             definition.timeout,
@@ -116,10 +116,10 @@ class MultiController:
         hindered = False
         if device.type == "cuda":
             self._transports.append(self._connected(StagedTransport, device))
-            found = hindrances()
-            setup = {**setup, **{name: str(is_set) for name, is_set in found.items()}}
-            hindered = any(found.values())
-            _warn_of(found)
+            settings = hindrances()
+            setup = {**setup, **{name: str(is_set) for name, is_set in settings.items()}}
+            hindered = any(settings.values())
+            _warn_of(settings)
         self._execute = Execution(
             self._transports[-1 if hindered else 0],
             self._transports[-1],
@@ -191,9 +191,9 @@ class MultiController:
     def _ahead(self, call: Call) -> Ahead | None:
         """Run by the plan that this call had before, while its header is under way."""
         plan = self._calls.expected(call)
-        if plan is None or call.given is None or call.header.records:
+        if plan is None or call.arguments is None or call.header.records:
             return None
-        return self._execute.ahead(plan, call.given)
+        return self._execute.ahead(plan, call.arguments)
 
     def programs(self, request: Request, goal: Goal) -> tuple[Program, ...]:
         """The programs of all ranks for a training step; every rank must ask for them."""
@@ -223,13 +223,13 @@ class MultiController:
         def work() -> Marked:
             nonlocal problem
             try:
-                own = of_number(call, make())
+                header = of_number(call, make())
             except Exception as error:
-                own, problem = of_number(call, None), error
-            headers = gather_headers(own, self._control, self._number)
+                header, problem = of_number(call, None), error
+            headers = gather_headers(header, self._control, self._number)
             check_calls(headers)
             if any(header.failed for header in headers):
-                text = None if problem is None else told(problem)
+                text = None if problem is None else error_text(problem)
                 texts = gather_objects(text, self._control)
                 check_problems(deed, texts, self._rank, problem)
             check_keys(headers)
@@ -358,7 +358,7 @@ class MultiController:
         if isinstance(error, PipelineError):
             fault = replace(Fault.of(error), breaks=True)
         else:
-            fault = Fault(self._rank, f"rank {self._rank} failed: {told(error)}", breaks=True)
+            fault = Fault(self._rank, f"rank {self._rank} failed: {error_text(error)}", breaks=True)
         self._broken = fault  # already, for who has interrupted this may do so again
         return self._give_up(self._watch.report(fault))
 
@@ -382,19 +382,19 @@ def _ring(lines: Lines, rows: Rows | None) -> None:
 
 
 def _settle(controller: weakref.ref[MultiController], goal: Goal, text: str) -> None:
-    own = controller()
-    if own is not None:
-        own.settle(goal, FpipeError(text))
+    alive = controller()
+    if alive is not None:
+        alive.settle(goal, FpipeError(text))
 
 
 def _warn_of(settings: Mapping[str, bool]) -> None:
     """Say so if no message may go from device to device."""
-    found = [f"{name}={os.environ[name]}" for name, is_set in settings.items() if is_set]
-    if found:
+    hindering = [f"{name}={os.environ[name]}" for name, is_set in settings.items() if is_set]
+    if hindering:
         log.warning(
             "%s keeps a device from computing while a message of NCCL waits, so that ranks would "
             "wait for each other for ever: all messages of this pipeline go by way of the CPU",
-            " and ".join(found),
+            " and ".join(hindering),
         )
 
 

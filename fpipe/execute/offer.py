@@ -23,7 +23,7 @@ log = logging.getLogger("fpipe")
 
 
 class Offer(NamedTuple):
-    """What a rank brings to a new plan.
+    """A rank's proposal for a new plan.
 
     Attributes:
         setup: digest of everything that must be the same on all ranks, by name.
@@ -48,18 +48,18 @@ class Offer(NamedTuple):
     problem: str | None
 
 
-def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -> None:
+def check_offers(offers: Sequence[Offer], this_rank: int, problem: Exception | None) -> None:
     """Refuse offers that do not fit together.
 
     Args:
         offers: of all ranks.
-        own: this rank.
+        this_rank: the number of this rank.
         problem: what is wrong with what this rank was given, if anything is.
 
     Raises:
         PipelineError: names the rank and what it brought; its cause is `problem`.
     """
-    check_problems("run this step", [offer.problem for offer in offers], own, problem)
+    check_problems("run this step", [offer.problem for offer in offers], this_rank, problem)
     for name in offers[0].setup:
         rank_or_none = odd_one_out([offer.setup.get(name, "") for offer in offers])
         if rank_or_none is not None:
@@ -104,8 +104,8 @@ def check_offers(offers: Sequence[Offer], own: int, problem: Exception | None) -
 
 def _both(offers: Sequence[Offer], odd: int) -> str:
     """The schedules of this rank and of one with another, for a message."""
-    own = offers[odd].setup["schedule"]
-    other = next(o.schedule for o in offers if o.setup.get("schedule") != own)
+    odd_digest = offers[odd].setup["schedule"]
+    other = next(o.schedule for o in offers if o.setup.get("schedule") != odd_digest)
     if other != offers[odd].schedule:
         return f" ({offers[odd].schedule}, not {other})"
     return " (a search that ends by the clock finds another on each: give fpipe.search iterations=)"
@@ -120,15 +120,15 @@ def shared_parameters(offers: Sequence[Offer]) -> TreeShape | None:
     Raises:
         PipelineError: a rank has others than the other ranks; names it, and the leaf.
     """
-    found = {
+    by_rank = {
         rank: (next(iter(offer.params.values())), offer.held)
         for rank, offer in enumerate(offers)
         if offer.held is not None
     }
-    if not found:
+    if not by_rank:
         return None
-    ranks = list(found)
-    trees = [found[rank][0] for rank in ranks]
+    ranks = list(by_rank)
+    trees = [by_rank[rank][0] for rank in ranks]
 
     def refuse(values: Sequence[Hashable], among: Sequence[int], where: str) -> None:
         odd = odd_one_out(values)
@@ -149,33 +149,33 @@ def shared_parameters(offers: Sequence[Offer]) -> TreeShape | None:
         refuse(orders, range(len(ranks)), f"with keys {unlike_keys(trees[odd], other)}")
     leaves = []
     for index, path in enumerate(pytree.paths(trees[0].spec)):
-        own = [t.leaves[index] for t in trees]
-        holders = [at for at, rank in enumerate(ranks) if (found[rank][1] or ())[index]]
+        leaf_shapes = [t.leaves[index] for t in trees]
+        holders = [at for at, rank in enumerate(ranks) if (by_rank[rank][1] or ())[index]]
         if not holders:
             holders = list(range(len(ranks)))
-        shapes = [in_words(own[at]) for at in holders]
+        shapes = [in_words(leaf_shapes[at]) for at in holders]
         refuse(shapes, holders, f"{' and '.join(sorted({*shapes}))} at {path}")
-        lie = [Layout(own[at].shape, own[at].stride).steps for at in holders]
+        lie = [Layout(leaf_shapes[at].shape, leaf_shapes[at].stride).steps for at in holders]
         refuse(lie, holders, f"of strides {' and '.join(map(str, sorted({*lie})))} at {path}")
-        leaves.append(own[holders[0]])
+        leaves.append(leaf_shapes[holders[0]])
     return trees[0]._replace(leaves=tuple(leaves))
 
 
 def check_verdicts(
-    verdicts: Sequence[tuple[bool, str]], own: int, problem: Exception | None
+    verdicts: Sequence[tuple[bool, str]], this_rank: int, problem: Exception | None
 ) -> None:
     """Refuse plans that differ between ranks, or that a rank could not make.
 
     Args:
         verdicts: of each rank whether it made a plan, and the plan's digest or what it raised.
-        own: this rank.
+        this_rank: the number of this rank.
         problem: what this rank raised, if it did.
 
     Raises:
         PipelineError: names the rank; its cause is `problem`.
     """
-    texts = [None if made else text for made, text in verdicts]
-    check_problems("make its programs", texts, own, problem)
+    texts = [None if is_made else text for is_made, text in verdicts]
+    check_problems("make its programs", texts, this_rank, problem)
     rank_or_none = odd_one_out(verdicts)
     if rank_or_none is not None:
         raise refusal(
@@ -188,10 +188,10 @@ def check_verdicts(
 
 def warn_of_other_numbers(offers: Sequence[Offer]) -> None:
     """Say that ranks were given batches of one shape that are not the same batch."""
-    found = unlike([offer.sample for offer in offers], ROUNDING)
-    if found is None:
+    difference = unlike([offer.sample for offer in offers], ROUNDING)
+    if difference is None:
         return
-    path, rank, other = found
+    path, rank, other = difference
     log.warning(
         "rank %d has other numbers in batch%s than rank %d: all ranks of a pipeline must be given "
         "the same batch, so seed their loaders alike, and divide data by replicas alone",
@@ -207,9 +207,9 @@ def check_numbers(samples: Sequence[Sample | None]) -> None:
     Raises:
         PipelineError: names the rank and the leaf.
     """
-    found = unlike(samples, ROUNDING)
-    if found is not None:
-        path, rank, other = found
+    difference = unlike(samples, ROUNDING)
+    if difference is not None:
+        path, rank, other = difference
         raise refusal(
             other,
             f"rank {other} has other numbers in batch{path} than rank {rank}, and had the same in "
@@ -225,10 +225,10 @@ def warn_of_other_copies(samples: Sequence[Sample]) -> None:
     Args:
         samples: of each rank, of the parameters that it reads and others do too.
     """
-    found = unlike(samples, COPIED)
-    if found is None:
+    difference = unlike(samples, COPIED)
+    if difference is None:
         return
-    path, rank, other = found
+    path, rank, other = difference
     log.warning(
         "rank %d has other numbers in params%s than rank %d, and both read it: each goes on with a "
         "copy of its own, so let them begin alike (one seed, pipe.init or pipe.load), and all "
@@ -252,12 +252,12 @@ def unsendable(offer: Offer) -> BatchError | None:
 
 
 def _unlike(one: Offer, other: Offer, at: int) -> str:
-    """In what microbatches are unlike; leaves are shown beside it, and structures are not."""
-    own, first = _microbatch(one, at)[1], _microbatch(other, at)[1]
-    if own.spec != first.spec:
+    """How two microbatches differ; the caller's message shows leaves, but no structures."""
+    tree, other_tree = _microbatch(one, at)[1], _microbatch(other, at)[1]
+    if tree.spec != other_tree.spec:
         return "of another structure"
-    same = own.orders == first.orders
-    return "of another shape" if same else f"with keys {unlike_keys(own, first)}"
+    same = tree.orders == other_tree.orders
+    return "of another shape" if same else f"with keys {unlike_keys(tree, other_tree)}"
 
 
 def _microbatch(offer: Offer, number: int) -> tuple[int, TreeShape]:

@@ -20,23 +20,23 @@ def refusal(rank: int | None, text: str) -> PipelineError:
 
 
 def check_problems(
-    deed: str, texts: Sequence[str | None], own: int, problem: Exception | None
+    deed: str, texts: Sequence[str | None], this_rank: int, problem: Exception | None
 ) -> None:
     """Refuse what a rank cannot do.
 
     Args:
         deed: what it cannot do.
         texts: of each rank what is wrong there, None if nothing is.
-        own: this rank.
+        this_rank: the number of this rank.
         problem: what is wrong on this rank, if anything is.
 
     Raises:
         PipelineError: about this rank if it has a problem, which is the cause, else about the first
             that has one; about none if all have the same.
     """
-    found = [rank for rank, text in enumerate(texts) if text is not None]
-    if len(found) > 1 and len({*texts}) == 1:
+    failing = [rank for rank, text in enumerate(texts) if text is not None]
+    if len(failing) > 1 and len({*texts}) == 1:
         raise refusal(None, f"no rank can {deed}: {texts[0]}") from problem
-    if found:
-        rank = own if own in found else found[0]
+    if failing:
+        rank = this_rank if this_rank in failing else failing[0]
         raise refusal(rank, f"rank {rank} cannot {deed}: {texts[rank]}") from problem

@@ -24,12 +24,14 @@ def agree_on_states(data: Data, run: Run) -> None:
     values = [run.slots[slot] for slot in slots]
     kinds = dict.fromkeys((value.dtype, value.device) for value in values)
     for dtype, device in kinds:
-        alike = [at for at, own in enumerate(values) if (own.dtype, own.device) == (dtype, device)]
+        alike = [
+            at for at, value in enumerate(values) if (value.dtype, value.device) == (dtype, device)
+        ]
         flat = torch.cat([values[at].reshape(-1) for at in alike])
         flat = _agreed(data, flat)
         parts = flat.split([values[at].numel() for at in alike])
-        for at, part in zip(alike, parts, strict=True):
-            run.slots[slots[at]] = part.view(values[at].shape).clone()
+        for at, piece in zip(alike, parts, strict=True):
+            run.slots[slots[at]] = piece.view(values[at].shape).clone()
 
 
 def _agreed(data: Data, flat: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from fpipe.random.key_tensors import check_key, is_key
 
 
 class Request(NamedTuple):
-    """What a call asks for, or why it cannot be used.
+    """The arguments of a call, or why they cannot be used.
 
     Attributes:
         params: as the stages take them.

@@ -141,7 +141,7 @@ class RunResult:
         names = definition.argnums
         if names == "params":
             return self._by_params(weight)
-        return definition.asked(
+        return definition.unwrap(
             tuple(
                 self._by_params(weight) if name == "params" else self._by_batch(weight)
                 for name in definition.wanted
@@ -155,29 +155,29 @@ class RunResult:
         Each leaf has memory of its own, though what a function returns may be what it was given,
         and lies where the given one does.
         """
-        spec, given = self.params.spec.children(), self.params.stages[0]
+        spec, leaves = self.params.spec.children(), self.params.stages[0]
         slots = dict(self.runs[0].program.results.states)
-        taken = {memory_of(leaf) for leaf in (*given, *pytree.flatten(self.batch)[0])}
+        taken = {memory_of(leaf) for leaf in (*leaves, *pytree.flatten(self.batch)[0])}
         values: list[Tensor] = []
-        for leaf in range(spec[0].num_leaves, len(given)):
-            value = self.runs[0].slots[slots[leaf]] if leaf in slots else given[leaf]
-            value = value.to(given[leaf].device)
+        for leaf in range(spec[0].num_leaves, len(leaves)):
+            value = self.runs[0].slots[slots[leaf]] if leaf in slots else leaves[leaf]
+            value = value.to(leaves[leaf].device)
             values.append(value.clone() if memory_of(value) in taken else value)
             taken.add(memory_of(values[-1]))
         with torch.no_grad():
             return self.definition.convention.state(pytree.unflatten(spec[1], values))
 
     def aux(self, out_dims: Any) -> Any:
-        """What the loss function returned beside the loss, its microbatches merged."""
+        """The loss function's aux outputs, merged over microbatches."""
         return self._merged(self.definition.convention.aux_dims(out_dims), "aux")
 
     def output(self, out_dims: Any) -> Any:
-        """What the last stage returned, its microbatches merged; None where another rank has it."""
+        """The last stage's output, merged over microbatches; None where another rank has it."""
         output = self._merged(self.definition.convention.out_dims(out_dims), "output")
         return output if self.rank in (None, self.plan.last_rank) else None
 
     def updates(self) -> dict[int, Moved]:
-        """What the optimizer has made of leaves of the parameters, by their places."""
+        """The leaves of the parameters that the optimizer has updated, by their places."""
         return {
             self.params.place(stage, leaf): run.slots[slot]
             for run in self.runs
@@ -240,16 +240,19 @@ class RunResult:
 
         They leave the slots, so that each can go when the caller's gradient is made of it.
         """
-        parts: dict[tuple[int, int], dict[int, Any]] = {}
+        sums: dict[tuple[int, int], dict[int, Any]] = {}
         for run in self.runs:
             for stage, leaf, microbatch, slot in run.program.results.grads:
-                parts.setdefault((stage, leaf), {})[microbatch] = run.slots[slot]
+                sums.setdefault((stage, leaf), {})[microbatch] = run.slots[slot]
             for *_, slot in run.program.results.grads:
                 run.slots[slot] = None
         join = self.plan.sink.join
         if join is None:
-            return {key: part[-1] for key, part in parts.items()}
-        return {key: _whole(self.plan, part, join) for key, part in sorted(parts.items())}
+            return {key: by_microbatch[-1] for key, by_microbatch in sums.items()}
+        return {
+            key: _whole(self.plan, by_microbatch, join)
+            for key, by_microbatch in sorted(sums.items())
+        }
 
     def _by_params(self, weight: Tensor | None) -> Any:
         """The gradients by the parameters: zeros where the loss does not depend on a leaf.
@@ -300,9 +303,9 @@ class RunResult:
         for run in self.runs:
             for _, leaf, microbatch, slot in sorted(run.program.results.batch_grads):
                 place = leaf if places is None else places[microbatch][leaf]
-                of_leaf, part = parts.setdefault(place, {}), run.slots[slot]
+                of_leaf, grad = parts.setdefault(place, {}), run.slots[slot]
                 before = of_leaf.get(microbatch)
-                of_leaf[microbatch] = part if before is None else before + part
+                of_leaf[microbatch] = grad if before is None else before + grad
         grads: list[Tensor | None] = []
         for index, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
             of_leaf = parts.get(index, {})
@@ -314,7 +317,7 @@ class RunResult:
             else:
                 along = dim if rest is None or index in rest else None
                 whole = divided_(_whole(self.plan, of_leaf, along), weight)
-                # Of a leaf that other ranks alone read, this one may have no data.
+                # A leaf that only other ranks read may have no data here.
                 device = whole.device if leaf.is_meta else leaf.device
                 grads.append(whole.to(device, leaf.dtype))
         return self.definition.convention.batch(pytree.unflatten(spec, grads))
@@ -340,7 +343,7 @@ def columns_of(plan: Plan, runs: Sequence[Run], start: int, end: int) -> list[li
 def _whole(plan: Plan, parts: Mapping[int, Tensor], dim: int | None) -> Tensor:
     """The sum of the parts of microbatches, or their rows in order along `dim`."""
     if dim is None:
-        return torch.stack([part for _, part in sorted(parts.items())]).sum(0)
+        return torch.stack([value for _, value in sorted(parts.items())]).sum(0)
     like = next(iter(parts.values()))
 
     def zeros(rows: int) -> Tensor:

@@ -45,7 +45,7 @@ def trace_of(parts: SplitBatch) -> int:
     It is made of the bytes with which the first microbatch begins and the last one ends. Ranks
     that have data in the same leaves have the same for the same batch; 0 where there is none.
     """
-    held, found = 0, 0
+    held, checksum = 0, 0
     for leaf, (first, last) in enumerate(zip(parts.leaves[0], parts.leaves[-1], strict=False)):
         if leaf >= _LEAVES or not first.is_cpu or not last.is_cpu:
             continue
@@ -53,10 +53,10 @@ def trace_of(parts: SplitBatch) -> int:
         if not first.nbytes or not last.nbytes:
             continue  # of a replica that has fewer rows than there are microbatches
         size = min(first.nbytes, _BYTES)
-        found = crc32(string_at(first.data_ptr(), size), found)
+        checksum = crc32(string_at(first.data_ptr(), size), checksum)
         size = min(last.nbytes, _BYTES)
-        found = crc32(string_at(last.data_ptr() + last.nbytes - size, size), found)
-    return held << 32 | found if held else 0
+        checksum = crc32(string_at(last.data_ptr() + last.nbytes - size, size), checksum)
+    return held << 32 | checksum if held else 0
 
 
 _LEAVES: Final = 30
@@ -65,8 +65,8 @@ _BYTES: Final = 256
 
 def same_numbers(traces: Sequence[int]) -> bool:
     """Whether those that are made of the same leaves are equal."""
-    made: dict[int, int] = {}
-    return all(made.setdefault(own >> 32, own) == own for own in traces)
+    first: dict[int, int] = {}
+    return all(first.setdefault(trace >> 32, trace) == trace for trace in traces)
 
 
 def unlike(samples: Sequence[Sample | None], tolerance: float) -> tuple[str, int, int] | None:
@@ -78,8 +78,8 @@ def unlike(samples: Sequence[Sample | None], tolerance: float) -> tuple[str, int
         tolerance: of the greatest number.
     """
     first: dict[str, tuple[int, tuple[float, ...]]] = {}
-    for rank, found in enumerate(samples):
-        for path, theirs in (found or {}).items():
+    for rank, leaves in enumerate(samples):
+        for path, theirs in (leaves or {}).items():
             if not theirs:  # one has no data where only its shapes are asked for
                 continue
             other, ours = first.setdefault(path, (rank, theirs))
@@ -94,8 +94,8 @@ def numbers(leaf: Tensor) -> tuple[float, ...]:
         return ()
     with torch.no_grad():
         places = torch.arange(_COUNT, device=leaf.device) * _SPREAD % leaf.numel()
-        found = leaf.detach().reshape(-1)[places]
-        real = torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
+        chosen = leaf.detach().reshape(-1)[places]
+        real = torch.view_as_real(chosen.resolve_conj()) if chosen.is_complex() else chosen
         return tuple(real.double().flatten().tolist())
 
 

@@ -101,7 +101,7 @@ class SingleController:
             if plan.clips:
                 result.norm = norm_of(result)
         if recording is not None:
-            recording.timelines.append(timeline_of(plan.schedule, [own or {} for own in marks]))
+            recording.timelines.append(timeline_of(plan.schedule, [row or {} for row in marks]))
         return result
 
     def telling(self, goal: Goal) -> AbstractContextManager[None]:
@@ -118,8 +118,8 @@ class SingleController:
 
     def add_up(self, call: str, deed: str, make: Callable[[], Addend]) -> Marked:
         """The number itself: there is one process."""
-        own = make()
-        return own.number, own.marked
+        addend = make()
+        return addend.number, addend.marked
 
     def together(self, call: str, work: Callable[[Gather], T]) -> T:
         """There is one process."""

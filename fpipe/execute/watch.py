@@ -37,7 +37,7 @@ DEAD = 3.0
 
 
 class Store(Protocol):
-    """What the watch uses of `torch.distributed.Store`."""
+    """The methods of `torch.distributed.Store` that the watch uses."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...

@@ -97,16 +97,16 @@ class DualArguments:
         """The vector of the parameters in their structure, and checked against them."""
         pairs = [self.parts.named(*pair) for pair in (("params", params), (name, vector))]
         trainable = replace(self.trainable, within=())
-        flags_of = self._have_direction([part for _, part in pairs[0]], trainable)
+        flags_of = self._have_direction([tree for _, tree in pairs[0]], trainable)
         directions = [
             _direction(params_part, vector_part, flags, self.is_partial)
             for params_part, vector_part, flags in zip(*pairs, flags_of, strict=True)
         ]
         return self.parts.join(directions, params)
 
-    def _have_direction(self, parts: Sequence[Any], trainable: Trainable) -> list[list[bool]]:
+    def _have_direction(self, trees: Sequence[Any], trainable: Trainable) -> list[list[bool]]:
         """For each leaf of each part, whether it has a direction."""
-        flat = [pytree.flatten(part) for part in parts]
+        flat = [pytree.flatten(tree) for tree in trees]
         flags_of = trainable.flags([spec for _, spec in flat], shared=self.parts.stages is None)
         return [
             [flag and is_differentiable(leaf) for flag, leaf in zip(flags, leaves, strict=True)]
@@ -121,7 +121,7 @@ class DualArguments:
 
     def grads(self, grads: Any) -> Dual:
         """Gradients by the parameters, and by the vector in the structure of the parameters."""
-        pairs = [(None, None) if part is None else part for part in self.parts.split(grads)]
+        pairs = [(None, None) if dual is None else dual for dual in self.parts.split(grads)]
         sides = (list(side) for side in zip(*pairs, strict=True))
         return Dual(*(self.inner.grads(self.parts.join(side, grads)) for side in sides))
 
@@ -135,9 +135,9 @@ class DualArguments:
         return (self.inner.out_dims(out_dims),) * 2
 
 
-def _chosen(part: Any, flags: Sequence[bool]) -> Any:
+def _chosen(tree: Any, flags: Sequence[bool]) -> Any:
     """The part with None in place of the leaves whose flag is False."""
-    leaves, spec = pytree.flatten(part)
+    leaves, spec = pytree.flatten(tree)
     chosen = [leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)]
     return pytree.unflatten(spec, chosen)
 

@@ -69,10 +69,14 @@ class EnsembleArguments:
         parts_of = list(map(self._read, names, kinds, trees, (self.in_dims[0], *vector_dims)))
         stacked_states = [_Stacked.read("state", *p) for p in zip(states, state_dims, strict=True)]
         stacked_batch = _Stacked.read("batch", batch, batch_dims)
-        entries = [*(part for parts in parts_of for part in parts), *stacked_states, stacked_batch]
+        entries = [
+            *(stacked for parts in parts_of for stacked in parts),
+            *stacked_states,
+            stacked_batch,
+        ]
         size = _count(entries, self.size)
         packed, *directions = (
-            self._joined(kind, [part.fronted(size) for part in parts], tree)
+            self._joined(kind, [stacked.fronted(size) for stacked in parts], tree)
             for kind, parts, tree in zip(kinds, parts_of, trees, strict=True)
         )
         batch = stacked_batch.fronted(None)
@@ -83,14 +87,14 @@ class EnsembleArguments:
         if self.has_state:
             # The state stays beside the parameters, however many levels of members there are.
             return ((members, packed[0]), packed[1]), batch
-        pairs = [(members, part) for part in self.parts.split(packed)]
+        pairs = [(members, stacked) for stacked in self.parts.split(packed)]
         return self.parts.join(pairs, packed), batch
 
     def dims(self, arguments: Sequence[Any]) -> list[int | None]:
         """The mapped dimension of each flat leaf of parameters, batch and vectors."""
         kinds = ("params", "batch", *self.inner.vectors)
         parts_of = map(self._read, kinds, kinds, arguments, self.in_dims)
-        return [dim for parts in parts_of for part in parts for dim in part.dims]
+        return [dim for parts in parts_of for stacked in parts for dim in stacked.dims]
 
     def _after_params(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[Any]]:
         """The state, if there is one; the batch; and the vectors."""
@@ -109,8 +113,8 @@ class EnsembleArguments:
             return [_Stacked.read(name, value, prefix)]
         named, prefixes = self.parts.named(name, value), self.parts.prefixes(prefix)
         return [
-            _Stacked.read(part_name, part, dims)
-            for (part_name, part), dims in zip(named, prefixes, strict=True)
+            _Stacked.read(part_name, tree, dims)
+            for (part_name, tree), dims in zip(named, prefixes, strict=True)
         ]
 
     def _joined(self, kind: str, parts: Sequence[Any], like: Any) -> Any:
@@ -168,7 +172,7 @@ class EnsembleArguments:
             packed = params_grads, state_grads
         else:
             packed = self.parts.join(
-                [None if part is None else part[1] for part in self.parts.split(grads)], grads
+                [None if pair is None else pair[1] for pair in self.parts.split(grads)], grads
             )
         if self.inner is not PLAIN:
             packed = vmap_pytrees(self.inner.grads, [packed], [0])
@@ -179,21 +183,21 @@ class EnsembleArguments:
         if isinstance(grads, Dual):
             return Dual(*map(self._restored, grads))
         parts = []
-        for part, dims in self._with_dims(grads):
-            leaves, spec = pytree.flatten(part)
+        for tree, dims in self._with_dims(grads):
+            leaves, spec = pytree.flatten(tree)
             pairs = zip(leaves, dims, strict=True)
             moved = [leaf.movedim(0, dim or 0) for leaf, dim in pairs]
-            parts.append(None if part is None else pytree.unflatten(spec, moved))
+            parts.append(None if tree is None else pytree.unflatten(spec, moved))
         return self.parts.join(parts, grads)
 
     def _with_dims(self, grads: Any) -> Iterator[tuple[Any, list[int | None]]]:
         """Each part of gradients by the parameters, with the dimension of each of its leaves."""
         prefixes = self.parts.prefixes(self.in_dims[0])
-        for part, prefix in zip(self.parts.split(grads), prefixes, strict=True):
-            if part is None:
-                yield part, []
+        for tree, prefix in zip(self.parts.split(grads), prefixes, strict=True):
+            if tree is None:
+                yield tree, []
             else:
-                yield part, pytree.broadcast_prefix("in_dims[0]", prefix, part, "params")
+                yield tree, pytree.broadcast_prefix("in_dims[0]", prefix, tree, "params")
 
     def weigh(self, grads: Any, cotangent: Tensor) -> Any:
         """The gradients of a sum of all members' losses, each with its weight."""

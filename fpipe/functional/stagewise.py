@@ -79,7 +79,7 @@ class Parts:
         if self.stages is None:
             return [(name, value)]
         check_parts(name, value, self.stages)
-        return [(f"{name}[{stage}]", part) for stage, part in enumerate(value)]
+        return [(f"{name}[{stage}]", tree) for stage, tree in enumerate(value)]
 
     def prefixes(self, prefix: Any) -> Sequence[Any]:
         """The pytree prefix of each part.

@@ -44,11 +44,11 @@ def fingerprint(graph: fx.Graph) -> str:
 
 def places_of(graph: fx.Graph) -> tuple[torch.device | str, ...]:
     """The devices, and the names of process groups, in the order in which a graph has them."""
-    found: dict[torch.device | str, None] = {}
+    places: dict[torch.device | str, None] = {}
 
     def look(value: Any) -> Any:
         if isinstance(value, torch.device | _Group):
-            found[value] = None
+            places[value] = None
         return value
 
     for node in graph.nodes:
@@ -56,7 +56,7 @@ def places_of(graph: fx.Graph) -> tuple[torch.device | str, ...]:
             look(value_of(node).device)
         else:
             map_aggregate(_arguments(node), look)
-    return tuple(found)
+    return tuple(places)
 
 
 class _Bare(str):

@@ -52,11 +52,11 @@ class Inliner:
             operations = make_fx(function, tracing_mode="fake")(node.meta["val"]).graph
         copies: dict[fx.Node, fx.Node] = {}
         with before.graph.inserting_before(before):
-            for own in operations.nodes:
-                if own.op == "placeholder":
-                    copies[own] = node
-                elif own.op == "call_function":
-                    copies[own] = node.graph.node_copy(own, lambda used: copies[used])
+            for operation in operations.nodes:
+                if operation.op == "placeholder":
+                    copies[operation] = node
+                elif operation.op == "call_function":
+                    copies[operation] = node.graph.node_copy(operation, lambda used: copies[used])
         returned: Any = operations.output_node().args[0]
         return copies[returned]
 
@@ -66,8 +66,8 @@ class Inliner:
         read = node.all_input_nodes
 
         def on_tensors(*tensors: Tensor) -> Any:
-            given = dict(zip(read, tensors[len(before) :], strict=True))
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: given[used])
+            tensor_of = dict(zip(read, tensors[len(before) :], strict=True))
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: tensor_of[used])
             return function(*tensors[: len(before)], *args, **kwargs)
 
         values = [used.meta["val"] for used in (*before, *read)]
@@ -98,15 +98,17 @@ def _kind(node: fx.Node, before: tuple[fx.Node, ...]) -> Hashable:
 
 def _inline(operations: fx.Graph, node: fx.Node, before: tuple[fx.Node, ...]) -> None:
     """Put them in the place of `node`."""
-    inputs = [own for own in operations.nodes if own.op == "placeholder"]
+    inputs = [operation for operation in operations.nodes if operation.op == "placeholder"]
     copies = dict(zip(inputs, [*before, *node.all_input_nodes], strict=True))
     with node.graph.inserting_before(node):
-        for own in operations.nodes:
-            if own.op == "output" or own in copies:
+        for operation in operations.nodes:
+            if operation.op == "output" or operation in copies:
                 continue
-            assert own.op == "call_function", f"{own.op} in what takes the place of {node.target}"
-            copies[own] = node.graph.node_copy(own, lambda used: copies[used])
-            copies[own].meta |= marks_of(node)
+            assert operation.op == "call_function", (
+                f"{operation.op} in what takes the place of {node.target}"
+            )
+            copies[operation] = node.graph.node_copy(operation, lambda used: copies[used])
+            copies[operation].meta |= marks_of(node)
     returned: Any = operations.output_node().args[0]
     if isinstance(returned, fx.Node):
         node.replace_all_uses_with(copies[returned])

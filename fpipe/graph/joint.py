@@ -220,5 +220,7 @@ def add_sums(
 
 def _sum_type(gradient: fx.Node, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype to sum a gradient in, if the user chose `dtype`."""
-    own = value_of(gradient).dtype
-    return own if dtype is None or dtype.is_complex != own.is_complex else dtype
+    gradient_dtype = value_of(gradient).dtype
+    return (
+        gradient_dtype if dtype is None or dtype.is_complex != gradient_dtype.is_complex else dtype
+    )

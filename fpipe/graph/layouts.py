@@ -54,12 +54,12 @@ def layouts_of(graph: fx.Graph) -> list[Layout | None]:
     ]
 
 
-def unlike(expected: Sequence[Layout | None], found: Sequence[Layout | None]) -> list[int]:
+def unlike(expected: Sequence[Layout | None], actual: Sequence[Layout | None]) -> list[int]:
     """The numbers of the outputs that do not lie as expected."""
     return [
         number
-        for number, (own, other) in enumerate(zip(expected, found, strict=True))
-        if own is not None and other is not None and own.steps != other.steps
+        for number, (wanted, layout) in enumerate(zip(expected, actual, strict=True))
+        if wanted is not None and layout is not None and wanted.steps != layout.steps
     ]
 
 
@@ -94,8 +94,8 @@ def copied(before: fx.Node, node: fx.Node, order: list[int]) -> fx.Node:
 
     def call(target: OpOverload, argument: fx.Node, *arguments: Any, **options: Any) -> fx.Node:
         with before.graph.inserting_before(before):
-            made = before.graph.call_function(target, (argument, *arguments), options)
-        return made
+            new = before.graph.call_function(target, (argument, *arguments), options)
+        return new
 
     value, usual = value_of(node), sorted(order)
     turned = order != usual

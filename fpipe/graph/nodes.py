@@ -75,8 +75,8 @@ def value_of(node: fx.Node) -> Tensor:
 
 def is_random(node: fx.Node) -> bool:
     """Whether running `node` twice would draw two different values."""
-    own = _producer(node)
-    return draws(own.target, own.args, own.kwargs)
+    producer = _producer(node)
+    return draws(producer.target, producer.args, producer.kwargs)
 
 
 def may_draw(node: fx.Node) -> bool:
@@ -115,14 +115,14 @@ def is_zero(node: fx.Node) -> bool:
 
 def ancestors(roots: Iterable[fx.Node], until: Collection[fx.Node] = ()) -> set[fx.Node]:
     """`roots` and all that they depend on, but for `until` and what those alone depend on."""
-    found: set[fx.Node] = set(until)
+    reached: set[fx.Node] = set(until)
     stack = list(roots)
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in reached:
+            reached.add(node)
             stack.extend(node.all_input_nodes)
-    return found.difference(until)
+    return reached.difference(until)
 
 
 def is_product(node: fx.Node) -> bool:
@@ -146,9 +146,9 @@ def inserted(before: fx.Node, target: Any, *arguments: Any, **options: Any) -> f
     with mode, torch.no_grad(), without_autocast():
         value = target(*values, **options)
     with before.graph.inserting_before(before):
-        made = before.graph.call_function(target, arguments, options)
-    made.meta |= {"val": value} | marks_of(before)
-    return made
+        new = before.graph.call_function(target, arguments, options)
+    new.meta |= {"val": value} | marks_of(before)
+    return new
 
 
 def replace(node: fx.Node, by: fx.Node) -> None:

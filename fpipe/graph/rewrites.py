@@ -109,8 +109,8 @@ def return_statistics(name: str, graph: fx.Graph) -> None:
             )
         with graph.inserting_after(node):
             whole = graph.call_function(aten._native_batch_norm_legit_functional.default, node.args)
-        made: tuple[Any, ...] = node.meta["val"]
-        values = (*made[:3], *(arg.meta["val"] for arg in running))
+        outputs: tuple[Any, ...] = node.meta["val"]
+        values = (*outputs[:3], *(arg.meta["val"] for arg in running))
         whole.meta |= {"val": values} | marks_of(node)
         later = set(_after(whole))
         for user in list(node.users):
@@ -127,11 +127,11 @@ def return_statistics(name: str, graph: fx.Graph) -> None:
 
 def _after(node: fx.Node) -> list[fx.Node]:
     """The nodes that come later."""
-    found = []
+    later = []
     while node.next.op != "root":
         node = node.next
-        found.append(node)
-    return found
+        later.append(node)
+    return later
 
 
 def propagate(

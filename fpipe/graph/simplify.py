@@ -97,10 +97,10 @@ def _give_in_order(node: fx.Node) -> None:
 
     It comes so from what is differentiated twice: a derivative lies as its formula made it.
     """
-    given = node.args[1]
-    if isinstance(given, fx.Node) and not value_of(given).is_contiguous():
+    operand = node.args[1]
+    if isinstance(operand, fx.Node) and not value_of(operand).is_contiguous():
         order = torch.contiguous_format
-        node.update_arg(1, inserted(node, aten.clone.default, given, memory_format=order))
+        node.update_arg(1, inserted(node, aten.clone.default, operand, memory_format=order))
 
 
 def _results(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -230,12 +230,14 @@ def _split_convolution_backward(graph: fx.Graph, node: fx.Node) -> None:
     values = node.meta["val"]
     halves = {}
     with graph.inserting_after(node):
-        for own in ([False, *mask[1:]], [True, False, False]):
-            half = graph.call_function(aten.convolution_backward.default, (*arguments[:-1], own))
-            half.meta["val"] = tuple(
-                v if keep else None for v, keep in zip(values, own, strict=True)
+        for half_mask in ([False, *mask[1:]], [True, False, False]):
+            half = graph.call_function(
+                aten.convolution_backward.default, (*arguments[:-1], half_mask)
             )
-            halves[own[0]] = half
+            half.meta["val"] = tuple(
+                v if keep else None for v, keep in zip(values, half_mask, strict=True)
+            )
+            halves[half_mask[0]] = half
     for user in list(node.users):
         assert user.target is operator.getitem
         user.replace_input_with(node, halves[user.args[1] == 0])

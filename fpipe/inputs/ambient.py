@@ -69,8 +69,8 @@ def autocasts() -> tuple[tuple[str, bool, torch.dtype], ...]:
 def cast_as(then: tuple[tuple[str, bool, torch.dtype], ...]) -> Iterator[None]:
     """Within it autocast is as it was when `autocasts` returned `then`."""
     with ExitStack() as stack:
-        for own, (kind, enabled, dtype) in zip(autocasts(), then, strict=True):
-            if own != (kind, enabled, dtype):
+        for now, (kind, enabled, dtype) in zip(autocasts(), then, strict=True):
+            if now != (kind, enabled, dtype):
                 stack.enter_context(torch.autocast(kind, dtype, enabled=enabled))
         yield
 

@@ -101,16 +101,18 @@ def _split_rest(
     leaves: Sequence[Tensor], spec: optree.PyTreeSpec, in_dims: Any, microbatches: int
 ) -> SplitBatch:
     """`split` of a batch of which `fpipe.Microbatches` are split already."""
-    specs, made = microbatches_of(leaves, spec, in_dims, microbatches)
-    rest = [None if leaf.ready else leaf.dim for leaf in made[0]]
+    specs, by_microbatch = microbatches_of(leaves, spec, in_dims, microbatches)
+    rest = [None if leaf.ready else leaf.dim for leaf in by_microbatch[0]]
     splits = any(dim is not None for dim in rest)
-    values = [leaf.value for leaf in made[0]]
+    values = [leaf.value for leaf in by_microbatch[0]]
     total = _count_rows(values, rest, specs[0], microbatches) if splits else 0
-    rows = rows_of(made)
+    rows = rows_of(by_microbatch)
     if rows is None:
         rows = _evenly(total, microbatches) if splits else (1,) * microbatches
     elif splits and total != sum(rows):
-        path = next(leaf.path for leaf, dim in zip(made[0], rest, strict=True) if dim is not None)
+        path = next(
+            leaf.path for leaf, dim in zip(by_microbatch[0], rest, strict=True) if dim is not None
+        )
         raise BatchError(
             f"batch{path} has {total} rows, but the Microbatches beside it have {sum(rows)}, "
             f"{' + '.join(map(str, rows))}: what is split has a row for each of theirs"
@@ -119,13 +121,15 @@ def _split_rest(
         [_laid_out(leaf.value) for leaf in column]
         if column[0].ready
         else _column(column[0].value, column[0].dim, rows)
-        for column in zip(*made, strict=True)
+        for column in zip(*by_microbatch, strict=True)
     ]
     parts = _each(columns, microbatches)
     order: dict[Hashable, int] = {}
     kinds = [
-        order.setdefault((size, pytree.orders(own), *(leaf.shape for leaf in part)), len(order))
-        for size, own, part in zip(rows, specs, parts, strict=True)
+        order.setdefault(
+            (size, pytree.orders(structure), *(leaf.shape for leaf in flat)), len(order)
+        )
+        for size, structure, flat in zip(rows, specs, parts, strict=True)
     ]
     return SplitBatch(parts, specs, rows, tuple(kinds))
 
@@ -161,10 +165,10 @@ def _column(leaf: Tensor, dim: int | None, rows: Sequence[int]) -> Sequence[Tens
     """What each microbatch has of a leaf."""
     if dim is None:
         return [leaf.contiguous()] * len(rows)
-    parts = leaf.split(rows, dim)
+    pieces = leaf.split(rows, dim)
     # Elsewhere their elements lie apart.
     in_place = dim == 0 and leaf.is_contiguous()
-    return parts if in_place else [part.contiguous() for part in parts]
+    return pieces if in_place else [piece.contiguous() for piece in pieces]
 
 
 def _count_rows(
@@ -227,9 +231,9 @@ def _count_rows(
 
 def _if_split(spec: optree.PyTreeSpec, microbatches: int) -> str:
     """What to do where a batch may be meant as a sequence of microbatches."""
-    parts = spec.children()
-    alike = all(part == parts[0] and part.num_nodes > 1 for part in parts)
-    if spec.type not in (list, tuple) or len(parts) != microbatches or not alike:
+    children = spec.children()
+    alike = all(child == children[0] and child.num_nodes > 1 for child in children)
+    if spec.type not in (list, tuple) or len(children) != microbatches or not alike:
         return ""
     return "; of microbatches that are split already make fpipe.Microbatches(batch)"
 
@@ -284,28 +288,28 @@ def merge(
     merged: list[Any] = []
     paths = pytree.paths(spec)
     for index, (column, sizes, dim) in enumerate(zip(columns, shapes, dims, strict=True)):
-        parts = [part for part in column if part is not None]
+        values = [value for value in column if value is not None]
         if dim is None:
             # It may be a leaf of the caller's, passed through.
-            merged.append(parts[-1].clone() if parts else None)
+            merged.append(values[-1].clone() if values else None)
             continue
         if dim is Microbatches:
-            merged.append(Microbatches(part.clone() for part in parts) if parts else None)
+            merged.append(Microbatches(value.clone() for value in values) if values else None)
             continue
-        levels, own = (dim.levels, dim.dim) if isinstance(dim, Beneath) else (0, dim)
+        levels, inner_dim = (dim.levels, dim.dim) if isinstance(dim, Beneath) else (0, dim)
         shape = tuple(sizes[0][levels:])
         label = f"{name}{paths[index]}"
-        if not shape and type(own) is int and own in (0, -1):
+        if not shape and type(inner_dim) is int and inner_dim in (0, -1):
             _check_mergeable(sizes, None, label)
-            merged.append(torch.stack(parts, levels) if parts else None)
-        elif pytree.is_dim(own, len(shape)):
-            at = own % len(shape) + levels
+            merged.append(torch.stack(values, levels) if values else None)
+        elif pytree.is_dim(inner_dim, len(shape)):
+            at = inner_dim % len(shape) + levels
             _check_mergeable(sizes, at, label)
-            merged.append(torch.cat(parts, at) if parts else None)
+            merged.append(torch.cat(values, at) if values else None)
         else:
             raise BatchError(
-                f"out_dims is {own!r} for {label} of shape {shape} per microbatch: it must be "
-                "one of its dimensions, or None to keep the last microbatch's"
+                f"out_dims is {inner_dim!r} for {label} of shape {shape} per microbatch: it must "
+                "be one of its dimensions, or None to keep the last microbatch's"
             )
     return pytree.unflatten(spec, merged)
 
@@ -334,4 +338,4 @@ def _check_mergeable(shapes: Sequence[Shape], dim: int | None, label: str) -> No
 
 def _but_for(dim: int, shape: Sequence[int]) -> tuple[int, ...]:
     """A shape with any number of rows."""
-    return tuple(-1 if own == dim else size for own, size in enumerate(shape))
+    return tuple(-1 if place == dim else size for place, size in enumerate(shape))

@@ -44,14 +44,14 @@ def read_key(key: Any, *, wanted: bool, replica: int | None = None) -> Words | N
             "key has a shape and no numbers, as on the meta device: make it elsewhere, or under "
             'torch.device("cpu")'
         )
-    own = unwrapped(key)
-    if own is None:
+    unmapped = unwrapped(key)
+    if unmapped is None:
         raise BatchError(
             "key is mapped by a transform of torch.func, but all that a step computes at once has "
             "one key: fold the number of a member into it within a stage; of what draws by itself, "
             'as dropout in a module does, say randomness="different" and pass one key'
         )
-    first, second = own.tolist()
+    first, second = unmapped.tolist()
     return (first, second) if replica is None else threefry2x32((first, second), (0, replica))
 
 
@@ -75,12 +75,14 @@ def keys_of(
         device: where they are read.
     """
     folded: dict[int, Words] = {}
-    found: list[Words] = []
+    derived: list[Words] = []
     for microbatch, number in places:
         if microbatch not in folded:
             folded[microbatch] = threefry2x32(words, (0, microbatch))
-        own = folded[microbatch]
-        found.append(own if number < 0 else threefry2x32(own, (0, number)))
+        microbatch_words = folded[microbatch]
+        derived.append(
+            microbatch_words if number < 0 else threefry2x32(microbatch_words, (0, number))
+        )
     # Made on the CPU, so that nobody waits until the device has done what was asked of it before.
-    keys = torch.tensor(found, dtype=torch.int64, device="cpu")
+    keys = torch.tensor(derived, dtype=torch.int64, device="cpu")
     return keys.to(device, non_blocking=True).unbind()

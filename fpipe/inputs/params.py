@@ -107,8 +107,8 @@ class Parameters:
         try:
             read = cls.whole(params, num_stages)
         except BatchError:
-            for name, part in zip(("params", "state"), params, strict=True):
-                pytree.tensors(name, part, "close over other values instead")
+            for name, tree in zip(("params", "state"), params, strict=True):
+                pytree.tensors(name, tree, "close over other values instead")
             raise
         flat = list(read.stages[0])
         count = read.spec.children()[0].num_leaves
@@ -128,9 +128,9 @@ class Parameters:
         )
         specs = tuple(spec.children())
         stages, start = [], 0
-        for part in specs:
-            stages.append(tuple(flat[start : start + part.num_leaves]))
-            start += part.num_leaves
+        for stage_spec in specs:
+            stages.append(tuple(flat[start : start + stage_spec.num_leaves]))
+            start += stage_spec.num_leaves
         return cls(spec, specs, tuple(stages))
 
     def move(self, stage: int, leaf: int, value: Tensor, gradient: Tensor, moments: Any) -> Moved:
@@ -184,7 +184,7 @@ def keep(params: Any, stages: Collection[int]) -> Any:
     """
     if not isinstance(params, list | tuple):
         return params
-    return contained([part if n in stages else None for n, part in enumerate(params)], params)
+    return contained([tree if n in stages else None for n, tree in enumerate(params)], params)
 
 
 def contained(parts: Sequence[Any], like: Any) -> Any:

@@ -52,48 +52,48 @@ def microbatches_of(
         )
     rest = set(pytree.places_of_rest(spec))
     specs: list[optree.PyTreeSpec] = []
-    made: list[list[Leaf]] = []
+    by_microbatch: list[list[Leaf]] = []
     paths: list[str] = []
     for number, places in enumerate(pytree.places_of_parts(spec, microbatches)):
-        part = pytree.part_of(batch, number)
-        if pytree.number_of_parts(part) is not None:
+        tree = pytree.part_of(batch, number)
+        if pytree.number_of_parts(tree) is not None:
             raise BatchError(
                 f"microbatch {number} has Microbatches within it: they stand for what is split "
                 "into the microbatches of a step, which is split once; use a list there"
             )
-        specs.append(pytree.structure(part))
+        specs.append(pytree.structure(tree))
         if specs[number] != specs[0]:
             raise BatchError(
                 f"microbatch {number} has the structure {specs[number]}, and microbatch 0 "
                 f"{specs[0]}: all parts of Microbatches must have the same"
             )
         paths = paths or pytree.paths(specs[0])
-        dims = pytree.broadcast_prefix("in_dims", in_dims, part, f"microbatch {number}")
-        made.append(
+        dims = pytree.broadcast_prefix("in_dims", in_dims, tree, f"microbatch {number}")
+        by_microbatch.append(
             [
                 Leaf(path, leaves[place], dim, place not in rest)
                 for path, place, dim in zip(paths, places, dims, strict=True)
             ]
         )
-    _check_kinds(made)
-    return tuple(specs), made
+    _check_kinds(by_microbatch)
+    return tuple(specs), by_microbatch
 
 
-def rows_of(made: Sequence[Sequence[Leaf]]) -> tuple[int, ...] | None:
+def rows_of(microbatches: Sequence[Sequence[Leaf]]) -> tuple[int, ...] | None:
     """The rows of each microbatch as its ready leaves have them; None where they have none.
 
     Raises:
         BatchError: leaves of a microbatch have different numbers of rows, or none at all.
     """
-    if not any(leaf.ready and leaf.dim is not None for leaf in made[0]):
+    if not any(leaf.ready and leaf.dim is not None for leaf in microbatches[0]):
         return None
-    return tuple(_rows(number, leaves) for number, leaves in enumerate(made))
+    return tuple(_rows(number, leaves) for number, leaves in enumerate(microbatches))
 
 
 def _rows(number: int, leaves: Sequence[Leaf]) -> int:
-    found = list(_counted(number, leaves))
-    for path, rows in found:
-        first, expected = found[0]
+    counts = list(_counted(number, leaves))
+    for path, rows in counts:
+        first, expected = counts[0]
         if rows != expected:
             raise BatchError(
                 f"microbatch {number} has {rows} rows in {path or 'it'} and {expected} in "
@@ -104,7 +104,7 @@ def _rows(number: int, leaves: Sequence[Leaf]) -> int:
             raise BatchError(
                 f"microbatch {number} has 0 rows in {path or 'it'}: each has one at least"
             )
-    return found[0][1]
+    return counts[0][1]
 
 
 def _counted(number: int, leaves: Sequence[Leaf]) -> Iterator[tuple[str, int]]:
@@ -121,18 +121,18 @@ def _counted(number: int, leaves: Sequence[Leaf]) -> Iterator[tuple[str, int]]:
         yield path, value.shape[dim]
 
 
-def _check_kinds(made: Sequence[Sequence[Leaf]]) -> None:
+def _check_kinds(microbatches: Sequence[Sequence[Leaf]]) -> None:
     """Refuse leaves that differ in dtype, device or number of dimensions."""
-    for column in zip(*made, strict=True):
+    for column in zip(*microbatches, strict=True):
         for number, leaf in enumerate(column):
             kinds = [(v.dtype, v.dim(), v.device) for v in (leaf.value, column[0].value)]
             if kinds[0] != kinds[1]:
-                own, first = (
+                kind, first_kind = (
                     f"{str(dtype).removeprefix('torch.')} with {dims} dimensions on {device}"
                     for dtype, dims, device in kinds
                 )
                 raise BatchError(
-                    f"{leaf.path or 'the leaf'} of microbatch {number} is {own}, and of "
-                    f"microbatch 0 {first}: parts of Microbatches may differ in the sizes of "
+                    f"{leaf.path or 'the leaf'} of microbatch {number} is {kind}, and of "
+                    f"microbatch 0 {first_kind}: parts of Microbatches may differ in the sizes of "
                     "their dimensions alone"
                 )

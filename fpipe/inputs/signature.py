@@ -238,10 +238,10 @@ def firsts(kinds: Sequence[int]) -> list[int]:
         >>> firsts([0, 0, 1, 0])
         [0, 2]
     """
-    found: dict[int, int] = {}
+    first_of: dict[int, int] = {}
     for microbatch, kind in enumerate(kinds):
-        found.setdefault(kind, microbatch)
-    return list(found.values())
+        first_of.setdefault(kind, microbatch)
+    return list(first_of.values())
 
 
 def batch_shapes(parts: SplitBatch) -> tuple[TreeShape, ...]:
@@ -259,9 +259,11 @@ def device_of_keys(leaves: Sequence[Tensor]) -> torch.device:
 def difference(before: Signature, now: Signature) -> str:
     """The first thing in which two signatures of one goal differ, in words."""
     for stage, (old, new) in enumerate(zip(before.params, now.params, strict=True)):
-        if found := _tree_difference(old, new):
-            return f"the parameters of stage {stage} changed: {found}"
-    kinds, known = (set(zip(own.sizes(), own.batch, strict=True)) for own in (now, before))
+        if change := _tree_difference(old, new):
+            return f"the parameters of stage {stage} changed: {change}"
+    kinds, known = (
+        set(zip(signature.sizes(), signature.batch, strict=True)) for signature in (now, before)
+    )
     turned = sum(before.rows) == sum(now.rows) and before.division != now.division
     if turned and kinds <= known:
         return "microbatches of these shapes come in another order or number"
@@ -269,8 +271,8 @@ def difference(before: Signature, now: Signature) -> str:
     # bigger comes first.
     for number, (size, new) in enumerate(zip(now.sizes(), now.batch, strict=True)):
         old = before.batch[min(number, len(before.batch) - 1)]
-        if (size, new) not in known and (found := _tree_difference(old, new)):
-            return f"the microbatch changed: {found}"
+        if (size, new) not in known and (change := _tree_difference(old, new)):
+            return f"the microbatch changed: {change}"
     if before.rows != now.rows:
         return f"the batch has {sum(now.rows)} rows, before {sum(before.rows)}"
     if now.ambient.modes != before.ambient.modes:
@@ -301,7 +303,7 @@ def _tree_difference(before: TreeShape, now: TreeShape) -> str:
 def unlike_keys(one: TreeShape, other: TreeShape) -> str:
     """In what the keys of two trees of equal structure differ, in words."""
     same = all(
-        set(own) == set(theirs) for own, theirs in zip(one.orders, other.orders, strict=True)
+        set(ours) == set(theirs) for ours, theirs in zip(one.orders, other.orders, strict=True)
     )
     return "in another order" if same else "of another type"
 

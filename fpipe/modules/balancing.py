@@ -15,7 +15,7 @@ from fpipe import pytree, random
 from fpipe.checks.data_branches import once_more
 from fpipe.definition import Definition
 from fpipe.engine import Engine
-from fpipe.errors import PipelineError, StageError, check_flags, told
+from fpipe.errors import PipelineError, StageError, check_flags, error_text
 from fpipe.execute.controller import Gather
 from fpipe.inputs.batch import split
 from fpipe.inputs.signature import batch_shapes
@@ -248,7 +248,7 @@ def _on_first_rank(
             return action(), ""
         except Exception as error:
             failure = error
-            return None, told(error)
+            return None, error_text(error)
 
     def work(gather: Gather) -> tuple[str, list[tuple[Any, str]]]:
         answers = gather(attempt(check))

@@ -164,8 +164,8 @@ def _initialized(
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-    for part in owner.modules():  # a copy of a pipeline would be a new one of the process group
-        pipes = [value for value in vars(part).values() if isinstance(value, Pipeline)]
+    for module in owner.modules():  # a copy of a pipeline would be a new one of the process group
+        pipes = [value for value in vars(module).values() if isinstance(value, Pipeline)]
         memo |= {id(pipe): pipe for pipe in pipes}
     for buffer in owner._buffers.values():
         if buffer is not None:

@@ -22,7 +22,7 @@ from torch.nn.modules import module as modules
 
 from fpipe.checks import data_branches
 from fpipe.checks.explain import Untraceable, place, told_apart
-from fpipe.errors import StageError, a_type, told
+from fpipe.errors import StageError, a_type, error_text
 from fpipe.locks import Turns
 
 log = logging.getLogger("fpipe")
@@ -77,7 +77,7 @@ def explaining(name: str, *, is_compiling: bool | None) -> Iterator[None]:
             raise
         raise StageError(
             f"{name} chose an implementation of its experts that cannot be traced{place(error)} "
-            f"({told(error)}): load the model with "
+            f"({error_text(error)}): load the model with "
             'experts_implementation="batched_mm", or call '
             'module.set_experts_implementation("batched_mm")'
         ) from error

@@ -119,13 +119,13 @@ class ModuleLoss:
     def _compute(self, params: Mapping[str, Tensor], states: Sequence[Any], batch: Any) -> Any:
         refuse_global_hooks(self.__qualname__)
         is_own = self._loss is None and self._returns.weighted
-        own = OwnLoss(self.__qualname__, self._in_dims) if is_own else None
+        own_loss = OwnLoss(self.__qualname__, self._in_dims) if is_own else None
         with (
             explaining(self.__qualname__, is_compiling=self._is_compiling),
             self._naming_shapes(params),
             self._cutting(),
             self._naming_entries(batch),
-            own.noting() if own is not None else nullcontext(),
+            own_loss.noting() if own_loss is not None else nullcontext(),
         ):
             tensors = {**self.buffers, **self._precision.params(params)}
             options = {n: v for n, v in batch.items() if self._takes is None or n in self._takes}
@@ -138,10 +138,10 @@ class ModuleLoss:
                 refuse_missing(self.module, {*self.buffers, *buffers_of(states[0])})
                 output, state, written = call_and_note(self.module, tensors, states[0], (), options)
                 refuse_aliases(self.module, written)
-        if own is None:
+        if own_loss is None:
             value = self._loss_of(self._precision.output(output), batch)
         else:
-            total, weight = own.weighted(loss_of(output, self.__qualname__), batch)
+            total, weight = own_loss.weighted(loss_of(output, self.__qualname__), batch)
             value = self._precision.output(total), weight
         loss = replace(self._returns, state=False).with_tensors(value)
         if not states:
@@ -227,10 +227,10 @@ class ModuleLoss:
 
     def _check_averages(self) -> None:
         """Refuse layers that divide by a count that they read from a tensor."""
-        for name, part in self.module.named_modules():
-            if isinstance(part, _NormBase) and part.training and part.momentum is None:
+        for name, layer in self.module.named_modules():
+            if isinstance(layer, _NormBase) and layer.training and layer.momentum is None:
                 raise StageError(
-                    f"{name!r} is {a_type(part)} with momentum=None, whose running "
+                    f"{name!r} is {a_type(layer)} with momentum=None, whose running "
                     "statistics are averages over all steps so far: their weight depends on a "
                     "count in the state, which torch reads back into Python; give it a momentum"
                 )

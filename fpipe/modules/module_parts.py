@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fpipe import pytree
 from fpipe.checks.purity import WriteGuard
 from fpipe.definition import Definition
-from fpipe.divide.dividing import Part as Recorded
+from fpipe.divide.dividing import Segment as Recorded
 from fpipe.divide.function_tracer import FunctionTracer
 from fpipe.errors import StageError, shown
 from fpipe.graph.joint import Param, Upstream
@@ -129,7 +129,7 @@ def parts_of(
         has_state=definition.has_state,
     )
     tracer = FunctionTracer(loss.with_cuts(order), len(order) + 1, Objective(definition.returns))
-    stages = tracer.parts(shape, microbatch)
+    stages = tracer.segments(shape, microbatch)
     saved = list(map(saved_by, stages))
     reads = [_reads(stage, stages, saved) for stage in stages]
     widths = _widths(reads)

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import (
     shape_wrapper,
 )
 
-from fpipe.divide.dividing import Part
+from fpipe.divide.dividing import Segment
 from fpipe.graph.joint import Param
 from fpipe.graph.nodes import base_of, is_product, is_view, nbytes_of
 
@@ -174,14 +174,14 @@ class Saved(NamedTuple):
     prepared: int
 
 
-def saved_by(part: Part) -> Saved:
+def saved_by(segment: Segment) -> Saved:
     """Estimate what the gradients of a part of a recorded module need."""
-    placeholders = part.graph.find_nodes(op="placeholder")
-    params = {node for node in placeholders if isinstance(part.sources[node.name], Param)}
+    placeholders = segment.graph.find_nodes(op="placeholder")
+    params = {node for node in placeholders if isinstance(segment.sources[node.name], Param)}
     prepared = gradients = 0
     values: set[fx.Node] = set()
     read: set[fx.Node] = set()
-    for node in part.graph.nodes:
+    for node in segment.graph.nodes:
         if node.op != "call_function":
             continue
         inputs = [used for used in node.all_input_nodes if used not in params]

@@ -31,14 +31,14 @@ class Mean(NamedTuple):
 
     Attributes:
         value: the sum over the weight.
-        given: the same, as the module got it: it may write to that.
+        returned: the same, as the module got it: it may write to that.
         version: of `given`, before anything was written to it.
         total: the sum.
         weight: how many targets count, or their class weights together.
     """
 
     value: Tensor
-    given: Tensor
+    returned: Tensor
     version: int
     total: Tensor
     weight: Tensor
@@ -99,7 +99,7 @@ class OwnLoss:
             rows = _rows(batch, self._in_dims)
             return loss * rows, float(rows)
         mean = self._means[0]
-        if loss is mean.given and loss._version == mean.version:
+        if loss is mean.returned and loss._version == mean.version:
             return mean.total, mean.weight
         # There is more to it, such as the balance of experts, which the same weight weighs.
         return mean.total + (loss - mean.value) * mean.weight, mean.weight
@@ -147,9 +147,9 @@ class OwnLoss:
         total = called(wide, "sum")
         weight = _weight(target, class_weights, ignore_index)
         value = (total / torch.where(weight == 0, 1, weight)).to(input.dtype)
-        given = value.clone()
-        self._means.append(Mean(value, given, given._version, total, weight))
-        return given
+        returned = value.clone()
+        self._means.append(Mean(value, returned, returned._version, total, weight))
+        return returned
 
     def _noting_sums(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def called(*arguments: Any, **options: Any) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.graph import _BoxedCodeGen
 
-from fpipe.errors import StageError, label_of, told
+from fpipe.errors import StageError, error_text, label_of
 from fpipe.graph.inlining import with_draws_written_out
 from fpipe.graph.layouts import Layout, lay_out, layouts_of, unlike
 from fpipe.graph.nodes import value_of
@@ -101,7 +101,7 @@ class Compiler:
                 with without_autocast():  # the casts are in the graph
                     made = self._make(piece.graph, examples)
             except Exception as error:
-                says = told(error)
+                says = error_text(error)
                 way = "compile=False runs it uncompiled"
                 if any(words in says for words in _CUT_SHORT):
                     way = "a compilation that was interrupted has left that file: delete it"
@@ -231,7 +231,7 @@ def _by_callers(
             if not isinstance(error, StopIteration) and not any(w in str(error) for w in words):
                 raise
             raise StageError(
-                f"compile={label_of(make)} made what raised {told(error)} (it "
+                f"compile={label_of(make)} made what raised {error_text(error)} (it "
                 "must be a boxed callable, which takes its inputs in one list; of a backend of "
                 'torch.compile say compile={"backend": …})'
             ) from error

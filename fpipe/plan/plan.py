@@ -59,11 +59,11 @@ class Plan:
     @property
     def readers(self) -> dict[tuple[int, int], set[int]]:
         """The ranks that read a parameter, by stage and leaf."""
-        found: dict[tuple[int, int], set[int]] = {}
+        ranks: dict[tuple[int, int], set[int]] = {}
         for program in self.programs:
             for stage, leaf, _ in program.bindings.params:
-                found.setdefault((stage, leaf), set()).add(program.rank)
-        return found
+                ranks.setdefault((stage, leaf), set()).add(program.rank)
+        return ranks
 
     @property
     def last_rank(self) -> int:

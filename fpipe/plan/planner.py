@@ -58,8 +58,8 @@ MANY: Final = 32
 class Planner:
     """Makes plans, and keeps them for the next calls with the same shapes.
 
-    What costs most, traces and kernels, the workshop keeps for all of them: a plan that was dropped
-    is made again in a moment.
+    The workshop keeps traces and kernels, which cost most, for all plans: a dropped plan is made
+    again in a moment.
 
     Args:
         workshop: makes the code of the stages; other planners may use it too.
@@ -129,13 +129,13 @@ class Planner:
         return plan
 
     def ambient(self) -> Ambient:
-        """What a trace depends on beside its arguments, as it is now."""
+        """The settings that a trace depends on beside its arguments, as they are now."""
         return ambient(self._modes())
 
     def readers(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """The ranks that read a parameter in any plan so far, by stage and leaf, in order."""
-        found = list(self._readers.items())  # another thread may make a plan
-        return {key: tuple(sorted(ranks)) for key, ranks in found}
+        items = list(self._readers.items())  # another thread may make a plan
+        return {key: tuple(sorted(ranks)) for key, ranks in items}
 
     def structure(self) -> optree.PyTreeSpec | None:
         """That of the first stage's parameters in the last plan; None if there is no plan yet."""
@@ -166,7 +166,7 @@ class Planner:
         if self._warns_of_rows and traces:
             warn_of_other_rows(signature)
         with held_back(), working(f"tracing a {goal}"):
-            made = self._workshop(signature)
+            compiled = self._workshop(signature)
         differentiates = signature.goal == "step"
         schedule = self._schedule if differentiates else self._forwards
         if goal in UPDATING and not schedule.has_updates:
@@ -174,18 +174,18 @@ class Planner:
         finals = _last_forwards(schedule)
 
         def code_of(stage: int, microbatch: int) -> StageCode:
-            codes = made.last if finals[stage] == microbatch else made.usual
+            codes = compiled.last if finals[stage] == microbatch else compiled.usual
             return codes[kinds[microbatch]][stage]
 
         if differentiates:
             _check_owed(schedule, code_of)
         late = self._late(local)
         offloading = None if self._offload is None else self._offloading(local, replicas)
-        with working(f"compiling a {goal}", partial(self._to_compile, made, schedule)):
+        with working(f"compiling a {goal}", partial(self._to_compile, compiled, schedule)):
             programs = self._lower(
                 schedule, code_of, replicas=replicas, goal=goal, late=late, offloading=offloading
             )
-        plan = self._with_weights(schedule, programs, made, signature)
+        plan = self._with_weights(schedule, programs, compiled, signature)
         plan = replace(
             plan,
             over_meshes=any(any(placements_of(spec)) for spec in specs),
@@ -193,14 +193,14 @@ class Planner:
         )
         log.info("ready for %s after %.1f s", goal, time.perf_counter() - start)
         has_sums = any(code_of(stage, 0).sums for stage in range(schedule.num_stages))
-        traced = [stage for chain in made.chains for stage in chain.stages]
-        if differentiates and not has_sums and not any(own.joint.gradients for own in traced):
+        traced = [stage for chain in compiled.chains for stage in chain.stages]
+        if differentiates and not has_sums and not any(stage.joint.gradients for stage in traced):
             log.warning(
                 "this step has no gradient: trainable= chooses no parameter, or the loss depends "
                 "on none that it chooses"
             )
         elif differentiates and not (
-            has_sums and any(not chain.is_constant for chain in made.chains)
+            has_sums and any(not chain.is_constant for chain in compiled.chains)
         ):
             log.warning(
                 "all gradients of this step are 0: the loss depends on nothing that it is "
@@ -224,16 +224,16 @@ class Planner:
             if place is not None and not set(place.dims[0] or ("",)) <= set(dims)
         )
 
-    def _to_compile(self, made: Made, schedule: Schedule) -> int:
+    def _to_compile(self, compiled: Made, schedule: Schedule) -> int:
         """How many pieces this process has yet to compile."""
         stages = list(range(schedule.num_stages))
         if self._rank is not None:
             stages = [stage for stage in stages if schedule.placement[stage] == self._rank]
         ops = {str(action.op) for row in schedule.actions for action in row}
-        return self._workshop.count_to_compile(made, stages, ops)
+        return self._workshop.count_to_compile(compiled, stages, ops)
 
     def _offloading(self, signature: Signature, replicas: Replicas | None) -> Offloading | None:
-        """What of these parameters lives on the CPU; None where all ranks compute there."""
+        """The parameters that live on the CPU; None where all ranks compute there."""
         offload = self._offload
         assert offload is not None
         if not offload.copies:
@@ -245,7 +245,7 @@ class Planner:
         return Offloading(offload.devices, offload.pins, params, repeated)
 
     def _why(self, signature: Signature, *, traces: bool) -> str:
-        """What is new since the last trace for the same goal, for the log."""
+        """The change since the last trace for the same goal, for the log."""
         before = [known for known in self.plans if known.goal == signature.goal]
         if not before:
             return ""
@@ -263,11 +263,11 @@ class Planner:
         self,
         schedule: Schedule,
         programs: tuple[Program, ...],
-        made: Made,
+        compiled: Made,
         signature: Signature,
     ) -> Plan:
         rows = signature.rows
-        chains = [made.chains[kind] for kind in signature.kinds]
+        chains = [compiled.chains[kind] for kind in signature.kinds]
         numbering = chains[0].numbering
         weighted = self._mean and self._sink.join is None
         total = max(1, sum(rows))
@@ -281,7 +281,7 @@ class Planner:
             weight * self._chosen(weight.new_ones(value.shape if numbering.heads else ()))
             for weight, value in zip(weights, values, strict=True)
         )
-        shapes = ([chain.value(own).shape for own in chain.results] for chain in chains)
+        shapes = ([chain.value(result).shape for result in chain.results] for chain in chains)
         return Plan(
             schedule=schedule,
             programs=programs,
@@ -290,17 +290,17 @@ class Planner:
             losses=chains[0].value(chains[0].results[1]).dim() if numbering.heads > 1 else 0,
             numbering=numbering,
             shapes=tuple(zip(*shapes, strict=True)),
-            fingerprint="\n".join(sorted(piece.fingerprint for piece in made.pieces())),
-            communicates=self._data is not None or any(p.communicates for p in made.pieces()),
+            fingerprint="\n".join(sorted(piece.fingerprint for piece in compiled.pieces())),
+            communicates=self._data is not None or any(p.communicates for p in compiled.pieces()),
             rows=rows,
             sink=self._sink,
-            frozen=made.frozen,
+            frozen=compiled.frozen,
             data=self._data,
             averages=weighted,
         )
 
     def _chosen(self, ones: Tensor) -> Tensor:
-        """What of a microbatch's losses is differentiated."""
+        """The cotangents of a microbatch's losses."""
         if self._cotangent is None or not ones.dim():
             return ones
         # The weights are over the last dimensions, the same for all that comes before.
@@ -313,7 +313,7 @@ def _in_words(signature: Signature) -> str:
     sizes = signature.sizes()
     text = f"{' and '.join(map(str, sizes))} rows"
     leaves = zip(*(shape.leaves for shape in signature.batch), strict=True)
-    unlike = next((own for own in leaves if len(set(own)) > 1), None)
+    unlike = next((column for column in leaves if len(set(column)) > 1), None)
     if len(set(sizes)) == len(sizes) or unlike is None:
         return text
     return f"{text}, {' and '.join(map(in_words, unlike))}"
@@ -326,14 +326,15 @@ def _check_owed(schedule: Schedule, codes: Codes) -> None:
         ScheduleError: says which.
     """
     for stage, paid in enumerate(owed_by_actions(schedule)):
-        made = [codes(stage, microbatch) for microbatch in range(schedule.num_microbatches)]
+        stage_codes = [codes(stage, microbatch) for microbatch in range(schedule.num_microbatches)]
         for op, kind, owes in (
-            ("I", "input", any(code.input_grads for code in made)),
-            ("W", "weight", any(code.sums for code in made)),
+            ("I", "input", any(code.input_grads for code in stage_codes)),
+            ("W", "weight", any(code.sums for code in stage_codes)),
         ):
             if owes and op not in paid:
+                first = stage_codes[0].label
                 raise ScheduleError(
-                    f"schedule {schedule.name} has no {op} or B of {made[0].label}, which owes "
+                    f"schedule {schedule.name} has no {op} or B of {first}, which owes "
                     f"{kind} gradients in pipe.step: choose a schedule that has, or freeze what is "
                     "not trained (trainable=); pipe.value and pipe.forward need F alone"
                 )

@@ -1,4 +1,4 @@
-"""What replicas hold of the parameters, and what stages see: those whole again.
+"""The signature of local shards, and that of the whole parameters that stages see.
 
 signature of local tensors ──► how each leaf is divided ──► signature that stages are traced on
 """

@@ -41,7 +41,7 @@ from fpipe.program.values import (
 
 @dataclass
 class Ends:
-    """What a rank holds when its program has ended.
+    """The values that a rank holds when its program has ended.
 
     Attributes:
         grads: the sums of gradients.
@@ -92,18 +92,18 @@ def assemble(rank: int, steps: Sequence[Step], ends: Ends, *, compiled: bool) ->
     for number, step in enumerate(steps):
         ending = [v for v in dict.fromkeys(step.reads) if slots.ends(v, number)]
         reads = tuple(slots[v] for v in step.reads)
-        made = tuple(slots.make(v) for v in step.makes)
+        outputs = tuple(slots.make(v) for v in step.makes)
         at = len(instructions)
         sizes |= {
             (at, slot): spec.nbytes
-            for slot, spec in zip(made, step.subject.specs, strict=False)
+            for slot, spec in zip(outputs, step.subject.specs, strict=False)
             if slot >= 0
         }
         if isinstance(step.subject, Task):
             task = step.subject
             call = task.call() if compiled else _elsewhere
             last = tuple(slots.release(v) for v in ending)
-            instructions.append(Compute(call, reads, last, made, task.action))
+            instructions.append(Compute(call, reads, last, outputs, task.action))
             over = frozenset(last)
             handed = {slot: number for number, slot in enumerate(reads) if slot in over}
             needs[at] = task.footprint(frozenset(handed.values()))
@@ -112,7 +112,7 @@ def assemble(rank: int, steps: Sequence[Step], ends: Ends, *, compiled: bool) ->
         if step.kind is Recv:
             instructions.append(Recv(message))
         elif step.kind is WaitRecv:
-            instructions.append(WaitRecv(message, made))
+            instructions.append(WaitRecv(message, outputs))
         elif step.kind is Send:
             instructions.append(Send(message, reads))
         else:

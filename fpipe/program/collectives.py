@@ -84,7 +84,7 @@ class Wait:
 
 
 def collectives_of(program: Program) -> list[str]:
-    """What the replicas of a rank move together, in order: the same on all of them."""
+    """The collectives of a rank's replicas, in order: the same on all of them."""
     kernels = (step.call for step in program.instructions if isinstance(step, Compute))
     return [kernel.text for kernel in kernels if isinstance(kernel, Begin)]
 
@@ -100,7 +100,7 @@ def waits(call: Boxed) -> bool:
 
 
 class _Gathers:
-    """What one rank gathers, in the order of its row."""
+    """The gathers of one rank, in the order of its row."""
 
     def __init__(
         self,
@@ -136,8 +136,8 @@ class _Gathers:
         arrive = self._arriving.get(whole)
         if arrive is not None:
             yield arrive
-            for own in arrive.outputs:
-                del self._arriving[own]
+            for output in arrive.outputs:
+                del self._arriving[output]
 
     def unshard(self, stage: int) -> Iterator[Task]:
         """Begin to gather the leaves of a stage that the rank reads."""
@@ -153,15 +153,15 @@ class _Gathers:
     def _begin(self, stage: int, number: int, leaves: list[int], dtype: torch.dtype) -> Task:
         group = self._replicas.sharding
         packed = self._replicas.packed(stage, leaves, dtype)
-        part = Spec((sum(packed.sizes),), dtype)
-        flat = Spec((part.shape[0] * group.size,), dtype)
+        shard = Spec((sum(packed.sizes),), dtype)
+        flat = Spec((shard.shape[0] * group.size,), dtype)
         action = Action(stage, Op.UNSHARD, None)
         # Until it has ended, a collective keeps what it was given. (gloo fills a further tensor,
         # which is not counted.)
-        under_way = Spec((part.shape[0] + flat.shape[0],), dtype)
+        under_way = Spec((shard.shape[0] + flat.shape[0],), dtype)
         gathering = Computed(stage, 0, f"gathering {number} of leaves {leaves}")
         wholes = [Computed(stage, 0, f"gathered {number} of leaf {leaf}") for leaf in leaves]
-        specs = tuple(Spec(own.whole, dtype) for own in packed.divisions)
+        specs = tuple(Spec(division.whole, dtype) for division in packed.divisions)
         begin = Begin(packed.pack_parts, partial(all_gather, group), f"{action} {flat}")
         arrive = Task(
             action,
@@ -169,7 +169,7 @@ class _Gathers:
             (gathering,),
             tuple(wholes),
             specs,
-            lambda handed: max(0, sum(spec.nbytes for spec in specs) - part.nbytes),
+            lambda handed: max(0, sum(spec.nbytes for spec in specs) - shard.nbytes),
         )
         for leaf, whole in zip(leaves, wholes, strict=True):
             self._whole[ParamValue(stage, leaf)] = whole
@@ -217,15 +217,15 @@ def with_gathers(
         leaves: of each stage, those that are divided and read by anyone.
     """
     gathers = _Gathers(rank, placement, replicas, leaves)
-    found: list[Task] = []
+    tasks: list[Task] = []
     for task in row:
         if isinstance(task, Task):
-            found += gathers.read(task)
+            tasks += gathers.read(task)
         else:
-            found += gathers.reshard(task.stage)
+            tasks += gathers.reshard(task.stage)
             if task.op == Op.UNSHARD:
-                found += gathers.unshard(task.stage)
-    return [*found, *gathers.finish()]
+                tasks += gathers.unshard(task.stage)
+    return [*tasks, *gathers.finish()]
 
 
 class Reductions:
@@ -325,7 +325,7 @@ class Reductions:
         before = tuple(self._reduced[total] for total in totals if total in self._reduced)
         after = [Computed(stage, 0, f"reduced {number} of leaf {leaf}") for leaf in leaves]
         self._reduced.update(zip(totals, after, strict=True))
-        # What the collective was given goes when it has ended.
+        # The collective's input is freed when it has ended.
         nbytes = max(0, sum(s.nbytes for s in locals_) - under_way.nbytes + result.nbytes)
         arrive = Task(
             action,
@@ -343,7 +343,7 @@ class Reductions:
     def _over(
         self, group: Group, size: int, usual: Callable[[Group, Tensor], UnderWay]
     ) -> Callable[[Tensor], UnderWay | ReductionUnderWay]:
-        """What adds up a flat tensor over a group, to a result of `size` elements."""
+        """The function that reduces a flat tensor over a group, to a result of `size` elements."""
         reduce = self._replicas.reduce
         return partial(usual, group) if reduce is None else partial(reduce_by, reduce, size, group)
 
@@ -367,6 +367,6 @@ def _apart(shapes: Sequence[Sequence[int]], flat: Tensor) -> list[Tensor]:
     """The inverse of `_flat`, in memory of its own for each tensor."""
     sizes = [prod(shape) for shape in shapes]
     return [
-        part.view(tuple(shape)).clone()
-        for part, shape in zip(flat.split(sizes), shapes, strict=True)
+        piece.view(tuple(shape)).clone()
+        for piece, shape in zip(flat.split(sizes), shapes, strict=True)
     ]

@@ -67,7 +67,7 @@ def plan_mail(
         for index, task in enumerate(row):
             by_target: dict[int, list[Computed]] = defaultdict(list)
             for value in task.outputs:
-                # What a later task computes again, for its own rank, has been sent.
+                # A value that a later task computes again, for its own rank, is sent once.
                 for target in readers.pop(value, ()):
                     by_target[target].append(value)
             for target, values in sorted(by_target.items()):

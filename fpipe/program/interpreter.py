@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.errors import PipelineError, told
+from fpipe.errors import PipelineError, error_text
 from fpipe.inputs.batch import SplitBatch
 from fpipe.inputs.keys import Words, keys_of
 from fpipe.inputs.params import Parameters
@@ -57,11 +57,11 @@ class Run:
                     arguments: Any = [slots[i] for i in inputs]
                     for i in last_use:
                         slots[i] = None
-                    made: Any = call(arguments)
-                    for i, value in zip(outputs, made, strict=True):
+                    results: Any = call(arguments)
+                    for i, value in zip(outputs, results, strict=True):
                         if i >= 0:
                             slots[i] = value
-                    arguments = made = value = None  # a name here would outlive the slot
+                    arguments = results = value = None  # a name here would outlive the slot
                 elif isinstance(instruction, WaitRecv):
                     received = transport.receive(instruction.message)
                     if received is None:
@@ -198,12 +198,13 @@ def _blame(program: Program, index: int, error: Exception) -> PipelineError:
     """Say which action of which rank failed, whatever raised."""
     instruction = program.instructions[index]
     if isinstance(instruction, Free):  # which the handler of a signal has interrupted
-        text = f"rank {program.rank} failed: {told(error)}"
+        text = f"rank {program.rank} failed: {error_text(error)}"
         return PipelineError(text, rank=program.rank)
     action = instruction.action if isinstance(instruction, Compute) else instruction.message.action
     which = "" if action.microbatch is None else f", microbatch {action.microbatch}"
     return PipelineError(
-        f"{action} failed on rank {program.rank} (stage {action.stage}{which}): {told(error)}",
+        f"{action} failed on rank {program.rank} (stage {action.stage}{which}): "
+        f"{error_text(error)}",
         rank=program.rank,
         stage=action.stage,
         microbatch=action.microbatch,

@@ -75,7 +75,7 @@ def lower(
         for read in parameters_read(schedule, codes, resolve).values():
             for value in read:
                 ends[schedule.placement[value.stage]].params.append(value)
-    results = [own.values for own in ends]
+    results = [end.values for end in ends]
     mail = plan_mail(tasks.rows, schedule.placement, results)
     return tuple(
         assemble(
@@ -91,10 +91,10 @@ def lower(
 def _ends_of(
     tasks: Tasks, schedule: Schedule, codes: Codes, resolve: Resolver, sink: Sink, present: int
 ) -> list[Ends]:
-    """What each rank holds at the end, of so many microbatches."""
+    """The values that each rank holds after `present` microbatches."""
     ends = [Ends() for _ in schedule.actions]
     for total, value in tasks.sums.items():
-        # What belongs to the batch is gathered where the batch comes in.
+        # Gradients by the batch are collected on the rank where the batch comes in.
         stage = 0 if total.argument == "batch" else total.stage
         ranks = range(schedule.num_ranks) if sink.everywhere else [schedule.placement[stage]]
         for rank in ranks:
@@ -111,11 +111,11 @@ def _ends_of(
     latest = max(0, present - 1)
     for stage in range(schedule.num_stages):
         for leaf, name in codes(stage, latest).updates.items():
-            # What is threaded through the microbatches is small, and the same for every rank
-            # afterwards. Without a microbatch it is the caller's own.
+            # A threaded state is small, and every rank holds it afterwards. Without a
+            # microbatch it is the caller's.
             left = resolve(stage, latest, name) if present else ParamValue(stage, leaf)
-            for own in ends:
-                own.states.append((leaf, left))
+            for end in ends:
+                end.states.append((leaf, left))
     return ends
 
 

@@ -30,7 +30,7 @@ _STREAMS: Final[dict[torch.device, torch.cuda.Stream]] = {}
 
 @dataclass(frozen=True)
 class Offloading:
-    """What lives on the CPU.
+    """The tensors that live on the CPU.
 
     Attributes:
         devices: of the ranks.

@@ -139,7 +139,7 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Program:
-    """What one rank runs.
+    """The program that one rank runs.
 
     Attributes:
         rank: the rank.
@@ -232,11 +232,11 @@ def memory_curve(program: Program, *, running: bool = True) -> list[int]:
             gone = instruction.last_use
         elif isinstance(instruction, Free):
             gone = instruction.slots
-        made = {slot: program.sizes[index, slot] for slot in _written(instruction)}
-        needed = program.needs.get(index, 0) if running else sum(made.values())
+        written = {slot: program.sizes[index, slot] for slot in _written(instruction)}
+        needed = program.needs.get(index, 0) if running else sum(written.values())
         during = total + needed
-        total += sum(made.values()) - sum(held.pop(slot, 0) for slot in gone)
-        held |= made
+        total += sum(written.values()) - sum(held.pop(slot, 0) for slot in gone)
+        held |= written
         curve.append(max(during, total))
     return curve
 

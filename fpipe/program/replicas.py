@@ -75,7 +75,7 @@ class Replicas(NamedTuple):
     def packed(self, stage: int, leaves: Sequence[int], dtype: torch.dtype) -> Packed:
         """How some leaves of a stage, which are divided, lie in one flat tensor."""
         divisions = tuple(self.divided[stage, leaf] for leaf in leaves)
-        return Packed(divisions, dtype, self.sharding.size, self.sharding.rank)
+        return Packed(divisions, dtype, self.sharding.size)
 
     def local(self, stage: int, leaf: int, spec: Spec) -> Spec:
         """This replica's part of a gradient with the shape of the whole leaf."""
@@ -90,59 +90,65 @@ class Packed(NamedTuple):
         divisions: of the leaves, in order.
         dtype: of the flat tensor.
         parts: the number of replicas that hold parts.
-        part: which of them this one holds.
     """
 
     divisions: tuple[Division, ...]
     dtype: torch.dtype
     parts: int
-    part: int
 
     @property
     def sizes(self) -> list[int]:
         """Elements of each leaf in the flat tensor of one replica."""
-        return [prod(own.padded(self.parts)) for own in self.divisions]
+        return [prod(division.padded(self.parts)) for division in self.divisions]
 
     def pack_parts(self, leaves: Sequence[Tensor]) -> Tensor:
         """The parts of this replica, flat."""
         flat = leaves[0].new_zeros(sum(self.sizes), dtype=self.dtype)
-        for own, place, leaf in zip(self.divisions, flat.split(self.sizes), leaves, strict=True):
-            place.view(own.padded(self.parts))[: leaf.shape[own.dim]] = leaf.movedim(own.dim, 0)
+        for division, place, leaf in zip(
+            self.divisions, flat.split(self.sizes), leaves, strict=True
+        ):
+            place.view(division.padded(self.parts))[: leaf.shape[division.dim]] = leaf.movedim(
+                division.dim, 0
+            )
         return flat
 
     def pack_wholes(self, leaves: list[Tensor]) -> Tensor:
         """All parts of whole leaves, one replica's after the other's; lets the leaves go."""
         flat = leaves[0].new_zeros(self.parts, sum(self.sizes))
-        for own, place in zip(self.divisions, flat.split(self.sizes, 1), strict=True):
-            leaf = leaves.pop(0).movedim(own.dim, 0)
-            rows, *rest = own.padded(self.parts)
-            for part in range(self.parts):
-                rows_here = leaf[part * rows : (part + 1) * rows]
-                place[part].view(rows, *rest)[: len(rows_here)] = rows_here
+        for division, place in zip(self.divisions, flat.split(self.sizes, 1), strict=True):
+            leaf = leaves.pop(0).movedim(division.dim, 0)
+            rows, *rest = division.padded(self.parts)
+            for replica in range(self.parts):
+                rows_here = leaf[replica * rows : (replica + 1) * rows]
+                place[replica].view(rows, *rest)[: len(rows_here)] = rows_here
             del leaf
         return flat.view(-1)
 
     def unpack_parts(self, flat: Tensor) -> list[Tensor]:
         """The parts of this replica in a flat tensor, in memory of their own."""
-        found = []
-        for own, place in zip(self.divisions, flat.split(self.sizes), strict=True):
-            part = place.view(own.padded(self.parts))[: own.local[own.dim]]
-            found.append(part.movedim(0, own.dim).clone(memory_format=torch.contiguous_format))
-        return found
+        shards = []
+        for division, place in zip(self.divisions, flat.split(self.sizes), strict=True):
+            shard = place.view(division.padded(self.parts))[: division.local[division.dim]]
+            shards.append(
+                shard.movedim(0, division.dim).clone(memory_format=torch.contiguous_format)
+            )
+        return shards
 
     def unpack_wholes(self, flat: Tensor) -> list[Tensor]:
         """The whole leaves of which a flat tensor has all parts, in memory of their own."""
-        found = []
-        for own, place in zip(
+        leaves = []
+        for division, place in zip(
             self.divisions, flat.view(self.parts, -1).split(self.sizes, 1), strict=True
         ):
-            rows, *rest = own.padded(self.parts)
-            whole = place.reshape(self.parts * rows, *rest)[: own.rows].movedim(0, own.dim)
+            rows, *rest = division.padded(self.parts)
+            whole = place.reshape(self.parts * rows, *rest)[: division.rows].movedim(
+                0, division.dim
+            )
             alone = whole.is_contiguous() and whole.untyped_storage()._cdata != (
                 flat.untyped_storage()._cdata
             )
-            found.append(whole if alone else whole.clone(memory_format=torch.contiguous_format))
-        return found
+            leaves.append(whole if alone else whole.clone(memory_format=torch.contiguous_format))
+        return leaves
 
 
 def buckets(nbytes: Sequence[int], most: int | None) -> list[list[int]]:
@@ -152,12 +158,12 @@ def buckets(nbytes: Sequence[int], most: int | None) -> list[list[int]]:
         >>> buckets([4, 4, 9, 1], 8), buckets([4, 4, 9, 1], None)
         ([[0, 1], [2], [3]], [[0, 1, 2, 3]])
     """
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     room = 0.0
     for index, size in enumerate(nbytes):
-        if not found or size > room:
-            found.append([])
+        if not runs or size > room:
+            runs.append([])
             room = float("inf") if most is None else most
-        found[-1].append(index)
+        runs[-1].append(index)
         room -= size
-    return found
+    return runs

@@ -39,7 +39,7 @@ class Task(NamedTuple):
 
 
 NOTHING: Final = Spec((0,), torch.float32)
-"""What takes no memory where a rank computes."""
+"""The spec of a value that takes no memory on the rank's device."""
 
 
 def update_of(action: Action) -> Task:

@@ -19,7 +19,7 @@ from fpipe.schedule import Action, Op, Schedule
 
 
 class Tasks(NamedTuple):
-    """What a step computes.
+    """The tasks of a step.
 
     Attributes:
         rows: the tasks of each rank, in the order of its actions.
@@ -112,13 +112,13 @@ def parameters_read(
     schedule: Schedule, codes: Codes, resolve: Resolver
 ) -> dict[int, list[ParamValue]]:
     """The parameters that the code of each stage reads, in order, whatever microbatches run."""
-    found: dict[int, dict[ParamValue, None]] = {}
+    read: dict[int, dict[ParamValue, None]] = {}
     for stage, microbatch, code in _codes_of(schedule, codes):
         for name in dict.fromkeys(name for piece in code.pieces.values() for name in piece.inputs):
             value = resolve(stage, microbatch, name)
             if isinstance(value, ParamValue):
-                found.setdefault(stage, {})[value] = None
-    return {stage: list(own) for stage, own in found.items()}
+                read.setdefault(stage, {})[value] = None
+    return {stage: list(values) for stage, values in read.items()}
 
 
 def _divided_leaves(
@@ -130,21 +130,21 @@ def _divided_leaves(
         for value in values:
             if (value.stage, value.leaf) in replicas.divided:
                 leaves.setdefault(value.stage, set()).add(value.leaf)
-    return {stage: sorted(own) for stage, own in leaves.items()}
+    return {stage: sorted(numbers) for stage, numbers in leaves.items()}
 
 
 def _with_preparations(row: Row, codes: Codes, resolve: Resolver) -> list[Task | Action]:
     """The tasks of a rank, and those that make what they read of no microbatch."""
     whole: list[Task | Action] = []
-    made: set[tuple[int, int]] = set()
+    prepared: set[tuple[int, int]] = set()
     for task in row:
         for value in task.inputs if isinstance(task, Task) else ():
             if not isinstance(value, Computed):
                 continue
-            own = value.stage, value.microbatch
-            if own not in made and value.name in codes(*own).prepared:
-                made.add(own)
-                whole.append(_preparation(*own, codes, resolve))
+            place = value.stage, value.microbatch
+            if place not in prepared and value.name in codes(*place).prepared:
+                prepared.add(place)
+                whole.append(_preparation(*place, codes, resolve))
         whole.append(task)
     return whole
 
@@ -211,13 +211,13 @@ def _tasks_of(
             total = _sum_of(stage, source)
             if entry.so_far is None:
                 total = replace(total, microbatch=microbatch)
-            part = resolve(stage, microbatch, name)
+            gradient = resolve(stage, microbatch, name)
             if total in sums and not continues:
                 added = adding(
                     Computed(stage, microbatch, f"sum for {source}"),
-                    (sums[total], part),
+                    (sums[total], gradient),
                     code.specs[name],
                 )
                 yield added
-                (part,) = added.outputs
-            sums[total] = part
+                (gradient,) = added.outputs
+            sums[total] = gradient

@@ -112,7 +112,7 @@ def _woven(rows: Sequence[list[Task]], added: Added) -> tuple[list[Task], ...]:
 
 def _in_one_order(rows: Sequence[list[Task]]) -> Iterator[tuple[int, Task]]:
     """All tasks with their ranks, each behind those that make what it reads."""
-    made: set[Value] = set()
+    computed: set[Value] = set()
     done = [0] * len(rows)
     going = True
     while going:
@@ -121,8 +121,8 @@ def _in_one_order(rows: Sequence[list[Task]]) -> Iterator[tuple[int, Task]]:
             if done[rank] == len(row):
                 continue
             task = row[done[rank]]
-            if all(value in made for value in task.inputs if isinstance(value, Computed)):
-                made.update(task.outputs)
+            if all(value in computed for value in task.inputs if isinstance(value, Computed)):
+                computed.update(task.outputs)
                 done[rank] += 1
                 going = True
                 yield rank, task
@@ -131,15 +131,15 @@ def _in_one_order(rows: Sequence[list[Task]]) -> Iterator[tuple[int, Task]]:
 
 def _reading_stages(schedule: Schedule, codes: Codes) -> dict[int, set[int]]:
     """The stages that read each leaf of shared parameters."""
-    found: dict[int, set[int]] = defaultdict(set)
+    readers: dict[int, set[int]] = defaultdict(set)
     for stage in range(schedule.num_stages):
         every = [codes(stage, microbatch) for microbatch in range(schedule.num_microbatches)]
-        for code in {id(own): own for own in every}.values():
+        for code in {id(each): each for each in every}.values():
             for name in (name for piece in code.pieces.values() for name in piece.inputs):
                 source = code.sources.get(name)
                 if isinstance(source, Param):
-                    found[source.leaf].add(stage)
-    return found
+                    readers[source.leaf].add(stage)
+    return readers
 
 
 def _entry_of(

@@ -22,7 +22,7 @@ from fpipe.program.values import Computed, MomentsValue, MoveValue, ParamValue, 
 from fpipe.schedule import Action, Op, Schedule
 
 Updates = dict[SumValue, Computed]
-"""What the optimizer makes of the parameter of each sum of gradients."""
+"""The updated parameter of each sum of gradients."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,8 +111,8 @@ def _is_of(total: SumValue, rank: int, schedule: Schedule) -> bool:
     return by_params and schedule.placement[total.stage] == rank
 
 
-def _is_there(value: Value, made: set[Value]) -> bool:
-    return not isinstance(value, Computed) or value in made
+def _is_there(value: Value, computed: set[Value]) -> bool:
+    return not isinstance(value, Computed) or value in computed
 
 
 def _update(

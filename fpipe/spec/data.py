@@ -60,9 +60,9 @@ class Data:
     dtype: torch.dtype | None = None
     reduce: Reduce | None = field(default=None, repr=False)
 
-    def gathered_dtype(self, own: torch.dtype) -> torch.dtype:
+    def gathered_dtype(self, stored: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter is gathered."""
-        return own if self.dtype is None or not own.is_floating_point else self.dtype
+        return stored if self.dtype is None or not stored.is_floating_point else self.dtype
 
     @property
     def groups(self) -> tuple[Group, ...]:

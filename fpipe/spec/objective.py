@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fpipe import pytree
-from fpipe.errors import BatchError, StageError, a_type, told
+from fpipe.errors import BatchError, StageError, a_type, error_text
 from fpipe.inputs.signature import is_differentiable
 from fpipe.spec.precision import Precision
 from fpipe.spec.returns import LOSS, Returns
@@ -89,8 +89,11 @@ class Trainable:
         if not isinstance(self.choice, bool | list | tuple | None):
             return None
         parts = [True] * stages if self.choice is None else self._parts(stages)
-        trained = [any(pytree.flatten_prefix(part)) for part in parts]
-        return ["F" + "I" * any(trained[:stage]) + "W" * own for stage, own in enumerate(trained)]
+        trained = [any(pytree.flatten_prefix(choice)) for choice in parts]
+        return [
+            "F" + "I" * any(trained[:stage]) + "W" * is_trained
+            for stage, is_trained in enumerate(trained)
+        ]
 
     def _parts(self, stages: int) -> Sequence[Any]:
         """The choice for each stage."""
@@ -114,13 +117,13 @@ class Trainable:
     ) -> tuple[bool, ...]:
         if not within:
             return self._of(name, choice, spec, before)
-        found: list[bool] = []
+        flags: list[bool] = []
         for number, child in enumerate(spec.children()):
             if number == within[0]:
-                found += self._under(name, choice, child, before, within[1:])
+                flags += self._under(name, choice, child, before, within[1:])
             else:
-                found += [True] * child.num_leaves
-        return tuple(found)
+                flags += [True] * child.num_leaves
+        return tuple(flags)
 
     def _of(
         self, name: str, choice: Any, spec: optree.PyTreeSpec, before: tuple[int, ...]
@@ -216,7 +219,7 @@ def _decided(decide: Callable[[tuple[Any, ...]], Any], path: tuple[Any, ...]) ->
         return bool(decide(path))
     except Exception as error:
         raise BatchError(
-            f"trainable raised {told(error)}, for the path {path!r:.100}: it "
+            f"trainable raised {error_text(error)}, for the path {path!r:.100}: it "
             "must return whether the leaf at a path, a tuple of keys and indices, is trained"
         ) from error
 

@@ -88,7 +88,7 @@ class Returns:
             "has_state=True": self.state,
             "has_aux=True": self.aux,
         }
-        return " and ".join(name for name, given in options.items() if given)
+        return " and ".join(name for name, is_declared in options.items() if is_declared)
 
     def take(self, subject: str, call: str, value: Any, shape: Sequence[int | None] = ()) -> Taken:
         """Take apart what a loss function returned.
@@ -117,24 +117,24 @@ class Returns:
                 ways = ['reduction="weighted" for (sum, weight)']
                 ways += ["has_aux=True for (loss, aux)"] * (not self.declared)
                 hint = f", or declare what comes beside it: {', '.join(ways)}"
-            found = _found(loss)
+            shown = _shown(loss)
             if shape and isinstance(loss, Tensor):
-                found += f" under a transform, which has added {len(shape)} of these dimensions"
+                shown += f" under a transform, which has added {len(shape)} of these dimensions"
             form = f"{self.form}, whose {'sum' if self.weighted else 'loss'} is "
             raise StageError(
-                f"{subject} {found}: {call} must return {form if self.declared else ''}one "
+                f"{subject} {shown}: {call} must return {form if self.declared else ''}one "
                 f"floating-point scalar (take .mean() or .sum() of it{hint})"
             )
         several = tuple(size for size in shape if size is None)
         for weight in heads[1:]:
             if not isinstance(weight, Tensor) or not _fits(weight, several) or weight.is_complex():
                 raise StageError(
-                    f"{subject} a sum with the weight {_found(weight)}: {call} must return "
+                    f"{subject} a sum with the weight {_shown(weight)}: {call} must return "
                     f"{self.form}, whose weight is one real number, an int, a float or a tensor "
                     "without dimensions (such as mask.sum())"
                 )
-        for what, part in (("state", state), ("aux", aux)):
-            for path, leaf in _leaves(part):
+        for what, tree in (("state", state), ("aux", aux)):
+            for path, leaf in _leaves(tree):
                 if not isinstance(leaf, Tensor):
                     raise StageError(
                         f"{subject} {what}{path}={leaf!r:.60}, {a_type(leaf)}: {what} "
@@ -176,29 +176,29 @@ class Returns:
     def _several(self, subject: str, call: str, value: Any, count: int) -> tuple[Any, ...]:
         if not isinstance(value, tuple | list) or len(value) != count:
             raise StageError(
-                f"{subject} {_found(value)}: with {self.declared} {call} must return {self.form}"
+                f"{subject} {_shown(value)}: with {self.declared} {call} must return {self.form}"
             )
         return tuple(value)
 
 
 def check_state(
-    subject: str, given: Sequence[Tensor], spec: optree.PyTreeSpec, state: Any
+    subject: str, before: Sequence[Tensor], spec: optree.PyTreeSpec, state: Any
 ) -> list[Tensor]:
     """The leaves of the new state, which must be like those of the state that was given.
 
     Raises:
         StageError: it has another structure, or a leaf has another shape or dtype.
     """
-    leaves, found = pytree.flatten(state)
-    if found != spec:
+    leaves, returned_spec = pytree.flatten(state)
+    if returned_spec != spec:
         raise StageError(
             f"{subject} a state of another structure than it was given: every leaf comes back, "
-            f"changed or not (it got {spec}, and returns {found})"
+            f"changed or not (it got {spec}, and returns {returned_spec})"
         )
-    for path, old, new in zip(pytree.paths(spec), given, leaves, strict=True):
+    for path, old, new in zip(pytree.paths(spec), before, leaves, strict=True):
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             raise StageError(
-                f"{subject} state{path} as {_found(new)}, but was given {_found(old)}: the state "
+                f"{subject} state{path} as {_shown(new)}, but was given {_shown(old)}: the state "
                 "of one microbatch is what the next begins with, so shapes and dtypes must stay"
             )
     return leaves
@@ -218,7 +218,7 @@ def _is_real(value: Tensor) -> bool:
     return is_differentiable(value) and not value.is_complex()
 
 
-def _found(value: Any) -> str:
+def _shown(value: Any) -> str:
     """Describe a value, for messages."""
     if isinstance(value, Tensor):
         return describe("it", value).removeprefix("it: ")

@@ -87,7 +87,7 @@ class Leaves:
         sources: where each comes from.
         paths: how a user would write each, for messages.
         differentiable: whether each gets a gradient.
-        given: where the stage's input comes from and what it is, for messages.
+        arguments: where the stage's input comes from and what it is, for messages.
         called: how its user's function is called, for messages; empty if there is none.
     """
 
@@ -95,7 +95,7 @@ class Leaves:
     sources: tuple[Source, ...]
     paths: tuple[str, ...]
     differentiable: tuple[bool, ...]
-    given: str
+    arguments: str
     called: str = ""
 
     @property

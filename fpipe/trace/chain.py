@@ -73,7 +73,7 @@ NEXT = -1
 """Stands for the stage that follows, in a trace that several stages share."""
 
 
-class _Given(NamedTuple):
+class _StageInputs(NamedTuple):
     """The arguments that a stage is traced on.
 
     Attributes:
@@ -155,12 +155,12 @@ class ChainTracer:
             advance(labels[-1])
             with_loss = index == last and goal != "forward"
             x, here = (
-                replace(own, values=self._places.bring(own.values, index)) for own in (x, batch)
+                replace(tree, values=self._places.bring(tree.values, index)) for tree in (x, batch)
             )
             self._check_device(labels[-1], params[index], index)
             how = (stage.reads_batch, stage.reads_key, with_loss, index == 0)
-            given = _Given(params[index], flags[index], x, x_sources, carries, here, rows)
-            kind = (id(stage.fn), how, given.key, ambient())
+            inputs = _StageInputs(params[index], flags[index], x, x_sources, carries, here, rows)
+            kind = (id(stage.fn), how, inputs.key, ambient())
             result = self._traces.get((kind, goal == "step"))
             if result is None and not with_loss:
                 result = self._traces.get((kind, True))  # its forward is a part of that
@@ -170,7 +170,7 @@ class ChainTracer:
                     result = self._trace(
                         labels[-1],
                         stage,
-                        given,
+                        inputs,
                         giver,
                         with_loss=with_loss,
                         differentiate=goal == "step",
@@ -214,18 +214,18 @@ class ChainTracer:
         self,
         label: str,
         stage: Stage,
-        given: _Given,
+        inputs: _StageInputs,
         giver: str,
         *,
         with_loss: bool,
         differentiate: bool,
     ) -> Traced:
-        params, x, batch = given.params, given.x, given.batch
+        params, x, batch = inputs.params, inputs.x, inputs.batch
         objective = self._objective
         n_params, n_x, n_b = len(params.values), len(x.values), len(batch.values)
         keys = [abstract_key(batch, self._mode)] if stage.reads_key else []
-        inputs = describe("x", pytree.unflatten(x.spec, x.values))
-        own = describe("params", pytree.unflatten(params.spec, params.values))
+        x_text = describe("x", pytree.unflatten(x.spec, x.values))
+        params_text = describe("params", pytree.unflatten(params.spec, params.values))
 
         def function(leaves: Sequence[Any]) -> Any:
             p = as_parameters(params.spec, leaves[:n_params])
@@ -245,7 +245,7 @@ class ChainTracer:
                 values=(*params.values, *x.values, *batch.values, *keys),
                 sources=(
                     *(Param(i) for i in range(n_params)),
-                    *given.x_sources,
+                    *inputs.x_sources,
                     *(BatchLeaf(i) for i in range(n_b)),
                     *(Key(of_stage=True) for _ in keys),
                 ),
@@ -258,13 +258,13 @@ class ChainTracer:
                 differentiable=(
                     *(
                         flag and objective.is_by("params", value)
-                        for flag, value in zip(given.trained, params.values, strict=True)
+                        for flag, value in zip(inputs.trained, params.values, strict=True)
                     ),
-                    *given.carries,
+                    *inputs.carries,
                     *(objective.is_by("batch", v) for v in batch.values),
                     *(False for _ in keys),
                 ),
-                given=f"{giver} ({inputs}) with {own}",
+                arguments=f"{giver} ({x_text}) with {params_text}",
                 called=_called(stage),
             ),
             self._mode,
@@ -273,7 +273,7 @@ class ChainTracer:
             origin=(stage.fn, self._loss) if with_loss else stage.fn,
             # Only the loss is differentiated, and not what comes with it.
             readers=lambda leaf: () if with_loss and leaf else (NEXT,),
-            rows=given.rows,
+            rows=inputs.rows,
         )
 
     def _loss_of(self, label: str, y: Any, microbatch: Any) -> Taken:
@@ -283,9 +283,9 @@ class ChainTracer:
         try:
             loss = self._loss(y, microbatch)
         except Exception as error:
-            given = f"{describe('y', y)}, {describe('microbatch', microbatch)}"
+            arguments = f"{describe('y', y)}, {describe('microbatch', microbatch)}"
             called = "loss(y, microbatch), with the output and all of the microbatch"
-            raise explain(name, error, given, called) from error
+            raise explain(name, error, arguments, called) from error
         returns, shape = self._objective.returns, self._objective.loss_shape
         return returns.take(f"{name} is", "loss(y, microbatch)", loss, shape)
 

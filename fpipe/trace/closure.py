@@ -32,7 +32,7 @@ def lift_constants(
         StageError: one of them is sparse, or abstract.
     """
     graph = module.graph
-    found: dict[str, fx.Node] = {}
+    lifted: dict[str, fx.Node] = {}
     constants: list[Tensor] = []
     sources: dict[str, Source] = {}
     for node in list(graph.nodes):
@@ -58,14 +58,14 @@ def lift_constants(
                 f"{value.layout}), which cannot be traced: close over a dense one (.to_dense()), "
                 "or over its indices and values, and use index_add or scatter_add"
             )
-        if node.target not in found:
+        if node.target not in lifted:
             with graph.inserting_before(_first_computation(graph)):
                 placeholder = graph.placeholder(f"constant_{len(constants)}")
                 placeholder.meta["val"] = from_fun(node.meta["val"])
                 sources[placeholder.name] = Constant(len(constants))
-                memory, found[node.target] = _as_it_lies(value.detach(), placeholder)
+                memory, lifted[node.target] = _as_it_lies(value.detach(), placeholder)
             constants.append(memory)
-        node.replace_all_uses_with(found[node.target])
+        node.replace_all_uses_with(lifted[node.target])
         graph.erase_node(node)
     return tuple(constants), sources
 
@@ -79,10 +79,10 @@ def _as_it_lies(value: Tensor, placeholder: fx.Node) -> tuple[Tensor, fx.Node]:
     node = placeholder
     for is_put_off, undo, do in _PUT_OFF:
         if is_put_off(value):
-            value, own = undo(value), placeholder.meta["val"]
-            placeholder.meta["val"] = undo(own) if is_put_off(own) else own
+            value, fake = undo(value), placeholder.meta["val"]
+            placeholder.meta["val"] = undo(fake) if is_put_off(fake) else fake
             node = placeholder.graph.call_function(do, (node,))
-            node.meta["val"] = own
+            node.meta["val"] = fake
     return value, node
 
 

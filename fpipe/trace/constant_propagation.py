@@ -107,10 +107,10 @@ class Known(Seeing):
             with no_dispatch():
                 return func(*(self._values[tensor] for tensor in tensors))
         if func in _SHAPED and known:
-            own, keywords = self._real(leaves, spec)
+            real, keywords = self._real(leaves, spec)
             with no_dispatch():
-                found = func(*own, **keywords)
-            return pytree.tree_map(self._literal, found)
+                answer = func(*real, **keywords)
+            return pytree.tree_map(self._literal, answer)
         result = func(*args, **options)
         if func._schema.is_mutable and not known:
             self._forget(func, args, options)
@@ -124,13 +124,13 @@ class Known(Seeing):
         """Whatever looks at the memory that an operation has written to is not known any more."""
         if not len(self._values):
             return
-        given = [*zip(func._schema.arguments, args, strict=False)]
-        given += [(a, options[a.name]) for a in func._schema.arguments if a.name in options]
+        pairs = [*zip(func._schema.arguments, args, strict=False)]
+        pairs += [(a, options[a.name]) for a in func._schema.arguments if a.name in options]
         written = {
             memory_of(value)
-            for argument, own in given
+            for argument, passed in pairs
             if argument.is_write
-            for value in (own if isinstance(own, list | tuple) else (own,))
+            for value in (passed if isinstance(passed, list | tuple) else (passed,))
             if isinstance(value, Tensor)
         }
         for tensor in list(self._values):
@@ -144,14 +144,14 @@ class Known(Seeing):
 
     def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The same with the places that known masks select in place of these."""
-        found: list[Tensor | None] = []
+        replaced: list[Tensor | None] = []
         for index in indices:
             mask = None if index is None else self._values.get(index)
             if mask is None or mask.dtype != torch.bool or not mask.dim():
-                found.append(index)
+                replaced.append(index)
             else:
-                found += self._places(mask)
-        return found
+                replaced += self._places(mask)
+        return replaced
 
     def _places(self, mask: Tensor) -> list[Tensor]:
         """Where a mask is true, along each dimension."""
@@ -163,9 +163,9 @@ class Known(Seeing):
         """A value as a tensor that the function makes of numbers."""
         with no_dispatch():
             numbers = value.tolist()
-        made = torch.tensor(numbers, dtype=value.dtype, device=value.device).view(value.shape)
-        self._values[made] = value
-        return made
+        literal = torch.tensor(numbers, dtype=value.dtype, device=value.device).view(value.shape)
+        self._values[literal] = value
+        return literal
 
     def _keep(
         self, result: Any, func: Any, args: Sequence[Any], options: Mapping[str, Any]

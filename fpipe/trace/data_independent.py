@@ -38,8 +38,8 @@ def without_data_checks() -> Iterator[None]:
     """
     stand_ins = (_CHECKS, _WEIGHTS, _SAVING, _BACKWARDS, *_SET_UP)
     with ExitStack() as stack:
-        for own in stand_ins:
-            stack.enter_context(own.active())
+        for stand_in in stand_ins:
+            stack.enter_context(stand_in.active())
         stack.enter_context(Instead(_WITHOUT))
         yield
 
@@ -131,10 +131,10 @@ def _refuse_hooks(kind: str) -> Untraceable:
 
 
 def _set_up(name: str) -> StandIn:
-    def set_up(hook: Any, given: Any) -> Any:
+    def set_up(hook: Any, values: Any) -> Any:
         if stand_in.is_active and innermost_transform() is not None:
             raise _refuse_hooks("calls a module that has backward hooks")
-        return stand_in.own(BackwardHook)(hook, given)
+        return stand_in.original(BackwardHook)(hook, values)
 
     stand_in = StandIn(name, {BackwardHook: set_up})
     return stand_in
@@ -145,13 +145,13 @@ def _enter(hooks: Any) -> Any:
     moved = isinstance(hooks, save_on_cpu) and "Grad" not in kinds  # which changes no value
     if _SAVING.is_active and not moved and {"Jvp", "Grad"} & set(kinds):
         raise _refuse_hooks("uses saved-tensor hooks")
-    return _SAVING.own(saved_tensors_hooks)(hooks)
+    return _SAVING.original(saved_tensors_hooks)(hooks)
 
 
 def _backward(*args: Any, **options: Any) -> Any:
     if _BACKWARDS.is_active:
         _refuse_grad(*args, **options)
-    return _BACKWARDS.own(torch.autograd)(*args, **options)
+    return _BACKWARDS.original(torch.autograd)(*args, **options)
 
 
 def _refuse_grad(x: Tensor, *_: Any, **__: Any) -> None:
@@ -186,8 +186,10 @@ _WITHOUT: dict[Callable[..., Any], Callable[..., Any]] = {
 def _unlooked(kind: type) -> Callable[[Any, Tensor], Any]:
     def check(constraint: Any, value: Tensor) -> Any:
         # It looks whether all are symmetric before it looks at more.
-        found = type(constraints.symmetric).check if _CHECKS.is_active else _CHECKS.own(kind)
-        return found(constraint, value)
+        original = (
+            type(constraints.symmetric).check if _CHECKS.is_active else _CHECKS.original(kind)
+        )
+        return original(constraint, value)
 
     return check
 
@@ -198,7 +200,7 @@ _CHECKS = StandIn("check", {kind: _unlooked(kind) for kind in _DEFINITE})
 
 def _left_apart(layer: nn.RNNBase) -> None:
     if not _WEIGHTS.is_active:
-        _WEIGHTS.own(nn.RNNBase)(layer)
+        _WEIGHTS.original(nn.RNNBase)(layer)
 
 
 _WEIGHTS = StandIn("flatten_parameters", {nn.RNNBase: _left_apart})

@@ -60,8 +60,8 @@ class Functional(FunctionalTensorMode):
         if type(value) in _DENSE:
             held: Tensor = self._wrapped(value, None)
             return held
-        made: Tensor = self._outer(value)
-        return made
+        functional: Tensor = self._outer(value)
+        return functional
 
     def __torch_dispatch__(
         self,
@@ -94,8 +94,8 @@ class Functional(FunctionalTensorMode):
         """A view of a functional tensor, which is made anew when what it views is written to."""
         value, *rest = args
         with functionalized():
-            made = func._op_dk(_FUNCTIONALIZE, value.elem, *rest, **options)
-        view = FunctionalTensor(made, self)
+            viewed = func._op_dk(_FUNCTIONALIZE, value.elem, *rest, **options)
+        view = FunctionalTensor(viewed, self)
         torch._functionalize_unsafe_set(view, value)
         return view
 
@@ -116,9 +116,9 @@ class Functional(FunctionalTensorMode):
                 held = self._held[value] = self._outer(alias)
             return held
         if type(value) in (tuple, list):
-            return type(value)(self._wrapped(own, func) for own in value)
+            return type(value)(self._wrapped(item, func) for item in value)
         if type(value) is dict:
-            return {name: self._wrapped(own, func) for name, own in value.items()}
+            return {name: self._wrapped(item, func) for name, item in value.items()}
         return value
 
     def _check(self, value: Tensor, func: Any) -> None:
@@ -137,14 +137,14 @@ class Functional(FunctionalTensorMode):
                 "trains belongs into the module, whose forward computes with it), or detach it",
             )
 
-    def _outer(self, made: Any) -> Any:
-        if isinstance(made, FunctionalTensor):
-            return made  # torch 2.11 has some operations return what they were given
-        if isinstance(made, Tensor):
-            return FunctionalTensor(torch._to_functional_tensor(made), self)
-        if isinstance(made, list | tuple):
-            return type(made)(map(self._outer, made))
-        return made
+    def _outer(self, value: Any) -> Any:
+        if isinstance(value, FunctionalTensor):
+            return value  # torch 2.11 has some operations return what they were given
+        if isinstance(value, Tensor):
+            return FunctionalTensor(torch._to_functional_tensor(value), self)
+        if isinstance(value, list | tuple):
+            return type(value)(map(self._outer, value))
+        return value
 
 
 _DETACH: Final = torch.ops.aten.detach.default
@@ -175,7 +175,7 @@ def _inner(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(map(_inner, value))
     if type(value) is dict:
-        return {name: _inner(own) for name, own in value.items()}
+        return {name: _inner(item) for name, item in value.items()}
     return value
 
 

@@ -123,19 +123,19 @@ def uncompiled() -> Iterator[None]:
     torch refuses to trace it otherwise, and what is traced is compiled with its stage.
     """
     frames: Any = torch._dynamo.eval_frame
-    own = frames.DynamoStance("force_eager")
+    stance = frames.DynamoStance("force_eager")
     # The caller may be compiled itself, and what runs in it may not set a stance.
     caller = torch._C._dynamo.eval_frame.set_eval_frame(None)
-    before = frames._set_stance(own)
+    before = frames._set_stance(stance)
     try:
         with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
             yield
     finally:
-        if frames._stance is own:
+        if frames._stance is stance:
             frames._set_stance(before)
         # Another thread that has set its own meanwhile comes back to this one.
         for name, value in vars(before).items():
-            object.__setattr__(own, name, value)
+            object.__setattr__(stance, name, value)
         torch._C._dynamo.eval_frame.set_eval_frame(caller)
 
 
@@ -151,7 +151,7 @@ def as_written() -> AbstractContextManager[None]:
 def _looking(kind: Any) -> Any:
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
         if not _CALLS.is_active:
-            return _CALLS.own(kind)(self, *arguments, **options)
+            return _CALLS.original(kind)(self, *arguments, **options)
         # Set by torch.jit, for torch.compile.
         written = getattr(self, "_torchdynamo_inline", None)
         if written is None:

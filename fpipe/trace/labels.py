@@ -147,10 +147,10 @@ class Labels(Seeing):
                 self.following[number] = []
                 continue
             self.following[number] = [
-                None if own is None else Edge(self._number(own), place)
-                for own, place in node.next_functions
+                None if successor is None else Edge(self._number(successor), place)
+                for successor, place in node.next_functions
             ]
-            waiting += [own for own, _ in node.next_functions]
+            waiting += [successor for successor, _ in node.next_functions]
             self._hear(node, number)
 
     def _hear(self, node: Any, number: int) -> None:
@@ -160,20 +160,24 @@ class Labels(Seeing):
             self._settle()
             self._running = number
 
-        def end(given: tuple[Tensor | None, ...], _: Any) -> Any:
-            fitted = tuple(map(_fitted, given, node.next_functions)) if number in own else given
+        def end(gradients: tuple[Tensor | None, ...], _: Any) -> Any:
+            fitted = (
+                tuple(map(_fitted, gradients, node.next_functions))
+                if number in custom
+                else gradients
+            )
             fitted = tuple(map(_recorded, fitted))
-            found = [None if value is None else node_of(value) for value in fitted]
+            nodes = [None if value is None else node_of(value) for value in fitted]
             self._settle()
             self._done = number
-            for edge, value, gradient in zip(self.following[number], found, fitted, strict=False):
+            for edge, value, gradient in zip(self.following[number], nodes, fitted, strict=False):
                 if edge is not None and value is not None:
                     self._check_placements(edge, number, gradient)
                     self.handed[edge].append(Handed(number, value))
-            same = all(map(operator.is_, fitted, given))
+            same = all(map(operator.is_, fitted, gradients))
             return None if same else fitted
 
-        own = self.custom
+        custom = self.custom
         node.register_prehook(begin)
         node.register_hook(end)
 
@@ -227,12 +231,12 @@ def _recorded(value: Tensor | None) -> Tensor | None:
     return value if value is None or node_of(value) is not None else value.clone()
 
 
-def _fitted(given: Tensor | None, to: tuple[Any, int]) -> Tensor | None:
+def _fitted(gradient: Tensor | None, to: tuple[Any, int]) -> Tensor | None:
     """A gradient in the shape and dtype of what it is by, as autograd fits those of Functions."""
     node, place = to
-    if given is None or node is None:
-        return given
+    if gradient is None or node is None:
+        return gradient
     like = node._input_metadata[place]
-    if given.shape != like.shape:
-        given = given.sum_to_size(like.shape)
-    return given if given.dtype == like.dtype else given.to(like.dtype)
+    if gradient.shape != like.shape:
+        gradient = gradient.sum_to_size(like.shape)
+    return gradient if gradient.dtype == like.dtype else gradient.to(like.dtype)

@@ -158,9 +158,9 @@ def record(
     except FpipeError:
         raise
     except Exception as error:
-        raise explain(name, error, leaves.given, leaves.called) from error
+        raise explain(name, error, leaves.arguments, leaves.called) from error
     marks.mark(module.graph)
-    lost = {leaf: explain(name, why, leaves.given) for leaf, why in trace.lost.items()}
+    lost = {leaf: explain(name, why, leaves.arguments) for leaf, why in trace.lost.items()}
     return trace.recording(module, lost)
 
 
@@ -220,8 +220,8 @@ class _Trace:
             stack.enter_context(Unchecked())
             stack.enter_context(self._known)
             gradients = self._differentiated(outputs, chosen, totals)
-            own = [places[0] for places in self._demand.places.values()]
-            gradients = list(map(self._way.fold, own, gradients))
+            firsts = [places[0] for places in self._demand.places.values()]
+            gradients = list(map(self._way.fold, firsts, gradients))
             return list(map(from_fun, outputs)), list(map(from_fun, gradients))
 
     def recording(self, module: fx.GraphModule, lost: dict[int, StageError]) -> Recording:
@@ -250,11 +250,11 @@ class _Trace:
         """
         chosen = []
         for places in self._leaves.places.values():
-            own = arguments[places[0]]
-            own = _Argument.apply(own.detach().requires_grad_(), self._functional)
+            leaf = arguments[places[0]]
+            leaf = _Argument.apply(leaf.detach().requires_grad_(), self._functional)
             for place in places:
-                arguments[place] = own
-            chosen.append(own)
+                arguments[place] = leaf
+            chosen.append(leaf)
         return chosen
 
     def _settled(self, output: Any) -> Tensor:
@@ -283,19 +283,19 @@ class _Trace:
         self, outputs: Sequence[Tensor], chosen: Sequence[Tensor], totals: dict[int, Tensor]
     ) -> list[Tensor]:
         """The gradients by what is chosen, zeros where nothing depends on it."""
-        found: Sequence[Tensor | None] = [None] * len(chosen)
+        computed: Sequence[Tensor | None] = [None] * len(chosen)
         if totals and chosen:
             try:
-                found = self._grad(outputs, chosen, totals)
+                computed = self._grad(outputs, chosen, totals)
             except RuntimeError:
                 # A function with cuts has its loss alone, and what it is made of is not recorded.
                 if self._labels is not None or sum(self._demand.carries) == 1:
                     raise
                 kept = self._without_lost(outputs, chosen, totals)
-                found = self._grad(outputs, chosen, kept) if kept else found
+                computed = self._grad(outputs, chosen, kept) if kept else computed
         gradients = [
-            torch.zeros_like(own) if gradient is None else gradient
-            for own, gradient in zip(chosen, found, strict=True)
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(chosen, computed, strict=True)
         ]
         for places, gradient in zip(self._demand.places.values(), gradients, strict=True):
             if gradient.layout is not torch.strided:

@@ -81,8 +81,8 @@ class Averaging:
                 f"state.moments has no {EMA!r}: the state is that of a trainer without ema=; make "
                 "one by trainer.init(params)"
             )
-        own = {name: value for name, value in moments.items() if name != EMA}
-        moved, state = self._updates(param, grad, own, hyper, count, in_place=in_place)
+        others = {name: value for name, value in moments.items() if name != EMA}
+        moved, state = self._updates(param, grad, others, hyper, count, in_place=in_place)
         average, share = moments[EMA], 1 - self._ema
         after = average.lerp_(moved, share) if in_place else average.lerp(moved, share)
         return moved, state | {EMA: after}

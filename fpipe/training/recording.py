@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from fpipe.errors import FpipeError, label_of, told
+from fpipe.errors import FpipeError, error_text, label_of
 from fpipe.graph.nodes import value_of
 from fpipe.torch_internals import (
     FakeTensorMode,
@@ -171,17 +171,17 @@ def record_update(
     names: list[str] = []
 
     def step(param: Tensor, grad: Tensor, leaves: Sequence[Tensor], chosen: Any) -> list[Tensor]:
-        made = optimizer([param], **arguments)
-        made.param_groups[0].update(_with_numbers(hyper, chosen))
+        instance = optimizer([param], **arguments)
+        instance.param_groups[0].update(_with_numbers(hyper, chosen))
         param.grad = grad
-        own = made.state[param]
+        leaf_state = instance.state[param]
         if state is not None:
-            own.clear()
-            own.update(zip(state, leaves, strict=True))
-            own[STEP] = param.new_zeros((), dtype=torch.float64, device="cpu")
-        with _Reading(symbols, own, chosen):
-            made.step()
-        kept = {name: v for name, v in own.items() if name != STEP and v is not None}
+            leaf_state.clear()
+            leaf_state.update(zip(state, leaves, strict=True))
+            leaf_state[STEP] = param.new_zeros((), dtype=torch.float64, device="cpu")
+        with _Reading(symbols, leaf_state, chosen):
+            instance.step()
+        kept = {name: v for name, v in leaf_state.items() if name != STEP and v is not None}
         odd = {name: v for name, v in kept.items() if not isinstance(v, Tensor)}
         if odd:
             raise ValueError(f"its state has {odd}, which is no tensor")
@@ -208,7 +208,7 @@ def record_update(
     except Exception as error:
         raise FpipeError(
             f"optimizer={label_of(optimizer)} cannot be recorded as a pure function: "
-            f"{told(error)}; pass a pair of functions (init, update) instead"
+            f"{error_text(error)}; pass a pair of functions (init, update) instead"
         ) from error
     graph = _tidied(graph)
     outputs: Any = graph.graph.output_node().args[0]

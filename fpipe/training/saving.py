@@ -24,7 +24,7 @@ from fpipe.checkpoint.checkpoint_writer import (
     beside,
 )
 from fpipe.dtensors import placements_of
-from fpipe.errors import BatchError, FpipeError, few, told
+from fpipe.errors import BatchError, FpipeError, error_text, few
 from fpipe.holding import names_of, saved
 from fpipe.modules.module_pipeline import ModulePipeline
 from fpipe.nn import buffers_of, state_of
@@ -90,7 +90,7 @@ def content_of(
         return {
             "marks": marks,
             "tree": joined([tree for tree, _ in facts]),
-            "moments": {name: kind for _, part in facts for name, kind in part.items()},
+            "moments": {name: kind for _, kinds in facts for name, kind in kinds.items()},
             "model_state": described_state,
             "steps": state.steps,
             "scale": None if state.scale is None else tuple(state.scale),
@@ -158,7 +158,7 @@ def _read_facts(source: Path) -> dict[str, Any]:
         marks = set(facts["marks"])
     except Exception as error:
         raise BatchError(
-            f"{place} cannot be read ({told(error)}): give a directory that trainer.save "
+            f"{place} cannot be read ({error_text(error)}): give a directory that trainer.save "
             "has written to its end"
         ) from error
     if marks != DistributedDirectory(source).marks:

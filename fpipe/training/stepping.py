@@ -157,7 +157,7 @@ def _donated(settings: Settings, call: Call) -> Any:
         return rule.step(state.moments, params, before, call.hyper, in_place=True)
 
     with torch.no_grad():
-        steps = engine.told("step", read)
+        steps = engine.validated("step", read)
         result = _gradients(settings, call)
         loss, grads = result.loss, [result.grads]
         model_state, aux = _model_state_and_aux(settings, result)
@@ -192,11 +192,11 @@ def _within(settings: Settings, rule: LeafByLeaf, call: Call) -> Any:
 
     def read() -> tuple[Sequence[Any], Move]:
         count = number_of(state.steps)
-        own = rule.step(
+        step = rule.step(
             state.moments, params, count, call.hyper, squares=clips, unscale=1 / call.scale
         )
-        steps.append(own)
-        return own.states, own.move
+        steps.append(step)
+        return step.states, step.move
 
     with torch.no_grad():
         outcome = engine_of(settings.pipe).run_updating(
@@ -208,25 +208,25 @@ def _within(settings: Settings, rule: LeafByLeaf, call: Call) -> Any:
             scale=scale,
             **call.named,
         )
-        [own] = steps
+        [step] = steps
         moved = outcome.updates()
         norm, grads = outcome.norm, None
         if outcome.leaves_gradients() or (clips and norm is None):
             grads = outcome.take_grads()
-            own.move_others(moved, grads)
+            step.move_others(moved, grads)
         if settings.max_norm is not None:
             if norm is None:  # of DTensors, whose parts are counted over their mesh
                 norm = global_norm(grads, pipe=settings.pipe) / scale
-            norm = norm.to(home_of(own.leaves))
+            norm = norm.to(home_of(step.leaves))
             if _is_left_out(settings, norm):
                 return _finished(settings, outcome, params, _left_out(settings, state), norm)
             clip = scale_of(norm, settings.max_norm)
             if not bool(clip == 1):
                 grads = scaled_to(outcome.take_grads() if grads is None else grads, clip / scale)
-                update = rule.update(grads, state.moments, params, own.before, call.hyper)
+                update = rule.update(grads, state.moments, params, step.before, call.hyper)
                 after = _after(settings, state, update[1])
                 return _finished(settings, outcome, update[0], after, norm)
-        values, moments = own.trees(moved)
+        values, moments = step.trees(moved)
         return _finished(settings, outcome, values, _after(settings, state, moments), norm)
 
 
@@ -291,8 +291,8 @@ def _norm(pipe: Pipeline, grads: Any) -> Tensor:
     if engine_of(pipe).definition.alone is None:
         return global_norm(grads, pipe=pipe)
     members = len(pytree.flatten(grads)[0][0])
-    parts = (pytree.tree_map(lambda g, m=m: g[m], grads) for m in range(members))
-    return torch.stack([global_norm(part, pipe=pipe) for part in parts])
+    by_member = (pytree.tree_map(lambda g, m=m: g[m], grads) for m in range(members))
+    return torch.stack([global_norm(member_grads, pipe=pipe) for member_grads in by_member])
 
 
 def _beside(

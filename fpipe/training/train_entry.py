@@ -171,7 +171,7 @@ def _rule(
         if definition.function:
             return list(choice.flags([spec], shared=True)[0])
         flags = choice.flags(spec.children(), shared=False)
-        return [flag for part in flags for flag in part]
+        return [flag for stage_flags in flags for flag in stage_flags]
 
     steps: LeafUpdate = updates if ema is None else Averaging(updates, ema)
     return LeafByLeaf(offloaded(steps, offload), read_groups(groups), trained)

@@ -194,11 +194,11 @@ class LeafByLeaf:
         spec = pytree.structure(params)
         states = _up_to(spec, moments, "state.moments")
         leaves = pytree.entries(spec, params)
-        found = [
+        averaged = [
             leaf if state is None else state[EMA]
             for leaf, state in zip(leaves, states, strict=True)
         ]
-        return pytree.unflatten(pytree.structure_of_wholes(spec), found)
+        return pytree.unflatten(pytree.structure_of_wholes(spec), averaged)
 
     def _moved(
         self, leaves: Sequence[Tensor], spec: optree.PyTreeSpec

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fpipe.errors import FpipeError, label_of, told
+from fpipe.errors import FpipeError, error_text, label_of
 from fpipe.torch_internals import is_transformed
 from fpipe.training.adafactor import Adafactor
 from fpipe.training.compiled import Kernels, is_elementwise, reads_numbers
@@ -89,7 +89,7 @@ class Updates:
             )
         except (TypeError, ValueError) as error:
             names = ", ".join(f"{name}={value!r:.40}" for name, value in hyper.items())
-            raise FpipeError(f"{self._name} does not take {names}: {told(error)}") from error
+            raise FpipeError(f"{self._name} does not take {names}: {error_text(error)}") from error
         return group | chosen
 
     def replaced(self, hyper: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,8 +102,8 @@ class Directional(Wrapping):
         """
         vectors = self._vectors_of_call("step", vector)
         loss, duals, *aux = self._engine.run_step(params, batch, *vectors, key=key)
-        pairs = map(_grad_and_product, self._engine.definition.for_each(duals), vectors)
-        grads, products = map(self._engine.definition.asked, zip(*pairs, strict=True))
+        pairs = map(_grad_and_product, self._engine.definition.wrap(duals), vectors)
+        grads, products = map(self._engine.definition.unwrap, zip(*pairs, strict=True))
         results = Hvp(loss.primal, grads, products)
         return HvpAux(*results, *aux) if aux else results
 
@@ -171,11 +171,11 @@ class Directional(Wrapping):
 
     def _vectors_of_call(self, goal: Goal, vector: Any) -> tuple[Any, ...]:
         """The direction of each argument that may move; if they are wrong, on every rank."""
-        return self._engine.told(goal, lambda: self._vectors(vector))
+        return self._engine.validated(goal, lambda: self._vectors(vector))
 
     def _vectors(self, vector: Any) -> tuple[Any, ...]:
         wanted = self._engine.definition.wanted
-        vectors = self._engine.definition.for_each(vector)
+        vectors = self._engine.definition.wrap(vector)
         if not isinstance(vectors, tuple) or len(vectors) != len(wanted):
             raise BatchError(
                 f"vector={vector!r:.60} must be a tuple of {len(wanted)}, one direction for each "

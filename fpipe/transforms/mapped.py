@@ -67,7 +67,7 @@ def vmap(
     """
     if hasattr(pipe, "of_members"):
         options: Any = {"randomness": randomness, "axis_size": axis_size}
-        trainer: PT = pipe.of_members(lambda own: vmap(own, in_dims, **options))
+        trainer: PT = pipe.of_members(lambda inner: vmap(inner, in_dims, **options))
         return trainer
     alone: Any = pipe
     definition = definition_of("vmap", alone)

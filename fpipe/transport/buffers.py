@@ -16,8 +16,8 @@ class Buffers:
 
     Nobody says when a value that was received is no longer used: it may live on as the view that a
     stage returned, or in the autograd graph of the caller, whose references Python does not count.
-    What is lent is therefore an alias, a tensor of its own on memory that the pool owns, and the
-    references to the memory are counted.
+    So the pool lends an alias, a new tensor on memory that the pool owns, and counts the references
+    to that memory.
 
     Args:
         device: where the buffers lie.

@@ -98,10 +98,11 @@ def connect(
     else:
         kind = dist.ProcessGroup.BackendType.GLOO
         gloo: Any = dist.ProcessGroupGloo
-        own = gloo._Options()
-        own._timeout, own._threads, own._devices = timeout, 1, list(interfaces) or _interfaces()
+        gloo_options = gloo._Options()
+        gloo_options._timeout, gloo_options._threads = timeout, 1
+        gloo_options._devices = list(interfaces) or _interfaces()
         group._set_default_backend(kind)
-        group._register_backend(torch.device("cpu"), kind, gloo(store, rank, size, own))
+        group._register_backend(torch.device("cpu"), kind, gloo(store, rank, size, gloo_options))
     return group
 
 
@@ -191,13 +192,13 @@ class Lines:
             RuntimeError: one of them does not come, for as long as a wait of the caller's group.
         """
         if name not in self._made:
-            own = dist.PrefixStore(name, self._store)
+            store = dist.PrefixStore(name, self._store)
             rank, size = ranks.index(self._rank), len(ranks)
             if backend == "gloo" and not self._interfaces:
                 self._interfaces = _interfaces()
-            _meet(own, rank, size, self.timeout, given_up)
-            made = connect(backend, own, rank, size, self.timeout, self._interfaces, self.device)
-            self._made[name] = made
+            _meet(store, rank, size, self.timeout, given_up)
+            group = connect(backend, store, rank, size, self.timeout, self._interfaces, self.device)
+            self._made[name] = group
         return self._made[name]
 
     def ring(self) -> None:
@@ -209,7 +210,7 @@ _LINES: Final[WeakKeyDictionary[dist.ProcessGroup, Lines]] = WeakKeyDictionary()
 
 
 def lines_of(group: dist.ProcessGroup, name: str, store: dist.Store, device: torch.device) -> Lines:
-    """What pipelines over `group` share; every rank asks for it when it makes a pipeline.
+    """The connections that pipelines over `group` share; every rank calls this when it makes one.
 
     Args:
         group: the caller's.
@@ -308,7 +309,7 @@ def _ring(group: dist.ProcessGroup) -> None:
 
 
 def _nccl_of(group: dist.ProcessGroup) -> Any:
-    """What moves a group's tensors on CUDA, if that is NCCL; else None."""
+    """The backend that moves a group's tensors on CUDA, if it is NCCL; else None."""
     is_nccl = carriers(group).get("cuda") == "nccl"
     return group._get_backend(torch.device("cuda")) if is_nccl else None
 

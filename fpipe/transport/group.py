@@ -34,7 +34,7 @@ OF_NCCL: Final = frozenset(
         torch.uint8,
     }
 )
-"""What all versions of NCCL move under its name; values of other dtypes go as bytes."""
+"""The dtypes that all versions of NCCL send as they are; values of others go as bytes."""
 
 LINGERS: Final = 60.0
 """Seconds that are waited, when a transport is dropped, for its last messages to have left."""

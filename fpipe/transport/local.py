@@ -88,8 +88,8 @@ class LocalTransport:
             return None
         lane = self._lanes.get((source, target))
         if lane is None:
-            own = Lane(torch.cuda.Stream(source), torch.cuda.Stream(target))
-            lane = self._lanes.setdefault((source, target), own)
+            new = Lane(torch.cuda.Stream(source), torch.cuda.Stream(target))
+            lane = self._lanes.setdefault((source, target), new)
         return lane
 
 

@@ -112,5 +112,5 @@ def make_blank(values: Sequence[Tensor]) -> None:
 
 def _last_word(value: Tensor) -> Word | None:
     """The last bytes of a contiguous tensor on the CPU; None if it has too few."""
-    size, own = value.numel() * value.element_size(), ctypes.sizeof(Word)
-    return Word.from_address(value.data_ptr() + size - own) if size >= own else None
+    size, word_size = value.numel() * value.element_size(), ctypes.sizeof(Word)
+    return Word.from_address(value.data_ptr() + size - word_size) if size >= word_size else None

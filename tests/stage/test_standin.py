@@ -22,7 +22,7 @@ class Kind:
 
 def stand_in() -> StandIn:
     def name() -> str:
-        own: Callable[[], str] = made.own(Kind).__func__
+        own: Callable[[], str] = made.original(Kind).__func__
         return "instead" if made.is_active else own()
 
     made = StandIn("name", {Kind: staticmethod(name)})

@@ -123,19 +123,19 @@ class _Plainly:
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         """Call the function."""
         if not _REENTRANT.is_active:
-            return _REENTRANT.own(checkpoint).apply(function, preserve, *args)
+            return _REENTRANT.original(checkpoint).apply(function, preserve, *args)
         with _marked(None):
             return function(*args)
 
 
 def _generator(*args: Any, **kwargs: Any) -> Iterator[None]:
     """Runs before and after the function of a checkpoint that is not reentrant."""
-    own = _GENERATORS.own(checkpoint)
+    original = _GENERATORS.original(checkpoint)
     if not _GENERATORS.is_active:
-        yield from own(*args, **kwargs)
+        yield from original(*args, **kwargs)
         return
-    given = signature(own).bind(*args, **kwargs).arguments
-    within, _ = given.get("context_fn", checkpoint.noop_context_fn)()
+    arguments = signature(original).bind(*args, **kwargs).arguments
+    within, _ = arguments.get("context_fn", checkpoint.noop_context_fn)()
     policy = None
     if isinstance(within, _CachingTorchDispatchMode):
         policy, within = within.policy_fn, nullcontext()

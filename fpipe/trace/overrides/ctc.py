@@ -72,11 +72,11 @@ def _ctc_loss(
     zero_infinity: bool,
 ) -> tuple[Tensor, Tensor]:
     # The lengths, which may lie on the CPU, are told by value: its kernels want them there.
-    losses, own = aten._ctc_loss.default(
+    losses, alpha = aten._ctc_loss.default(
         log_probs, targets, input_lengths.tolist(), target_lengths.tolist(), blank, zero_infinity
     )
     _, log_alpha = _shapes(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
-    log_alpha.zero_()[..., : own.shape[2]] = own
+    log_alpha.zero_()[..., : alpha.shape[2]] = alpha
     return losses, log_alpha
 
 
@@ -93,11 +93,11 @@ def _ctc_loss_backward(
     zero_infinity: bool,
 ) -> Tensor:
     lengths = (input_lengths.tolist(), target_lengths.tolist())
-    own = log_alpha[..., : 2 * max(lengths[1], default=0) + 1].contiguous()
-    made: Tensor = aten._ctc_loss_backward.default(
-        grad, log_probs, targets, *lengths, losses, own, blank, zero_infinity
+    alpha = log_alpha[..., : 2 * max(lengths[1], default=0) + 1].contiguous()
+    gradient: Tensor = aten._ctc_loss_backward.default(
+        grad, log_probs, targets, *lengths, losses, alpha, blank, zero_infinity
     )
-    return made.contiguous()
+    return gradient.contiguous()
 
 
 @torch.library.register_fake("fpipe::ctc_loss", lib=_LIBRARY)
@@ -137,8 +137,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     if grad is None:
         return (None,) * 6
-    made = torch.ops.fpipe.ctc_loss_backward(grad, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity)
-    return made, None, None, None, None, None
+    gradient = torch.ops.fpipe.ctc_loss_backward(
+        grad, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity
+    )
+    return gradient, None, None, None, None, None
 
 
 torch.library.register_autograd("fpipe::ctc_loss", _backward, setup_context=_keep, lib=_LIBRARY)

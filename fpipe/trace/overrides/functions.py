@@ -73,8 +73,8 @@ def with_contexts() -> Iterator[None]:
     is taken. Calls in other threads are as before.
     """
     with ExitStack() as stack:
-        for own in (_ASKS, _CALLS, *_APPLIES):
-            stack.enter_context(own.active())
+        for stand_in in (_ASKS, _CALLS, *_APPLIES):
+            stack.enter_context(stand_in.active())
         with without_forward_mode(), called_plainly():
             yield
 
@@ -95,23 +95,23 @@ class _AtLast:
 
 
 def _has_setup_context(setup_context: Any) -> Any:
-    found = _ASKS.own(_MODULE)(setup_context)
+    answer = _ASKS.original(_MODULE)(setup_context)
     within = _ASKS.is_active and torch._C._are_functorch_transforms_active()
-    return _AtLast() if within and not found else found
+    return _AtLast() if within and not answer else answer
 
 
 def _apply(function: Any, *args: Any, **options: Any) -> Any:
     (applies,) = _APPLIES
     within = applies.is_active and torch._C._are_functorch_transforms_active()
-    if within and not _ASKS.own(_MODULE)(function.setup_context):
+    if within and not _ASKS.original(_MODULE)(function.setup_context):
         return _call(function, *args, **options)
-    return applies.own(torch.autograd.Function).__get__(None, function)(*args, **options)
+    return applies.original(torch.autograd.Function).__get__(None, function)(*args, **options)
 
 
 def _call(function: Any, *args: Any, **options: Any) -> Any:
-    own = _CALLS.own(_MODULE)
+    original = _CALLS.original(_MODULE)
     if not _CALLS.is_active:
-        return own(function, *args, **options)
+        return original(function, *args, **options)
     if innermost_transform() == "Vmap" and not (_has(function, "vmap") or _generates(function)):
         raise Untraceable(
             f"calls {name_of(function)}, a torch.autograd.Function that has no rule for vmap, "
@@ -126,12 +126,12 @@ def _call(function: Any, *args: Any, **options: Any) -> Any:
             "that of what its forward computes would be another; write its jvp, a staticmethod, or "
             "compute it in plain operations",
         )
-    if _ASKS.own(_MODULE)(function.setup_context):
-        return own(function, *args, **options)
+    if _ASKS.original(_MODULE)(function.setup_context):
+        return original(function, *args, **options)
     if is_registered(function):
         return apply_at_one_level(function, *args)
     if innermost_transform() == "Vmap":
-        return own(function, *args, **options)
+        return original(function, *args, **options)
     if is_within_vmap():
         raise Untraceable(
             f"calls {name_of(function)}, a torch.autograd.Function whose forward takes ctx, in a "
@@ -139,20 +139,20 @@ def _call(function: Any, *args: Any, **options: Any) -> Any:
             "write setup_context beside forward",
         )
     check_plain(function, (args, options))
-    *made, form = custom_function_call(_Combined, function, *args, **options)
-    outputs = tuple(made[: form.count])
+    *values, form = custom_function_call(_Combined, function, *args, **options)
+    outputs = tuple(values[: form.count])
     return outputs if form.several else outputs[0]
 
 
 def _has(function: Any, rule: str) -> bool:
     """Whether a class, or one that it is made of, has a rule of its own."""
-    own = function.__mro__[: function.__mro__.index(torch.autograd.Function)]
-    return any(rule in vars(kind) for kind in own)
+    classes = function.__mro__[: function.__mro__.index(torch.autograd.Function)]
+    return any(rule in vars(kind) for kind in classes)
 
 
 def _generates(function: Any) -> bool:
     """Whether torch makes a class its rule for vmap."""
-    has_context = _ASKS.own(_MODULE)(function.setup_context)
+    has_context = _ASKS.original(_MODULE)(function.setup_context)
     return bool(function.generate_vmap_rule and has_context) or is_registered(function)
 
 
@@ -248,9 +248,9 @@ class _Combined(torch.autograd.Function):
             if not isinstance(value, Tensor):
                 return value
             for kind, values in (("argument", args), ("output", outputs), ("extra", extras)):
-                found = [n for n, other in enumerate(values) if other is value]
-                if found:
-                    kept.append((kind, found[0]))
+                places = [n for n, other in enumerate(values) if other is value]
+                if places:
+                    kept.append((kind, places[0]))
                     return _Place(len(kept) - 1)
             extras.append(value)
             kept.append(("extra", len(extras) - 1))
@@ -272,15 +272,15 @@ class _Combined(torch.autograd.Function):
             ),
             ctx._fpipe_materialize,
         )
-        made = [v.detach() if isinstance(v, Tensor) else v for v in (*outputs, *extras)]
-        return (*made, replace(form, kept=tuple(kept)))
+        detached = [v.detach() if isinstance(v, Tensor) else v for v in (*outputs, *extras)]
+        return (*detached, replace(form, kept=tuple(kept)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         ctx.function, *args = inputs
-        *made, form = output
+        *values, form = output
         ctx.form = form
-        outputs, extras = made[: form.count], made[form.count :]
+        outputs, extras = values[: form.count], values[form.count :]
         ctx.mark_non_differentiable(*(outputs[n] for n in form.constant), *extras)
         ctx.set_materialize_grads(form.materialize)
         sources = {"argument": args, "output": outputs, "extra": extras}
@@ -294,11 +294,11 @@ class _Combined(torch.autograd.Function):
         def back(value: Any) -> Any:
             return tensors[value.number] if isinstance(value, _Place) else value
 
-        own = _Context(ctx.needs_input_grad[1:], tuple(map(back, form.saved)))
+        context = _Context(ctx.needs_input_grad[1:], tuple(map(back, form.saved)))
         for name, value in form.attributes.items():
-            setattr(own, name, _put_back(back, value))
-        found = ctx.function.backward(own, *cotangents[: form.count])
-        return None, *(found if isinstance(found, tuple) else (found,))
+            setattr(context, name, _put_back(back, value))
+        gradients = ctx.function.backward(context, *cotangents[: form.count])
+        return None, *(gradients if isinstance(gradients, tuple) else (gradients,))
 
 
 def _requiring(value: Any, needed: bool) -> Any:
@@ -388,8 +388,8 @@ def _of_one_level(function: Any) -> Any:
     It is called there with gradients, as its caller has called it, and not without as a forward is.
     """
     forward = torch.enable_grad()(function.forward)
-    own = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
-    return type(function.__name__, (_SingleLevelFunction,), own)
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
+    return type(function.__name__, (_SingleLevelFunction,), methods)
 
 
 def _any_requires_grad(*args: Any, **options: Any) -> bool:
@@ -402,7 +402,7 @@ def _any_requires_grad(*args: Any, **options: Any) -> bool:
                     "derivative in a direction (jvp)",
                     "torch knows no such derivative of it; compute it in plain operations",
                 )
-    return bool(_GRADIENT_QUERIES.own(torch._C)(*args, **options))
+    return bool(_GRADIENT_QUERIES.original(torch._C)(*args, **options))
 
 
 _GRADIENT_QUERIES = StandIn("_any_requires_grad", {torch._C: _any_requires_grad})

@@ -42,10 +42,10 @@ def _taken_apart(func: Callable[..., Any], op: torch._ops.OpOverload) -> Callabl
         ends: list[Sequence[Tensor]] = []
         x = x.transpose(0, 1) if batch_first else x
         for number in range(count):
-            own = [part[number] for part in parts]
+            hidden = [state[number] for state in parts]
             held = weights[number * size : (number + 1) * size]
-            given = (x, own if many else own[0], held, has_biases, 1, 0.0, train)
-            x, *end = steps(*given, bidirectional, False)
+            inputs = (x, hidden if many else hidden[0], held, has_biases, 1, 0.0, train)
+            x, *end = steps(*inputs, bidirectional, False)
             ends.append(end)
             if number < count - 1:
                 x = torch.dropout(x, dropout, True)

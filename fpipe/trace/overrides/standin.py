@@ -50,9 +50,11 @@ class StandIn:
 
     def __init__(self, name: str, methods: Mapping[Any, Any]) -> None:
         self._name, self._methods = name, methods
-        self._found = {kind: vars(kind)[name] for kind in methods}
+        self._originals = {kind: vars(kind)[name] for kind in methods}
         # What stood there before, and so calls no stand-in: the last of it.
-        self._known = {kind: deque([found], maxlen=16) for kind, found in self._found.items()}
+        self._known = {
+            kind: deque([original], maxlen=16) for kind, original in self._originals.items()
+        }
         self._above: dict[Any, Any] = {}  # what was put over a stand-in, and may call it for ever
         self._within: ContextVar[bool] = ContextVar(f"fpipe.{name}", default=False)
         self._turns = Turns()
@@ -63,9 +65,9 @@ class StandIn:
         """Whether this thread or task is within `active`."""
         return self._within.get()
 
-    def own(self, kind: Any) -> Any:
+    def original(self, kind: Any) -> Any:
         """The current attribute of a class or module, or the one that was replaced."""
-        return self._found[kind]
+        return self._originals[kind]
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -91,7 +93,7 @@ class StandIn:
         # Whoever put something over a stand-in may put that back when it is not active.
         if stands is other or stands is self._above.get(kind):
             return
-        self._found[kind] = stands
+        self._originals[kind] = stands
         if not _is_among(stands, self._known[kind]):
             self._known[kind].append(stands)
         setattr(kind, self._name, other)
@@ -99,7 +101,7 @@ class StandIn:
     def _restore(self, kind: Any, other: Any) -> None:
         stands = vars(kind)[self._name]
         if stands is other:
-            setattr(kind, self._name, self._found[kind])
+            setattr(kind, self._name, self._originals[kind])
         elif not _is_among(stands, self._known[kind]):
             self._above[kind] = stands
 
