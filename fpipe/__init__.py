@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from fpipe.pipelines import Pipeline
     from fpipe.profiling import profile
     from fpipe.results import ForwardAux, Step, StepAux, StepState, StepStateAux
-    from fpipe.spec.stage import Stage
+    from fpipe.spec.user_functions import Stage
     from fpipe.training.train_entry import train
     from fpipe.training.train_step import (
         TrainState,
@@ -155,7 +155,7 @@ _LAZY = {
         ("fpipe.profiling", "profile"),
         ("fpipe.results", "ForwardAux Step StepAux StepState StepStateAux"),
         ("fpipe.divide.cuts", "cut"),
-        ("fpipe.spec.stage", "Stage"),
+        ("fpipe.spec.user_functions", "Stage"),
         (
             "fpipe.training.train_step",
             "TrainState TrainStep TrainStepAux TrainStepState TrainStepStateAux",

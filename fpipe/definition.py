@@ -32,8 +32,7 @@ from fpipe.spec.data import Data
 from fpipe.spec.objective import ALL, SUM, Objective, Sink, Trainable
 from fpipe.spec.offload import Offload
 from fpipe.spec.precision import Precision
-from fpipe.spec.returns import Returns
-from fpipe.spec.stage import Stage
+from fpipe.spec.user_functions import Returns, Stage
 from fpipe.transport.connect import device_of
 
 REDUCTIONS = ("mean", "sum", "weighted")

@@ -31,9 +31,8 @@ from fpipe.autograd.levels import call_within
 from fpipe.definition import Definition
 from fpipe.errors import FpipeError
 from fpipe.execute.choosing import controller_of, workshop_of
-from fpipe.execute.controller import Gather
 from fpipe.execute.header import CLIPS, PREPARES, TRAINS, Addend, Marked
-from fpipe.execute.requests import Reader, Request
+from fpipe.execute.requests import Gather, Reader, Request
 from fpipe.execute.run_result import RunResult
 from fpipe.inputs.ambient import is_within
 from fpipe.inputs.keys import read_key

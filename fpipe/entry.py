@@ -23,7 +23,7 @@ from fpipe.spec.data import Reduce, read_data
 from fpipe.spec.objective import Trainable
 from fpipe.spec.offload import read_offload
 from fpipe.spec.precision import cast_function, cast_stages, read_policy
-from fpipe.spec.stage import Stage
+from fpipe.spec.user_functions import Stage
 
 if TYPE_CHECKING:  # to import it takes a tenth of a second
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy

@@ -147,7 +147,7 @@ LAYERS: Final = (
     ("fpipe.cli",),
     (
         "fpipe.host_memory",
-        "fpipe.locks",
+        "fpipe.trace.overrides.standin",
         "fpipe.nn",
         "fpipe.random",
     ),

@@ -1,21 +1,36 @@
-"""Refuse stages that write to what is not theirs: their inputs, and tensors that they close over.
+"""Refuse stages that are not pure: that write to others' tensors, or draw numbers without torch.
 
-In-place ops on a stage's own intermediate values are fine; tracing turns them into pure ones.
+In-place ops on a stage's own intermediate values are fine; tracing turns them into pure ones. Ops
+that write to inputs, or to tensors that the function closes over, are refused by the name that its
+user knows. A seed would be set while the function is traced, and not in a step. A number that the
+generator of Python or numpy draws would be kept in the trace: all microbatches of all steps would
+get the same, and each rank another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import inspect
+import logging
+import pickle
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from functools import partial
+from itertools import chain
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
 
-from fpipe.checks.closure_names import name_in_closure
 from fpipe.checks.explain import ImpureError, Untraceable, impure
 from fpipe.inputs.signature import memory_of
-from fpipe.torch_internals import FakeTensor, FunctionalTensor
-from fpipe.trace.overrides.standin import Seeing
+from fpipe.torch_internals import FakeTensor, FunctionalTensor, functorch
+from fpipe.trace.overrides.standin import Seeing, StandIn
 
 _LITERAL = torch.ops.aten.lift_fresh.default
 
@@ -111,3 +126,224 @@ def _arguments(
     declared = func._schema.arguments
     yield from zip(declared, args, strict=False)
     yield from ((a, kwargs[a.name]) for a in declared if a.name in kwargs)
+
+
+_MOST = 2_000  # objects to look at: an error must not take long to write
+
+
+def name_in_closure(value: Tensor, origin: Any) -> str:
+    """The name by which a function reaches a tensor, the shortest way first.
+
+    Looked through are what it closes over, its bound and default arguments, containers, modules,
+    the attributes of objects, and functions that it may call.
+
+    Args:
+        value: the tensor.
+        origin: the function, or several.
+
+    Example:
+        >>> weights = [torch.ones(2), torch.ones(2)]
+        >>> name_in_closure(weights[1], lambda p, x: x * weights[1])
+        "'weights[1]'"
+    """
+    names = (repr(name) for name, reached in _reached(origin) if reached is value)
+    return next(names, "an unnamed tensor")
+
+
+def refuse_mapped(origin: Any) -> None:
+    """Refuse functions that close over tensors of a transform of `torch.func` around the trace.
+
+    A trace stands outside of it, and its level might be taken for one of the trace's own.
+
+    Raises:
+        Untraceable: a function does.
+    """
+    for name, value in _reached(origin):
+        if isinstance(value, Tensor) and functorch.is_functorch_wrapped_tensor(value):
+            raise Untraceable(
+                "closes over a tensor that a transform of torch.func maps or differentiates "
+                f"({name!r})",
+                "pass it in the parameters or in the batch, where transforms can see it",
+            )
+
+
+def _reached(origin: Any) -> Iterator[tuple[str, Any]]:
+    """All objects that functions reach, each with a name, the shortest way first."""
+    waiting: deque[tuple[str, Any]] = deque(("", one) for one in _several(origin))
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST:
+        name, value = waiting.popleft()
+        yield name, value
+        if id(value) not in seen:
+            seen.add(id(value))
+            # A cell may be empty yet, and not every callable tells its signature.
+            with suppress(TypeError, ValueError):
+                waiting.extend(_within(name, value))
+
+
+def _several(origin: Any) -> tuple[Any, ...]:
+    return origin if isinstance(origin, tuple) else (origin,)
+
+
+def _within(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The objects within an object, each with its name."""
+    if isinstance(value, Tensor | str | bytes | type | ModuleType):
+        return
+    if isinstance(value, partial):
+        yield "", value.func
+        bound = inspect.signature(value.func).bind_partial(*value.args, **value.keywords)
+        yield from bound.arguments.items()
+    elif isinstance(value, MethodType):
+        yield "", value.__func__
+        yield name or _of(value.__self__), value.__self__
+    elif isinstance(value, FunctionType):
+        yield from _of_function(value)
+    elif isinstance(value, torch.nn.Module):
+        owner = name or type(value).__name__
+        for path, tensor in chain(value.named_parameters(), value.named_buffers()):
+            yield f"{owner}.{path}", tensor
+        if not name:
+            yield "", value.forward
+    elif isinstance(value, Mapping):
+        yield from ((f"{name}[{key!r}]", item) for key, item in list(value.items()))
+    elif isinstance(value, list | tuple):
+        yield from ((f"{name}[{index}]", item) for index, item in enumerate(value))
+    elif not inspect.isroutine(value):
+        attributes = getattr(value, "__dict__", {})
+        yield from ((f"{name or _of(value)}.{key}", item) for key, item in attributes.items())
+
+
+def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    function = inspect.unwrap(function)
+    if not isinstance(function, FunctionType) or (function.__module__ or "").startswith("torch."):
+        return
+    closure = inspect.getclosurevars(function)
+    yield from closure.nonlocals.items()
+    yield from closure.globals.items()
+    defaults = inspect.signature(function).parameters.values()
+    yield from ((p.name, p.default) for p in defaults if p.default is not p.empty)
+
+
+def _of(value: Any) -> str:
+    """A name for an object that has none."""
+    return type(value).__name__
+
+
+_JUPYTER: Final = ("IOPub", "Heartbeat", "Control", "IPythonHistorySavingThread")
+
+QUIET: Final = ("fpipe ", "tqdm_monitor", *_JUPYTER)
+"""How the names of threads start that draw nothing: fpipe's own, tqdm's and those of notebooks."""
+
+
+@contextmanager
+def unseeded() -> Iterator[None]:
+    """Refuse what seeds torch's generator, or leaves it in another state, which is put back.
+
+    A call of `torch.manual_seed` is refused where it stands, before any device is seeded. Other
+    ways to seed show in the state of the CPU's generator alone, for abstract tensors draw nothing;
+    but other threads, which load data or train, may have drawn or seeded meanwhile, so that is
+    looked at while there are none.
+
+    Raises:
+        Untraceable: it was seeded, or left in another state.
+    """
+    before, alone = torch.get_rng_state(), not others()
+    calls: list[int] = []
+    token = _CALLS.set(calls)
+    changed = False
+    try:
+        with _SEEDS.active():
+            yield
+    finally:
+        _CALLS.reset(token)
+        if alone and not others() and not torch.equal(torch.get_rng_state(), before):
+            torch.set_rng_state(before)
+            changed = True
+    if calls or changed:  # where it was called, the function has caught the refusal
+        raise _refusal()
+
+
+def others() -> list[threading.Thread]:
+    """The other threads that run and may draw.
+
+    Those do not that watch other ranks for fpipe, in which Inductor compiles, that look after the
+    bars of tqdm, and that carry messages of a notebook.
+    """
+    compile = sys.modules.get("torch._inductor.async_compile")
+    pool = None if compile is None else compile.AsyncCompile.pool
+    quiet = {threading.current_thread()}
+    if pool is not None and pool.cache_info().currsize:
+        quiet |= pool()._threads
+    return [t for t in threading.enumerate() if t not in quiet and not t.name.startswith(QUIET)]
+
+
+def _refusing(module: Any) -> Callable[[int], Any]:
+    def manual_seed(seed: int) -> Any:
+        calls = _CALLS.get()
+        if calls is None:
+            return _SEEDS.original(module)(seed)
+        calls.append(seed)
+        raise _refusal()
+
+    return manual_seed
+
+
+def _refusal() -> Untraceable:
+    return Untraceable(
+        "seeds torch's generator",
+        "a step draws what was traced from a stream of its own; draw from a key, with fpipe.random "
+        "and has_key=True (fpipe.Stage(fn, reads_key=True) for a stage), or seed before the step",
+    )
+
+
+_CALLS: ContextVar[list[int] | None] = ContextVar("fpipe.seeds", default=None)
+_SEEDS = StandIn("manual_seed", {module: _refusing(module) for module in (torch, torch.random)})
+
+
+log = logging.getLogger("fpipe")
+
+_INSTEAD: Final = (
+    "what the trace draws would be drawn in every step, the same for all microbatches; draw with "
+    "torch (from a key, with has_key=True), or draw before the step and pass it in the batch"
+)
+
+
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Refuse what leaves one of these generators in another state, which is put back.
+
+    Other threads, which load data for one, may draw meanwhile: while there are such, nothing is
+    refused or put back, and the log has a warning.
+
+    Raises:
+        Untraceable: it was drawn from, or seeded.
+    """
+    python, alone = random.getstate(), not others()
+    numpy: Any = sys.modules.get("numpy")
+    before = _state_of(numpy)
+    drew: list[str] = []
+    try:
+        yield
+    finally:
+        alone = alone and not others()
+        if random.getstate() != python:
+            drew.append("Python's random")
+            if alone:
+                random.setstate(python)
+        if _state_of(numpy) != before:
+            drew.append("numpy.random")
+            if alone:
+                numpy.random.set_state(pickle.loads(before))
+    if drew and alone:
+        raise Untraceable(f"draws from {drew[0]}", _INSTEAD)
+    if drew:
+        log.warning(
+            "%s was drawn from while a stage was traced, by the stage or by another thread; if by "
+            "the stage: %s",
+            drew[0],
+            _INSTEAD,
+        )
+
+
+def _state_of(numpy: Any) -> bytes:
+    return b"" if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))

@@ -12,20 +12,19 @@ as the remat policy likes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from inspect import isfunction
 from typing import Any, NamedTuple
 
 import optree
+import torch
 from torch import Tensor, fx
 
 from fpipe import pytree
 from fpipe.checks.explain import Untraceable, describe, explain
-from fpipe.divide.alike import merge_constants
 from fpipe.divide.cuts import noting
 from fpipe.divide.dividing import Segment, divide
-from fpipe.divide.state_updates import keep_changed
 from fpipe.dtensors import as_parameters
 from fpipe.errors import StageError, label_of
 from fpipe.graph.inlining import Inliner
@@ -36,7 +35,7 @@ from fpipe.inputs.signature import Goal, is_differentiable
 from fpipe.random.keyed_mode import OpenAttention
 from fpipe.random.torch_draws import KEYED, draws, refusal
 from fpipe.spec.objective import Objective
-from fpipe.spec.returns import Numbering, Returns, check_state
+from fpipe.spec.user_functions import Numbering, Returns, check_state
 from fpipe.torch_internals import FakeTensorMode
 from fpipe.trace.abstract import Abstract, Leaves, abstract_key
 from fpipe.trace.labels import Labels
@@ -312,3 +311,91 @@ def draw_from_keys(name: str, graph: fx.Graph, key: Tensor, mode: FakeTensorMode
         keys[-1].meta |= {"val": key} | marks_of(node)
         inline(node, KEYED[node.target], keys[-1])
     return keys
+
+
+_COPIES = frozenset(
+    {torch.ops.aten.clone.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+)
+
+
+def keep_changed(graph: fx.Graph, inputs: Sequence[fx.Node], states: int) -> list[int]:
+    """Return the leaves of the state that change alone, and say which they are.
+
+    Args:
+        graph: returns two lists, of which the first ends with the new state.
+        inputs: the placeholders of parameters and state.
+        states: how many leaves the state has, the last of `given` and of what is returned.
+    """
+    end = graph.output_node()
+    returned: Any = end.args[0]
+    results, gradients = list(returned[0]), returned[1]
+    first, before = len(inputs) - states, len(results) - states
+    changed = [
+        leaf
+        for leaf in range(first, len(inputs))
+        if _copied(results[before + leaf - first]) is not inputs[leaf]
+    ]
+    results[before:] = [results[before + leaf - first] for leaf in changed]
+    end.args = ((results, gradients),)
+    return changed
+
+
+def _copied(node: Any) -> Any:
+    """The node that `node` is a copy of, itself if it is none."""
+    while isinstance(node, fx.Node) and node.target in _COPIES:
+        node = node.args[0]
+    return node
+
+
+def updates_of(
+    name: str,
+    paths: Sequence[str],
+    segments: Sequence[Segment],
+    results: Sequence[Upstream],
+    changed: Sequence[int],
+) -> dict[int, Upstream]:
+    """Where each leaf of the state that changes is brought up to date: where it is read.
+
+    Args:
+        name: of the function, for messages.
+        paths: how a user would write each leaf of parameters and state.
+        segments: those between the cuts.
+        results: where each result comes from, those of `changed` last.
+        changed: the leaves of the state that change.
+
+    Raises:
+        StageError: another stage reads it.
+    """
+    updates: dict[int, Upstream] = {}
+    for leaf, source in zip(changed, results[len(results) - len(changed) :], strict=True):
+        updates[leaf] = source
+        readers = [
+            i for i, segment in enumerate(segments) if StateLeaf(leaf) in segment.sources.values()
+        ]
+        if any(reader != source.stage for reader in readers):
+            raise StageError(
+                f"{name} reads {paths[leaf]} in stage "
+                f"{' and '.join(map(str, readers))} and makes its new value in stage "
+                f"{source.stage}: a leaf of the state must be read and brought up to date in "
+                "one stage, for the next microbatch begins with it there; move the work "
+                "before or after the cut, or split the leaf"
+            )
+    return updates
+
+
+_LITERAL = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+
+
+def merge_constants(module: fx.GraphModule) -> None:
+    """Let equal literals of one element or none be read by one name.
+
+    Literals alone, which the function makes anew in each call: a buffer is written to later.
+    """
+    names: dict[Hashable, str] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = getattr(module, node.target)
+        if not isinstance(value, Tensor) or value.numel() > 1 or value.device.type != "cpu":
+            continue
+        if all(user.target in _LITERAL for user in node.users):
+            key = (value.dtype, tuple(value.shape), repr(value.tolist()))
+            node.target = names.setdefault(key, node.target)

@@ -4,6 +4,9 @@
 
 Every stage sees all parameter leaves by their own number, so a parameter that several stages read
 is one leaf with several contributors; a value may be read by any later stage.
+
+Segments that differ only in what they read, the layers of a model, share one graph. The graph of
+one serves the other with its sources renamed, so that pieces and compiled artefacts are shared too.
 """
 
 from __future__ import annotations
@@ -18,14 +21,13 @@ import torch
 from torch import Tensor, fx
 
 from fpipe import pytree
-from fpipe.divide.alike import likeness, seen_from
 from fpipe.divide.dividing import Segment
-from fpipe.divide.function_recorder import Recorded, Recorder
-from fpipe.divide.state_updates import updates_of
+from fpipe.divide.function_recorder import Recorded, Recorder, updates_of
 from fpipe.errors import StageError
+from fpipe.graph.fingerprint import fingerprint, places_of
 from fpipe.graph.inlining import Inliner
-from fpipe.graph.joint import BatchLeaf, Joint, Param, Source
-from fpipe.graph.nodes import value_of
+from fpipe.graph.joint import BatchLeaf, Constant, Joint, Param, Source, SumSoFar
+from fpipe.graph.nodes import CHECKPOINT, value_of
 from fpipe.graph.rewrites import propagate
 from fpipe.inputs.signature import Goal, TreeShape, is_differentiable
 from fpipe.spec.objective import Objective
@@ -286,3 +288,57 @@ def move(
         return next((constant for copy, constant in copies if copy is value), original(value))
 
     return of
+
+
+def likeness(segment: Segment) -> Hashable:
+    """Equal for segments of one function whose graphs differ only in the names of their sources.
+
+    Args:
+        segment: a stage of the function.
+    """
+    placeholders = segment.graph.find_nodes(op="placeholder")
+    return (
+        fingerprint(segment.graph),
+        _checkpoints(segment.graph),
+        places_of(segment.graph),
+        tuple(type(segment.sources.get(node.name)) for node in placeholders),
+        tuple(map(len, segment.cotangents)),
+        tuple(map(type, segment.owed)),
+        tuple(
+            isinstance(source, Param) and source in segment.sources.values()
+            for source in segment.owed
+        ),
+    )
+
+
+def _checkpoints(graph: fx.Graph) -> tuple[tuple[int, bool] | None, ...]:
+    """For each node the call of checkpoint that it is in, and whether it is saved."""
+    calls = [node.meta.get(CHECKPOINT) for node in graph.nodes]
+    numbers = {call.number: 0 for call in calls if call is not None}
+    numbers = {number: index for index, number in enumerate(numbers)}
+    return tuple(call and (numbers[call.number], call.saved) for call in calls)
+
+
+def seen_from(joint: Joint, other: Segment, segment: Segment) -> Joint:
+    """The finished graph of a segment, made from that of one like it.
+
+    Args:
+        joint: of the other segment.
+        other: that segment.
+        segment: this one.
+    """
+    names = dict(zip(other.sources.values(), segment.sources.values(), strict=True))
+    names |= dict(zip(other.owed, segment.owed, strict=True))
+
+    def rename(source: Source) -> Source:
+        match source:
+            case Constant():
+                return source
+            case SumSoFar(leaf):
+                return SumSoFar(names[Param(leaf)].leaf)  # type: ignore[union-attr]
+            case _:
+                return names[source]
+
+    return joint.renamed(
+        rename, [[cotangent.reader for cotangent in group] for group in segment.cotangents]
+    )

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from fpipe.plan.plan import Plan
-from fpipe.program.interpreter import Run
+from fpipe.program.interpreter import Run, Transport
 from fpipe.program.program import Compute, Message, Program, Send, WaitRecv
-from fpipe.program.transport import Transport
 from fpipe.random.torch_draws import generators
 
 

@@ -18,9 +18,18 @@ import torch.distributed as dist
 from fpipe import pytree
 from fpipe.dtensors import placements_of
 from fpipe.errors import PipelineError, error_text
-from fpipe.execute.digests import digest, identity
+from fpipe.execute.fault import refusal
 from fpipe.execute.gathering import connected, gather_objects
-from fpipe.execute.header import CALLS, HISTORY, Header, check_calls, check_keys, start_headers
+from fpipe.execute.header import (
+    CALLS,
+    HISTORY,
+    Header,
+    check_calls,
+    check_keys,
+    digest,
+    identity,
+    start_headers,
+)
 from fpipe.execute.meshes import Facts, Rows, check_meshes, facts_of
 from fpipe.execute.offer import (
     Offer,
@@ -32,7 +41,6 @@ from fpipe.execute.offer import (
     warn_of_other_copies,
     warn_of_other_numbers,
 )
-from fpipe.execute.refusal import refusal
 from fpipe.execute.requests import Reader, Request
 from fpipe.execute.sample import Sample, numbers, same_numbers, sample, trace_of
 from fpipe.inputs.batch import SplitBatch

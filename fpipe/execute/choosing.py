@@ -1,4 +1,4 @@
-"""Who drives the ranks of this process, by what a definition says.
+"""The controller that drives the ranks of this process, chosen by the definition.
 
 definition ──► tracer, compiler, policies ──► workshop ──┐
      └──────────── schedule, lowering ───────────────────┴──► planner ──► controller
@@ -10,9 +10,8 @@ from functools import partial
 
 from fpipe.definition import Definition
 from fpipe.divide.function_tracer import FunctionTracer
-from fpipe.execute.controller import Controller
 from fpipe.execute.multi import MultiController
-from fpipe.execute.requests import Reader
+from fpipe.execute.requests import Controller, Reader
 from fpipe.execute.single import SingleController
 from fpipe.pieces.compiler import Compiler
 from fpipe.pieces.remat import policies

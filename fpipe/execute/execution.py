@@ -22,8 +22,7 @@ from fpipe.execute.calls import Agreed, Arguments
 from fpipe.execute.fault import Fault, Torn
 from fpipe.execute.gathering import gather, gather_objects
 from fpipe.execute.gradient_squares import count_to_send, norm_of_ranks, squares_to_send
-from fpipe.execute.meshes import Rows
-from fpipe.execute.replica_states import agree_on_states
+from fpipe.execute.meshes import Rows, agree_on_states
 from fpipe.execute.run_result import LossSum, RunResult, loss_sum
 from fpipe.execute.watch import Watch
 from fpipe.host_memory import CPU
@@ -32,11 +31,9 @@ from fpipe.inputs.batch import SplitBatch
 from fpipe.inputs.params import Parameters
 from fpipe.plan.plan import Plan
 from fpipe.program.instrument import observed
-from fpipe.program.interpreter import Run, load
-from fpipe.program.program import Compute, Free, Program
-from fpipe.program.transport import ConnectionLost, Interrupted
+from fpipe.program.interpreter import ConnectionLost, Interrupted, Run, load
+from fpipe.program.program import Compute, Free, Program, Recv, Send, WaitRecv, WaitSend
 from fpipe.recording import ACTIVE, Clock, Marks, aligned, timeline_of
-from fpipe.transport.drain import drain
 from fpipe.transport.group import GroupTransport
 
 
@@ -299,3 +296,18 @@ def _is_torn(run: Run, error: Exception) -> bool:
     rest = run.program.instructions[run.next :]
     moves = bool(rest) and not isinstance(rest[0], Compute | Free)
     return moves and not isinstance(error.__cause__, torch.OutOfMemoryError | StageError)
+
+
+def drain(run: Run, transport: GroupTransport) -> None:
+    """Go through the rest of a program, from the instruction that failed, moving messages only."""
+    run.slots[:] = [None] * len(run.slots)
+    for instruction in run.program.instructions[run.next :]:
+        if isinstance(instruction, Send):
+            transport.send_blank(instruction.message)
+        elif isinstance(instruction, Recv):
+            transport.post(instruction.message)
+        elif isinstance(instruction, WaitRecv):
+            transport.take(instruction.message)
+        elif isinstance(instruction, WaitSend):
+            transport.wait_sent(instruction.message)
+    run.next = len(run.program.instructions)

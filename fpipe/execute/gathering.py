@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fpipe.errors import PipelineError
-from fpipe.program.transport import ConnectionLost
+from fpipe.program.interpreter import ConnectionLost
 from fpipe.transport.waiting import look_now_and_then, look_out
 
 T = TypeVar("T")

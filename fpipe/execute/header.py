@@ -6,17 +6,19 @@ wrong, the ranks exchange offers.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fpipe.errors import PipelineError
+from fpipe.execute.fault import odd_one_out, refusal
 from fpipe.execute.gathering import start_gather
-from fpipe.execute.refusal import odd_one_out, refusal
 from fpipe.inputs.keys import Words, as_number
 
 log = logging.getLogger("fpipe")
@@ -210,3 +212,14 @@ def sum_of(headers: Sequence[Header]) -> Marked:
     """The sum of the numbers of all ranks, and whether one of them is marked."""
     numbers = (struct.unpack("<d", struct.pack("<q", header.batch))[0] for header in headers)
     return sum(numbers), any(header.params for header in headers)
+
+
+@lru_cache(maxsize=256)
+def identity(value: Hashable) -> int:
+    """A positive integer that stands for a value that prints, the same in every process."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big") + 1
+
+
+def digest(text: str) -> str:
+    """A short stand-in for a long text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

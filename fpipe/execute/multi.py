@@ -27,9 +27,8 @@ from fpipe.dtensors import recall
 from fpipe.errors import FpipeError, PipelineError, error_text
 from fpipe.execute.ahead import Ahead
 from fpipe.execute.calls import Call, Calls
-from fpipe.execute.controller import Gather
 from fpipe.execute.execution import Execution
-from fpipe.execute.fault import Fault, Torn, is_connection_error
+from fpipe.execute.fault import Fault, Torn, check_problems, is_connection_error
 from fpipe.execute.gathering import gather_objects
 from fpipe.execute.header import (
     PROGRAMS,
@@ -44,14 +43,13 @@ from fpipe.execute.header import (
     sum_of,
 )
 from fpipe.execute.meshes import Rows, rows_of
-from fpipe.execute.refusal import check_problems
-from fpipe.execute.requests import Reader, Request
+from fpipe.execute.requests import Gather, Reader, Request
 from fpipe.execute.run_result import RunResult
 from fpipe.execute.watch import Watch
 from fpipe.inputs.signature import Goal
 from fpipe.plan.planner import Planner
+from fpipe.program.interpreter import ConnectionLost
 from fpipe.program.program import Program
-from fpipe.program.transport import ConnectionLost
 from fpipe.transport.connect import Lines, carriers, device_of, lines_of, store_to_ask
 from fpipe.transport.group import GroupTransport
 from fpipe.transport.staged import StagedTransport, hindrances

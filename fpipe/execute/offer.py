@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fpipe import pytree
 from fpipe.errors import BatchError
-from fpipe.execute.refusal import check_problems, odd_one_out, refusal
+from fpipe.execute.fault import check_problems, odd_one_out, refusal
 from fpipe.execute.sample import COPIED, ROUNDING, Sample, unlike
 from fpipe.graph.layouts import Layout
 from fpipe.inputs.ambient import Ambient

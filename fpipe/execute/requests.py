@@ -1,13 +1,14 @@
-"""Requests: what a call of a pipeline asks for, read from the caller's arguments.
+"""Requests: the arguments of a call of a pipeline, and the controller that runs it.
 
-arguments ── in order ──► params, batch, key ── as the stages take them ──► Request
+arguments ── in order ──► params, batch, key ── as the stages take them ──► Request ──► Controller
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -15,10 +16,15 @@ from fpipe.convention import DEFERRED, PLAIN, STATE
 from fpipe.definition import ONE_BATCH, Definition
 from fpipe.dtensors import refuse_transformed
 from fpipe.errors import BatchError
+from fpipe.execute.header import Addend, Marked
+from fpipe.execute.run_result import RunResult
 from fpipe.inputs.ambient import refuse_modes
 from fpipe.inputs.batch import SplitBatch, split
 from fpipe.inputs.keys import Words, read_key
 from fpipe.inputs.params import Parameters, Updating, keep
+from fpipe.inputs.signature import Goal
+from fpipe.plan.planner import Planner
+from fpipe.program.program import Program
 from fpipe.random.key_tensors import check_key, is_key
 
 
@@ -174,3 +180,37 @@ class Reader:
             f"the pipeline got {len(arguments)} arguments, but takes {len(self._takes)}: "
             f"{', '.join(self._takes)}{more}"
         )
+
+
+T = TypeVar("T")
+
+Gather = Callable[[Any], list[Any]]
+"""From a picklable value of this process to those of all of them, by rank."""
+
+
+class Controller(Protocol):
+    """Drives the ranks that belong to this process.
+
+    Attributes:
+        planner: made the plans that it runs by.
+    """
+
+    planner: Planner
+
+    def run(self, request: Request, goal: Goal, name: str | None = None) -> RunResult:
+        """Plan, if the shapes are new, and run all programs to their end."""
+
+    def telling(self, goal: Goal) -> AbstractContextManager[None]:
+        """Within it a call is made, which may be refused before other processes know of it."""
+
+    def programs(self, request: Request, goal: Goal) -> tuple[Program, ...]:
+        """The programs of a training step on arguments of these shapes."""
+
+    def add_up(self, call: str, deed: str, make: Callable[[], Addend]) -> Marked:
+        """The sum of what `make` returns over all processes; where it raises, one cannot `deed`.
+
+        `call` is one of `CALLS`, which all of them are in; numbers bring the same key.
+        """
+
+    def together(self, call: str, work: Callable[[Gather], T]) -> T:
+        """Do what all processes do at once, under the watch; `call` says what it is."""

@@ -12,10 +12,9 @@ from weakref import WeakSet
 import torch
 
 from fpipe.definition import Definition
-from fpipe.execute.controller import Gather
 from fpipe.execute.gradient_squares import norm_of
 from fpipe.execute.header import Addend, Marked
-from fpipe.execute.requests import Reader, Request
+from fpipe.execute.requests import Gather, Reader, Request
 from fpipe.execute.run_result import RunResult, loss_sum
 from fpipe.inputs.ambient import ambient, without_autocast
 from fpipe.inputs.batch import SplitBatch

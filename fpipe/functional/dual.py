@@ -33,7 +33,7 @@ from fpipe.functional.dual_arguments import DualArguments
 from fpipe.functional.forward_mode import differentiable_twice
 from fpipe.functional.stagewise import Parts, each_stage, refuse_state
 from fpipe.inputs.signature import is_differentiable
-from fpipe.spec.returns import Returns, Taken
+from fpipe.spec.user_functions import Returns, Taken
 from fpipe.torch_internals import beneath_forward_mode
 
 

@@ -26,7 +26,7 @@ from fpipe.functional.batching import lu_solve
 from fpipe.functional.refusals import REFUSED
 from fpipe.functional.smooth_formulas import SMOOTH_FORMULAS
 from fpipe.torch_internals import beneath_forward_mode, is_within_vmap, transforms
-from fpipe.trace.constant_propagation import symbolic_zeros
+from fpipe.trace.data_dependence import symbolic_zeros
 from fpipe.trace.overrides.recurrent import RECURRENT
 from fpipe.trace.overrides.standin import Instead
 

@@ -24,7 +24,7 @@ from fpipe.errors import BatchError, StageError, label_of
 from fpipe.functional.stagewise import each_stage
 from fpipe.inputs.signature import is_differentiable
 from fpipe.microbatches import Microbatches
-from fpipe.spec.returns import Returns, Taken
+from fpipe.spec.user_functions import Returns, Taken
 
 
 def pullback(definition: Definition, out_dims: Any) -> Definition:

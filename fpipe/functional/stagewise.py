@@ -14,7 +14,7 @@ from typing import Any
 from fpipe.definition import Definition
 from fpipe.errors import BatchError, StageError
 from fpipe.inputs.params import check_parts, contained
-from fpipe.spec.stage import Stage
+from fpipe.spec.user_functions import Stage
 
 RANDOMNESS = ("error", "different", "same")
 """The choices of ``randomness``, as `torch.func.vmap` has them."""

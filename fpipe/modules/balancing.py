@@ -16,7 +16,7 @@ from fpipe.checks.data_branches import once_more
 from fpipe.definition import Definition
 from fpipe.engine import Engine
 from fpipe.errors import PipelineError, StageError, check_flags, error_text
-from fpipe.execute.controller import Gather
+from fpipe.execute.requests import Gather
 from fpipe.inputs.batch import split
 from fpipe.inputs.signature import batch_shapes
 from fpipe.modules.division import divide

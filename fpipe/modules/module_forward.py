@@ -23,7 +23,7 @@ from torch.nn.modules import module as modules
 from fpipe.checks import data_branches
 from fpipe.checks.explain import Untraceable, place, told_apart
 from fpipe.errors import StageError, a_type, error_text
-from fpipe.locks import Turns
+from fpipe.trace.overrides.standin import Turns
 
 log = logging.getLogger("fpipe")
 

@@ -35,7 +35,7 @@ from fpipe.nn import buffers_of, call_and_note, called_with, state_of
 from fpipe.schedule import Schedule
 from fpipe.spec.objective import Trainable
 from fpipe.spec.precision import Precision
-from fpipe.spec.returns import LOSS, Returns
+from fpipe.spec.user_functions import LOSS, Returns
 
 Loss = Callable[[Any, Any], Any]
 

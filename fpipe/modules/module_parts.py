@@ -42,8 +42,8 @@ from fpipe.modules.operation_costs import (
 )
 from fpipe.spec.objective import Objective
 from fpipe.trace.abstract import Abstract
-from fpipe.trace.constant_propagation import Known
-from fpipe.trace.interrupts import held_back
+from fpipe.trace.data_dependence import Known
+from fpipe.trace.isolation import held_back
 
 
 class Crossing(NamedTuple):

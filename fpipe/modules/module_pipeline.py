@@ -17,10 +17,10 @@ from fpipe.definition import Definition
 from fpipe.dtensors import is_dtensor, local, placements_of
 from fpipe.engine import Engine
 from fpipe.errors import BatchError, StageError, a_type
-from fpipe.execute.controller import Gather
+from fpipe.execute.fault import odd_one_out, refusal
 from fpipe.execute.gathering import connected
 from fpipe.execute.offer import warn_of_other_copies
-from fpipe.execute.refusal import odd_one_out, refusal
+from fpipe.execute.requests import Gather
 from fpipe.execute.sample import Sample, numbers
 from fpipe.holding import Make, whole
 from fpipe.inputs.signature import memory_of

@@ -13,7 +13,7 @@ from fpipe.program.program import Program
 from fpipe.schedule import Schedule
 from fpipe.spec.data import Data
 from fpipe.spec.objective import Sink
-from fpipe.spec.returns import Numbering
+from fpipe.spec.user_functions import Numbering
 
 
 @dataclass(frozen=True, eq=False)

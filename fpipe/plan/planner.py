@@ -46,8 +46,7 @@ from fpipe.schedule.sharding import STEP
 from fpipe.spec.data import Data
 from fpipe.spec.objective import Sink
 from fpipe.spec.offload import Offload
-from fpipe.trace.interrupts import held_back
-from fpipe.trace.isolation import one_at_a_time
+from fpipe.trace.isolation import held_back, one_at_a_time
 
 log = logging.getLogger("fpipe")
 

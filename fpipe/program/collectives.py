@@ -23,7 +23,6 @@ from fpipe.inputs.signature import Spec
 from fpipe.pieces.compiler import Boxed
 from fpipe.program.program import Compute, Program
 from fpipe.program.replicas import Replicas, buckets
-from fpipe.program.task import Task
 from fpipe.program.under_way import (
     ReductionUnderWay,
     UnderWay,
@@ -32,7 +31,7 @@ from fpipe.program.under_way import (
     reduce_by,
     reduce_scatter,
 )
-from fpipe.program.values import Computed, ParamValue, SumValue, Value
+from fpipe.program.values import Computed, ParamValue, SumValue, Task, Value
 from fpipe.schedule import Action, Op
 from fpipe.spec.data import Group
 

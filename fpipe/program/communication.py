@@ -19,8 +19,7 @@ from fpipe.program.program import (
     WaitRecv,
     WaitSend,
 )
-from fpipe.program.task import Task
-from fpipe.program.values import Computed, Value
+from fpipe.program.values import Computed, Task, Value
 from fpipe.schedule import Action, Op
 
 

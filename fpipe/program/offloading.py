@@ -20,9 +20,8 @@ from torch import Tensor
 
 from fpipe.host_memory import CPU, empty_on_the_cpu
 from fpipe.inputs.signature import Spec
-from fpipe.program.task import NOTHING, Task
 from fpipe.program.tasks import Tasks
-from fpipe.program.values import Computed, ParamValue, SumValue, Value
+from fpipe.program.values import NOTHING, Computed, ParamValue, SumValue, Task, Value
 from fpipe.schedule import Action, Op
 
 _STREAMS: Final[dict[torch.device, torch.cuda.Stream]] = {}

@@ -13,8 +13,17 @@ from fpipe.pieces.piece import PREPARE
 from fpipe.pieces.stage_code import StageCode
 from fpipe.program.collectives import Reductions, Row, with_gathers
 from fpipe.program.replicas import Replicas
-from fpipe.program.task import Task, adding, update_of
-from fpipe.program.values import Codes, Computed, ParamValue, Resolver, SumValue, Value
+from fpipe.program.values import (
+    Codes,
+    Computed,
+    ParamValue,
+    Resolver,
+    SumValue,
+    Task,
+    Value,
+    adding,
+    update_of,
+)
 from fpipe.schedule import Action, Op, Schedule
 
 

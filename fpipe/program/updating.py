@@ -16,9 +16,17 @@ from torch import Tensor
 
 from fpipe.inputs.signature import Spec
 from fpipe.program.offloading import settle_all
-from fpipe.program.task import NOTHING, Task
 from fpipe.program.tasks import Tasks
-from fpipe.program.values import Computed, MomentsValue, MoveValue, ParamValue, SumValue, Value
+from fpipe.program.values import (
+    NOTHING,
+    Computed,
+    MomentsValue,
+    MoveValue,
+    ParamValue,
+    SumValue,
+    Task,
+    Value,
+)
 from fpipe.schedule import Action, Op, Schedule
 
 Updates = dict[SumValue, Computed]

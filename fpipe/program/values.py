@@ -1,4 +1,4 @@
-"""Values of a step: what a name in a stage's code stands for, wherever it was made.
+"""Values of a step, and the tasks that compute them: one kernel call of a rank each.
 
 A name is local to one stage and one microbatch. Following it through the placeholders of stages
 leads to its origin: a leaf of the parameters or of the batch, a constant, or a kernel's output.
@@ -9,6 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
 
 from fpipe.graph.joint import (
     BatchLeaf,
@@ -20,8 +25,11 @@ from fpipe.graph.joint import (
     SumSoFar,
     Upstream,
 )
+from fpipe.inputs.signature import Spec
+from fpipe.pieces.compiler import Boxed
 from fpipe.pieces.piece import PREPARE
 from fpipe.pieces.stage_code import StageCode
+from fpipe.schedule import Action, Op
 
 Codes = Callable[[int, int], StageCode]
 """From stage and microbatch to the code that runs it."""
@@ -193,3 +201,78 @@ class Resolver:
         inputs = tuple(self(stage, microbatch, name) for name in piece.inputs)
         key = stage, piece.fingerprint, piece.outputs, inputs
         return self._preparing.setdefault(key, microbatch)
+
+
+class Task(NamedTuple):
+    """One kernel call.
+
+    Attributes:
+        action: the action.
+        call: makes the boxed callable, compiling it if it is new.
+        inputs: values read, in the kernel's order.
+        outputs: values computed, in the kernel's order.
+        specs: shape and dtype of each output.
+        footprint: bytes that a call needs beyond what is held when it starts, given the numbers of
+            the inputs that it alone holds.
+        constants: tensors among the inputs that a stage function closes over.
+    """
+
+    action: Action
+    call: Callable[[], Boxed]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Computed, ...]
+    specs: tuple[Spec, ...]
+    footprint: Callable[[frozenset[int]], int]
+    constants: tuple[Tensor, ...] = ()
+
+
+NOTHING: Final = Spec((0,), torch.float32)
+"""The spec of a value that takes no memory on the rank's device."""
+
+
+def update_of(action: Action) -> Task:
+    """The place of an UPDATE, which computes nothing yet."""
+    return Task(action, lambda: _nothing, (), (), (), lambda handed: 0)
+
+
+def _nothing(values: list[Tensor]) -> list[Tensor]:
+    return []
+
+
+def adding(
+    total: Computed,
+    parts: tuple[Value, ...],
+    spec: Spec,
+    fold: Callable[[Tensor], Tensor] | None = None,
+) -> Task:
+    """The task that adds up parts of a gradient.
+
+    Args:
+        total: the sum.
+        parts: of it, in order.
+        spec: of each part.
+        fold: what is kept of the sum; None for all of it.
+    """
+    kept = spec
+    if fold is not None:
+        folded = fold(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+        kept = Spec(tuple(folded.shape), folded.dtype)
+    # A new tensor each time, beside the one before it.
+    needed = spec.nbytes * min(2, len(parts) - (fold is None))
+    return Task(
+        Action(total.stage, Op.REDUCE_GRAD, None),
+        lambda: partial(_add_up, fold),
+        parts,
+        (total,),
+        (kept,),
+        lambda handed: needed,
+    )
+
+
+def _add_up(fold: Callable[[Tensor], Tensor] | None, values: list[Tensor]) -> list[Tensor]:
+    """A kernel: what is kept of the sum of all inputs, from left to right."""
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    values.clear()
+    return [total if fold is None else fold(total)]

@@ -17,7 +17,7 @@ from fpipe import pytree
 from fpipe.errors import BatchError, StageError, a_type, error_text
 from fpipe.inputs.signature import is_differentiable
 from fpipe.spec.precision import Precision
-from fpipe.spec.returns import LOSS, Returns
+from fpipe.spec.user_functions import LOSS, Returns
 
 Flags = tuple[tuple[bool, ...], ...]
 """For each stage, whether each of its leaves is trained."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fpipe import pytree
 from fpipe.errors import StageError, a_type, label_of
-from fpipe.spec.stage import Stage
+from fpipe.spec.user_functions import Stage
 
 
 @dataclass(frozen=True)

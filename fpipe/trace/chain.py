@@ -24,8 +24,7 @@ from fpipe.inputs.ambient import ambient
 from fpipe.inputs.signature import Goal, TreeShape
 from fpipe.live_line import advance
 from fpipe.spec.objective import Objective
-from fpipe.spec.returns import Numbering, Taken
-from fpipe.spec.stage import Stage
+from fpipe.spec.user_functions import Numbering, Stage, Taken
 from fpipe.trace.abstract import Abstract, Leaves, Places, abstract_key
 from fpipe.trace.tracer import Traced, check_output, trace
 

@@ -1,15 +1,24 @@
-"""Isolate a trace from the caller's hooks and modes, from compiled code and from other threads.
+"""Isolate a trace: from the caller's hooks and modes, compiled code, other threads and signals.
 
 Functions that torch.compile or torch.jit has compiled are called as they were written. torch
 refuses to trace the first. After some calls TorchScript runs an optimised graph with gradients
 disabled and a backward of its own, of which a recorded graph knows nothing.
+
+Handlers of signals (Ctrl-C) are called where an operation begins. torch enters and leaves its modes
+several times an operation. An exception in the midst of that leaves one behind, and then every
+tensor that the process makes is an abstract one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -17,11 +26,9 @@ import torch.nn.utils.parametrize as parametrize
 from torch._C import _autograd
 
 from fpipe.checks.explain import Untraceable, unreported
-from fpipe.locks import Turns
 from fpipe.torch_internals import FakeTensorMode
-from fpipe.trace.data_independent import without_data_checks
 from fpipe.trace.overrides.functions import with_contexts
-from fpipe.trace.overrides.standin import StandIn
+from fpipe.trace.overrides.standin import StandIn, Turns
 
 one_at_a_time = Turns()
 """Within it no other thread traces: torch cannot do so in two at one time."""
@@ -103,7 +110,6 @@ def tracing(mode: FakeTensorMode) -> Iterator[None]:
         _differentiable(),
         with_contexts(),
         as_written(),
-        without_data_checks(),
     ):
         yield
 
@@ -169,3 +175,75 @@ _CALLS = StandIn(
     "__call__",
     {kind: _looking(kind) for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)},
 )
+
+
+log = logging.getLogger("fpipe")
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+class _Raised(BaseException):
+    """Carries an error of a handler past the code that explains errors of a trace."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+_HELD: dict[int, Handler] = {}
+"""The handlers that are to be called, by the signals that have come."""
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Within it handlers of signals are called where `let_through` is, at the latest at the end.
+
+    Whoever insists, and sends SIGINT a second time, has its handler called at once.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    installed = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    before: dict[int, Handler] = {
+        number: handler
+        for number, handler in installed.items()
+        if callable(handler) and not getattr(handler, "holds", False)
+    }
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if not hold.holds:  # type: ignore[attr-defined]  # it could not be taken away
+            before[number](number, frame)
+        elif number == signal.SIGINT and number in _HELD:
+            del _HELD[number]
+            log.warning(
+                "interrupted in the midst of an operation: where torch behaves oddly from here on, "
+                "start the process anew"
+            )
+            before[number](number, frame)
+        else:
+            _HELD[number] = before[number]
+
+    hold.holds = True  # type: ignore[attr-defined]
+    try:
+        for number in before:
+            signal.signal(number, hold)
+        yield
+    except _Raised as raised:
+        raise raised.error from None
+    finally:
+        hold.holds = False  # type: ignore[attr-defined]
+        with ExitStack() as stack:
+            for number in [number for number in _HELD if number in before]:
+                stack.callback(_HELD.pop(number), number, sys._getframe())
+            for number, handler in before.items():
+                stack.callback(signal.signal, number, handler)
+
+
+def let_through() -> None:
+    """Call a handler that was held back, if there is one."""
+    if _HELD and threading.current_thread() is threading.main_thread():
+        number = next(iter(_HELD))
+        try:
+            _HELD.pop(number)(number, sys._getframe(1))
+        except Exception as error:
+            raise _Raised(error) from error

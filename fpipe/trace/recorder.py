@@ -19,11 +19,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from fpipe.checks.closure_names import name_in_closure, refuse_mapped
 from fpipe.checks.data_branches import is_compiling
 from fpipe.checks.explain import SPARSE, Untraceable, explain
-from fpipe.checks.purity import WriteGuard
-from fpipe.checks.randomness import undrawn, unseeded
+from fpipe.checks.purity import WriteGuard, name_in_closure, refuse_mapped, undrawn, unseeded
 from fpipe.checks.unchecked import Unchecked
 from fpipe.errors import FpipeError, StageError
 from fpipe.graph.joint import Source
@@ -39,7 +37,7 @@ from fpipe.torch_internals import (
     to_fun,
 )
 from fpipe.trace.abstract import Leaves
-from fpipe.trace.constant_propagation import Known
+from fpipe.trace.data_dependence import Known, without_data_checks
 from fpipe.trace.functional import Functional
 from fpipe.trace.isolation import tracing
 from fpipe.trace.labels import Labels
@@ -152,7 +150,7 @@ def record(
     marks = Marks()
     try:
         refuse_mapped(origin)
-        with unseeded(), undrawn(), tracing(mode), marks.active():
+        with unseeded(), undrawn(), tracing(mode), without_data_checks(), marks.active():
             record_it = make_fx(trace, decomposition_table={}, _disable_torch_fn_metadata_mode=True)
             module = record_it(*leaves.values)
     except FpipeError:

@@ -6,10 +6,10 @@ params, state, model_state ──► names ──► torch.distributed.checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +27,9 @@ from fpipe.dtensors import placements_of
 from fpipe.errors import BatchError, FpipeError, error_text, few
 from fpipe.holding import names_of, saved
 from fpipe.modules.module_pipeline import ModulePipeline
-from fpipe.nn import buffers_of, state_of
+from fpipe.nn import BatchStats, buffers_of, state_of
 from fpipe.pipelines import Pipeline, engine_of
 from fpipe.training.loss_scaling import LossScale, LossScaling
-from fpipe.training.stored_trees import described, joined, tree_of
 from fpipe.training.train_step import TrainState
 
 Kinds = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -279,3 +278,54 @@ def _load_state(pipe: Pipeline, source: Path, facts: Any, like: Any) -> Any:
 
     wanted = engine_of(pipe).each("read its checkpoint", shapes)
     return pipe.load_state(source, shapes=wanted, rename=lambda name: f"model_state.{name}")
+
+
+NODES: Final[dict[str, Callable[[list[Any]], Any]]] = {
+    "list": list,
+    "tuple": tuple,
+    "BatchStats": lambda parts: BatchStats(*parts),
+}
+
+
+def described(tree: Any) -> Any:
+    """A tree with the shape and the dtype of each leaf.
+
+    Other nodes are None, and so are those of other processes.
+
+    Example:
+        >>> described([{"w": torch.ones(2)}, None])
+        ('list', [('dict', [('w', ('leaf', (2,), torch.float32))]), None])
+    """
+    if isinstance(tree, Tensor):
+        return "leaf", tuple(tree.shape), tree.dtype
+    if type(tree) is dict:
+        return "dict", [(key, described(value)) for key, value in tree.items()]
+    if type(tree) in (list, tuple, BatchStats):
+        return type(tree).__name__, [described(value) for value in tree]
+    return None
+
+
+def joined(trees: list[Any]) -> Any:
+    """One description of those of all processes, of which each has some parts."""
+    known = [tree for tree in trees if tree is not None]
+    if not known or known[0][0] not in ("list", "tuple"):
+        return known[0] if known else None
+    kind, first = known[0][:2]
+    return kind, [joined([tree[1][i] for tree in known]) for i in range(len(first))]
+
+
+def tree_of(description: Any) -> Any:
+    """Meta tensors in the structure that was described.
+
+    Example:
+        >>> tree_of(described((torch.ones(2),)))[0].shape
+        torch.Size([2])
+    """
+    if description is None:
+        return None
+    kind, *content = description
+    if kind == "leaf":
+        return torch.empty(content[0], dtype=content[1], device="meta")
+    if kind == "dict":
+        return {key: tree_of(value) for key, value in content[0]}
+    return NODES[kind]([tree_of(value) for value in content[0]])

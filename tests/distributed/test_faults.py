@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe import Schedule, schedules
-from fpipe.checks.randomness import others
+from fpipe.checks.purity import others
 from fpipe.execute.watch import Watch
 from tests.distributed import actors, traps
 from tests.distributed.crew import Crew, Failure, Outcome, attempt, values

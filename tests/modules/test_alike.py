@@ -34,7 +34,7 @@ def test_middle_blocks_share_a_trace_under_their_own_names() -> None:
 def test_constants_of_different_values_are_no_constants_of_one_name() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from fpipe.divide.alike import merge_constants
+    from fpipe.divide.function_recorder import merge_constants
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return x + torch.tensor(1.0) + torch.tensor(2.0) + torch.tensor(1.0)

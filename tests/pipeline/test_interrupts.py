@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fpipe
-from fpipe.trace.constant_propagation import Known
-from fpipe.trace.interrupts import held_back
+from fpipe.trace.data_dependence import Known
+from fpipe.trace.isolation import held_back
 
 SCHEDULE = fpipe.schedules.gpipe(ranks=2, microbatches=2)
 PARAMS = [torch.eye(3), torch.eye(3)]

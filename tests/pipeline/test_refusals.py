@@ -35,7 +35,7 @@ from fpipe import (
     pytree,
     schedules,
 )
-from fpipe.checks import randomness
+from fpipe.checks import purity
 from tests.eager import check
 from tests.models import mean_square, mlp, mlp_first, mlp_layer, plain_pipeline, rand
 
@@ -641,7 +641,7 @@ def test_draws_that_are_not_torch_s(
     generator: str, cuts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the trace drew was drawn in each step, and by each rank other numbers."""
-    monkeypatch.setattr(randomness, "others", list)  # other tests may have left threads
+    monkeypatch.setattr(purity, "others", list)  # other tests may have left threads
 
     def noisy(p: Any, x: Tensor) -> Tensor:
         return x @ p["w"] * DRAWS[generator]()
@@ -668,14 +668,14 @@ def test_draws_while_other_threads_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A thread that loads data may have drawn: it went by without a word."""
-    monkeypatch.setattr(randomness, "others", lambda: [threading.current_thread()])
+    monkeypatch.setattr(purity, "others", lambda: [threading.current_thread()])
     with caplog.at_level(logging.WARNING, "fpipe"):
         step(mlp_first, lambda p, x: x @ p["w"] * random.random())
     assert "Python's random was drawn from while a stage was traced" in caplog.text
 
 
 def test_draws_of_what_is_refused_for_another_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(randomness, "others", list)
+    monkeypatch.setattr(purity, "others", list)
 
     def both(p: Any, x: Tensor) -> Tensor:
         return x[: int(x.sum() * random.random() * np.random.rand())]
@@ -687,12 +687,12 @@ def test_draws_of_what_is_refused_for_another_reason(monkeypatch: pytest.MonkeyP
 
 
 def test_threads_that_draw_nothing() -> None:
-    before = randomness.others()
+    before = purity.others()
     threads = [threading.Thread(target=time.sleep, args=(2,), name=n) for n in ("fpipe beat", "my")]
     for thread in threads:
         thread.start()
     AsyncCompile.pool().submit(int).result()
-    assert [t for t in randomness.others() if t not in before] == threads[1:]
+    assert [t for t in purity.others() if t not in before] == threads[1:]
     for thread in threads:
         thread.join()
 

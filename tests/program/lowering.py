@@ -23,7 +23,7 @@ from fpipe.program.interpreter import Run
 from fpipe.program.lower import lower
 from fpipe.program.program import Compute, Message, Program
 from fpipe.spec.objective import Objective
-from fpipe.spec.stage import Stage
+from fpipe.spec.user_functions import Stage
 from fpipe.trace.chain import ChainTracer
 from tests.models import Model
 

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fpipe import StageError
 from fpipe.graph.fingerprint import fingerprint, places_of
 from fpipe.graph.joint import Param, add_sums
-from fpipe.graph.simplify import simplify
+from fpipe.graph.rewrites import simplify
 from fpipe.pieces.remat import policies, save_all, save_nothing
 from tests.models import rand
 
