@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, NoReturn
@@ -107,18 +107,14 @@ def tracing(mode: FakeTensorMode) -> Iterator[None]:
         unreported(),
         apart(),
         mode,
-        _differentiable(),
+        # To torch 2.11 inference mode means no derivatives even where gradients are enabled again.
+        torch.inference_mode(False),
+        torch.enable_grad(),
         with_contexts(),
-        as_written(),
+        # A compiled function is the Python function that it was made of, as to `torch.compile`. A
+        # compiled module has none: its methods are refused. Other threads call what they did.
+        _SCRIPTED.active(),
     ):
-        yield
-
-
-@contextmanager
-def _differentiable() -> Iterator[None]:
-    """Within it autograd records, whatever the caller has disabled."""
-    # To torch 2.11 inference mode means no derivatives even where gradients are enabled again.
-    with torch.inference_mode(False), torch.enable_grad():
         yield
 
 
@@ -145,19 +141,10 @@ def uncompiled() -> Iterator[None]:
         torch._C._dynamo.eval_frame.set_eval_frame(caller)
 
 
-def as_written() -> AbstractContextManager[None]:
-    """Within it a compiled function is the Python function that it was made of.
-
-    So it is to `torch.compile`. A compiled module has none: its methods are refused. Calls
-    in other threads are as before.
-    """
-    return _CALLS.active()
-
-
 def _looking(kind: Any) -> Any:
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
-        if not _CALLS.is_active:
-            return _CALLS.original(kind)(self, *arguments, **options)
+        if not _SCRIPTED.is_active:
+            return _SCRIPTED.original(kind)(self, *arguments, **options)
         # Set by torch.jit, for torch.compile.
         written = getattr(self, "_torchdynamo_inline", None)
         if written is None:
@@ -171,7 +158,7 @@ def _looking(kind: Any) -> Any:
     return call
 
 
-_CALLS = StandIn(
+_SCRIPTED = StandIn(
     "__call__",
     {kind: _looking(kind) for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod)},
 )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -73,9 +73,10 @@ def with_contexts() -> Iterator[None]:
     is taken. Calls in other threads are as before.
     """
     with ExitStack() as stack:
-        for stand_in in (_ASKS, _CALLS, *_APPLIES):
+        # A registered operation on what is differentiated in a direction is refused.
+        for stand_in in (_ASKS, _CALLS, *_APPLIES, _GRADIENT_QUERIES):
             stack.enter_context(stand_in.active())
-        with without_forward_mode(), called_plainly():
+        with called_plainly():
             yield
 
 
@@ -363,11 +364,6 @@ def check_returned(function: Any, returned: Any) -> None:
                 "torch.autograd.Function",
                 "autograd knows no gradient of them; return a tensor, or a tuple of tensors",
             )
-
-
-def without_forward_mode() -> AbstractContextManager[None]:
-    """Within it such an operation on what is differentiated in a direction is refused."""
-    return _GRADIENT_QUERIES.active()
 
 
 def is_registered(function: Any) -> bool:
