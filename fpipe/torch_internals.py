@@ -90,6 +90,21 @@ def make_shape_env(**options: Any) -> ShapeEnv:
     return ShapeEnv(**options)
 
 
+def row_of_any_size(mode: FakeTensorMode, like: Tensor) -> FakeTensor:
+    """A fake tensor of one dimension, whose size is the symbol that other such rows have.
+
+    Args:
+        mode: has a shape environment.
+        like: has its dtype and device.
+    """
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DUCK])
+    row = torch.empty(8, dtype=like.dtype, device=like.device)
+    return mode.from_tensor(row, symbolic_context=context, source=ConstantSource("row"))
+
+
 def dtensor_on_the_cpu(
     local: Tensor,
     mesh: Any,

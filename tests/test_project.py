@@ -308,7 +308,6 @@ VAGUE_LEFT: Final = {
     "fpipe.schedule": 5,
     "fpipe.schedule.bounds": 1,
     "fpipe.schedule.searching": 3,
-    "fpipe.training": 1,
 }
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fpipe
+from benchmarks.contest import schedule_of
 from benchmarks.ensemble.peers import accumulated, trained, whole_batch
 from benchmarks.harness import (
     Cell,
@@ -51,6 +52,7 @@ class Size(NamedTuple):
     length: int = 16
     rows: int = 8  # in a batch
     microbatches: int = 4
+    schedule: str = "1F1B"
 
 
 def whole(params: Params, batch: Tensor) -> Tensor:
@@ -83,7 +85,7 @@ def stack(each: list[Any]) -> Any:
 
 def pipe_of(size: Size, *, compile: bool, **options: Any) -> fpipe.Pipeline:
     """The pipeline of one member."""
-    schedule = fpipe.schedules.one_f_one_b(ranks=STAGES, microbatches=size.microbatches)
+    schedule = schedule_of(size.schedule, STAGES, size.microbatches)
     return fpipe.pipeline([blocks] * STAGES, mean_square, schedule, compile=compile, **options)
 
 
@@ -281,7 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kind", choices=list(COLUMNS), default="members")
     for name, value in Size._field_defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+        parser.add_argument(f"--{name}", type=type(value), default=value)
     parser.add_argument("--members", type=int, nargs="+", help="of each row; of all rows the first")
     add_uncompiled(parser)
     add_arguments(parser, rounds=30)
@@ -307,7 +309,7 @@ def main() -> None:
         machine=machine(torch.device("cpu")),
         settings={
             **{name: value for name, value in settings.items() if value is not None},
-            "schedule": "1F1B on 2 ranks",
+            "ranks": STAGES,
             "compiled": not arguments.uncompiled,
             "rounds": rounds,
         },

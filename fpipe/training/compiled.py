@@ -1,12 +1,12 @@
 """An optimizer's step of one parameter as one compiled kernel, whatever the parameter's shape.
 
 recording ─┬─ numbers: computed in Python, in double precision
-           └─ tensors: elementwise, so any parameter is one row of elements ──► torch.compile
+           └─ tensors: elementwise, so any parameter is one row of elements ──► row_kernels
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,9 +17,8 @@ from fpipe.graph.nodes import value_of
 from fpipe.pieces.compiler import Compile
 from fpipe.torch_internals import is_transformed, make_fx
 from fpipe.training.recording import Update
+from fpipe.training.row_kernels import RowKernel, row_kernel
 from fpipe.training.scalars import WithTensors
-
-Kernel = Callable[..., Sequence[Tensor]]
 
 
 class Kernels:
@@ -30,10 +29,10 @@ class Kernels:
     """
 
     def __init__(self, compile: bool | str | Mapping[str, Any]) -> None:
-        options = {} if compile is True else compile
-        self._options: Any = {"backend": options} if isinstance(options, str) else options
-        self._split: dict[tuple[Update, bool], tuple[fx.GraphModule, Kernel] | None] = {}
-        self._made: dict[str, Kernel] = {}
+        named = {"backend": compile} if isinstance(compile, str) else compile
+        self._options: Mapping[str, Any] = named if isinstance(named, Mapping) else {}
+        self._split: dict[Hashable, _Split | None] = {}
+        self._kernels: dict[Hashable, RowKernel] = {}
 
     def __call__(
         self,
@@ -51,28 +50,26 @@ class Kernels:
             numbers: in the order of the recording.
             in_place: write the results into parameter and state, and return nothing.
         """
-        shape = leaves[0].shape
-        if leaves[0].numel() < 2 or not all(
+        shape, count = leaves[0].shape, leaves[0].numel()
+        if not 1 < count < 2**31 or not all(
             leaf.shape == shape and leaf.is_contiguous() and not is_transformed(leaf)
             for leaf in leaves
         ):
             return None
-        key = update, in_place
+        # Inductor writes the number of threads into its loops.
+        key = update, in_place, torch.get_num_threads()
         if key not in self._split:
             self._split[key] = self._make(update, leaves, in_place=in_place)
-        both = self._split[key]
-        if both is None:
+        split = self._split[key]
+        if split is None:
             return None
-        scalars, kernel = both
-        values = scalars(*numbers)
-        tensors = [torch.tensor(value, dtype=torch.float64, device="cpu") for value in values]
-        row = (leaves[0].numel(),)
-        outputs = kernel(*(_shaped(leaf, row) for leaf in leaves), *tensors)
-        return [_shaped(output, shape) for output in outputs]
+        with torch.no_grad():
+            rows = [leaf.detach().view(count) for leaf in leaves]
+            outputs = split.kernel([*rows, *split.tensors_of(numbers)])
+            # No views, of which the caller could not write to one with a history.
+            return [_UNSAFE_VIEW(output, shape) for output in outputs]
 
-    def _make(
-        self, update: Update, leaves: Sequence[Tensor], *, in_place: bool
-    ) -> tuple[fx.GraphModule, Kernel] | None:
+    def _make(self, update: Update, leaves: Sequence[Tensor], *, in_place: bool) -> _Split | None:
         nodes = update.graph.graph.nodes
         both = apart(update.graph.graph, len(leaves))
         if both is None or not all(map(is_elementwise, nodes)):
@@ -89,10 +86,33 @@ class Kernels:
         if in_place:
             _write_back(graph.graph, len(leaves))
             graph.recompile()
-        key = f"{graph.code} {[(leaf.dtype, leaf.device) for leaf in leaves]}"
-        if key not in self._made:
-            self._made[key] = torch.compile(graph, dynamic=True, fullgraph=True, **self._options)
-        return scalars, self._made[key]
+        kinds = tuple((leaf.dtype, leaf.device) for leaf in leaves)
+        key = graph.code, kinds, torch.get_num_threads()
+        if key not in self._kernels:
+            self._kernels[key] = row_kernel(graph, leaves, count, self._options)
+        return _Split(scalars, self._kernels[key])
+
+
+class _Split:
+    """A step as what it computes of numbers, and the kernel that takes their results.
+
+    Args:
+        scalars: ``numbers -> results``.
+        kernel: ``[*rows, *results] -> rows``.
+    """
+
+    def __init__(self, scalars: fx.GraphModule, kernel: RowKernel) -> None:
+        self.kernel = kernel
+        self._scalars = scalars
+        self._last: tuple[Sequence[float], list[Tensor]] | None = None
+
+    def tensors_of(self, numbers: Sequence[float]) -> list[Tensor]:
+        """The results, in float64; those of the last call where that had the same numbers."""
+        if self._last is None or self._last[0] != numbers:
+            results = self._scalars(*numbers)
+            tensors = [torch.tensor(value, dtype=torch.float64, device="cpu") for value in results]
+            self._last = numbers, tensors
+        return self._last[1]
 
 
 def kernels_of(compile: Compile) -> Kernels | None:
@@ -118,7 +138,7 @@ def apart(graph: fx.Graph, count: int) -> tuple[fx.GraphModule, fx.GraphModule] 
     is_number = set(inputs[count:])
     for node in nodes:
         if node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload):
-            if not all(own in is_number for own in node.all_input_nodes):
+            if not all(argument in is_number for argument in node.all_input_nodes):
                 return None
             is_number.add(node)
     if reads_numbers(graph):
@@ -166,13 +186,6 @@ def _write_back(graph: fx.Graph, count: int) -> None:
     output.args = ([],)
 
 
-def _shaped(value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The same elements in another shape, and no view: torch compiles anew for other bases."""
-    like = value.view(shape)
-    bare = value.new_empty(0)
-    return bare.set_(value.untyped_storage(), value.storage_offset(), shape, like.stride())
-
-
 def _names_size(node: fx.Node) -> bool:
     """Whether an operation has a list of sizes among its arguments, as ``aten.full`` has."""
     return node.op == "call_function" and any(
@@ -190,6 +203,7 @@ def is_elementwise(node: fx.Node) -> bool:
 
 
 _ATEN: Final = torch.ops.aten
+_UNSAFE_VIEW: Final = _ATEN._unsafe_view.default
 _ELEMENT_BY_ELEMENT: Final = frozenset(
     {
         _ATEN.clone.default,

@@ -78,8 +78,8 @@ class UpdatesOfMembers:
                     "each, or one for all"
                 )
 
-        def one(param: Tensor, grad: Tensor, moments: Moments, own: Mapping[str, Any]) -> Any:
-            return self._updates(param, grad, moments, {**hyper, **own}, count)
+        def one(param: Tensor, grad: Tensor, moments: Moments, single: Mapping[str, Any]) -> Any:
+            return self._updates(param, grad, moments, {**hyper, **single}, count)
 
         if not each and self._is_elementwise(param, hyper):
             return self._updates(param, grad, moments, hyper, count, in_place=in_place)

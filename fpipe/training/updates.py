@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,26 @@ _REFUSED: Final[Mapping[type, str]] = {
     torch.optim.LBFGS: "it calls the loss several times a step; AdamW and SGD do not",
     torch.optim.SparseAdam: "it takes sparse gradients alone; a pipeline's are dense: take Adam",
 }
+
+
+class _Hyper(NamedTuple):
+    """Hyperparameters, which all leaves of a group share in a step.
+
+    Attributes:
+        by_name: all of them.
+        numbers: those that are floats or tensors.
+        fixed: the others, as a recording depends on them.
+    """
+
+    by_name: Mapping[str, Any]
+    numbers: Mapping[str, Any]
+    fixed: Hashable
+
+    @classmethod
+    def of(cls, hyper: Mapping[str, Any]) -> _Hyper:
+        """Those of a call."""
+        fixed = tuple((name, _fixed(value)) for name, value in sorted(hyper.items()))
+        return cls(hyper, numbers_of(hyper), fixed)
 
 
 class Updates:
@@ -74,6 +94,7 @@ class Updates:
         self._recorded: dict[Hashable, list[Update]] = {}
         self._checked: set[Hashable] = set()
         self._kernels = kernels
+        self._hyper = _Hyper.of({})
         self.defaults = self.checked(hyper)
 
     def checked(self, hyper: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +122,7 @@ class Updates:
 
     def init(self, param: Tensor, hyper: Mapping[str, Any]) -> Moments:
         """The state before the first step, in which every number is 0: that step reads none."""
-        update = self._recording(param, None, hyper, 0, numbers_of(hyper))
+        update = self._at_first(param, hyper)
         return {
             name: kind.empty().zero_()
             for name, kind in zip(update.state, update.shapes, strict=True)
@@ -109,14 +130,13 @@ class Updates:
 
     def names(self, param: Tensor, hyper: Mapping[str, Any]) -> list[str]:
         """As `LeafUpdate.names`."""
-        return list(self._recording(param, None, hyper, 0, numbers_of(hyper)).state)
+        return list(self._at_first(param, hyper).state)
 
     def takes_stacked(self, params: Tensor, hyper: Mapping[str, Any]) -> bool:
         """As `LeafUpdate.takes_stacked`; an optimizer may go by the number of dimensions."""
         if params.dim() < 2 or not len(params):
             return False
-        numbers = numbers_of(hyper)
-        one, all_ = (self._recording(p, None, hyper, 0, numbers) for p in (params[0], params))
+        one, all_ = (self._at_first(p, hyper) for p in (params[0], params))
         nodes = all_.graph.graph.nodes
         return one.graph.code == all_.graph.code and all(map(is_elementwise, nodes))
 
@@ -126,7 +146,7 @@ class Updates:
 
     def check_divided(self, name: str, param: Tensor, hyper: Mapping[str, Any]) -> None:
         """As `LeafUpdate.check_divided`."""
-        update = self._recording(param, None, hyper, 0, numbers_of(hyper))
+        update = self._at_first(param, hyper)
         odd = [node for node in update.graph.graph.nodes if not is_elementwise(node)]
         if odd:
             raise FpipeError(
@@ -147,10 +167,11 @@ class Updates:
     ) -> tuple[Tensor, Moments]:
         """As `LeafUpdate`."""
         state = moments if count else None
-        numbers = numbers_of(hyper) | {COUNT: float(count)}
+        known = self._known(hyper)
+        numbers = {**known.numbers, COUNT: float(count)}
         if state is not None:
             numbers |= numbers_in(state)
-        update = self._recording(param, state, hyper, count, numbers)
+        update = self._recording(param, state, known, count, numbers)
         leaves = [param, grad, *(() if state is None else (state[name] for name in state))]
         values = [numbers[name] for name in update.numbers]
         follows = is_transformed(param) and reads_numbers(update.graph.graph)
@@ -172,28 +193,37 @@ class Updates:
             return param, moments
         return outputs[0], after
 
+    def _known(self, hyper: Mapping[str, Any]) -> _Hyper:
+        """What these hyperparameters come to, which was found for the leaf before, if any was."""
+        if self._hyper.by_name is hyper:
+            return self._hyper
+        known = _Hyper.of(hyper)
+        if not any(isinstance(number, Tensor) for number in known.numbers.values()):
+            self._hyper = known  # a tensor may belong to a transform that has ended
+        return known
+
+    def _at_first(self, param: Tensor, hyper: Mapping[str, Any]) -> Update:
+        """The recording of the first step of a parameter."""
+        known = _Hyper.of(hyper)
+        return self._recording(param, None, known, 0, known.numbers)
+
     def _recording(
         self,
         param: Tensor,
         state: Moments | None,
-        hyper: Mapping[str, Any],
+        hyper: _Hyper,
         count: int,
         numbers: Mapping[str, Any],
     ) -> Update:
         values = {name: concrete(value) for name, value in numbers.items()}
-        known = self._recorded.setdefault(_kind(param, state, hyper), [])
+        kind = Kind.of(param), None if state is None else tuple(state), hyper.fixed
+        known = self._recorded.setdefault(kind, [])
         for update in known:
             if all_hold(update.guards, values):
                 return update
-        chosen = {name: concrete(value) for name, value in hyper.items()}
+        chosen = {name: concrete(value) for name, value in hyper.by_name.items()}
         known.append(record_update(self._optimizer, chosen, param, state, count))
         return known[-1]
-
-
-def _kind(param: Tensor, state: Moments | None, hyper: Mapping[str, Any]) -> Hashable:
-    """What a recording depends on, beside the conditions that it notes."""
-    fixed = tuple((name, _fixed(value)) for name, value in sorted(hyper.items()))
-    return Kind.of(param), None if state is None else tuple(state), fixed
 
 
 def _fixed(value: Any) -> Hashable:

@@ -9,6 +9,7 @@ import torch
 
 import fpipe
 from fpipe import schedules
+from fpipe.training import compiled
 from fpipe.training.compiled import Kernels
 from fpipe.training.updates import Updates
 from tests.models import assert_identical, assert_same, mlp
@@ -37,11 +38,11 @@ def test_one_kernel_serves_all_shapes(name: str) -> None:
 
     options: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
     optimizer = getattr(torch.optim, name)
-    compiled = Updates(optimizer, {"lr": 0.1, **options}, Kernels({"backend": backend}))
+    fast = Updates(optimizer, {"lr": 0.1, **options}, Kernels({"backend": backend}))
     plain = Updates(optimizer, {"lr": 0.1, **options})
     for shape in SHAPES:
         hyper = plain.checked({"lr": 0.1, **options})
-        assert_same(stepped(compiled, hyper, shape), stepped(plain, hyper, shape))
+        assert_same(stepped(fast, hyper, shape), stepped(plain, hyper, shape))
     assert len(made) <= 2  # RAdam has two branches
 
 
@@ -54,6 +55,33 @@ def test_what_is_not_elementwise_stays_uncompiled() -> None:
     for count in range(2):
         param, state = updates(param, torch.randn(4, 4), state, hyper, count)
     assert all(entry is None for entry in kernels._split.values())
+
+
+@pytest.mark.inductor
+def test_a_kernel_of_inductor_serves_all_shapes_and_writes_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernels: list[Any] = []
+    made = compiled.row_kernel
+
+    def noted(*arguments: Any) -> Any:
+        kernels.append(made(*arguments))
+        return kernels[-1]
+
+    monkeypatch.setattr(compiled, "row_kernel", noted)
+    options = {"options": {"fpipe.wgrad_kernel": False}}  # one of fpipe's own, which others pass by
+    fast = Updates(torch.optim.AdamW, {"lr": 0.1}, Kernels(options))
+    plain = Updates(torch.optim.AdamW, {"lr": 0.1})
+    hyper = plain.checked({"lr": 0.1})
+    for shape in SHAPES:
+        assert_same(stepped(fast, hyper, shape), stepped(plain, hyper, shape))
+    assert len(kernels) == 1
+    ours, theirs = (stepped(updates, hyper, (4, 5)) for updates in (fast, plain))
+    before, grad = ours[0].data_ptr(), torch.ones(4, 5, dtype=torch.float64)
+    param, state = fast(ours[0], grad, ours[1], hyper, 4, in_place=True)
+    assert param.data_ptr() == before
+    assert_same([param, state], list(plain(theirs[0], grad, theirs[1], hyper, 4)))
+    assert len(kernels) == 2
 
 
 @pytest.mark.inductor
