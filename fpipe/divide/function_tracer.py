@@ -24,10 +24,9 @@ from fpipe import pytree
 from fpipe.divide.dividing import Segment
 from fpipe.divide.function_recorder import Recorded, Recorder, updates_of
 from fpipe.errors import StageError
-from fpipe.graph.fingerprint import fingerprint, places_of
 from fpipe.graph.inlining import Inliner
 from fpipe.graph.joint import BatchLeaf, Constant, Joint, Param, Source, SumSoFar
-from fpipe.graph.nodes import CHECKPOINT, value_of
+from fpipe.graph.nodes import CHECKPOINT, fingerprint, places_of, value_of
 from fpipe.graph.rewrites import propagate
 from fpipe.inputs.signature import Goal, TreeShape, is_differentiable
 from fpipe.spec.objective import Objective

@@ -51,8 +51,7 @@ from fpipe.plan.planner import Planner
 from fpipe.program.interpreter import ConnectionLost
 from fpipe.program.program import Program
 from fpipe.transport.connect import Lines, carriers, device_of, lines_of, store_to_ask
-from fpipe.transport.group import GroupTransport
-from fpipe.transport.staged import StagedTransport, hindrances
+from fpipe.transport.group import GroupTransport, StagedTransport, hindrances
 
 log = logging.getLogger("fpipe")
 

@@ -5,7 +5,7 @@
 - ``group_norm``: torch takes a view that channels_last does not have.
 - ``linalg.solve``, ``lu_solve``: with one matrix for several right-hand sides, or several matrices
   for one, torch reads other memory. Here both are expanded first.
-- embeddings with padding: see `fpipe.functional.smooth_formulas`.
+- embeddings with padding: see `fpipe.functional.jvp_overrides`.
 - attention: the fused kernel of the CPU has no batching rule, and would run member by member.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fpipe import pytree
-from fpipe.functional.smooth_formulas import EMBEDDINGS
+from fpipe.functional.jvp_overrides import EMBEDDINGS
 from fpipe.trace.overrides.recurrent import RECURRENT
 from fpipe.trace.overrides.standin import Instead
 

@@ -1,8 +1,8 @@
 """The context in which stages are differentiated in a direction, and differentiated again.
 
 Within it functions of torch are replaced by formulas whose derivatives are right
-(`fpipe.functional.smooth_formulas`), kernels whose derivatives would be wrong are refused
-(`fpipe.functional.refusals` names more of them), and constants of autograd are constants.
+(`fpipe.functional.jvp_overrides`), kernels whose derivatives would be wrong are refused
+(`fpipe.functional.jvp_overrides` names more of them), and constants of autograd are constants.
 
 Autograd, differentiated twice, takes the results of ``torch.no_grad()`` for constants in both
 derivatives. Forward mode does not look at the grad mode. Here it does.
@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fpipe.checks.explain import Untraceable
 from fpipe.functional.batching import lu_solve
-from fpipe.functional.refusals import REFUSED
-from fpipe.functional.smooth_formulas import SMOOTH_FORMULAS
+from fpipe.functional.jvp_overrides import REFUSED, SMOOTH_FORMULAS
 from fpipe.torch_internals import beneath_forward_mode, is_within_vmap, transforms
 from fpipe.trace.data_dependence import symbolic_zeros
 from fpipe.trace.overrides.recurrent import RECURRENT

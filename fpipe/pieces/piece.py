@@ -15,8 +15,16 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from fpipe.graph.fingerprint import fingerprint, places_of
-from fpipe.graph.nodes import COPIES, ancestors, is_product, is_random, is_view, nbytes_of
+from fpipe.graph.nodes import (
+    COPIES,
+    ancestors,
+    fingerprint,
+    is_product,
+    is_random,
+    is_view,
+    nbytes_of,
+    places_of,
+)
 
 aten = torch.ops.aten
 

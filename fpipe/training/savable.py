@@ -9,9 +9,9 @@ from fpipe.checkpoint.checkpoint_writer import Content, PendingSave, absolute
 from fpipe.errors import FpipeError
 from fpipe.pipelines import Pipeline, engine_of
 from fpipe.savers import savers_of
-from fpipe.training.donation import clones
 from fpipe.training.loss_scaling import LossScaling
 from fpipe.training.saving import content_of, load
+from fpipe.training.stepping import clones
 from fpipe.training.train_step import TrainState
 from fpipe.training.trees import LeafByLeaf, Rule
 

@@ -7,11 +7,15 @@
 
 Where the loss is scaled, gradients are divided by the scale before all else. A step whose norm is
 not finite may be left out: parameters and state stay as they are, but for the scale.
+
+A donated step writes into parameters and a state that the caller has given up. Two leaves in the
+same memory would be updated twice, so they are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -20,14 +24,15 @@ from torch import Tensor
 from fpipe import pytree
 from fpipe.convention import DEFERRED, PLAIN, STATE
 from fpipe.definition import Definition
+from fpipe.dtensors import local
 from fpipe.errors import FpipeError
 from fpipe.execute.gradient_squares import home_of
 from fpipe.execute.run_result import RunResult
+from fpipe.holding import names_of
 from fpipe.inputs.ambient import is_within
 from fpipe.inputs.params import Move
 from fpipe.pipelines import Pipeline, engine_of
 from fpipe.torch_internals import innermost_value, is_transformed
-from fpipe.training.donation import check_donated
 from fpipe.training.loss_scaling import LossScale, LossScaling
 from fpipe.training.train_step import (
     TrainState,
@@ -357,3 +362,53 @@ def _is_differentiated(values: Sequence[Any]) -> bool:
     """Whether a transform or autograd wants the history of a step."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     return any(value.requires_grad or is_transformed(value) for value in tensors)
+
+
+def check_donated(params: Any, hyper: Iterable[Any]) -> None:
+    """Refuse to write where a write would be wrong.
+
+    Args:
+        params: as a trainer's step takes them.
+        hyper: values of hyperparameters.
+
+    Raises:
+        FpipeError: the step is within a transform, or leaves of the parameters share memory.
+    """
+    leaves, spec = pytree.flatten(params)
+    watched = [value for value in (*leaves, *hyper) if isinstance(value, Tensor)]
+    if is_within() or any(map(is_transformed, watched)):
+        raise FpipeError(
+            "donate=True within a transform of torch.func: it would write into what the transform "
+            "reads; make the trainer without donate"
+        )
+    ends: list[tuple[int, int, int]] = []
+    for place, leaf in enumerate(leaves):
+        tensor = local(leaf)
+        if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.numel():
+            start, end = _extent(tensor)
+            ends.append((start, end, place))
+    ends.sort()
+    for (_, end, first), (start, _, second) in pairwise(ends):
+        if start < end:
+            names = names_of(spec)
+            raise FpipeError(
+                f"donate=True: parameters {names[first]!r} and {names[second]!r} lie in the same "
+                "memory, which the step would update twice: clone one of them, or let one stage or "
+                "function read it twice"
+            )
+
+
+def clones(params: Any, state: TrainState) -> tuple[Any, TrainState]:
+    """Parameters and state in memory of their own, which no later step writes into."""
+    copied: tuple[Any, TrainState] = pytree.tree_map(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, (params, state)
+    )
+    return copied
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte, and behind its last."""
+    start = tensor.data_ptr()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return start, start + (last + 1) * tensor.element_size()

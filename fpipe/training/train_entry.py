@@ -15,13 +15,12 @@ from fpipe.errors import FpipeError, check_choice, check_flags
 from fpipe.pipelines import Pipeline, check_is_pipeline, engine_of
 from fpipe.training.averages import Averaging
 from fpipe.training.compiled import kernels_of
-from fpipe.training.groups import Groups, read_groups
 from fpipe.training.leaf_update import LeafUpdate
 from fpipe.training.loss_scaling import read_loss_scale
 from fpipe.training.offloaded_state import offloaded
 from fpipe.training.stepping import CLIPS, Clip, Settings
 from fpipe.training.trainer import Trainer
-from fpipe.training.trees import LeafByLeaf, PairOfFunctions, Rule
+from fpipe.training.trees import Groups, LeafByLeaf, PairOfFunctions, Rule, read_groups
 from fpipe.training.updates import Updates
 from fpipe.transforms.norms import clip_by_global_norm
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 
 import fpipe
 from fpipe import pytree, schedules
-from fpipe.transport.staged import HINDRANCES, StagedTransport
+from fpipe.transport.group import HINDRANCES, StagedTransport
 from tests.models import assert_same, gpt, mlp, unpipelined
 
 FEW = ("gpipe", "zb_h1", "zbv")

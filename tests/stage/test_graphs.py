@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fpipe import StageError
-from fpipe.graph.fingerprint import fingerprint, places_of
 from fpipe.graph.joint import Param, add_sums
+from fpipe.graph.nodes import fingerprint, places_of
 from fpipe.graph.rewrites import simplify
 from fpipe.pieces.remat import policies, save_all, save_nothing
 from tests.models import rand
