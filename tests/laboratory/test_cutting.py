@@ -65,6 +65,20 @@ def test_the_placement_is_a_choice_too() -> None:
         assert chosen.bound <= one.value and chosen.value <= one.value * 1.05
 
 
+def test_the_stages_of_a_rank_are_a_choice_too() -> None:
+    """Without messages more and smaller stages are better, up to as many as there are layers."""
+    cost = Cost(f=[1] * 8, i=[1] * 8, w=[1] * 8, activation=[1] * 8)
+    arguments: dict[str, Any] = {"ranks": 2, "microbatches": 4, "cut": True, "iterations": 10}
+    free = search(cost=cost, **arguments)
+    assert free.schedule.num_stages == 8 and free.cut == (1,) * 8
+    # Messages that take long let them be few, and memory decides as well.
+    slow = search(cost=replace(cost, comm=9.0), **arguments)
+    assert slow.schedule.num_stages == 2 and slow.cut == (4, 4)
+    with pytest.raises(ScheduleError, match="3 layers are too few for 4 stages"):
+        few = Cost(f=[1] * 3, i=[1] * 3, w=[1] * 3, activation=[1] * 3)
+        search(ranks=4, microbatches=2, cost=few, cut=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "arguments", "message"),
     [

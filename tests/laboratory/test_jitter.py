@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 
 import fpipe
 from fpipe import Action, Cost, Jitter, Schedule, ScheduleError, schedules, search, simulate
-from fpipe.schedule.jitter import Draws
+from fpipe.schedule.jitter import Draws, trial_makespans
+from fpipe.schedule.searching import robust
+from fpipe.schedule.searching.evaluator import make_evaluator
+from fpipe.schedule.searching.problem import make_problem, to_order, to_schedule
 from fpipe.schedule.searching.result import USUAL
+from fpipe.schedule.searching.robust import MeanEvaluator
 from fpipe.schedule.whole_stage import with_whole_stage
 from tests.laboratory.relaxation import relaxed
 from tests.laboratory.test_links import linked
@@ -167,6 +171,31 @@ def test_a_result_says_what_it_loses_beside_the_best_family() -> None:
         _ = odd.loss
     with pytest.raises(ScheduleError, match=r"objective='mean' must be"):
         search(ranks=2, microbatches=2, cost=UNIT, objective="mean")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        {},
+        {"pair": 0.6},
+        {"transfer": 3, "shared": True},
+        {"transfer": 2, "blocking": True},
+        {"pair": 0.7, "transfer": 2, "shared": True, "blocking": True},
+    ],
+)
+def test_a_robust_search_plays_the_trials_of_a_simulation(world: dict[str, Any]) -> None:
+    """Where actions run together, each trial took the times without jitter."""
+    cost = Cost(f=2, i=3, w=2, comm=1, **world)
+    schedule = schedules.dualpipev(ranks=2, microbatches=6)
+    problem = make_problem(schedule.placement, 6, cost, None, "makespan")
+    order = to_order(problem, schedule)
+    usual, jitter = make_evaluator(problem), Jitter(each=0.2, rank=0.1)
+    mean, _ = MeanEvaluator(usual, jitter, seed=3).times(order.rows, order.fused)
+    rows = to_schedule(problem, order, "own").actions
+    draws = Draws(jitter, robust._TRIALS, seed=3)
+    trials = trial_makespans(rows, problem.costs, problem.sizes, draws)
+    assert mean == pytest.approx(fmean(trials))
+    assert mean > usual.times(order.rows, order.fused)[0]
 
 
 def test_remat_and_robust_go_together() -> None:

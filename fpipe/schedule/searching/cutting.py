@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Final
 
 from fpipe.errors import ScheduleError
 from fpipe.schedule.cost import PER_STAGE, Cost
+from fpipe.schedule.placements import linear, looped, waves
 from fpipe.schedule.searching.choosing import Choice, Task
+
+_STAGES: Final = 4  # a rank, at most
 
 
 class Cuts:
@@ -27,6 +30,13 @@ class Cuts:
         # Each layer by itself, on one rank of speed 1.
         alone = replace(cost, speed=None, comm=0, transfer=0).on([0] * self.layers)
         self.work = [f + b for f, b in zip(alone.f, alone.backward, strict=True)]
+
+    def placements(self, ranks: int) -> list[tuple[int, ...]]:
+        """Linear, V, waves and looped ones of up to four stages a rank, as layers allow."""
+        every = [linear(ranks), waves(ranks, 2), waves(ranks, 4)]
+        every += [looped(ranks, stages) for stages in range(2, _STAGES + 1)]
+        fitting = (placement for placement in every if len(placement) <= self.layers)
+        return list(dict.fromkeys(fitting)) or [linear(ranks)]
 
     def complete(self, placement: Sequence[int]) -> bool:
         """Whether `usual` has all cuts."""

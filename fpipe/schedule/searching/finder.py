@@ -144,9 +144,10 @@ def search(
 
         jitter: how times vary, or a number for ``Jitter(each=number)``.
         cut: the values of the cost are those of a chain of layers: choose how many of them each
-            stage has, together with placement and order. Cuts are searched as choices of `remat`
-            are: even ones, those that balance the ranks by their speeds, and what differs from the
-            best of these by a layer. It goes neither with `remat` nor with `start`.
+            stage has, together with the stages a rank (up to four), placement and order. Cuts are
+            searched as choices of `remat` are: even ones, those that balance the ranks by their
+            speeds, and what differs from the best of these by a layer. It goes neither with `remat`
+            nor with `start`.
 
     Returns:
         The schedule, its timeline, the lower bound and the gap to it; the choice of `remat` or of
@@ -204,12 +205,12 @@ def search(
     if isinstance(memory, Iterator):
         memory = tuple(memory)  # it is read once per placement
     if remat or cut:
-        kind = Cuts(cost) if cut else Recomputing()
-        if not cut:
+        cuts = Cuts(cost) if cut else None
+        if cuts is None:
             cost.check_kept()
-        choices = _placements(ranks, Cost(1, 1, 1) if cut else cost)
+        choices = _placements(ranks, cost) if cuts is None else cuts.placements(ranks)
         return best_choice(
-            Task(microbatches, cost, memory, timed, kind),
+            Task(microbatches, cost, memory, timed, cuts or Recomputing()),
             partial(search, jitter=jitter, objective=objective),
             [_checked_placement(placement, ranks)] if placement else choices,
             start=start,
