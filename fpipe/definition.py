@@ -22,7 +22,7 @@ from fpipe.errors import (
     check_flags,
     label_of,
 )
-from fpipe.pieces.compiler import Compile
+from fpipe.pieces.backends import Compile
 from fpipe.pieces.remat import Remat, named
 from fpipe.schedule import Action, Op, Schedule
 from fpipe.schedule.arguments import plain_number

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fpipe.convention import called
 from fpipe.definition import Definition
 from fpipe.errors import StageError, a_type
-from fpipe.pieces.compiler import Compile
+from fpipe.pieces.backends import Compile
 from fpipe.pieces.remat import Remat
 from fpipe.pipelines import Pipeline
 from fpipe.placing import devices_of_ranks, group_of, placed

@@ -23,7 +23,7 @@ from fpipe.modules.division import divide
 from fpipe.modules.module_loss import Loss, ModuleLoss, definition_of, held_by, with_cuts
 from fpipe.modules.module_parts import Part, parts_of
 from fpipe.modules.stage_shares import Balance, Memory, StageShare
-from fpipe.pieces.compiler import Compile
+from fpipe.pieces.backends import Compile
 from fpipe.pipelines import Pipeline
 from fpipe.profiling import profile
 from fpipe.schedule import Schedule

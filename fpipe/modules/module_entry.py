@@ -23,7 +23,7 @@ from fpipe.modules.module_buffers import real_buffers, refuse_elsewhere, refuse_
 from fpipe.modules.module_loss import Loss, definition_of, with_buffers, with_cuts
 from fpipe.modules.module_pipeline import ModulePipeline
 from fpipe.modules.stage_shares import Balance
-from fpipe.pieces.compiler import Compile
+from fpipe.pieces.backends import Compile
 from fpipe.pieces.remat import Remat
 from fpipe.placing import devices_of_ranks, group_of, placed
 from fpipe.schedule import Schedule

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fpipe.graph.joint import Cotangent, Source, Sum, Upstream
 from fpipe.inputs.signature import Spec
-from fpipe.pieces.compiler import Boxed, Compiler
+from fpipe.pieces.boxed import Boxed
+from fpipe.pieces.compiler import Compiler
 from fpipe.pieces.piece import PREPARE, Piece
 
 

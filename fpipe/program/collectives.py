@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fpipe.inputs.signature import Spec
-from fpipe.pieces.compiler import Boxed
+from fpipe.pieces.boxed import Boxed
 from fpipe.program.program import Compute, Program
 from fpipe.program.replicas import Replicas, buckets
 from fpipe.program.under_way import (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fpipe.pieces.compiler import Boxed
+from fpipe.pieces.boxed import Boxed
 from fpipe.program.collectives import UnderWay, begins, waits
 from fpipe.program.program import Compute, Program
 from fpipe.schedule import Action, Op

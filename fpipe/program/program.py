@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fpipe.errors import FpipeError
 from fpipe.inputs.signature import Spec
-from fpipe.pieces.compiler import Boxed
+from fpipe.pieces.boxed import Boxed
 from fpipe.schedule import Action
 
 

@@ -26,7 +26,7 @@ from fpipe.graph.joint import (
     Upstream,
 )
 from fpipe.inputs.signature import Spec
-from fpipe.pieces.compiler import Boxed
+from fpipe.pieces.boxed import Boxed
 from fpipe.pieces.piece import PREPARE
 from fpipe.pieces.stage_code import StageCode
 from fpipe.schedule import Action, Op

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe.graph.nodes import value_of
-from fpipe.pieces.compiler import Compile
+from fpipe.pieces.backends import Compile
 from fpipe.torch_internals import is_transformed, make_fx
 from fpipe.training.recording import Update
 from fpipe.training.row_kernels import RowKernel, row_kernel

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe import schedules
-from fpipe.pieces import compiler, wgrad_sums
+from fpipe.pieces import inductor, wgrad_sums
 from fpipe.pieces.wgrad_sums import OPTION, Operand, Problem, choose_measured
 
 pytestmark = [pytest.mark.cuda, pytest.mark.real_device]
@@ -73,7 +73,7 @@ def test_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(64, 256, device="cuda").bfloat16()
     grads = []
     for takes in (True, False):
-        monkeypatch.setattr(compiler, "choose_measured", lambda problem: 1)
+        monkeypatch.setattr(inductor, "choose_measured", lambda problem: 1)
         pipe = fpipe.pipeline(
             [lambda w, x: torch.tanh(x @ w)] * 2,
             lambda y, _: y.float().square().mean(),

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fpipe
 from fpipe import Schedule, pytree
-from fpipe.pieces.compiler import Boxed
+from fpipe.pieces.boxed import Boxed
 from fpipe.program.program import Program, Send, WaitSend
 from tests.distributed.crew import Outcome, attempt, mesh_of
 from tests.models import MODELS, Model, adapted, mlp, piped

@@ -19,7 +19,7 @@ import fpipe
 from fpipe import Schedule, pytree
 from fpipe.execute.fault import Fault
 from fpipe.execute.watch import Watch
-from fpipe.pieces.compiler import Boxed
+from fpipe.pieces.boxed import Boxed
 from fpipe.transport.group import GroupTransport
 from tests.distributed.actors import model_of, pipeline
 from tests.distributed.crew import Outcome, attempt

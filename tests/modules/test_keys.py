@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fpipe
 from fpipe import random, schedules
 from fpipe.nn import keyed
-from fpipe.pieces.compiler import Boxed
+from fpipe.pieces.boxed import Boxed
 from fpipe.program.program import Compute
 from fpipe.random.distributions import middles, normal_doubles, perturbed
 from fpipe.random.torch_draws import KEYED

@@ -14,7 +14,8 @@ from fpipe import Schedule
 from fpipe.inputs.batch import SplitBatch, split
 from fpipe.inputs.params import Parameters
 from fpipe.inputs.signature import TreeShape
-from fpipe.pieces.compiler import Boxed, Compiler
+from fpipe.pieces.boxed import Boxed
+from fpipe.pieces.compiler import Compiler
 from fpipe.pieces.remat import Policy, save_all
 from fpipe.pieces.stage_code import StageCode
 from fpipe.plan.codes import codes_of_stages, live_leaves

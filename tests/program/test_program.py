@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe import Schedule, schedules
-from fpipe.pieces.compiler import Boxed
+from fpipe.pieces.boxed import Boxed
 from fpipe.pieces.remat import Policy, save_all, save_nothing
 from fpipe.program import order
 from fpipe.program.communication import BEFORE_BURSTS, BURST, DIRECT, Windows

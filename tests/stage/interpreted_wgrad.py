@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fpipe
 from fpipe import schedules
-from fpipe.pieces import compiler, wgrad_kernel, wgrad_sums
+from fpipe.pieces import inductor, wgrad_kernel, wgrad_sums
 from fpipe.pieces.wgrad_kernel import CONFIGS, Config, add_product
 from fpipe.pieces.wgrad_sums import Operand, Problem
 
@@ -67,7 +67,7 @@ def choices() -> dict[str, Any]:
         Operand((5, 3), (1, 5), small),
         Operand((3, 4), (4, 1), small),
         torch.device("cpu"),
-        compiler._OPTIONS,
+        inductor.OPTIONS,
     )
     plain, measured = wgrad_kernel.add_product, wgrad_sums._measured.__wrapped__
     state = torch.get_rng_state()
@@ -105,7 +105,7 @@ def steps() -> dict[str, Any]:
         taken.append(problem)
         return 3
 
-    compiler.choose_measured = take
+    inductor.choose_measured = take
     w, x = torch.randn(24, 40).bfloat16(), torch.randn(9, 5, 24).bfloat16()
     found: dict[str, Any] = {}
     grads = {}

@@ -1,0 +1,166 @@
+"""Inductor's own boxed callable of a graph, whose outputs lie as they did in the trace.
+
+`compile_fx` with a captured inner compile hands it over without the wrappers that cost 10 to 30
+microseconds a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fpipe.graph.layouts import Layout, lay_out, layouts_of, unlike
+from fpipe.graph.rewrites import copy_of, with_uniform_draws
+from fpipe.pieces import inductor_lowerings
+from fpipe.pieces.boxed import Boxed, relaid
+from fpipe.pieces.onednn_products import blas_is_slow, with_onednn
+from fpipe.pieces.wgrad_sums import choose_measured, with_wgrad_kernel
+from fpipe.torch_internals import make_shape_env
+
+# Checks of sizes cost a microsecond an input; strides are settled at each stage boundary instead.
+# They stay on in debug runs: TORCH_LOGS=output_code or compile={"options": {"size_asserts": True}}.
+OPTIONS: Final = {
+    "size_asserts": False,
+    "nan_asserts": False,
+    "scalar_asserts": False,
+    # It would compute the gradients of parameters at the end, and keep all that they read.
+    "reorder_for_locality": False,
+    # It would compute again what is computed again before it is read, for all blocks at once.
+    "reorder_for_peak_memory": False,
+    # The outputs of a CUDA graph are overwritten by the next call; a pipeline holds those of many.
+    "triton.cudagraphs": False,
+}
+
+
+def by_inductor(
+    module: fx.GraphModule, examples: list[Tensor], patches: dict[str, Any], takes_kernel: bool
+) -> Boxed:
+    """Inductor's own boxed callable, without the wrappers around it where they do nothing.
+
+    What comes out lies as it did in the trace, for which the pieces that read it are compiled.
+    """
+    layouts = layouts_of(module.graph)
+    if takes_kernel:
+        module = module_of(with_wgrad_kernel(module.graph, choose_measured, OPTIONS | patches))
+    call, others = _by_inductor(module, examples, patches, layouts)
+    if others:
+        laid = copy_of(module.graph)
+        lay_out(laid, {n: own for n in others if (own := layouts[n]) is not None})
+        call, others = _by_inductor(module_of(laid), examples, patches, layouts)
+        assert not others, f"outputs {others} lie otherwise than in the trace"
+    return call
+
+
+def _by_inductor(
+    module: fx.GraphModule,
+    examples: list[Tensor],
+    patches: dict[str, Any],
+    layouts: Sequence[Layout | None],
+) -> tuple[Boxed, list[int]]:
+    """What Inductor makes of a graph; or the outputs that would not lie as they should.
+
+    It writes some operations by means of others that lay out their results otherwise.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    inductor_lowerings.register()
+    captured: list[Any] = []
+    others: list[int] = []
+    misplaced: list[int] = []
+    if not patches.get("fallback_random", inductor_config.fallback_random):
+        module = module_of(with_uniform_draws(module.graph))
+    # Where Inductor tunes products it must see them.
+    tuning = ("max_autotune", "max_autotune_gemm")
+    tunes = any(patches.get(name, getattr(inductor_config, name)) for name in tuning)
+    if blas_is_slow() and not tunes:
+        module = module_of(with_onednn(module.graph))
+
+    def capture(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        found = layouts_of(graph.graph)
+        if len(found) == len(layouts):
+            others.extend(unlike(layouts, found))
+        if others:
+            return _nothing
+        artefact = compile_fx_inner(graph, inputs, **options)
+        if len(found) == len(layouts):
+            misplaced.extend(unlike(layouts, _laid_by(artefact, found)))
+        inner = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        captured.append((artefact, len(inner), len(found)))
+        return artefact
+
+    # What is compiled for a number of threads is kept under it, by every version of torch.
+    threads = {"cpp.threads": torch.get_num_threads()}
+    # The other cache, of autograd's, would bring back the wrappers and pass over `capture`.
+    with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
+        wrapped: Any = compile_fx(
+            module,
+            _kept(examples),
+            inner_compile=capture,
+            config_patches=OPTIONS | threads | patches,
+        )
+    if len(captured) == 1 and captured[0][1:] == (len(examples), len(layouts)):
+        artefact = captured[0][0]
+        # Where nothing is left to compute it is the graph itself.
+        call: Boxed = getattr(artefact, "current_callable", artefact)
+        return (relaid(call, layouts) if misplaced else call), others
+
+    def call_wrapped(inputs: list[Tensor]) -> Sequence[Tensor]:
+        taken = list(inputs)
+        inputs.clear()
+        outputs: Sequence[Tensor] = (
+            wrapped(taken) if getattr(wrapped, "_boxed_call", False) else wrapped(*taken)
+        )
+        return outputs
+
+    return relaid(call_wrapped, layouts), others
+
+
+def _laid_by(artefact: Any, found: Sequence[Layout | None]) -> list[Layout | None]:
+    """The outputs as Inductor lays them out, where it says so.
+
+    It may lay one out otherwise than the graph that it was given: where a pass over that, such as
+    the one that puts products and sums together, has left a value with other strides, and a product
+    reads it too. A copy in the graph does not help, for another pass takes it away.
+    """
+    told: Any = getattr(artefact, "output_strides", None)
+    if told is None or len(told) != len(found):
+        return list(found)
+    return [
+        own if own is None or stride is None else Layout(own.shape, tuple(map(int, stride)))
+        for own, stride in zip(found, told, strict=True)
+    ]
+
+
+def _nothing(inputs: list[Tensor]) -> Sequence[Tensor]:
+    """Stands for a graph that is not compiled."""
+    raise AssertionError("it is compiled once its outputs are laid out")
+
+
+_nothing._boxed_call = True  # type: ignore[attr-defined]  # how Inductor knows one
+
+
+def _kept(examples: Sequence[Tensor]) -> list[Tensor]:
+    """The same examples, of a kind for which Inductor keeps what it makes from run to run.
+
+    It looks into its cache on disk only where there is an environment of symbolic shapes; there are
+    no symbols in it.
+    """
+    mode = FakeTensorMode(
+        shape_env=make_shape_env(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    )
+    with mode:
+        return [
+            torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device)
+            for e in examples
+        ]
+
+
+def module_of(graph: fx.Graph) -> fx.GraphModule:
+    """A module of a graph that has no attributes."""
+    return fx.GraphModule(torch.nn.Module(), graph)
