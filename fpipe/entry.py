@@ -118,7 +118,9 @@ def pipeline(
             by call, and saved where selective checkpointing says so. What depends on parameters
             alone is computed once a step, and kept for it. The result never depends on any of it.
         compile: True for Inductor; False to run the traced graphs uncompiled; a mapping with
-            ``backend``, ``mode`` and ``options`` as for `torch.compile`, or a backend's name; or a
+            ``backend``, ``mode`` and ``options`` as for `torch.compile`, or a backend's name.
+            Layers that are alike within a stage are compiled once, unless the mapping has
+            ``"regions": False``, by which each piece of a stage is compiled whole. Or a
             callable from a graph module and example inputs to a boxed callable, which takes its
             inputs in a list and may empty it; its outputs must have the strides that the graph's
             have.

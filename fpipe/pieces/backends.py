@@ -19,6 +19,23 @@ from fpipe.pieces.wgrad_sums import OPTION
 Compile = bool | str | Mapping[str, Any] | Callable[[fx.GraphModule, Sequence[Tensor]], Boxed]
 
 
+def without_regions(compile: Compile) -> tuple[Compile, bool]:
+    """What makes graphs callable, and whether pieces are divided into regions before.
+
+    Raises:
+        StageError: ``regions`` is something else than True or False.
+    """
+    if not isinstance(compile, Mapping):
+        return compile, isinstance(compile, bool | str) and compile is not False
+    divides = compile.get("regions", True)
+    if not isinstance(divides, bool):
+        raise StageError(
+            f"compile={compile!r:.200} says {divides!r:.40} of 'regions': it is True, to compile "
+            "layers that are alike once, or False, to compile each piece of a stage whole"
+        )
+    return {name: value for name, value in compile.items() if name != "regions"}, divides
+
+
 def maker_of(compile: Compile) -> Callable[[fx.GraphModule, list[Tensor]], Boxed]:
     """Makes the callable of a graph; `compile` is anything but False.
 
@@ -35,8 +52,8 @@ def maker_of(compile: Compile) -> Callable[[fx.GraphModule, list[Tensor]], Boxed
         return _of_plain(partial(_by_callers, compile))
     raise StageError(
         f"compile={compile!r} must be True (Inductor), False, a mapping of torch.compile's options "
-        "(backend, mode, options), a backend's name, or a callable from graph and example inputs "
-        "to a boxed callable"
+        "(backend, mode, options) and regions, a backend's name, or a callable from graph and "
+        "example inputs to a boxed callable"
     )
 
 
@@ -45,7 +62,7 @@ def _maker_from_options(options: dict[str, Any]) -> Callable[[fx.GraphModule, li
     if unknown:
         raise StageError(
             f"compile={options!r} has {sorted(unknown)}: it takes what torch.compile takes for a "
-            "static graph, that is backend, mode and options"
+            "static graph, that is backend, mode and options, and regions"
         )
     backend = options.get("backend", "inductor")
     if isinstance(backend, str) and backend not in torch._dynamo.list_backends(exclude_tags=()):

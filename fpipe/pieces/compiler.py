@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
-from functools import partial
+from collections.abc import Hashable, Iterable, Sequence
+from functools import cache, partial
+from itertools import chain
 from typing import Final
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
 from fpipe.errors import StageError, error_text, label_of
@@ -16,10 +17,11 @@ from fpipe.graph.nodes import value_of
 from fpipe.graph.rewrites import free_views_of_layout
 from fpipe.inputs.ambient import kernels, without_autocast
 from fpipe.live_line import advance
-from fpipe.pieces.backends import Compile, maker_of
-from fpipe.pieces.boxed import Boxed
+from fpipe.pieces.backends import Compile, maker_of, without_regions
+from fpipe.pieces.boxed import Boxed, in_sequence
 from fpipe.pieces.inductor import module_of
 from fpipe.pieces.piece import Piece
+from fpipe.pieces.regions import divide, names_of
 
 log = logging.getLogger("fpipe")
 
@@ -30,12 +32,16 @@ _CUT_SHORT: Final = ("file too short", "invalid ELF header")
 class Compiler:
     """Compiles graphs by one set of options, each distinct graph once.
 
+    Layers that are alike within a piece are distinct graphs once (`regions`), but for a callable of
+    the user's own, which gets pieces whole.
+
     Args:
         compile: True for Inductor; False to run the graphs uncompiled; a mapping with what
             `torch.compile` accepts (``backend``, ``mode``, ``options``, among which
-            ``fpipe.wgrad_kernel`` may be False; see `wgrad_sums`); the name of a backend;
-            or a callable from a `GraphModule` and its example inputs (fake tensors) to a boxed
-            callable: one that takes a list, which it may empty, and returns a sequence.
+            ``fpipe.wgrad_kernel`` may be False; see `wgrad_sums`) and ``regions``, which may be
+            False to compile each piece whole; the name of a backend; or a callable from a
+            `GraphModule` and its example inputs (fake tensors) to a boxed callable: one that takes
+            a list, which it may empty, and returns a sequence.
 
     Attributes:
         fuses: elementwise operations are taken to run where their results are read.
@@ -45,34 +51,61 @@ class Compiler:
     """
 
     def __init__(self, compile: Compile) -> None:
-        self._of_modules = None if compile is False else maker_of(compile)
         self._name = label_of(compile) if callable(compile) else repr(compile)
+        self._of_modules = None
         self.fuses = compile is not False
+        divides = False
+        if compile is not False:
+            compile, divides = without_regions(compile)
+            self._of_modules = maker_of(compile)
+        self._divide = cache(divide) if divides else None
         self._artefacts: dict[Hashable, Boxed] = {}
 
-    def key(self, piece: Piece) -> Hashable:
-        """The same for pieces that share a callable."""
-        # Inductor writes the number of threads into its loops, and takes the kernels it is error_text to.
-        return piece.fingerprint, piece.places, torch.get_num_threads(), kernels()
+    def crossing(self, piece: Piece) -> frozenset[str]:
+        """The values of a piece that one of its regions writes for another to read."""
+        regions = () if self._divide is None else self._divide(piece)[:-1]
+        return frozenset(name for region in regions for name in region.outputs)
 
-    def __contains__(self, key: Hashable) -> bool:
-        """Whether a callable was made by this key."""
-        return key in self._artefacts
+    def key(self, region: Piece) -> Hashable:
+        """The same for those that share a callable."""
+        # Inductor writes the number of threads into its loops, and takes the kernels it is told to.
+        return region.fingerprint, region.places, torch.get_num_threads(), kernels()
 
-    def __call__(self, piece: Piece, label: str) -> Boxed:
-        """The boxed callable of `piece`; `label` names it in the log and in errors.
+    def missing(self, pieces: Iterable[Piece]) -> int:
+        """How many distinct graphs of pieces have no callable yet."""
+        regions = pieces if self._divide is None else chain.from_iterable(map(self._divide, pieces))
+        keys = set(map(self.key, regions))
+        return len(keys - self._artefacts.keys())
+
+    def __call__(self, piece: Piece, label: str, *, whole: bool = False) -> Boxed:
+        """The boxed callable of `piece`.
+
+        Args:
+            piece: what it computes.
+            label: names it in the log and in errors.
+            whole: it is not divided.
 
         Raises:
             StageError: it cannot be compiled; the cause is what the compiler raised.
         """
+        if self._divide is not None and not whole:
+            return self._in_regions(piece, self._divide(piece), label)
         key = self.key(piece)
         if key not in self._artefacts:
             advance(label)
-            examples = [value_of(n) for n in piece.graph.nodes if n.op == "placeholder"]
+            examples = list(map(value_of, piece.graph.find_nodes(op="placeholder")))
             log.info("%s %s", "compiling" if self.fuses else "making", label)
             try:
+                # Some kernels lay their result out otherwise than the abstract ones with which the
+                # graph was traced, and so do some operations as a compiler writes them by means of
+                # others: a view of it would fail where a reshape copies.
+                free_views_of_layout(piece.graph)
                 with without_autocast():  # the casts are in the graph
-                    made = self._make(piece.graph, examples)
+                    made = (
+                        _uncompiled(piece.graph)
+                        if self._of_modules is None
+                        else self._of_modules(module_of(piece.graph), examples)
+                    )
             except Exception as error:
                 says = error_text(error)
                 way = "compile=False runs it uncompiled"
@@ -87,17 +120,21 @@ class Compiler:
             self._artefacts[key] = made
         return self._artefacts[key]
 
-    def _make(self, graph: fx.Graph, examples: list[Tensor]) -> Boxed:
-        """The callable of a graph.
-
-        Some kernels lay their result out otherwise than the abstract ones with which the graph was
-        traced, and so do some operations as a compiler writes them by means of others: a view of it
-        would fail where a reshape copies.
-        """
-        free_views_of_layout(graph)
-        if self._of_modules is None:
-            return _uncompiled(graph)
-        return self._of_modules(module_of(graph), examples)
+    def _in_regions(self, piece: Piece, regions: Sequence[Piece], label: str) -> Boxed:
+        if len(regions) == 1:
+            return self(piece, label, whole=True)
+        key = piece, self.key(regions[0])
+        if key not in self._artefacts:
+            calls = [
+                (
+                    self(region, f"{label}, region {number} of {len(regions)}", whole=True),
+                    region.inputs,
+                    region.outputs,
+                )
+                for number, region in enumerate(regions, 1)
+            ]
+            self._artefacts[key] = in_sequence(calls, *names_of(piece))
+        return self._artefacts[key]
 
 
 def _uncompiled(graph: fx.Graph) -> Boxed:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
@@ -45,7 +46,7 @@ class Piece:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     graph: fx.Graph
-    _footprints: dict[tuple[frozenset[int], bool], int] = field(default_factory=dict, repr=False)
+    _footprints: dict[Any, int] = field(default_factory=dict, repr=False)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -62,11 +63,14 @@ class Piece:
         """Whether it has collectives."""
         return any(isinstance(place, str) for place in self.places)
 
-    def footprint(self, handed: frozenset[int], *, fuses: bool) -> int:
+    def footprint(
+        self, handed: frozenset[int], *, fuses: bool, written: frozenset[str] = frozenset()
+    ) -> int:
         """Bytes that a call needs beyond what is held when it starts; see `footprint`."""
-        if (handed, fuses) not in self._footprints:
-            self._footprints[handed, fuses] = footprint(self.graph, handed, fuses=fuses)
-        return self._footprints[handed, fuses]
+        key = handed, fuses, written
+        if key not in self._footprints:
+            self._footprints[key] = footprint(self.graph, handed, fuses=fuses, written=written)
+        return self._footprints[key]
 
 
 def piece_of(
@@ -151,7 +155,9 @@ def reads_of(nodes: Collection[fx.Node]) -> list[fx.Node]:
     return list(dict.fromkeys(read))
 
 
-def footprint(graph: fx.Graph, handed: Collection[int], *, fuses: bool) -> int:
+def footprint(
+    graph: fx.Graph, handed: Collection[int], *, fuses: bool, written: Collection[str] = ()
+) -> int:
     """Most bytes that a call holds at one time beyond those that were held when it started.
 
     Args:
@@ -161,6 +167,7 @@ def footprint(graph: fx.Graph, handed: Collection[int], *, fuses: bool) -> int:
         fuses: elementwise values are computed where they are read and take no memory, unless a
             matrix product (or what else comes from a library) or the caller reads them. Otherwise
             every op writes its result.
+        written: names of values that are in memory all the same.
 
     What a library takes for itself, such as the packed operands of a matrix product, is not seen.
 
@@ -176,7 +183,7 @@ def footprint(graph: fx.Graph, handed: Collection[int], *, fuses: bool) -> int:
         256
     """
     nodes = list(graph.nodes)
-    rests_on = _memory(nodes, fuses)
+    rests_on = _memory(nodes, fuses, written)
     computed = {
         node
         for node in nodes
@@ -204,7 +211,8 @@ def footprint(graph: fx.Graph, handed: Collection[int], *, fuses: bool) -> int:
         gone = ending[node]
         # Fused code writes over what it reads for the last time, if that is not the caller's.
         if fuses and not is_product(node):
-            over = [n for n in gone if n.op != "placeholder" and nbytes_of(n) == size][:1]
+            kept = [n for n in gone if n.op == "placeholder" or n.name in written]
+            over = [n for n in gone if n not in kept and nbytes_of(n) == size][:1]
             held -= sum(map(nbytes_of, over))
             gone = [n for n in gone if n not in over]
         peak = max(peak, held)
@@ -213,13 +221,20 @@ def footprint(graph: fx.Graph, handed: Collection[int], *, fuses: bool) -> int:
     return peak
 
 
-def _memory(nodes: Collection[fx.Node], fuses: bool) -> dict[fx.Node, frozenset[fx.Node]]:
+def _memory(
+    nodes: Collection[fx.Node], fuses: bool, written: Collection[str]
+) -> dict[fx.Node, frozenset[fx.Node]]:
     """For each node, the values that must be in memory for it to be read."""
     found: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in nodes:
         if node.op == "call_function" and (is_view(node) or _is_of_elementwise(node, fuses)):
             found[node] = found[node.all_input_nodes[0]]
-        elif fuses and _is_elementwise(node) and all(map(_reads_by_element, node.users)):
+        elif (
+            fuses
+            and node.name not in written
+            and _is_elementwise(node)
+            and all(map(_reads_by_element, node.users))
+        ):
             found[node] = frozenset().union(*(found[n] for n in node.all_input_nodes))
         else:
             found[node] = _made_by(node)

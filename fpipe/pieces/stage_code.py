@@ -74,4 +74,7 @@ class StageCode:
 
         `handed` are the numbers of its inputs that nothing else reads afterwards.
         """
-        return self.pieces[op].footprint(handed, fuses=self.compiler.fuses)
+        piece, compiler = self.pieces[op], self.compiler
+        if not compiler.fuses:
+            return piece.footprint(handed, fuses=False)
+        return piece.footprint(handed, fuses=True, written=compiler.crossing(piece))

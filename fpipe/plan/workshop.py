@@ -110,22 +110,21 @@ class Workshop:
         )
 
     def count_to_compile(self, made: Made, stages: Iterable[int], ops: Collection[str]) -> int:
-        """How many distinct pieces are not callable yet.
+        """How many distinct graphs are not callable yet.
 
         Args:
             made: what `__call__` has returned.
             stages: that are run.
             ops: of their actions; a piece that continues a sum goes with the one that begins it.
         """
-        found = {
-            self._compiler.key(piece)
+        return self._compiler.missing(
+            piece
             for codes in (made.usual, made.last)
             for kind in codes
             for stage in stages
             for op, piece in kind[stage].pieces.items()
             if op.rstrip("+") in ops or op == PREPARE
-        }
-        return sum(key not in self._compiler for key in found)
+        )
 
     @property
     def may_draw(self) -> bool:

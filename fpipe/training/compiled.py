@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fpipe.graph.nodes import value_of
-from fpipe.pieces.backends import Compile
+from fpipe.pieces.backends import Compile, without_regions
 from fpipe.torch_internals import is_transformed, make_fx
 from fpipe.training.recording import Update
 from fpipe.training.row_kernels import RowKernel, row_kernel
@@ -29,6 +29,7 @@ class Kernels:
     """
 
     def __init__(self, compile: bool | str | Mapping[str, Any]) -> None:
+        compile, _ = without_regions(compile)
         named = {"backend": compile} if isinstance(compile, str) else compile
         self._options: Mapping[str, Any] = named if isinstance(named, Mapping) else {}
         self._split: dict[Hashable, _Split | None] = {}
