@@ -303,7 +303,7 @@ VAGUE_LEFT: Final = {
     "fpipe": 13,
     "fpipe.cli": 1,
     "fpipe.modules": 17,
-    "fpipe.pieces": 19,
+    "fpipe.pieces": 12,
     "fpipe.plan": 3,
     "fpipe.schedule": 5,
     "fpipe.schedule.bounds": 1,

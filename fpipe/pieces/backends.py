@@ -129,13 +129,13 @@ def _by_callers(
     examples: list[Tensor],
 ) -> Boxed:
     """What a caller's own function makes, which is told where it seems not to be boxed."""
-    made = make(module, examples)
-    if not callable(made):
-        return made
+    compiled = make(module, examples)
+    if not callable(compiled):
+        return compiled
 
     def call(inputs: list[Tensor]) -> Sequence[Tensor]:
         try:
-            return made(inputs)
+            return compiled(inputs)
         except (TypeError, ValueError, StopIteration) as error:
             words = ("positional argument", "values to unpack")
             if not isinstance(error, StopIteration) and not any(w in str(error) for w in words):

@@ -21,11 +21,11 @@ def relaid(call: Boxed, layouts: Sequence[Layout | None]) -> Boxed:
 
     def call_and_copy(inputs: list[Tensor]) -> Sequence[Tensor]:
         outputs = list(call(inputs))
-        found = [
+        laid = [
             None if layout is None else Layout(layout.shape, value.stride())
             for value, layout in zip(outputs, layouts, strict=True)
         ]
-        for number in unlike(layouts, found):
+        for number in unlike(layouts, laid):
             value, layout = outputs[number], layouts[number]
             assert layout is not None  # of what has none nothing is expected
             outputs[number] = value.new_empty_strided(*layout).copy_(value)

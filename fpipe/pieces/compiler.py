@@ -101,7 +101,7 @@ class Compiler:
                 # others: a view of it would fail where a reshape copies.
                 free_views_of_layout(piece.graph)
                 with without_autocast():  # the casts are in the graph
-                    made = (
+                    call: Boxed = (
                         _uncompiled(piece.graph)
                         if self._of_modules is None
                         else self._of_modules(module_of(piece.graph), examples)
@@ -112,12 +112,12 @@ class Compiler:
                 if any(words in says for words in _CUT_SHORT):
                     way = "a compilation that was interrupted has left that file: delete it"
                 raise StageError(f"{label} cannot be compiled: {says} ({way})") from error
-            if not callable(made):
+            if not callable(call):
                 raise StageError(
-                    f"compile={self._name} made {made!r:.60} of {label}: it must return a boxed "
+                    f"compile={self._name} made {call!r:.60} of {label}: it must return a boxed "
                     "callable, which takes a list of inputs and returns a sequence of outputs"
                 )
-            self._artefacts[key] = made
+            self._artefacts[key] = call
         return self._artefacts[key]
 
     def _in_regions(self, piece: Piece, regions: Sequence[Piece], label: str) -> Boxed:

@@ -49,7 +49,7 @@ def by_inductor(
     call, others = _by_inductor(module, examples, patches, layouts)
     if others:
         laid = copy_of(module.graph)
-        lay_out(laid, {n: own for n in others if (own := layouts[n]) is not None})
+        lay_out(laid, {n: wanted for n in others if (wanted := layouts[n]) is not None})
         call, others = _by_inductor(module_of(laid), examples, patches, layouts)
         assert not others, f"outputs {others} lie otherwise than in the trace"
     return call
@@ -82,16 +82,16 @@ def _by_inductor(
         module = module_of(with_onednn(module.graph))
 
     def capture(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        found = layouts_of(graph.graph)
-        if len(found) == len(layouts):
-            others.extend(unlike(layouts, found))
+        laid = layouts_of(graph.graph)
+        if len(laid) == len(layouts):
+            others.extend(unlike(layouts, laid))
         if others:
             return _nothing
         artefact = compile_fx_inner(graph, inputs, **options)
-        if len(found) == len(layouts):
-            misplaced.extend(unlike(layouts, _laid_by(artefact, found)))
+        if len(laid) == len(layouts):
+            misplaced.extend(unlike(layouts, _laid_by(artefact, laid)))
         inner = [n for n in graph.graph.nodes if n.op == "placeholder"]
-        captured.append((artefact, len(inner), len(found)))
+        captured.append((artefact, len(inner), len(laid)))
         return artefact
 
     # What is compiled for a number of threads is kept under it, by every version of torch.
@@ -121,19 +121,21 @@ def _by_inductor(
     return relaid(call_wrapped, layouts), others
 
 
-def _laid_by(artefact: Any, found: Sequence[Layout | None]) -> list[Layout | None]:
+def _laid_by(artefact: Any, laid: Sequence[Layout | None]) -> list[Layout | None]:
     """The outputs as Inductor lays them out, where it says so.
 
     It may lay one out otherwise than the graph that it was given: where a pass over that, such as
     the one that puts products and sums together, has left a value with other strides, and a product
     reads it too. A copy in the graph does not help, for another pass takes it away.
     """
-    told: Any = getattr(artefact, "output_strides", None)
-    if told is None or len(told) != len(found):
-        return list(found)
+    strides: Any = getattr(artefact, "output_strides", None)
+    if strides is None or len(strides) != len(laid):
+        return list(laid)
     return [
-        own if own is None or stride is None else Layout(own.shape, tuple(map(int, stride)))
-        for own, stride in zip(found, told, strict=True)
+        layout
+        if layout is None or stride is None
+        else Layout(layout.shape, tuple(map(int, stride)))
+        for layout, stride in zip(laid, strides, strict=True)
     ]
 
 

@@ -244,8 +244,8 @@ def _cut(piece: Piece, nodes: Sequence[fx.Node], borders: Sequence[int]) -> tupl
         inside = sliced([*roots[number], *checks[number]], available)
         if any(region.get(node, number) != number for node in inside):
             return (piece,)
-        own = piece_of(roots[number], available, checks[number])
-        if own is not None:
-            regions.append(own)
+        body = piece_of(roots[number], available, checks[number])
+        if body is not None:
+            regions.append(body)
         available.update(node for node in roots[number] if node in leaving)
     return tuple(regions)
