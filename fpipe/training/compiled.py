@@ -29,8 +29,8 @@ class Kernels:
     """
 
     def __init__(self, compile: bool | str | Mapping[str, Any]) -> None:
-        compile, _ = without_regions(compile)
-        named = {"backend": compile} if isinstance(compile, str) else compile
+        chosen, _ = without_regions(compile)
+        named = {"backend": chosen} if isinstance(chosen, str) else chosen
         self._options: Mapping[str, Any] = named if isinstance(named, Mapping) else {}
         self._split: dict[Hashable, _Split | None] = {}
         self._kernels: dict[Hashable, RowKernel] = {}
