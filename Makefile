@@ -4,6 +4,7 @@
 #   make demo       train a small GPT on real text through a zero-bubble pipeline, in one process;
 #                   make demo PROCESSES=2 with a process for each of its two ranks
 #   make examples   run every file of examples/ whole
+#   make hour       the first hour of a newcomer, from a clone in a fresh environment; 30 minutes
 #   make soak       random schedules with random faults on real processes; ROUNDS=300 SEED=0
 #   make programs   random programs against plain autograd; COUNT=1000 SEED=0
 #   make models     Hugging Face models, compiled, against themselves without a pipeline
@@ -39,7 +40,7 @@ ROUNDS ?= 300
 COUNT ?= 1000
 SEED ?= 0
 
-.PHONY: test demo examples soak programs models layers emulate device reference lint format clean
+.PHONY: test demo examples hour soak programs models layers emulate device reference lint format clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml constraints.txt
@@ -57,6 +58,9 @@ demo: $(STAMP)
 
 examples: $(STAMP)
 	@set -e; for file in examples/*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+hour:
+	$(PYTHON) tests/first_hour/hour.py
 
 soak: $(STAMP)
 	$(BIN)/python -m tests.soak.soak --rounds $(ROUNDS) --seed $(SEED)

@@ -82,8 +82,8 @@ def balance(
         has_state: buffers that change are a state.
         reduction: what the loss function returns.
         is_compiling: as for `from_module`.
-        candidates: names of submodules after which a stage may end; None takes the children of the
-            outermost `ModuleList`s and `Sequential`s; where these are too few for the stages,
+        candidates: names of submodules after which a stage may end; None takes the children of
+            each outermost `ModuleList` and `Sequential`; where these are too few for the stages,
             those of the lists within them, and then submodules of any kind, the outer ones first.
             Those not called exactly once are left out.
         memory: bytes that a rank may hold: parameters and their gradients; for each microbatch that
