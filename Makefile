@@ -11,7 +11,7 @@
 #   make layers     layers and operations of torch, compiled, against themselves uncompiled
 #   make emulate    the tests of CUDA, on a device that is made of the CPU
 #   make device     what only a GPU can show, in eight minutes; results in build/device
-#   make reference  the docstrings of all public names as pages, in build/reference
+#   make docs       the site, with its notebooks executed and warnings as errors, in build/site
 #   make lint       ruff and mypy alone
 #   make format     let ruff rewrite the files
 #   make clean      remove .venv, the caches and build outputs
@@ -40,7 +40,7 @@ ROUNDS ?= 300
 COUNT ?= 1000
 SEED ?= 0
 
-.PHONY: test demo examples hour soak programs models layers emulate device reference lint format clean
+.PHONY: test demo examples hour soak programs models layers emulate device docs lint format clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml constraints.txt
@@ -80,9 +80,9 @@ emulate: $(STAMP)
 device: $(STAMP)
 	$(BIN)/python -m tests.device.campaign
 
-reference: $(STAMP)
+docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	$(BIN)/python -W ignore -m pdoc --docformat google --output-directory build/reference fpipe
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -b html docs build/site
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

@@ -460,16 +460,19 @@ def python_blocks(text: str) -> list[tuple[int, str]]:
     for match in FENCE.finditer(text):
         language = match[1].strip()
         first = text.count("\n", 0, match.start(2)) + 1
-        if language.lower().startswith("py") and language != "pycon":
+        if language == "{code-cell} ipython3":  # of a tutorial, which Sphinx executes
+            code = re.sub(r"^:.*$", "", match[2], flags=re.MULTILINE)
+            blocks.append((first, dedent(code)))
+        elif language.lower().startswith("py") and language != "pycon":
             assert language == "python", f"line {first - 1}: write ```python, not ```{language}"
             blocks.append((first, dedent(match[2])))
     return blocks
 
 
-DOCUMENTS: Final = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+DOCUMENTS: Final = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documentation_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of one file run in order in one namespace, as its reader would type them."""
     monkeypatch.chdir(tmp_path)  # an example may write files
@@ -482,6 +485,7 @@ def test_documentation_runs(path: Path, tmp_path: Path, monkeypatch: pytest.Monk
 def test_python_blocks_finds_every_block() -> None:
     text = "# t\n\n```python\na = 1\n```\n\n```text\nno\n```\n\n  ```python\n  b = a\n  ```\n"
     assert python_blocks(text) == [(4, "a = 1\n"), (12, "b = a\n")]
+    assert python_blocks("```{code-cell} ipython3\n:tags: [x]\na\n```\n") == [(2, "\na\n")]
 
 
 def test_python_blocks_refuses_a_block_that_would_be_skipped() -> None:

@@ -39,7 +39,7 @@ COMMANDS: Final[Mapping[str, str | None]] = {
     # The suite has a run of its own: its quarter of an hour would be most of this one.
     "make test": "make lint",
     "make device": None,
-    "make reference": "make reference",
+    "make docs": "make docs",
     "fpipe show zbv --ranks 4 --microbatches 8": "fpipe show zbv --ranks 4 --microbatches 8",
     "fpipe compare --ranks 4 --microbatches 8": "fpipe compare --ranks 4 --microbatches 8",
     "fpipe search --ranks 4 --microbatches 8": "fpipe search --ranks 4 --microbatches 8",
@@ -140,7 +140,9 @@ def main() -> None:
             purpose = path.read_text("utf-8").split('"""')[1].partition("\n")[0]
             launcher = "torchrun --standalone --nproc-per-node 2"
             start = launcher if "torchrun" in purpose else "python"
-            hour.run(f"{number}. {purpose}", f"{start} ../fpipe/{path.relative_to(ROOT)}", own, programs)
+            hour.run(
+                f"{number}. {purpose}", f"{start} ../fpipe/{path.relative_to(ROOT)}", own, programs
+            )
             if number == 8:
                 line = "fpipe show zbv --ranks 4 --microbatches 8 --svg zbv.svg && fpipe --help"
                 hour.run("9. The command line", line, own, programs)

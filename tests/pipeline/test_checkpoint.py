@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -192,6 +192,40 @@ def test_writes_within_it() -> None:
     own = pipe_of(partial(checkpoint, writing, use_reentrant=False))
     torch.testing.assert_close(own.step(PARAMS, BATCH), expected.step(PARAMS, BATCH))
     assert max(peaks(own)) < max(peaks(expected))
+
+
+class Normed(nn.Module):
+    """A layer with running statistics, computed again in its backward or not."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+        self.last, self.again = nn.Linear(4, 2), again
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.again:
+            return self.last(checkpoint(self.first, x, use_reentrant=False))
+        return self.last(self.first(x))
+
+
+def test_running_statistics_count_once() -> None:
+    results = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        module = Normed(again)
+        pipe = fpipe.from_module(
+            module,
+            schedule=schedules.one_f_one_b(ranks=2, microbatches=2),
+            cuts=["first"],
+            loss=lambda output, _: output.square().mean(),
+            has_state=True,
+            compile=False,
+        )
+        params = {name: parameter.detach() for name, parameter in module.named_parameters()}
+        batch = {"x": torch.arange(32.0).view(8, 4).sin()}
+        results.append(pipe.step(params, pipe.init_state(), batch))
+    torch.testing.assert_close(results[1], results[0])
+    assert results[1].state["first.1.num_batches_tracked"] == 2
 
 
 class Twice(torch.autograd.Function):

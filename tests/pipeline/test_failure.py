@@ -109,7 +109,10 @@ def test_not_a_number_is_no_error_and_never_hidden(value: float) -> None:
     x = model.batch["x"].clone()
     x[4, 1] = value
     batch = model.batch | {"x": x}
-    step = plain_pipeline([affine_of_x, affine], microbatches=3).step(model.params, batch)
+    pipe = plain_pipeline([affine_of_x, affine], microbatches=3)
+    before = pipe.step(model.params, model.batch)
+    step = pipe.step(model.params, batch)
+    assert_identical(pipe.step(model.params, model.batch), before)  # nothing is left behind
     expected = unpipelined([affine_of_x, affine], model.loss, model.params, batch)
     for ours, theirs in zip(pytree.flatten(step)[0], pytree.flatten(expected)[0], strict=True):
         torch.testing.assert_close(ours, theirs, equal_nan=True)
