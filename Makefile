@@ -12,6 +12,7 @@
 #   make emulate    the tests of CUDA, on a device that is made of the CPU
 #   make device     what only a GPU can show, in eight minutes; results in build/device
 #   make docs       the site, with its notebooks executed and warnings as errors, in build/site
+#   make release    build wheel and sdist into dist, and use both in fresh environments
 #   make lint       ruff and mypy alone
 #   make format     let ruff rewrite the files
 #   make clean      remove .venv, the caches and build outputs
@@ -40,7 +41,7 @@ ROUNDS ?= 300
 COUNT ?= 1000
 SEED ?= 0
 
-.PHONY: test demo examples hour soak programs models layers emulate device docs lint format clean
+.PHONY: test demo examples hour soak programs models layers emulate device docs release lint format clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml constraints.txt
@@ -79,6 +80,9 @@ emulate: $(STAMP)
 
 device: $(STAMP)
 	$(BIN)/python -m tests.device.campaign
+
+release: $(STAMP)
+	$(BIN)/python -m tests.release --output dist
 
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
