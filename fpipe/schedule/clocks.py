@@ -88,7 +88,7 @@ def _run(
     # Messages on links that ranks share: when each is made, by which rank, at which place of its
     # row, what it is (as in `waiting`), its way and its size. And those that their rank waits for.
     unsent: list[tuple[float, int, int, int, Link, float]] = []
-    blocked = [0] * len(rows)
+    blocked, pauses = [0] * len(rows), costs.shared and costs.blocking
 
     def send(rank: int, at: int, key: int, link: Link, made: float, size: float) -> float:
         """Send an output; return when its rank may go on."""
@@ -233,7 +233,7 @@ def _run(
             end_at.append(end)
             if free > now:
                 now = free
-            if blocked[rank] and both is None:
+            if pauses and blocked[rank] and both is None:
                 break
         clocks[rank] = now
     whole = microbatches > 0 and all(

@@ -38,9 +38,6 @@ PER_MICROBATCH: Final = ("f", "i", "w", "b", "activation", "freed_by_i")
 _PLACED: Final = (*PER_MICROBATCH, "unshard", "reduce_grad", "update")
 PER_STAGE: Final = (*PER_MICROBATCH, "recompute", "kept", "unshard", "reduce_grad", "update")
 
-SHOWN_ALWAYS: Final = ("f", "i", "w", "comm", "activation")
-LISTED: Final = ("sizes", "speed")
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -96,7 +93,8 @@ class Cost:
             duplex). True: both ways between two ranks are one (half duplex). A square table: where
             ``shared[a][b]`` is the same number, the hops are on one link, such as all those that
             leave a host.
-        blocking: a send occupies its rank: that goes on once the transfer has ended.
+        blocking: a send occupies its rank: that goes on once the transfer has ended, and computes
+            nothing meanwhile, which counts as idle.
 
         speed: of each rank; None where all are alike. All times of actions on a rank, those of
             collectives apart, are divided by it: all other numbers are for a rank of speed 1.
@@ -377,29 +375,10 @@ class Cost:
 
     def _repr_html_(self) -> str:
         """The cost in a notebook: a table with a row for each stage, or one for each number."""
-        from fpipe.schedule.picture.tables import table
+        from fpipe.schedule.picture.cost_tables import cost_tables
 
-        values = {name: value for name, value in vars(self).items() if value is not None}
-        values = {name: value for name, value in values.items() if name in SHOWN_ALWAYS or value}
-        stages = {name: values[name] for name in PER_STAGE if isinstance(values.get(name), tuple)}
-        html = ""
-        if stages:
-            rows = zip(range(len(next(iter(stages.values())))), *stages.values(), strict=True)
-            each = ([str(stage), *numbers] for stage, *numbers in rows)
-            html += table("Cost of each stage", ["stage", *stages], each)
-        for name in ("comm", "transfer"):
-            if isinstance(between := values.get(name), tuple):
-                header = ["from rank", *(f"to {rank}" for rank in range(len(between)))]
-                lines = ([str(rank), *numbers] for rank, numbers in enumerate(between))
-                html += table(f"{name}, between two ranks", header, lines)
-                del values[name]
-        others: list[tuple[str, object]] = [
-            (name, ", ".join(f"{number:g}" for number in value) if name in LISTED else value)
-            for name, value in values.items()
-            if name not in stages and (name != "collective_lane" or self.shards)
-        ]
-        title = "Cost of all stages" if stages else "Cost: times and activations of 1/p of a model"
-        return html + (table(title, ["", "value"], others) if others else "")
+        # The lane says nothing where there are no collectives.
+        return cost_tables(vars(self), {"message": 1, "collective_lane": not self.shards})
 
     @cached_property
     def shards(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 import torch
@@ -149,6 +150,19 @@ def test_a_cost_is_a_table_with_a_row_for_each_stage() -> None:
         *("Cost of each stage", "stage", "f", "0", "1", "1", "2.5")
     ]
     assert {"to 1", "1, 0.5", "1, 2"} <= set(texts)
+
+
+def test_a_cost_shows_its_links_and_both_sizes() -> None:
+    links: Any = {"transfer": 2, "shared": [[0, 5], [5, 0]], "blocking": True, "message": [64, 8]}
+    texts = shown(Cost(f=[1, 2], i=1, w=1, sizes=[4, 1], memory_sizes=[2, 1], **links)).texts
+    assert texts[texts.index("Cost of each stage") :][:4] == [
+        *("Cost of each stage", "stage", "f", "message")
+    ]
+    assert "shared, between two ranks" in texts and "transfer, between two ranks" not in texts
+    rows = {name: texts[texts.index(name) + 1] for name in ("sizes", "memory_sizes", "blocking")}
+    assert rows == {"sizes": "4, 1", "memory_sizes": "2, 1", "blocking": "True"}
+    plain = shown(Cost(f=1, i=1, w=1)).texts
+    assert not {"message", "shared", "blocking", "memory_sizes"} & set(plain)
 
 
 def test_a_balance_is_its_table() -> None:
