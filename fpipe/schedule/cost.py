@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final
@@ -377,8 +377,9 @@ class Cost:
         """The cost in a notebook: a table with a row for each stage, or one for each number."""
         from fpipe.schedule.picture.cost_tables import cost_tables
 
+        arguments = {field.name: getattr(self, field.name) for field in fields(self)}
         # The lane says nothing where there are no collectives.
-        return cost_tables(vars(self), {"message": 1, "collective_lane": not self.shards})
+        return cost_tables(arguments, {"message": 1, "collective_lane": not self.shards})
 
     @cached_property
     def shards(self) -> bool:

@@ -152,6 +152,16 @@ def test_a_cost_is_a_table_with_a_row_for_each_stage() -> None:
     assert {"to 1", "1, 0.5", "1, 2"} <= set(texts)
 
 
+def test_bands_have_a_lane_for_each_link() -> None:
+    cost = Cost(f=10, i=10, w=10, comm=1, transfer=4)
+    page = shown(simulate(schedules.zb_h1(ranks=3, microbatches=40), cost))
+    bands = page.texts.count("rank 0")
+    assert bands > 1
+    for name in ("0 → 1", "1 → 0", "1 → 2", "2 → 1"):
+        assert page.texts.count(name) == bands
+    assert sum("busy" in text for text in page.texts) == 4  # which is said of the whole step
+
+
 def test_a_cost_shows_its_links_and_both_sizes() -> None:
     links: Any = {"transfer": 2, "shared": [[0, 5], [5, 0]], "blocking": True, "message": [64, 8]}
     texts = shown(Cost(f=[1, 2], i=1, w=1, sizes=[4, 1], memory_sizes=[2, 1], **links)).texts
@@ -163,6 +173,8 @@ def test_a_cost_shows_its_links_and_both_sizes() -> None:
     assert rows == {"sizes": "4, 1", "memory_sizes": "2, 1", "blocking": "True"}
     plain = shown(Cost(f=1, i=1, w=1)).texts
     assert not {"message", "shared", "blocking", "memory_sizes"} & set(plain)
+    used = simulate(schedules.gpipe(ranks=2, microbatches=2), Cost(f=1, i=1, w=1, transfer=1)).cost
+    assert "has_transfers" not in shown(used).texts  # a cost that was used keeps what it computed
 
 
 def test_a_balance_is_its_table() -> None:

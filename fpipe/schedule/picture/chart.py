@@ -214,7 +214,7 @@ def draw_up(
     costs = (cost or Cost(1, 1, 1)).on(placement, len(events))
     memory = (tuple((time - zero, amount) for time, amount in held(row, costs)) for row in events)
     carried: list[Carried] = []
-    if waits and cost is not None and cost.has_transfers:
+    if cost is not None and cost.has_transfers:
         for ((rank, at), target), way in sendings(events, len(placement), cost).items():
             action, start, end = events[rank][at].action, way.start - zero, way.end - zero
             if end > start:
